@@ -1,0 +1,47 @@
+# `make demo` plans GPT-2 small on 2x4 and verifies the plan; `make test` and `make lint` check the project.
+# Every target makes .venv and installs into it when pyproject.toml is newer than the last install.
+
+SHELL := /bin/bash
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PYTHON_OR_NONE := $(or $(PYTHON),false)
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+# One thread per process: the tests run two processes, and torch's own threads would compete with them.
+test test-all: export OMP_NUM_THREADS := 1
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+PLAN := solutions/gpt2-small-2x4.json
+GPT2 := models/gpt2.py:small --set vocab=50304
+
+.PHONY: demo test test-all lint bench
+.DEFAULT_GOAL := test
+
+demo: $(INSTALLED)
+	@mkdir -p $(dir $(PLAN))
+	$(BIN)/autoshard plan $(GPT2) --set batch=512 --mesh 2x4 --train --out $(PLAN)
+	$(BIN)/autoshard verify $(PLAN) $(GPT2) --set batch=8 --set seq=16
+
+test: $(INSTALLED)
+	$(PYTEST)
+
+test-all: $(INSTALLED)
+	$(PYTEST) -m ""
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# DATA is handed to every script as its data's path.
+bench: $(INSTALLED)
+	@set -e; for script in $(wildcard benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script $(DATA); done
+
+# torch first and pinned: a range without an upper bound would pull a newer build and its CUDA packages.
+$(INSTALLED): pyproject.toml
+	@$(PYTHON_OR_NONE) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "autoshard needs Python 3.11 or newer, found $$($(PYTHON_OR_NONE) --version 2>/dev/null || echo none): make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@touch $@

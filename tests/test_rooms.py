@@ -1,0 +1,274 @@
+"""The room table, executable: which part of autoshard knows which, and the house rules that an AST can see.
+
+A room is a module or package directly below `autoshard`. Every import in every file counts, also one inside a function
+or under TYPE_CHECKING. A room may import the rooms and the third-party packages of its row, the standard library, and
+itself. Each row names only rooms above it, so a cycle can't be written.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "autoshard"
+
+# room: (rooms it may import, third-party packages it may import)
+TABLE = {
+    "mesh": ("", ""),
+    "layout": ("mesh", "torch"),
+    "graph": ("", "networkx"),
+    "capture": ("graph", "torch"),
+    "strategies": ("graph layout mesh", "torch"),
+    "cost": ("graph layout mesh", "numpy scipy numba"),
+    "redistribute": ("cost layout mesh", "numpy"),
+    "problem": ("", "numpy"),
+    "solvers": ("problem", "numpy scipy highspy cvxpy networkx numba"),
+    "formulate": ("cost graph layout mesh problem redistribute strategies", "numpy"),
+    "baselines": ("graph layout mesh strategies", ""),
+    "solution": ("graph layout mesh", "dill"),
+    "lower": ("graph layout mesh redistribute solution", "torch"),
+    "exports": ("graph layout mesh solution", "torch"),
+    "simulate": ("cost graph layout mesh redistribute solution", "numpy networkx"),
+    "tables": ("cost mesh problem solvers", "numpy"),
+    "report": ("graph layout mesh problem simulate solution", "rich jinja2 matplotlib"),
+    "api": (
+        "mesh layout graph capture strategies cost redistribute problem solvers formulate baselines solution lower exports "
+        "simulate tables report",
+        "torch numpy",
+    ),
+    "cli": ("api report mesh cost redistribute problem solvers simulate tables", "typer rich"),
+}
+
+LAZY_FACADE = ("__init__.py", "__main__.py")  # directly below autoshard: they name what is public
+OPENS_FILES = ("solution", "problem", "cost/curves", "report", "cli")
+FILE_CALLS = {
+    "open", "read_text", "write_text", "read_bytes", "write_bytes", "mkdir", "touch", "unlink", "rmtree", "mkstemp",
+    "NamedTemporaryFile", "TemporaryDirectory",
+    "os.open", "os.replace", "os.remove", "os.rename", "torch.load", "torch.save",
+    "np.load", "np.save", "np.savez", "np.savez_compressed", "np.loadtxt", "np.savetxt", "np.fromfile", "np.memmap",
+}  # fmt: skip
+PRIVATE_REGISTRIES = {
+    "_op_dispatcher", "sharding_propagator", "op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules",
+    "propagate_op_sharding_non_cached",
+}  # fmt: skip
+
+
+def files(package: Path) -> list[Path]:
+    return sorted(path for path in package.rglob("*.py"))
+
+
+def place(path: Path, package: Path) -> str:
+    """`autoshard/cost/curves.py` -> `cost/curves`."""
+    return path.relative_to(package).with_suffix("").as_posix()
+
+
+def is_in(place_name: str, *rooms: str) -> bool:
+    return any(place_name == room or place_name.startswith(room + "/") for room in rooms)
+
+
+def imported_modules(tree: ast.AST, package_parts: list[str]) -> Iterator[tuple[int, str]]:
+    """Line and absolute dotted name of everything imported; `from a import b` gives `a.b`. `package_parts` is where the file lies."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package_parts[: len(package_parts) - node.level + 1] if node.level else []
+            base = base + (node.module.split(".") if node.module else [])
+            yield from ((node.lineno, ".".join([*base, alias.name])) for alias in node.names)
+
+
+def import_violations(package: Path) -> list[str]:
+    found = []
+    for path in files(package):
+        where = path.relative_to(package)
+        if where.as_posix() in LAZY_FACADE:
+            continue
+        room = where.parts[0].removesuffix(".py")
+        if room not in TABLE:
+            found.append(f"{where}: {room} is no room of the table")
+            continue
+        ours, third_party = (set(names.split()) for names in TABLE[room])
+        tree = ast.parse(path.read_text(), filename=str(path))
+        for line, module in imported_modules(tree, [package.name, *where.parts[:-1]]):
+            top, _, rest = module.partition(".")
+            if top == package.name:
+                target = rest.partition(".")[0]
+                if target not in ours | {room}:
+                    found.append(f"{where}:{line}: {room} may not import {'.'.join(filter(None, [top, target]))}")
+            elif top not in sys.stdlib_module_names and top not in third_party:
+                found.append(f"{where}:{line}: {room} may not import {top}")
+    return found
+
+
+def dotted(node: ast.expr) -> str:
+    """`os.environ` of the expression os.environ; an unknown base gives `?`."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return "?"
+
+
+def is_one_of(name: str, names: set[str]) -> bool:
+    """A name with a dot is meant whole; one without matches the last part too (`path.read_text`)."""
+    return name.replace("numpy.", "np.") in names or name.rpartition(".")[2] in names
+
+
+def does_nothing(body: list[ast.stmt]) -> bool:
+    return all(isinstance(s, ast.Pass) or (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)) for s in body)
+
+
+def broken_rules(node: ast.AST, place_name: str) -> Iterator[str]:
+    name = dotted(node) if isinstance(node, ast.Name | ast.Attribute) else ""
+    called = dotted(node.func) if isinstance(node, ast.Call) else ""
+    imported = {module for _, module in imported_modules(node, [])} if isinstance(node, ast.Import | ast.ImportFrom) else set()
+    if not is_in(place_name, "cli") and (called == "print" or name in ("sys.stdout", "sys.stderr")):
+        yield "only cli prints"
+    if not is_in(place_name, "cli", "api") and any(module.split(".")[0] == "logging" for module in imported):
+        yield "only api logs"  # and cli says where the lines go
+    if name in ("os.environ", "os.environb", "os.getenv") or imported & {"os.environ", "os.environb", "os.getenv"}:
+        yield "nobody reads the environment"
+    if not is_in(place_name, *OPENS_FILES) and called and is_one_of(called, FILE_CALLS):
+        yield f"files are opened in {', '.join(OPENS_FILES)} only"
+    if isinstance(node, ast.ExceptHandler):
+        stopped_by_user = node.type is not None and dotted(node.type) == "KeyboardInterrupt"  # what is known so far may be the answer
+        if node.type is None or (does_nothing(node.body) and not stopped_by_user):
+            yield "no bare except, no except that does nothing"
+    if called.rpartition(".")[2] == "suppress":
+        yield "no bare except, no except that does nothing"
+    if imported and any(module.endswith(".*") for module in imported):
+        yield "no import *"
+    if place_name != "strategies/torch_rules" and (
+        (isinstance(node, ast.Attribute) and node.attr in PRIVATE_REGISTRIES)
+        or any(module.startswith(("torch.distributed.tensor._ops", "torch.distributed.tensor._sharding_prop")) for module in imported)
+    ):
+        yield "only strategies/torch_rules touches torch's private registries"
+
+
+def rule_violations(package: Path) -> list[str]:
+    return [
+        f"{path.relative_to(package)}:{node.lineno}: {rule}"
+        for path in files(package)
+        for node in ast.walk(ast.parse(path.read_text(), filename=str(path)))
+        for rule in broken_rules(node, place(path, package))
+    ]
+
+
+def test_each_room_names_only_rooms_above_it():
+    above: set[str] = set()
+    for room, (ours, _) in TABLE.items():
+        assert set(ours.split()) <= above, f"{room} names a room that isn't above it: {set(ours.split()) - above}"
+        above.add(room)
+
+
+def test_the_numeric_rooms_may_not_import_torch():
+    for room in ("mesh", "graph", "problem", "solvers"):
+        assert "torch" not in TABLE[room][1].split()
+
+
+def test_every_import_is_in_the_room_table():
+    assert files(PACKAGE), f"no file under {PACKAGE}"
+    assert import_violations(PACKAGE) == []
+
+
+def test_house_rules():
+    assert rule_violations(PACKAGE) == []
+
+
+@pytest.mark.parametrize("module", ["mesh", "graph", "problem", "solvers"])
+def test_the_numeric_rooms_import_without_torch(module):
+    script = f"import sys, autoshard, autoshard.{module}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=PACKAGE.parent)
+
+
+def plant(folder: Path, place_name: str, source: str) -> Path:
+    """A package `autoshard` under `folder` that holds one file."""
+    path = folder / "autoshard" / place_name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source)
+    return folder / "autoshard"
+
+
+@pytest.mark.parametrize(
+    ("place_name", "source", "room"),
+    [
+        ("mesh.py", "import autoshard.layout", "autoshard.layout"),
+        ("mesh.py", "import os, torch.fx as fx", "torch"),
+        ("mesh.py", "import autoshard", "autoshard"),  # the facade would bring everything
+        ("mesh.py", "from autoshard import Mesh", "autoshard.Mesh"),
+        ("problem.py", "from autoshard.layout import Layout", "autoshard.layout"),
+        ("problem.py", "def f():\n    from torch import Tensor", "torch"),
+        ("problem.py", "def f():\n    from . import api", "autoshard.api"),
+        ("problem.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .mesh import Mesh", "autoshard.mesh"),
+        ("solvers/ilp.py", "from ..graph import Graph", "autoshard.graph"),
+        ("solvers/ilp.py", "from .. import problem, layout", "autoshard.layout"),
+        ("solvers/deep/er.py", "from ... import mesh", "autoshard.mesh"),
+        ("solvers/__init__.py", "from ..cost import curves", "autoshard.cost"),
+        ("graph.py", "import numpy", "numpy"),
+        ("utils.py", "", "utils is no room"),
+    ],
+)
+def test_a_planted_import_is_caught(tmp_path, place_name, source, room):
+    (violation,) = import_violations(plant(tmp_path, place_name, source))
+    assert room in violation
+
+
+@pytest.mark.parametrize(
+    ("place_name", "source"),
+    [
+        ("__init__.py", "def __getattr__(name):\n    from . import api\n    return getattr(api, name)"),
+        ("__main__.py", "from autoshard.cli import main"),
+        ("solvers/ilp.py", "from __future__ import annotations\nimport numpy as np, numba"),
+        ("solvers/ilp.py", "from ..problem import Problem\nfrom . import dual"),
+        ("solvers/__init__.py", "from .ilp import ILP as ILP"),
+        ("cost/curves.py", "import json\nfrom autoshard.mesh import Mesh\nfrom autoshard.cost import compute"),
+        ("cli.py", "import typer\nfrom . import api, report"),
+    ],
+)
+def test_an_import_that_the_table_allows_passes(tmp_path, place_name, source):
+    assert import_violations(plant(tmp_path, place_name, source)) == []
+
+
+@pytest.mark.parametrize(
+    ("place_name", "source", "rule"),
+    [
+        ("api.py", "print('x')", "only cli prints"),
+        ("report/text.py", "import sys\nsys.stdout.write('x')", "only cli prints"),
+        ("solvers/ilp.py", "import logging", "only api logs"),
+        ("api.py", "import os\nos.environ.get('X')", "environment"),
+        ("cli.py", "import os\nos.getenv('X')", "environment"),
+        ("cli.py", "from os import environ", "environment"),
+        ("lower/verify.py", "def f():\n    with open('x'): ...", "files are opened in"),
+        ("cost/compute.py", "from pathlib import Path\nPath('x').read_text()", "files are opened in"),
+        ("simulate.py", "import gzip\ngzip.open('x')", "files are opened in"),
+        ("api.py", "import torch\ntorch.load('x')", "files are opened in"),
+        ("tables/io.py", "import numpy\nnumpy.loadtxt('x')", "files are opened in"),
+        ("api.py", "try:\n    f()\nexcept:\n    raise", "except"),
+        ("cli.py", "try:\n    f()\nexcept ValueError:\n    pass", "except"),
+        ("cli.py", "import contextlib\nwith contextlib.suppress(OSError):\n    f()", "except"),
+        ("api.py", "from .mesh import *", "import *"),
+        ("strategies/own.py", "from torch.distributed.tensor._ops.utils import x", "private registries"),
+        ("formulate.py", "DTensor._op_dispatcher", "private registries"),
+    ],
+)
+def test_a_planted_breach_of_a_house_rule_is_caught(tmp_path, place_name, source, rule):
+    (violation,) = rule_violations(plant(tmp_path, place_name, source))
+    assert rule in violation
+
+
+@pytest.mark.parametrize(
+    ("place_name", "source"),
+    [
+        ("cli.py", "import sys\nprint('x', file=sys.stderr)\nopen('x')"),
+        ("solution.py", "import os\nfrom pathlib import Path\nPath('x').write_text('')\nos.replace('x', 'y')"),
+        ("cost/curves.py", "open('x')"),
+        ("api.py", "import logging\ntry:\n    f()\nexcept ValueError as error:\n    raise TypeError('x') from error"),
+        ("solvers/solve.py", "try:\n    f()\nexcept KeyboardInterrupt:\n    pass"),
+        ("strategies/torch_rules.py", "DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs"),
+    ],
+)
+def test_what_the_house_rules_allow_passes(tmp_path, place_name, source):
+    assert rule_violations(plant(tmp_path, place_name, source)) == []
