@@ -1,0 +1,422 @@
+"""Models and fx graphs -> Graph. The only reader of fx; everything runs under fake tensors, so no weights are in memory.
+
+Two ways in, one way out:
+
+    training    dynamo captures the module, AOTAutograd joins forward and backward into one ATen graph
+    inference   torch.export captures the module (or the caller brings a graph), an interpreter runs it once more under
+                make_fx, below autograd, so that linear, layer_norm, attention become the same ATen ops as in training
+
+Running a given graph through an interpreter also says which traced value each of its nodes became (`Captured.values`): that
+is how layouts find their way back onto the nodes that the caller gave.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import fx, nn
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._functorch._aot_autograd import descriptors
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from autoshard.graph import Const, Graph, Op, Ref, Result, Tensor, Value
+
+ALWAYS_VIEWS = {"aten._unsafe_view.default", "aten.reshape.default", "aten._reshape_alias.default"}
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A Graph and where it came from. values: for each node of the given fx graph the values that it became (nested as the
+    node's result is); empty when a module was captured."""
+
+    graph: Graph
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Named:
+    """What a placeholder of a traced graph stands for."""
+
+    kind: str
+    name: str
+
+
+def capture(module: nn.Module, example_inputs: Any, *, training: bool) -> Graph:
+    """The program of one call (or one training step up to the gradients) of `module`.
+
+    example_inputs: a tuple of positional arguments or a dict of keyword arguments, tensors on any device; the meta device
+    costs no memory. training: forward and backward joined; the module must return a tensor, or several, to differentiate.
+    ValueError says what stopped the capture, and where.
+    """
+    args, kwargs = _arguments(example_inputs)
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    fake_module, fake_args, fake_kwargs = _to_fake(mode, module, args, kwargs)
+    torch._dynamo.reset()  # automatic dynamic shapes would turn the second model of a process into a symbolic one
+    with _explained(module):
+        if training:
+            return _capture_training(mode, fake_module, fake_args, fake_kwargs)
+        with mode, torch.no_grad():
+            program = torch.export.export(fake_module, fake_args, fake_kwargs, strict=False)
+        return capture_given(program).graph
+
+
+def capture_given(given: fx.GraphModule | ExportedProgram, example_inputs: Any = None) -> Captured:
+    """The inference program of a graph that somebody else captured, with the value that each given node became.
+
+    given: an ExportedProgram, a GraphModule of ATen nodes, or one from torch.fx.symbolic_trace. example_inputs: needed when
+    the placeholders carry no `meta["val"]`.
+    """
+    mode = _mode_of(given)
+    if isinstance(given, ExportedProgram):
+        if any(_is_mutable(node) for node in given.graph.nodes):
+            given = given.run_decompositions({})
+            mode = _mode_of(given)
+        names, fakes, result_names = _export_signature(given, mode)
+        module: fx.GraphModule = given.graph_module
+        params: dict[str, torch.Tensor] = {}
+    else:
+        module = given
+        names, fakes = _placeholder_inputs(module, example_inputs, mode)
+        params = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        names = [_Named("parameter" if isinstance(p, nn.Parameter) else "buffer", n) for n, p in params.items()] + names
+        fakes = [_fake(mode, p) for p in params.values()] + fakes
+        result_names = None
+    recorder = _Recorder(module)
+
+    def run(*flat: torch.Tensor) -> Any:
+        with nn.utils.stateless._reparametrize_module(module, dict(zip(params, flat, strict=False)), tie_weights=True, strict=False):
+            return recorder.run(*flat[len(params) :], enable_io_processing=False)
+
+    with _explained(module), mode, torch.no_grad():
+        traced = make_fx(run)(*fakes)
+    return _with_values(traced, names, result_names, recorder)
+
+
+def _with_values(traced: fx.GraphModule, names: list[_Named], result_names: list[tuple[str, str]] | None, recorder: _Recorder) -> Captured:
+    outputs = next(node for node in traced.graph.nodes if node.op == "output").args[0]
+    flat = pytree.tree_leaves(outputs)
+    if result_names is None:
+        result_names = [("output", str(i)) for i in range(len(flat))]
+    modules = {traced_node: path for traced_node, path in recorder.modules.items()}
+    graph, values = _read(traced, names, list(zip(result_names, flat, strict=True)), modules)
+    is_node = lambda leaf: isinstance(leaf, fx.Node)  # noqa: E731
+    mapped = {
+        node: pytree.tree_map(lambda leaf: values.get(leaf) if is_node(leaf) else None, became) for node, became in recorder.became.items()
+    }
+    return Captured(graph, mapped)
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a given graph under make_fx and remembers which traced node each of its results is."""
+
+    def __init__(self, module: fx.GraphModule):
+        super().__init__(module)
+        self.became: dict[fx.Node, Any] = {}
+        self.modules: dict[fx.Node, str] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        mode = get_proxy_mode()
+        assert mode is not None
+
+        def traced(leaf: Any) -> fx.Node | None:
+            slot = get_proxy_slot(leaf, mode.tracer, None) if isinstance(leaf, torch.Tensor) else None
+            return None if slot is None else slot.proxy.node
+
+        self.became[n] = pytree.tree_map(traced, result)
+        path = _module_path(n)
+        for node in pytree.tree_leaves(self.became[n]):
+            if node is not None:
+                self.modules.setdefault(node, path)
+        return result
+
+
+def _capture_training(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) -> Graph:
+    with ExitStack() as stack:
+        with mode:
+            captured = dynamo_graph_capture_for_export(module)(*args, **kwargs)
+        joint = aot_export_joint_with_descriptors(stack, captured, args, kwargs)
+    traced: fx.GraphModule = joint.graph_module
+    names = [_named(node.meta["desc"]) for node in traced.graph.nodes if node.op == "placeholder"]
+    output = next(node for node in traced.graph.nodes if node.op == "output")
+    results = [(_result_name(desc), leaf) for desc, leaf in zip(output.meta["desc"], output.args[0], strict=True) if desc is not None]
+    modules = {node: _module_path(node) for node in traced.graph.nodes}
+    graph, _ = _read(traced, names, results, modules)
+    if not any(result.kind == "gradient" and result.value is not None for result in graph.results):
+        raise ValueError("the module has no parameter that gets a gradient; plan it without training")
+    return graph
+
+
+def _named(desc: Any) -> _Named:
+    match desc:
+        case descriptors.ParamAOTInput():
+            return _Named("parameter", desc.target)
+        case descriptors.BufferAOTInput():
+            return _Named("buffer", desc.target)
+        case descriptors.PlainAOTInput():
+            return _Named("input", f"input_{desc.idx}")
+        case descriptors.TangentAOTInput():
+            return _Named("tangent", f"tangent_{getattr(desc.output, 'idx', 0)}")
+    raise ValueError(f"the captured program has an input of a kind that is not supported: {desc!r}")
+
+
+def _result_name(desc: Any) -> tuple[str, str]:
+    match desc:
+        case descriptors.PlainAOTOutput():
+            return ("output", str(desc.idx))
+        case descriptors.GradAOTOutput():
+            return ("gradient", _named(desc.grad_of).name)
+        case descriptors.InputMutationAOTOutput():
+            return ("buffer", _named(desc.mutated_input).name)
+    raise ValueError(f"the captured program has an output of a kind that is not supported: {desc!r}")
+
+
+# -- reading a traced ATen graph --------------------------------------------------------------------------------------------
+
+
+def _read(
+    traced: fx.GraphModule, names: list[_Named], results: list[tuple[tuple[str, str], Any]], modules: Mapping[fx.Node, str]
+) -> tuple[Graph, dict[fx.Node, Value]]:
+    """fx nodes -> ops; placeholders first, dead code left out. Also returns the value of each tensor node."""
+    alive = _alive(traced)
+    ops: list[Op] = []
+    values: dict[fx.Node, Value] = {}
+    nodes = list(traced.graph.nodes)
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    for node, named in zip(placeholders, names, strict=True):
+        values[node] = (len(ops), 0)
+        ops.append(Op(named.name, named.kind, (), (), (_tensor(node.meta["val"]),), named.kind))
+    for node in nodes:
+        if node.op == "get_attr" and node in alive:  # a constant tensor of the program
+            values[node] = (len(ops), 0)
+            ops.append(Op(str(node.target), "buffer", (), (), (_tensor(node.meta["val"]),), "buffer"))
+    tuples: dict[fx.Node, int] = {}
+    for node in nodes:
+        if node.op != "call_function" or node not in alive:
+            continue
+        if node.target is operator.getitem and node.args[0] in tuples:
+            values[node] = (tuples[node.args[0]], node.args[1])
+            continue
+        op = _op(node, values, modules.get(node, ""))
+        (tuples if isinstance(node.meta["val"], (tuple, list)) else values)[node] = (
+            len(ops) if isinstance(node.meta["val"], (tuple, list)) else (len(ops), 0)  # type: ignore[assignment]
+        )
+        ops.append(op)
+    found = tuple(Result(kind, name, values[leaf] if isinstance(leaf, fx.Node) else None) for (kind, name), leaf in results)
+    return Graph(tuple(ops), found), values
+
+
+def _alive(traced: fx.GraphModule) -> set[fx.Node]:
+    """Nodes that a result depends on (assertions and other effects are left out: a plan does not need them)."""
+    alive: set[fx.Node] = set()
+    for node in reversed(traced.graph.nodes):
+        if node.op == "output" or node in alive:
+            alive.update(node.all_input_nodes)
+    return alive
+
+
+def _op(node: fx.Node, values: Mapping[fx.Node, Value], module: str) -> Op:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        raise ValueError(f"the captured program calls {node.target!r} (node {node.name}), which is not an ATen operator")
+    if node.target._schema.is_mutable:
+        raise ValueError(f"node {node.name} ({node.target}) writes into its input; give a functional graph (torch.export makes one)")
+    inputs: list[Value] = []
+
+    def literal(item: Any) -> Any:
+        if isinstance(item, fx.Node):
+            inputs.append(values[item])
+            return Ref(len(inputs) - 1)
+        if isinstance(item, (tuple, list)):
+            return tuple(literal(part) for part in item)
+        return _constant(item, node)
+
+    literals = (literal(node.args), tuple((key, literal(item)) for key, item in sorted(node.kwargs.items())))
+    result = node.meta["val"]
+    outputs = tuple(_tensor(t) for t in result) if isinstance(result, (tuple, list)) else (_tensor(result),)
+    backward = node.meta.get("partitioner_tag") == "is_backward" or bool(node.meta.get("autograd_backward"))
+    return Op(node.name, str(node.target), tuple(inputs), literals, outputs, "compute", module, _alias(node), backward)
+
+
+def _constant(item: Any, node: fx.Node) -> Any:
+    if item is None or isinstance(item, (bool, int, float, str, complex)):
+        return item
+    if isinstance(item, torch.dtype):
+        return Const("dtype", str(item).removeprefix("torch."))
+    if isinstance(item, torch.device):
+        return Const("device", "cpu")
+    if isinstance(item, torch.memory_format):
+        return Const("memory_format", str(item).removeprefix("torch."))
+    if isinstance(item, torch.layout):
+        return Const("layout", str(item).removeprefix("torch."))
+    raise ValueError(f"node {node.name} ({node.target}) has an argument {item!r} of a kind that is not supported: {type(item).__name__}")
+
+
+def _alias(node: fx.Node) -> int | None:
+    """Which tensor input lends its storage to the output, by the operator's schema."""
+    schema = node.target._schema
+    if str(node.target) in ALWAYS_VIEWS:
+        return 0
+    if not schema.returns or schema.returns[0].alias_info is None:
+        return None
+    lent = schema.returns[0].alias_info.before_set
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.before_set & lent:
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            return next((k for k, source in enumerate(_input_nodes(node)) if source is given), None)
+    return 0  # a list of views: the schema marks its elements, the source is the first tensor
+
+
+def _input_nodes(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(node.args, found.append)
+    fx.map_arg({key: node.kwargs[key] for key in sorted(node.kwargs)}, found.append)
+    return found
+
+
+def _tensor(value: Any) -> Tensor | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    return Tensor(tuple(int(n) for n in value.shape), str(value.dtype).removeprefix("torch."))
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    paths = [entry[0] if isinstance(entry, tuple) else str(entry) for entry in stack.values()]
+    if not paths:
+        return ""
+    return re.sub(r"^L\['\w+'\]\.?|^_export_root\.?", "", paths[-1]).replace("slice(None, None, None)", "")
+
+
+# -- inputs -----------------------------------------------------------------------------------------------------------------
+
+
+def _arguments(example_inputs: Any) -> tuple[tuple, dict]:
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, torch.Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, Sequence) and not isinstance(example_inputs, str):
+        return tuple(example_inputs), {}
+    raise ValueError(f"example_inputs is {type(example_inputs).__name__}; expected a tuple of arguments or a dict of keyword arguments")
+
+
+def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    with mode:
+        fake = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+def _to_fake(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) -> tuple[nn.Module, tuple, dict]:
+    """A copy of the module whose tensors are fake CPU tensors (tied ones stay tied), and fake inputs. Nothing is allocated."""
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        for tensor in [*part._parameters.values(), *part._buffers.values(), *vars(part).values()]:
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
+                memo[id(tensor)] = _fake(mode, tensor)
+    fake_module = copy.deepcopy(module, memo)
+    is_tensor = lambda leaf: isinstance(leaf, torch.Tensor)  # noqa: E731
+    fake_args, fake_kwargs = pytree.tree_map(lambda leaf: _fake(mode, leaf) if is_tensor(leaf) else leaf, (args, kwargs))
+    return fake_module, fake_args, fake_kwargs
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _mode_of(given: fx.GraphModule | ExportedProgram) -> FakeTensorMode:
+    """The fake mode that the graph's own values live in (they can't be mixed with another one's), or a new one."""
+    for node in given.graph.nodes:
+        mode = getattr(node.meta.get("val"), "fake_mode", None)
+        if mode is not None:
+            return mode
+    return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+
+
+def _export_signature(program: ExportedProgram, mode: FakeTensorMode) -> tuple[list[_Named], list[torch.Tensor], list[tuple[str, str]]]:
+    kinds = {
+        InputKind.PARAMETER: "parameter",
+        InputKind.BUFFER: "buffer",
+        InputKind.CONSTANT_TENSOR: "buffer",
+        InputKind.USER_INPUT: "input",
+    }
+    names, users = [], 0
+    for spec in program.graph_signature.input_specs:
+        if spec.kind not in kinds:
+            raise ValueError(f"the exported program has an input of kind {spec.kind.name}, which is not supported")
+        names.append(_Named(kinds[spec.kind], spec.target if spec.kind != InputKind.USER_INPUT else f"input_{users}"))
+        users += spec.kind == InputKind.USER_INPUT
+    results, outputs = [], 0
+    for out in program.graph_signature.output_specs:
+        if out.kind == OutputKind.BUFFER_MUTATION:
+            results.append(("buffer", str(out.target)))
+        else:
+            results.append(("output", str(outputs)))
+            outputs += 1
+    fakes = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
+    return names, [_fake(mode, fake) if isinstance(fake, torch.Tensor) else fake for fake in fakes], results
+
+
+def _placeholder_inputs(module: fx.GraphModule, example_inputs: Any, mode: FakeTensorMode) -> tuple[list[_Named], list[torch.Tensor]]:
+    """Names and fake values of a GraphModule's placeholders, from example inputs or from the nodes' own metadata."""
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+    if example_inputs is None:
+        given = [node.meta.get("val", node.meta.get("example_value")) for node in nodes]
+        missing = [node.name for node, value in zip(nodes, given, strict=True) if not isinstance(value, torch.Tensor)]
+        if missing:
+            raise ValueError(f"the graph's placeholders {missing} carry no shapes; pass example_inputs=(...) with one tensor each")
+    else:
+        args, kwargs = _arguments(example_inputs)
+        bound = dict(zip((str(node.target) for node in nodes), args, strict=False)) | kwargs
+        missing = [str(node.target) for node in nodes if str(node.target) not in bound and not node.args]
+        if missing or len(args) > len(nodes):
+            raise ValueError(f"example_inputs has {len(args) + len(kwargs)} entries; the graph takes {[str(n.target) for n in nodes]}")
+        given = [bound.get(str(node.target), node.args[0] if node.args else None) for node in nodes]
+    names = []
+    for i, node in enumerate(nodes):
+        desc = node.meta.get("desc")
+        names.append(_named(desc) if desc is not None else _Named("input", f"input_{i}"))
+    return names, [_fake(mode, value) if isinstance(value, torch.Tensor) else value for value in given]
+
+
+@contextmanager
+def _explained(module: nn.Module):
+    """Turns what stops a capture into one sentence with the model's own line, where there is one."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except (RuntimeError, TypeError, AssertionError, AttributeError, NotImplementedError, KeyError, torch._dynamo.exc.TorchDynamoException) as error:
+        line = _model_line(error, type(module))
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"{type(module).__name__} can't be captured{line}: {first}") from error
+
+
+def _model_line(error: BaseException, kind: type) -> str:
+    """` at file:line` of the deepest frame in the file that defines the module, when the error passed through it."""
+    try:
+        source: str | None = inspect.getsourcefile(kind)
+    except TypeError:
+        source = None
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        if source and trace.tb_frame.f_code.co_filename == source:
+            found = f" at {source}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+

@@ -1,0 +1,190 @@
+"""The program to plan, as frozen records without torch: ops in execution order, values, results.
+
+A value is `(op index, output index)`. `time` is the op index. Storage: an op with `alias = i` shares the storage of its
+input i (a view), every other output owns its bytes from its op until the last op that reads it or one of its views.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+Value = tuple[int, int]
+
+ITEMSIZE = {
+    "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
+    "int32": 4, "uint32": 4, "float32": 4, "int64": 8, "uint64": 8, "float64": 8, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+PLACEHOLDERS = ("parameter", "buffer", "input", "tangent")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Shape and dtype (torch's name without `torch.`) of a whole, unsharded tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class Ref:
+    """In `Op.literals`: the place of `op.inputs[index]`."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Const:
+    """In `Op.literals`: a torch constant by name. kind: dtype, device, layout, memory_format."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Op:
+    """One node. `literals` is `(args, kwargs as sorted pairs)`: nested tuples of numbers, strings, None, Ref, Const."""
+
+    name: str
+    target: str  # "aten.mm.default"; for placeholders the kind
+    inputs: tuple[Value, ...]
+    literals: tuple
+    outputs: tuple[Tensor | None, ...]
+    kind: str = "compute"  # compute, or one of PLACEHOLDERS
+    module: str = ""  # the module that the op comes from, "h.0.attn"
+    alias: int | None = None  # the input whose storage the output shares
+    backward: bool = False
+
+    @property
+    def is_placeholder(self) -> bool:
+        return self.kind in PLACEHOLDERS
+
+    @property
+    def signature(self) -> tuple:
+        """What decides candidates and prices, names left out (needs the graph for input tensors: `Graph.signature`)."""
+        return (self.target, self.literals, self.outputs, self.kind, self.alias)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the program returns. kind: output, gradient (`name` is the parameter or input) or buffer (its new value)."""
+
+    kind: str
+    name: str
+    value: Value | None
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Ops in execution order (placeholders first) and what the program returns."""
+
+    ops: tuple[Op, ...]
+    results: tuple[Result, ...]
+
+    def tensor(self, value: Value) -> Tensor:
+        tensor = self.ops[value[0]].outputs[value[1]]
+        assert tensor is not None, f"value {value} of {self.ops[value[0]].name} is not a tensor"
+        return tensor
+
+    def input_tensors(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(self.tensor(v) for v in self.ops[index].inputs)
+
+    def signature(self, index: int) -> tuple:
+        return (self.ops[index].signature, self.input_tensors(index))
+
+    @cached_property
+    def users(self) -> dict[Value, tuple[tuple[int, int], ...]]:
+        """For each value the (op index, argument index) pairs that read it, in order; results are not counted."""
+        found: dict[Value, list[tuple[int, int]]] = {}
+        for i, op in enumerate(self.ops):
+            for a, value in enumerate(op.inputs):
+                found.setdefault(value, []).append((i, a))
+        return {value: tuple(pairs) for value, pairs in found.items()}
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Op index by op name; parameters, buffers and inputs are named by their qualified names."""
+        return {op.name: i for i, op in enumerate(self.ops)}
+
+    @cached_property
+    def parameters(self) -> dict[str, int]:
+        return {op.name: i for i, op in enumerate(self.ops) if op.kind == "parameter"}
+
+    def storage(self, value: Value) -> Value:
+        """The value that owns the bytes of `value` (views followed to their base)."""
+        op = self.ops[value[0]]
+        while op.alias is not None:
+            value = op.inputs[op.alias]
+            op = self.ops[value[0]]
+        return value
+
+    @cached_property
+    def last_use(self) -> dict[Value, int]:
+        """For each value the last time at which it, or a view of it, is read; len(ops) when the program returns it.
+
+        A gradient, or the new value of a buffer, is handed on to its parameter or buffer at once: its own time counts.
+        """
+        last: dict[Value, int] = {}
+        for result in self.results:
+            if result.value is not None:
+                last[result.value] = len(self.ops) if result.kind == "output" else result.value[0]
+        for i in range(len(self.ops) - 1, -1, -1):
+            op = self.ops[i]
+            if op.alias is not None:  # a view: its base lives as long as the view does
+                base = op.inputs[op.alias]
+                ends = [last.get((i, k), i) for k in range(len(op.outputs))]
+                last[base] = max(last.get(base, i), *ends)
+            for value in op.inputs:
+                last[value] = max(last.get(value, i), i)
+        return last
+
+    def fingerprint(self) -> str:
+        """A hash of ops, wiring, literals, shapes and results; the same on every machine."""
+        digest = hashlib.sha256()
+        for op in self.ops:
+            digest.update(repr((op.name, op.target, op.inputs, op.literals, op.outputs, op.kind, op.alias)).encode())
+        digest.update(repr(self.results).encode())
+        return digest.hexdigest()
+
+    def structure(self) -> str:
+        """As `fingerprint`, sizes left out: equal for the same model at another batch size or width."""
+        digest = hashlib.sha256()
+        for op in self.ops:
+            ranks = tuple(None if t is None else len(t.shape) for t in op.outputs)
+            digest.update(repr((op.name, op.target, op.inputs, ranks, op.kind, op.alias)).encode())
+        digest.update(repr(self.results).encode())
+        return digest.hexdigest()
+
+
+def replace_refs(literals: object, values: tuple) -> object:
+    """The nested literals with each Ref(k) replaced by values[k]; tuples stay tuples."""
+    if isinstance(literals, Ref):
+        return values[literals.index]
+    if isinstance(literals, tuple):
+        return tuple(replace_refs(item, values) for item in literals)
+    return literals
+
+
+def leaves(literals: object) -> Iterator[object]:
+    """All non-tuple items of nested literals, in order."""
+    if isinstance(literals, tuple):
+        for item in literals:
+            yield from leaves(item)
+    else:
+        yield literals

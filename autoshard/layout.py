@@ -1,0 +1,122 @@
+"""How a tensor lies on a mesh: one torch Placement per mesh axis, written `S(0),R`.
+
+S(d) on axis k cuts dim d into size_k equal parts. When several axes cut the same dim, they cut it in the order of the
+axes, left to right (axis 0 is major), as DTensor does:
+
+    local_shape[d] = shape[d] / prod(size_k over axes k with S(d))
+    part index of a rank on d = row-major number of its coordinates on those axes
+
+`P` (Partial) on an axis: the value is the reduction over that axis of what its ranks hold.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import product
+
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from autoshard.mesh import Mesh
+
+Layout = tuple[Placement, ...]
+
+R = Replicate()
+_SHARDS = tuple(Shard(d) for d in range(16))
+_PARTIALS = {op: Partial(op) for op in ("sum", "avg", "max", "min")}
+
+
+def S(dim: int) -> Placement:
+    return _SHARDS[dim]
+
+
+def P(reduce_op: str = "sum") -> Placement:
+    return _PARTIALS[reduce_op]
+
+
+def replicated(num_axes: int) -> Layout:
+    return (R,) * num_axes
+
+
+def placement_text(placement: Placement) -> str:
+    if isinstance(placement, Shard):
+        return f"S({placement.dim})"
+    if isinstance(placement, Partial):
+        return "P" if placement.reduce_op == "sum" else f"P({placement.reduce_op})"
+    return "R"
+
+
+def text(layout: Layout) -> str:
+    return ",".join(placement_text(p) for p in layout)
+
+
+def parse(written: str) -> Layout:
+    """`S(0),R` -> (Shard(0), Replicate()); also `S0`. ValueError on anything else."""
+    out: list[Placement] = []
+    for part in written.split(","):
+        part = part.strip()
+        shard, partial = re.fullmatch(r"S\(?(\d+)\)?", part), re.fullmatch(r"P(?:\((\w+)\))?", part)
+        if part == "R":
+            out.append(R)
+        elif shard and int(shard[1]) < len(_SHARDS):
+            out.append(S(int(shard[1])))
+        elif partial and (partial[1] or "sum") in _PARTIALS:
+            out.append(P(partial[1] or "sum"))
+        else:
+            raise ValueError(f"layout {written!r} has {part!r}; expected R, S(dim) or P per mesh axis, for example S(0),R")
+    return tuple(out)
+
+
+def shards_of(layout: Layout, mesh: Mesh, dim: int) -> int:
+    """Into how many parts `dim` is cut."""
+    return math.prod(axis.size for p, axis in zip(layout, mesh.axes, strict=True) if isinstance(p, Shard) and p.dim == dim)
+
+
+def local_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of every rank's part (equal parts; see `is_legal`)."""
+    local = list(shape)
+    for placement, axis in zip(layout, mesh.axes, strict=True):
+        if isinstance(placement, Shard):
+            local[placement.dim] //= axis.size
+    return tuple(local)
+
+
+def local_numel(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> int:
+    return math.prod(local_shape(shape, layout, mesh))
+
+
+def why_illegal(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> str | None:
+    """None when the layout is possible for the shape on the mesh, else a sentence that says why not."""
+    if len(layout) != len(mesh.axes):
+        return f"layout {text(layout)} has {len(layout)} placements, the mesh {'x'.join(map(str, mesh.shape))} has {len(mesh.axes)} axes"
+    for placement in layout:
+        if isinstance(placement, Shard) and placement.dim >= len(shape):
+            return f"layout {text(layout)} cuts dim {placement.dim}, the tensor has {len(shape)} dims"
+    for dim, size in enumerate(shape):
+        if size % shards_of(layout, mesh, dim):
+            return f"layout {text(layout)} cuts dim {dim} of size {size} into {shards_of(layout, mesh, dim)} parts, which does not divide it"
+    kinds = {p.reduce_op for p in layout if isinstance(p, Partial)}
+    return f"layout {text(layout)} mixes partial kinds {sorted(kinds)}" if len(kinds) > 1 else None
+
+
+def is_legal(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> bool:
+    return why_illegal(shape, layout, mesh) is None
+
+
+def all_layouts(shape: tuple[int, ...], mesh: Mesh) -> tuple[Layout, ...]:
+    """Every legal layout without Partial, sharded dims first and R last; an axis of size 1 is always R."""
+    per_axis = [[*(S(d) for d in range(len(shape))), R] if axis.size > 1 else [R] for axis in mesh.axes]
+    return tuple(layout for layout in product(*per_axis) if is_legal(shape, layout, mesh))
+
+
+def has_partial(layout: Layout) -> bool:
+    return any(isinstance(p, Partial) for p in layout)
+
+
+def part_index(layout: Layout, mesh: Mesh, coordinate: tuple[int, ...], dim: int) -> int:
+    """Which of the `shards_of` parts of `dim` the rank at `coordinate` holds (left to right: earlier axes are major)."""
+    index = 0
+    for placement, axis, c in zip(layout, mesh.axes, coordinate, strict=True):
+        if isinstance(placement, Shard) and placement.dim == dim:
+            index = index * axis.size + c
+    return index

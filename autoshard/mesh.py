@@ -1,0 +1,163 @@
+"""A cluster as a mesh of devices: named axes with their links, slowest axis first. SI units.
+
+A collective over axis k runs in prod(sizes of the other axes) groups at the same time. The groups that leave a node share
+that node's link, so the bandwidth that one device sees is
+
+    B_k = bandwidth_k / shared_by_k            (bytes/s per device)
+
+with `bandwidth` the link's own speed and `shared_by` the number of devices that use it at the same time (measured on an
+emulated cluster: a ring with the shared link predicts 1342 ms, 1413 ms were seen).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from itertools import product
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one device can do. `flops` is dense 16-bit matmul throughput; wider types run slower (`flops_for`)."""
+
+    name: str
+    flops: float  # FLOP/s, bfloat16, dense
+    flops32: float  # FLOP/s, float32 inputs (tensor cores where the device has them)
+    memory_bandwidth: float  # bytes/s
+    memory: float  # bytes
+    launch: float = 4e-6  # seconds per kernel
+
+    def flops_for(self, itemsize: int) -> float:
+        return self.flops if itemsize <= 2 else self.flops32
+
+
+# Data sheets of the vendors (dense, without sparsity); launch: typical CUDA kernel launch.
+DEVICES = {
+    "a100": Device("a100", 312e12, 156e12, 2.039e12, 80e9),
+    "h100": Device("h100", 989e12, 494e12, 3.35e12, 80e9),
+    "h200": Device("h200", 989e12, 494e12, 4.8e12, 141e9),
+    "cpu": Device("cpu", 50e9, 50e9, 20e9, 8e9, launch=2e-6),
+}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One mesh axis: `size` devices in a group, over a link of `bandwidth` bytes/s that `shared_by` devices use at once."""
+
+    name: str
+    size: int
+    bandwidth: float  # bytes/s of the link
+    latency: float  # seconds per collective step
+    shared_by: int = 1
+
+    @property
+    def device_bandwidth(self) -> float:
+        """Bytes per second that one device gets when all groups of this axis talk at the same time."""
+        return self.bandwidth / self.shared_by
+
+
+INTRA_LATENCY = 5e-6  # seconds; NVLink-class, order of magnitude of nccl-tests on small messages
+INTER_LATENCY = 15e-6  # seconds; InfiniBand-class
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Axes (slowest first) of equal devices. `rank` is row-major over the axes, as torch's DeviceMesh counts."""
+
+    axes: tuple[Axis, ...]
+    device: Device = field(default_factory=lambda: DEVICES["h100"])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(axis.size for axis in self.axes)
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        return tuple(axis.name for axis in self.axes)
+
+    def coordinates(self) -> tuple[tuple[int, ...], ...]:
+        """The coordinate of every rank, in the order of ranks."""
+        return tuple(product(*(range(n) for n in self.shape)))
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: dict) -> Mesh:
+        """The inverse of `to_dict`; ValueError when a key is missing or unknown."""
+        try:
+            return Mesh(tuple(Axis(**axis) for axis in data["axes"]), Device(**data["device"]))
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"not a mesh: {error}; expected axes (name, size, bandwidth, latency, shared_by) and device") from None
+
+    @staticmethod
+    def from_bandwidths(
+        shape: tuple[int, ...],
+        *,
+        intra_node_bandwidth: float = 300e9,
+        inter_node_bandwidth: float = 400e9,
+        device: str | Device = "h100",
+        devices_per_node: int | None = None,
+        axis_names: tuple[str, ...] | None = None,
+        intra_node_latency: float = INTRA_LATENCY,
+        inter_node_latency: float = INTER_LATENCY,
+    ) -> Mesh:
+        """A two-level cluster: axes whose stride is within a node use the intra-node link, the others the node's own link.
+
+        intra_node_bandwidth: bytes/s per device. inter_node_bandwidth: bytes/s of one node's link to the others, shared by
+        that node's devices when they talk at the same time. devices_per_node: default all but the first axis (a mesh of one
+        axis is one node). An axis that starts inside a node and leaves it is as slow as the slower of its two links.
+        ValueError on a shape, bandwidth or device that can't be.
+        """
+        shape = check_shape(shape)
+        for name, value in (("intra_node_bandwidth", intra_node_bandwidth), ("inter_node_bandwidth", inter_node_bandwidth)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < math.inf):
+                raise ValueError(f"{name} is {value!r}; expected a positive number of bytes per second, for example 300e9")
+        if isinstance(device, str):
+            if device not in DEVICES:
+                raise ValueError(f"unknown device {device!r}; known are {', '.join(sorted(DEVICES))}, or pass a Device")
+            device = DEVICES[device]
+        per_node = devices_per_node or (math.prod(shape[1:]) if len(shape) > 1 else shape[0])
+        names = axis_names or default_axis_names(len(shape))
+        if len(names) != len(shape) or len(set(names)) != len(names):
+            raise ValueError(f"axis_names {names!r} must be {len(shape)} different names, one per axis of {shape}")
+        axes = []
+        for k, size in enumerate(shape):
+            stride = math.prod(shape[k + 1 :])  # distance in ranks between neighbours on this axis
+            if stride * size <= per_node:
+                axes.append(Axis(names[k], size, float(intra_node_bandwidth), intra_node_latency))
+            elif stride >= per_node:
+                axes.append(Axis(names[k], size, float(inter_node_bandwidth), inter_node_latency, shared_by=per_node))
+            else:  # leaves the node: `stride` rings cross the node's link together
+                bandwidth = min(float(intra_node_bandwidth) * stride, float(inter_node_bandwidth))
+                axes.append(Axis(names[k], size, bandwidth, inter_node_latency, shared_by=stride))
+        return Mesh(tuple(axes), device)
+
+
+def default_axis_names(num_axes: int) -> tuple[str, ...]:
+    return tuple(f"axis{k}" for k in range(num_axes))
+
+
+def check_shape(shape: object) -> tuple[int, ...]:
+    """A mesh shape as a tuple of positive ints, or a ValueError that says what it was."""
+    if isinstance(shape, int) and not isinstance(shape, bool):
+        shape = (shape,)
+    try:
+        sizes = tuple(shape)  # type: ignore[arg-type]
+    except TypeError:
+        sizes = ()
+    if not sizes or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
+        raise ValueError(f"mesh shape is {shape!r}; expected positive whole numbers, one per axis, for example (2, 4)")
+    return sizes
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """`2x4` -> (2, 4). ValueError on anything else."""
+    parts = text.lower().replace("*", "x").replace(",", "x").split("x")
+    if not all(part.strip().isdigit() for part in parts):
+        raise ValueError(f"mesh is {text!r}; expected sizes joined by x, slowest axis first, for example 2x4")
+    return check_shape(tuple(int(part) for part in parts))

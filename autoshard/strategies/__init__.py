@@ -1,0 +1,9 @@
+"""What layouts an op may take: rows for one mesh axis, crossed over the axes."""
+
+from autoshard.strategies.candidates import Candidate as Candidate
+from autoshard.strategies.candidates import Candidates as Candidates
+from autoshard.strategies.candidates import candidates as candidates
+from autoshard.strategies.candidates import one_axis_rows as one_axis_rows
+from autoshard.strategies.internal import internal_collectives as internal_collectives
+from autoshard.strategies.rows import Row as Row
+from autoshard.strategies.rows import rule as rule

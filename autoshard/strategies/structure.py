@@ -1,0 +1,149 @@
+"""Rows of ops that only move, cut, join or reduce dims: each is a map from input dims to output dims.
+
+reshape: cut shape and new shape into the smallest groups of equal product; within a group only the leading dim (sizes of 1
+left out) keeps contiguous parts, so S(leading in) <-> S(leading out): [B,T,H] -> [BT,H] keeps a cut of B, not one of T.
+"""
+
+from __future__ import annotations
+
+from autoshard.graph import Op
+from autoshard.layout import P, R, S
+from autoshard.strategies.rows import Inputs, Row, argument, linear_rows, row, rule, shard_rows
+
+
+def leading_pairs(shape: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The (input dim, output dim) pairs that a reshape keeps as contiguous parts."""
+    pairs, i, o = [], 0, 0
+    while i < len(shape) and o < len(new):
+        if shape[i] == 1 or new[o] == 1:
+            i, o = (i + 1, o) if shape[i] == 1 else (i, o + 1)
+            continue
+        pairs.append((i, o))
+        left, right = shape[i], new[o]
+        i, o = i + 1, o + 1
+        while left != right:
+            if left < right:
+                left, i = left * shape[i], i + 1
+            else:
+                right, o = right * new[o], o + 1
+    return pairs
+
+
+@rule("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten.view_copy.default")
+def reshape(op: Op, inputs: Inputs) -> list[Row]:
+    out = op.outputs[0]
+    if 0 in inputs[0].shape:
+        return []
+    return shard_rows(op, inputs, leading_pairs(inputs[0].shape, out.shape)) + linear_rows(1, 1)
+
+
+def _permutation(op: Op, rank: int) -> tuple[int, ...]:
+    name = op.target.split(".")[1]
+    order = list(range(rank))
+    if name == "permute":
+        return tuple(int(d) % rank for d in argument(op, 1, "dims"))
+    if name == "t":
+        return tuple(reversed(order))
+    a, b = (int(argument(op, k, f"dim{k - 1}")) % rank for k in (1, 2))
+    order[a], order[b] = order[b], order[a]
+    return tuple(order)
+
+
+@rule("aten.permute.default", "aten.t.default", "aten.transpose.int")
+def permute(op: Op, inputs: Inputs) -> list[Row]:
+    order = _permutation(op, len(inputs[0].shape))
+    return shard_rows(op, inputs, [(source, o) for o, source in enumerate(order)]) + linear_rows(1, 1)
+
+
+@rule("aten.detach.default", "aten.alias.default", "aten.clone.default", "aten.lift_fresh_copy.default", "aten.contiguous.default")
+def same(op: Op, inputs: Inputs) -> list[Row]:
+    return shard_rows(op, inputs, [(d, d) for d in range(len(inputs[0].shape))]) + linear_rows(1, 1)
+
+
+@rule("aten.unsqueeze.default", "aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default")
+def singletons(op: Op, inputs: Inputs) -> list[Row]:
+    kept = [(i, o) for i, o in leading_pairs(inputs[0].shape, op.outputs[0].shape)]
+    return shard_rows(op, inputs, kept) + linear_rows(1, 1)
+
+
+@rule("aten.expand.default")
+def expand(op: Op, inputs: Inputs) -> list[Row]:
+    shape, new = inputs[0].shape, op.outputs[0].shape
+    offset, rows = len(new) - len(shape), linear_rows(1, 1)
+    for o, size in enumerate(new):
+        i = o - offset
+        kept = i >= 0 and shape[i] == size
+        rows.append(row(S(o), S(i)) if kept else row(S(o), R))
+    return rows
+
+
+@rule("aten.slice.Tensor", "aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default")
+def cut(op: Op, inputs: Inputs) -> list[Row]:
+    """Dims other than the one that is cut up keep their shards; so does that one when nothing is cut off."""
+    position = 1 if op.target == "aten.slice.Tensor" else 2
+    rank = len(inputs[0].shape)
+    dim = int(argument(op, position, "dim", 0)) % rank
+    whole = op.target == "aten.slice.Tensor" and op.outputs[0].shape == inputs[0].shape
+    pairs = [(d, d) for d in range(rank) if d != dim or whole]
+    return shard_rows(op, inputs, pairs) + linear_rows(len(op.outputs), 1)
+
+
+@rule("aten.select.int", "aten.unbind.int")
+def remove_dim(op: Op, inputs: Inputs) -> list[Row]:
+    rank = len(inputs[0].shape)
+    dim = int(argument(op, 1, "dim", 0)) % rank
+    pairs = [(d, d - (d > dim)) for d in range(rank) if d != dim]
+    return shard_rows(op, inputs, pairs) + linear_rows(len(op.outputs), 1)
+
+
+@rule("aten.slice_backward.default", "aten.select_backward.default")
+def put_back(op: Op, inputs: Inputs) -> list[Row]:
+    rank = len(op.outputs[0].shape)
+    dim = int(argument(op, 2, "dim")) % rank
+    removed = op.target == "aten.select_backward.default"
+    pairs = [(d - (removed and d > dim), d) for d in range(rank) if d != dim]
+    return shard_rows(op, inputs, pairs) + linear_rows(1, 1)
+
+
+@rule("aten.cat.default", "aten.stack.default")
+def join(op: Op, inputs: Inputs) -> list[Row]:
+    rank = len(op.outputs[0].shape)
+    dim = int(argument(op, 1, "dim", 0)) % rank
+    stacked = op.target == "aten.stack.default"
+    rows = [Row((S(d),), (S(d - (stacked and d > dim)),) * len(inputs)) for d in range(rank) if d != dim]
+    if any(len(t.shape) != len(inputs[0].shape) for t in inputs):  # cat skips legacy empty tensors
+        rows = []
+    return rows + linear_rows(1, len(inputs))
+
+
+REDUCTIONS = {"sum": P(), "mean": P(), "amax": P("max"), "amin": P("min")}
+
+
+@rule("aten.sum.dim_IntList", "aten.sum.default", "aten.mean.dim", "aten.mean.default", "aten.amax.default", "aten.amin.default")
+def reduce(op: Op, inputs: Inputs) -> list[Row]:
+    rank = len(inputs[0].shape)
+    name = op.target.split(".")[1]
+    dims = () if op.target in ("aten.sum.default", "aten.mean.default") else argument(op, 1, "dim", ())
+    reduced = {int(d) % rank for d in dims or range(rank)} if rank else set()  # type: ignore[union-attr]
+    keep = len(op.outputs[0].shape) == rank
+    rows = [row(REDUCTIONS[name], S(d)) for d in sorted(reduced)]
+    for d in range(rank):
+        if d not in reduced:
+            rows.append(row(S(d if keep else d - sum(r < d for r in reduced)), S(d)))
+    return rows + (linear_rows(1, 1) if name in ("sum", "mean") else [])
+
+
+@rule(
+    "aten.full.default", "aten.zeros.default", "aten.ones.default", "aten.empty.memory_format", "aten.zeros_like.default",
+    "aten.ones_like.default", "aten.full_like.default", "aten.empty_like.default", "aten.new_zeros.default", "aten.new_ones.default",
+    "aten.new_full.default", "aten.new_empty.default",
+)  # fmt: skip
+def constant(op: Op, inputs: Inputs) -> list[Row]:
+    """A constant may be made in any layout. A template of the same shape is cut alike, another one stays whole."""
+    alike = bool(inputs) and inputs[0].shape == op.outputs[0].shape
+    return [Row((S(d),), ((S(d) if alike else R),) * len(inputs)) for d in range(len(op.outputs[0].shape))]
+
+
+@rule("aten.arange.default", "aten.arange.start", "aten.arange.start_step", "aten.scalar_tensor.default")
+def counted(op: Op, inputs: Inputs) -> list[Row]:
+    return []

@@ -1,0 +1,115 @@
+"""Rows from torch's own sharding rules. The only file that touches torch's private registries (torch 2.13).
+
+Two registries: `op_single_dim_strategy_funcs` gives rows for one axis as they are; `op_strategy_funcs` wants an OpSchema of
+input strategies, here every placement on an axis of size 1 (sizes are filtered later, so no mesh enters the rows).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
+from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from autoshard.graph import Const, Op, Ref, Tensor
+from autoshard.layout import P, R, S
+from autoshard.strategies.rows import Inputs, Row
+
+
+def rows(op: Op, inputs: Inputs) -> list[Row] | None:
+    """torch's rows for the op on one axis; None when torch has no rule for it or its rule can't be asked this way."""
+    overload = _overload(op.target)
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    if overload in propagator.op_single_dim_strategy_funcs:
+        args, kwargs = _arguments(op, tuple(_meta(t) for t in inputs))
+        found = propagator.op_single_dim_strategy_funcs[overload].func(overload, args, kwargs)
+        num_outputs = len(op.outputs)
+        return _clean(op, inputs, [(line[:num_outputs], line[num_outputs:]) for line in found])
+    if overload in propagator.op_strategy_funcs:
+        return _clean(op, inputs, _from_strategies(propagator.op_strategy_funcs[overload], overload, op, inputs))
+    return None
+
+
+def _from_strategies(function, overload, op: Op, inputs: Inputs) -> list[tuple[list, list]]:
+    strategies = tuple(
+        OpStrategy([OpSpec(DTensorSpec(_one_device(), (p,), tensor_meta=_meta(t))) for p in _placements(t)]) for t in inputs
+    )
+    args, kwargs = _arguments(op, strategies)
+    args = tuple(TupleStrategy(tuple(a)) if _is_list_of_strategies(a) else a for a in args)
+    result = function(OpSchema(overload, args, kwargs))
+    if isinstance(result, TupleStrategy):
+        return []
+    found = []
+    for spec in result.strategies:
+        outputs = spec.output_specs if isinstance(spec.output_specs, (tuple, list)) else (spec.output_specs,) * len(op.outputs)
+        given = [s.placements[0] for s in spec.input_specs] if spec.input_specs is not None else [outputs[0].placements[0]] * len(inputs)
+        found.append(([None if s is None else s.placements[0] for s in outputs], given))
+    return found
+
+
+def _clean(op: Op, inputs: Inputs, lines: list[tuple[list, list]]) -> list[Row]:
+    """Rows of S, R and P(sum) only (max and min as outputs), each placement inside its tensor's rank, dims of size 1 not cut."""
+    kept = []
+    for outputs, given in lines:
+        outs = tuple(None if t is None else _placement(p, t) for p, t in zip(outputs, op.outputs, strict=True))
+        ins = tuple(_placement(p, t) for p, t in zip(given, inputs, strict=True)) if len(given) == len(inputs) else (None,)
+        whole = all(p is not None for p, t in zip(outs, op.outputs, strict=True) if t is not None)
+        if whole and None not in ins and not any(isinstance(p, Partial) and p.reduce_op != "sum" for p in ins):
+            kept.append(Row(outs, ins))  # type: ignore[arg-type]
+    return kept
+
+
+def _placement(p: object, tensor: Tensor) -> Placement | None:
+    """The placement as ours, or None when a row with it is of no use to us."""
+    if isinstance(p, (_ShardingPlaceholder, Shard)) and type(p).__name__ != "_StridedShard":
+        dim = p.dim % max(len(tensor.shape), 1)
+        return S(dim) if dim < len(tensor.shape) and tensor.shape[dim] > 1 else None
+    if type(p) is Partial and p.reduce_op in ("sum", "max", "min"):
+        return P(p.reduce_op)
+    return R if isinstance(p, Replicate) else None
+
+
+def _placements(tensor: Tensor) -> list[Placement]:
+    return [R, *(S(d) for d, size in enumerate(tensor.shape) if size > 1), P()]
+
+
+@cache
+def _one_device() -> DeviceMesh:
+    return DeviceMesh("cpu", torch.arange(1), _init_backend=False, _rank=0)
+
+
+def _is_list_of_strategies(argument: object) -> bool:
+    return isinstance(argument, list) and bool(argument) and all(isinstance(item, OpStrategy) for item in argument)
+
+
+def _overload(target: str) -> torch._ops.OpOverload | None:
+    namespace, name, overload = target.split(".", 2)
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+def _meta(tensor: Tensor) -> TensorMeta:
+    strides, step = [], 1
+    for size in reversed(tensor.shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return TensorMeta(torch.Size(tensor.shape), tuple(reversed(strides)), getattr(torch, tensor.dtype))
+
+
+def _arguments(op: Op, values: tuple) -> tuple[tuple, dict]:
+    """The op's torch arguments with `values` in place of its tensors (lists as torch's rules expect them)."""
+
+    def build(item: object) -> object:
+        if isinstance(item, Ref):
+            return values[item.index]
+        if isinstance(item, tuple):
+            return [build(part) for part in item]
+        if isinstance(item, Const):
+            return torch.device(item.text) if item.kind == "device" else getattr(torch, item.text)
+        return item
+
+    args, kwargs = op.literals
+    return tuple(build(a) for a in args), {key: build(value) for key, value in kwargs}
