@@ -1,0 +1,28 @@
+"""autoshard: how to lay every tensor of a PyTorch model over a mesh of devices, with a proof.
+
+Names are loaded when first used: `import autoshard.problem` and `autoshard.solvers` stay free of torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "Axis": "mesh", "Device": "mesh", "Mesh": "mesh",
+    "Infeasible": "api", "autosharding_pass": "api", "export": "api", "load": "api", "plan": "api", "verify": "api",
+    "Solution": "solution",
+    "Problem": "problem", "evaluate": "problem",
+    "solve": "solvers",
+    "rule": "strategies",
+}  # fmt: skip
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'autoshard' has no attribute {name!r}")
+    return getattr(import_module(f"autoshard.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

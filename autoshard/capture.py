@@ -16,9 +16,9 @@ import copy
 import inspect
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,10 +41,11 @@ ALWAYS_VIEWS = {"aten._unsafe_view.default", "aten.reshape.default", "aten._resh
 
 @dataclass(frozen=True)
 class Captured:
-    """A Graph and where it came from. values: for each node of the given fx graph the values that it became (nested as the
-    node's result is); empty when a module was captured."""
+    """A Graph and the fx graph that it stands for. values: for each of its nodes the Value that the node became, nested as the
+    node's result is, None where that is no tensor."""
 
     graph: Graph
+    given: fx.GraphModule | ExportedProgram
     values: dict[fx.Node, Any] = field(default_factory=dict)
 
 
@@ -57,6 +58,11 @@ class _Named:
 
 
 def capture(module: nn.Module, example_inputs: Any, *, training: bool) -> Graph:
+    """`capture_module(...).graph`, for those who don't need the fx graph."""
+    return capture_module(module, example_inputs, training=training).graph
+
+
+def capture_module(module: nn.Module, example_inputs: Any, *, training: bool) -> Captured:
     """The program of one call (or one training step up to the gradients) of `module`.
 
     example_inputs: a tuple of positional arguments or a dict of keyword arguments, tensors on any device; the meta device
@@ -69,10 +75,30 @@ def capture(module: nn.Module, example_inputs: Any, *, training: bool) -> Graph:
     torch._dynamo.reset()  # automatic dynamic shapes would turn the second model of a process into a symbolic one
     with _explained(module):
         if training:
-            return _capture_training(mode, fake_module, fake_args, fake_kwargs)
-        with mode, torch.no_grad():
-            program = torch.export.export(fake_module, fake_args, fake_kwargs, strict=False)
-        return capture_given(program).graph
+            captured = _capture_training(mode, fake_module, fake_args, fake_kwargs)
+        else:
+            with mode, torch.no_grad():
+                program = torch.export.export(fake_module, fake_args, fake_kwargs, strict=False)
+            captured = capture_given(program)
+    return replace(captured, graph=_merge_tied(captured.graph, tied_parameters(module)))
+
+
+def tied_parameters(module: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Groups of names of one and the same parameter, groups of one left out."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+
+def _merge_tied(graph: Graph, groups: Sequence[Sequence[str]]) -> Graph:
+    """The graph with the names of each tied parameter noted: a capture leaves the second name as an input that nobody reads."""
+    tied = []
+    for names in groups:
+        present = [name for name in names if name in graph.parameters]
+        used = [name for name in present if (graph.parameters[name], 0) in graph.users] or present
+        tied += [(name, used[0]) for name in names if used and name not in used]
+    return replace(graph, tied=tuple(tied))
 
 
 def capture_given(given: fx.GraphModule | ExportedProgram, example_inputs: Any = None) -> Captured:
@@ -89,13 +115,15 @@ def capture_given(given: fx.GraphModule | ExportedProgram, example_inputs: Any =
         names, fakes, result_names = _export_signature(given, mode)
         module: fx.GraphModule = given.graph_module
         params: dict[str, torch.Tensor] = {}
+        tied: Sequence[Sequence[str]] = ()
     else:
         module = given
         names, fakes = _placeholder_inputs(module, example_inputs, mode)
         params = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        tied = tied_parameters(module)
         names = [_Named("parameter" if isinstance(p, nn.Parameter) else "buffer", n) for n, p in params.items()] + names
         fakes = [_fake(mode, p) for p in params.values()] + fakes
-        result_names = None
+        result_names = _described_results(module)
     recorder = _Recorder(module)
 
     def run(*flat: torch.Tensor) -> Any:
@@ -104,21 +132,23 @@ def capture_given(given: fx.GraphModule | ExportedProgram, example_inputs: Any =
 
     with _explained(module), mode, torch.no_grad():
         traced = make_fx(run)(*fakes)
-    return _with_values(traced, names, result_names, recorder)
-
-
-def _with_values(traced: fx.GraphModule, names: list[_Named], result_names: list[tuple[str, str]] | None, recorder: _Recorder) -> Captured:
-    outputs = next(node for node in traced.graph.nodes if node.op == "output").args[0]
-    flat = pytree.tree_leaves(outputs)
-    if result_names is None:
-        result_names = [("output", str(i)) for i in range(len(flat))]
-    modules = {traced_node: path for traced_node, path in recorder.modules.items()}
-    graph, values = _read(traced, names, list(zip(result_names, flat, strict=True)), modules)
-    is_node = lambda leaf: isinstance(leaf, fx.Node)  # noqa: E731
+    leaves = pytree.tree_leaves(next(node for node in traced.graph.nodes if node.op == "output").args[0])
+    results = list(zip(result_names or [("output", str(i)) for i in range(len(leaves))], leaves, strict=True))
+    recorded = {leaf for became in recorder.became.values() for leaf in pytree.tree_leaves(became) if isinstance(leaf, fx.Node)}
+    graph, values = _read(traced, names, results, recorder.modules, recorded)
     mapped = {
-        node: pytree.tree_map(lambda leaf: values.get(leaf) if is_node(leaf) else None, became) for node, became in recorder.became.items()
+        node: pytree.tree_map(lambda leaf: values[leaf] if isinstance(leaf, fx.Node) else None, became)
+        for node, became in recorder.became.items()
     }
-    return Captured(graph, mapped)
+    return Captured(_merge_tied(graph, tied), given, mapped)
+
+
+def _described_results(module: fx.GraphModule) -> list[tuple[str, str]] | None:
+    """What the outputs of a joint graph are, where its output node says so."""
+    output = next(node for node in module.graph.nodes if node.op == "output")
+    if "desc" not in output.meta:
+        return None
+    return [_result_name(desc) if desc is not None else ("none", str(k)) for k, desc in enumerate(pytree.tree_leaves(output.meta["desc"]))]
 
 
 class _Recorder(fx.Interpreter):
@@ -146,7 +176,7 @@ class _Recorder(fx.Interpreter):
         return result
 
 
-def _capture_training(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) -> Graph:
+def _capture_training(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) -> Captured:
     with ExitStack() as stack:
         with mode:
             captured = dynamo_graph_capture_for_export(module)(*args, **kwargs)
@@ -156,10 +186,11 @@ def _capture_training(mode: FakeTensorMode, module: nn.Module, args: tuple, kwar
     output = next(node for node in traced.graph.nodes if node.op == "output")
     results = [(_result_name(desc), leaf) for desc, leaf in zip(output.meta["desc"], output.args[0], strict=True) if desc is not None]
     modules = {node: _module_path(node) for node in traced.graph.nodes}
-    graph, _ = _read(traced, names, results, modules)
+    graph, values = _read(traced, names, results, modules)
     if not any(result.kind == "gradient" and result.value is not None for result in graph.results):
         raise ValueError("the module has no parameter that gets a gradient; plan it without training")
-    return graph
+    mapped = {node: pytree.tree_map(lambda leaf: values.get(leaf), _leaves_of(node)) for node in traced.graph.nodes if node.op != "output"}
+    return Captured(graph, traced, mapped)
 
 
 def _named(desc: Any) -> _Named:
@@ -190,10 +221,14 @@ def _result_name(desc: Any) -> tuple[str, str]:
 
 
 def _read(
-    traced: fx.GraphModule, names: list[_Named], results: list[tuple[tuple[str, str], Any]], modules: Mapping[fx.Node, str]
+    traced: fx.GraphModule,
+    names: list[_Named],
+    results: list[tuple[tuple[str, str], Any]],
+    modules: Mapping[fx.Node, str],
+    keep: Collection[fx.Node] = (),
 ) -> tuple[Graph, dict[fx.Node, Value]]:
     """fx nodes -> ops; placeholders first, dead code left out. Also returns the value of each tensor node."""
-    alive = _alive(traced)
+    alive = _alive(traced, keep)
     ops: list[Op] = []
     values: dict[fx.Node, Value] = {}
     nodes = list(traced.graph.nodes)
@@ -212,18 +247,31 @@ def _read(
         if node.target is operator.getitem and node.args[0] in tuples:
             values[node] = (tuples[node.args[0]], node.args[1])
             continue
-        op = _op(node, values, modules.get(node, ""))
-        (tuples if isinstance(node.meta["val"], (tuple, list)) else values)[node] = (
-            len(ops) if isinstance(node.meta["val"], (tuple, list)) else (len(ops), 0)  # type: ignore[assignment]
-        )
-        ops.append(op)
+        if isinstance(node.meta["val"], (tuple, list)):
+            tuples[node] = len(ops)
+        else:
+            values[node] = (len(ops), 0)
+        ops.append(_op(node, values, modules.get(node, "")))
+    _check_names(ops)
     found = tuple(Result(kind, name, values[leaf] if isinstance(leaf, fx.Node) else None) for (kind, name), leaf in results)
     return Graph(tuple(ops), found), values
 
 
-def _alive(traced: fx.GraphModule) -> set[fx.Node]:
-    """Nodes that a result depends on (assertions and other effects are left out: a plan does not need them)."""
-    alive: set[fx.Node] = set()
+def _check_names(ops: list[Op]) -> None:
+    """Op names are unique: a node that is called like a parameter gets a suffix."""
+    taken: set[str] = set()
+    for i, op in enumerate(ops):
+        name = op.name
+        while name in taken:
+            name += "_op"
+        taken.add(name)
+        if name != op.name:
+            ops[i] = replace(op, name=name)
+
+
+def _alive(traced: fx.GraphModule, keep: Collection[fx.Node]) -> set[fx.Node]:
+    """Nodes that a result or a kept node depends on (assertions and other effects are left out: a plan does not need them)."""
+    alive = set(keep)
     for node in reversed(traced.graph.nodes):
         if node.op == "output" or node in alive:
             alive.update(node.all_input_nodes)
@@ -286,6 +334,15 @@ def _input_nodes(node: fx.Node) -> list[fx.Node]:
     fx.map_arg(node.args, found.append)
     fx.map_arg({key: node.kwargs[key] for key in sorted(node.kwargs)}, found.append)
     return found
+
+
+def _leaves_of(node: fx.Node) -> Any:
+    """The node itself, or for a node of several results its getitem nodes by index (None where nobody takes one)."""
+    result = node.meta.get("val")
+    if not isinstance(result, (tuple, list)):
+        return node
+    parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    return tuple(parts.get(k) for k in range(len(result)))
 
 
 def _tensor(value: Any) -> Tensor | None:
@@ -393,6 +450,9 @@ def _placeholder_inputs(module: fx.GraphModule, example_inputs: Any, mode: FakeT
     return names, [_fake(mode, value) if isinstance(value, torch.Tensor) else value for value in given]
 
 
+_STOPS = (RuntimeError, TypeError, AssertionError, AttributeError, NotImplementedError, KeyError, IndexError)
+
+
 @contextmanager
 def _explained(module: nn.Module):
     """Turns what stops a capture into one sentence with the model's own line, where there is one."""
@@ -400,7 +460,7 @@ def _explained(module: nn.Module):
         yield
     except ValueError:
         raise
-    except (RuntimeError, TypeError, AssertionError, AttributeError, NotImplementedError, KeyError, torch._dynamo.exc.TorchDynamoException) as error:
+    except (*_STOPS, torch._dynamo.exc.TorchDynamoException) as error:
         line = _model_line(error, type(module))
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"{type(module).__name__} can't be captured{line}: {first}") from error

@@ -298,6 +298,8 @@ class _Builder:
     def _own_bytes(self, i: int) -> None:
         """What op i allocates: outputs that are no views; parameters with their optimizer state for the whole step."""
         op = self.graph.ops[i]
+        if op.name in dict(self.graph.tied):  # another name of a parameter: nothing of its own
+            return
         if op.is_placeholder:
             tensor = self.graph.tensor((i, 0))
             held = self.tables.bytes(tensor, self.gives((i, 0)))

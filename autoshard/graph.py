@@ -96,6 +96,7 @@ class Graph:
 
     ops: tuple[Op, ...]
     results: tuple[Result, ...]
+    tied: tuple[tuple[str, str], ...] = ()  # (second name, name) of a parameter that a model holds under several names
 
     def tensor(self, value: Value) -> Tensor:
         tensor = self.ops[value[0]].outputs[value[1]]

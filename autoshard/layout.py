@@ -93,8 +93,8 @@ def why_illegal(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> str | Non
         if isinstance(placement, Shard) and placement.dim >= len(shape):
             return f"layout {text(layout)} cuts dim {placement.dim}, the tensor has {len(shape)} dims"
     for dim, size in enumerate(shape):
-        if size % shards_of(layout, mesh, dim):
-            return f"layout {text(layout)} cuts dim {dim} of size {size} into {shards_of(layout, mesh, dim)} parts, which does not divide it"
+        if size % (parts := shards_of(layout, mesh, dim)):
+            return f"layout {text(layout)} cuts dim {dim} of size {size} into {parts} parts, which does not divide it"
     kinds = {p.reduce_op for p in layout if isinstance(p, Partial)}
     return f"layout {text(layout)} mixes partial kinds {sorted(kinds)}" if len(kinds) > 1 else None
 

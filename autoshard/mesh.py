@@ -49,6 +49,7 @@ class Axis:
     bandwidth: float  # bytes/s of the link
     latency: float  # seconds per collective step
     shared_by: int = 1
+    backend: str = "nccl"  # nccl or gloo; gloo has no reduce_scatter or all_to_all of its own
 
     @property
     def device_bandwidth(self) -> float:
@@ -105,6 +106,7 @@ class Mesh:
         axis_names: tuple[str, ...] | None = None,
         intra_node_latency: float = INTRA_LATENCY,
         inter_node_latency: float = INTER_LATENCY,
+        backend: str = "nccl",
     ) -> Mesh:
         """A two-level cluster: axes whose stride is within a node use the intra-node link, the others the node's own link.
 
@@ -129,12 +131,12 @@ class Mesh:
         for k, size in enumerate(shape):
             stride = math.prod(shape[k + 1 :])  # distance in ranks between neighbours on this axis
             if stride * size <= per_node:
-                axes.append(Axis(names[k], size, float(intra_node_bandwidth), intra_node_latency))
+                axes.append(Axis(names[k], size, float(intra_node_bandwidth), intra_node_latency, backend=backend))
             elif stride >= per_node:
-                axes.append(Axis(names[k], size, float(inter_node_bandwidth), inter_node_latency, shared_by=per_node))
+                axes.append(Axis(names[k], size, float(inter_node_bandwidth), inter_node_latency, per_node, backend))
             else:  # leaves the node: `stride` rings cross the node's link together
                 bandwidth = min(float(intra_node_bandwidth) * stride, float(inter_node_bandwidth))
-                axes.append(Axis(names[k], size, bandwidth, inter_node_latency, shared_by=stride))
+                axes.append(Axis(names[k], size, bandwidth, inter_node_latency, stride, backend))
         return Mesh(tuple(axes), device)
 
 

@@ -1,0 +1,115 @@
+"""A choice, told by name: layouts per op, parameters, where the seconds go, which ops nobody knows."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+
+from autoshard.cost import collective_seconds
+from autoshard.formulate import Formulation
+from autoshard.layout import local_numel, text
+from autoshard.solution import Placed
+from autoshard.strategies import internal_collectives
+
+Choice = Sequence[int]
+
+
+def layouts_of(formulated: Formulation, choice: Choice) -> dict[str, Placed]:
+    """Layouts by op name, in graph order."""
+    found: dict[str, Placed] = {}
+    for i, op in enumerate(formulated.graph.ops):
+        candidate = formulated.candidate(i, choice)
+        hubs = [formulated.hub((i, k), choice) for k in range(len(op.outputs))]
+        found[op.name] = Placed(
+            tuple(text(layout) for layout in candidate.inputs),
+            tuple(None if layout is None else text(layout) for layout in candidate.outputs),
+            tuple(None if layout is None else text(layout) for layout in hubs),
+        )
+    for second, name in formulated.graph.tied:
+        if second in found:
+            found[second] = found[name]
+    return found
+
+
+def results_of(formulated: Formulation, choice: Choice) -> dict[str, str]:
+    """The layout in which each result is left, `output:0` or `gradient:NAME`."""
+    results = formulated.graph.results
+    return {f"{results[k].kind}:{results[k].name}": text(formulated.result(k, choice)) for k in formulated.results}
+
+
+def parameters_of(formulated: Formulation, choice: Choice) -> dict[str, dict]:
+    """Layout, shape, dtype and local bytes of every parameter, second names of tied ones included."""
+    graph, mesh = formulated.graph, formulated.mesh
+    second = dict(graph.tied)
+    rows = {}
+    for name, i in graph.parameters.items():
+        if name not in second:
+            tensor, layout = graph.tensor((i, 0)), formulated.candidate(i, choice).outputs[0]
+            assert layout is not None
+            local = local_numel(tensor.shape, layout, mesh) * tensor.itemsize
+            rows[name] = {"layout": text(layout), "shape": list(tensor.shape), "dtype": tensor.dtype, "local_bytes": local}
+    for other, name in second.items():
+        rows[other] = {**rows[name], "tied_to": name}
+    return rows
+
+
+def replicated_ops(formulated: Formulation, choice: Choice) -> tuple[dict, ...]:
+    """Ops without rules, by target: how many, and the seconds and bytes that replicating them may hide."""
+    graph = formulated.graph
+    found: dict[str, dict] = {}
+    for i in formulated.candidates.unknown:
+        op = graph.ops[i]
+        row = found.setdefault(op.target, {"target": op.target, "count": 0, "seconds": 0.0, "bytes": 0})
+        row["count"] += 1
+        row["seconds"] += float(formulated.problem.node_costs[i][choice[i]])
+        row["bytes"] += sum(t.bytes for t in op.outputs if t is not None)
+    return tuple(found.values())
+
+
+def breakdown(formulated: Formulation, choice: Choice) -> dict:
+    """Seconds of the plan by class of op, by collective and axis, and by block; they add up to its cost."""
+    graph, mesh, costs = formulated.graph, formulated.mesh, formulated.problem.node_costs
+    compute: dict[str, float] = defaultdict(float)
+    communication: dict[str, float] = defaultdict(float)
+    blocks: dict[str, dict[str, float]] = defaultdict(lambda: {"compute": 0.0, "communication": 0.0})
+    for i, op in enumerate(graph.ops):
+        seconds = float(costs[i][choice[i]])
+        block = block_of(op.name if op.is_placeholder else op.module)
+        inside = internal_collectives(op, graph.input_tensors(i), formulated.candidate(i, choice).inputs, mesh)
+        for name, axis, size in inside:
+            part = float(collective_seconds(name, mesh.axes[axis], float(size)))
+            communication[f"{name} {mesh.axes[axis].name}"] += part
+            blocks[block]["communication"] += part
+            seconds -= part
+        if seconds:
+            compute["optimizer" if op.is_placeholder else op_class(op.target)] += seconds
+            blocks[block]["compute"] += seconds
+    for link in formulated.links:
+        route = formulated.route(link, choice)
+        reader = graph.ops[link.b] if link.b < len(graph.ops) else graph.ops[link.value[0]]
+        block = block_of(reader.name if reader.is_placeholder else reader.module)
+        for step in route.steps if route else ():
+            communication[f"{step.collective} {mesh.axes[step.axis].name}"] += step.seconds
+            blocks[block]["communication"] += step.seconds
+    return {"compute": dict(compute), "communication": dict(communication), "blocks": dict(blocks)}
+
+
+CLASSES = (
+    ("matmul", r"\.(mm|addmm|bmm|baddbmm|linear|matmul)\."),
+    ("attention", r"scaled_dot_product|attention"),
+    ("convolution", r"convolution"),
+    ("embedding", r"embedding"),
+    ("loss", r"nll_loss|log_softmax|cross_entropy|mse_loss"),
+    ("norm", r"norm"),
+)
+
+
+def op_class(target: str) -> str:
+    return next((name for name, pattern in CLASSES if re.search(pattern, target)), "elementwise")
+
+
+def block_of(path: str) -> str:
+    """`h.0.attn.c_attn` -> `h.0`: up to the first number; without one the first part."""
+    found = re.match(r"(.*?\.\d+)(\.|$)", path)
+    return found[1] if found else path.split(".")[0]

@@ -1,0 +1,93 @@
+"""Dimension classes: which dims of which values are cut together.
+
+A slot is one dim of one value. A row S(i) -> S(o) of an op says that the slots it cuts go together; their transitive closure is
+a class: the batch, the heads of a block, its hidden features, the vocabulary. A gradient and its parameter have equal slots.
+
+With a divisor n, only rows whose slots all divide by n link: those are the cuts that a mesh axis of size n can carry through.
+Where 4 key-value heads meet 8 devices, the query heads stay one class and the key and value weights fall out of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autoshard.graph import Graph, Value
+from autoshard.strategies import Candidates, Row, one_axis_rows
+
+Group = tuple[tuple[bool, int, int], ...]  # (is an output, which one, dim)
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """The numbering of all dims of all values, and the groups of slots that one row cuts together."""
+
+    first: dict[Value, int]  # the slot of a value's dim 0
+    sizes: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class DimClasses:
+    """The class of every slot, named by one of its slots."""
+
+    first: dict[Value, int]
+    roots: tuple[int, ...]
+
+    def of(self, value: Value, dim: int) -> int:
+        return self.roots[self.first[value] + dim]
+
+    def cuts(self, value: Value, rank: int, priority: dict[int, int]) -> tuple[int, ...]:
+        """For each dim of the value the priority of its class, 0 where it has none."""
+        start = self.first[value]
+        return tuple(priority.get(root, 0) for root in self.roots[start : start + rank])
+
+
+def number_slots(graph: Graph, candidates: Candidates) -> Slots:
+    first: dict[Value, int] = {}
+    sizes: list[int] = []
+    for i, op in enumerate(graph.ops):
+        for k, tensor in enumerate(op.outputs):
+            if tensor is not None:
+                first[i, k] = len(sizes)
+                sizes.extend(tensor.shape)
+    return Slots(first, tuple(sizes), tuple(dict.fromkeys(_groups(graph, candidates, first, sizes))))
+
+
+def _groups(graph: Graph, candidates: Candidates, first: dict[Value, int], sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    made: dict[int, list[Group]] = {}  # by signature: ops of one signature share their candidates
+    for i, op in enumerate(graph.ops):
+        if op.is_placeholder:
+            continue
+        signature = id(candidates.of[i])
+        if signature not in made:
+            made[signature] = [_cut_together(r) for r in one_axis_rows(op, graph.input_tensors(i)) or ()]
+        for group in made[signature]:
+            slots = tuple(first[(i, k) if is_output else op.inputs[k]] + dim for is_output, k, dim in group)
+            yield tuple(slot for slot in slots if sizes[slot] > 1)
+    for result in graph.results:
+        if result.kind in ("gradient", "buffer") and result.value is not None and result.name in graph.index:
+            own = (graph.index[result.name], 0)
+            yield from ((first[own] + d, first[result.value] + d) for d in range(len(graph.tensor(own).shape)))
+
+
+def _cut_together(row: Row) -> Group:
+    outputs = [(True, k, p.dim) for k, p in enumerate(row.outputs) if p is not None and p.is_shard()]  # type: ignore[attr-defined]
+    return (*outputs, *((False, k, p.dim) for k, p in enumerate(row.inputs) if p.is_shard()))  # type: ignore[attr-defined]
+
+
+def dim_classes(slots: Slots, divisor: int = 1) -> DimClasses:
+    """The classes under rows whose slots all divide by `divisor`."""
+    parent = list(range(len(slots.sizes)))
+
+    def root(slot: int) -> int:
+        while parent[slot] != slot:
+            parent[slot] = slot = parent[parent[slot]]
+        return slot
+
+    for group in slots.groups:
+        if len(group) > 1 and not any(slots.sizes[slot] % divisor for slot in group):
+            target = root(group[0])
+            for slot in group[1:]:
+                parent[root(slot)] = target
+    return DimClasses(slots.first, tuple(root(slot) for slot in range(len(parent))))

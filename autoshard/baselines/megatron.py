@@ -1,0 +1,133 @@
+"""Column, row and vocabulary parallel matmuls, recognised by the classes of their dims; no names are read.
+
+A parameter matmul y[.., n] = x[.., k] w[k, n] has a weight that is computed from parameters only. With class(k) and class(n):
+
+    inner class C  C = class(n) of some matmuls (they become column parallel) and class(k) of others (row parallel), none both
+    head class V   C = class(n) of some and class(k) of none, and V meets the loss, the output or the longest token table
+
+Heads and hidden features are inner classes. So is the residual stream where no norm parts it; but it touches more matmuls
+than the classes inside the blocks. So the smallest classes come first, and a matmul is used once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autoshard.baselines.classes import DimClasses
+from autoshard.graph import Graph, Value
+
+# (position of x, of w; dims of w counted from the end: contracted, kept)
+MATMULS = {
+    "aten.mm.default": (0, 1, -2, -1), "aten.bmm.default": (0, 1, -2, -1), "aten.matmul.default": (0, 1, -2, -1),
+    "aten.addmm.default": (1, 2, -2, -1), "aten.baddbmm.default": (1, 2, -2, -1), "aten.linear.default": (0, 1, -1, -2),
+}  # fmt: skip
+SOFTMAX = "aten._log_softmax.default"
+
+
+@dataclass(frozen=True)
+class ParameterMatmul:
+    index: int
+    contracted: tuple[Value, int]  # a slot of the weight
+    kept: tuple[Value, int]
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """What tensor parallelism cuts: classes, and the matmuls by role."""
+
+    classes: frozenset[int]
+    column: tuple[ParameterMatmul, ...]
+    row: tuple[ParameterMatmul, ...]
+    head: tuple[ParameterMatmul, ...]
+    tables: tuple[int, ...]  # parameters cut over their vocabulary
+    matmuls: tuple[ParameterMatmul, ...]  # all of them
+
+
+def from_parameters(graph: Graph) -> frozenset[int]:
+    """Ops computed from parameters only, parameters included."""
+    found: set[int] = set()
+    for i, op in enumerate(graph.ops):
+        if op.kind == "parameter" or (op.inputs and all(v[0] in found for v in op.inputs)):
+            found.add(i)
+    return frozenset(found)
+
+
+def parameter_matmuls(graph: Graph, of_parameters: frozenset[int]) -> Iterator[ParameterMatmul]:
+    for i, op in enumerate(graph.ops):
+        if op.target not in MATMULS or op.backward:
+            continue
+        x, w, contracted, kept = MATMULS[op.target]
+        a, b = op.inputs[x], op.inputs[w]
+        if a[0] in of_parameters and b[0] not in of_parameters:  # w x: the weight is on the left
+            b, contracted, kept = a, -1, -2
+        elif a[0] in of_parameters or b[0] not in of_parameters:
+            continue
+        rank = len(graph.tensor(b).shape)
+        if rank >= 2:
+            yield ParameterMatmul(i, (b, rank + contracted), (b, rank + kept))
+
+
+def token_tables(graph: Graph) -> dict[int, int]:
+    """Parameters that ids from the program's inputs look words up in, longest only, with their length."""
+    tables: dict[int, int] = {}
+    for op in graph.ops:
+        if op.target == "aten.embedding.default":
+            table, ids = (graph.storage(v)[0] for v in op.inputs[:2])
+            if graph.ops[table].kind == "parameter" and graph.ops[ids].kind == "input":
+                tables[table] = graph.tensor((table, 0)).shape[0]
+    longest = max(tables.values(), default=0)
+    return {table: length for table, length in tables.items() if length == longest}
+
+
+def recognise(graph: Graph, classes: DimClasses, sizes: tuple[int, ...], divisor: int, batch: frozenset[int]) -> Recognised:
+    """Roles of the parameter matmuls when an axis of `divisor` devices cuts `classes`; `batch` are classes to leave alone."""
+    matmuls = tuple(parameter_matmuls(graph, from_parameters(graph)))
+    columns: dict[int, list[ParameterMatmul]] = {}
+    rows: dict[int, list[ParameterMatmul]] = {}
+    for m in matmuls:
+        columns.setdefault(classes.of(*m.kept), []).append(m)
+        rows.setdefault(classes.of(*m.contracted), []).append(m)
+    used: set[ParameterMatmul] = set()
+    inner: list[int] = []
+    for c in sorted((c for c in columns if c in rows), key=lambda c: len(columns[c]) + len(rows[c])):  # stable: in order
+        members = {*columns[c], *rows[c]}
+        if len(members) == len(columns[c]) + len(rows[c]) and not members & used and c not in batch and not sizes[c] % divisor:
+            inner.append(c)
+            used |= members
+    tables = {t for t in token_tables(graph) if not graph.tensor((t, 0)).shape[0] % divisor}
+    vocabulary = {classes.of((t, 0), 0) for t in tables}
+    heads = [
+        c for c, of_class in columns.items()
+        if c not in rows and c not in batch and not sizes[c] % divisor and not used & {*of_class} and c in vocabulary | _scored(graph, classes)
+    ]  # fmt: skip
+    return Recognised(
+        frozenset([*inner, *heads, *vocabulary]),
+        tuple(m for c in inner for m in columns[c]), tuple(m for c in inner for m in rows[c]), tuple(m for c in heads for m in columns[c]),
+        tuple(sorted(tables)), matmuls,
+    )  # fmt: skip
+
+
+def _scored(graph: Graph, classes: DimClasses) -> set[int]:
+    """Classes that a softmax of the loss runs over, or that are the last dim of what the program returns."""
+    over = {classes.of(op.inputs[0], int(op.literals[0][1]) % len(op.outputs[0].shape)) for op in graph.ops if op.target == SOFTMAX}
+    returned = [r.value for r in graph.results if r.kind == "output" and r.value is not None and graph.tensor(r.value).shape]
+    return over | {classes.of(v, len(graph.tensor(v).shape) - 1) for v in returned}
+
+
+def sequence_class(graph: Graph, whole: DimClasses, cut: DimClasses, found: Recognised, batch: frozenset[int], divisor: int) -> int | None:
+    """The class of the tokens' positions in the residual stream: what row parallel matmuls add to, batch and features apart."""
+    stream = {whole.of(*m.kept) for m in found.row}
+    votes: dict[int, int] = {}
+    for i, op in enumerate(graph.ops):
+        for k, tensor in enumerate(op.outputs):
+            dims = range(len(tensor.shape)) if tensor is not None else range(0)
+            if len(dims) < 3 or not any(whole.of((i, k), d) in stream for d in dims):
+                continue
+            for d in dims:
+                kind = whole.of((i, k), d)
+                if tensor.shape[d] > 1 and not tensor.shape[d] % divisor and kind not in stream and kind not in batch:  # type: ignore[union-attr]
+                    c = cut.of((i, k), d)
+                    votes[c] = votes.get(c, 0) + (c not in found.classes)
+    best = max(votes, key=votes.__getitem__, default=None)
+    return best if best is not None and votes[best] else None

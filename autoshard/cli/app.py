@@ -1,0 +1,63 @@
+"""The command line as a whole: which verbs there are, and how failure is said.
+
+Exit codes: 0 ok; 1 the answer is no (infeasible, mismatch); 2 bad input, with one sentence on stderr; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from autoshard.cli.output import complain
+
+OK, NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+app = typer.Typer(
+    help="Plan, with a proof, how to lay the tensors of a PyTorch model over a mesh of devices, and check the plan.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def _options(traceback: bool = typer.Option(False, "--traceback", help="Show where in the code a failure came from.")) -> None:
+    pass
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = app(args=arguments, prog_name="autoshard", standalone_mode=False)
+    except typer.TyperException as error:  # words that are no command line
+        return _refuse(_usage_sentence(error))
+    except typer.Abort:
+        return _refuse("interrupted", INTERRUPTED)
+    except (ValueError, OSError) as error:
+        if arguments[:1] == ["--traceback"]:
+            raise
+        return _refuse(_sentence(error))
+    return code if isinstance(code, int) else OK
+
+
+def _refuse(sentence: str, code: int = BAD_INPUT) -> int:
+    complain(f"autoshard: {sentence}")
+    return code
+
+
+def _sentence(error: ValueError | OSError) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _usage_sentence(error: typer.TyperException) -> str:
+    message = " ".join(error.format_message().split()).rstrip(".") if hasattr(error, "format_message") else str(error)
+    context = getattr(error, "ctx", None)
+    where = context.command_path if context is not None else "autoshard"
+    return f"{message}; see {where} --help" if message else f"see {where} --help"

@@ -1,0 +1,73 @@
+"""Words of the command line to values: 80GB, 300GB/s, layers=2, h.0.attn.weight=S(0),R. ValueError on anything else."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+_SCALE = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def parse_bytes(written: str, what: str = "memory") -> float:
+    """`80GB`, `300 GB/s`, `64GiB`, `8e10` -> bytes (per second)."""
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?\d+)?)\s*([KMGT]?I?)B?(?:/S)?\s*", written, re.IGNORECASE)
+    try:
+        value = float(match[1]) * _SCALE[match[2].upper()] if match else math.nan
+    except (ValueError, KeyError):
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError(
+            f"{what} is {written!r}; expected a positive number with a unit, for example {'80GB' if what == 'memory' else '300GB/s'}"
+        )
+    return value
+
+
+def parse_settings(written: Sequence[str]) -> dict[str, int | float | bool | str | None]:
+    """`["layers=2", "loss=false"]` -> {"layers": 2, "loss": False}; values are ints, floats, true, false, none, or text."""
+    settings: dict[str, int | float | bool | str | None] = {}
+    for item in written:
+        key, equals, value = item.partition("=")
+        if not equals or not key.strip().isidentifier():
+            raise ValueError(f"--set {item!r} is not key=value; write for example --set layers=2")
+        if key.strip() in settings:
+            raise ValueError(f"--set gives {key.strip()!r} twice; give it once")
+        settings[key.strip()] = _value(value.strip())
+    return settings
+
+
+def _value(written: str) -> int | float | bool | str | None:
+    named: dict[str, bool | None] = {"true": True, "false": False, "none": None}
+    if written.lower() in named:
+        return named[written.lower()]
+    for kind in (int, float):
+        try:
+            return kind(written)
+        except ValueError:
+            continue
+    return written
+
+
+def parse_pins(written: Sequence[str]) -> dict[str, str]:
+    """`["wte.weight=R,S(0)"]` -> {"wte.weight": "R,S(0)"}."""
+    pins: dict[str, str] = {}
+    for item in written:
+        name, equals, layout = item.rpartition("=")
+        if not equals or not name.strip() or not layout.strip():
+            raise ValueError(f"--pin {item!r} is not NAME=LAYOUT; write for example --pin 'wte.weight=R,S(0)'")
+        if name.strip() in pins:
+            raise ValueError(f"--pin gives {name.strip()!r} twice; give it one layout")
+        pins[name.strip()] = layout.strip()
+    return pins
+
+
+def check_out(written: str | None) -> None:
+    """Say before the work begins that its result could not be written."""
+    if written is None:
+        return
+    path = Path(written)
+    if path.is_dir():
+        raise ValueError(f"--out {written} is a folder; give the name of a file to write")
+    if not path.parent.is_dir():
+        raise ValueError(f"--out {written}: there is no folder {path.parent}; make it first")

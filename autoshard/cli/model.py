@@ -1,0 +1,92 @@
+"""MODEL on the command line: `file.py:function`, called with the --set keywords, gives `(module, example_inputs)`."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def load_model(written: str, settings: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Run the function; ValueError in one sentence where there is no such thing or it does something else."""
+    path, _, name = written.rpartition(":")
+    if not path or not name.isidentifier():
+        raise ValueError(f"MODEL is {written!r}; expected file.py:function, for example models/gpt2.py:small")
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"there is no file {path}; MODEL is file.py:function, for example models/gpt2.py:small")
+    folder = str(file.resolve().parent)
+    sys.path.insert(0, folder)  # as `python file.py` does, so that the file may import its neighbours
+    try:
+        module = _run_file(file)
+        function = _function(module, name, path)
+        _check_settings(function, name, settings)
+        return _checked(_call(function, f"{path}:{name}", file, settings), written)
+    finally:
+        sys.path.remove(folder)
+
+
+def _run_file(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"autoshard_model_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{file} is no Python file; MODEL is file.py:function, for example models/gpt2.py:small")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickles look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's file raises is the user's to read, in one sentence
+        raise ValueError(f"{file} can't be imported: {_what_and_where(error, file)}; correct the file") from error
+    return module
+
+
+def _function(module: ModuleType, name: str, path: str) -> Callable:
+    function = getattr(module, name, None)
+    if callable(function):
+        return function
+    own = [
+        key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__ and key[0] != "_"
+    ]
+    raise ValueError(f"{path} has no function {name!r}; it has {', '.join(own) or 'none'}")
+
+
+def _check_settings(function: Callable, name: str, settings: Mapping[str, Any]) -> None:
+    parameters = inspect.signature(function).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    named = [key for key, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if not takes_any and (unknown := [key for key in settings if key not in named]):
+        raise ValueError(f"{name}() takes no {unknown[0]!r}; it takes {', '.join(named) or 'nothing'}, so correct the --set")
+    if missing := [key for key in named if parameters[key].default is inspect.Parameter.empty and key not in settings]:
+        raise ValueError(f"{name}() needs a value for {missing[0]!r}; give it with --set {missing[0]}=VALUE")
+
+
+def _call(function: Callable, what: str, file: Path, settings: Mapping[str, Any]) -> object:
+    try:
+        return function(**settings)
+    except Exception as error:  # as above
+        raise ValueError(f"{what} failed: {_what_and_where(error, file)}; correct the function or its --set values") from error
+
+
+def _what_and_where(error: Exception, file: Path) -> str:
+    """`ValueError: seq is 4096 (line 81)`, the line being the last one in the user's file."""
+    if isinstance(error, SyntaxError) and error.lineno:
+        return f"{type(error).__name__}: {error.msg} (line {error.lineno})"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve() == file.resolve()]
+    said = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}{': ' if said else ''}{said}{f' (line {lines[-1]})' if lines else ''}"
+
+
+def _checked(returned: object, written: str) -> tuple[Any, Any]:
+    if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+        size = f" of {len(returned)}" if isinstance(returned, (tuple, list)) else ""
+        raise ValueError(f"{written} returned a {type(returned).__name__}{size}; expected (module, example_inputs)")
+    module, inputs = returned
+    if not callable(getattr(module, "named_parameters", None)):  # asked like this, the numbers-only verbs need no torch
+        raise ValueError(f"{written} returned a {type(module).__name__} first; expected (module, example_inputs) with a torch.nn.Module")
+    if not isinstance(inputs, (tuple, list, dict)):
+        raise ValueError(f"{written} returned example inputs of type {type(inputs).__name__}; expected a tuple of tensors")
+    return module, tuple(inputs) if isinstance(inputs, list) else inputs

@@ -1,0 +1,192 @@
+"""The verbs about plans: plan, show, verify, export."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+
+from autoshard.cli.app import NO, OK, app
+from autoshard.cli.arguments import check_out, parse_bytes, parse_pins, parse_settings
+from autoshard.cli.model import load_model
+from autoshard.cli.output import Output, complain
+from autoshard.mesh import Mesh, parse_shape
+
+Model = Annotated[str, typer.Argument(help="file.py:function; it returns (module, example_inputs).", show_default=False)]
+OptionalModel = Annotated[
+    str | None, typer.Argument(help="file.py:function; without it the one the plan was made for.", show_default=False)
+]
+Plan = Annotated[str, typer.Argument(metavar="SOLUTION", help="A plan, as `autoshard plan --out` writes it.", show_default=False)]
+Settings = Annotated[
+    list[str], typer.Option("--set", metavar="KEY=VALUE", help="A keyword for the model's function; repeatable.", show_default=False)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, no notes.")]
+OldMesh = Annotated[str | None, typer.Option("--mesh", help="For old plans, whose files don't say: the mesh, 2x4.", show_default=False)]
+
+
+def _api() -> ModuleType:
+    from autoshard import api  # here: torch takes seconds to import, which --help and `solve` shouldn't
+
+    return api
+
+
+def _report() -> ModuleType:
+    from autoshard import report  # here: as above
+
+    return report
+
+
+@app.command()
+def plan(
+    model: Model,
+    mesh: Annotated[str, typer.Option(help="Sizes of the mesh, slowest axis first: 2x4.", show_default=False)],
+    settings: Settings = [],  # noqa: B006 (typer makes a new one)
+    train: Annotated[bool, typer.Option("--train", help="Plan a training step instead of a forward pass.")] = False,
+    memory: Annotated[str | None, typer.Option(help="Memory of a device: 80GB. Default: no limit.", show_default=False)] = None,
+    out: Annotated[str | None, typer.Option(help="Write the plan here: .json, or .pkl.", show_default=False)] = None,
+    as_json: Json = False,
+    time_limit: Annotated[float, typer.Option(help="Seconds for the solver.")] = 10000.0,
+    gap: Annotated[float, typer.Option(help="Stop when proven to be within this of the best, relative.")] = 0.0,
+    solver: Annotated[str, typer.Option(help="auto, ilp, cvxpy or exhaustive.")] = "auto",
+    intra_node_bandwidth: Annotated[str, typer.Option(help="Bytes per second per device, inside a node.")] = "300GB/s",
+    inter_node_bandwidth: Annotated[str, typer.Option(help="Bytes per second of one node's link to the others.")] = "400GB/s",
+    device: Annotated[str, typer.Option(help="a100, h100, h200 or cpu.")] = "h100",
+    devices_per_node: Annotated[int | None, typer.Option(help="Default: all axes but the first.", show_default=False)] = None,
+    optimizer: Annotated[str, typer.Option(help="Whose state memory holds when training.")] = "adamw",
+    pin: Annotated[list[str], typer.Option(metavar="NAME=LAYOUT", help="Fix a layout; repeatable.", show_default=False)] = [],  # noqa: B006
+    no_baselines: Annotated[bool, typer.Option("--no-baselines", help="Leave out data parallel, FSDP and Megatron.")] = False,
+    quiet: Quiet = False,
+) -> int:
+    """Find the best layout of every tensor of MODEL on a mesh, with a proof.
+
+    \b
+    autoshard plan models/gpt2.py:small --set batch=512 --mesh 2x4 --train --memory 80GB --out gpt2.json
+    autoshard plan models/mlp.py:mlp --mesh 8 --pin 'wte.weight=S(0)' --json
+    """
+    if devices_per_node is not None and devices_per_node < 1:
+        raise ValueError(f"--devices-per-node is {devices_per_node}; expected 1 or more")
+    cluster = Mesh.from_bandwidths(
+        parse_shape(mesh),
+        intra_node_bandwidth=parse_bytes(intra_node_bandwidth, "--intra-node-bandwidth"),
+        inter_node_bandwidth=parse_bytes(inter_node_bandwidth, "--inter-node-bandwidth"),
+        device=device,
+        devices_per_node=devices_per_node,
+    )
+    check_out(out)
+    keywords, pins = parse_settings(settings), parse_pins(pin)
+    memory_limit = None if memory is None else parse_bytes(memory)
+    with Output(as_json=as_json, quiet=quiet) as output:
+        output.progress("building the model", 0.0)
+        module, example_inputs = load_model(model, keywords)
+        api = _api()
+        try:
+            solution = api.plan(
+                module,
+                example_inputs,
+                cluster,
+                training=train,
+                memory_limit=memory_limit,
+                pins=pins,
+                solver=solver,
+                time_limit=time_limit,
+                gap=gap,
+                optimizer=optimizer,
+                baselines=not no_baselines,
+                progress=output.progress,
+                assumptions={"model": model, "set": keywords},
+            )
+        except api.Infeasible as error:
+            complain(f"autoshard: {error}")
+            if as_json:
+                output.answer({"status": "infeasible", "message": str(error)}, str)
+            return NO
+        if out is not None:
+            solution.save(out)
+            output.note(f"wrote {out}")
+        report = _report()
+        output.answer(report.summary(solution), lambda: report.plan_report(solution))
+    return OK
+
+
+@app.command()
+def show(solution: Plan, mesh: OldMesh = None, as_json: Json = False) -> int:
+    """Show a plan: its cost and proof, beside the usual plans, the layout of each parameter, and where the time goes.
+
+    \b
+    autoshard show solutions/gpt2-small-2x4.json
+    """
+    with Output(as_json=as_json) as output:
+        loaded, report = _load(solution, mesh), _report()
+        output.answer(report.summary(loaded), lambda: report.plan_report(loaded))
+    return OK
+
+
+@app.command()
+def verify(
+    solution: Plan,
+    model: OptionalModel = None,
+    settings: Settings = [],  # noqa: B006 (as above)
+    mesh: OldMesh = None,
+    random: Annotated[int, typer.Option(help="Check this many plans drawn at random from the candidates too.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Of the inputs and of the drawing.")] = 0,
+    plant_fault: Annotated[bool, typer.Option("--plant-fault", help="Check a plan with a wrong row in it, which must fail.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> int:
+    """Run a plan on simulated ranks in this process and compare outputs and every gradient with the unsharded model.
+
+    \b
+    autoshard verify gpt2.json models/gpt2.py:small --set batch=8 --set seq=16
+    autoshard verify tiny.json --random 5
+    """
+    with Output(as_json=as_json, quiet=quiet) as output:
+        output.progress("reading the plan", 0.0)
+        loaded = _load(solution, mesh)
+        written, keywords = _model_of(loaded, model, parse_settings(settings), solution)
+        output.progress("building the model", 0.0)
+        module, example_inputs = load_model(written, keywords)
+        found = _api().verify(module, example_inputs, loaded, random=random, seed=seed, plant_fault=plant_fault, progress=output.progress)
+        output.answer(found, lambda: _report().verify_report(found))
+    return OK if found["ok"] else NO
+
+
+@app.command()
+def export(
+    solution: Plan,
+    to: Annotated[str, typer.Option(help="sharding_map (DTensorSpecs by module) or json (placements by parameter).")] = "sharding_map",
+    mesh: OldMesh = None,
+    out: Annotated[
+        str | None, typer.Option(help="Write it here; a sharding map as specs to .pkl, as text to .json.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it in one line.")] = False,
+) -> int:
+    """Give a plan in the format of another tool; printed as JSON, or written with --out.
+
+    \b
+    autoshard export gpt2.json --to sharding_map --out map.pkl
+    """
+    check_out(out)
+    with Output(as_json=as_json) as output:
+        loaded = _load(solution, mesh)
+        value = _api().export(loaded, to, out)
+        if out is not None:
+            output.note(f"wrote {out}")
+        if out is None or as_json:
+            output.answer(_report().exported(value), lambda: _report().exported_text(value))
+    return OK
+
+
+def _load(path: str, mesh: str | None) -> Any:
+    return _api().load(path) if mesh is None else _api().load(path, Mesh.from_bandwidths(parse_shape(mesh)))
+
+
+def _model_of(solution: Any, model: str | None, settings: dict, path: str) -> tuple[str, dict]:
+    """The model given, or the one that the plan was made for with its settings, those given now on top."""
+    if model is not None:
+        return model, settings
+    named = solution.assumptions.get("model")
+    if not named:
+        raise ValueError(f"{path} does not say which model it is for; name it, for example autoshard verify {path} models/gpt2.py:small")
+    return named, {**solution.assumptions.get("set", {}), **settings}

@@ -1,0 +1,77 @@
+"""`autoshard solve`: the numeric core alone, on a problem in the contest's format. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from autoshard.cli.app import NO, OK, app
+from autoshard.cli.arguments import check_out
+from autoshard.cli.output import Output
+from autoshard.problem import read_contest, write_choice
+
+
+@app.command()
+def solve(
+    problem: Annotated[str, typer.Argument(help="A problem in the contest's format, .json or .json.gz.", show_default=False)],
+    time_limit: Annotated[float, typer.Option(help="Seconds; after them the best answer found is given, with its bound.")] = 10000.0,
+    gap: Annotated[float, typer.Option(help="Stop when the answer is proven to be within this of the best, relative.")] = 0.0,
+    solver: Annotated[str, typer.Option(help="auto, ilp, cvxpy or exhaustive.")] = "auto",
+    out: Annotated[str | None, typer.Option(help="Write the choices here, as JSON.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+) -> int:
+    """Pick one choice per node of a PROBLEM at the least cost within its memory limit, with a proof.
+
+    \b
+    autoshard solve asplos-2025-iopddl-B.json.gz --time-limit 60 --out choice.json
+    """
+    from autoshard.solvers import solve as run  # here: cvxpy takes seconds to import, which --help shouldn't
+
+    check_out(out)
+    with Output(as_json=as_json, quiet=quiet) as output:
+        output.progress("reading", 0.0)
+        began = time.monotonic()
+        numbers = read_contest(problem)
+        read = time.monotonic() - began
+        output.progress("solving", 0.0)
+        answer = run(numbers, solver=solver, time_limit=time_limit, gap=gap, progress=lambda *found: output.progress(*_progress(*found)))
+        if out is not None and answer.choice is not None:
+            write_choice(out, answer)
+            output.note(f"wrote {out}")
+        total = answer.seconds.get("total", 0.0)
+        reduce = answer.seconds.get("reduce", 0.0)
+        record = {
+            "status": answer.status.value,
+            "cost": answer.cost,
+            "bound": answer.bound,
+            "gap": answer.gap,
+            "peak": answer.peak,
+            "limit": numbers.usage_limit,
+            "solver": answer.solver,
+            "seconds": {"read": read, "reduce": reduce, "solve": answer.seconds.get("solve", total - reduce), "total": read + total},
+            "reduced": dict(answer.reduced),
+        }
+        output.answer(record, lambda: _table(record, answer.status.advice))
+    return OK if answer.choice is not None else NO
+
+
+def _progress(cost: float, bound: float) -> tuple[str, float]:
+    """Words and a fraction: how much of the cost the bound has reached."""
+    known = math.isfinite(cost) and math.isfinite(bound) and cost > 0
+    return f"solving: best {cost:.10g}, bound {bound:.10g}", max(0.0, bound / cost) if known else 0.0
+
+
+def _table(record: dict, advice: str) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_row("status", f"{record['status']}: {advice}")
+    for key in ("cost", "bound", "gap", "peak", "limit"):
+        value = record[key]
+        table.add_row(key, "-" if value is None or not math.isfinite(value) else f"{value:.12g}")
+    table.add_row("left to search", ", ".join(f"{value} {key}" for key, value in record["reduced"].items()) or "everything")
+    table.add_row("seconds", ", ".join(f"{key} {value:.2f}" for key, value in record["seconds"].items()))
+    return table

@@ -1,0 +1,74 @@
+"""Seconds of a collective over one mesh axis, from the axis' latency and bandwidth.
+
+    t(B) = L * ceil(log2 n) * latency  +  V * (n - 1)/n * B / bandwidth        (`collective_seconds`)
+    bytes that one rank sends = V * (n - 1)/n * B                              (`bytes_sent`)
+
+n = axis.size, bandwidth = axis.device_bandwidth (the link divided by those that share it), B = the bytes of the largest
+buffer that one rank of the group holds (the "size" of nccl-tests):
+
+    all_gather       B = the gathered output, n times what a rank brings
+    reduce_scatter   B = the input of one rank
+    all_reduce       B = the input of one rank; a reduce_scatter and an all_gather, hence L = V = 2
+    all_to_all       B = what one rank holds, before and after
+
+Source: Chan, Heimlich, Purkayastha, van de Geijn, "Collective communication: theory, practice, and experience" (2007): no
+algorithm takes fewer than ceil(log2 n) rounds or sends less; all_to_all is not in the paper, the same bounds hold. Few
+algorithms reach both terms at once, so real times lie above. t = 0 when n = 1 or B = 0: nothing is sent. t grows with B.
+
+gloo has no reduce_scatter and no all_to_all of its own: torch runs an all_reduce, or an all_gather of everything, and
+keeps a part (`_what_runs`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, overload
+
+import numpy as np
+
+from autoshard.mesh import Axis
+
+
+class Cost(NamedTuple):
+    rounds: int  # L, times ceil(log2 n)
+    volume: int  # V, times (n - 1)/n * B
+
+
+COLLECTIVES = {
+    "all_gather": Cost(1, 1),
+    "reduce_scatter": Cost(1, 1),
+    "all_reduce": Cost(2, 2),
+    "all_to_all": Cost(1, 1),
+}
+
+
+@overload
+def collective_seconds(collective: str, axis: Axis, bytes: float) -> float: ...
+@overload
+def collective_seconds(collective: str, axis: Axis, bytes: np.ndarray) -> np.ndarray: ...
+def collective_seconds(collective, axis, bytes):
+    """Seconds of a collective whose buffer has B = `bytes`, a number or an array of them."""
+    run, _ = _what_runs(collective, axis)
+    log2_n = (axis.size - 1).bit_length()  # ceil(log2 n), exactly
+    t = COLLECTIVES[run].rounds * log2_n * axis.latency + bytes_sent(collective, axis, bytes) / axis.device_bandwidth
+    if isinstance(bytes, np.ndarray):
+        return np.where(bytes > 0, t, 0.0)
+    return float(t) if bytes > 0 else 0.0
+
+
+@overload
+def bytes_sent(collective: str, axis: Axis, bytes: float) -> float: ...
+@overload
+def bytes_sent(collective: str, axis: Axis, bytes: np.ndarray) -> np.ndarray: ...
+def bytes_sent(collective, axis, bytes):
+    """Bytes that each of the n ranks sends, and receives, when the buffer has B = `bytes`."""
+    run, multiple = _what_runs(collective, axis)
+    return COLLECTIVES[run].volume * (axis.size - 1) * (multiple * bytes) / axis.size
+
+
+def _what_runs(collective: str, axis: Axis) -> tuple[str, int]:
+    """The collective that the axis' backend runs, and its B as a multiple of the B of the one asked for."""
+    if axis.backend == "gloo" and collective == "reduce_scatter":
+        return "all_reduce", 1
+    if axis.backend == "gloo" and collective == "all_to_all":
+        return "all_gather", axis.size
+    return collective, 1

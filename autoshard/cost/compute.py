@@ -1,0 +1,116 @@
+"""Seconds of one op on one device, from the shapes that the device holds: a roofline.
+
+    t = max( F / (peak * EFFICIENCY),  M / memory_bandwidth ) + launch            (`op_seconds`)
+
+F = FLOPs (`op_flops`, rows in FLOPS; a multiplication and an addition are two), M = bytes of inputs read and outputs written,
+peak = device.flops_for(itemsize of the first input). Views and getitem cost nothing: no kernel runs.
+
+FLOPs count as torch.utils.flop_counter does (attention without the causal half), with two differences: grouped convolution
+backward counts each group once, and a convolution counts min(input, output) points, so that it needs not know whether
+it is transposed: each filter tap meets each input point and each output point at most once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from autoshard.graph import ITEMSIZE
+from autoshard.mesh import Device
+
+Shape = tuple[int, ...]
+Described = tuple[Shape, str]  # shape and dtype, as graph.Tensor spells it
+
+# Assumption, not measured: the share of a data sheet's dense peak that large matmuls and attention reach. 0.6 to 0.8 is
+# commonly reported for A100 and H100. To be replaced by calibration (issue 7).
+EFFICIENCY = 0.7
+
+
+def op_seconds(target: str, inputs: Sequence[Described], outputs: Sequence[Described | None], alias: int | None, device: Device) -> float:
+    """Seconds of op `target` ("aten.mm.default") on LOCAL inputs and outputs, in the order of the graph's Op.
+
+    alias: the input whose storage the output shares, as in Op: a view (captured graphs have no ops that write in place).
+    An output that is not computed is None.
+    """
+    name = _name(target)
+    if name == "getitem" or alias is not None:
+        return 0.0
+    made = [o for o in outputs if o is not None]
+    operands = [*inputs, *made]
+    itemsize = ITEMSIZE[operands[0][1]] if operands else 1
+    compute = op_flops(target, inputs, outputs) / (device.flops_for(itemsize) * EFFICIENCY)
+    traffic = (_bytes_read(name, inputs, made) + sum(_bytes(o) for o in made)) / device.memory_bandwidth
+    return max(compute, traffic) + device.launch
+
+
+def op_flops(target: str, inputs: Sequence[Described], outputs: Sequence[Described | None]) -> int:
+    """FLOPs of an op; one per element of its largest tensor where FLOPS has no row."""
+    name = _name(target)
+    i, o = [shape for shape, _ in inputs], [None if out is None else out[0] for out in outputs]
+    if name.lstrip("_").startswith("scaled_dot_product"):  # flash, efficient, cudnn, for_cpu, ...
+        name = "attention_backward" if name.endswith("backward") else "attention"
+    if name in FLOPS:
+        return FLOPS[name](i, o)
+    return max((math.prod(shape) for shape in [*i, *o] if shape is not None), default=0)
+
+
+def _matmul(a: Shape, b: Shape) -> int:
+    """(.., m, k) @ (.., k, n); a 3-d operand with a 2-d one is a grouped matmul: each row meets one group only."""
+    batch = math.prod(a[:-2]) if len(a) == len(b) else 1
+    return 2 * batch * a[-2] * a[-1] * b[-1]
+
+
+def _attention(q: Shape, k: Shape, v: Shape, score_matmuls: int, value_matmuls: int) -> int:
+    """Matmuls between (b, h, s_q, s_k) scores and q or k (dim d_q), and the scores and v (dim d_v); h counts query heads."""
+    scores = math.prod(q[:-1]) * k[-2]
+    return 2 * scores * (score_matmuls * q[-1] + value_matmuls * v[-1])
+
+
+def _convolution(x: Shape, weight: Shape, y: Shape) -> int:
+    return 2 * x[0] * math.prod(weight) * min(math.prod(x[2:]), math.prod(y[2:]))
+
+
+# FLOPs from the shapes of inputs i and outputs o (None where an output is not asked for).
+FLOPS: dict[str, Callable[[list[Shape], list], int]] = {
+    "mm": lambda i, o: _matmul(i[0], i[1]),
+    "bmm": lambda i, o: _matmul(i[0], i[1]),
+    "_grouped_mm": lambda i, o: _matmul(i[0], i[1]),
+    "_scaled_mm": lambda i, o: _matmul(i[0], i[1]),
+    "addmm": lambda i, o: _matmul(i[1], i[2]),  # bias, a, b
+    "baddbmm": lambda i, o: _matmul(i[1], i[2]),
+    "linear": lambda i, o: 2 * math.prod(i[0]) * i[1][0],  # (.., k) by (n, k)
+    "convolution": lambda i, o: _convolution(i[0], i[1], o[0]),
+    # grad y, x, weight -> grad x, grad weight, grad bias: each of the first two costs as much as the forward
+    "convolution_backward": lambda i, o: _convolution(i[1], i[2], i[0]) * sum(out is not None for out in o[:2]),
+    "attention": lambda i, o: _attention(i[0], i[1], i[2], 1, 1),  # scores; output
+    # grad y, q, k, v: 2.5 times the forward. scores again, grad q, grad k; grad scores, grad v
+    "attention_backward": lambda i, o: _attention(i[1], i[2], i[3], 3, 2),
+}
+
+# Elements of input 0 that are read, where that is not all of it: ops that read only what their indices select.
+SELECTED: dict[str, Callable[[list[Shape], list[Shape]], int]] = {
+    "embedding": lambda i, o: math.prod(o[0]),
+    "_embedding_bag": lambda i, o: math.prod(i[1]) * i[0][-1],
+    "index": lambda i, o: math.prod(o[0]),
+    "index_select": lambda i, o: math.prod(o[0]),
+    "gather": lambda i, o: math.prod(o[0]),
+    "nll_loss_forward": lambda i, o: math.prod(i[1]),
+}
+
+
+def _bytes_read(name: str, inputs: Sequence[Described], outputs: Sequence[Described]) -> int:
+    if name not in SELECTED:
+        return sum(_bytes(i) for i in inputs)
+    elements = SELECTED[name]([shape for shape, _ in inputs], [shape for shape, _ in outputs])
+    return elements * ITEMSIZE[inputs[0][1]] + sum(_bytes(i) for i in inputs[1:])
+
+
+def _bytes(tensor: Described) -> int:
+    shape, dtype = tensor
+    return math.prod(shape) * ITEMSIZE[dtype]
+
+
+def _name(target: str) -> str:
+    """aten.mm.default -> mm, operator.getitem -> getitem."""
+    parts = target.split(".")
+    return parts[1] if len(parts) > 1 else target

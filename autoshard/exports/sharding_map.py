@@ -1,0 +1,84 @@
+"""Layouts of the parameters by module, as DTensorSpecs for a launcher, or by name as plain JSON.
+
+    {"h.0.attn.c_attn": {"node": "h.0.attn.c_attn.weight", "sharding": {"weight": DTensorSpec, "bias": DTensorSpec}}}
+
+A launcher distributes each attribute with its spec's placements on its own device mesh; parameters of the root module are
+under "".
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DeviceMesh
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Partial, Placement, Shard
+
+from autoshard.layout import parse, placement_text
+from autoshard.mesh import Mesh
+from autoshard.solution import Solution
+
+
+def sharding_map(solution: Solution, device_mesh: DeviceMesh | None = None) -> dict[str, dict]:
+    """`{module: {"node": its first parameter, "sharding": {attribute: DTensorSpec}}}` with one entry per parameter.
+
+    device_mesh: what the specs refer to; without it a mesh of the plan's shape that no process group stands behind, on
+    which specs can be read, compared and pickled but nothing can run.
+    """
+    device_mesh = unbacked_mesh(solution.mesh) if device_mesh is None else device_mesh
+    if tuple(device_mesh.shape) != solution.mesh.shape:
+        raise ValueError(
+            f"the device mesh has shape {tuple(device_mesh.shape)}, but the plan is for {solution.mesh.shape}; plan again for it"
+        )
+    found: dict[str, dict] = {}
+    for name, row in solution.parameters.items():
+        module, _, attribute = name.rpartition(".")
+        entry = found.setdefault(module, {"node": name, "sharding": {}})
+        entry["sharding"][attribute] = _spec(name, row, device_mesh)
+    return found
+
+
+def unbacked_mesh(mesh: Mesh) -> DeviceMesh:
+    """A DeviceMesh of this shape without processes."""
+    ranks = torch.arange(mesh.num_devices).reshape(mesh.shape)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=mesh.axis_names, _init_backend=False, _rank=0)
+
+
+def _spec(name: str, row: dict, device_mesh: DeviceMesh) -> DTensorSpec:
+    dtype = getattr(torch, row["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"parameter {name!r} has dtype {row['dtype']!r}, which this torch {torch.__version__} lacks; plan again")
+    shape = torch.Size(row["shape"])
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensorSpec(device_mesh, parse(row["layout"]), tensor_meta=TensorMeta(shape, stride, dtype))
+
+
+def as_text(sharding: dict[str, dict]) -> dict[str, dict]:
+    """The same map with each spec as layout text."""
+    return {
+        module: {
+            "node": entry["node"],
+            "sharding": {attribute: ",".join(map(placement_text, spec.placements)) for attribute, spec in entry["sharding"].items()},
+        }
+        for module, entry in sharding.items()
+    }
+
+
+def portable(solution: Solution) -> dict:
+    """Plain data for tools without torch: the mesh, and per parameter its layout and placements, one per mesh axis."""
+    parameters = {
+        name: {
+            "layout": row["layout"],
+            "placements": [_placement(p) for p in parse(row["layout"])],
+            "shape": list(row["shape"]),
+            "dtype": row["dtype"],
+        }
+        for name, row in solution.parameters.items()
+    }
+    mesh = {"shape": list(solution.mesh.shape), "axis_names": list(solution.mesh.axis_names)}
+    return {"format": 1, "mesh": mesh, "parameters": parameters}
+
+
+def _placement(placement: Placement) -> str | dict:
+    if isinstance(placement, Shard):
+        return {"shard": placement.dim}
+    return {"partial": placement.reduce_op} if isinstance(placement, Partial) else "replicate"

@@ -1,0 +1,12 @@
+"""Run a plan: per-rank programs of plain ATen ops and explicit collectives, and the proof that they compute the same."""
+
+from .faults import plant_fault as plant_fault
+from .program import Program as Program
+from .program import lower as lower
+from .run import run_on as run_on
+from .run import run_rank as run_rank
+from .run import run_simulated as run_simulated
+from .verify import Mismatch as Mismatch
+from .verify import Verification as Verification
+from .verify import run_whole as run_whole
+from .verify import verify_program as verify_program

@@ -1,0 +1,179 @@
+"""What a rank does between collectives, and two ways to carry a collective out.
+
+A rank's program is a generator: it computes on its local tensors, yields an `Ask`, gets the answer, computes on. Along the
+asked axis with n ranks, x_i what rank i of the group gives (parts lie on a new first dim, so no collective knows dims):
+
+    all_reduce       y   = op over i of x_i
+    all_gather       y   = stack of all x_i                          (n, ...)
+    reduce_scatter   y_i = op over j of x_j[i]                       x_j: (n, ...)
+    all_to_all       y_i = stack over j of x_j[i]                    x_j: (n, ...)
+
+`exchange` answers a whole group at once (all ranks in one process), `Groups.answer` one rank through its process group.
+The generators are the same, so what is checked in one process is what runs on many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Shard
+
+from autoshard.lower.parts import reduce_parts
+from autoshard.mesh import Mesh
+from autoshard.redistribute import Step
+
+
+@dataclass(frozen=True, eq=False)
+class Ask:
+    """One collective over the ranks of a mesh axis; the answer is a tensor."""
+
+    collective: str
+    axis: int
+    tensor: Tensor
+    reduce_op: str = "sum"
+
+
+Asking = Generator[Ask, Tensor, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Rank:
+    """Where a rank is. coordinate: a 0-d integer tensor per axis, so that one traced program serves every rank."""
+
+    mesh: Mesh
+    coordinate: tuple[Tensor, ...]
+
+    def part(self, axes: Sequence[int]) -> Tensor:
+        """Which part this rank holds of a dim that `axes` cut, left to right."""
+        index = torch.zeros_like(self.coordinate[0])
+        for axis in axes:
+            index = index * self.mesh.shape[axis] + self.coordinate[axis]
+        return index
+
+    def is_first(self, axes: Sequence[int]) -> Tensor:
+        return self.part(axes) == 0
+
+
+def all_reduce(x: Tensor, axes: Sequence[int], reduce_op: str = "sum") -> Asking:
+    for axis in axes:
+        x = yield Ask("all_reduce", axis, x, reduce_op)
+    return x
+
+
+def take(step: Step, rank: Rank, x: Tensor) -> Asking:
+    """One step of a route on the local tensor."""
+    n, axis = rank.mesh.shape[step.axis], step.axis
+    before, after = step.before[axis], step.after[axis]
+    if n == 1:
+        return x
+    if step.collective == "split":
+        parts = _apart(x, after.dim, n)
+        return parts.index_select(0, rank.coordinate[axis].reshape(1)).squeeze(0)
+    if step.collective == "all_gather":
+        return _together((yield Ask("all_gather", axis, x)), before.dim)
+    if step.collective == "all_to_all":
+        return _together((yield Ask("all_to_all", axis, _apart(x, after.dim, n))), before.dim)
+    if step.collective == "all_reduce":
+        return (yield Ask("all_reduce", axis, x, before.reduce_op))
+    if step.collective == "reduce_scatter":
+        return (yield Ask("reduce_scatter", axis, _apart(x, after.dim, n), before.reduce_op)).contiguous()
+    raise ValueError(f"a route has the step {step.collective!r}; expected split, all_gather, all_to_all, all_reduce or reduce_scatter")
+
+
+def _apart(x: Tensor, dim: int, n: int) -> Tensor:
+    """(..., n s, ...) -> (n, ..., s, ...)"""
+    return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
+
+
+def _together(parts: Tensor, dim: int) -> Tensor:
+    """(n, ..., s, ...) -> (..., n s, ...)"""
+    return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()  # flatten alone may give a view with odd strides
+
+
+def check_step(step: Step) -> None:
+    """ValueError unless the step changes its own axis only, in the way that its collective does, on neighbouring parts."""
+    before, after = step.before[step.axis], step.after[step.axis]
+    kinds = (type(before).__name__, type(after).__name__)
+    others = [k for k in range(len(step.before)) if k != step.axis and step.before[k] != step.after[k]]
+    cut = {p.dim for p in (before, after) if isinstance(p, Shard)}
+    minor = [p for p in step.before[step.axis + 1 :] if isinstance(p, Shard) and p.dim in cut]
+    if kinds != CHANGES.get(step.collective) or others or minor:
+        raise ValueError(f"route step {step.collective} on axis {step.axis} from {step.before} to {step.after} is not one collective")
+
+
+CHANGES = {
+    "split": ("Replicate", "Shard"),
+    "all_gather": ("Shard", "Replicate"),
+    "all_to_all": ("Shard", "Shard"),
+    "all_reduce": ("Partial", "Replicate"),
+    "reduce_scatter": ("Partial", "Shard"),
+}
+
+
+# -- all ranks in one process ------------------------------------------------------------------------------------------------
+
+
+def exchange(asks: Sequence[Ask]) -> list[Tensor]:
+    """The answers to one group's asks, in the order of its ranks. What all of them get is one shared tensor."""
+    first = asks[0]
+    kinds = {(a.collective, a.axis, a.reduce_op, tuple(a.tensor.shape)) for a in asks}
+    if len(kinds) > 1:
+        raise ValueError(f"ranks of one group ask for different collectives: {sorted(kinds)}")
+    given = [ask.tensor for ask in asks]
+    match first.collective:
+        case "all_reduce":
+            return [reduce_parts(given, first.reduce_op)] * len(given)
+        case "all_gather":
+            return [torch.stack(given)] * len(given)
+        case "reduce_scatter":
+            return [reduce_parts([x[i] for x in given], first.reduce_op) for i in range(len(given))]
+    assert first.collective == "all_to_all", first.collective
+    return [torch.stack([x[i] for x in given]) for i in range(len(given))]
+
+
+# -- one rank of many processes ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of this rank, one per mesh axis, by name."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def of(device_mesh: DeviceMesh) -> Groups:
+        return Groups(tuple(device_mesh.get_group(k).group_name for k in range(device_mesh.ndim)), tuple(device_mesh.shape))
+
+    def answer(self, ask: Ask) -> Tensor:
+        """The functional collective, waited for."""
+        functional, name, n = torch.ops._c10d_functional, self.names[ask.axis], self.sizes[ask.axis]
+        x = ask.tensor.contiguous()
+        mean = ask.reduce_op == "avg"  # gloo has no avg
+        reduce_op = "sum" if mean else ask.reduce_op
+        match ask.collective:
+            case "all_reduce":
+                y = functional.all_reduce(x, reduce_op, name)
+            case "all_gather":
+                y = functional.all_gather_into_tensor(x.unsqueeze(0), n, name)
+            case "reduce_scatter":
+                y = functional.reduce_scatter_tensor(x, reduce_op, n, name)
+            case _:
+                y = functional.all_to_all_single(x, [1] * n, [1] * n, name)
+        y = functional.wait_tensor(y)
+        y = y.squeeze(0) if ask.collective == "reduce_scatter" else y
+        return y / n if mean and ask.collective in ("all_reduce", "reduce_scatter") else y
+
+    def drive(self, program: Asking) -> Tensor:
+        """Run one rank's generator to its end."""
+        answer = None
+        while True:
+            try:
+                ask = program.send(answer)  # type: ignore[arg-type]
+            except StopIteration as done:
+                return done.value
+            answer = self.answer(ask)

@@ -1,0 +1,266 @@
+"""Local programs of ops that are not the plain op on local tensors.
+
+A cut of a vocabulary or of classes into parts of v: rank part r holds the ids [r v, (r + 1) v), so an id is local as
+`id - r v`, and outside when that is negative or >= v.
+
+    embedding           out = w[id - r v], 0 where outside                                        -> Partial
+    embedding backward  rows of outside ids are dropped
+    log_softmax         m = max over ranks of max x;  s = sum over ranks of sum e^(x - m);  x - m - log s
+    ... backward        g - e^y (sum over ranks of sum g);       softmax:  (g - sum over ranks of sum g y) y
+    nll_loss            loss = - sum_n w_n y[n, t_n] / W,  W = sum over batch ranks of sum_n w_n  -> Partial (classes: 0 where outside)
+    matmul with bias    the bias is added by the first rank of the axes that cut the contraction  -> Partial
+    mean, mse_loss      the local mean times (local count / whole count)                          -> Partial
+
+A row of KERNELS looks at how the op is laid and says which axes need it; no axes: the plain op. A kernel is a generator
+(collectives.py); its arguments come by the names of the op's schema, tensors local.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+
+from autoshard.graph import Op, Ref
+from autoshard.layout import Layout, text
+from autoshard.lower.collectives import Asking, Rank, all_reduce
+from autoshard.lower.literals import by_name, overload
+from autoshard.mesh import Mesh
+
+aten = torch.ops.aten
+Axes = tuple[int, ...]
+Arguments = Mapping[str, Any]
+Kernel = Callable[[Rank, Arguments], Asking]
+MEAN = 1  # of torch's reduction argument: 0 none, 1 mean, 2 sum
+
+
+@dataclass(frozen=True)
+class Laid:
+    """An op and the layouts of its tensors."""
+
+    op: Op
+    arguments: Arguments  # literals by name, Ref for tensors
+    ndims: tuple[int, ...]  # of the inputs
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout | None, ...]
+    mesh: Mesh
+
+    def layout(self, name: str) -> Layout | None:
+        """The layout of a tensor argument; None when it isn't given."""
+        given = self.arguments.get(name)
+        return self.inputs[given.index] if isinstance(given, Ref) else None
+
+    def ndim(self, name: str) -> int:
+        return self.ndims[self.arguments[name].index]
+
+    def cutting(self, name: str, *dims: int) -> Axes:
+        """The axes that cut one of the dims of a tensor argument."""
+        layout, ndim = self.layout(name) or (), self.ndim(name)
+        return tuple(k for k, p in enumerate(layout) if isinstance(p, Shard) and p.dim in {d % max(ndim, 1) for d in dims})
+
+    def refuse(self, why: str) -> ValueError:
+        layouts = "; ".join(text(layout) for layout in self.inputs)
+        return ValueError(f"op {self.op.name} ({self.op.target}) has no local program for inputs laid {layouts}: {why}")
+
+
+def local(function: Callable[..., Any]) -> Callable[..., Asking]:
+    """A kernel that asks for nothing, as a generator."""
+
+    @wraps(function)
+    def asking(*args: Any, **kwargs: Any) -> Asking:
+        yield from ()
+        return function(*args, **kwargs)
+
+    return asking
+
+
+# -- look-ups ----------------------------------------------------------------------------------------------------------------
+
+
+def _localised(ids: Tensor, rank: Rank, axes: Axes, size: int) -> tuple[Tensor, Tensor]:
+    """ids within this rank's part, and which of them are outside."""
+    ids = ids - rank.part(axes) * size
+    return ids, (ids < 0) | (ids >= size)
+
+
+@local
+def embedding(rank: Rank, a: Arguments, *, axes: Axes) -> Tensor:
+    ids, outside = _localised(a["indices"], rank, axes, a["weight"].shape[0])
+    return aten.embedding.default(a["weight"], ids.masked_fill(outside, 0)).masked_fill(outside.unsqueeze(-1), 0)
+
+
+@local
+def embedding_backward(rank: Rank, a: Arguments, *, axes: Axes) -> Tensor:
+    size = a["num_weights"]
+    ids, outside = _localised(a["indices"], rank, axes, size)
+    dropped = ids.masked_fill(outside | (a["indices"] == a["padding_idx"]), size)  # row `size` is cut off again
+    return aten.embedding_dense_backward.default(a["grad_output"], dropped, size + 1, -1, a["scale_grad_by_freq"])[:size]
+
+
+# -- softmax and loss --------------------------------------------------------------------------------------------------------
+
+
+def _wide(x: Tensor) -> Tensor:
+    """As torch's own kernels, sums of half precision run in single."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def softmax(rank: Rank, a: Arguments, *, axes: Axes, log: bool) -> Asking:
+    x, dim = _wide(a["self"]), a["dim"]
+    m = yield from all_reduce(x.amax(dim, keepdim=True), axes, "max")
+    e = (x - m).exp()
+    s = yield from all_reduce(e.sum(dim, keepdim=True), axes)
+    y = x - m - s.log() if log else e / s
+    return y if a["half_to_float"] else y.to(a["self"].dtype)
+
+
+def softmax_backward(rank: Rank, a: Arguments, *, axes: Axes, log: bool) -> Asking:
+    g, y, dim = _wide(a["grad_output"]), _wide(a["output"]), a["dim"]
+    s = yield from all_reduce((g if log else g * y).sum(dim, keepdim=True), axes)
+    return (g - y.exp() * s if log else (g - s) * y).to(a["input_dtype"])
+
+
+def nll_loss(rank: Rank, a: Arguments, *, batch: Axes, classes: Axes) -> Asking:
+    y, t, reduction = a["self"], a["target"], a["reduction"]
+    ignored = t == a["ignore_index"]
+    if a.get("weight") is None:
+        w = (~ignored).to(y.dtype)
+    else:
+        w = a["weight"][t.masked_fill(ignored, 0)].masked_fill(ignored, 0)
+    t, outside = _localised(t, rank, classes, y.shape[1])
+    unseen = outside | ignored
+    losses = -(y.gather(1, t.masked_fill(unseen, 0).unsqueeze(1)).squeeze(1) * w).masked_fill(unseen, 0)
+    if reduction == 0:
+        return losses, w.new_zeros(())
+    total = yield from all_reduce(w.sum(), batch)
+    return (losses.sum() / total if reduction == MEAN else losses.sum()), total
+
+
+@local
+def nll_loss_backward(rank: Rank, a: Arguments, *, classes: Axes) -> Tensor:
+    t, outside = _localised(a["target"], rank, classes, a["self"].shape[1])
+    unseen = outside | (a["target"] == a["ignore_index"])
+    return aten.nll_loss_backward.default(**{**a, "target": t.masked_fill(unseen, -100), "ignore_index": -100})
+
+
+# -- sums that add something once, means ----------------------------------------------------------------------------------------
+
+
+@local
+def bias_once(rank: Rank, a: Arguments, *, target: str, bias: str, axes: Axes) -> Tensor:
+    return overload(target)(**{**a, bias: torch.where(rank.is_first(axes), a[bias], 0)})
+
+
+@local
+def scaled(rank: Rank, a: Arguments, *, target: str, factor: float) -> Tensor:
+    return overload(target)(**a) * factor
+
+
+# -- which op needs which ----------------------------------------------------------------------------------------------------
+
+
+def _embedding(laid: Laid) -> Kernel | None:
+    axes = laid.cutting("weight", 0)
+    return partial(embedding, axes=axes) if axes else None
+
+
+def _embedding_backward(laid: Laid) -> Kernel | None:
+    out = laid.outputs[0] or ()
+    axes = tuple(k for k, p in enumerate(out) if isinstance(p, Shard) and p.dim == 0)
+    return partial(embedding_backward, axes=axes) if axes else None
+
+
+def _softmax(laid: Laid, *, log: bool) -> Kernel | None:
+    axes = laid.cutting("self", laid.arguments["dim"])
+    return partial(softmax, axes=axes, log=log) if axes else None
+
+
+def _softmax_backward(laid: Laid, *, log: bool) -> Kernel | None:
+    axes = laid.cutting("output", laid.arguments["dim"])
+    if axes != laid.cutting("grad_output", laid.arguments["dim"]):
+        raise laid.refuse("the gradient and the output must be cut alike along the softmax")
+    return partial(softmax_backward, axes=axes, log=log) if axes else None
+
+
+def _batch_and_classes(laid: Laid) -> tuple[Axes, Axes]:
+    batched = laid.ndim("self") == 2
+    classes = laid.cutting("self", 1 if batched else 0)
+    batch = laid.cutting("self", 0) if batched else ()
+    if batch != (laid.cutting("target", 0) if batched else ()):
+        raise laid.refuse("scores and targets must be cut alike along the batch")
+    if classes and (laid.layout("weight") is not None or not batched):
+        raise laid.refuse("a cut of the classes is possible for a batch without class weights only")
+    return batch, classes
+
+
+def _nll_loss(laid: Laid) -> Kernel | None:
+    batch, classes = _batch_and_classes(laid)
+    return partial(nll_loss, batch=batch, classes=classes) if batch or classes else None
+
+
+def _nll_loss_backward(laid: Laid) -> Kernel | None:
+    _, classes = _batch_and_classes(laid)
+    return partial(nll_loss_backward, classes=classes) if classes else None
+
+
+def _bias_once(laid: Laid, *, bias: str) -> Kernel | None:
+    out, given = laid.outputs[0] or (), laid.layout(bias) or ()
+    axes = tuple(k for k, (o, b) in enumerate(zip(out, given)) if isinstance(o, Partial) and isinstance(b, Replicate))
+    return partial(bias_once, target=laid.op.target, bias=bias, axes=axes) if axes else None
+
+
+def _scaled_by(laid: Laid, axes: Axes) -> Kernel | None:
+    """Parts of a mean: divided by the whole count. Partial(avg) wants the local means as they are."""
+    out = laid.outputs[0] or ()
+    axes = tuple(k for k in axes if not (isinstance(out[k], Partial) and out[k].reduce_op == "avg"))
+    factor = 1 / math.prod(laid.mesh.shape[k] for k in axes)
+    return partial(scaled, target=laid.op.target, factor=factor) if factor != 1 else None
+
+
+def _mean(laid: Laid) -> Kernel | None:
+    dims = laid.arguments.get("dim") or range(laid.ndim("self"))
+    return _scaled_by(laid, laid.cutting("self", *dims))
+
+
+def _loss_mean(laid: Laid) -> Kernel | None:
+    every_dim = range(laid.ndim("self"))
+    return _scaled_by(laid, laid.cutting("self", *every_dim)) if laid.arguments.get("reduction", MEAN) == MEAN else None
+
+
+KERNELS: dict[str, Callable[[Laid], Kernel | None]] = {
+    "aten.embedding.default": _embedding,
+    "aten.embedding_dense_backward.default": _embedding_backward,
+    "aten._log_softmax.default": partial(_softmax, log=True),
+    "aten._softmax.default": partial(_softmax, log=False),
+    "aten._log_softmax_backward_data.default": partial(_softmax_backward, log=True),
+    "aten._softmax_backward_data.default": partial(_softmax_backward, log=False),
+    "aten.nll_loss_forward.default": _nll_loss,
+    "aten.nll_loss_backward.default": _nll_loss_backward,
+    "aten.addmm.default": partial(_bias_once, bias="self"),
+    "aten.addmv.default": partial(_bias_once, bias="self"),
+    "aten.baddbmm.default": partial(_bias_once, bias="self"),
+    "aten.linear.default": partial(_bias_once, bias="bias"),
+    "aten.convolution.default": partial(_bias_once, bias="bias"),
+    "aten.mean.default": _mean,
+    "aten.mean.dim": _mean,
+    "aten.mse_loss.default": _loss_mean,
+    "aten.mse_loss_backward.default": _loss_mean,
+    "aten.smooth_l1_loss.default": _loss_mean,
+    "aten.smooth_l1_loss_backward.default": _loss_mean,
+    "aten.huber_loss.default": _loss_mean,
+    "aten.huber_loss_backward.default": _loss_mean,
+}
+
+
+def kernel_for(op: Op, ndims: tuple[int, ...], inputs: tuple[Layout, ...], outputs: tuple[Layout | None, ...], mesh: Mesh) -> Kernel | None:
+    """The local program of an op with these layouts; None when it is the op itself. ValueError when there is none."""
+    choose = KERNELS.get(op.target)
+    if choose is None:
+        return None
+    return choose(Laid(op, by_name(op), ndims, inputs, outputs, mesh))

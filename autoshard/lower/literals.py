@@ -1,0 +1,184 @@
+"""Literals that speak of whole tensors, made local.
+
+    view(x, [8, 16])   with the output cut S(0) over 4 ranks   ->   view(x_local, [2, 16])
+
+One row per (ATen target, argument): how its local value follows from the local shapes of the op's tensors. Every other
+literal is the same on every rank. Where a row is missing, the local output has another shape than planned, which each run
+checks after each op; a literal never goes wrong silently.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from autoshard.graph import Const, Op
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The tensors of one op: whole and local. `value` is the literal to replace."""
+
+    arguments: dict[str, Any]
+    whole_inputs: tuple[Shape, ...]
+    whole_outputs: tuple[Shape | None, ...]
+    inputs: tuple[Shape, ...]
+    outputs: tuple[Shape | None, ...]
+    value: Any
+
+    @property
+    def out(self) -> Shape:
+        assert self.outputs[0] is not None
+        return self.outputs[0]
+
+    def local(self, name: str) -> Shape:
+        """The local shape of a tensor argument."""
+        return self.inputs[self.arguments[name].index]
+
+    def whole(self, name: str) -> Shape:
+        return self.whole_inputs[self.arguments[name].index]
+
+
+Rule = Callable[[Shapes], Any]
+
+
+def out_shape(s: Shapes) -> Shape:
+    return s.out
+
+
+def out_rows(s: Shapes) -> int:
+    return s.out[0]
+
+
+def out_strides(s: Shapes) -> Shape:
+    """The local shape, dense, in the order that the whole strides have."""
+    order = sorted(range(len(s.out)), key=lambda d: (s.value[d], -d))
+    strides, step = [0] * len(s.out), 1
+    for d in order:
+        strides[d] = step
+        step *= max(s.out[d], 1)
+    return tuple(strides)
+
+
+def repeats(s: Shapes) -> Shape:
+    """Whole repeats where the input dim lies as the output dim; fewer where a repeated dim is cut."""
+    given = (1,) * (len(s.out) - len(s.inputs[0])) + s.inputs[0]
+    return tuple(o // max(i, 1) for o, i in zip(s.out, given, strict=True))
+
+
+def groups_of_norm(s: Shapes) -> int:
+    return s.value * s.local("input")[1] // s.whole("input")[1]
+
+
+def groups_of_convolution(s: Shapes) -> int:
+    """Input channels cut together with the groups: each rank has its own groups; else all of them."""
+    if s.value == 1 or s.arguments["transposed"]:
+        return s.value
+    return s.local("input")[1] // s.local("weight")[1]
+
+
+def bias_of_convolution(s: Shapes) -> Shape | None:
+    return None if s.value is None else (s.local("grad_output")[1],)
+
+
+SIZE = {"size": out_shape}
+INPUT_SIZES = {"input_sizes": out_shape}
+NORM: dict[str, Rule] = {
+    "N": lambda s: s.local("input")[0],
+    "C": lambda s: s.local("input")[1],
+    "HxW": lambda s: math.prod(s.local("input")[2:]),
+    "group": groups_of_norm,
+}
+ROWS: dict[str, dict[str, Rule]] = {
+    "aten.view.default": SIZE,
+    "aten._unsafe_view.default": SIZE,
+    "aten.view_copy.default": SIZE,
+    "aten.reshape.default": {"shape": out_shape},
+    "aten._reshape_alias.default": SIZE,
+    "aten.expand.default": SIZE,
+    "aten.expand_copy.default": SIZE,
+    "aten.full.default": SIZE,
+    "aten.zeros.default": SIZE,
+    "aten.ones.default": SIZE,
+    "aten.empty.memory_format": SIZE,
+    "aten.empty_strided.default": {"size": out_shape, "stride": out_strides},
+    "aten.rand.default": SIZE,
+    "aten.randn.default": SIZE,
+    "aten.new_zeros.default": SIZE,
+    "aten.new_ones.default": SIZE,
+    "aten.new_full.default": SIZE,
+    "aten.new_empty.default": SIZE,
+    "aten.new_empty_strided.default": {"size": out_shape, "stride": out_strides},
+    "aten.repeat.default": {"repeats": repeats},
+    "aten.slice_backward.default": INPUT_SIZES,
+    "aten.select_backward.default": INPUT_SIZES,
+    "aten.diagonal_backward.default": INPUT_SIZES,
+    "aten.unfold_backward.default": INPUT_SIZES,
+    "aten.embedding_dense_backward.default": {"num_weights": out_rows},
+    "aten.native_group_norm.default": NORM,
+    "aten.native_group_norm_backward.default": NORM,
+    "aten.convolution.default": {"groups": groups_of_convolution},
+    "aten.convolution_backward.default": {"groups": groups_of_convolution, "bias_sizes": bias_of_convolution},
+    "aten.upsample_nearest2d_backward.default": {"input_size": out_shape},
+    "aten.upsample_bilinear2d_backward.default": {"input_size": out_shape},
+}  # fmt: skip
+
+# What runs in place of an op: a tensor that came out of a collective may have other strides than the planned one.
+INSTEAD = {
+    "aten.view.default": ("aten.reshape.default", {"self": "self", "size": "shape"}),
+    "aten._unsafe_view.default": ("aten.reshape.default", {"self": "self", "size": "shape"}),
+    "aten.view_copy.default": ("aten.reshape.default", {"self": "self", "size": "shape"}),
+    "aten._reshape_alias.default": ("aten.reshape.default", {"self": "self", "size": "shape"}),
+}
+
+# CPU kernels that read their inputs as if the last dim were dense, without a look at the strides.
+DENSE_INPUTS = frozenset(
+    {"aten._scaled_dot_product_flash_attention_for_cpu.default", "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"}
+)
+
+# Factories: their values come from their literals, so that every output layout is right for a constant.
+CONSTANTS = frozenset(t for t in ROWS if t.split(".")[1].removeprefix("new_") in ("full", "zeros", "ones", "empty", "empty_strided"))
+UNINITIALISED = frozenset(t for t in CONSTANTS if "empty" in t) | {"aten.empty_like.default"}
+
+
+@cache
+def overload(target: str) -> torch._ops.OpOverload:
+    """The ATen function of a target. ValueError when this torch has none."""
+    namespace, name, which = target.split(".", 2)
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), name), which)
+    except AttributeError:
+        raise ValueError(f"torch {torch.__version__} has no operator {target}; the graph comes from another version") from None
+
+
+def by_name(op: Op) -> dict[str, Any]:
+    """The op's arguments by the names of its schema."""
+    args, kwargs = op.literals
+    names = [argument.name for argument in overload(op.target)._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **dict(kwargs)}
+
+
+def localise(op: Op, whole: tuple[tuple[Shape, ...], tuple[Shape | None, ...]], local: tuple[tuple, tuple]) -> dict[str, Any]:
+    """The op's arguments by name with its size literals made local. whole, local: the shapes of (inputs, outputs)."""
+    arguments = by_name(op)
+    rows = ROWS.get(op.target, {})
+    return {
+        name: rows[name](Shapes(arguments, *whole, *local, value)) if name in rows else value for name, value in arguments.items()
+    }
+
+
+def torch_constants(literal: Any, device: str) -> Any:
+    """Const -> torch's object; every device is the one that runs the program."""
+    if isinstance(literal, tuple):
+        return tuple(torch_constants(item, device) for item in literal)
+    if isinstance(literal, Const):
+        return torch.device(device) if literal.kind == "device" else getattr(torch, literal.text)
+    return literal
+

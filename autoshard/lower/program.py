@@ -1,0 +1,274 @@
+"""Graph + layouts -> Program: everything that a rank does, as a flat tuple of plain records.
+
+    load       x:0            placeholders, cut to their layouts
+    move       x:0 -> x:0@hub, x:0@hub -> y.in1          the steps of the route between two layouts
+    run        y              an ATen function on local tensors (literals made local) or a kernel in its place
+    result     output:0       what the program returns, in the layout that the plan leaves it in
+    free       x:0            after the last use
+
+The name of a local tensor is its slot: `op:k` is output k as its op leaves it, `op:k@hub` the copy that waits for several
+users, `op.ink` what op takes as input k, `kind:name=` a result. The program is the same on every rank. It is as priced:
+every consumer fetches its input by its own route, from the hub where there is one (brought there when its first consumer
+runs, once).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from autoshard.graph import Graph, Op, Tensor, Value
+from autoshard.layout import Layout, local_shape, parse, text, why_illegal
+from autoshard.lower.collectives import check_step
+from autoshard.lower.kernels import Kernel, kernel_for
+from autoshard.lower.literals import INSTEAD, localise, torch_constants
+from autoshard.mesh import Mesh
+from autoshard.redistribute import Routes, Step
+from autoshard.solution import Placed
+
+parsed = cache(parse)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A local tensor: which value of the graph it holds, how that lies, and what each rank therefore has."""
+
+    name: str
+    value: Value
+    layout: Layout
+    shape: tuple[int, ...]  # on each rank
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Load:
+    name: str  # of the placeholder
+    slot: Slot
+
+
+@dataclass(frozen=True)
+class Move:
+    source: Slot
+    target: Slot
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    op: int
+    name: str
+    target: str  # the ATen function to call, which may stand in for the op's own
+    arguments: dict[str, Any]  # by the names of the schema, Ref(k) for inputs[k]
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot | None, ...]
+    kernel: Kernel | None
+
+
+@dataclass(frozen=True)
+class Give:
+    key: str  # "output:0", "gradient:h.0.attn.weight"
+    slot: Slot
+
+
+@dataclass(frozen=True)
+class Free:
+    slots: tuple[str, ...]
+
+
+Record = Load | Move | Run | Give | Free
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every rank of the mesh does, in order."""
+
+    mesh: Mesh
+    records: tuple[Record, ...]
+
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        return tuple(r for r in self.records if isinstance(r, Load))
+
+    @property
+    def results(self) -> tuple[Give, ...]:
+        return tuple(r for r in self.records if isinstance(r, Give))
+
+    @property
+    def redistributes(self) -> int:
+        """How many tensors change their layout on the way."""
+        return sum(isinstance(record, Move) for record in self.records)
+
+    @property
+    def collectives(self) -> dict[str, tuple[int, float]]:
+        """(how often, bytes that each rank sends) by collective, local slices included; those inside kernels are not counted."""
+        count: Counter[str] = Counter()
+        sent: Counter[str] = Counter()
+        for record in self.records:
+            for step in record.steps if isinstance(record, Move) else ():
+                count[step.collective] += 1
+                sent[step.collective] += step.bytes  # type: ignore[assignment]
+        return {collective: (count[collective], float(sent[collective])) for collective in sorted(count)}
+
+
+def lower(
+    graph: Graph,
+    layouts: Mapping[str, Placed],
+    results: Mapping[str, str],
+    mesh: Mesh,
+    *,
+    routes: Routes | None = None,
+    device: str = "cpu",
+) -> Program:
+    """The program of a rank.
+
+    layouts: for each op of the graph the layouts it takes and gives. results: "kind:name" -> the layout in which the program
+    leaves it (as its op gives it, where the name is missing). device: where it will run. ValueError names the op whose layouts
+    are missing, illegal, out of reach from each other, or without a local program.
+    """
+    return _Lowering(graph, layouts, results, mesh, routes or Routes(mesh), device).program()
+
+
+class _Lowering:
+    """One walk over the graph; `records` grows, `at` says where each value can be had."""
+
+    def __init__(self, graph: Graph, layouts: Mapping[str, Placed], results: Mapping[str, str], mesh: Mesh, routes: Routes, device: str):
+        self.graph, self.layouts, self.mesh, self.routes, self.device = graph, layouts, mesh, routes, device
+        self.wanted: dict[Value, list[tuple[str, str | None]]] = {}
+        for result in graph.results:
+            if result.value is not None:
+                key = f"{result.kind}:{result.name}"
+                self.wanted.setdefault(result.value, []).append((key, results.get(key)))
+        self.records: list[Record] = []
+        self.at: dict[Value, Slot] = {}
+
+    def program(self) -> Program:
+        for i, op in enumerate(self.graph.ops):
+            placed = self._placed(op)
+            outputs = tuple(
+                None if t is None else self._slot(f"{op.name}:{k}", (i, k), t, _layout(placed.outputs[k], op))
+                for k, t in enumerate(op.outputs)
+            )
+            if op.is_placeholder:
+                self.records.append(Load(op.name, _tensor_slot(op, outputs[0])))
+            else:
+                self.records.append(self._run(i, op, placed, outputs))
+            for k, slot in enumerate(outputs):
+                if slot is not None:
+                    self.at[i, k] = slot
+                    self._give(op, (i, k))
+        return Program(self.mesh, _with_frees(self.records))
+
+    def _placed(self, op: Op) -> Placed:
+        placed = self.layouts.get(op.name)
+        if placed is None:
+            raise ValueError(f"the layouts lack op {op.name!r}; expected one entry for each of the graph's {len(self.graph.ops)} ops")
+        if len(placed.inputs) != len(op.inputs) or len(placed.outputs) != len(op.outputs):
+            raise ValueError(
+                f"op {op.name} ({op.target}) has {len(op.inputs)} inputs and {len(op.outputs)} outputs, "
+                f"its layouts have {len(placed.inputs)} and {len(placed.outputs)}"
+            )
+        return placed
+
+    def _slot(self, name: str, value: Value, tensor: Tensor, layout: Layout) -> Slot:
+        why = why_illegal(tensor.shape, layout, self.mesh)
+        if why is not None:
+            raise ValueError(f"{name}: {why}")
+        return Slot(name, value, layout, local_shape(tensor.shape, layout, self.mesh), tensor.dtype)
+
+    def _move(self, source: Slot, name: str, layout: Layout) -> Slot:
+        """`source` in another layout; itself when it has it."""
+        if source.layout == layout:
+            return source
+        tensor = self.graph.tensor(source.value)
+        target = self._slot(name, source.value, tensor, layout)
+        route = self.routes.route(tensor.shape, tensor.itemsize, source.layout, layout)
+        if route is None:
+            raise ValueError(f"there is no route for {source.name} from {text(source.layout)} to {name} in {text(layout)}")
+        for step in route.steps:
+            check_step(step)
+        self.records.append(Move(source, target, route.steps))
+        return target
+
+    def _hub(self, value: Value) -> Slot:
+        """Where consumers find a value; brings it to its hub when it isn't there yet."""
+        op = self.graph.ops[value[0]]
+        hub = self.layouts[op.name].hubs[value[1]]
+        if hub is not None and not self.at[value].name.endswith("@hub"):
+            slot = self._move(self.at[value], f"{op.name}:{value[1]}@hub", _layout(hub, op))
+            self.at[value] = slot
+        return self.at[value]
+
+    def _run(self, i: int, op: Op, placed: Placed, outputs: tuple[Slot | None, ...]) -> Run:
+        inputs = tuple(
+            self._move(self._hub(value), f"{op.name}.in{k}", _layout(placed.inputs[k], op)) for k, value in enumerate(op.inputs)
+        )
+        return run_record(self.graph, i, inputs, outputs, self.mesh, self.device)
+
+    def _give(self, op: Op, value: Value) -> None:
+        for key, layout in self.wanted.get(value, ()):
+            source = self._hub(value)
+            slot = source if layout is None else self._move(source, f"{key}=", _layout(layout, op))
+            self.records.append(Give(key, slot))
+
+
+def run_record(graph: Graph, i: int, inputs: tuple[Slot, ...], outputs: tuple[Slot | None, ...], mesh: Mesh, device: str = "cpu") -> Run:
+    """How a rank runs op i on local inputs to get local outputs."""
+    op = graph.ops[i]
+    whole_inputs = tuple(t.shape for t in graph.input_tensors(i))
+    whole = (whole_inputs, tuple(None if t is None else t.shape for t in op.outputs))
+    local = (tuple(slot.shape for slot in inputs), tuple(None if slot is None else slot.shape for slot in outputs))
+    arguments = {name: torch_constants(value, device) for name, value in localise(op, whole, local).items()}
+    out_layouts = tuple(None if slot is None else slot.layout for slot in outputs)
+    kernel = kernel_for(op, tuple(map(len, whole_inputs)), tuple(slot.layout for slot in inputs), out_layouts, mesh)
+    target, names = INSTEAD.get(op.target, (op.target, {name: name for name in arguments}))
+    arguments = {names[name]: value for name, value in arguments.items() if name in names}
+    return Run(i, op.name, target, arguments, inputs, outputs, kernel)
+
+
+def _layout(written: str | None, op: Op) -> Layout:
+    if written is None:
+        raise ValueError(f"op {op.name} ({op.target}) has no layout for an output that is a tensor")
+    return parsed(written)
+
+
+def _tensor_slot(op: Op, slot: Slot | None) -> Slot:
+    assert slot is not None, f"placeholder {op.name} is not a tensor"
+    return slot
+
+
+def _read(record: Record) -> tuple[Slot, ...]:
+    return (record.source,) if isinstance(record, Move) else record.inputs if isinstance(record, Run) else ()
+
+
+def _made(record: Record) -> tuple[Slot | None, ...]:
+    match record:
+        case Load():
+            return (record.slot,)
+        case Move():
+            return (record.target,)
+        case Run():
+            return record.outputs
+    return ()
+
+
+def _with_frees(records: list[Record]) -> tuple[Record, ...]:
+    """Each slot is freed right after the last record that names it."""
+    last: dict[str, int] = {}
+    for i, record in enumerate(records):
+        named = (record.slot,) if isinstance(record, Give) else (*_read(record), *_made(record))
+        for slot in named:
+            if slot is not None:
+                last[slot.name] = i
+    ending: dict[int, list[str]] = {}
+    for name, i in last.items():
+        ending.setdefault(i, []).append(name)
+    found: list[Record] = []
+    for i, record in enumerate(records):
+        found.append(record)
+        if i in ending:
+            found.append(Free(tuple(ending[i])))
+    return tuple(found)
+

@@ -1,0 +1,258 @@
+"""Run a Program: on all ranks in one process, or as one rank of many.
+
+In one process the ranks go in step, record by record. A tensor is a list of parts, one per rank:
+
+    run, no kernel     f(parts of rank r); ranks with the very same tensors as inputs share one call
+    run, kernel; move  the ranks' generators run until each asks, every group of the asked axis is answered, and so on
+
+After each record the local shapes and dtypes must be the planned ones. Sharing is exact: the same function of the same
+tensors, nothing writes in place, and random ops are not covered (their seeds differ by design; run with dropout off).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.graph import replace_refs
+from autoshard.layout import is_legal, text
+from autoshard.lower.collectives import Asking, Groups, Rank, exchange, take
+from autoshard.lower.literals import DENSE_INPUTS, overload
+from autoshard.lower.parts import assemble, cut, groups
+from autoshard.lower.program import Free, Give, Load, Move, Program, Run, Slot
+from autoshard.mesh import Mesh
+from autoshard.redistribute import Step
+
+Parts = list[Tensor]
+
+
+def ranks(mesh: Mesh, device: str = "cpu") -> tuple[Rank, ...]:
+    """All ranks of a mesh, in order."""
+    return tuple(Rank(mesh, tuple(torch.tensor(c, device=device) for c in coordinate)) for coordinate in mesh.coordinates())
+
+
+def call(record: Run, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The op on tensors: its outputs, one entry per output."""
+    return as_outputs(overload(record.target)(**arguments(record, inputs)))
+
+
+def arguments(record: Run, inputs: Sequence[Tensor]) -> dict[str, Any]:
+    values = tuple(x.contiguous() for x in inputs) if record.target in DENSE_INPUTS else tuple(inputs)
+    return {name: replace_refs(literal, values) for name, literal in record.arguments.items()}
+
+
+def as_outputs(result: Any) -> tuple[Any, ...]:
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+
+def asking(record: Run, rank: Rank, inputs: Sequence[Tensor]) -> Asking:
+    """The op's local program as a generator, kernel or not."""
+    if record.kernel is None:
+        return call(record, inputs)  # type: ignore[return-value]
+    return as_outputs((yield from record.kernel(rank, arguments(record, inputs))))  # type: ignore[return-value]
+
+
+def taking(steps: Sequence[Step], rank: Rank, x: Tensor) -> Asking:
+    for step in steps:
+        x = yield from take(step, rank, x)
+    return x
+
+
+def check(slot: Slot, part: object, where: str) -> None:
+    """ValueError when a local tensor is not what was planned for it."""
+    found = (tuple(part.shape), str(part.dtype).removeprefix("torch.")) if isinstance(part, Tensor) else part
+    if found != (slot.shape, slot.dtype):
+        raise ValueError(
+            f"{where} gave {slot.name} as {found}; planned is {(slot.shape, slot.dtype)}, laid out {text(slot.layout)}: "
+            "the row or a size literal of the op is wrong"
+        )
+
+
+# -- all ranks in one process --------------------------------------------------------------------------------------------------
+
+
+class World:
+    """The ranks of a mesh and the tensors that they hold now: slot name -> parts."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh, self.ranks = mesh, ranks(mesh)
+        self.held: dict[str, Parts] = {}
+
+    def do(self, record: Load | Move | Run | Free, values: Mapping[str, Tensor]) -> None:
+        """Carry out one record on every rank. ValueError where a shape or dtype isn't the planned one."""
+        match record:
+            case Load():
+                self.held[record.slot.name] = cut(whole_input(record, values, self.mesh), record.slot.layout, self.mesh)
+            case Move():
+                self.held[record.target.name] = self.move(record)
+            case Run():
+                self.hold(record, self.run(record))
+            case Free():
+                for name in record.slots:
+                    self.held.pop(name, None)
+
+    def parts(self, slot: Slot) -> Parts:
+        return self.held[slot.name]
+
+    def move(self, record: Move) -> Parts:
+        parts = self.parts(record.source)
+        for step in record.steps:
+            parts = self._step(step, parts)
+        for part in unique(parts):
+            check(record.target, part, f"the route from {text(record.source.layout)} to {text(record.target.layout)}")
+        return parts
+
+    def _step(self, step: Step, parts: Parts) -> Parts:
+        """One step in every group of its axis; groups that hold the same tensors share the answer."""
+        done: dict[tuple[int, ...], Parts] = {}
+        out = list(parts)
+        for group in groups(self.mesh, step.axis):
+            key = tuple(id(parts[r]) for r in group)
+            if key not in done:
+                programs = [take(step, self.ranks[r], parts[r]) for r in group]
+                done[key] = together(programs, [tuple(range(len(group)))], alike=step.collective in ("all_gather", "all_reduce"))
+            for r, part in zip(group, done[key], strict=True):
+                out[r] = part
+        return out
+
+    def run(self, record: Run) -> list[tuple[Any, ...]]:
+        """For each rank the outputs of the op."""
+        inputs = [tuple(self.parts(slot)[r] for slot in record.inputs) for r in range(len(self.ranks))]
+        if record.kernel is not None:
+            return self._kernel([asking(record, rank, given) for rank, given in zip(self.ranks, inputs, strict=True)])
+        done: dict[tuple[int, ...], tuple[Any, ...]] = {}
+        for given in inputs:
+            key = tuple(map(id, given))
+            if key not in done:
+                done[key] = call(record, given)
+        return [done[tuple(map(id, given))] for given in inputs]
+
+    def _kernel(self, programs: list[Asking]) -> list[Any]:
+        return together(programs, lambda axis: groups(self.mesh, axis))
+
+    def hold(self, record: Run, outputs: list[tuple[Any, ...]]) -> None:
+        """Keep what an op gave, after a look at it."""
+        for k, slot in enumerate(record.outputs):
+            if slot is not None:
+                parts = [out[k] for out in outputs]
+                for part in unique(parts):
+                    check(slot, part, f"op {record.name}")
+                self.held[slot.name] = parts
+
+
+def unique(parts: Sequence[Any]) -> list[Any]:
+    return list({id(part): part for part in parts}.values())
+
+
+def together(
+    programs: Sequence[Asking], groups_of: Callable[[int], Sequence[Sequence[int]]] | Sequence[Sequence[int]], *, alike: bool = False
+) -> list[Any]:
+    """Run generators in step to their ends; each round all of them ask, and each group of the axis gets its answers.
+
+    groups_of: the groups for an axis, or the groups themselves. alike: every rank gets and returns the same, so that the
+    last stretch is computed once.
+    """
+    results: list[Any] = [None] * len(programs)
+    asks: list[Any] = [None] * len(programs)
+    answers: list[Any] = [None] * len(programs)
+    waiting = list(range(len(programs)))
+    while waiting:
+        ended = []
+        for r in waiting:
+            try:
+                asks[r] = programs[r].send(answers[r])
+            except StopIteration as done:
+                results[r] = done.value
+                ended.append(r)
+                if alike:
+                    return [done.value] * len(programs)
+        if ended and len(ended) != len(waiting):
+            raise ValueError("some ranks end while others ask for a collective: a local program must be the same on every rank")
+        waiting = [] if ended else waiting
+        if waiting:
+            axis_groups = groups_of(asks[0].axis) if callable(groups_of) else groups_of
+            for group in axis_groups:
+                for r, answer in zip(group, exchange([asks[r] for r in group]), strict=True):
+                    answers[r] = answer
+    return results
+
+
+def whole_input(record: Load, values: Mapping[str, Tensor], mesh: Mesh) -> Tensor:
+    """The value of a placeholder; ValueError when it is missing or can't be cut as planned."""
+    if record.name not in values:
+        raise ValueError(f"there is no value for {record.name!r}; expected one tensor for each parameter, buffer, input and tangent")
+    whole = values[record.name].detach()
+    slot = record.slot
+    if str(whole.dtype).removeprefix("torch.") != slot.dtype or not is_legal(tuple(whole.shape), slot.layout, mesh):
+        raise ValueError(
+            f"the value of {record.name!r} is {tuple(whole.shape)} {whole.dtype}, which is not {slot.shape} {slot.dtype} "
+            f"on each rank when laid out {text(slot.layout)}"
+        )
+    return whole
+
+
+@torch.no_grad()
+def run_simulated(program: Program, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All ranks in this process: whole placeholders in, whole results out ("kind:name" -> tensor).
+
+    ValueError when ranks that should hold the same tensor don't, or where a local shape isn't the planned one.
+    """
+    world, results = World(program.mesh), {}
+    for record in program.records:
+        if isinstance(record, Give):
+            results[record.key] = assemble(world.parts(record.slot), record.slot.layout, program.mesh)
+        else:
+            world.do(record, values)
+    return results
+
+
+# -- one rank of many ---------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def run_rank(
+    program: Program, values: Mapping[str, Tensor], groups: Groups, coordinate: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """This rank's part: local placeholders in, local results out, collectives over the process groups of the mesh axes.
+
+    coordinate: a 0-d integer tensor per axis, on the device that runs. Can be traced (make_fx) into a per-rank graph.
+    """
+    rank = Rank(program.mesh, tuple(coordinate))
+    held: dict[str, Any] = {}
+    results: dict[str, Tensor] = {}
+    for record in program.records:
+        match record:
+            case Load():
+                check(record.slot, values[record.name], f"placeholder {record.name}")
+                held[record.slot.name] = values[record.name]
+            case Move():
+                part = groups.drive(taking(record.steps, rank, held[record.source.name]))
+                check(record.target, part, f"the route to {record.target.name}")
+                held[record.target.name] = part
+            case Run():
+                outputs = groups.drive(asking(record, rank, [held[slot.name] for slot in record.inputs]))
+                for slot, part in zip(record.outputs, outputs, strict=False):
+                    if slot is not None:
+                        check(slot, part, f"op {record.name}")
+                        held[slot.name] = part
+            case Give():
+                results[record.key] = held[record.slot.name]
+            case Free():
+                for name in record.slots:
+                    held.pop(name, None)
+    return results
+
+
+def run_on(program: Program, values: Mapping[str, Tensor], device_mesh: DeviceMesh) -> dict[str, Tensor]:
+    """`run_rank` on the ranks of a DeviceMesh. ValueError when its shape is not the program's."""
+    if tuple(device_mesh.shape) != program.mesh.shape:
+        raise ValueError(f"the device mesh is {tuple(device_mesh.shape)}, the program was made for {program.mesh.shape}")
+    where = device_mesh.get_coordinate()
+    if where is None:
+        raise ValueError("this process is not on the device mesh")
+    coordinate = tuple(torch.tensor(c, device=device_mesh.device_type) for c in where)
+    return run_rank(program, values, Groups.of(device_mesh), coordinate)

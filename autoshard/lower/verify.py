@@ -1,0 +1,278 @@
+"""Does the sharded program compute what the whole one does? Every op is looked at, on every rank.
+
+With x an op's output in the whole program, x~ the same in a whole program whose placeholders are off by their own rounding,
+and y what the ranks' parts stand for under the PLANNED layout (replicas agree, shards concatenate, partials add up):
+
+    error = max |y - x| / max |x|                                       absolute where x is all zero
+    where that is too much:  max |y - x| / max(max |x|, max |x~ - x| / (8 eps))
+
+The second line is for tensors that are zero but for rounding (the gradient of a key bias): they are measured against the
+terms that cancel. An op whose error is above `op_tolerance`, whose local shape differs or which fails is a placement
+mismatch; its output is then replaced by the right one, so that the next mismatch is found on its own and a wrong row is
+located even where the end result happens to be right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from autoshard.graph import Graph, Op, Value
+from autoshard.layout import Layout, P, R, S, is_legal, local_shape, text
+from autoshard.lower.literals import UNINITIALISED
+from autoshard.lower.parts import cut, distance, gap, largest
+from autoshard.lower.program import Free, Give, Load, Move, Program, Run, Slot, lower, run_record
+from autoshard.lower.run import World, call, unique
+from autoshard.mesh import Mesh
+from autoshard.redistribute import Routes
+from autoshard.solution import Placed
+
+# (of results, of single ops) by the least precise float type of the graph. An op's is wider: it has to tell a wrong layout
+# (errors of order 1) from rounding that later ops average out.
+TOLERANCES = {
+    "float64": (1e-10, 1e-8),
+    "float32": (1e-5, 3e-4),
+    "float16": (5e-3, 5e-2),
+    "bfloat16": (3e-2, 2e-1),
+}
+NOISE = 8  # rounding errors per unit of the terms' size: seen are 1 to 4 on GPT-2, Llama and BERT
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """An output that is not what its planned layout says. found: a layout that fits, or what happened instead."""
+
+    op: str
+    output: int
+    planned: str
+    found: str
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What the comparison found. `ok` is the answer."""
+
+    ranks: int
+    max_relative_error_outputs: float
+    max_relative_error_gradients: float
+    max_relative_error_ops: float  # over all ops that match
+    placement_mismatches: tuple[Mismatch, ...]
+    redistributes: int
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        worst = max(self.max_relative_error_outputs, self.max_relative_error_gradients)
+        return not self.placement_mismatches and worst <= self.tolerance
+
+
+def verify_program(
+    graph: Graph,
+    layouts: Mapping[str, Placed],
+    results: Mapping[str, str],
+    mesh: Mesh,
+    values: Mapping[str, Tensor],
+    reference: Mapping[str, Tensor] | None = None,
+    *,
+    routes: Routes | None = None,
+    seed: int = 0,
+) -> Verification:
+    """Run the planned program on all ranks of the mesh in this process, beside the whole program.
+
+    values: a whole tensor for each placeholder. reference: what the results should be ("output:0", "gradient:h.0.weight");
+    the whole program's own results where it is None. seed: of the rounding noise. ValueError for layouts that can't be lowered.
+    """
+    program = lower(graph, layouts, results, mesh, routes=routes)
+    return _Comparison(graph, program, values, reference, seed).run()
+
+
+@torch.no_grad()
+def run_whole(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The unsharded program: placeholders in, results out ("kind:name" -> tensor)."""
+    whole = _Whole(graph, values, None)
+    results: dict[str, Tensor] = {}
+    wanted: dict[Value, list[str]] = {}
+    for result in graph.results:
+        if result.value is not None:
+            wanted.setdefault(result.value, []).append(f"{result.kind}:{result.name}")
+    for i, op in enumerate(graph.ops):
+        whole.do(i)
+        for k in range(len(op.outputs)):
+            results.update({key: whole.held[i, k] for key in wanted.get((i, k), ())})
+    return results
+
+
+class _Whole:
+    """A simple interpreter of the graph on whole tensors; values are dropped when the op after their last reader runs."""
+
+    def __init__(self, graph: Graph, values: Mapping[str, Tensor], noise: tuple[float, int] | None):
+        self.graph, self.values, self.noise = graph, values, noise
+        self.held: dict[Value, Tensor] = {}
+        self.ending: dict[int, list[Value]] = {}
+        for value, users in graph.users.items():
+            self.ending.setdefault(max(i for i, _ in users), []).append(value)
+        for i, op in enumerate(graph.ops):
+            self.ending.setdefault(i, []).extend((i, k) for k in range(len(op.outputs)) if (i, k) not in graph.users)
+        self.drop: list[Value] = []
+
+    def do(self, i: int) -> None:
+        op = self.graph.ops[i]
+        for value in self.drop:
+            self.held.pop(value, None)
+        if op.is_placeholder:
+            self.held[i, 0] = self._value(i, op)
+        else:
+            inputs, outputs = [self._slot(value) for value in op.inputs], [self._slot((i, k)) for k in range(len(op.outputs))]
+            record = run_record(self.graph, i, tuple(s for s in inputs if s), tuple(outputs), ONE_DEVICE)
+            for k, y in enumerate(call(record, [self.held[value] for value in op.inputs])):
+                if isinstance(y, Tensor):
+                    self.held[i, k] = y
+        self.drop = self.ending.get(i, [])
+
+    def _value(self, i: int, op: Op) -> Tensor:
+        x = self.values[op.name].detach()
+        if self.noise is None or not x.dtype.is_floating_point:
+            return x
+        eps, seed = self.noise
+        random = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed * 1_000_003 + i), dtype=x.dtype)
+        return x * (1 + (2 * random - 1) * 2 * eps)
+
+    def _slot(self, value: Value) -> Slot | None:
+        tensor = self.graph.ops[value[0]].outputs[value[1]]
+        return None if tensor is None else Slot("", value, (), tensor.shape, tensor.dtype)
+
+
+ONE_DEVICE = Mesh(())
+
+
+class _Comparison:
+    def __init__(self, graph: Graph, program: Program, values: Mapping[str, Tensor], reference: Mapping[str, Tensor] | None, seed: int):
+        self.graph, self.program, self.values, self.reference = graph, program, values, reference
+        self.mesh = program.mesh
+        floats = [t.dtype for op in graph.ops for t in op.outputs if t is not None and t.dtype in TOLERANCES]
+        lowest = max(floats, key=list(TOLERANCES).index, default="float32")
+        self.tolerance, self.op_tolerance = TOLERANCES[lowest]
+        self.eps = torch.finfo(getattr(torch, lowest)).eps
+        self.world = World(self.mesh)
+        self.whole, self.near = _Whole(graph, values, None), _Whole(graph, values, (self.eps, seed))
+        self.mismatches: list[Mismatch] = []
+        self.worst = {"output": 0.0, "gradient": 0.0, "op": 0.0}
+
+    @torch.no_grad()
+    def run(self) -> Verification:
+        for record in self.program.records:
+            match record:
+                case Load():
+                    self._load(record)
+                case Move():
+                    self._move(record)
+                case Run():
+                    self._run(record)
+                case Give():
+                    self._give(record)
+                case Free():
+                    self.world.do(record, self.values)
+        return Verification(
+            self.mesh.num_devices,
+            self.worst["output"],
+            self.worst["gradient"],
+            self.worst["op"],
+            tuple(self.mismatches),
+            self.program.redistributes,
+            self.tolerance,
+        )
+
+    def _load(self, record: Load) -> None:
+        self.world.do(record, self.values)
+        self._do_whole(record.slot.value[0])
+
+    def _do_whole(self, i: int) -> None:
+        self.whole.do(i)
+        self.near.do(i)
+
+    def _move(self, record: Move) -> None:
+        try:
+            self.world.do(record, self.values)
+        except (RuntimeError, ValueError, IndexError) as error:
+            self._repair(record.target, _first_line(error))
+
+    def _run(self, record: Run) -> None:
+        self._do_whole(record.op)
+        try:
+            outputs = self.world.run(record)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            for slot in record.outputs:
+                if slot is not None:
+                    self._repair(slot, _first_line(error))
+            return
+        for k, slot in enumerate(record.outputs):
+            if slot is not None:
+                self._look(record, slot, [out[k] for out in outputs])
+
+    def _look(self, record: Run, slot: Slot, parts: list) -> None:
+        """Hold an output when it is right, else note it and hold the right one."""
+        shapes = {(tuple(p.shape), str(p.dtype).removeprefix("torch.")) for p in unique(parts)}
+        if shapes != {(slot.shape, slot.dtype)}:
+            self._repair(slot, self._explain(slot, parts))
+            return
+        skipped = self.graph.ops[record.op].target in UNINITIALISED
+        error = 0.0 if skipped else self._error(parts, slot, self.whole.held[slot.value], self.op_tolerance)
+        if error > self.op_tolerance:
+            self._repair(slot, self._explain(slot, parts))
+            return
+        self.worst["op"] = max(self.worst["op"], error)
+        self.world.held[slot.name] = parts
+
+    def _error(self, parts: list[Tensor], slot: Slot, expected: Tensor, tolerance: float) -> float:
+        apart = distance(parts, slot.layout, self.mesh, expected)
+        if apart == 0.0:
+            return 0.0
+        size = largest(expected)
+        if size and apart <= tolerance * size:
+            return apart / size
+        noise = gap(self.whole.held[slot.value], self.near.held[slot.value])
+        scale = max(size, noise / (NOISE * self.eps) if noise < float("inf") else 0.0)
+        return apart / scale if scale else apart
+
+    def _repair(self, slot: Slot, found: str) -> None:
+        op = self.graph.ops[slot.value[0]]
+        self.mismatches.append(Mismatch(op.name, slot.value[1], text(slot.layout), found))
+        self.world.held[slot.name] = cut(self.whole.held[slot.value], slot.layout, self.mesh)
+
+    def _explain(self, slot: Slot, parts: list[Tensor]) -> str:
+        """A layout under which the parts are right, else their shapes."""
+        whole = self.whole.held[slot.value]
+        for layout in _layouts(whole, parts[0], self.mesh):
+            if distance(parts, layout, self.mesh, whole) <= self.op_tolerance * max(largest(whole), self.eps):
+                return text(layout)
+        return f"no layout: {tuple(parts[0].shape)} {str(parts[0].dtype).removeprefix('torch.')} on each rank"
+
+    def _give(self, record: Give) -> None:
+        kind = record.key.split(":")[0]
+        expected = self.whole.held[record.slot.value]
+        if self.reference is not None and kind in ("output", "gradient"):
+            if record.key not in self.reference:
+                raise ValueError(f"the reference lacks {record.key!r}; expected every output and gradient of the program")
+            expected = self.reference[record.key].detach()
+        error = self._error(self.world.parts(record.slot), record.slot, expected, self.tolerance)
+        kind = "gradient" if kind == "gradient" else "output"
+        self.worst[kind] = max(self.worst[kind], error)
+
+
+def _layouts(whole: Tensor, part: Tensor, mesh: Mesh) -> list[Layout]:
+    """All layouts that give parts of this shape, those without P first."""
+    shape = tuple(whole.shape)
+    per_axis = [[R, *(S(d) for d in range(len(shape))), P()] if axis.size > 1 else [R] for axis in mesh.axes]
+    possible = [layout for layout in product(*per_axis) if is_legal(shape, layout, mesh)]
+    return sorted(
+        (layout for layout in possible if local_shape(shape, layout, mesh) == tuple(part.shape) and part.dtype == whole.dtype),
+        key=lambda layout: sum(p == P() for p in layout),
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"

@@ -1,0 +1,114 @@
+"""States and moves: every layout that a tensor of `ndim` dims can have on a mesh, and every one-axis step between two.
+
+A layout is a row of codes, one per axis: d for S(d), ndim for R, ndim + 1 for P. The number of a state is that row read
+in base ndim + 2. One P stands for all reduce ops: they cost the same and never mix, so the op rides along (`encode`).
+
+Several axes cut a dim left to right (layout.py): the rightmost of its cutters is minor, its groups hold neighbouring
+parts. A collective on axis k concatenates or splits neighbouring parts, so it needs no axis right of k to cut that dim:
+
+    all_gather      S(i) -> R      no axis right of k cuts i
+    split           R -> S(j)      no axis right of k cuts j; a local slice
+    all_to_all      S(i) -> S(j)   both
+    all_reduce      P -> R
+    reduce_scatter  P -> S(j)      no axis right of k cuts j
+
+R -> P and S -> P never. An axis of size 1 is always R. Whether a shape divides into the parts is the caller's
+question: nothing here depends on sizes of dims.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autoshard.layout import Layout, P, Partial, Placement, R, Replicate, S, Shard
+from autoshard.mesh import Mesh
+
+# In the order in which equally cheap routes prefer them for their last step.
+STEPS = ("split", "reduce_scatter", "all_to_all", "all_gather", "all_reduce")
+
+
+@dataclass(frozen=True)
+class Moves:
+    """The graph of states. The last four columns have an entry per move, sorted by `after`, then STEPS, then axis."""
+
+    codes: np.ndarray  # (states, axes)
+    num_parts: np.ndarray  # (states, dims): into how many parts the dim is cut
+    step: np.ndarray  # (moves,) index into STEPS
+    axis: np.ndarray  # (moves,) mesh axis
+    before: np.ndarray  # (moves,) state
+    after: np.ndarray  # (moves,) state
+
+    @cached_property
+    def heads(self) -> tuple[np.ndarray, np.ndarray]:
+        """The states that some move reaches, and the first move to each."""
+        return np.unique(self.after, return_index=True)
+
+    @cached_property
+    def groups(self) -> tuple[tuple[str, int, np.ndarray], ...]:
+        """(collective, axis, the moves that are this collective on this axis)."""
+        present = sorted(set(zip(self.step.tolist(), self.axis.tolist())))
+        return tuple((STEPS[s], k, np.flatnonzero((self.step == s) & (self.axis == k))) for s, k in present)
+
+
+def all_moves(ndim: int, mesh: Mesh) -> Moves:
+    """All states of a tensor with `ndim` dims and all moves between them."""
+    num_axes, sizes = len(mesh.axes), np.array(mesh.shape)
+    codes = np.indices((ndim + 2,) * num_axes).reshape(num_axes, -1).T
+    weights = (ndim + 2) ** np.arange(num_axes)[::-1]
+    cuts = codes[:, :, None] == np.arange(ndim + 2)  # (states, axes, codes)
+    num_parts = np.where(cuts, sizes[:, None], 1).prod(axis=1)[:, :ndim]
+    possible = (codes[:, sizes == 1] == ndim).all(axis=1)
+
+    columns = [np.empty((4, 0), dtype=int)]
+    for k in np.flatnonzero(sizes > 1):
+        minor_cut = cuts[:, k + 1 :].any(axis=1)  # (states, codes): an axis right of k cuts the dim
+        minor_cut[:, ndim:] = False  # R and P are no cuts
+        for old in range(ndim + 2):
+            for new in range(ndim + 1):  # nothing becomes P
+                if old != new:
+                    before = np.flatnonzero(possible & (codes[:, k] == old) & ~minor_cut[:, old] & ~minor_cut[:, new])
+                    step = STEPS.index(_collective(old, new, ndim))
+                    columns.append(np.stack(np.broadcast_arrays(step, k, before, before + (new - old) * weights[k])))
+    step, axis, before, after = np.concatenate(columns, axis=1)
+    order = np.lexsort((axis, step, after))
+    return Moves(codes, num_parts, step[order], axis[order], before[order], after[order])
+
+
+def _collective(old: int, new: int, ndim: int) -> str:
+    if old == ndim + 1:
+        return "all_reduce" if new == ndim else "reduce_scatter"
+    if old == ndim:
+        return "split"
+    return "all_gather" if new == ndim else "all_to_all"
+
+
+def encode(layout: Layout, ndim: int, mesh: Mesh) -> tuple[int, str]:
+    """The state of a layout and the reduce op of its P ("" without P); ValueError for what is no layout of such a tensor."""
+    reduce_ops = {p.reduce_op for p in layout if type(p) is Partial}
+    codes = [_code(p, ndim) for p in layout]
+    if len(layout) != len(mesh.axes) or -1 in codes or len(reduce_ops) > 1:
+        raise ValueError(
+            f"layout {layout} does not describe a tensor of {ndim} dims on a mesh of {len(mesh.axes)} axes; "
+            "expected R, S(dim) or P per axis, all P of one kind"
+        )
+    state = 0
+    for code in codes:
+        state = state * (ndim + 2) + code
+    return state, reduce_ops.pop() if reduce_ops else ""
+
+
+def _code(placement: Placement, ndim: int) -> int:
+    # exact types: a masked partial or a strided shard is another thing than its base class
+    if type(placement) is Shard:
+        return placement.dim if 0 <= placement.dim < ndim else -1
+    if type(placement) is Replicate:
+        return ndim
+    return ndim + 1 if type(placement) is Partial else -1
+
+
+def decode(codes: np.ndarray, ndim: int, reduce_op: str) -> Layout:
+    """The layout of a row of codes."""
+    return tuple(S(int(c)) if c < ndim else R if c == ndim else P(reduce_op) for c in codes)

@@ -1,0 +1,91 @@
+"""Parameters by block, with blocks that are laid out alike folded into one: "h.0 .. h.11".
+
+A block is what stands before the rest of a name up to its first number: `h.3` of `h.3.attn.c_attn.weight`. Two blocks of
+one family (`h.*`) are alike when the rest of their names, layouts, shapes and bytes are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Section:
+    """One block, several equal ones, or the parameters outside blocks (no title). Per block: rows, bytes, mean seconds."""
+
+    title: str
+    num_blocks: int
+    rows: dict[str, dict]  # the rest of the name -> layout, shape, dtype, local_bytes
+    seconds: float | None
+    row_seconds: dict[str, float]  # outside blocks: the seconds of a module (`wte`), by its first parameter
+
+    @property
+    def local_bytes(self) -> float:
+        return sum(row.get("local_bytes") or 0 for row in self.rows.values())
+
+
+def sections(parameters: Mapping[str, dict], block_seconds: Mapping[str, object]) -> list[Section]:
+    """In the order of the parameters; equal blocks stand where the first of them does."""
+    blocks: dict[str, dict[str, dict]] = {}
+    for name, row in parameters.items():
+        block, rest = split(name)
+        blocks.setdefault(block, {})[rest] = row
+    alike: dict[tuple, list[str]] = {}
+    for block, rows in blocks.items():
+        family = block.rpartition(".")[0] if block else None
+        alike.setdefault((family, repr(rows)), []).append(block)
+    return [
+        Section(
+            _title(members),
+            len(members),
+            blocks[members[0]],
+            _mean([_total(block_seconds.get(block)) for block in members if block]),
+            _row_seconds(blocks[""], block_seconds) if members == [""] else {},
+        )
+        for members in alike.values()
+    ]
+
+
+def _row_seconds(rows: Mapping[str, dict], block_seconds: Mapping[str, object]) -> dict[str, float]:
+    first = {name.split(".")[0]: name for name in reversed(rows)}
+    found = {name: _total(block_seconds.get(module)) for module, name in first.items()}
+    return {name: seconds for name, seconds in found.items() if seconds is not None}
+
+
+def split(name: str) -> tuple[str, str]:
+    """`h.3.attn.weight` -> ("h.3", "attn.weight"); ("", name) where there is no number."""
+    parts = name.split(".")
+    k = next((k for k, part in enumerate(parts[:-1]) if part.isdigit()), None)
+    return ("", name) if k is None else (".".join(parts[: k + 1]), ".".join(parts[k + 1 :]))
+
+
+def _title(members: list[str]) -> str:
+    """`h.0 .. h.11`, runs of numbers joined, at most three runs."""
+    if members == [""]:
+        return ""
+    family = members[0].rpartition(".")[0]
+    prefix = family + "." if family else ""
+    numbers = sorted(int(member.rpartition(".")[2]) for member in members)
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    shown = [f"{prefix}{a}" if a == b else f"{prefix}{a} .. {prefix}{b}" for a, b in runs[:3]]
+    more = f" and {len(members) - sum(b - a + 1 for a, b in runs[:3])} more" if len(runs) > 3 else ""
+    return ", ".join(shown) + more + (": same" if len(members) > 1 else "")
+
+
+def _total(tree: object) -> float | None:
+    """All seconds of a block, however they are split up."""
+    if isinstance(tree, Mapping):
+        parts = [part for part in map(_total, tree.values()) if part is not None]
+        return sum(parts) if parts else None
+    return float(tree) if isinstance(tree, (int, float)) else None
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,34 @@
+"""A plan as one flat record for scripts: what `plan --json` and `show --json` print."""
+
+from __future__ import annotations
+
+import math
+
+from autoshard.solution import Solution
+
+
+def summary(solution: Solution) -> dict:
+    """Plain data; None where a number isn't known."""
+    counts = {key: solution.counts.get(key) for key in ("nodes", "choices", "edges", "distinct_signatures")}
+    return {
+        "status": solution.status,
+        "cost_seconds": _finite(solution.cost),
+        "bound_seconds": _finite(solution.bound),
+        "gap": _finite(solution.gap),
+        "solver": solution.solver,
+        "peak_bytes": _finite(solution.peak_bytes),
+        "training": solution.training,
+        "mesh": {"shape": list(solution.mesh.shape), **solution.mesh.to_dict()},
+        **counts,
+        "baselines": solution.baselines,
+        "replicated_ops": list(solution.replicated_ops),
+        "parameters": {name: row["layout"] for name, row in solution.parameters.items()},
+        "fingerprint": solution.fingerprint,
+        "assumptions": solution.assumptions,
+        "cpu_seconds": solution.seconds.get("cpu", {}),
+        "wall_seconds": solution.seconds.get("wall", {}),
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,195 @@
+"""The plan as tables for a person: what it costs and what is proven, beside the usual plans, where each parameter lies."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.mesh import Axis
+from autoshard.report.blocks import Section, sections
+from autoshard.report.numbers import percent, seconds, size
+from autoshard.solution import Solution
+
+WIDTH = 100  # columns
+FEW = 5  # placement mismatches listed
+
+PROOF = {
+    "optimal": "no plan is faster under these prices",
+    "feasible": "the best found in the time given; a longer time limit may find a better one",
+    "unjudged": "layouts only: nothing is known about their cost",
+}
+
+
+SAID_ELSEWHERE = ("axes", "device", "training", "solver", "gap")  # assumptions that other lines of the header hold
+
+
+def as_text(renderable: RenderableType, width: int = WIDTH) -> str:
+    """The renderable as plain text of at most `width` columns."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
+    console.print(renderable)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"  # type: ignore[attr-defined]
+
+
+def plan_report(solution: Solution) -> RenderableType:
+    """All there is to say about a plan, in the order in which one asks."""
+    parts = [header(solution), baselines(solution), where_time_goes(solution), layouts(solution), replicated(solution)]
+    shown = [part for part in parts if part is not None]
+    return Group(*(item for part in shown for item in (part, Text(""))))
+
+
+def header(solution: Solution) -> RenderableType:
+    """Status, cost, bound, memory, mesh and assumptions."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    gap = f"gap {solution.gap:.2g}" if solution.gap < float("inf") else "no bound"
+    table.add_row("plan", f"{solution.status}, {gap}: {PROOF.get(solution.status, '')}")
+    what = "step (forward, backward, optimizer)" if solution.training else "forward pass"
+    table.add_row("cost", f"{seconds(solution.cost)} per {what}; no plan takes less than {seconds(solution.bound)}")
+    table.add_row("memory", f"{size(solution.peak_bytes)} per device at the peak")
+    table.add_row(
+        "mesh", f"{'x'.join(map(str, solution.mesh.shape))} of {solution.mesh.device.name}; " + "; ".join(map(_axis, solution.mesh.axes))
+    )
+    assumed = {
+        key: value for key, value in solution.assumptions.items() if key not in SAID_ELSEWHERE and value not in (None, {}, [], False)
+    }
+    if assumed:
+        table.add_row("assumed", escape(", ".join(f"{key} {_words(value, key)}" for key, value in assumed.items())))
+    table.add_row("solved", escape(_solved(solution)))
+    return table
+
+
+def _axis(axis: Axis) -> str:
+    shared = f" shared by {axis.shared_by}" if axis.shared_by > 1 else ""
+    backend = f", {axis.backend}" if axis.backend != "nccl" else ""
+    return f"{axis.name} x{axis.size} {size(axis.bandwidth)}/s{shared}, {seconds(axis.latency)}{backend}"
+
+
+def _words(value: object, key: str) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name} {_words(item, name)}" for name, item in value.items()) + "}"
+    if isinstance(value, float) and ("memory" in key or "bytes" in key or "bandwidth" in key):
+        return size(value) + ("/s" if "bandwidth" in key else "")
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _solved(solution: Solution) -> str:
+    sizes = ", ".join(f"{solution.counts[key]} {key.replace('_', ' ')}" for key in ("nodes", "choices", "edges") if key in solution.counts)
+    total = solution.seconds.get("cpu", {}).get("total")
+    return (
+        f"by {solution.solver or 'nobody'}"
+        + (f" ({sizes})" if sizes else "")
+        + (f" in {seconds(total)} of CPU" if total is not None else "")
+    )
+
+
+def baselines(solution: Solution) -> Table | None:
+    """The usual plans under the same judge."""
+    if not solution.baselines:
+        return None
+    table = Table(title="Beside the usual plans", title_justify="left", title_style="bold")
+    for column in ("plan", "cost", "to ours", "peak memory", "status", "how far it applies"):
+        table.add_column(column, justify="right" if column in ("cost", "to ours", "peak memory") else "left", overflow="fold")
+    table.add_row("ours", seconds(solution.cost), "1.00x", size(solution.peak_bytes), solution.status, "", style="bold")
+    for name, row in solution.baselines.items():
+        cost = row.get("cost_seconds")
+        ratio = f"{cost / solution.cost:.2f}x" if cost is not None and 0 < solution.cost < float("inf") else "-"
+        status = "over the memory limit" if row.get("fits") is False else str(row.get("status", ""))
+        cells = (name, seconds(cost), ratio, size(row.get("peak_bytes")), status, str(row.get("matched") or ""))
+        table.add_row(*map(escape, cells))
+    return table
+
+
+def where_time_goes(solution: Solution) -> Table | None:
+    """Seconds by class of compute and by collective and axis, largest first."""
+    rows = [(kind, *row) for kind in ("compute", "communication") for row in _flat(solution.breakdown.get(kind, {}))]
+    rows = [row for row in rows if row[2] > 0]
+    if not rows:
+        return None
+    total = sum(row[2] for row in rows)
+    table = Table(title="Where the time goes", title_justify="left", title_style="bold")
+    for column in ("", "what", "time", "share"):
+        table.add_column(column, justify="right" if column in ("time", "share") else "left", overflow="fold")
+    for kind in ("compute", "communication"):
+        own = sorted((row for row in rows if row[0] == kind), key=lambda row: -row[2])
+        if own:
+            whole = sum(row[2] for row in own)
+            table.add_row(kind, "", seconds(whole), percent(whole, total), style="bold")
+        for _, what, value in own:
+            table.add_row("", escape(what), seconds(value), percent(value, total))
+    return table
+
+
+def _flat(tree: object, path: str = "") -> list[tuple[str, float]]:
+    """`{"all_reduce": {"axis0": 1.0}}` -> [("all_reduce axis0", 1.0)]."""
+    if isinstance(tree, Mapping):
+        return [row for key, item in tree.items() for row in _flat(item, f"{path} {key}".strip())]
+    return [(path or "all", float(tree))] if isinstance(tree, (int, float)) else []
+
+
+def layouts(solution: Solution) -> Table | None:
+    """Where each parameter lies; blocks that are laid out alike are shown once."""
+    if not solution.parameters:
+        return None
+    axes = ", ".join(solution.mesh.axis_names)
+    table = Table(title=f"Parameters (layout: one placement per axis: {axes})", title_justify="left", title_style="bold")
+    table.add_column("parameter", overflow="fold")
+    table.add_column("layout", no_wrap=True)
+    table.add_column("shape", overflow="fold")
+    table.add_column("per device", justify="right", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
+    for section in sections(solution.parameters, solution.breakdown.get("blocks", {})):
+        _add_section(table, section)
+    return table
+
+
+def _add_section(table: Table, section: Section) -> None:
+    each = " each" if section.num_blocks > 1 else ""
+    if section.title:
+        time = seconds(section.seconds) + each if section.seconds is not None else ""
+        table.add_row(escape(section.title), "", "", size(section.local_bytes) + each, time, style="bold")
+    for name, row in section.rows.items():
+        indent = "  " if section.title else ""
+        shape = "x".join(map(str, row.get("shape", ()))) or "scalar"
+        tied = f", is {row['tied_to']}" if "tied_to" in row else ""
+        time = seconds(section.row_seconds[name]) if name in section.row_seconds else ""
+        cells = (indent + name, row["layout"], f"{shape} {row.get('dtype', '')}{tied}", size(row.get("local_bytes")), time)
+        table.add_row(*map(escape, cells))
+
+
+def replicated(solution: Solution) -> RenderableType | None:
+    """Ops that nobody has rules for: replicated, with the seconds that this may hide."""
+    if not solution.replicated_ops:
+        return None
+    table = Table(title="Replicated for want of rules", title_justify="left", title_style="bold red")
+    for column in ("op", "count", "time", "bytes"):
+        table.add_column(column, justify="left" if column == "op" else "right", overflow="fold")
+    for row in solution.replicated_ops:
+        table.add_row(escape(str(row.get("target"))), str(row.get("count", "")), seconds(row.get("seconds")), size(row.get("bytes")))
+    return table
+
+
+def verify_report(report: Mapping) -> RenderableType:
+    """What a check on simulated ranks found, plan by plan; "plan" is the solution's own, the others are drawn at random."""
+    table = Table(
+        title=f"{'ok' if report['ok'] else 'NOT OK'}, on {report['ranks']} simulated ranks", title_justify="left", title_style="bold"
+    )
+    for column in ("layouts", "worst error, outputs", "worst error, gradients", "placement mismatches", "redistributes"):
+        table.add_column(column, justify="left" if column == "layouts" else "right")
+    for row in report["plans"]:
+        drawn = "plan" if row.get("seed") is None else f"random, seed {row['seed']}"
+        numbers = [row.get(f"max_relative_error_{what}") for what in ("outputs", "gradients")]
+        shown = ["-" if value is None else f"{value:.1e}" for value in numbers]
+        mismatches = row["placement_mismatches"]
+        table.add_row(drawn, *shown, str(len(mismatches)), str(row.get("redistributes", "")))
+    said = [line for row in report["plans"] for line in map(_mismatch, row["placement_mismatches"][:FEW])]
+    return Group(table, *(Text(line) for line in said[:FEW]))
+
+
+def _mismatch(row: Mapping) -> str:
+    return f"{row.get('op')}, output {row.get('output')}: planned {row.get('planned')}, found {row.get('found')}"

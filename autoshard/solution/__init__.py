@@ -1,0 +1,9 @@
+"""A plan as a value: layouts by name, certificate, fingerprint, and the files it lives in."""
+
+from .compare import differences as differences
+from .compare import misfits as misfits
+from .load import load as load
+from .record import FORMAT as FORMAT
+from .record import VERSION as VERSION
+from .record import Placed as Placed
+from .record import Solution as Solution

@@ -1,0 +1,122 @@
+"""What stands between a plan and another model, mesh or version, in words.
+
+`misfits` are reasons why the plan can't be applied at all; `differences` adds what has changed since it was made, under
+which it still runs but its cost and proof are those of then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from autoshard.graph import Graph
+from autoshard.layout import why_illegal
+from autoshard.mesh import Mesh
+from autoshard.solution.record import Placed, Solution, parsed, plain
+
+FEW = 3  # names listed before "and 12 more"
+
+
+def differences(
+    solution: Solution,
+    graph: Graph,
+    mesh: Mesh,
+    *,
+    fingerprint: Mapping[str, str] | None = None,
+    assumptions: Mapping | None = None,
+) -> tuple[str, ...]:
+    """All that differs, misfits first; empty where the plan is as good as new.
+
+    fingerprint, assumptions: those of a plan that would be made now, to compare prices, options and versions.
+    """
+    found = [*misfits(solution, graph, mesh), *_sizes(solution, graph), *_links(solution.mesh, mesh)]
+    found += _assumptions(solution.assumptions, plain(dict(assumptions), "assumptions") if assumptions is not None else None)
+    changed = {key for key, value in (fingerprint or {}).items() if key in solution.fingerprint and solution.fingerprint[key] != value}
+    found += [_HASHES[key] for key in ("prices", "options") if key in changed and not found]
+    if "structure" in changed and not found:
+        found.append("the model's ops are wired or parameterised differently from when this was planned")
+    elif "graph" in changed and not found:
+        found.append("the model's sizes or constants differ from when this was planned")
+    return tuple(found)
+
+
+_HASHES = {
+    "prices": "the prices (links, device, cost model) differ from when this was planned",
+    "options": "the options of planning differ from when this was planned",
+}
+
+
+def misfits(solution: Solution, graph: Graph, mesh: Mesh) -> tuple[str, ...]:
+    """Why the plan can't be applied to this graph on this mesh; empty where it can."""
+    if solution.mesh.shape != mesh.shape:
+        return (f"planned for mesh {_by(solution.mesh.shape)}, but this mesh is {_by(mesh.shape)}",)
+    found = []
+    missing = [op.name for op in graph.ops if op.name not in solution.layouts]
+    extra = [name for name in solution.layouts if name not in graph.index]
+    if missing:
+        found.append(f"{_count(missing, 'op')} of the model have no layout in the plan: {_names(missing)}")
+    if extra:
+        found.append(f"{_count(extra, 'op')} of the plan are not in the model: {_names(extra)}")
+    return (*found, *_illegal(solution, graph, mesh))
+
+
+def _illegal(solution: Solution, graph: Graph, mesh: Mesh) -> list[str]:
+    """Ops whose number of tensors differs, and layouts that the tensors' shapes don't allow."""
+    reasons = {
+        op.name: _why_misfit(graph, i, solution.layouts[op.name], mesh) for i, op in enumerate(graph.ops) if op.name in solution.layouts
+    }
+    bad = [name for name, reason in reasons.items() if reason]
+    if not bad:
+        return []
+    rest = f"; nor do {_count(bad[1:], 'other op')} fit: {_names(bad[1:])}" if len(bad) > 1 else ""
+    return [f"{bad[0]}: {reasons[bad[0]]}{rest}"]
+
+
+def _why_misfit(graph: Graph, i: int, placed: Placed, mesh: Mesh) -> str | None:
+    op = graph.ops[i]
+    now, planned = (len(op.inputs), len(op.outputs)), (len(placed.inputs), len(placed.outputs))
+    if now != planned:
+        return f"has {now[0]} inputs and {now[1]} outputs, planned were {planned[0]} and {planned[1]}"
+    pairs = [*zip(graph.input_tensors(i), placed.inputs), *zip(op.outputs, placed.outputs), *zip(op.outputs, placed.hubs)]
+    reasons = (why_illegal(tensor.shape, parsed(written), mesh) for tensor, written in pairs if tensor and written)
+    return next(filter(None, reasons), None)
+
+
+def _sizes(solution: Solution, graph: Graph) -> list[str]:
+    changed = []
+    for name, i in graph.parameters.items():
+        tensor, planned = graph.ops[i].outputs[0], solution.parameters.get(name, {}).get("shape")
+        if tensor is not None and planned is not None and tuple(planned) != tensor.shape:
+            changed.append(f"{name} is {_by(tensor.shape)}, planned was {_by(planned)}")
+    return [f"{_count(changed, 'parameter')} of another size: {_names(changed, '; ')}"] if changed else []
+
+
+def _links(planned: Mesh, now: Mesh) -> list[str]:
+    pairs = [(f"mesh axis {old.name}: ", vars(old), vars(new)) for old, new in zip(planned.axes, now.axes)]
+    pairs.append(("device: ", vars(planned.device), vars(now.device)))
+    return [line for what, old, new in pairs for line in _changes(what, old, new)] if planned.shape == now.shape else []
+
+
+def _assumptions(planned: dict, now: dict | None) -> list[str]:
+    return [] if now is None else _changes("", planned, now)
+
+
+def _changes(what: str, old: Mapping, new: Mapping) -> list[str]:
+    keys = [*old, *(key for key in new if key not in old)]
+    return [f"{what}{key}: {_show(old.get(key))} when planned, {_show(new.get(key))} now" for key in keys if old.get(key) != new.get(key)]
+
+
+def _names(names: Iterable[str], joint: str = ", ") -> str:
+    names = list(names)
+    return joint.join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
+
+
+def _count(items: list, noun: str) -> str:
+    return f"{len(items)} {noun}{'s' if len(items) != 1 else ''}"
+
+
+def _by(sizes: Iterable[int]) -> str:
+    return "x".join(map(str, sizes)) or "a scalar"
+
+
+def _show(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else "not given" if value is None else str(value)

@@ -1,0 +1,89 @@
+"""A file to a Solution: our own format, or an old plan of `{node: {"args": {...}, "results": {...}}}` with torch placements."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from autoshard.mesh import Mesh
+from autoshard.solution.files import Inert, read
+from autoshard.solution.record import FORMAT, Placed, Solution
+
+
+def load(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Solution:
+    """Read a plan; ValueError in one sentence on anything that isn't one.
+
+    mesh: for old plans, whose files don't say what they were made for. Their layouts come back with status "unjudged",
+    cost inf and bound 0, under the node names that they were saved with. A plan of our own has its mesh; another shape
+    given here is an error.
+    """
+    data = read(path)
+    if _is_old(data):
+        return _from_old(data, path, mesh)
+    if "format" not in data:
+        keys = ", ".join(repr(str(key)[:30]) for key in list(data)[:3]) or "nothing"
+        raise ValueError(f"{path} is not a plan: it holds {keys} and no 'format'; expected a file that `autoshard plan --out` wrote")
+    _check_format(data["format"], path)
+    try:
+        solution = Solution.from_dict(data)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # the last three: values that a record can't hold
+        raise ValueError(f"{path} is not a sound plan: {error}; expected what `autoshard plan --out` wrote, so plan again") from None
+    if mesh is not None and mesh.shape != solution.mesh.shape:
+        raise ValueError(f"{path} was planned for mesh {_shape(solution.mesh)}, not for {_shape(mesh)}; leave out the mesh or plan again")
+    return solution
+
+
+def _check_format(number: object, path: str | os.PathLike[str]) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"{path} has format {str(number)[:40]!r}; expected a whole number from 1 to {FORMAT}, so plan again")
+    if number > FORMAT:
+        raise ValueError(f"{path} has format {str(number)[:40]}, this autoshard reads up to {FORMAT}; update autoshard or plan again")
+
+
+def _is_old(data: dict) -> bool:
+    return any(data.values()) and all(isinstance(entry, dict) and {"args", "results"} >= set(entry) for entry in data.values())
+
+
+def _from_old(data: dict, path: str | os.PathLike[str], mesh: Mesh | None) -> Solution:
+    if mesh is None:
+        raise ValueError(
+            f"{path} is an old plan ({len(data)} nodes), which does not say for which mesh; give it too, for example --mesh 2x4"
+        )
+    layouts = {}
+    for node, entry in data.items():
+        where = f"{path}: node {str(node)[:40]!r}"
+        layouts[str(node)] = Placed(*(_old_layouts(where, entry.get(part, {}), mesh) for part in ("args", "results")))
+    return Solution(
+        layouts=layouts, results={}, mesh=mesh, cost=math.inf, bound=0.0, status="unjudged", solver="", peak_bytes=math.inf, training=False
+    )
+
+
+def _old_layouts(where: str, named: object, mesh: Mesh) -> tuple[str, ...]:
+    if not isinstance(named, dict):
+        raise ValueError(f"{where} holds a {type(named).__name__}; expected placements by name, so plan again")
+    return tuple(_old_layout(where, value, mesh) for value in named.values())
+
+
+def _old_layout(where: str, value: object, mesh: Mesh) -> str:
+    placements = list(value) if isinstance(value, (list, tuple)) else [value]
+    if len(placements) != len(mesh.axes):
+        raise ValueError(
+            f"{where} has {len(placements)} placements and the mesh {_shape(mesh)} {len(mesh.axes)} axes; give the mesh it was made for"
+        )
+    return ",".join(_old_placement(where, placement) for placement in placements)
+
+
+def _old_placement(where: str, placement: object) -> str:
+    dim, kind = getattr(placement, "dim", None), getattr(placement, "reduce_op", "sum")
+    name = type(placement).__name__.lstrip("_") if isinstance(placement, Inert) else repr(placement)[:40]
+    if name == "Replicate":
+        return "R"
+    if name == "Shard" and type(dim) is int and 0 <= dim < 16:
+        return f"S({dim})"
+    if name == "Partial" and kind in ("sum", "avg", "max", "min"):
+        return "P" if kind == "sum" else f"P({kind})"
+    raise ValueError(f"{where} has a placement {name} that can't be read; expected Replicate, Shard(dim) or Partial, so plan again")
+
+
+def _shape(mesh: Mesh) -> str:
+    return "x".join(map(str, mesh.shape))

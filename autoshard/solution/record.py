@@ -1,0 +1,191 @@
+"""The plan as a value: layouts by name, what they cost, what is proven about it, and under which assumptions.
+
+    gap = (cost - bound) / |cost|
+
+Everything in it is text and numbers, so that it can be read by eye, compared line by line and loaded without running
+anybody's code. Layouts are written as `layout.text` writes them: "S(0),R". A number that isn't known is inf for the
+fields of the record and None inside the free-form dicts (files can't hold inf); records are brought into this form when
+they are made, hence what is saved and what is loaded are equal.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from numbers import Integral, Real
+from typing import Any
+
+from autoshard.layout import parse
+from autoshard.mesh import Mesh, check_shape
+from autoshard.solution.files import write
+
+VERSION = "0.1.0"  # of autoshard; pyproject.toml reads it from here
+FORMAT = 1  # raised when an older reader would misread a newer file
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The layouts of one op, as text."""
+
+    inputs: tuple[str, ...]  # what each tensor input must have when the op runs
+    outputs: tuple[str | None, ...]  # None where the output is no tensor
+    hubs: tuple[str | None, ...] = ()  # per output: the layout in which it waits for several users, None without a hub
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", tuple(self.inputs))
+        object.__setattr__(self, "outputs", tuple(self.outputs))
+        object.__setattr__(self, "hubs", tuple(self.hubs) or (None,) * len(self.outputs))
+
+    def to_dict(self) -> dict:
+        """Plain lists; without hubs where there are none."""
+        hubs = {"hubs": list(self.hubs)} if any(self.hubs) else {}
+        return {"inputs": list(self.inputs), "outputs": list(self.outputs), **hubs}
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A plan for one graph on one mesh, with its certificate. Costs are in seconds, sizes in bytes per device."""
+
+    layouts: dict[str, Placed]  # by op name, in graph order; parameters, buffers and inputs are ops of their qualified names
+    results: dict[str, str]  # "output:0", "gradient:h.0.attn.weight" -> layout
+    mesh: Mesh
+    cost: float  # seconds; inf where nobody judged it
+    bound: float  # seconds; no plan costs less
+    status: str  # "optimal", "feasible", or "unjudged" for layouts that came without a certificate
+    solver: str
+    peak_bytes: float  # inf where nobody judged it
+    training: bool
+    baselines: dict[str, dict] = field(default_factory=dict)  # name -> cost_seconds, peak_bytes, status, matched
+    replicated_ops: tuple[dict, ...] = ()  # ops without rules: target, count, seconds, bytes
+    parameters: dict[str, dict] = field(default_factory=dict)  # name -> layout, shape, dtype, local_bytes
+    breakdown: dict = field(default_factory=dict)  # seconds: compute by class, communication by collective and axis, blocks
+    counts: dict = field(default_factory=dict)  # nodes, choices, edges, distinct_signatures
+    fingerprint: dict[str, str] = field(default_factory=dict)  # hashes: graph, structure, mesh, prices, options
+    assumptions: dict = field(default_factory=dict)  # prices and options in words
+    seconds: dict = field(default_factory=dict)  # {"cpu": {capture, candidates, formulate, solve, total}, "wall": ...}
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        for name in ("results", "baselines", "parameters", "breakdown", "counts", "fingerprint", "assumptions", "seconds"):
+            object.__setattr__(self, name, plain(getattr(self, name), name))
+        object.__setattr__(self, "replicated_ops", tuple(plain(list(self.replicated_ops), "replicated_ops")))
+        object.__setattr__(self, "layouts", dict(self.layouts))
+        for name in ("cost", "bound", "peak_bytes"):
+            object.__setattr__(self, name, float(getattr(self, name)))
+
+    @property
+    def gap(self) -> float:
+        """How far the cost may be above the best, relative; 0 where it is proven best."""
+        if self.cost == self.bound:
+            return 0.0
+        if not (math.isfinite(self.cost) and math.isfinite(self.bound)) or self.cost == 0:
+            return math.inf
+        return (self.cost - self.bound) / abs(self.cost)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to `path`, whole or not at all: `.pkl` and `.dill` as a pickle of plain containers, anything else as JSON."""
+        write(self.to_dict(), path)
+
+    def to_dict(self) -> dict:
+        """Plain dicts, lists, strings and finite numbers; `from_dict` is the inverse."""
+        data = {f.name: getattr(self, f.name) for f in fields(self)}
+        data["layouts"] = {name: placed.to_dict() for name, placed in self.layouts.items()}
+        data["replicated_ops"] = list(self.replicated_ops)
+        data["mesh"] = plain(self.mesh.to_dict(), "mesh")
+        for name in ("cost", "bound", "peak_bytes"):
+            data[name] = data[name] if math.isfinite(data[name]) else None
+        return {"format": data.pop("format"), **{key: data.pop(key) for key in _HEAD}, **data}
+
+    @staticmethod
+    def from_dict(data: dict) -> Solution:
+        """The inverse of `to_dict`; ValueError (without a file's name) that says what is missing, unknown or odd."""
+        _check_keys(data)
+        mesh = _mesh(data["mesh"])
+        layouts = {name: _placed(name, row, mesh) for name, row in data["layouts"].items()}
+        for name, written in data["results"].items():
+            _check_layout(f"result {name!r}", written, len(mesh.axes))
+        for name, row in data["parameters"].items():
+            _check_layout(f"parameter {name!r}", row.get("layout") if isinstance(row, dict) else row, len(mesh.axes))
+        numbers = {name: _number(f"its {name!r}", data[name]) for name in ("cost", "bound", "peak_bytes")}
+        if numbers["bound"] > numbers["cost"] + 1e-9 * abs(numbers["cost"]):
+            raise ValueError(f"its bound {numbers['bound']:g} is above its cost {numbers['cost']:g}, so one of them is wrong")
+        return Solution(**{**data, **numbers, "mesh": mesh, "layouts": layouts, "replicated_ops": tuple(data["replicated_ops"])})
+
+
+_HEAD = ("status", "solver", "training", "cost", "bound", "peak_bytes", "counts", "mesh")  # first in a file: what a reader looks for
+_TYPES = {
+    "status": str, "solver": str, "training": bool, "counts": dict, "mesh": dict, "layouts": dict, "results": dict, "baselines": dict,
+    "replicated_ops": list, "parameters": dict, "breakdown": dict, "fingerprint": dict, "assumptions": dict, "seconds": dict,
+}  # fmt: skip
+
+
+def _check_keys(data: dict) -> None:
+    keys = {f.name for f in fields(Solution)}
+    if missing := [key for key in (*_HEAD, *_TYPES) if key not in data]:
+        raise ValueError(f"it lacks {missing[0]!r}")
+    if unknown := [key for key in data if key not in keys]:
+        raise ValueError(f"it has the unknown key {str(unknown[0])[:40]!r}")
+    for key, expected in _TYPES.items():
+        if not isinstance(data[key], expected):
+            raise ValueError(f"its {key!r} is of type {type(data[key]).__name__}, expected {expected.__name__}")
+
+
+def _mesh(data: dict) -> Mesh:
+    mesh = Mesh.from_dict(data)
+    check_shape(mesh.shape)
+    for record in (*mesh.axes, mesh.device):
+        for f in fields(record):
+            value = getattr(record, f.name)
+            if f.type == "str" and not isinstance(value, str):
+                raise ValueError(f"its mesh's {f.name} is {str(value)[:40]!r}, expected a word")
+            if f.type != "str" and not _number(f"its mesh's {f.name}", value) >= 0:
+                raise ValueError(f"its mesh's {f.name} is {value}, expected a positive number")
+    return mesh
+
+
+def _placed(name: str, row: object, mesh: Mesh) -> Placed:
+    if not isinstance(row, dict) or not {"inputs", "outputs"} <= set(row) <= {"inputs", "outputs", "hubs"}:
+        raise ValueError(f"op {name!r} has {str(row)[:60]!r}, expected inputs, outputs and perhaps hubs")
+    if not all(isinstance(column, list) for column in row.values()):
+        raise ValueError(f"op {name!r} has {str(row)[:60]!r}, expected lists of layouts")
+    for key, column in row.items():
+        for written in column:
+            if written is not None or key == "inputs":
+                _check_layout(f"op {name!r}", written, len(mesh.axes))
+    return Placed(row["inputs"], row["outputs"], row.get("hubs", ()))
+
+
+def _check_layout(what: str, written: object, num_axes: int) -> None:
+    if not isinstance(written, str):
+        raise ValueError(f"{what} has {str(written)[:40]!r} where a layout such as S(0),R should be")
+    if (found := len(parsed(written))) != num_axes:
+        raise ValueError(f"{what} has layout {written!r} of {found} placements, the mesh has {num_axes} axes")
+
+
+parsed = lru_cache(maxsize=4096)(parse)  # a plan has thousands of layouts and a few dozen different ones
+
+
+def _number(what: str, value: object) -> float:
+    if value is None:
+        return math.inf
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{what} is {str(value)[:40]!r}, expected a number")
+    return float(value)
+
+
+def plain(value: object, where: str) -> Any:
+    """`value` as JSON can hold it: tuples become lists, numpy's numbers Python's, inf and nan None; ValueError on the rest."""
+    if value is None or isinstance(value, (str, bool)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, f"{where}[{k}]") for k, item in enumerate(value)]
+    if isinstance(value, Integral):  # numpy's too
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else None
+    raise ValueError(f"{where} holds a {type(value).__name__}; a plan holds dicts, lists, strings and numbers only")

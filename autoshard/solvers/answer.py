@@ -1,0 +1,61 @@
+"""What a solver answers: a choice per node, what it costs, what is proven about it, and where the time went."""
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+
+TOLERANCE = 1e-9  # relative; sums of the same numbers in another order differ by up to 3e-14 on real problems
+
+
+class Status(str, Enum):
+    """How an answer stands; `advice` says what to do about it."""
+
+    OPTIMAL = "optimal"
+    FEASIBLE = "feasible"
+    INFEASIBLE = "infeasible"
+    UNKNOWN = "unknown"
+
+    @property
+    def advice(self) -> str:
+        return _ADVICE[self]
+
+
+_ADVICE = {
+    Status.OPTIMAL: "the best answer there is (within the gap asked for); nothing more to gain",
+    Status.FEASIBLE: "the best answer found in the time given, not proven best; a longer time limit may improve it",
+    Status.INFEASIBLE: "no answer exists; raise the memory limit, or allow more choices",
+    Status.UNKNOWN: "nothing was found in the time given; raise the time limit or the memory limit",
+}
+
+
+@dataclass(frozen=True)
+class Infeasibility:
+    """Why nothing fits: a time at which even the smallest choices are too many, and who holds the bytes there."""
+
+    time: int | None  # None where the costs alone forbid every answer
+    nodes: tuple[tuple[int, float], ...]  # (node, bytes it holds at least), largest first
+    smallest_limit: tuple[float, float]  # bytes: nothing fits below the first, something fits at the second
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A judged answer: `cost` is evaluate's, and no answer costs less than `bound`."""
+
+    status: Status
+    choice: tuple[int, ...] | None
+    cost: float  # seconds; inf without a choice
+    bound: float  # seconds; inf where infeasible
+    solver: str
+    seconds: dict[str, float] = field(default_factory=dict)  # reduce, solve, total
+    reduced: dict[str, int] = field(default_factory=dict)  # nodes, edges, cells that were left to search
+    peak: float | None = None  # bytes
+    infeasibility: Infeasibility | None = None
+
+    @property
+    def gap(self) -> float:
+        """(cost - bound) / |cost|; 0 where they are equal, inf where nothing is known."""
+        if self.cost == self.bound:
+            return 0.0
+        if not (math.isfinite(self.cost) and math.isfinite(self.bound)):
+            return math.inf
+        return (self.cost - self.bound) / abs(self.cost) if self.cost else math.inf

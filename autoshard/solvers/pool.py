@@ -1,0 +1,121 @@
+"""Arrays that are equal are one array, and what is computed from them is computed once.
+
+A 32-layer model repeats a block's tables 32 times; the contest's instance A has 54801 edges and 1560 different tables.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+SEPARABLE = 1e-13  # relative to the table's largest entry: a[i] + b[j] up to rounding
+
+
+class Pool:
+    """Interned arrays, kept alive so that an id names one of them for good."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, np.ndarray] = {}
+        self._by_value: dict[tuple, np.ndarray] = {}
+        self._results: dict[tuple, object] = {}
+
+    def intern(self, array: np.ndarray) -> np.ndarray:
+        if self._by_id.get(id(array)) is array:
+            return array
+        array = np.ascontiguousarray(array)
+        known = self._by_value.setdefault((array.shape, array.dtype.char, array.tobytes()), array)
+        self._by_id[id(known)] = known
+        return known
+
+    def original(self, array: np.ndarray) -> np.ndarray:
+        """Intern an array of the caller's, which is likely to come by again."""
+        key = ("original", id(array))
+        known = self._results.get(key)
+        if known is None:
+            known = self._results[key] = (self.intern(array), array)  # the caller's array is kept alive with its id
+        return known[0]
+
+    def of(self, function: Callable, *arrays: np.ndarray):
+        """function(*arrays) for interned arrays; a resulting array is interned, and so are those of a tuple."""
+        key = (function, *map(id, arrays))
+        if key in self._results:
+            return self._results[key]
+        result = function(*arrays)
+        if isinstance(result, np.ndarray):
+            result = self.intern(result)
+        elif isinstance(result, tuple):
+            result = tuple(self.intern(r) for r in result)
+        self._results[key] = result
+        return result
+
+
+def add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return a + b
+
+
+def transpose(table: np.ndarray) -> np.ndarray:
+    return table.T
+
+
+def take(table: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """The rows (of a table) or entries (of a list) at index."""
+    return table[index]
+
+
+def first_row(table: np.ndarray) -> np.ndarray:
+    return table[0]
+
+
+def supported(table: np.ndarray) -> np.ndarray:
+    """Which rows have a finite entry."""
+    return np.isfinite(table).any(axis=1)
+
+
+def finite(values: np.ndarray) -> np.ndarray:
+    return np.isfinite(values)
+
+
+def separate(table: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """(a, b) with table = a[i] + b[j], or None."""
+    if not np.isfinite(table).all():
+        return None
+    a = table[:, 0].copy()
+    b = table[0] - table[0, 0]
+    return (a, b) if np.abs(table - (a[:, None] + b)).max() <= SEPARABLE * np.abs(table).max() else None
+
+
+def function_of(table: np.ndarray) -> np.ndarray | None:
+    """f with table[i, j] finite iff j = f[i], or None."""
+    allowed = np.isfinite(table)
+    return allowed.argmax(axis=1) if (allowed.sum(axis=1) == 1).all() else None
+
+
+def graph_values(table: np.ndarray, f: np.ndarray) -> np.ndarray:
+    """table[i, f[i]]"""
+    return table[np.arange(len(f)), f]
+
+
+def worst_loss(table: np.ndarray) -> np.ndarray:
+    """[i, k]: the most that taking row k in place of row i can cost, max_j table[k, j] - table[i, j]."""
+    n, m = table.shape
+    out = np.empty((n, n))
+    hole = np.isinf(table)
+    for i in range(n):
+        loss = table - np.where(hole[i], 0.0, table[i])
+        if hole[i].any():
+            loss = np.where(hole[i], -np.inf, loss)
+        out[i] = loss.max(axis=1, initial=-np.inf)
+    return out
+
+
+def eliminate_leaf(costs: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """[j]: min_i costs[i] + table[i, j]"""
+    return (costs[:, None] + table).min(axis=0)
+
+
+def eliminate_link(costs: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """[a, b]: min_i costs[i] + left[i, a] + right[i, b]"""
+    priced = costs[:, None] + left
+    out = np.full((left.shape[1], right.shape[1]), np.inf)
+    for i in range(len(costs)):
+        np.minimum(out, priced[i][:, None] + right[i], out=out)
+    return out

@@ -1,0 +1,133 @@
+"""The integer program in marginal form: columns, rows, and a bound that holds for any row prices.
+
+    minimise   sum_v c_v . x_v + sum_(a,b) T_ab . e_ab
+    x_v integer >= 0, sum_i x_v[i] = 1                                              -> _node_rows
+    e_ab continuous >= 0: the two marginals force it to be the product              -> _edge_rows
+        sum_j e_ab[i,j] = x_a[i]   and   sum_i e_ab[i,j] = x_b[j]
+    at time t: sum of bytes . x over what is alive <= limit                         -> memory_row, one at a time
+Forbidden choices and pairs get no column. The columns of a node, and those of an edge, sum to one; so for any prices y of
+the rows (<= 0 for memory rows) nothing costs less than
+    y . rhs + sum over nodes and edges of min (c - A'y)                              -> bound
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import scipy.sparse as sp
+
+from ..problem import NodeUsage, Problem
+from .times import binding_rows, held, load
+
+FRACTIONAL_EXCESS = 1e-7  # relative to the limit: what counts as violated by a fractional point
+
+
+class Program:
+    """minimise cost . z + constant, matrix z = rhs, 0 <= z, the first num_x columns integer; memory rows apart."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        choices = [np.flatnonzero(np.isfinite(c)) for c in problem.node_costs]
+        finite: dict[int, np.ndarray] = {}  # finite cells per table, looked up by the table's identity
+        cells = [finite.setdefault(id(e.table), np.flatnonzero(np.isfinite(e.table))) for e in problem.edges]
+        self.choices = np.concatenate(choices)
+        starts = np.cumsum([0, *map(len, choices), *map(len, cells)])
+        self.first_x, self.first_e = starts[: len(choices) + 1], starts[len(choices) :]
+        self.num_x, self.num_columns = int(self.first_x[-1]), int(starts[-1])
+        costs = [c[i] for c, i in zip(problem.node_costs, choices, strict=True)]
+        costs += [e.table.ravel()[p] for e, p in zip(problem.edges, cells, strict=True)]
+        least = [float(c.min(initial=math.inf)) for c in costs]
+        # no answer exists when some node or edge has nothing left; the caller asks before solving
+        self.empty = math.inf in least
+        self.constant = math.fsum(least)
+        self.cost = np.concatenate(costs) - np.repeat(least, np.diff(starts))
+        self._starts, self._cells = starts[:-1], cells
+        self._column = [np.full(len(c), -1) for c in problem.node_costs]  # of a choice; -1 where forbidden
+        for column, i, first in zip(self._column, choices, self.first_x, strict=False):
+            column[i] = first + np.arange(len(i))
+        nodes, edges = self._node_rows(), self._edge_rows()
+        self.matrix = sp.vstack([nodes, edges], format="csr")
+        self.rhs = np.concatenate([np.ones(nodes.shape[0]), np.zeros(edges.shape[0])])
+        self.rows = binding_rows(problem)
+        self.limit = math.inf if problem.usage_limit is None else problem.usage_limit
+
+    def _node_rows(self) -> sp.csr_matrix:
+        return sp.csr_matrix((np.ones(self.num_x), np.arange(self.num_x), self.first_x), shape=(len(self.first_x) - 1, self.num_columns))
+
+    def _edge_rows(self) -> sp.csr_matrix:
+        rows, columns, signs, count = [], [], [], 0
+        for e, p, first in zip(self.problem.edges, self._cells, self.first_e, strict=False):
+            m, n = e.table.shape
+            i, j = np.divmod(p, n)
+            ends = np.concatenate([self._column[e.a], self._column[e.b]])
+            kept = np.flatnonzero(ends >= 0)
+            rows += [count + i, count + m + j, count + kept]
+            columns += [np.tile(first + np.arange(len(p)), 2), ends[kept]]
+            signs += [np.ones(2 * len(p)), -np.ones(len(kept))]
+            count += m + n
+        if not rows:
+            return sp.csr_matrix((0, self.num_columns))
+        entries = (np.concatenate(signs), (np.concatenate(rows), np.concatenate(columns)))
+        return sp.csr_matrix(entries, shape=(count, self.num_columns))
+
+    def memory_row(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Columns and bytes of what is alive at a binding time, the limit being 1 (a tolerance is then a relative one)."""
+        out = np.zeros(self.num_columns)
+        for k in self.rows.alive(row):
+            columns, amounts = self._usage(k)
+            out[columns] += amounts
+        columns = np.flatnonzero(out)
+        return columns, out[columns] / max(self.limit, 1.0)
+
+    @property
+    def scaled_limit(self) -> float:
+        return self.limit / max(self.limit, 1.0)
+
+    def _usage(self, k: int) -> tuple[slice, np.ndarray]:
+        u = self.problem.usages[k]
+        if isinstance(u, NodeUsage):
+            columns = slice(self.first_x[u.node], self.first_x[u.node + 1])
+            return columns, u.bytes[self.choices[columns]]
+        return slice(self.first_e[u.edge], self.first_e[u.edge + 1]), u.bytes.ravel()[self._cells[u.edge]]
+
+    def bound(self, prices: np.ndarray, memory: Sequence[int], memory_prices: np.ndarray) -> float:
+        """What no answer undercuts, given a price per row of the matrix and per memory row."""
+        y = np.minimum(memory_prices, 0.0)
+        reduced = self.cost - self.matrix[len(self.first_x) - 1 :].T @ prices[len(self.first_x) - 1 :]
+        for row, price in zip(memory, y, strict=True):
+            columns, amounts = self.memory_row(row)
+            reduced[columns] -= price * amounts
+        return math.fsum([self.constant, *np.minimum.reduceat(reduced, self._starts), *(y * self.scaled_limit)])
+
+    def round(self, z: np.ndarray) -> list[int]:
+        """The largest choice of every node."""
+        return [int(self.choices[a + np.argmax(z[a:b])]) for a, b in zip(self.first_x[:-1], self.first_x[1:], strict=True)]
+
+    def columns_of(self, choice: Sequence[int]) -> np.ndarray:
+        """The point z of a choice."""
+        z = np.zeros(self.num_columns)
+        z[[self._column[v][i] for v, i in enumerate(choice)]] = 1.0
+        for e, p, first in zip(self.problem.edges, self._cells, self.first_e, strict=False):
+            z[first + np.searchsorted(p, choice[e.a] * e.table.shape[1] + choice[e.b])] = 1.0
+        return z
+
+    def exceeded(self, z: np.ndarray) -> list[int]:
+        """Binding times at which a fractional point holds too much: the worst of each run of neighbours."""
+        if not len(self.rows.times):
+            return []
+        mean = np.zeros(len(self.problem.usages))
+        for k in np.flatnonzero(self.rows.first < self.rows.last):
+            columns, amounts = self._usage(k)
+            mean[k] = amounts @ z[columns]
+        return worst_of_runs(load(self.rows, mean) - self.limit, FRACTIONAL_EXCESS * self.limit)
+
+    def exceeded_by(self, choice: Sequence[int]) -> list[int]:
+        """The same for a choice, without tolerance."""
+        return worst_of_runs(load(self.rows, held(self.problem, choice)) - self.limit, 0.0) if len(self.rows.times) else []
+
+
+def worst_of_runs(excess: np.ndarray, tolerance: float) -> list[int]:
+    """Index of the largest entry of every run of neighbours above the tolerance."""
+    over = np.flatnonzero(excess > tolerance)
+    runs = np.split(over, np.flatnonzero(np.diff(over) > 1) + 1) if len(over) else []
+    return [int(run[np.argmax(excess[run])]) for run in runs]

@@ -1,0 +1,445 @@
+"""Exact reductions to a fixpoint: a smaller Problem with the same optimal cost, and a lift of its answers.
+
+Per node, until nothing changes (every step keeps at least one optimal answer, memory included):
+    forbidden    choices without a finite cost, or without a finite pair on some edge, or too large by themselves
+    fixed        one choice left: its costs and bytes move to its neighbours
+    separable    T[i, j] = a[i] + b[j]: the edge dissolves into its ends
+    function     each choice of v leaves one choice f(v) of n: n's costs, edges and bytes move into v
+    dominated    c[k] - c[i] + sum over edges max_j (T[k, j] - T[i, j]) <= 0 and k holds no more bytes than i at any time
+    eliminated   nodes whose bytes can't matter, with one edge (min_i c[i] + T[i, j]) or two
+    memory       times that can't bind any more are dropped; constant bytes become a base load
+Repeated tables are handled once (pool.py). The lift replays the steps backwards.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..problem import Edge, EdgeUsage, NodeUsage, Problem
+from .pool import (
+    Pool,
+    add,
+    eliminate_leaf,
+    eliminate_link,
+    finite,
+    first_row,
+    function_of,
+    graph_values,
+    separate,
+    supported,
+    take,
+    transpose,
+    worst_loss,
+)
+from .times import maximal_rows
+
+DOMINANCE_CELLS = 3 * 10**7  # most operations to compare all rows of one table
+LINK_CELLS = 3 * 10**7  # most operations to eliminate a node between two others
+ROUNDING = 1e-9  # relative to the limit: a row that misses the limit by less is kept
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A smaller problem of equal cost; `lift` takes its answers back. `problem` is None where nothing fits."""
+
+    problem: Problem | None
+    times: np.ndarray  # what a time of the reduced problem stands for
+    nodes: tuple[int, ...]  # what a node of the reduced problem was; the base load (if any) comes after them
+    steps: tuple[tuple, ...] = field(repr=False)
+    num_nodes: int = 0
+
+    def lift(self, choice: Sequence[int]) -> list[int]:
+        """The answer to the original problem, of the same cost, that this one stands for."""
+        x = [0] * self.num_nodes
+        for v, i in zip(self.nodes, choice, strict=False):
+            x[v] = int(i)
+        for step in reversed(self.steps):
+            _undo(step, x)
+        return x
+
+
+def _undo(step: tuple, x: list[int]) -> None:
+    kind, v = step[:2]
+    if kind == "kept":
+        x[v] = int(step[2][x[v]])
+    elif kind == "fixed":
+        x[v] = step[2]
+    elif kind == "function":
+        x[v] = int(step[3][x[step[2]]])
+    elif kind == "leaf":
+        _, _, costs, n, table = step
+        x[v] = int((costs + table[:, x[n]]).argmin())
+    else:
+        _, _, costs, a, left, b, right = step
+        x[v] = int((costs + left[:, x[a]] + right[:, x[b]]).argmin())
+
+
+def reduce(problem: Problem, *, link: bool = True) -> Reduced:
+    """Apply every reduction until none applies; with link=False no edge between two neighbours is made."""
+    state = _State(problem, link)
+    try:
+        state.read_usages()
+        while state.sweep() or state.refresh_memory():
+            pass
+    except _Infeasible:
+        return Reduced(None, state.times, (), tuple(state.steps), len(problem.names))
+    return state.result()
+
+
+class _Infeasible(Exception):
+    pass
+
+
+class _State:
+    def __init__(self, problem: Problem, link: bool) -> None:
+        self.problem, self.link = problem, link
+        self.pool = Pool()
+        self.cost: list[np.ndarray | None] = [self.pool.original(c) for c in problem.node_costs]
+        self.tables: list[dict[int, np.ndarray]] = [{} for _ in problem.names]  # tables[v][n][i of v, j of n], both ways
+        self.items: list[dict[tuple[int, int], np.ndarray]] = [{} for _ in problem.names]  # bytes by (first row, last row)
+        self.pair_items: list[dict[int, list[tuple[int, int, np.ndarray]]]] = [{} for _ in problem.names]  # both ways
+        self.steps: list[tuple] = []
+        self.constant: list[float] = []
+        self.dirty = dict.fromkeys(range(len(problem.names)))
+        self.times, self.room = np.zeros(0, np.int64), np.zeros(0)
+        for e in problem.edges:
+            self.add_edge(e.a, e.b, self.pool.original(e.table))
+
+    def read_usages(self) -> None:
+        usages, limit = self.problem.usages, self.problem.usage_limit
+        starts, ends = (np.array([getattr(u, end) for u in usages], dtype=np.int64) for end in ("start", "end"))
+        counts = np.array([limit is not None and u.bytes.max() > 0 for u in usages], dtype=bool)
+        rows = maximal_rows(starts, ends, counts)
+        self.times = rows.times
+        self.room = np.full(len(rows.times), math.inf if limit is None else float(limit))
+        for u, first, last in zip(usages, rows.first.tolist(), rows.last.tolist(), strict=True):
+            if first < last and isinstance(u, NodeUsage):
+                self.add_item(u.node, first, last, self.pool.original(u.bytes))
+            elif first < last:
+                e = self.problem.edges[u.edge]
+                self.add_pair_item(e.a, e.b, (first, last, self.pool.original(u.bytes)))
+        self.refresh_memory()
+
+    # ---- the graph
+
+    def add_edge(self, v: int, n: int, table: np.ndarray) -> None:
+        if n in self.tables[v]:
+            table = self.pool.of(add, self.tables[v][n], table)
+        self.tables[v][n] = table
+        self.tables[n][v] = self.pool.of(transpose, table)
+        self.dirty[v] = self.dirty[n] = None
+
+    def add_item(self, v: int, first: int, last: int, amount: np.ndarray) -> None:
+        known = self.items[v].get((first, last))
+        self.items[v][first, last] = amount if known is None else self.pool.of(add, known, amount)
+
+    def add_pair_item(self, v: int, n: int, item: tuple[int, int, np.ndarray]) -> None:
+        first, last, amount = item
+        self.pair_items[v].setdefault(n, []).append(item)
+        self.pair_items[n].setdefault(v, []).append((first, last, self.pool.of(transpose, amount)))
+
+    def drop_edge(self, v: int, n: int) -> None:
+        del self.tables[v][n], self.tables[n][v]
+        self.pair_items[v].pop(n, None)
+        self.pair_items[n].pop(v, None)
+        self.dirty[v] = self.dirty[n] = None
+
+    def add_cost(self, v: int, costs: np.ndarray) -> None:
+        self.cost[v] = self.pool.of(add, self.cost[v], costs)
+        self.dirty[v] = None
+
+    def remove(self, v: int) -> None:
+        for n in list(self.tables[v]):
+            self.drop_edge(v, n)
+        self.cost[v] = None
+        self.items[v] = {}
+        self.dirty.pop(v, None)
+
+    # ---- the reductions
+
+    def sweep(self) -> bool:
+        """Work through the nodes that something happened to; says whether anything was reduced."""
+        before = len(self.steps)
+        edges_before = sum(map(len, self.tables))
+        while self.dirty:
+            work, self.dirty = sorted(self.dirty), {}
+            for v in work:
+                if self.cost[v] is not None:
+                    self.reduce_node(v)
+        return len(self.steps) > before or sum(map(len, self.tables)) < edges_before
+
+    def reduce_node(self, v: int) -> None:
+        self.drop_forbidden(v)
+        if len(self.cost[v]) == 1:
+            self.fix(v)
+            return
+        self.dissolve_separable(v)
+        if self.merge_functions(v):
+            return
+        self.drop_dominated(v)
+        if len(self.cost[v]) == 1:
+            self.fix(v)
+        else:
+            self.eliminate(v)
+
+    def keep(self, v: int, mask: np.ndarray) -> None:
+        index = self.pool.intern(np.flatnonzero(mask))
+        if len(index) == 0:
+            raise _Infeasible
+        self.steps.append(("kept", v, index))
+        self.cost[v] = self.pool.of(take, self.cost[v], index)
+        self.items[v] = {rows: self.pool.of(take, b, index) for rows, b in self.items[v].items()}
+        for n, table in list(self.tables[v].items()):
+            small = self.pool.of(take, table, index)
+            self.tables[v][n], self.tables[n][v] = small, self.pool.of(transpose, small)
+            self.dirty[n] = None
+        for n, items in list(self.pair_items[v].items()):
+            del self.pair_items[v][n], self.pair_items[n][v]
+            for first, last, b in items:
+                self.add_pair_item(v, n, (first, last, self.pool.of(take, b, index)))
+        self.dirty[v] = None
+
+    def drop_forbidden(self, v: int) -> None:
+        mask = self.pool.of(finite, self.cost[v])
+        for table in self.tables[v].values():
+            mask = self.pool.of(np.logical_and, mask, self.pool.of(supported, table))
+        if not mask.all():
+            self.keep(v, mask)
+
+    def fix(self, v: int) -> None:
+        self.steps.append(("fixed", v, 0))
+        self.constant.append(float(self.cost[v][0]))
+        for (first, last), b in self.items[v].items():
+            self.room[first:last] -= b[0]
+        for n, table in self.tables[v].items():
+            self.add_cost(n, self.pool.of(first_row, table))
+            for first, last, b in self.pair_items[v].get(n, ()):
+                self.add_item(n, first, last, self.pool.of(first_row, b))
+        self.remove(v)
+
+    def dissolve_separable(self, v: int) -> None:
+        for n, table in list(self.tables[v].items()):
+            parts = self.pool.of(separate, table)
+            amounts = [(first, last, self.pool.of(separate, b)) for first, last, b in self.pair_items[v].get(n, ())]
+            if parts is None or any(halves is None for _, _, halves in amounts):
+                continue
+            self.add_cost(v, parts[0])
+            self.add_cost(n, parts[1])
+            for first, last, (mine, theirs) in amounts:
+                self.add_item(v, first, last, mine)
+                self.add_item(n, first, last, theirs)
+            self.drop_edge(v, n)
+
+    def merge_functions(self, v: int) -> bool:
+        """Fold v into a neighbour that decides it, or neighbours that v decides into v; says whether v is gone."""
+        for n in list(self.tables[v]):
+            f = self.pool.of(function_of, self.tables[n][v])
+            if f is None:
+                continue
+            inverse = self.pool.of(function_of, self.tables[v][n])
+            if inverse is None or len(self.items[v]) <= len(self.items[n]):
+                self.merge(n, v, f)
+                return True
+            self.merge(v, n, inverse)  # each decides the other: the longer list of bytes stays where it is
+        for n in list(self.tables[v]):
+            table = self.tables[v].get(n)
+            f = None if table is None else self.pool.of(function_of, table)
+            if f is not None:
+                self.merge(v, n, f)
+        return False
+
+    def merge(self, v: int, n: int, f: np.ndarray) -> None:
+        """n = f(v) disappears into v."""
+        pool = self.pool
+        self.add_cost(v, pool.of(graph_values, self.tables[v][n], f))
+        self.add_cost(v, pool.of(take, self.cost[n], f))
+        for first, last, b in self.pair_items[v].get(n, ()):
+            self.add_item(v, first, last, pool.of(graph_values, b, f))
+        for (first, last), b in self.items[n].items():
+            self.add_item(v, first, last, pool.of(take, b, f))
+        for w, table in self.tables[n].items():
+            if w != v:
+                self.add_edge(v, w, pool.of(take, table, f))
+                for first, last, b in self.pair_items[n].get(w, ()):
+                    self.add_pair_item(v, w, (first, last, pool.of(take, b, f)))
+        self.steps.append(("function", n, v, f))
+        self.remove(n)
+
+    def drop_dominated(self, v: int) -> None:
+        n = len(self.cost[v])
+        tables = list(self.tables[v].values())
+        if n * n * max((t.shape[1] for t in tables), default=1) > DOMINANCE_CELLS:
+            return
+        with np.errstate(invalid="ignore"):  # inf - inf is NaN, which is not <= 0: not dominated
+            loss = self.cost[v][None, :] - self.cost[v][:, None]
+            for t in tables:
+                loss = loss + self.pool.of(worst_loss, t)
+            worse = loss <= 0.0
+        np.fill_diagonal(worse, False)
+        if worse.any():
+            self.require_no_more_bytes(v, worse)
+        if not worse.any():
+            return
+        alive = np.ones(n, bool)
+        for i in np.flatnonzero(worse.any(axis=1)):
+            better = worse[i] & alive
+            equal = better & worse[:, i]
+            alive[i] = not (better & ~equal).any() and not equal[:i].any()
+        if not alive.all():
+            self.keep(v, alive)
+
+    def require_no_more_bytes(self, v: int, worse: np.ndarray) -> None:
+        """Clear worse[i, k] where k may hold more bytes than i at some time."""
+        items = [(first, last, b[None, :] - b[:, None]) for (first, last), b in self.items[v].items()]
+        for pair in self.pair_items[v].values():
+            items += [(first, last, self.pool.of(worst_loss, b)) for first, last, b in pair]
+        for piece in sorted({first for first, _, _ in items}):
+            worse &= sum(more for first, last, more in items if first <= piece < last) <= 0.0
+        for piece in sorted({last for _, last, _ in items}):
+            alive = [more for first, last, more in items if first <= piece < last]
+            if alive:
+                worse &= sum(alive) <= 0.0
+
+    def eliminate(self, v: int) -> None:
+        if self.items[v] or self.pair_items[v] or len(self.tables[v]) > 2:
+            return
+        costs, edges = self.cost[v], list(self.tables[v].items())
+        if not edges:
+            self.steps.append(("fixed", v, int(costs.argmin())))
+            self.constant.append(float(costs.min()))
+            self.remove(v)
+        elif len(edges) == 1:
+            (n, table), = edges
+            self.steps.append(("leaf", v, costs, n, table))
+            self.remove(v)
+            self.add_cost(n, self.pool.of(eliminate_leaf, costs, table))
+        elif self.link:
+            (a, left), (b, right) = edges
+            cells = left.shape[1] * right.shape[1]
+            if cells * len(costs) <= LINK_CELLS and cells <= 4 * (left.size + right.size):
+                self.steps.append(("link", v, costs, a, left, b, right))
+                self.remove(v)
+                self.add_edge(a, b, self.pool.of(eliminate_link, costs, left, right))
+
+    # ---- memory
+
+    def refresh_memory(self) -> bool:
+        """Move constant bytes to the base load, drop times that can't bind; says whether a node may be reduced again."""
+        if not len(self.room):
+            return False
+        changed: dict[int, None] = {}
+        most = np.zeros(len(self.room) + 1)
+        for v, items in enumerate(self.items):
+            if items:
+                rest = self._without_constants([(*rows, b) for rows, b in items.items()], most)
+                self.items[v] = {(first, last): b for first, last, b in rest}
+        for v, pairs in enumerate(self.pair_items):
+            for n in list(pairs):
+                if v < n:
+                    rest = self._without_constants(pairs.pop(n), most)
+                    del self.pair_items[n][v]
+                    for item in rest:
+                        self.add_pair_item(v, n, item)
+        limit = self.problem.usage_limit
+        if self.room.min() < -ROUNDING * max(limit, 1.0):
+            raise _Infeasible
+        keep = np.cumsum(most)[:-1] > self.room - ROUNDING * max(limit, 1.0)
+        keep &= self._tightest_of_equals()
+        if not keep.all():
+            self._renumber(keep, changed)
+        for v in range(len(self.cost)):
+            if self.items[v] and self._drop_too_large(v):
+                changed[v] = None
+        self.dirty |= changed
+        return bool(changed)
+
+    def _without_constants(self, items: list[tuple[int, int, np.ndarray]], most: np.ndarray) -> list[tuple[int, int, np.ndarray]]:
+        rest = []
+        for first, last, b in items:
+            least = float(b.min())
+            if least > 0:
+                self.room[first:last] -= least
+                b = self.pool.intern(b - least)
+            spread = float(b.max())
+            if spread > 0:
+                most[first] += spread
+                most[last] -= spread
+                rest.append((first, last, b))
+        return rest
+
+    def _tightest_of_equals(self) -> np.ndarray:
+        """Of neighbouring rows with the same usages alive, mark the one with the least room."""
+        boundary = np.zeros(len(self.room) + 1, bool)
+        boundary[0] = True
+        for rows in self.items:
+            for first, last in rows:
+                boundary[first] = boundary[last] = True
+        for pairs in self.pair_items:
+            for items in pairs.values():
+                for first, last, _ in items:
+                    boundary[first] = boundary[last] = True
+        group = np.cumsum(boundary[:-1])
+        order = np.lexsort((np.arange(len(group)), self.room, group))
+        keep = np.zeros(len(group), bool)
+        keep[order[np.unique(group[order], return_index=True)[1]]] = True
+        return keep
+
+    def _renumber(self, keep: np.ndarray, changed: dict[int, None]) -> None:
+        number = np.concatenate([[0], np.cumsum(keep)]).tolist()
+        self.room, self.times = self.room[keep], self.times[keep]
+        for v, items in enumerate(self.items):
+            if items:
+                self.items[v] = {}
+                for (first, last), b in items.items():
+                    if number[first] < number[last]:
+                        self.add_item(v, number[first], number[last], b)
+                if len(self.items[v]) < len(items):
+                    changed[v] = None
+        for v, pairs in enumerate(self.pair_items):
+            for n in list(pairs):
+                pairs[n] = [(number[first], number[last], b) for first, last, b in pairs[n] if number[first] < number[last]]
+                if not pairs[n]:
+                    del pairs[n]
+                    changed[v] = None
+
+    def _drop_too_large(self, v: int) -> bool:
+        """Drop choices that don't fit even where everything else is as small as can be."""
+        events: dict[int, np.ndarray] = {}
+        for (first, last), b in self.items[v].items():
+            events[first] = events.get(first, 0.0) + b
+            events[last] = events.get(last, 0.0) - b
+        places = sorted(events)
+        held, mask = np.zeros(len(self.cost[v])), np.ones(len(self.cost[v]), bool)
+        tolerance = ROUNDING * max(self.problem.usage_limit, 1.0)
+        for start, end in zip(places, places[1:], strict=False):
+            held = held + events[start]
+            mask &= held <= self.room[start:end].min() + tolerance
+        if mask.all():
+            return False
+        self.keep(v, mask)
+        return True
+
+    # ---- the result
+
+    def result(self) -> Reduced:
+        problem, limit = self.problem, self.problem.usage_limit
+        nodes = [v for v, c in enumerate(self.cost) if c is not None]
+        number = {v: k for k, v in enumerate(nodes)}
+        edges, usages = [], []
+        for v in nodes:
+            usages += [NodeUsage(number[v], first, last, b) for (first, last), b in self.items[v].items()]
+            for n, table in self.tables[v].items():
+                if v < n:
+                    usages += [EdgeUsage(len(edges), first, last, b) for first, last, b in self.pair_items[v].get(n, ())]
+                    edges.append(Edge(number[v], number[n], table))
+        costs = [self.cost[v] for v in nodes]
+        names = [problem.names[v] for v in nodes]
+        base = len(nodes)
+        names.append("base")
+        costs.append(np.array([math.fsum(self.constant)]))
+        usages += [NodeUsage(base, r, r + 1, np.array([max(limit - room, 0.0)])) for r, room in enumerate(self.room)]
+        small = Problem(tuple(names), tuple(costs), tuple(edges), tuple(usages), limit if len(self.room) else None)
+        return Reduced(small, self.times, tuple(nodes), tuple(self.steps), len(problem.names))
+

@@ -1,0 +1,95 @@
+import json
+import pickle
+
+import pytest
+import torch
+from torch.distributed.tensor import DeviceMesh, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from autoshard.exports import KINDS, export, portable, sharding_map
+from autoshard.mesh import Mesh
+from tests.helpers_solutions import linear_solution
+
+PARAMETERS = {
+    "scale": {"layout": "R,R", "shape": [], "dtype": "float32", "local_bytes": 4},
+    "h.0.mlp.weight": {"layout": "S(0),S(1)", "shape": [8, 16], "dtype": "bfloat16", "local_bytes": 32},
+    "h.0.mlp.bias": {"layout": "R,S(0)", "shape": [8], "dtype": "float32", "local_bytes": 8},
+}
+SOLUTION = linear_solution(parameters=PARAMETERS)
+
+
+def test_the_sharding_map_has_every_parameter_under_its_module():
+    found = sharding_map(SOLUTION)
+    names = {f"{module}.{attribute}".lstrip(".") for module, entry in found.items() for attribute in entry["sharding"]}
+    assert names == set(PARAMETERS)
+    assert found["h.0.mlp"]["node"] == "h.0.mlp.weight" and found[""]["node"] == "scale"
+
+
+def test_specs_say_placements_mesh_shape_and_dtype():
+    spec = sharding_map(SOLUTION)["h.0.mlp"]["sharding"]["weight"]
+    assert isinstance(spec, DTensorSpec)
+    assert spec.placements == (Shard(0), Shard(1)) and tuple(spec.mesh.shape) == (2, 4) and spec.mesh.mesh_dim_names == ("axis0", "axis1")
+    assert tuple(spec.shape) == (8, 16) and spec.stride == (16, 1) and spec.tensor_meta.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("shape", [(8,), (1, 8), (2, 4), (2, 2, 2), (16, 16)])
+def test_any_mesh_needs_no_processes(shape):
+    layout = ",".join(["R"] * len(shape))
+    solution = linear_solution(mesh=Mesh.from_bandwidths(shape), parameters={"a.w": {**PARAMETERS["scale"], "layout": layout}})
+    spec = sharding_map(solution)["a"]["sharding"]["w"]
+    assert spec.placements == (Replicate(),) * len(shape) and spec.mesh.size() == torch.Size(shape).numel()
+
+
+def test_specs_lie_on_the_mesh_that_is_given():
+    mesh = DeviceMesh("cpu", torch.arange(8).reshape(2, 4), _init_backend=False, _rank=0)
+    assert sharding_map(SOLUTION, mesh)["h.0.mlp"]["sharding"]["bias"].mesh is mesh
+    other = DeviceMesh("cpu", torch.arange(8), _init_backend=False, _rank=0)
+    with pytest.raises(ValueError, match=r"device mesh has shape \(8,\), but the plan is for \(2, 4\)"):
+        sharding_map(SOLUTION, other)
+
+
+def test_portable_is_plain_data_with_one_placement_per_axis():
+    value = portable(SOLUTION)
+    assert json.loads(json.dumps(value)) == value
+    assert value["mesh"] == {"shape": [2, 4], "axis_names": ["axis0", "axis1"]}
+    assert value["parameters"]["h.0.mlp.bias"] == {
+        "layout": "R,S(0)",
+        "placements": ["replicate", {"shard": 0}],
+        "shape": [8],
+        "dtype": "float32",
+    }
+
+
+def test_files_hold_what_was_returned(tmp_path):
+    value = export(SOLUTION, "sharding_map", tmp_path / "map.pkl")
+    assert pickle.loads((tmp_path / "map.pkl").read_bytes()) == value
+    export(SOLUTION, "sharding_map", tmp_path / "map.json")
+    assert json.loads((tmp_path / "map.json").read_text())["h.0.mlp"] == {
+        "node": "h.0.mlp.weight",
+        "sharding": {"weight": "S(0),S(1)", "bias": "R,S(0)"},
+    }
+    assert json.loads((export(SOLUTION, "json", tmp_path / "p.json") and tmp_path / "p.json").read_text()) == portable(SOLUTION)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_writes_json(tmp_path, kind):
+    export(SOLUTION, kind, tmp_path / "a.json")
+    assert json.loads((tmp_path / "a.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "sentence"),
+    [
+        ("tensorrt", None, "there is no export 'tensorrt'; expected one of sharding_map, json"),
+        ("json", "a.pkl", "asks for a pickle, but json is text; name a file that ends in .json"),
+    ],
+)
+def test_an_export_that_can_not_be_is_refused(tmp_path, kind, name, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        export(SOLUTION, kind, name and tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dtype_of_another_torch_is_refused():
+    with pytest.raises(ValueError, match="dtype 'float3', which this torch .* lacks"):
+        sharding_map(linear_solution(parameters={"w": {**PARAMETERS["scale"], "dtype": "float3"}}))

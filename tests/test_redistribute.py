@@ -1,0 +1,272 @@
+"""Routes against ranks that hold numpy arrays: what a step does is defined here; which steps exist is found by doing them."""
+
+import heapq
+import itertools
+import math
+from functools import cache
+
+import numpy as np
+import pytest
+
+from autoshard.layout import P, R, S, is_legal, local_numel, part_index, placement_text, shards_of
+from autoshard.mesh import Mesh
+from autoshard.redistribute import Routes, seconds_table
+from autoshard.redistribute.moves import STEPS, all_moves, decode
+
+REDUCE = {"sum": np.add.reduce, "avg": lambda parts: np.add.reduce(parts) / len(parts), "max": np.maximum.reduce, "min": np.minimum.reduce}
+CASES = [
+    *(((2,), shape) for shape in [(), (4,), (3, 4), (2, 3, 4)]),
+    *(((2, 2), shape) for shape in [(), (8,), (4, 8), (4, 3, 4), (2, 2, 2, 2, 3)]),
+    *(((2, 3), shape) for shape in [(), (6,), (12, 6), (6, 4, 3)]),
+    *(((1, 2), shape) for shape in [(), (4, 6)]),
+    *(((2, 2, 2), shape) for shape in [(), (8,), (8, 4)]),
+]
+
+
+def mesh_of(sizes, intra=300e9, inter=40e9):
+    return Mesh.from_bandwidths(sizes, intra_node_bandwidth=intra, inter_node_bandwidth=inter)
+
+
+def placements_of(ndim, axis, reduce_op="sum"):
+    return [*(S(d) for d in range(ndim)), R, P(reduce_op)] if axis.size > 1 else [R]
+
+
+@cache
+def layouts_of(shape, mesh, reduce_op="sum"):
+    """Every legal layout, P included; axes of size 1 are R."""
+    crossed = itertools.product(*(placements_of(len(shape), axis, reduce_op) for axis in mesh.axes))
+    return tuple(layout for layout in crossed if is_legal(shape, layout, mesh))
+
+
+def changed(layout, k, placement):
+    return layout[:k] + (placement,) + layout[k + 1 :]
+
+
+# ---- the reference: who holds what, and what a collective does to it
+
+
+@cache
+def summands(shape, mesh):
+    """What each rank contributes where the tensor is P: all numbers different, sums exact."""
+    random = np.random.default_rng(0)
+    return {c: random.permutation(math.prod(shape)).reshape(shape) * 64.0 + rank for rank, c in enumerate(mesh.coordinates())}
+
+
+@cache
+def held(shape, mesh, layout, was_partial, reduce_op="sum"):
+    """Every rank's part of a tensor that was P on the axes `was_partial`, and has been reduced over those that are P no more."""
+    parts = {}
+    for c in mesh.coordinates():
+        origins = [  # ranks whose contributions this value contains; the coordinate on an axis that never was P does not matter
+            range(n) if k in was_partial and layout[k] != P(reduce_op) else [c[k] if k in was_partial else 0]
+            for k, n in enumerate(mesh.shape)
+        ]
+        contributed = [summands(shape, mesh)[o] for o in itertools.product(*origins)]
+        value = REDUCE[reduce_op](contributed) if len(contributed) > 1 else contributed[0]
+        for d in range(len(shape)):
+            value = np.split(value, shards_of(layout, mesh, d), axis=d)[part_index(layout, mesh, c, d)]
+        parts[c] = value
+    return parts
+
+
+def partial_axes(layout):
+    return tuple(k for k, placement in enumerate(layout) if placement_text(placement).startswith("P"))
+
+
+def collective_between(before, after):
+    kinds = {"SR": "all_gather", "RS": "split", "SS": "all_to_all", "PR": "all_reduce", "PS": "reduce_scatter"}
+    return kinds.get(placement_text(before)[0] + placement_text(after)[0])
+
+
+def execute(collective, k, before, after, parts, reduce_op="sum"):
+    """Each group of ranks that differ on axis k only, in order of their coordinate there, does one collective."""
+    out = {}
+    for c in parts:
+        group = [parts[o] for o in sorted(parts) if changed(o, k, 0) == changed(c, k, 0)]
+        n, me = len(group), c[k]
+        if collective == "all_gather":
+            out[c] = np.concatenate(group, axis=before[k].dim)
+        elif collective == "split":
+            out[c] = np.split(parts[c], n, axis=after[k].dim)[me]
+        elif collective == "all_to_all":
+            out[c] = np.concatenate([np.split(part, n, axis=after[k].dim)[me] for part in group], axis=before[k].dim)
+        elif collective == "all_reduce":
+            out[c] = REDUCE[reduce_op](group)
+        else:
+            assert collective == "reduce_scatter"
+            out[c] = np.split(REDUCE[reduce_op](group), n, axis=after[k].dim)[me]
+    return out
+
+
+def same(a, b):
+    return all(a[c].shape == b[c].shape and np.allclose(a[c], b[c], rtol=1e-12, atol=0) for c in a)
+
+
+@cache
+def true_steps(shape, mesh):
+    """{before: [(collective, axis, after)]}: the one-axis steps after which every rank holds exactly its part of `after`."""
+    found = {layout: [] for layout in layouts_of(shape, mesh)}
+    for before, k in itertools.product(found, range(len(mesh.axes))):
+        parts = held(shape, mesh, before, partial_axes(before))
+        for placement in placements_of(len(shape), mesh.axes[k]):
+            after, collective = changed(before, k, placement), collective_between(before[k], placement)
+            if collective is None or after == before or after not in found:
+                continue
+            if same(execute(collective, k, before, after, parts), held(shape, mesh, after, partial_axes(before))):
+                found[before].append((collective, k, after))
+    return found
+
+
+def step_price(collective, axis, given, taken, device):
+    """Prices spelled out once more, from the bytes that a rank has before and after."""
+    n, hops = axis.size, math.ceil(math.log2(axis.size))
+    seconds_per_byte = axis.shared_by / axis.bandwidth
+    return {
+        "split": taken / device.memory_bandwidth,
+        "all_gather": hops * axis.latency + (n - 1) / n * taken * seconds_per_byte,
+        "reduce_scatter": hops * axis.latency + (n - 1) / n * given * seconds_per_byte,
+        "all_to_all": hops * axis.latency + (n - 1) / n * given * seconds_per_byte,
+        "all_reduce": 2 * hops * axis.latency + 2 * (n - 1) / n * given * seconds_per_byte,
+    }[collective]
+
+
+def dijkstra(shape, itemsize, mesh, source):
+    cost, done, queue = {source: 0.0}, set(), [(0.0, 0, source)]
+    ticket = itertools.count(1)
+    while queue:
+        seconds, _, layout = heapq.heappop(queue)
+        if layout in done:
+            continue
+        done.add(layout)
+        for collective, k, after in true_steps(shape, mesh)[layout]:
+            given, taken = (local_numel(shape, x, mesh) * itemsize for x in (layout, after))
+            reached = seconds + step_price(collective, mesh.axes[k], given, taken, mesh.device)
+            if reached < cost.get(after, math.inf):
+                cost[after] = reached
+                heapq.heappush(queue, (reached, next(ticket), after))
+    return cost
+
+
+# ---- moves, routes, tables
+
+
+@pytest.mark.parametrize("sizes, shape", CASES)
+def test_moves_are_exactly_the_steps_that_work(sizes, shape):
+    mesh = mesh_of(sizes)
+    moves = all_moves(len(shape), mesh)
+    layouts = [decode(codes, len(shape), "sum") for codes in moves.codes]
+    ours = sorted(
+        (STEPS[s], int(k), layouts.index(layouts[u]), layouts.index(layouts[v]))
+        for s, k, u, v in zip(moves.step, moves.axis, moves.before, moves.after)
+        if is_legal(shape, layouts[u], mesh) and is_legal(shape, layouts[v], mesh)
+    )
+    steps = true_steps(shape, mesh)
+    assert ours == sorted((name, k, layouts.index(u), layouts.index(v)) for u in steps for name, k, v in steps[u])
+
+
+@pytest.mark.parametrize("sizes, shape", CASES)
+def test_every_route_ends_with_the_targets_parts_on_every_rank(sizes, shape):
+    mesh = mesh_of(sizes)
+    routes, layouts = Routes(mesh), layouts_of(shape, mesh)
+    for source, target in itertools.product(layouts, layouts):
+        was_partial = partial_axes(source)
+        found = routes.route(shape, 4, source, target)
+        assert (found is None) == (not set(partial_axes(target)) <= set(was_partial))  # only a new P is out of reach
+        if found is not None:
+            assert_delivers(found, shape, mesh, source, target, "sum")
+
+
+@pytest.mark.parametrize("reduce_op", ["avg", "max", "min"])
+@pytest.mark.parametrize("sizes, shape", [((2, 3), (6, 6)), ((2, 2, 2), (8,))])
+def test_every_reduce_op_is_routed(reduce_op, sizes, shape):
+    mesh = mesh_of(sizes)
+    routes, layouts = Routes(mesh), layouts_of(shape, mesh, reduce_op)
+    for source, target in itertools.product(layouts, layouts):
+        found = routes.route(shape, 4, source, target)
+        if found is not None:
+            assert_delivers(found, shape, mesh, source, target, reduce_op)
+
+
+def assert_delivers(found, shape, mesh, source, target, reduce_op):
+    layout, was_partial = source, partial_axes(source)
+    parts = held(shape, mesh, source, was_partial, reduce_op)
+    for step in found.steps:
+        assert step.before == layout and is_legal(shape, step.after, mesh)
+        assert step.after == changed(layout, step.axis, step.after[step.axis])  # one axis at a time
+        parts = execute(step.collective, step.axis, step.before, step.after, parts, reduce_op)
+        layout = step.after
+    assert layout == target
+    assert same(parts, held(shape, mesh, target, was_partial, reduce_op))
+
+
+@pytest.mark.parametrize("sizes, shape", CASES)
+@pytest.mark.parametrize("itemsize", [2, 1 << 24])  # bound by latency; bound by bandwidth
+@pytest.mark.parametrize("fast_axis", ["last", "first"])
+def test_table_is_what_dijkstra_finds(sizes, shape, itemsize, fast_axis):
+    mesh = mesh_of(sizes) if fast_axis == "last" else mesh_of(sizes, intra=1e9, inter=900e9)
+    layouts = layouts_of(shape, mesh)
+    reference = [dijkstra(shape, itemsize, mesh, source) for source in layouts]
+    expected = np.array([[cost.get(target, math.inf) for target in layouts] for cost in reference])
+    np.testing.assert_allclose(Routes(mesh).table(shape, itemsize, layouts, layouts), expected, rtol=1e-11, atol=0)
+
+
+@pytest.mark.parametrize("sizes, shape", [*CASES, ((2, 4), (64, 32, 48)), ((4, 2, 3), (48, 24))])
+def test_a_routes_steps_add_up_to_the_tables_entry(sizes, shape):
+    mesh = mesh_of(sizes)
+    layouts = layouts_of(shape, mesh)
+    table = seconds_table(shape, 4, layouts, layouts, mesh)
+    routes = Routes(mesh)
+    for (i, source), (j, target) in itertools.product(enumerate(layouts), enumerate(layouts)):
+        found = routes.route(shape, 4, source, target)
+        if found is None:
+            assert table[i, j] == math.inf
+        else:
+            assert found.seconds == table[i, j] == sum(step.seconds for step in found.steps)  # to the last bit
+
+
+@pytest.mark.parametrize("sizes, shape", [((2, 3), (12, 6)), ((2, 2, 2), (8, 4))])
+def test_steps_carry_the_bytes_that_are_sent_and_the_route_its_peak(sizes, shape):
+    mesh = mesh_of(sizes)
+    routes, layouts = Routes(mesh), layouts_of(shape, mesh)
+    for source, target in itertools.product(layouts, layouts):
+        found = routes.route(shape, 4, source, target)
+        if found is None:
+            continue
+        buffers = [[4 * local_numel(shape, x, mesh) for x in (step.before, step.after)] for step in found.steps]
+        assert found.peak_bytes == max(map(sum, buffers), default=4 * local_numel(shape, source, mesh))
+        for step, (b, a) in zip(found.steps, buffers):  # bytes before, bytes after
+            others = mesh.axes[step.axis].size - 1
+            part = b / (others + 1)
+            sent = {"split": 0, "all_gather": b, "reduce_scatter": a, "all_to_all": part, "all_reduce": 2 * part}[step.collective]
+            assert step.bytes == pytest.approx(sent * others, rel=1e-12)
+            assert step.seconds == pytest.approx(step_price(step.collective, mesh.axes[step.axis], b, a, mesh.device), rel=1e-12)
+
+
+@pytest.mark.parametrize("sizes, rows", [((2, 2), 4), ((2, 2, 2), 8)])
+def test_fewest_steps_win_where_all_prices_are_equal(sizes, rows):
+    mesh = mesh_of(sizes)
+    routes, layouts = Routes(mesh), layouts_of((0, rows), mesh)
+    steps = true_steps((rows, rows), mesh)  # the same states as with no rows at all
+    for source in layouts:
+        distance, reached = {source: 0}, [source]
+        for layout in reached:  # breadth first
+            for _, _, after in steps[layout]:
+                if after not in distance:
+                    distance[after] = distance[layout] + 1
+                    reached.append(after)
+        for target in reached:
+            found = routes.route((0, rows), 4, source, target)
+            assert found.seconds == 0  # zero bytes are free
+            assert len(found.steps) == distance[target]
+
+
+def test_a_route_is_the_same_whatever_was_asked_before():
+    mesh, used = mesh_of((2, 2, 2)), Routes(mesh_of((2, 2, 2)))
+    # as many bytes and as divisible; other bytes; as many bytes, not as divisible; other dims
+    for shape, itemsize in [((8, 8), 4), ((16, 4), 4), ((8, 8), 2), ((64, 1), 4), ((2, 32), 4), ((256,), 1)]:
+        layouts = layouts_of((8,) * len(shape), mesh)
+        used.table(shape, itemsize, layouts[:9], layouts[5:])
+        for source, target in itertools.product(layouts[::7], layouts[::5]):
+            fresh = Routes(mesh)
+            assert used.table(shape, itemsize, [source], layouts).tolist() == fresh.table(shape, itemsize, [source], layouts).tolist()
+            assert used.route(shape, itemsize, source, target) == fresh.route(shape, itemsize, source, target)

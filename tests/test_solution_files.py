@@ -1,0 +1,203 @@
+"""Files that are no plan: every one is refused in one sentence, and none of them runs anything."""
+
+import io
+import json
+import os
+import pickle
+
+import dill
+import pytest
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
+
+from autoshard.mesh import Mesh
+from autoshard.solution import Placed, load
+from tests.helpers_solutions import MESH, linear_solution
+
+
+class Attack:
+    """Unpickling this runs a command."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def as_json(data: object) -> bytes:
+    return json.dumps(data).encode()
+
+
+def changed(**changes) -> dict:
+    return {**linear_solution().to_dict(), **changes}
+
+
+WRITERS = {"json": as_json, "pickle": pickle.dumps, "old pickle": lambda data: pickle.dumps(data, protocol=0), "dill": dill.dumps}
+
+BAD_RECORDS = [
+    ({}, "is not a plan: it holds nothing and no 'format'"),
+    ([1, 2], "holds a list, not a plan"),
+    ({"weights": [1], "epoch": 3}, "is not a plan: it holds 'weights', 'epoch' and no 'format'"),
+    (changed(format=2), "has format 2, this autoshard reads up to 1; update autoshard"),
+    (changed(format="1"), "has format '1'; expected a whole number"),
+    (changed(format=True), "has format 'True'; expected a whole number"),
+    ({k: v for k, v in changed().items() if k != "layouts"}, "it lacks 'layouts'"),
+    (changed(colour="red"), "it has the unknown key 'colour'"),
+    (changed(layouts=[]), "its 'layouts' is of type list, expected dict"),
+    (changed(cost="cheap"), "its 'cost' is 'cheap', expected a number"),
+    (changed(cost=1.0, bound=2.0), "its bound 2 is above its cost 1"),
+    (changed(training="yes"), "its 'training' is of type str, expected bool"),
+    (changed(mesh={"axes": []}), "not a mesh"),
+    (changed(mesh={**changed()["mesh"], "axes": [{"name": "a", "size": "2", "bandwidth": 1, "latency": 1}]}), "mesh shape is ('2',)"),
+    (changed(layouts={"w": ["R,R"]}), "op 'w' has \"['R,R']\", expected inputs, outputs"),
+    (changed(layouts={"w": {"inputs": "R,R", "outputs": []}}), "expected lists of layouts"),
+    (changed(layouts={"w": {"inputs": [], "outputs": ["R"]}}), "op 'w' has layout 'R' of 1 placements, the mesh has 2 axes"),
+    (changed(layouts={"w": {"inputs": [], "outputs": ["Q,R"]}}), "layout 'Q,R' has 'Q'"),
+    (changed(layouts={"w": {"inputs": [None], "outputs": []}}), "op 'w' has 'None' where a layout"),
+    (changed(results={"output:0": 3}), "result 'output:0' has '3' where a layout"),
+    (changed(parameters={"w": {"shape": [8]}}), "parameter 'w' has 'None' where a layout"),
+]
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize(("record", "sentence"), BAD_RECORDS, ids=[sentence for _, sentence in BAD_RECORDS])
+def test_a_record_that_is_no_plan_is_refused_in_one_sentence(tmp_path, writer, record, sentence):
+    check_refused(tmp_path, WRITERS[writer](record), sentence)
+
+
+def check_refused(tmp_path, content: bytes, sentence: str, **options) -> None:
+    path = tmp_path / "plan.file"
+    path.write_bytes(content)
+    with pytest.raises(ValueError) as caught:
+        load(path, **options)
+    said = str(caught.value)
+    assert sentence in said and said.startswith(str(path)) and "\n" not in said and len(said) < 400 + len(str(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "is empty; expected a plan"),
+        (b"  \n", "is empty; expected a plan"),
+        (b"hello", "is neither JSON nor a pickle"),
+        (b"\x89PNG\r\n\x1a\n", "is neither JSON nor a pickle"),
+        (b"{'a': 1}", "is no sound JSON at line 1, column 2"),
+        (b'{"a": "\xff"}', "is no sound JSON"),
+        (b'{"cost": NaN}', "is no sound JSON (it holds NaN)"),
+        (b'{"cost": ' + b"9" * 5000 + b"}", "is no sound JSON"),
+        (b"[" * 100_000, "is no sound JSON"),
+        (b"\x80\x04garbage", "is no sound pickle"),
+        (b"\x80\x04]\x94h\x00a.", "holds a list, not a plan"),  # a list that holds itself
+    ],
+)
+def test_a_broken_file_is_refused_in_one_sentence(tmp_path, content, sentence):
+    check_refused(tmp_path, content, sentence)
+
+
+@pytest.mark.parametrize("suffix", [".json", ".pkl"])
+@pytest.mark.parametrize("kept", [0.02, 0.3, 0.7, 0.999])
+def test_a_truncated_file_is_refused(tmp_path, suffix, kept):
+    linear_solution().save(tmp_path / f"whole{suffix}")
+    content = (tmp_path / f"whole{suffix}").read_bytes().rstrip()
+    check_refused(tmp_path, content[: int(kept * len(content))], "write it again")
+
+
+def test_a_folder_and_a_missing_file_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="is a folder; expected a plan's file"):
+        load(tmp_path)
+    with pytest.raises(ValueError, match="there is no file .*nothing.json; expected a plan's file"):
+        load(tmp_path / "nothing.json")
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("place", ["alone", "in a plan", "in an old plan"])
+def test_a_hostile_pickle_is_named_and_not_run(tmp_path, protocol, place):
+    attack = Attack(f"touch {tmp_path}/owned")
+    record = {
+        "alone": attack,
+        "in a plan": changed(assumptions={"a": attack}),
+        "in an old plan": {"n": {"args": {"x": attack}, "results": {}}},
+    }
+    check_refused(
+        tmp_path, pickle.dumps(record[place], protocol=protocol), f"{os.name}.system, which a plan never needs; it was not run", mesh=MESH
+    )
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize("name", ["builtins.eval", "builtins.getattr", "torch.load", "torch.distributed.tensor.placement_types.Any"])
+def test_other_names_are_refused_too(tmp_path, name):
+    module, _, attribute = name.rpartition(".")
+    content = b"\x80\x04c" + module.encode() + b"\n" + attribute.encode() + b"\n."
+    check_refused(tmp_path, content, f"{name}, which a plan never needs")
+
+
+def test_references_outside_the_pickle_are_refused(tmp_path):
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer)
+    pickler.persistent_id = lambda thing: "elsewhere" if thing == "x" else None
+    pickler.dump({"format": "x"})
+    check_refused(tmp_path, buffer.getvalue(), "the pickle refers to objects outside itself")
+
+
+def test_a_placement_in_a_plan_of_ours_is_refused(tmp_path):
+    check_refused(tmp_path, pickle.dumps(changed(assumptions={"a": Shard(0)})), "assumptions['a'] holds a Shard")
+
+
+# --- old plans
+
+OLD = {
+    "w": {"args": {}, "results": {"data_out_0": (Shard(0), Replicate())}},
+    "mm": {
+        "args": {"data_in_0": [Replicate(), Shard(1)], "data_in_1": (Partial(), Partial("avg"))},
+        "results": {"data_out_0": (Shard(0), Shard(1))},
+    },
+}
+
+
+def as_old_torch_wrote_it() -> bytes:
+    """Before torch 2.5: another module, and Partial with an underscore. Protocol 2 writes names as lines of text."""
+    content = pickle.dumps(OLD, protocol=2)
+    return content.replace(b"distributed.tensor.placement_types", b"distributed._tensor.placement_types").replace(
+        b"\nPartial\n", b"\n_Partial\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "content",
+    [dill.dumps(OLD), pickle.dumps(OLD), pickle.dumps(OLD, protocol=2), as_old_torch_wrote_it()],
+    ids=["dill", "5", "2", "old torch"],
+)
+def test_an_old_plan_is_read_for_the_mesh_that_it_was_made_for(tmp_path, content):
+    path = tmp_path / "ilp_solution.pkl"
+    path.write_bytes(content)
+    solution = load(path, MESH)
+    assert solution.layouts == {"w": Placed((), ("S(0),R",)), "mm": Placed(("R,S(1)", "P,P(avg)"), ("S(0),S(1)",))}
+    assert (solution.status, solution.bound, solution.mesh) == ("unjudged", 0.0, MESH)
+    solution.save(tmp_path / "new.json")
+    assert load(tmp_path / "new.json") == solution
+
+
+@pytest.mark.parametrize(
+    ("record", "options", "sentence"),
+    [
+        (OLD, {}, "is an old plan (2 nodes), which does not say for which mesh; give it too"),
+        (OLD, {"mesh": Mesh.from_bandwidths((8,))}, "node 'w' has 2 placements and the mesh 8 1 axes"),
+        ({"w": {"args": {"x": (1, 2)}, "results": {}}}, {"mesh": MESH}, "node 'w' has a placement 1 that can't be read"),
+        ({"w": {"args": [], "results": {}}}, {"mesh": MESH}, "node 'w' holds a list; expected placements by name"),
+        ({"w": {"args": {"x": (Shard(99), Replicate())}}}, {"mesh": MESH}, "has a placement Shard that can't be read"),
+        (
+            {"w": {"args": {"x": (_StridedShard(0, split_factor=2), Replicate())}}},
+            {"mesh": MESH},
+            "has a placement StridedShard that can't be read",
+        ),
+    ],
+)
+def test_an_old_plan_that_can_not_be_read_says_why(tmp_path, record, options, sentence):
+    check_refused(tmp_path, dill.dumps(record), sentence, **options)
+
+
+def test_a_plan_of_ours_has_its_own_mesh(tmp_path):
+    linear_solution().save(tmp_path / "a.json")
+    assert load(tmp_path / "a.json", MESH).mesh == MESH
+    with pytest.raises(ValueError, match="was planned for mesh 2x4, not for 8"):
+        load(tmp_path / "a.json", Mesh.from_bandwidths((8,)))
