@@ -1,0 +1,13 @@
+"""The program to plan, as frozen records without torch."""
+
+from autoshard.graph.records import ITEMSIZE as ITEMSIZE
+from autoshard.graph.records import PLACEHOLDERS as PLACEHOLDERS
+from autoshard.graph.records import Const as Const
+from autoshard.graph.records import Graph as Graph
+from autoshard.graph.records import Op as Op
+from autoshard.graph.records import Ref as Ref
+from autoshard.graph.records import Result as Result
+from autoshard.graph.records import Tensor as Tensor
+from autoshard.graph.records import Value as Value
+from autoshard.graph.records import leaves as leaves
+from autoshard.graph.records import replace_refs as replace_refs
