@@ -108,7 +108,7 @@ def formulate(
     return _Builder(graph, candidates, mesh, training, memory_limit).build()
 
 
-def with_pins(formulation: Formulation, allowed: Mapping[int, Sequence[bool]]) -> Problem:
+def with_pins(formulation: Formulation, allowed: Mapping[int, Sequence[bool] | np.ndarray]) -> Problem:
     """The problem with choices forbidden: allowed[node][choice]. The choices keep their numbers."""
     costs = list(formulation.problem.node_costs)
     for node, keep in allowed.items():
@@ -312,11 +312,11 @@ class _Builder:
             return
         if op.alias is not None:
             return
-        for k, tensor in enumerate(op.outputs):
-            if tensor is not None:
+        for k, output in enumerate(op.outputs):
+            if output is not None:
                 value = (i, k)
                 end = self._first_reader(value) if value in self.hubs else self._last(value) + 1
-                self.usages.append(NodeUsage(i, i, max(end, i + 1), self.tables.bytes(tensor, self.gives(value))))
+                self.usages.append(NodeUsage(i, i, max(end, i + 1), self.tables.bytes(output, self.gives(value))))
 
     def _stays(self, value: Value) -> bool:
         op = self.graph.ops[value[0]]

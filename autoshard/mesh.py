@@ -149,7 +149,7 @@ def check_shape(shape: object) -> tuple[int, ...]:
     if isinstance(shape, int) and not isinstance(shape, bool):
         shape = (shape,)
     try:
-        sizes = tuple(shape)  # type: ignore[arg-type]
+        sizes: tuple = tuple(shape)  # type: ignore[arg-type]
     except TypeError:
         sizes = ()
     if not sizes or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):

@@ -57,7 +57,7 @@ def verify(
         raise ValueError(f"the solution does not fit this model: {'; '.join(reasons)}")
     report("running the unsharded model", 0.1)
     values, reference = run_unsharded(model, example_inputs, graph, training=solution.training, seed=seed)
-    plans = [(None, dict(solution.layouts), dict(solution.results))]
+    plans: list[tuple[int | None, dict[str, Placed], dict[str, str]]] = [(None, dict(solution.layouts), dict(solution.results))]
     if random:
         formulated = formulate(graph, candidates(graph, solution.mesh), solution.mesh, training=Training() if solution.training else None)
         for k in range(random):

@@ -22,7 +22,6 @@ from torch.utils import _pytree as pytree
 
 from autoshard.api.checking import verify_graph
 from autoshard.api.planning import Options, Stopwatch, baseline_only, checked_options, plan_graph
-from autoshard.baselines import NAMES as BASELINES
 from autoshard.capture import Captured, capture_given, capture_module
 from autoshard.exports.sharding_map import sharding_map, unbacked_mesh
 from autoshard.graph import Graph
@@ -32,7 +31,7 @@ from autoshard.solution import Placed, Solution, load, misfits
 
 log = logging.getLogger("autoshard")
 
-ALGORITHMS = ("alpa", *BASELINES)
+ALGORITHMS = ("alpa", "data_parallel", "fsdp", "megatron", "megatron_sp")
 BACKENDS = ("nccl", "gloo")
 
 

@@ -232,7 +232,7 @@ def solve_baselines(
         }
         if answer.choice is not None:
             seen = evaluate(problem, answer.choice)
-            judged[baseline.name]["fits"] = options.memory_limit is None or bool(answer.peak <= options.memory_limit)
+            judged[baseline.name]["fits"] = options.memory_limit is None or (answer.peak or 0.0) <= options.memory_limit
             if seen.fits and math.isfinite(seen.cost):
                 starts.append(answer.choice)
     return starts

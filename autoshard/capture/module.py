@@ -39,6 +39,9 @@ from autoshard.graph import Const, Graph, Op, Ref, Result, Tensor, Value
 ALWAYS_VIEWS = {"aten._unsafe_view.default", "aten.reshape.default", "aten._reshape_alias.default"}
 
 
+CPU = torch.device("cpu")
+
+
 @dataclass(frozen=True)
 class Captured:
     """A Graph and the fx graph that it stands for. values: for each of its nodes the Value that the node became, nested as the
@@ -108,6 +111,7 @@ def capture_given(given: fx.GraphModule | ExportedProgram, example_inputs: Any =
     the placeholders carry no `meta["val"]`.
     """
     mode = _mode_of(given)
+    result_names: list[tuple[str, str]] | None
     if isinstance(given, ExportedProgram):
         if any(_is_mutable(node) for node in given.graph.nodes):
             given = given.run_decompositions({})
@@ -158,6 +162,12 @@ class _Recorder(fx.Interpreter):
         super().__init__(module)
         self.became: dict[fx.Node, Any] = {}
         self.modules: dict[fx.Node, str] = {}
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple, dict]:
+        """The node's arguments; devices that the graph was captured on become the CPU, where our fake tensors are."""
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        args, kwargs = pytree.tree_map(lambda leaf: CPU if isinstance(leaf, torch.device) else leaf, (args, kwargs))
+        return args, {key: CPU if key == "device" and isinstance(item, str) else item for key, item in kwargs.items()}
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)

@@ -76,6 +76,12 @@ class Op:
         return self.kind in PLACEHOLDERS
 
     @property
+    def output(self) -> Tensor:
+        """The first output."""
+        assert self.outputs[0] is not None, f"{self.name} gives no tensor"
+        return self.outputs[0]
+
+    @property
     def signature(self) -> tuple:
         """What decides candidates and prices, names left out (needs the graph for input tensors: `Graph.signature`)."""
         return (self.target, self.literals, self.outputs, self.kind, self.alias)

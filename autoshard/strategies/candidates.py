@@ -47,7 +47,7 @@ def candidates(graph: Graph, mesh: Mesh) -> Candidates:
         if signature not in made:
             inputs = graph.input_tensors(i)
             if op.is_placeholder:
-                made[signature] = tuple(Candidate((), (layout,)) for layout in all_layouts(op.outputs[0].shape, mesh))
+                made[signature] = tuple(Candidate((), (layout,)) for layout in all_layouts(op.output.shape, mesh))
             else:
                 rows[signature] = one_axis_rows(op, inputs)
                 made[signature] = cross(op, inputs, rows[signature] or [replicate_row(op, inputs)], mesh)

@@ -31,7 +31,7 @@ def _cutting(layout: Layout, dim: int) -> list[int]:
 
 
 def _over_dim(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh, *, count: int, position: int = 1) -> list[Internal]:
-    dim = int(argument(op, position, "dim")) % len(inputs[0].shape)  # type: ignore[call-overload]
+    dim = int(argument(op, position, "dim")) % len(inputs[0].shape)
     local = local_shape(inputs[0].shape, layouts[0], mesh)
     rest = math.prod(n for d, n in enumerate(local) if d != dim) * inputs[0].itemsize
     return [("all_reduce", axis, rest) for axis in _cutting(layouts[0], dim) for _ in range(count)]

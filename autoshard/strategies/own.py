@@ -44,7 +44,7 @@ def embedding_backward(op: Op, inputs: Inputs) -> list[Row]:
 @rule("aten._log_softmax.default", "aten._softmax.default", "aten._safe_softmax.default")
 def softmax(op: Op, inputs: Inputs) -> list[Row]:
     rank = len(inputs[0].shape)
-    dim = int(argument(op, 1, "dim")) % rank  # type: ignore[call-overload]
+    dim = int(argument(op, 1, "dim")) % rank
     whole = op.target == "aten._safe_softmax.default"  # no local program with the softmax dim cut
     return [row(S(d), S(d)) for d in range(rank) if not (whole and d == dim)]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed.tensor.placement_types import Placement
 
@@ -53,7 +54,7 @@ def replicate_row(op: Op, inputs: Inputs) -> Row:
     return Row(tuple(None if t is None else R for t in op.outputs), (R,) * len(inputs))
 
 
-def argument(op: Op, position: int, name: str = "", default: object = None) -> object:
+def argument(op: Op, position: int, name: str = "", default: Any = None) -> Any:
     """A literal argument by position or keyword."""
     args, kwargs = op.literals
     if position < len(args):

@@ -31,7 +31,7 @@ def leading_pairs(shape: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[in
 
 @rule("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten.view_copy.default")
 def reshape(op: Op, inputs: Inputs) -> list[Row]:
-    out = op.outputs[0]
+    out = op.output
     if 0 in inputs[0].shape:
         return []
     return shard_rows(op, inputs, leading_pairs(inputs[0].shape, out.shape)) + linear_rows(1, 1)
@@ -62,13 +62,13 @@ def same(op: Op, inputs: Inputs) -> list[Row]:
 
 @rule("aten.unsqueeze.default", "aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default")
 def singletons(op: Op, inputs: Inputs) -> list[Row]:
-    kept = [(i, o) for i, o in leading_pairs(inputs[0].shape, op.outputs[0].shape)]
+    kept = [(i, o) for i, o in leading_pairs(inputs[0].shape, op.output.shape)]
     return shard_rows(op, inputs, kept) + linear_rows(1, 1)
 
 
 @rule("aten.expand.default")
 def expand(op: Op, inputs: Inputs) -> list[Row]:
-    shape, new = inputs[0].shape, op.outputs[0].shape
+    shape, new = inputs[0].shape, op.output.shape
     offset, rows = len(new) - len(shape), linear_rows(1, 1)
     for o, size in enumerate(new):
         i = o - offset
@@ -83,7 +83,7 @@ def cut(op: Op, inputs: Inputs) -> list[Row]:
     position = 1 if op.target == "aten.slice.Tensor" else 2
     rank = len(inputs[0].shape)
     dim = int(argument(op, position, "dim", 0)) % rank
-    whole = op.target == "aten.slice.Tensor" and op.outputs[0].shape == inputs[0].shape
+    whole = op.target == "aten.slice.Tensor" and op.output.shape == inputs[0].shape
     pairs = [(d, d) for d in range(rank) if d != dim or whole]
     return shard_rows(op, inputs, pairs) + linear_rows(len(op.outputs), 1)
 
@@ -98,7 +98,7 @@ def remove_dim(op: Op, inputs: Inputs) -> list[Row]:
 
 @rule("aten.slice_backward.default", "aten.select_backward.default")
 def put_back(op: Op, inputs: Inputs) -> list[Row]:
-    rank = len(op.outputs[0].shape)
+    rank = len(op.output.shape)
     dim = int(argument(op, 2, "dim")) % rank
     removed = op.target == "aten.select_backward.default"
     pairs = [(d - (removed and d > dim), d) for d in range(rank) if d != dim]
@@ -107,7 +107,7 @@ def put_back(op: Op, inputs: Inputs) -> list[Row]:
 
 @rule("aten.cat.default", "aten.stack.default")
 def join(op: Op, inputs: Inputs) -> list[Row]:
-    rank = len(op.outputs[0].shape)
+    rank = len(op.output.shape)
     dim = int(argument(op, 1, "dim", 0)) % rank
     stacked = op.target == "aten.stack.default"
     rows = [Row((S(d),), (S(d - (stacked and d > dim)),) * len(inputs)) for d in range(rank) if d != dim]
@@ -124,8 +124,8 @@ def reduce(op: Op, inputs: Inputs) -> list[Row]:
     rank = len(inputs[0].shape)
     name = op.target.split(".")[1]
     dims = () if op.target in ("aten.sum.default", "aten.mean.default") else argument(op, 1, "dim", ())
-    reduced = {int(d) % rank for d in dims or range(rank)} if rank else set()  # type: ignore[union-attr]
-    keep = len(op.outputs[0].shape) == rank
+    reduced = {int(d) % rank for d in dims or range(rank)} if rank else set()
+    keep = len(op.output.shape) == rank
     rows = [row(REDUCTIONS[name], S(d)) for d in sorted(reduced)]
     for d in range(rank):
         if d not in reduced:
@@ -140,8 +140,8 @@ def reduce(op: Op, inputs: Inputs) -> list[Row]:
 )  # fmt: skip
 def constant(op: Op, inputs: Inputs) -> list[Row]:
     """A constant may be made in any layout. A template of the same shape is cut alike, another one stays whole."""
-    alike = bool(inputs) and inputs[0].shape == op.outputs[0].shape
-    return [Row((S(d),), ((S(d) if alike else R),) * len(inputs)) for d in range(len(op.outputs[0].shape))]
+    alike = bool(inputs) and inputs[0].shape == op.output.shape
+    return [Row((S(d),), ((S(d) if alike else R),) * len(inputs)) for d in range(len(op.output.shape))]
 
 
 @rule("aten.arange.default", "aten.arange.start", "aten.arange.start_step", "aten.scalar_tensor.default")

@@ -68,7 +68,7 @@ def _placement(p: object, tensor: Tensor) -> Placement | None:
     if isinstance(p, (_ShardingPlaceholder, Shard)) and type(p).__name__ != "_StridedShard":
         dim = p.dim % max(len(tensor.shape), 1)
         return S(dim) if dim < len(tensor.shape) and tensor.shape[dim] > 1 else None
-    if type(p) is Partial and p.reduce_op in ("sum", "max", "min"):
+    if isinstance(p, Partial) and type(p) is Partial and p.reduce_op in ("sum", "max", "min"):
         return P(p.reduce_op)
     return R if isinstance(p, Replicate) else None
 
