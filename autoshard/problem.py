@@ -17,7 +17,9 @@ import tempfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -123,7 +125,8 @@ def _check_values(array: np.ndarray, what: str, seen: set[int], *, infinite: boo
         return
     seen.add(id(array))
     if array.size and not (array.min() >= (-np.finfo(float).max if infinite else 0.0)):  # NaN fails too
-        raise ValueError(f"{what} hold NaN or {'-inf' if infinite else 'a negative number'}; expected {'finite or inf' if infinite else '0 or more'}")
+        found, expected = ("-inf", "finite or inf") if infinite else ("a negative number", "0 or more")
+        raise ValueError(f"{what} hold NaN or {found}; expected {expected}")
     if not infinite and array.size and not math.isfinite(array.max()):
         raise ValueError(f"{what} hold inf; expected finite bytes (forbid a choice with an infinite cost)")
 
@@ -140,7 +143,7 @@ class Evaluation:
     fits: bool  # peak <= usage_limit
 
 
-def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
+def evaluate(problem: Problem, choice: Sequence[int] | np.ndarray) -> Evaluation:
     """The one judge: cost, peak and fit of an answer, exact for integers below 2**53 and independent of order."""
     if len(choice) != len(problem.node_costs):
         raise ValueError(f"the answer has {len(choice)} entries, but the problem has {len(problem.node_costs)} nodes")
@@ -157,7 +160,7 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
     return Evaluation(math.fsum((node_cost, edge_cost)), node_cost, edge_cost, peak, peak_time, fits)
 
 
-def usage_profile(problem: Problem, choice: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def usage_profile(problem: Problem, choice: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Times at which memory can change, and the bytes held from each to the next."""
     starts, ends, amounts = [], [], []
     for u in problem.usages:
@@ -188,7 +191,8 @@ def read_contest(path: str | os.PathLike[str]) -> Problem:
             f"{path} lacks {error}; a contest file holds problem.nodes (intervals, costs, usages) and problem.edges (nodes, costs)"
         ) from error
     if not len(intervals) == len(costs) == len(usages):
-        raise ValueError(f"{path} has {len(intervals)} intervals, {len(costs)} costs and {len(usages)} usages; expected one of each per node")
+        counts = f"{len(intervals)} intervals, {len(costs)} costs and {len(usages)} usages"
+        raise ValueError(f"{path} has {counts}; expected one of each per node")
     if len(ends) != len(tables):
         raise ValueError(f"{path} has {len(ends)} edges and {len(tables)} edge cost tables; expected as many of each")
     try:
@@ -247,7 +251,20 @@ def _contest_problem(intervals: list, costs: list, usages: list, ends: list, tab
     return Problem(names, tuple(node_costs), tuple(edges), tuple(items), None if limit is None else float(limit))
 
 
-def write_choice(path: str | os.PathLike[str], answer) -> None:
+class _Answered(Protocol):
+    """The part of the solvers' Answer that a file holds; solvers import this module, so it can't be named here."""
+
+    @property
+    def choice(self) -> tuple[int, ...] | None: ...
+    @property
+    def cost(self) -> float: ...
+    @property
+    def bound(self) -> float: ...
+    @property
+    def status(self) -> StrEnum: ...
+
+
+def write_choice(path: str | os.PathLike[str], answer: _Answered) -> None:
     """Write an Answer's choice, cost, bound and status as JSON, whole or not at all (a temporary file, then renamed)."""
     record = {
         "choice": None if answer.choice is None else [int(i) for i in answer.choice],

@@ -79,6 +79,13 @@ def test_outside_blocks_a_module_shows_its_time_at_its_first_parameter():
     assert section.row_seconds == {"wte.weight": 2.0, "ln_f.weight": 1.0}
 
 
+def test_the_time_of_modules_without_parameters_is_not_lost():
+    blocks = {"h.0": 1.0, "wte": 2.0, "": {"compute": 3.0, "communication": 4.0}}
+    said = report_of(parameters=parameters(1), breakdown={"compute": {}, "communication": {}, "blocks": blocks})
+    (line,) = [line for line in said.splitlines() if "where no parameters are" in line]
+    assert "7 s" in line
+
+
 def report_of(**changes) -> str:
     return as_text(plan_report(linear_solution(**changes)))
 
@@ -149,6 +156,10 @@ def test_a_long_report_fits_the_width_and_loses_no_layout(width):
     said = as_text(plan_report(solution), width)
     assert max(map(len, said.splitlines())) <= width
     assert "h.0 .. h.39: same" in said and "S(0),S(1)" in said and "[red]brackets[/]" in said
+
+
+def test_a_gap_of_rounding_is_none():
+    assert "optimal, gap 0:" in report_of(cost=1.0, bound=1.0 - 1e-15) and "gap 0.1:" in report_of(cost=1.0, bound=0.9)
 
 
 def test_an_unjudged_plan_has_a_report_too():

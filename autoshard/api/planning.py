@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from autoshard.api.describe import breakdown, layouts_of, parameters_of, replicated_ops, results_of
-from autoshard.baselines import Baseline, baselines, matches
+from autoshard.baselines import Baseline, allowed, baselines
 from autoshard.capture import capture_module
 from autoshard.cost import OPTIMIZERS
 from autoshard.formulate import Formulation, Training, formulate, with_pins
@@ -174,7 +174,7 @@ def allowed_by_pins(formulated: Formulation, options: Options) -> dict[int, np.n
     """Which choices the user's pins leave, by node; ValueError on an unknown name or a layout that can't be."""
     graph, mesh = formulated.graph, formulated.mesh
     tied = dict(graph.tied)
-    allowed: dict[int, np.ndarray] = {}
+    kept: dict[int, np.ndarray] = {}
     for name, written in options.pins.items():
         known = tied.get(name, name)
         if known not in graph.index:
@@ -189,23 +189,21 @@ def allowed_by_pins(formulated: Formulation, options: Options) -> dict[int, np.n
             reason = f"layout {text(layout)} is not one that {graph.ops[i].target} can give; possible are {given}"
         if reason is not None:
             raise ValueError(f"pin on {name!r}: {reason}")
-        allowed[i] = keep & allowed.get(i, np.ones(len(keep), dtype=bool))
+        kept[i] = keep & kept.get(i, np.ones(len(keep), dtype=bool))
     if options.skip_fully_replicated:
-        allowed = _without_replicated(formulated, allowed)
-    return allowed
+        _drop_replicated(formulated, kept)
+    return kept
 
 
-def _without_replicated(formulated: Formulation, allowed: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
+def _drop_replicated(formulated: Formulation, kept: dict[int, np.ndarray]) -> None:
     """No op fully replicated where it has another candidate (an op that can't be cut stays)."""
     for i, op in enumerate(formulated.graph.ops):
-        if op.is_placeholder or i in allowed:
+        if op.is_placeholder or i in kept:
             continue
-        cut = np.array(
-            [any(not p.is_replicate() for layout in (*c.inputs, *c.outputs) for p in layout or ()) for c in formulated.candidates.of[i]]
-        )
+        layouts = [[layout for layout in (*c.inputs, *c.outputs) if layout is not None] for c in formulated.candidates.of[i]]
+        cut = np.array([any(not p.is_replicate() for layout in of for p in layout) for of in layouts])
         if cut.any():
-            allowed[i] = cut
-    return allowed
+            kept[i] = cut
 
 
 BASELINE_SECONDS = 30.0  # at most, each
@@ -257,9 +255,7 @@ def baseline_only(graph: Graph, mesh: Mesh, options: Options, watch: Stopwatch, 
 
 
 def _pinned(formulated: Formulation, baseline: Baseline) -> Problem:
-    index = formulated.graph.index
-    allowed = {index[name]: [matches(pin, c) for c in formulated.candidates.of[index[name]]] for name, pin in baseline.pins.items()}
-    return with_pins(formulated, allowed)
+    return with_pins(formulated, allowed(baseline.pins, formulated.graph, formulated.candidates))
 
 
 def why_nothing_fits(formulated: Formulation, problem: Problem, answer: Answer, options: Options) -> str:

@@ -1,6 +1,7 @@
 """Well-known schemes as pins on a graph: data parallel, FSDP, Megatron tensor parallel, with sequence parallelism."""
 
 from autoshard.baselines.pins import Pin as Pin
+from autoshard.baselines.pins import allowed as allowed
 from autoshard.baselines.pins import matches as matches
 from autoshard.baselines.schemes import Baseline as Baseline
 from autoshard.baselines.schemes import baselines as baselines

@@ -9,7 +9,7 @@ Where 4 key-value heads meet 8 devices, the query heads stay one class and the k
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.graph import Graph, Value
@@ -37,7 +37,7 @@ class DimClasses:
     def of(self, value: Value, dim: int) -> int:
         return self.roots[self.first[value] + dim]
 
-    def cuts(self, value: Value, rank: int, priority: dict[int, int]) -> tuple[int, ...]:
+    def cuts(self, value: Value, rank: int, priority: Mapping[int, int]) -> tuple[int, ...]:
         """For each dim of the value the priority of its class, 0 where it has none."""
         start = self.first[value]
         return tuple(priority.get(root, 0) for root in self.roots[start : start + rank])

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from autoshard.baselines.classes import DimClasses
 from autoshard.graph import Graph, Value
+from autoshard.strategies.rows import argument
 
 # (position of x, of w; dims of w counted from the end: contracted, kept)
 MATMULS = {
@@ -73,11 +74,18 @@ def token_tables(graph: Graph) -> dict[int, int]:
     tables: dict[int, int] = {}
     for op in graph.ops:
         if op.target == "aten.embedding.default":
-            table, ids = (graph.storage(v)[0] for v in op.inputs[:2])
+            table, ids = (_origin(graph, v) for v in op.inputs[:2])
             if graph.ops[table].kind == "parameter" and graph.ops[ids].kind == "input":
                 tables[table] = graph.tensor((table, 0)).shape[0]
     longest = max(tables.values(), default=0)
     return {table: length for table, length in tables.items() if length == longest}
+
+
+def _origin(graph: Graph, value: Value) -> int:
+    """The op that a value comes from, views and casts followed back."""
+    while len(graph.ops[value[0]].inputs) == 1:
+        value = graph.ops[value[0]].inputs[0]
+    return value[0]
 
 
 def recognise(graph: Graph, classes: DimClasses, sizes: tuple[int, ...], divisor: int, batch: frozenset[int]) -> Recognised:
@@ -97,10 +105,8 @@ def recognise(graph: Graph, classes: DimClasses, sizes: tuple[int, ...], divisor
             used |= members
     tables = {t for t in token_tables(graph) if not graph.tensor((t, 0)).shape[0] % divisor}
     vocabulary = {classes.of((t, 0), 0) for t in tables}
-    heads = [
-        c for c, of_class in columns.items()
-        if c not in rows and c not in batch and not sizes[c] % divisor and not used & {*of_class} and c in vocabulary | _scored(graph, classes)
-    ]  # fmt: skip
+    scored = vocabulary | _scored(graph, classes)
+    heads = [c for c in columns if c in scored and c not in rows and c not in batch and not sizes[c] % divisor and not used & {*columns[c]}]
     return Recognised(
         frozenset([*inner, *heads, *vocabulary]),
         tuple(m for c in inner for m in columns[c]), tuple(m for c in inner for m in rows[c]), tuple(m for c in heads for m in columns[c]),
@@ -110,24 +116,26 @@ def recognise(graph: Graph, classes: DimClasses, sizes: tuple[int, ...], divisor
 
 def _scored(graph: Graph, classes: DimClasses) -> set[int]:
     """Classes that a softmax of the loss runs over, or that are the last dim of what the program returns."""
-    over = {classes.of(op.inputs[0], int(op.literals[0][1]) % len(op.outputs[0].shape)) for op in graph.ops if op.target == SOFTMAX}
+    over = {
+        classes.of(op.inputs[0], int(argument(op, 1, "dim")) % len(op.outputs[0].shape))  # type: ignore[call-overload,union-attr]
+        for op in graph.ops
+        if op.target == SOFTMAX
+    }
     returned = [r.value for r in graph.results if r.kind == "output" and r.value is not None and graph.tensor(r.value).shape]
     return over | {classes.of(v, len(graph.tensor(v).shape) - 1) for v in returned}
 
 
-def sequence_class(graph: Graph, whole: DimClasses, cut: DimClasses, found: Recognised, batch: frozenset[int], divisor: int) -> int | None:
-    """The class of the tokens' positions in the residual stream: what row parallel matmuls add to, batch and features apart."""
-    stream = {whole.of(*m.kept) for m in found.row}
+def sequence_class(graph: Graph, whole: DimClasses, cut: DimClasses, found: Recognised, batch: int | None, divisor: int) -> int | None:
+    """The class (of `cut`) of the positions in the residual stream: what row parallel matmuls add to, batch and features apart."""
+    apart = {batch, *(whole.of(*m.kept) for m in found.row)}
+    stream = apart - {batch}
     votes: dict[int, int] = {}
     for i, op in enumerate(graph.ops):
         for k, tensor in enumerate(op.outputs):
-            dims = range(len(tensor.shape)) if tensor is not None else range(0)
-            if len(dims) < 3 or not any(whole.of((i, k), d) in stream for d in dims):
+            if tensor is None or len(tensor.shape) < 3:
                 continue
-            for d in dims:
-                kind = whole.of((i, k), d)
-                if tensor.shape[d] > 1 and not tensor.shape[d] % divisor and kind not in stream and kind not in batch:  # type: ignore[union-attr]
-                    c = cut.of((i, k), d)
-                    votes[c] = votes.get(c, 0) + (c not in found.classes)
-    best = max(votes, key=votes.__getitem__, default=None)
-    return best if best is not None and votes[best] else None
+            kinds = [whole.of((i, k), d) for d in range(len(tensor.shape))]
+            for d, size in enumerate(tensor.shape if not stream.isdisjoint(kinds) else ()):
+                if size > 1 and not size % divisor and kinds[d] not in apart and (c := cut.of((i, k), d)) not in found.classes:
+                    votes[c] = votes.get(c, 0) + 1
+    return max(votes, key=votes.__getitem__, default=None)

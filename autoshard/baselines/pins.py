@@ -1,7 +1,7 @@
 """From classes to pins: every op is pinned to the candidate that cuts the wanted classes.
 
     admissible(c)  every S(d) of candidate c is on a wanted class; a Partial input is what its only producer gives
-    best(c)        = (sum over axes of the highest priority cut, fewest inputs that lie otherwise than produced, first)
+    best(c)        = (sum over axes of the highest priority, fewest inputs that lie otherwise than produced, first)
 
 Ops are walked in order, so what is produced is known. Partial sums run on through views and sums of partial sums to
 where they are needed whole or cut, unless several ops read them: then one reduction serves all.
@@ -19,7 +19,9 @@ from autoshard.strategies import Candidate, Candidates
 Code = tuple[int, ...]  # a layout as numbers: the dim that is cut, WHOLE, SUM or OTHER_PARTIAL per axis
 Coded = tuple[tuple[Code, ...], tuple[Code | None, ...]]  # inputs, outputs of a candidate
 Cuts = tuple[tuple[int, ...], ...]  # per axis, per dim: the priority with which it is to be cut, 0 not at all
+Source = tuple[Code, bool]  # how an input is produced, and whether nobody else reads it
 WHOLE, SUM, OTHER_PARTIAL = -1, -2, -3
+SECOND, STAYS_PARTIAL, FIRST = 1, 2, 3  # priorities: of a sequence, of sums that are left for later, of batch and tensor parallel classes
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,19 @@ def _fits(pinned: tuple[Layout | None, ...] | None, given: tuple[Layout | None, 
     if pinned is None:
         return True
     return len(pinned) == len(given) and all(p is None or p == g for p, g in zip(pinned, given, strict=True))
+
+
+def allowed(pins: Mapping[str, Pin], graph: Graph, candidates: Candidates) -> dict[int, tuple[bool, ...]]:
+    """For every pinned op, by index, which of its candidates match; ops that share candidates and pin are asked once."""
+    made: dict[tuple[int, int], tuple[bool, ...]] = {}
+    found = {}
+    for name, pin in pins.items():
+        options = candidates.of[graph.index[name]]
+        key = (id(pin), id(options))
+        if key not in made:
+            made[key] = tuple(matches(pin, c) for c in options)
+        found[graph.index[name]] = made[key]
+    return found
 
 
 class Coder:
@@ -72,9 +87,10 @@ def settle(
 ) -> dict[str, Pin]:
     """A pin for every op. fixed: placeholders whose layout is given; carried: ops that keep the layout of their only input."""
     readers = _count_readers(graph)
-    given: dict[Value, Code | None] = {}
+    given: dict[Value, Code] = {}
     made: dict[tuple, int] = {}
     pins: dict[str, Pin] = {}
+    shared: dict[tuple[int, int], Pin] = {}
     for i, op in enumerate(graph.ops):
         options = coder.candidates.of[i]
         if i in fixed:
@@ -87,8 +103,9 @@ def settle(
                 made[key] = _best(coder[i], cuts, sources, i in carried)
             chosen = made[key]
         for k, out in enumerate(coder[i][chosen][1]):
-            given[i, k] = out
-        pins[op.name] = Pin(options[chosen].outputs, options[chosen].inputs)
+            if out is not None:
+                given[i, k] = out
+        pins[op.name] = shared.setdefault((id(options), chosen), Pin(options[chosen].outputs, options[chosen].inputs))
     return pins
 
 
@@ -100,8 +117,8 @@ def _count_readers(graph: Graph) -> dict[Value, int]:
     return readers
 
 
-def _best(options: list[Coded], cuts: tuple, sources: tuple[tuple[Code, bool], ...], carried: bool) -> int:
-    """The best admissible candidate; the first one, where all is whole, is always admissible."""
+def _best(options: list[Coded], cuts: tuple, sources: tuple[Source, ...], carried: bool) -> int:
+    """The best admissible candidate; the one in which all is whole always is."""
     if carried:
         for j, (inputs, _) in enumerate(options):
             if inputs[0] == sources[0][0]:
@@ -110,22 +127,22 @@ def _best(options: list[Coded], cuts: tuple, sources: tuple[tuple[Code, bool], .
     return -max((score, j) for score, j in scored if score is not None)[1]
 
 
-def _score(option: Coded, cuts: tuple, sources: tuple[tuple[Code, bool], ...]) -> tuple[int, int] | None:
-    """(priority cut, -inputs that are moved); None where the candidate cuts what it may not, or makes whole partial."""
+def _score(option: Coded, cuts: tuple, sources: tuple[Source, ...]) -> tuple[int, int] | None:
+    """(priority cut, -inputs that are moved); None where the candidate cuts what it may not, or takes what isn't partial as such."""
     inputs, outputs = option
-    highest = [0] * len(next((layout for layout in (*inputs, *outputs) if layout is not None), ()))
     moved = 0
-    for layout, dims, source in [
-        *zip(inputs, cuts[0], sources, strict=True),
-        *((layout, dims, None) for layout, dims in zip(outputs, cuts[1], strict=True)),
-    ]:
-        for axis, placed in enumerate(layout or ()):
-            if placed >= 0:
-                if not dims[axis][placed]:
+    for layout, (given, alone) in zip(inputs, sources, strict=True):
+        for placed, produced in zip(layout, given, strict=True):
+            if placed != produced or not alone and placed < WHOLE:
+                if placed < WHOLE:
                     return None
-                highest[axis] = max(highest[axis], dims[axis][placed])
-            if source is not None and placed != source[0][axis]:
                 moved += 1
-            if source is not None and placed < WHOLE and (placed != source[0][axis] or not source[1]):
-                return None
-    return sum(highest), -moved
+    priority = 0
+    layouts = [layout for layout in (*inputs, *outputs) if layout is not None]
+    dims = [cut for cut in (*cuts[0], *cuts[1]) if cut is not None]
+    for lying, allowed in zip(zip(*layouts, strict=True), zip(*dims, strict=True), strict=True):  # axis by axis
+        reached = [cut[p] for p, cut in zip(lying, allowed, strict=True) if p >= 0]
+        if 0 in reached:
+            return None
+        priority += max(reached, default=STAYS_PARTIAL if all(p < WHOLE for p in lying) else 0)
+    return priority, -moved

@@ -46,8 +46,17 @@ class Output(AbstractContextManager):
         if self.as_json:
             print(json.dumps(finite(record), allow_nan=False), file=self.stdout)
         else:
-            console = Console(file=self.stdout, highlight=False)
-            console.print(table(), width=None if console.is_terminal else NARROW)
+            self._print(table())
+
+    def _print(self, table: RenderableType) -> None:
+        console = Console(file=self.stdout, highlight=False)
+        if console.is_terminal:
+            console.print(table)
+            return
+        console.width = NARROW
+        with console.capture() as captured:
+            console.print(table)
+        print("\n".join(line.rstrip() for line in captured.get().splitlines()), file=self.stdout)
 
     def note(self, line: str) -> None:
         """One line to the side, not part of the answer."""

@@ -88,8 +88,8 @@ def bias_of_convolution(s: Shapes) -> Shape | None:
     return None if s.value is None else (s.local("grad_output")[1],)
 
 
-SIZE = {"size": out_shape}
-INPUT_SIZES = {"input_sizes": out_shape}
+SIZE: dict[str, Rule] = {"size": out_shape}
+INPUT_SIZES: dict[str, Rule] = {"input_sizes": out_shape}
 NORM: dict[str, Rule] = {
     "N": lambda s: s.local("input")[0],
     "C": lambda s: s.local("input")[1],

@@ -4,16 +4,17 @@ With x an op's output in the whole program, x~ the same in a whole program whose
 and y what the ranks' parts stand for under the PLANNED layout (replicas agree, shards concatenate, partials add up):
 
     error = max |y - x| / max |x|                                       absolute where x is all zero
-    where that is too much:  max |y - x| / max(max |x|, max |x~ - x| / (8 eps))
+    error <= tolerance     or     max |y - x| <= 4 max |x~ - x|         then it is rounding
 
-The second line is for tensors that are zero but for rounding (the gradient of a key bias): they are measured against the
-terms that cancel. An op whose error is above `op_tolerance`, whose local shape differs or which fails is a placement
-mismatch; its output is then replaced by the right one, so that the next mismatch is found on its own and a wrong row is
-located even where the end result happens to be right.
+The second test is for tensors that are zero but for rounding (the gradient of a key bias): what is left of terms that cancel
+can't be compared with itself; its error is given relative to 4 max |x~ - x| / tolerance. An op whose error is above
+`op_tolerance`, whose local shape differs or which fails is a placement mismatch; its output is then replaced by the right
+one, so that the next mismatch is found on its own and a wrong row is located even where the end result happens to be right.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -35,11 +36,11 @@ from autoshard.solution import Placed
 # (errors of order 1) from rounding that later ops average out.
 TOLERANCES = {
     "float64": (1e-10, 1e-8),
-    "float32": (1e-5, 3e-4),
+    "float32": (1e-5, 1e-4),
     "float16": (5e-3, 5e-2),
     "bfloat16": (3e-2, 2e-1),
 }
-NOISE = 8  # rounding errors per unit of the terms' size: seen are 1 to 4 on GPT-2, Llama and BERT
+NOISE = 4  # the gradient of BERT's key bias differs by up to 1.8 times the noise (tiny GPT-2, Llama, BERT; 8 ranks, 10 random plans each)
 
 
 @dataclass(frozen=True)
@@ -229,14 +230,13 @@ class _Comparison:
 
     def _error(self, parts: list[Tensor], slot: Slot, expected: Tensor, tolerance: float) -> float:
         apart = distance(parts, slot.layout, self.mesh, expected)
-        if apart == 0.0:
-            return 0.0
         size = largest(expected)
-        if size and apart <= tolerance * size:
+        if apart == 0.0 or size == 0.0:
+            return apart
+        if apart <= tolerance * size:
             return apart / size
         noise = gap(self.whole.held[slot.value], self.near.held[slot.value])
-        scale = max(size, noise / (NOISE * self.eps) if noise < float("inf") else 0.0)
-        return apart / scale if scale else apart
+        return apart / max(size, NOISE * noise / tolerance if noise < math.inf else 0.0)
 
     def _repair(self, slot: Slot, found: str) -> None:
         op = self.graph.ops[slot.value[0]]

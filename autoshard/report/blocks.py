@@ -48,9 +48,15 @@ def sections(parameters: Mapping[str, dict], block_seconds: Mapping[str, object]
 
 
 def _row_seconds(rows: Mapping[str, dict], block_seconds: Mapping[str, object]) -> dict[str, float]:
-    first = {name.split(".")[0]: name for name in reversed(rows)}
+    first = {name.split(".")[0]: name for name in reversed(list(rows))}
     found = {name: _total(block_seconds.get(module)) for module, name in first.items()}
     return {name: seconds for name, seconds in found.items() if seconds is not None}
+
+
+def seconds_elsewhere(parameters: Mapping[str, dict], block_seconds: Mapping[str, object]) -> float:
+    """What `sections` leaves out: blocks and modules without parameters."""
+    known = {split(name)[0] or name.split(".")[0] for name in parameters}
+    return sum(_total(tree) or 0.0 for block, tree in block_seconds.items() if block not in known)
 
 
 def split(name: str) -> tuple[str, str]:

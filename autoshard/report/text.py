@@ -11,12 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.mesh import Axis
-from autoshard.report.blocks import Section, sections
+from autoshard.report.blocks import Section, seconds_elsewhere, sections
 from autoshard.report.numbers import percent, seconds, size
 from autoshard.solution import Solution
 
 WIDTH = 100  # columns
 FEW = 5  # placement mismatches listed
+ROUNDING = 1e-9  # relative: a bound this near the cost differs by rounding only
 
 PROOF = {
     "optimal": "no plan is faster under these prices",
@@ -47,7 +48,7 @@ def header(solution: Solution) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    gap = f"gap {solution.gap:.2g}" if solution.gap < float("inf") else "no bound"
+    gap = "no bound" if solution.gap == float("inf") else f"gap {solution.gap if solution.gap > ROUNDING else 0:.2g}"
     table.add_row("plan", f"{solution.status}, {gap}: {PROOF.get(solution.status, '')}")
     what = "step (forward, backward, optimizer)" if solution.training else "forward pass"
     table.add_row("cost", f"{seconds(solution.cost)} per {what}; no plan takes less than {seconds(solution.bound)}")
@@ -145,6 +146,9 @@ def layouts(solution: Solution) -> Table | None:
     table.add_column("time", justify="right", no_wrap=True)
     for section in sections(solution.parameters, solution.breakdown.get("blocks", {})):
         _add_section(table, section)
+    elsewhere = seconds_elsewhere(solution.parameters, solution.breakdown.get("blocks", {}))
+    if elsewhere:
+        table.add_row("where no parameters are", "", "", "", seconds(elsewhere), style="bold")
     return table
 
 
@@ -184,7 +188,7 @@ def verify_report(report: Mapping) -> RenderableType:
     for row in report["plans"]:
         drawn = "plan" if row.get("seed") is None else f"random, seed {row['seed']}"
         numbers = [row.get(f"max_relative_error_{what}") for what in ("outputs", "gradients")]
-        shown = ["-" if value is None else f"{value:.1e}" for value in numbers]
+        shown = ["-" if value is None else f"{value:.1e}" if value else "0" for value in numbers]
         mismatches = row["placement_mismatches"]
         table.add_row(drawn, *shown, str(len(mismatches)), str(row.get("redistributes", "")))
     said = [line for row in report["plans"] for line in map(_mismatch, row["placement_mismatches"][:FEW])]

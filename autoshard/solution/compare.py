@@ -14,6 +14,7 @@ from autoshard.mesh import Mesh
 from autoshard.solution.record import Placed, Solution, parsed, plain
 
 FEW = 3  # names listed before "and 12 more"
+NOT_COMPARED = ("axes", "device", "model", "set", "solver")  # assumptions that the mesh and the graph say better, or that change no layout
 
 
 def differences(
@@ -97,7 +98,9 @@ def _links(planned: Mesh, now: Mesh) -> list[str]:
 
 
 def _assumptions(planned: dict, now: dict | None) -> list[str]:
-    return [] if now is None else _changes("", planned, now)
+    if now is None:
+        return []
+    return _changes("", *({key: value for key, value in said.items() if key not in NOT_COMPARED} for said in (planned, now)))
 
 
 def _changes(what: str, old: Mapping, new: Mapping) -> list[str]:

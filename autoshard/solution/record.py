@@ -19,7 +19,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from autoshard.layout import parse
-from autoshard.mesh import Mesh, check_shape
+from autoshard.mesh import Axis, Device, Mesh, check_shape
 from autoshard.solution.files import write
 
 VERSION = "0.1.0"  # of autoshard; pyproject.toml reads it from here
@@ -136,7 +136,8 @@ def _check_keys(data: dict) -> None:
 def _mesh(data: dict) -> Mesh:
     mesh = Mesh.from_dict(data)
     check_shape(mesh.shape)
-    for record in (*mesh.axes, mesh.device):
+    records: tuple[Axis | Device, ...] = (*mesh.axes, mesh.device)
+    for record in records:
         for f in fields(record):
             value = getattr(record, f.name)
             if f.type == "str" and not isinstance(value, str):

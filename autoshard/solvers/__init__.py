@@ -3,7 +3,10 @@
 from .answer import Answer as Answer
 from .answer import Infeasibility as Infeasibility
 from .answer import Status as Status
+from .auto import Auto as Auto
 from .cvx import CVX as CVX
+from .dual import Dual as Dual
 from .exhaustive import Exhaustive as Exhaustive
 from .ilp import ILP as ILP
+from .solve import frontier as frontier
 from .solve import solve as solve

@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 TOLERANCE = 1e-9  # relative; sums of the same numbers in another order differ by up to 3e-14 on real problems
 
 
-class Status(str, Enum):
+class Status(StrEnum):
     """How an answer stands; `advice` says what to do about it."""
 
     OPTIMAL = "optimal"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..problem import NodeUsage, Problem
+from ..problem import EdgeUsage, NodeUsage, Problem
 from .answer import TOLERANCE
 from .incumbent import Incumbent
 
@@ -28,18 +28,24 @@ class CVX:
 
         x = [cp.Variable(len(c), boolean=True) for c in problem.node_costs]
         pairs = [cp.Variable(e.table.shape, nonneg=True) for e in problem.edges]
-        largest = max([1e-300, *(float(np.abs(t[np.isfinite(t)]).max(initial=0.0)) for t in (*problem.node_costs, *(e.table for e in problem.edges)))])
+        tables = (*problem.node_costs, *(e.table for e in problem.edges))
+        largest = max([1e-300, *(float(np.abs(t[np.isfinite(t)]).max(initial=0.0)) for t in tables)])
         cost = sum(_finite(c, largest) @ v for c, v in zip(problem.node_costs, x, strict=True))
         cost += sum(cp.sum(cp.multiply(_finite(e.table, largest), p)) for e, p in zip(problem.edges, pairs, strict=True))
         constraints = [cp.sum(v) == 1 for v in x]
         for e, p in zip(problem.edges, pairs, strict=True):
             constraints += [cp.sum(p, axis=1) == x[e.a], cp.sum(p, axis=0) == x[e.b]]
-        for table, variable in zip((*problem.node_costs, *(e.table for e in problem.edges)), (*x, *pairs), strict=True):
+        for table, variable in zip(tables, (*x, *pairs), strict=True):
             if np.isinf(table).any():
                 constraints.append(cp.multiply(np.isinf(table).astype(float), variable) == 0)
         constraints += _memory(cp, problem, x, pairs)
         program = cp.Problem(cp.Minimize(cost), constraints)
-        options = {"time_limit": min(max(incumbent.time_left(), 0.01), 1e6), "mip_rel_gap": max(incumbent.gap, TOLERANCE / 10), "threads": 1, "presolve": "off"}  # the presolve of HiGHS 1.15.1 never ends on some problems of three nodes with forbidden pairs
+        options: dict[str, float | str] = {
+            "time_limit": min(max(incumbent.time_left(), 0.01), 1e6),
+            "mip_rel_gap": max(incumbent.gap, TOLERANCE / 10),
+        }
+        # the presolve of HiGHS 1.15.1 never ends on some problems of three nodes with forbidden pairs
+        options |= {"threads": 1, "presolve": "off"}
         program.solve(solver=cp.HIGHS, **options)
         if program.status == cp.INFEASIBLE:
             incumbent.raise_bound(math.inf)
@@ -65,6 +71,11 @@ def _memory(cp, problem: Problem, x: list, pairs: list) -> list:
     rows = []
     for t in sorted({u.start for u in problem.usages if u.start < u.end}):
         alive = [u for u in problem.usages if u.start <= t < u.end]
-        terms = [(u.bytes / unit) @ x[u.node] if isinstance(u, NodeUsage) else cp.sum(cp.multiply(u.bytes / unit, pairs[u.edge])) for u in alive]
-        rows.append(sum(terms) <= limit / unit)
+        rows.append(sum(_held(cp, u, x, pairs) for u in alive) / unit <= limit / unit)
     return rows
+
+
+def _held(cp, usage: NodeUsage | EdgeUsage, x: list, pairs: list):
+    if isinstance(usage, NodeUsage):
+        return usage.bytes @ x[usage.node]
+    return cp.sum(cp.multiply(usage.bytes, pairs[usage.edge]))

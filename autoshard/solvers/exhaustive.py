@@ -21,7 +21,7 @@ class Exhaustive:
     def run(self, problem: Problem, incumbent: Incumbent) -> None:
         shape = tuple(len(c) for c in problem.node_costs)
         if math.prod(shape) > MOST_ANSWERS:
-            raise ValueError(f"the problem has {math.prod(shape):.1e} answers, more than the {MOST_ANSWERS:.0e} that exhaustive tries; use auto")
+            raise ValueError(f"the problem has {math.prod(shape)} answers; exhaustive tries at most {MOST_ANSWERS}, use auto")
         cost = np.zeros(shape)
         for v, c in enumerate(problem.node_costs):
             cost += _spread(c, (v,), len(shape))

@@ -6,6 +6,7 @@ longer; on planning problems the relaxation is integral unless memory binds. A h
 """
 
 import math
+import threading
 from dataclasses import dataclass
 
 import highspy
@@ -20,6 +21,7 @@ OBJECTIVE = 1e5  # costs are scaled so that answers cost about this: HiGHS's tol
 FEASIBILITY = 1e-9  # HiGHS's tolerances; its defaults of 1e-6 and 1e-7 are too loose for proofs to 1e-9
 ROUNDING = TOLERANCE / 2  # relative; by this much a bound that HiGHS reports is rounded down
 LONGEST_SLICE = 1e6  # seconds
+OVERTIME = 1.02  # HiGHS looks at its clock now and then
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def relax(program: Program, incumbent: Incumbent) -> list[int]:
             model.highs.addRow(-highspy.kHighsInf, program.scaled_limit, len(columns), columns, amounts)
         memory += more
     if model.status == highspy.HighsModelStatus.kInfeasible:
-        incumbent.raise_bound(math.inf)
+        incumbent.close()
     return memory
 
 
@@ -66,10 +68,12 @@ def branch(program: Program, incumbent: Incumbent, memory: list[int]) -> None:
     while not incumbent.done:
         model = Model(program, incumbent, memory, integer=True)
         status = model.run(incumbent)
-        info = model.highs.getInfo()
-        if status == highspy.HighsModelStatus.kInfeasible:
-            incumbent.raise_bound(math.inf)
+        if status is None:
             return
+        if status == highspy.HighsModelStatus.kInfeasible:
+            incumbent.close()
+            return
+        info = model.highs.getInfo()
         if math.isfinite(info.mip_dual_bound):
             bound = info.mip_dual_bound / model.scale + program.constant
             incumbent.raise_bound(bound - ROUNDING * abs(bound))
@@ -89,8 +93,16 @@ class Model:
     def __init__(self, program: Program, incumbent: Incumbent, memory: list[int], *, integer: bool) -> None:
         self.scale = OBJECTIVE / _magnitude(program, incumbent)
         self.highs = highspy.Highs()
-        options = {"output_flag": False, "threads": 1, "random_seed": 0, "mip_rel_gap": max(incumbent.gap, TOLERANCE / 10), "mip_abs_gap": 0.0}
-        options |= {name: FEASIBILITY for name in ("primal_feasibility_tolerance", "dual_feasibility_tolerance", "mip_feasibility_tolerance")}
+        options = {
+            "output_flag": False,
+            "threads": 1,
+            "random_seed": 0,
+            "mip_rel_gap": max(incumbent.gap, TOLERANCE / 10),
+            "mip_abs_gap": 0.0,
+        }
+        options |= {
+            name: FEASIBILITY for name in ("primal_feasibility_tolerance", "dual_feasibility_tolerance", "mip_feasibility_tolerance")
+        }
         for name, value in options.items():
             self.highs.setOptionValue(name, value)
         self.highs.passModel(self._lp(program, memory, integer))
@@ -105,11 +117,14 @@ class Model:
         lp.num_col_, lp.num_row_ = program.num_columns, len(program.rhs) + len(rows)
         lp.col_cost_ = program.cost * self.scale
         lp.col_lower_ = np.zeros(program.num_columns)
-        lp.col_upper_ = np.full(program.num_columns, highspy.kHighsInf)
+        # implied by the rows; without it the presolve of HiGHS 1.15.1 never ends on some programs of twenty columns
+        lp.col_upper_ = np.ones(program.num_columns)
         lp.row_lower_ = np.concatenate([program.rhs, np.full(len(rows), -highspy.kHighsInf)])
         lp.row_upper_ = np.concatenate([program.rhs, np.full(len(rows), program.scaled_limit)])
         lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        lp.a_matrix_.start_ = np.concatenate([program.matrix.indptr, program.matrix.nnz + np.cumsum([len(c) for c, _ in rows], dtype=np.int64)])
+        lp.a_matrix_.start_ = np.concatenate(
+            [program.matrix.indptr, program.matrix.nnz + np.cumsum([len(c) for c, _ in rows], dtype=np.int64)]
+        )
         lp.a_matrix_.index_ = np.concatenate([program.matrix.indices, *(c for c, _ in rows)])
         lp.a_matrix_.value_ = np.concatenate([program.matrix.data, *(a for _, a in rows)])
         if integer:
@@ -117,11 +132,14 @@ class Model:
             lp.integrality_ = kinds + [highspy.HighsVarType.kContinuous] * (program.num_columns - program.num_x)
         return lp
 
-    def run(self, incumbent: Incumbent) -> highspy.HighsModelStatus:
+    def run(self, incumbent: Incumbent) -> highspy.HighsModelStatus | None:
+        """Solve in the time left; None where HiGHS did not come back in time (it is then left to itself, and to its own limit)."""
         left = min(max(incumbent.time_left(), 0.01), LONGEST_SLICE)
         self.highs.setOptionValue("time_limit", self.highs.getRunTime() + left)  # HiGHS counts all runs of a model together
-        self.highs.run()
-        self.status = self.highs.getModelStatus()
+        thread = threading.Thread(target=self.highs.run, daemon=True)  # so that Ctrl-C and the time limit are heard meanwhile
+        thread.start()
+        thread.join(left * OVERTIME + 0.1)
+        self.status = None if thread.is_alive() else self.highs.getModelStatus()
         return self.status
 
 

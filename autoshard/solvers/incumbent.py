@@ -2,52 +2,39 @@
 
     bound <= optimum <= cost          proven where cost - bound <= max(gap, 1e-9) |cost|
 
-A solver offers choices and raises the bound; what an offer is worth is asked of `evaluate`, never of the solver.
+A solver offers choices and raises the bound; what an offer is worth is asked of `evaluate`, never of the solver. A smaller problem
+of equal cost (after reductions) has an incumbent of its own that shares the record: what is offered there is lifted.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from ..problem import Problem, evaluate
 from .answer import TOLERANCE
 
+Choice = Sequence[int] | np.ndarray
 
-class Incumbent:
-    """Holds the best choice of `problem`; `deadline` and `clock` are in seconds."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        *,
-        deadline: float,
-        gap: float,
-        clock: Callable[[], float],
-        progress: Callable[[float, float], None] | None = None,
-    ) -> None:
-        self.problem = problem
-        self.deadline, self.gap, self.clock, self.progress = deadline, gap, clock, progress
-        self.choice: tuple[int, ...] | None = None
-        self.cost = math.inf
-        self.bound = -math.inf
-        self.size: dict[str, int] = {}  # nodes, edges, cells left after reduction
-        self.seconds: dict[str, float] = {}
+@dataclass
+class Record:
+    """What is known about the problem that the user gave."""
 
-    def offer(self, choice: Sequence[int]) -> bool:
-        """Take the choice if it fits and is cheaper than the best so far."""
-        judged = evaluate(self.problem, choice)
-        if not judged.fits or not judged.cost < self.cost:
-            return False
-        self.choice, self.cost = tuple(int(i) for i in choice), judged.cost
-        self._report()
-        return True
+    problem: Problem
+    deadline: float  # seconds on the clock
+    gap: float  # relative
+    clock: Callable[[], float]
+    progress: Callable[[float, float], None] | None = None
+    tolerance: float = TOLERANCE  # relative
+    choice: tuple[int, ...] | None = None
+    cost: float = math.inf
+    bound: float = -math.inf
+    size: dict[str, int] = field(default_factory=dict)  # nodes, edges, cells left after reduction
+    seconds: dict[str, float] = field(default_factory=dict)
 
-    def raise_bound(self, bound: float) -> None:
-        """Take a proven lower bound; inf says that no answer exists."""
-        if bound > self.bound:
-            self.bound = bound
-            self._report()
-
-    def _report(self) -> None:
+    def report(self) -> None:
         excess = self.bound - self.cost
         assert math.isinf(self.cost) or excess <= TOLERANCE * abs(self.cost), f"bound {self.bound!r} above cost {self.cost!r}"
         if excess > 0 and self.choice is not None:
@@ -55,49 +42,67 @@ class Incumbent:
         if self.progress is not None:
             self.progress(self.cost, self.bound)
 
+
+class Incumbent:
+    """The record as seen from `problem`; `choice` is the best one offered here, in this problem's choices."""
+
+    def __init__(self, problem: Problem, record: Record, lift: Callable[[Choice], Choice] | None = None) -> None:
+        self.problem, self.record, self._lift = problem, record, lift
+        self.choice: tuple[int, ...] | None = record.choice if lift is None else None
+
+    def inside(self, problem: Problem, lift: Callable[[Choice], Choice]) -> "Incumbent":
+        """The incumbent of a problem of equal cost whose answers `lift` takes to this one's."""
+        return Incumbent(problem, self.record, lambda choice: self.lifted(lift(choice)))
+
+    def lifted(self, choice: Choice) -> Choice:
+        return choice if self._lift is None else self._lift(choice)
+
+    def offer(self, choice: Choice) -> bool:
+        """Take the choice if it fits and is cheaper than the best so far."""
+        outer = self.lifted(choice)
+        judged = evaluate(self.record.problem, outer)
+        if not judged.fits or not judged.cost < self.record.cost:
+            return False
+        self.choice = tuple(int(i) for i in choice)
+        self.record.choice, self.record.cost = tuple(int(i) for i in outer), judged.cost
+        self.record.report()
+        return True
+
+    def raise_bound(self, bound: float) -> None:
+        """Take a proven lower bound; inf says that no answer exists."""
+        if bound > self.record.bound:
+            self.record.bound = float(bound)
+            self.record.report()
+
+    def close(self) -> None:
+        """Nothing cheaper than the incumbent is left."""
+        self.raise_bound(self.record.cost)
+
+    @property
+    def cost(self) -> float:
+        return self.record.cost
+
+    @property
+    def bound(self) -> float:
+        return self.record.bound
+
+    @property
+    def gap(self) -> float:
+        return self.record.gap
+
     @property
     def slack(self) -> float:
         """How far a bound may stay under the cost and still prove it."""
-        return max(self.gap, TOLERANCE) * abs(self.cost)
+        return max(self.record.gap, self.record.tolerance) * abs(self.record.cost)
 
     @property
     def proven(self) -> bool:
-        return self.bound == math.inf or (self.choice is not None and self.cost - self.bound <= self.slack)
+        found = self.record.choice is not None
+        return self.bound == math.inf or (found and self.cost - self.bound <= self.slack)
 
     def time_left(self) -> float:
-        return self.deadline - self.clock()
+        return self.record.deadline - self.record.clock()
 
     @property
     def done(self) -> bool:
         return self.proven or self.time_left() <= 0
-
-
-class Lifted(Incumbent):
-    """An incumbent of a smaller problem of equal cost: what is offered here is lifted to the one outside."""
-
-    def __init__(self, problem: Problem, outer: Incumbent, lift: Callable[[Sequence[int]], Sequence[int]]) -> None:
-        self.problem, self.outer, self.lift = problem, outer, lift
-        self.gap, self.clock, self.deadline = outer.gap, outer.clock, outer.deadline
-        self.choice: tuple[int, ...] | None = None  # the best offered here, in this problem's choices
-        self.size, self.seconds = outer.size, outer.seconds
-
-    @property
-    def cost(self) -> float:
-        return self.outer.cost
-
-    @property
-    def bound(self) -> float:
-        return self.outer.bound
-
-    @property
-    def proven(self) -> bool:
-        return self.outer.proven
-
-    def offer(self, choice: Sequence[int]) -> bool:
-        taken = self.outer.offer(self.lift(choice))
-        if taken:
-            self.choice = tuple(int(i) for i in choice)
-        return taken
-
-    def raise_bound(self, bound: float) -> None:
-        self.outer.raise_bound(bound)

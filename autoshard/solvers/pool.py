@@ -4,6 +4,7 @@ A 32-layer model repeats a block's tables 32 times; the contest's instance A has
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,8 @@ class Pool:
     def __init__(self) -> None:
         self._by_id: dict[int, np.ndarray] = {}
         self._by_value: dict[tuple, np.ndarray] = {}
-        self._results: dict[tuple, object] = {}
+        self._originals: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._results: dict[tuple, Any] = {}
 
     def intern(self, array: np.ndarray) -> np.ndarray:
         if self._by_id.get(id(array)) is array:
@@ -28,11 +30,9 @@ class Pool:
 
     def original(self, array: np.ndarray) -> np.ndarray:
         """Intern an array of the caller's, which is likely to come by again."""
-        key = ("original", id(array))
-        known = self._results.get(key)
-        if known is None:
-            known = self._results[key] = (self.intern(array), array)  # the caller's array is kept alive with its id
-        return known[0]
+        if id(array) not in self._originals:
+            self._originals[id(array)] = (self.intern(array), array)  # the caller's array is kept alive with its id
+        return self._originals[id(array)][0]
 
     def of(self, function: Callable, *arrays: np.ndarray):
         """function(*arrays) for interned arrays; a resulting array is interned, and so are those of a tuple."""

@@ -73,11 +73,11 @@ class Program:
     def memory_row(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Columns and bytes of what is alive at a binding time, the limit being 1 (a tolerance is then a relative one)."""
         out = np.zeros(self.num_columns)
-        for k in self.rows.alive(row):
+        for k in self.rows.alive(row).tolist():
             columns, amounts = self._usage(k)
             out[columns] += amounts
-        columns = np.flatnonzero(out)
-        return columns, out[columns] / max(self.limit, 1.0)
+        nonzero = np.flatnonzero(out)
+        return nonzero, out[nonzero] / max(self.limit, 1.0)
 
     @property
     def scaled_limit(self) -> float:
@@ -86,7 +86,7 @@ class Program:
     def _usage(self, k: int) -> tuple[slice, np.ndarray]:
         u = self.problem.usages[k]
         if isinstance(u, NodeUsage):
-            columns = slice(self.first_x[u.node], self.first_x[u.node + 1])
+            columns = slice(int(self.first_x[u.node]), int(self.first_x[u.node + 1]))
             return columns, u.bytes[self.choices[columns]]
         return slice(self.first_e[u.edge], self.first_e[u.edge + 1]), u.bytes.ravel()[self._cells[u.edge]]
 
@@ -103,7 +103,7 @@ class Program:
         """The largest choice of every node."""
         return [int(self.choices[a + np.argmax(z[a:b])]) for a, b in zip(self.first_x[:-1], self.first_x[1:], strict=True)]
 
-    def columns_of(self, choice: Sequence[int]) -> np.ndarray:
+    def columns_of(self, choice: Sequence[int] | np.ndarray) -> np.ndarray:
         """The point z of a choice."""
         z = np.zeros(self.num_columns)
         z[[self._column[v][i] for v, i in enumerate(choice)]] = 1.0
@@ -116,12 +116,12 @@ class Program:
         if not len(self.rows.times):
             return []
         mean = np.zeros(len(self.problem.usages))
-        for k in np.flatnonzero(self.rows.first < self.rows.last):
+        for k in np.flatnonzero(self.rows.first < self.rows.last).tolist():
             columns, amounts = self._usage(k)
             mean[k] = amounts @ z[columns]
         return worst_of_runs(load(self.rows, mean) - self.limit, FRACTIONAL_EXCESS * self.limit)
 
-    def exceeded_by(self, choice: Sequence[int]) -> list[int]:
+    def exceeded_by(self, choice: Sequence[int] | np.ndarray) -> list[int]:
         """The same for a choice, without tolerance."""
         return worst_of_runs(load(self.rows, held(self.problem, choice)) - self.limit, 0.0) if len(self.rows.times) else []
 

@@ -12,7 +12,7 @@ Repeated tables are handled once (pool.py). The lift replays the steps backwards
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,6 +37,7 @@ from .times import maximal_rows
 
 DOMINANCE_CELLS = 3 * 10**7  # most operations to compare all rows of one table
 LINK_CELLS = 3 * 10**7  # most operations to eliminate a node between two others
+STOP_EVERY = 100  # nodes
 ROUNDING = 1e-9  # relative to the limit: a row that misses the limit by less is kept
 
 
@@ -50,7 +51,7 @@ class Reduced:
     steps: tuple[tuple, ...] = field(repr=False)
     num_nodes: int = 0
 
-    def lift(self, choice: Sequence[int]) -> list[int]:
+    def lift(self, choice: Sequence[int] | np.ndarray) -> list[int]:
         """The answer to the original problem, of the same cost, that this one stands for."""
         x = [0] * self.num_nodes
         for v, i in zip(self.nodes, choice, strict=False):
@@ -76,12 +77,12 @@ def _undo(step: tuple, x: list[int]) -> None:
         x[v] = int((costs + left[:, x[a]] + right[:, x[b]]).argmin())
 
 
-def reduce(problem: Problem, *, link: bool = True) -> Reduced:
-    """Apply every reduction until none applies; with link=False no edge between two neighbours is made."""
-    state = _State(problem, link)
+def reduce(problem: Problem, *, stop: Callable[[], bool] = lambda: False) -> Reduced:
+    """Apply every reduction until none applies, or until stop() says so (what was reduced by then is as exact)."""
+    state = _State(problem, stop)
     try:
         state.read_usages()
-        while state.sweep() or state.refresh_memory():
+        while state.sweep() or (state.refresh_memory() and not stop()):
             pass
     except _Infeasible:
         return Reduced(None, state.times, (), tuple(state.steps), len(problem.names))
@@ -93,31 +94,34 @@ class _Infeasible(Exception):
 
 
 class _State:
-    def __init__(self, problem: Problem, link: bool) -> None:
-        self.problem, self.link = problem, link
+    def __init__(self, problem: Problem, stop: Callable[[], bool]) -> None:
+        self.problem, self.stop = problem, stop
         self.pool = Pool()
-        self.cost: list[np.ndarray | None] = [self.pool.original(c) for c in problem.node_costs]
+        self.cost: list[np.ndarray] = [self.pool.original(c) for c in problem.node_costs]
+        self.alive = [True] * len(problem.names)
         self.tables: list[dict[int, np.ndarray]] = [{} for _ in problem.names]  # tables[v][n][i of v, j of n], both ways
         self.items: list[dict[tuple[int, int], np.ndarray]] = [{} for _ in problem.names]  # bytes by (first row, last row)
         self.pair_items: list[dict[int, list[tuple[int, int, np.ndarray]]]] = [{} for _ in problem.names]  # both ways
         self.steps: list[tuple] = []
         self.constant: list[float] = []
         self.dirty = dict.fromkeys(range(len(problem.names)))
+        self.limit = math.inf if problem.usage_limit is None else float(problem.usage_limit)
+        self.slack = ROUNDING * max(self.limit, 1.0)
         self.times, self.room = np.zeros(0, np.int64), np.zeros(0)
         for e in problem.edges:
             self.add_edge(e.a, e.b, self.pool.original(e.table))
 
     def read_usages(self) -> None:
-        usages, limit = self.problem.usages, self.problem.usage_limit
+        usages = self.problem.usages
         starts, ends = (np.array([getattr(u, end) for u in usages], dtype=np.int64) for end in ("start", "end"))
-        counts = np.array([limit is not None and u.bytes.max() > 0 for u in usages], dtype=bool)
+        counts = np.array([self.limit < math.inf and u.bytes.max() > 0 for u in usages], dtype=bool)
         rows = maximal_rows(starts, ends, counts)
         self.times = rows.times
-        self.room = np.full(len(rows.times), math.inf if limit is None else float(limit))
+        self.room = np.full(len(rows.times), self.limit)
         for u, first, last in zip(usages, rows.first.tolist(), rows.last.tolist(), strict=True):
             if first < last and isinstance(u, NodeUsage):
                 self.add_item(u.node, first, last, self.pool.original(u.bytes))
-            elif first < last:
+            elif first < last and isinstance(u, EdgeUsage):
                 e = self.problem.edges[u.edge]
                 self.add_pair_item(e.a, e.b, (first, last, self.pool.original(u.bytes)))
         self.refresh_memory()
@@ -153,7 +157,7 @@ class _State:
     def remove(self, v: int) -> None:
         for n in list(self.tables[v]):
             self.drop_edge(v, n)
-        self.cost[v] = None
+        self.alive[v] = False
         self.items[v] = {}
         self.dirty.pop(v, None)
 
@@ -165,8 +169,10 @@ class _State:
         edges_before = sum(map(len, self.tables))
         while self.dirty:
             work, self.dirty = sorted(self.dirty), {}
-            for v in work:
-                if self.cost[v] is not None:
+            for k, v in enumerate(work):
+                if k % STOP_EVERY == 0 and self.stop():
+                    return False
+                if self.alive[v]:
                     self.reduce_node(v)
         return len(self.steps) > before or sum(map(len, self.tables)) < edges_before
 
@@ -311,11 +317,11 @@ class _State:
             self.constant.append(float(costs.min()))
             self.remove(v)
         elif len(edges) == 1:
-            (n, table), = edges
+            ((n, table),) = edges
             self.steps.append(("leaf", v, costs, n, table))
             self.remove(v)
             self.add_cost(n, self.pool.of(eliminate_leaf, costs, table))
-        elif self.link:
+        else:
             (a, left), (b, right) = edges
             cells = left.shape[1] * right.shape[1]
             if cells * len(costs) <= LINK_CELLS and cells <= 4 * (left.size + right.size):
@@ -342,10 +348,9 @@ class _State:
                     del self.pair_items[n][v]
                     for item in rest:
                         self.add_pair_item(v, n, item)
-        limit = self.problem.usage_limit
-        if self.room.min() < -ROUNDING * max(limit, 1.0):
+        if self.room.min() < -self.slack:
             raise _Infeasible
-        keep = np.cumsum(most)[:-1] > self.room - ROUNDING * max(limit, 1.0)
+        keep = np.cumsum(most)[:-1] > self.room - self.slack
         keep &= self._tightest_of_equals()
         if not keep.all():
             self._renumber(keep, changed)
@@ -406,16 +411,16 @@ class _State:
 
     def _drop_too_large(self, v: int) -> bool:
         """Drop choices that don't fit even where everything else is as small as can be."""
-        events: dict[int, np.ndarray] = {}
+        events: dict[int, np.ndarray | float] = {}
         for (first, last), b in self.items[v].items():
             events[first] = events.get(first, 0.0) + b
             events[last] = events.get(last, 0.0) - b
         places = sorted(events)
-        held, mask = np.zeros(len(self.cost[v])), np.ones(len(self.cost[v]), bool)
-        tolerance = ROUNDING * max(self.problem.usage_limit, 1.0)
+        held = np.zeros(len(self.cost[v]))
+        mask = held == 0.0
         for start, end in zip(places, places[1:], strict=False):
             held = held + events[start]
-            mask &= held <= self.room[start:end].min() + tolerance
+            mask = mask & (held <= self.room[start:end].min() + self.slack)
         if mask.all():
             return False
         self.keep(v, mask)
@@ -424,10 +429,10 @@ class _State:
     # ---- the result
 
     def result(self) -> Reduced:
-        problem, limit = self.problem, self.problem.usage_limit
-        nodes = [v for v, c in enumerate(self.cost) if c is not None]
+        nodes = [v for v, alive in enumerate(self.alive) if alive]
         number = {v: k for k, v in enumerate(nodes)}
-        edges, usages = [], []
+        edges: list[Edge] = []
+        usages: list[NodeUsage | EdgeUsage] = []
         for v in nodes:
             usages += [NodeUsage(number[v], first, last, b) for (first, last), b in self.items[v].items()]
             for n, table in self.tables[v].items():
@@ -435,11 +440,10 @@ class _State:
                     usages += [EdgeUsage(len(edges), first, last, b) for first, last, b in self.pair_items[v].get(n, ())]
                     edges.append(Edge(number[v], number[n], table))
         costs = [self.cost[v] for v in nodes]
-        names = [problem.names[v] for v in nodes]
+        names = [self.problem.names[v] for v in nodes]
         base = len(nodes)
         names.append("base")
         costs.append(np.array([math.fsum(self.constant)]))
-        usages += [NodeUsage(base, r, r + 1, np.array([max(limit - room, 0.0)])) for r, room in enumerate(self.room)]
-        small = Problem(tuple(names), tuple(costs), tuple(edges), tuple(usages), limit if len(self.room) else None)
-        return Reduced(small, self.times, tuple(nodes), tuple(self.steps), len(problem.names))
-
+        usages += [NodeUsage(base, r, r + 1, np.array([max(self.limit - room, 0.0)])) for r, room in enumerate(self.room)]
+        small = Problem(tuple(names), tuple(costs), tuple(edges), tuple(usages), self.limit if len(self.room) else None)
+        return Reduced(small, self.times, tuple(nodes), tuple(self.steps), len(self.problem.names))

@@ -1,4 +1,9 @@
-"""solve: the one entry. It sets the clock, asks one solver, has `evaluate` judge, and says what is proven."""
+"""solve: the one entry. It sets the clock, asks one solver, has `evaluate` judge, and says what is proven.
+
+Among answers of equal cost, a preference p (one array per node) decides: the costs c + s p, with s p below 1e-6 of the optimum C
+in total, are solved again, and the answer is taken if `evaluate` says that it costs at most (1 + 1e-9) C; else once more at 1e-9.
+It never enters cost or bound.
+"""
 
 import math
 import time
@@ -9,25 +14,33 @@ from typing import Protocol
 import numpy as np
 
 from ..problem import Problem, evaluate
-from .answer import Answer, Status
+from .answer import TOLERANCE, Answer, Status
+from .auto import Auto
+from .certificate import explain_infeasible
 from .cvx import CVX
+from .dual import Dual
 from .exhaustive import Exhaustive
 from .ilp import ILP
-from .incumbent import Incumbent
+from .incumbent import Incumbent, Record
 
 TIME_LIMIT = 10000.0  # seconds
+PREFERENCE_SHARES = (1e-6, 1e-9)  # of the cost, for all preferences together
+PREFERENCE_TOLERANCE = 1e-12  # the first share over the nodes of a large problem
 
 
 class Solver(Protocol):
     """Improves an incumbent until it is proven or its time is up."""
 
-    time_limit: float | None
-    gap: float | None
+    @property
+    def time_limit(self) -> float | None: ...
+
+    @property
+    def gap(self) -> float | None: ...
 
     def run(self, problem: Problem, incumbent: Incumbent) -> None: ...
 
 
-SOLVERS: dict[str, type[Solver]] = {"auto": ILP, "ilp": ILP, "cvxpy": CVX, "exhaustive": Exhaustive}
+SOLVERS: dict[str, type[Solver]] = {"auto": Auto, "ilp": ILP, "cvxpy": CVX, "dual": Dual, "exhaustive": Exhaustive}
 
 
 def solve(
@@ -38,26 +51,54 @@ def solve(
     gap: float = 0.0,
     starts: Sequence[Sequence[int]] = (),
     preference: Sequence[np.ndarray] | None = None,
-    workers: int = 1,
     progress: Callable[[float, float], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Answer:
-    """The cheapest choice that fits, with its proof; `time_limit` in seconds, `gap` relative."""
+    """The cheapest choice that fits, with its proof; `time_limit` in seconds, `gap` relative.
+
+    `starts` are choices that may be feasible; those that aren't are ignored. `progress` is told (cost, bound) whenever one improves.
+    Ctrl-C ends the search, not the program: what is known by then is the answer.
+    """
     began = clock()
     chosen = _named(solver)
     time_limit = chosen.time_limit if chosen.time_limit is not None else time_limit
     gap = chosen.gap if chosen.gap is not None else gap
     if not time_limit > 0 or not gap >= 0:
         raise ValueError(f"time_limit is {time_limit} and gap is {gap}; expected more than 0 seconds and a gap of 0 or more")
-    incumbent = Incumbent(problem, deadline=began + time_limit, gap=gap, clock=clock, progress=progress)
-    for choice in starts:
-        incumbent.offer(choice)
+    record = Record(problem, began + time_limit, gap, clock, progress)
+    incumbent = Incumbent(problem, record)
+    for start in starts:
+        incumbent.offer(start)
+    infeasibility = None
     try:
         chosen.run(problem, incumbent)
+        if incumbent.proven and preference is not None and record.choice is not None:
+            _prefer(record, preference)
+        if incumbent.proven and record.choice is None:
+            infeasibility = explain_infeasible(problem, incumbent)
     except KeyboardInterrupt:  # the user has waited enough: what is known so far is the answer
         pass
-    seconds = {**incumbent.seconds, "total": clock() - began}
-    return _answer(incumbent, type(chosen).__name__.lower(), seconds)
+    record.seconds["total"] = clock() - began
+    peak = None if record.choice is None else evaluate(problem, record.choice).peak
+    name = type(chosen).__name__.lower()
+    return Answer(_status(incumbent), record.choice, record.cost, record.bound, name, record.seconds, record.size, peak, infeasibility)
+
+
+def frontier(problem: Problem, limits: Sequence[float | None], **options) -> list[Answer]:
+    """One answer per memory limit, in the order given; loose limits first, so that each hands its bound and answer on."""
+    answers: dict[int, Answer] = {}
+    order = sorted(range(len(limits)), key=lambda k: -math.inf if limits[k] is None else -float(limits[k] or 0.0))
+    known: Answer | None = None
+    for k in order:
+        limited = replace(problem, usage_limit=limits[k])
+        if known is not None and known.choice is not None and evaluate(limited, known.choice).fits:
+            answers[k] = known  # the best under a looser limit fits here as well
+            continue
+        if known is not None and known.status is Status.INFEASIBLE:
+            answers[k] = known
+            continue
+        known = answers[k] = solve(limited, **options)
+    return [answers[k] for k in range(len(limits))]
 
 
 def _named(solver: str | Solver) -> Solver:
@@ -68,11 +109,32 @@ def _named(solver: str | Solver) -> Solver:
     return SOLVERS[solver]()
 
 
-def _answer(incumbent: Incumbent, name: str, seconds: dict[str, float]) -> Answer:
-    if incumbent.choice is not None:
-        status = Status.OPTIMAL if incumbent.proven else Status.FEASIBLE
-        peak = evaluate(incumbent.problem, incumbent.choice).peak
-    else:
-        status = Status.INFEASIBLE if incumbent.bound == math.inf else Status.UNKNOWN
-        peak = None
-    return Answer(status, incumbent.choice, incumbent.cost, incumbent.bound, name, seconds, incumbent.size, peak)
+def _status(incumbent: Incumbent) -> Status:
+    if incumbent.record.choice is not None:
+        return Status.OPTIMAL if incumbent.proven else Status.FEASIBLE
+    return Status.INFEASIBLE if incumbent.bound == math.inf else Status.UNKNOWN
+
+
+def _prefer(record: Record, preference: Sequence[np.ndarray]) -> None:
+    """Put in place of the record's choice one of equal cost that has the smallest sum of preferences."""
+    problem, allowed = record.problem, record.cost + max(TOLERANCE * abs(record.cost), 0.0)
+    if len(preference) != len(problem.node_costs) or any(len(p) != len(c) for p, c in zip(preference, problem.node_costs)):
+        raise ValueError("the preference does not match the problem; expected one number per choice of every node")
+    spread = math.fsum(float(np.ptp(p)) for p in preference)
+    if spread == 0.0 or record.cost == 0.0:
+        return
+    assert record.choice is not None
+    for share in PREFERENCE_SHARES:
+        scale = share * abs(record.cost) / spread
+        costs = tuple(c + scale * (np.asarray(p) - np.min(p)) for c, p in zip(problem.node_costs, preference))
+        perturbed = replace(problem, node_costs=costs)
+        inner = Record(perturbed, record.deadline, 0.0, record.clock, tolerance=PREFERENCE_TOLERANCE)
+        incumbent = Incumbent(perturbed, inner)
+        incumbent.offer(record.choice)
+        Auto().run(perturbed, incumbent)
+        assert inner.choice is not None
+        cost = evaluate(problem, inner.choice).cost
+        if cost <= allowed:
+            record.choice, record.cost = inner.choice, cost
+            record.bound = min(record.bound, cost)
+            return

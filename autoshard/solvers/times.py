@@ -4,6 +4,7 @@ Live sets are ordered in time and a usage's rows are a range, so (start, end) be
 live set lies within another's can't be the tighter one; it is a local maximum iff something starts there and something ends next.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,11 +64,13 @@ def binding_rows(problem: Problem) -> Rows:
     return keep_rows(rows, load(rows, most) > problem.usage_limit * (1 - 1e-9))
 
 
-def held(problem: Problem, choice) -> np.ndarray:
+def held(problem: Problem, choice: Sequence[int] | np.ndarray) -> np.ndarray:
     """Bytes that each usage holds under a choice."""
-    return np.array(
-        [
-            u.bytes[choice[u.node]] if isinstance(u, NodeUsage) else u.bytes[choice[problem.edges[u.edge].a], choice[problem.edges[u.edge].b]]
-            for u in problem.usages
-        ]
-    )
+    amounts = np.zeros(len(problem.usages))
+    for k, u in enumerate(problem.usages):
+        if isinstance(u, NodeUsage):
+            amounts[k] = u.bytes[choice[u.node]]
+        else:
+            e = problem.edges[u.edge]
+            amounts[k] = u.bytes[choice[e.a], choice[e.b]]
+    return amounts

@@ -62,7 +62,13 @@ def one_axis_rows(op: Op, inputs: Inputs) -> list[Row] | None:
     known = RULES[op.target](op, inputs) if op.target in RULES else torch_rules.rows(op, inputs)
     if known is None:
         return None
-    return list(dict.fromkeys([replicate_row(op, inputs), *known]))
+    return [r for r in dict.fromkeys([replicate_row(op, inputs), *known]) if not _adds_truth_values(r, op, inputs)]
+
+
+def _adds_truth_values(row: Row, op: Op, inputs: Inputs) -> bool:
+    """Partial on a bool: "or" is no sum, what is counted or converted after it would be wrong."""
+    pairs = [*zip(row.inputs, inputs, strict=True), *zip(row.outputs, op.outputs, strict=True)]
+    return any(p is not None and t is not None and p.is_partial() and t.dtype == "bool" for p, t in pairs)
 
 
 def cross(op: Op, inputs: Inputs, rows: list[Row], mesh: Mesh) -> tuple[Candidate, ...]:

@@ -21,7 +21,7 @@ def internal_collectives(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], me
         return _over_dim(op, inputs, layouts, mesh, count=2)  # max, then the sum of exponentials
     if op.target in ("aten._log_softmax_backward_data.default", "aten._softmax_backward_data.default"):
         return _over_dim(op, inputs, layouts, mesh, count=1, position=2)
-    if op.target == "aten.nll_loss_forward.default":  # the weights of a batch that is cut add up to the total weight
+    if op.target == "aten.nll_loss_forward.default" and argument(op, 3, "reduction") != 0:  # the total weight of a batch that is cut
         return [("all_reduce", axis, inputs[0].itemsize) for axis in _cutting(layouts[0], 0)]
     return []
 

@@ -7,21 +7,39 @@ batch or the classes can be cut. A row that cuts the classes needs small reducti
 
 from __future__ import annotations
 
-from autoshard.graph import Op
-from autoshard.layout import P, R, S
+from autoshard.graph import Op, Tensor
+from autoshard.layout import P, Placement, R, S
 from autoshard.strategies.rows import Inputs, Row, argument, row, rule
 
 
 @rule("aten.addmm.default")
 def addmm(op: Op, inputs: Inputs) -> list[Row]:
     """out[m,n] = bias + a[m,k] b[k,n]"""
-    last = len(inputs[0].shape) - 1
-    scaled = dict(op.literals[1])
-    if scaled.get("beta", 1) != 1 or scaled.get("alpha", 1) != 1:
-        return []
-    rows_of_bias = S(0) if len(inputs[0].shape) == 2 and inputs[0].shape[0] > 1 else R
-    columns_of_bias = S(last) if last >= 0 and inputs[0].shape[last] > 1 else R
-    return [row(P(), R, S(1), S(0)), row(S(0), rows_of_bias, S(0), R), row(S(1), columns_of_bias, R, S(1))]
+    rows, columns = _of_bias(inputs[0], -2), _of_bias(inputs[0], -1)
+    return [row(P(), R, S(1), S(0)), row(S(0), rows, S(0), R), row(S(1), columns, R, S(1))]
+
+
+@rule("aten.baddbmm.default")
+def baddbmm(op: Op, inputs: Inputs) -> list[Row]:
+    """out[b,m,n] = bias + a[b,m,k] c[b,k,n]"""
+    batch, rows, columns = _of_bias(inputs[0], -3), _of_bias(inputs[0], -2), _of_bias(inputs[0], -1)
+    return [row(P(), R, S(2), S(1)), row(S(0), batch, S(0), S(0)), row(S(1), rows, S(1), R), row(S(2), columns, R, S(2))]
+
+
+@rule("aten.mv.default")
+def matrix_vector(op: Op, inputs: Inputs) -> list[Row]:
+    return [row(P(), S(1), S(0)), row(S(0), S(0), R), row(P(), P(), R), row(P(), R, P())]
+
+
+@rule("aten.addmv.default")
+def addmv(op: Op, inputs: Inputs) -> list[Row]:
+    return [row(P(), R, S(1), S(0)), row(S(0), _of_bias(inputs[0], -1), S(0), R)]
+
+
+def _of_bias(bias: Tensor, dim: int) -> Placement:
+    """How a bias lies when dim `dim` (counted from the end) of the output is cut: alike, or whole where it is broadcast."""
+    has = len(bias.shape) >= -dim and bias.shape[dim] > 1
+    return S(len(bias.shape) + dim) if has else R
 
 
 @rule("aten.embedding.default")
@@ -57,28 +75,37 @@ def softmax_backward(op: Op, inputs: Inputs) -> list[Row]:
 @rule("aten.nll_loss_forward.default")
 def nll_loss(op: Op, inputs: Inputs) -> list[Row]:
     """loss = -sum over n of w_n logp[n, target_n] / sum of w_n (mean), w_n = 0 where the target is ignored."""
-    if argument(op, 2, "weight") is not None or len(inputs[0].shape) != 2:
+    if len(inputs[0].shape) != 2:
         return []
-    none = argument(op, 3, "reduction") == 0
-    return [row((S(0) if none else P(), R), S(0), S(0)), row((P(), R), S(1), R)]
+    loss = S(0) if argument(op, 3, "reduction") == 0 else P()
+    if argument(op, 2, "weight") is not None:  # input 2: a weight per class, whole
+        return [row((loss, R), S(0), S(0), R)]
+    return [row((loss, R), S(0), S(0)), row((P(), R), S(1), R)]
 
 
 @rule("aten.nll_loss_backward.default")
 def nll_loss_backward(op: Op, inputs: Inputs) -> list[Row]:
-    if argument(op, 3, "weight") is not None or len(inputs[1].shape) != 2:
+    if len(inputs[1].shape) != 2:
         return []
     of_loss = S(0) if argument(op, 4, "reduction") == 0 else R
-    return [row(S(0), of_loss, S(0), S(0), R), row(S(1), R, S(1), R, R), row(P(), P(), R, R, R)]
+    whole = (R,) * (len(inputs) - 3)  # the weights, where there are any, and their total
+    batch_and_sum = [row(S(0), of_loss, S(0), S(0), *whole), row(P(), P(), R, R, *whole)]
+    return batch_and_sum if argument(op, 3, "weight") is not None else [*batch_and_sum, row(S(1), R, S(1), R, *whole)]
 
 
-@rule("aten.mse_loss.default")
+@rule("aten.nll_loss2d_forward.default", "aten.nll_loss2d_backward.default")
+def nll_loss2d(op: Op, inputs: Inputs) -> None:
+    """No local program yet, and torch's rule can't be asked on one axis: the op counts as unknown."""
+
+
+@rule("aten.mse_loss.default", "aten.smooth_l1_loss.default", "aten.huber_loss.default")
 def mse_loss(op: Op, inputs: Inputs) -> list[Row]:
     none = argument(op, 2, "reduction", 1) == 0
     same_shape = inputs[0].shape == inputs[1].shape
     return [row(S(d) if none else P(), S(d), S(d)) for d in range(len(inputs[0].shape))] if same_shape else []
 
 
-@rule("aten.mse_loss_backward.default")
+@rule("aten.mse_loss_backward.default", "aten.smooth_l1_loss_backward.default", "aten.huber_loss_backward.default")
 def mse_loss_backward(op: Op, inputs: Inputs) -> list[Row]:
     if inputs[1].shape != inputs[2].shape:
         return []

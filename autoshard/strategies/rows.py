@@ -2,8 +2,9 @@
 
     row = (outputs; inputs)      [S(0); S(0), R]  reads: when input 0 is cut on dim 0 and input 1 is whole, output 0 is cut on dim 0
 
-A rule is a function of (op, input tensors) that returns rows; the row in which everything is replicated is implied. The local
-program of a row is the op itself on local tensors, its size literals made local, unless `lower.kernels` has another one.
+A rule is a function of (op, input tensors) that returns rows; the row in which everything is replicated is implied. None
+instead of rows says that the op is unknown: replicated and listed. The local program of a row is the op itself on local
+tensors, its size literals made local, unless `lower.kernels` has another one.
 Partial always means a sum here, or max and min as the output of amax and amin: a mean over a cut dim is a sum of parts that
 were divided by the whole count, so there is no Partial(avg).
 """
@@ -20,7 +21,7 @@ from autoshard.graph import Op, Tensor
 from autoshard.layout import P, R, S
 
 Inputs = tuple[Tensor, ...]
-Rule = Callable[[Op, Inputs], "list[Row]"]
+Rule = Callable[[Op, Inputs], "list[Row] | None"]
 
 
 @dataclass(frozen=True)

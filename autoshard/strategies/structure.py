@@ -60,10 +60,33 @@ def same(op: Op, inputs: Inputs) -> list[Row]:
     return shard_rows(op, inputs, [(d, d) for d in range(len(inputs[0].shape))]) + linear_rows(1, 1)
 
 
-@rule("aten.unsqueeze.default", "aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default")
-def singletons(op: Op, inputs: Inputs) -> list[Row]:
-    kept = [(i, o) for i, o in leading_pairs(inputs[0].shape, op.output.shape)]
+@rule("aten.copy.default")
+def overwrite(op: Op, inputs: Inputs) -> list[Row]:
+    """The second input in place of the first."""
+    dims = range(len(inputs[0].shape)) if inputs[0].shape == inputs[1].shape else ()
+    return [row(S(d), S(d), S(d)) for d in dims]
+
+
+@rule("aten.unsqueeze.default")
+def unsqueeze(op: Op, inputs: Inputs) -> list[Row]:
+    return shard_rows(op, inputs, leading_pairs(inputs[0].shape, op.outputs[0].shape)) + linear_rows(1, 1)
+
+
+@rule("aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default")
+def squeeze(op: Op, inputs: Inputs) -> list[Row]:
+    """A dim that the op may remove is not cut: parts of size 1 would vanish too."""
+    rank = len(inputs[0].shape)
+    named = argument(op, 1, "dim", tuple(range(rank)))
+    removable = {int(d) % max(rank, 1) for d in (named if isinstance(named, tuple) else (named,))}  # type: ignore[call-overload]
+    kept = [(i, o) for i, o in leading_pairs(inputs[0].shape, op.outputs[0].shape) if i not in removable]
     return shard_rows(op, inputs, kept) + linear_rows(1, 1)
+
+
+@rule("aten.view.dtype")
+def reinterpret(op: Op, inputs: Inputs) -> list[Row]:
+    """The same bits read as another type: no sum survives it."""
+    same_size = inputs[0].shape == op.outputs[0].shape
+    return shard_rows(op, inputs, [(d, d) for d in range(len(inputs[0].shape) - (not same_size))])
 
 
 @rule("aten.expand.default")
@@ -136,7 +159,7 @@ def reduce(op: Op, inputs: Inputs) -> list[Row]:
 @rule(
     "aten.full.default", "aten.zeros.default", "aten.ones.default", "aten.empty.memory_format", "aten.zeros_like.default",
     "aten.ones_like.default", "aten.full_like.default", "aten.empty_like.default", "aten.new_zeros.default", "aten.new_ones.default",
-    "aten.new_full.default", "aten.new_empty.default",
+    "aten.new_full.default", "aten.new_empty.default", "aten.fill.Scalar",
 )  # fmt: skip
 def constant(op: Op, inputs: Inputs) -> list[Row]:
     """A constant may be made in any layout. A template of the same shape is cut alike, another one stays whole."""

@@ -6,6 +6,7 @@ input strategies, here every placement on an axis of size 1 (sizes are filtered 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -23,6 +24,7 @@ from autoshard.strategies.rows import Inputs, Row
 def rows(op: Op, inputs: Inputs) -> list[Row] | None:
     """torch's rows for the op on one axis; None when torch has no rule for it or its rule can't be asked this way."""
     overload = _overload(op.target)
+    op = _with_counted_dims(op, inputs, overload)
     propagator = DTensor._op_dispatcher.sharding_propagator
     if overload in propagator.op_single_dim_strategy_funcs:
         args, kwargs = _arguments(op, tuple(_meta(t) for t in inputs))
@@ -32,6 +34,21 @@ def rows(op: Op, inputs: Inputs) -> list[Row] | None:
     if overload in propagator.op_strategy_funcs:
         return _clean(op, inputs, _from_strategies(propagator.op_strategy_funcs[overload], overload, op, inputs))
     return None
+
+
+def _with_counted_dims(op: Op, inputs: Inputs, overload) -> Op:
+    """The op with negative dims counted from the front: torch's rule for cumsum would cut the dim that it sums along."""
+    rank = len(inputs[0].shape) if inputs else 0
+
+    def counted(name: str, item: object) -> object:
+        if isinstance(item, tuple):
+            return tuple(counted(name, part) for part in item)
+        return item % rank if name in ("dim", "dims") and type(item) is int and -rank <= item < 0 else item
+
+    args, kwargs = op.literals
+    names = [argument.name for argument in overload._schema.arguments]
+    counted_args = tuple(counted(name, item) for name, item in zip(names, args, strict=False))
+    return replace(op, literals=(counted_args, tuple((name, counted(name, item)) for name, item in kwargs)))
 
 
 def _from_strategies(function, overload, op: Op, inputs: Inputs) -> list[tuple[list, list]]:

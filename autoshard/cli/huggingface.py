@@ -1,0 +1,187 @@
+"""MODEL on the command line as `hf:DIR`: a Hugging Face model from the config.json in a folder, on the meta device, nothing downloaded.
+
+    settings    batch, seq        sizes of the example inputs
+                layers            how many layers the model gets instead of the config's
+                loss              the module returns its loss (default: when a training step is planned), else its first output
+                attention         sdpa or eager       experts    grouped_mm or batched_mm       dtype    float32, bfloat16, ...
+
+The class is the config's `architectures[0]`. The module is the published one: same names, same numerics. Two things differ
+from a plain call: caches are off, and where all layers see all earlier tokens no mask is built, because under capture
+transformers would build one for packed sequences, batch * seq * seq large, instead of asking attention to be causal.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SETTINGS = ("batch", "seq", "layers", "loss", "attention", "experts", "dtype")
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+UNMASKED = "sdpa_unmasked"
+
+
+def load_huggingface(folder: str, settings: Mapping[str, Any], *, training: bool = False) -> tuple[Any, dict[str, Any]]:
+    """`(module, example_inputs)` of the config in `folder`. ValueError in one sentence where that can't be."""
+    transformers = _transformers()
+    for name in settings:
+        if name not in SETTINGS:
+            raise ValueError(f"hf: models take no setting {name!r}; they take {', '.join(SETTINGS)}")
+    config = _config(transformers, Path(folder), settings)
+    loss = settings.get("loss")
+    module = _build(transformers, config, folder, settings)
+    example_inputs = _example_inputs(module, config, settings, loss=training if loss is None else bool(loss))
+    return module, example_inputs
+
+
+def _transformers() -> Any:
+    try:
+        import transformers  # here: it takes seconds, and only hf: models need it
+    except ImportError:
+        raise ValueError("hf: models need the package transformers, which is not installed; pip install 'transformers~=5.23.0'") from None
+    return transformers
+
+
+def _config(transformers: Any, folder: Path, settings: Mapping[str, Any]) -> Any:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"there is no file {file}; hf:DIR names a folder that holds a Hugging Face config.json")
+    try:
+        written = json.loads(file.read_text())
+        config = transformers.AutoConfig.for_model(**{"model_type": written.get("model_type"), **written})
+    except (ValueError, TypeError, KeyError) as error:
+        said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"{file} can't be read as a config by transformers {transformers.__version__}: {said}") from error
+    if (layers := settings.get("layers")) is not None:
+        _set_layers(config, layers, file)
+    for part in _parts(config):
+        for name in ("use_cache", "output_attentions", "output_hidden_states"):
+            if hasattr(part, name):
+                setattr(part, name, False)
+    return config
+
+
+def _parts(config: Any) -> list[Any]:
+    """The config and those inside it (CLIP has one for text and one for vision)."""
+    inner = [getattr(config, name) for name in getattr(config, "sub_configs", {}) if getattr(config, name, None) is not None]
+    return [config, *inner]
+
+
+def _set_layers(config: Any, layers: Any, file: Path) -> None:
+    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
+        raise ValueError(f"layers is {layers!r}; expected a whole number of 1 or more")
+    found = False
+    for part in _parts(config):
+        known = part.to_dict()
+        for name in LAYERS:
+            if isinstance(known.get(name), int):
+                setattr(part, name, layers)
+                found = True
+        if isinstance(kinds := getattr(part, "layer_types", None), list):
+            part.layer_types = [kinds[k % len(kinds)] for k in range(layers)]
+    if not found:
+        raise ValueError(f"{file} has none of {', '.join(LAYERS)}; leave layers out, or change the config")
+
+
+def _build(transformers: Any, config: Any, folder: str, settings: Mapping[str, Any]) -> Any:
+    import torch  # here: as in transformers
+
+    named = (getattr(config, "architectures", None) or [None])[0]
+    kind = getattr(transformers, named, None) if named else None
+    if named and kind is None:
+        raise ValueError(f"{folder}/config.json has architecture {named!r}, which transformers {transformers.__version__} has not; correct it")
+    dtype = getattr(torch, str(settings.get("dtype", "float32")), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype is {settings.get('dtype')!r}; expected a name of torch's, for example bfloat16")
+    attention = settings.get("attention") or _attention(transformers, config, kind, settings)
+    make = kind._from_config if kind else transformers.AutoModel.from_config
+    options = {"attn_implementation": attention} | ({"experts_implementation": settings["experts"]} if "experts" in settings else {})
+    with torch.device("meta"):
+        try:
+            module = make(config, dtype=dtype, **options)
+        except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
+            said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise ValueError(f"transformers can't build {named or 'a model'} from {folder}/config.json: {said}; correct it") from error
+    return module.eval()  # dropout off: the draws of a cut tensor would not be those of the whole one
+
+
+def _attention(transformers: Any, config: Any, kind: Any, settings: Mapping[str, Any]) -> str:
+    """sdpa without a mask where that is the same, plain sdpa where layers look at a window only, eager where sdpa can't."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    softcap = any(getattr(part, "attn_logit_softcapping", None) is not None for part in _parts(config))
+    if softcap or (kind is not None and not getattr(kind, "_supports_sdpa", True)):
+        return "eager"
+    windows = [getattr(part, "sliding_window", None) for part in _parts(config)]
+    if any(window is not None and _seq(config, settings) > window for window in windows) or getattr(config, "alibi", False):
+        return "sdpa"
+    transformers.AttentionInterface.register(UNMASKED, sdpa_attention_forward)  # no mask goes by that name
+    return UNMASKED
+
+
+def _seq(config: Any, settings: Mapping[str, Any]) -> int:
+    limits = [getattr(part, name, None) for part in _parts(config) for name in ("max_position_embeddings", "n_positions", "max_target_positions")]
+    least = min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=16)
+    return int(settings.get("seq", min(16, least)))
+
+
+# -- example inputs -------------------------------------------------------------------------------------------------------------
+
+
+def _example_inputs(module: Any, config: Any, settings: Mapping[str, Any], *, loss: bool) -> dict[str, Any]:
+    """Meta tensors for every input that the model's forward needs, labels among them when it returns a loss.
+
+    With labels the module returns the loss alone, without them the first output alone: a plan is not to pay for what
+    nobody reads.
+    """
+    import torch
+
+    batch, seq = int(settings.get("batch", 8)), _seq(config, settings)
+    takes = inspect.signature(type(module).forward).parameters
+
+    def ids(*shape: int) -> Any:
+        return torch.empty(shape, dtype=torch.int64, device="meta")
+
+    def reals(*shape: int) -> Any:
+        return torch.empty(shape, dtype=module.dtype, device="meta")
+
+    given: dict[str, Any] = {}
+    if "pixel_values" in takes:
+        vision = getattr(config, "vision_config", config)
+        size = vision.image_size
+        height, width = size if isinstance(size, (tuple, list)) else (size, size)
+        given["pixel_values"] = reals(batch, vision.num_channels, height, width)
+    if "input_features" in takes:
+        given["input_features"] = reals(batch, config.num_mel_bins, 2 * config.max_source_positions)
+    elif "input_ids" in takes:
+        given["input_ids"] = ids(batch, seq)
+    if "decoder_input_ids" in takes:
+        given["decoder_input_ids"] = ids(batch, seq)
+    given |= _labels(module, config, takes, given, ids) if loss else {}
+    _returns_one(module, loss=loss)
+    return given
+
+
+def _labels(module: Any, config: Any, takes: Any, given: Mapping[str, Any], ids: Any) -> dict[str, Any]:
+    name = type(module).__name__
+    if "return_loss" in takes:
+        return {"return_loss": True}
+    if "labels" not in takes:
+        raise ValueError(f"{name} computes no loss (its forward takes no labels); name a class with a head under architectures")
+    text = given.get("decoder_input_ids", given.get("input_ids"))
+    if "Classification" in name and "Token" not in name:
+        return {"labels": ids(next(iter(given.values())).shape[0])}
+    return {"labels": ids(*text.shape)}
+
+
+def _returns_one(module: Any, *, loss: bool) -> None:
+    """Makes the module return one tensor: its class becomes a subclass of the same name whose forward picks it."""
+    original = type(module)
+
+    def forward(self: Any, **inputs: Any) -> Any:
+        found = original.forward(self, **inputs, return_dict=True)
+        return found.loss if loss else found.to_tuple()[0]
+
+    module.__class__ = type(original.__name__, (original,), {"forward": forward, "__module__": original.__module__})

@@ -1,0 +1,81 @@
+"""Why nothing fits: the smallest limit that works, between a proven floor and a found answer, and who holds the bytes.
+
+    floor = max over t of the sum of every usage's fewest bytes  <=  smallest limit  <=  peak of any answer
+Between them the interval is halved: with all costs set to zero, is there an answer under this limit?   -> smallest_limit
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from ..problem import Edge, NodeUsage, Problem, evaluate
+from .answer import Infeasibility
+from .auto import Auto
+from .incumbent import Incumbent, Record
+from .times import held, load, maximal_rows
+
+TOP_NODES = 10
+RELATIVE = 1e-9  # where bytes aren't whole numbers, limits this close are equal
+
+
+def explain_infeasible(problem: Problem, incumbent: Incumbent) -> Infeasibility:
+    """The certificate for a problem of which it is proven that no answer exists, in the time that is left."""
+    free = replace(problem, node_costs=_without_prices(problem.node_costs), edges=_edges_without_prices(problem))
+    low, high, choice = smallest_limit(free, incumbent.record.clock, incumbent.record.deadline)
+    if choice is None and low == math.inf:
+        return Infeasibility(None, (), (math.inf, math.inf))
+    fewest = np.array([u.bytes.min() for u in problem.usages])
+    amounts = fewest if choice is None else held(problem, choice)
+    starts, ends = (np.array([getattr(u, end) for u in problem.usages], dtype=np.int64) for end in ("start", "end"))
+    rows = maximal_rows(starts, ends, amounts > 0)
+    at = int(load(rows, amounts).argmax())
+    total: dict[int, float] = {}
+    for k in rows.alive(at).tolist():
+        u = problem.usages[k]
+        node = u.node if isinstance(u, NodeUsage) else problem.edges[u.edge].b  # the copy is made for the consumer
+        total[node] = total.get(node, 0.0) + float(amounts[k])
+    top = sorted(total.items(), key=lambda item: (-item[1], item[0]))[:TOP_NODES]
+    return Infeasibility(int(rows.times[at]), tuple(top), (low, high))
+
+
+def smallest_limit(free: Problem, clock: Callable[[], float], deadline: float) -> tuple[float, float, tuple[int, ...] | None]:
+    """(low, high, choice): nothing fits below low, choice fits at high; low == high where proven. Costs are 0 or inf."""
+    whole = all((u.bytes == np.rint(u.bytes)).all() for u in free.usages)
+    low, high, best = _floor(free), math.inf, None
+    limit: float | None = None  # first: is there an answer at all?
+    while clock() < deadline:
+        record = Record(replace(free, usage_limit=limit), deadline, 0.0, clock)
+        incumbent = Incumbent(record.problem, record)
+        Auto().run(record.problem, incumbent)
+        if record.choice is not None:
+            best, high = record.choice, evaluate(record.problem, record.choice).peak
+        elif incumbent.proven and limit is None:
+            return math.inf, math.inf, None
+        elif incumbent.proven and limit is not None:
+            low = limit + 1.0 if whole else limit
+        else:
+            break
+        if high <= low or (not whole and high - low <= 3 * RELATIVE * high):
+            break
+        # the floor is often reached; else halve
+        limit = low if limit is None else (low + high) / 2
+        limit = math.floor(limit) if whole else limit * (1 + RELATIVE)
+    return (high if whole and high <= low else low), high, best
+
+
+def _floor(problem: Problem) -> float:
+    fewest = np.array([u.bytes.min() for u in problem.usages])
+    starts, ends = (np.array([getattr(u, end) for u in problem.usages], dtype=np.int64) for end in ("start", "end"))
+    return float(load(maximal_rows(starts, ends, fewest > 0), fewest).max(initial=0.0))
+
+
+def _without_prices(tables: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+    return tuple(np.where(np.isfinite(t), 0.0, np.inf) for t in tables)
+
+
+def _edges_without_prices(problem: Problem) -> tuple[Edge, ...]:
+    free = {id(e.table): e.table for e in problem.edges}
+    free = dict(zip(free, _without_prices(tuple(free.values()))))
+    return tuple(Edge(e.a, e.b, free[id(e.table)]) for e in problem.edges)

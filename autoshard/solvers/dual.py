@@ -1,0 +1,234 @@
+"""Dual ascent: messages between nodes and a price per binding time give a certified bound and, in the same loop, answers.
+
+    for any messages M and prices y_t >= 0, nothing that fits costs less than
+        min over x of [ sum_v theta_v(x_v) + sum_(a,b) theta_ab(x_a, x_b) ] - sum_t y_t limit
+        theta = cost + sum over usages of bytes * (y summed over the usage's rows)                       -> Messages.price
+    split into chains that run along the order of the nodes, each minimised exactly                      -> sweep
+    nodes decided one after the other, by what earlier ones chose and later ones tell, are an answer      -> sweep
+    y moves along (bytes held by the answers - limit), the step from the gap (Polyak 1969)               -> Dual.run
+
+Sequential tree-reweighted message passing (Kolmogorov 2006); the bound never falls while prices stay. When a sweep passes node v,
+bound + (total_v(i) - min total_v) is a bound for x_v = i: choices that it puts above a known answer can go  -> affordable.
+Sums are of positive and negative floats: every bound is lowered by ROUNDING of their total size before it is reported.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+
+from ..problem import NodeUsage, Problem
+from .incumbent import Incumbent
+from .times import binding_rows, held, load
+
+ROUNDING = 2e-13  # relative to the sum of sizes: floats are rounded to 1.1e-16, a thousand times over
+PATIENCE = 20  # sweeps without progress before the loop gives up
+PROGRESS = 1e-3  # of the gap, within PATIENCE sweeps
+OFFER_EVERY = 10  # sweeps: evaluating an answer to the original problem costs as much as a sweep
+
+
+@dataclass(frozen=True)
+class Dual:
+    """Dual ascent alone: proves most planning problems; elsewhere a bound and a good answer."""
+
+    time_limit: float | None = None  # seconds
+    gap: float | None = None  # relative
+    sweeps: int = 2000
+
+    def run(self, problem: Problem, incumbent: Incumbent) -> None:
+        ascend(Messages(problem), incumbent, self.sweeps)
+
+
+class Messages:
+    """The arrays that sweep works on: half-edges in order of their node, tables shared, messages both ways."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.rows = binding_rows(problem)
+        self.limit = math.inf if problem.usage_limit is None else problem.usage_limit
+        self.prices = np.zeros(len(self.rows.times))  # per byte over the limit
+        self.first = np.cumsum([0, *map(len, problem.node_costs)])
+        self.costs = np.concatenate(problem.node_costs)
+        self._lay_out_tables()
+        self._lay_out_usages()
+        self.message = np.zeros(int(self._message_size))
+        self.reduced = np.zeros(len(self.costs))
+        self.previous_bound = -math.inf  # before the sweep that wrote `reduced`
+        self.price(self.prices)
+
+    def _lay_out_tables(self) -> None:
+        """One copy of every distinct table and of its transpose; tables with bytes of their own get their own."""
+        problem, nodes = self.problem, len(self.problem.node_costs)
+        live = self.rows.first < self.rows.last
+        own = {u.edge for k, u in enumerate(problem.usages) if live[k] and not isinstance(u, NodeUsage)}
+        place: dict[int, int] = {}
+        at: dict[int, int] = {}
+        shared, priced, size = [], [], 0
+        for e in problem.edges:
+            if id(e.table) not in place:
+                place[id(e.table)] = size
+                shared += [e.table.ravel(), e.table.T.ravel()]
+                size += 2 * e.table.size
+        self.num_shared = size
+        for k in sorted(own):
+            at[k] = size
+            priced += [problem.edges[k].table.ravel(), problem.edges[k].table.T.ravel()]
+            size += 2 * problem.edges[k].table.size
+        self.pool = np.concatenate([np.zeros(0), *shared, *priced])
+        self._priced_tables, self._place_of_own = self.pool[self.num_shared :].copy(), at
+        half, message = [], 0  # (node, neighbour, table, message into node, message into neighbour)
+        for k, e in enumerate(problem.edges):
+            forth = at.get(k, place[id(e.table)])
+            m, n = e.table.shape
+            half.append((e.a, e.b, forth, message, message + m))
+            half.append((e.b, e.a, forth + m * n, message + m, message))
+            message += m + n
+        self._message_size = message
+        table = np.array(sorted(half), dtype=np.int64).reshape(-1, 5)
+        self.start = np.searchsorted(table[:, 0], np.arange(nodes + 1))
+        self.split = self.start[:-1] + np.bincount(table[:, 0], weights=table[:, 1] < table[:, 0], minlength=nodes).astype(np.int64)
+        self.neighbour, self.table, self.into, self.out = (np.ascontiguousarray(column) for column in table[:, 1:].T)
+
+    def _lay_out_usages(self) -> None:
+        """Flat bytes of all usages, with the entry of theta or of the pool that each adds to."""
+        node_slots, pair_slots = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        node_of: list[int] = []
+        pair_of: list[int] = []
+        node_bytes, pair_bytes = [np.zeros(0)], [np.zeros(0)]
+        for k in np.flatnonzero(self.rows.first < self.rows.last).tolist():
+            u = self.problem.usages[k]
+            if isinstance(u, NodeUsage):
+                node_slots.append(self.first[u.node] + np.arange(len(u.bytes)))
+                node_bytes.append(u.bytes)
+                node_of.append(k)
+            else:
+                pair_slots.append(self._place_of_own[u.edge] - self.num_shared + np.arange(2 * u.bytes.size))
+                pair_bytes += [u.bytes.ravel(), u.bytes.T.ravel()]
+                pair_of.append(k)
+        sizes = [len(s) for s in node_slots[1:]], [len(s) for s in pair_slots[1:]]
+        self._node_slots, self._pair_slots = np.concatenate(node_slots), np.concatenate(pair_slots)
+        self._node_bytes, self._pair_bytes = np.concatenate(node_bytes), np.concatenate(pair_bytes)
+        self._node_of, self._pair_of = np.repeat(node_of, sizes[0]).astype(np.int64), np.repeat(pair_of, sizes[1]).astype(np.int64)
+
+    def price(self, prices: np.ndarray) -> None:
+        """Set the price per byte of every binding time."""
+        self.prices = prices
+        until = np.concatenate([[0.0], np.cumsum(prices)])
+        of_usage = until[self.rows.last] - until[self.rows.first]
+        extra = np.bincount(self._node_slots, self._node_bytes * of_usage[self._node_of], minlength=len(self.costs))
+        self.theta = self.costs + extra
+        if len(self._priced_tables):
+            extra = np.bincount(self._pair_slots, self._pair_bytes * of_usage[self._pair_of], minlength=len(self._priced_tables))
+            self.pool[self.num_shared :] = self._priced_tables + extra
+        self.fee = float(prices.sum() * self.limit) if len(prices) else 0.0
+
+    def sweep(self, forward: bool) -> tuple[float, np.ndarray, float]:
+        """One pass over the nodes: (bound, answer, its cost with bytes priced)."""
+        choice = np.zeros(len(self.first) - 1, np.int64)
+        bound, size, energy = sweep(
+            self.first, self.theta, self.start, self.split, self.neighbour, self.table, self.into, self.out,
+            self.pool, self.message, self.reduced, choice, forward,
+        )  # fmt: skip
+        return bound - self.fee - ROUNDING * (size + abs(self.fee)), choice, energy - self.fee
+
+    def excess(self, choice: np.ndarray) -> np.ndarray:
+        """Bytes over the limit at every binding time."""
+        return load(self.rows, held(self.problem, choice)) - self.limit
+
+    def affordable(self, incumbent: Incumbent) -> list[np.ndarray]:
+        """Per node, which choices an answer cheaper than the incumbent's can use."""
+        reduced = self.reduced + self.previous_bound
+        keep = reduced <= incumbent.cost + incumbent.slack if math.isfinite(self.previous_bound) else np.ones(len(reduced), bool)
+        return np.split(keep, self.first[1:-1])
+
+
+def ascend(messages: Messages, incumbent: Incumbent, sweeps: int) -> None:
+    """Sweep to and fro until the incumbent is proven, nothing moves any more, or time is up."""
+    best_bound, best_energy, best_choice = -math.inf, math.inf, None
+    recent: list[float] = []
+    for k in range(sweeps):
+        bound, choice, energy = messages.sweep(forward=k % 2 == 0)
+        messages.previous_bound = best_bound
+        best_bound = max(best_bound, bound)
+        if energy < best_energy:
+            best_energy, best_choice = energy, choice
+        incumbent.raise_bound(best_bound)
+        close = best_energy - best_bound <= max(incumbent.gap, incumbent.record.tolerance) * abs(best_bound)
+        recent.append(best_bound)
+        stuck = len(recent) > PATIENCE and best_bound - recent[-PATIENCE] <= PROGRESS * (min(best_energy, incumbent.cost) - best_bound)
+        if best_choice is not None and (close or stuck or k % OFFER_EVERY == OFFER_EVERY - 1):
+            incumbent.offer(best_choice)
+            best_choice = None
+        if stuck or incumbent.done:
+            break
+    if best_choice is not None:
+        incumbent.offer(best_choice)
+
+
+@numba.njit(cache=True)
+def sweep(first, theta, start, split, neighbour, table, into, out, pool, message, reduced, choice, forward):  # pragma: no cover
+    """Pass messages along the order of the nodes (or against it); fills reduced and choice. Returns bound, size, energy."""
+    nodes = len(first) - 1
+    bound, size, energy = 0.0, 0.0, 0.0
+    widest = 0
+    for p in range(nodes):
+        widest = max(widest, first[p + 1] - first[p])
+    score, sent = np.empty(widest), np.empty(widest)
+    for step in range(nodes):
+        p = step if forward else nodes - 1 - step
+        base, n = first[p], first[p + 1] - first[p]
+        low, middle, high = start[p], split[p], start[p + 1]
+        if forward:
+            done_from, done_to, next_from, next_to = low, middle, middle, high
+        else:
+            done_from, done_to, next_from, next_to = middle, high, low, middle
+        total = reduced[base : base + n]
+        for i in range(n):
+            total[i] = score[i] = theta[base + i]
+        for h in range(done_from, done_to):
+            q = neighbour[h]
+            mirrored = table[h] + choice[q]  # column choice[q] of the table seen from p
+            width = first[q + 1] - first[q]
+            for i in range(n):
+                total[i] += message[into[h] + i]
+                score[i] += pool[mirrored + i * width]
+        for h in range(next_from, next_to):
+            for i in range(n):
+                total[i] += message[into[h] + i]
+                score[i] += message[into[h] + i]
+        best, least = 0, total[0]
+        for i in range(1, n):
+            if score[i] < score[best]:
+                best = i
+            if total[i] < least:
+                least = total[i]
+        choice[p] = best
+        energy += theta[base + best]
+        for h in range(done_from, done_to):
+            q = neighbour[h]
+            energy += pool[table[h] + best * (first[q + 1] - first[q]) + choice[q]]
+        bound += least
+        size += abs(least)
+        for i in range(n):
+            total[i] -= least
+        weight = 1.0 / max(middle - low, high - middle, 1)
+        for h in range(next_from, next_to):
+            q = neighbour[h]
+            m = first[q + 1] - first[q]
+            for j in range(m):
+                sent[j] = np.inf
+            for i in range(n):
+                mine = weight * total[i] - message[into[h] + i]
+                row = pool[table[h] + i * m : table[h] + i * m + m]
+                for j in range(m):
+                    value = mine + row[j]
+                    sent[j] = value if value < sent[j] else sent[j]
+            low_sent = sent[0]
+            for j in range(1, m):
+                low_sent = min(low_sent, sent[j])
+            bound += low_sent
+            size += abs(low_sent)
+            for j in range(m):
+                message[out[h] + j] = sent[j] - low_sent
+    return bound, size, energy

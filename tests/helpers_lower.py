@@ -1,0 +1,123 @@
+"""Graphs of one op, layouts for them, and values for captured graphs."""
+
+import itertools
+from dataclasses import replace
+
+import torch
+
+from autoshard.graph import Const, Graph, Op, Ref, Result, Tensor
+from autoshard.layout import all_layouts, has_partial, parse, replicated, text
+from autoshard.lower import verify_program
+from autoshard.lower.literals import UNINITIALISED, overload
+from autoshard.mesh import Mesh
+from autoshard.solution import Placed
+
+
+def mesh_of(*shape):
+    return Mesh.from_bandwidths(shape)
+
+
+def described(x):
+    return Tensor(tuple(x.shape), str(x.dtype).removeprefix("torch.")) if isinstance(x, torch.Tensor) else None
+
+
+def one_op(target, *args, **kwargs):
+    """(graph, values): the op on the tensors among its arguments, which become the inputs x0, x1, ...; its outputs are results."""
+    values = {}
+
+    def literal(item):
+        if isinstance(item, torch.Tensor):
+            values[f"x{len(values)}"] = item
+            return Ref(len(values) - 1)
+        if isinstance(item, (tuple, list)):
+            return tuple(map(literal, item))
+        return Const("dtype", str(item).removeprefix("torch.")) if isinstance(item, torch.dtype) else item
+
+    literals = (literal(args), tuple((key, literal(item)) for key, item in sorted(kwargs.items())))
+    result = overload(target)(*args, **kwargs)
+    outputs = tuple(map(described, result if isinstance(result, (tuple, list)) else (result,)))
+    inputs = tuple((i, 0) for i in range(len(values)))
+    ops = [Op(name, "input", (), (), (described(x),), "input") for name, x in values.items()]
+    ops.append(Op("op", target, inputs, literals, outputs))
+    results = [Result("output", str(k), (len(values), k)) for k, t in enumerate(outputs) if t is not None]
+    return Graph(tuple(ops), tuple(results)), values
+
+
+def laid(graph, inputs, outputs):
+    """Layouts for a graph of one op: its inputs arrive as they are taken."""
+    layouts = {op.name: Placed((), (written,)) for op, written in zip(graph.ops, inputs)}
+    return {**layouts, "op": Placed(tuple(inputs), tuple(outputs))}
+
+
+def crossed(rows, mesh, graph):
+    """All combinations over the mesh axes of one-axis rows "S0 R -> P" (inputs -> outputs), as (inputs, outputs) of layout texts."""
+    tensors = [op.outputs[0] for op in graph.ops[:-1]] + [t for t in graph.ops[-1].outputs]
+    sides = [tuple(side.split() for side in row.split("->")) for row in rows]
+    for combination in itertools.product(sides, repeat=len(mesh.axes)):
+        columns = list(zip(*[ins + outs for ins, outs in combination]))
+        written = [text(parse(",".join(column))) for column in columns]
+        num_inputs = len(combination[0][0])
+        if all(fits(t, w, mesh) for t, w in zip(tensors, written) if t is not None):
+            yield written[:num_inputs], written[num_inputs:]
+
+
+def fits(tensor, written, mesh):
+    from autoshard.layout import is_legal
+
+    return is_legal(tensor.shape, parse(written), mesh)
+
+
+def check_op(graph, values, mesh, inputs, outputs):
+    """Verify one op in one way to lie."""
+    if graph.ops[-1].target in UNINITIALISED:  # nothing to compare but shapes
+        graph = replace(graph, results=())
+    found = verify_program(graph, laid(graph, inputs, outputs), {}, mesh, values)
+    assert found.ok, (graph.ops[-1].target, inputs, outputs, found)
+
+
+def random_layouts(graph, mesh, seed, candidates, *, hubs=True):
+    """(layouts, results) drawn from the candidates of each op, hubs anywhere; a sum is only asked for where the producer has one."""
+    import random
+
+    rng = random.Random(seed)
+    at, layouts = {}, {}
+    for i, op in enumerate(graph.ops):
+        possible = [c for c in candidates.of[i] if all(_reachable(at[v], layout) for v, layout in zip(op.inputs, c.inputs))]
+        chosen, waiting = rng.choice(possible), []
+        for k, layout in enumerate(chosen.outputs):
+            hub = None
+            if layout is not None and hubs and len(graph.users.get((i, k), ())) > 1:
+                hub = rng.choice([*all_layouts(op.outputs[k].shape, mesh), layout])
+            at[i, k] = hub or layout
+            waiting.append(None if hub is None else text(hub))
+        outputs = tuple(None if layout is None else text(layout) for layout in chosen.outputs)
+        layouts[op.name] = Placed(tuple(map(text, chosen.inputs)), outputs, tuple(waiting))
+    whole = text(replicated(len(mesh.axes)))
+    results = {f"{r.kind}:{r.name}": layouts[r.name].outputs[0] if r.kind == "gradient" else whole for r in graph.results}
+    return layouts, results
+
+
+def _reachable(given, taken):
+    return all(not has_partial((p,)) or p == q for p, q in zip(taken, given))
+
+
+def values_of(graph, *, seed=0, words=2):
+    """Random values for every placeholder; norms near 1, integers below `words`, tangents 1."""
+    generator = torch.Generator().manual_seed(seed)
+    values = {}
+    for op in graph.ops:
+        if op.is_placeholder:
+            t = op.outputs[0]
+            dtype = getattr(torch, t.dtype)
+            if op.kind == "tangent":
+                values[op.name] = torch.ones(t.shape, dtype=dtype)
+            elif dtype.is_floating_point:
+                centre = 1.0 if "norm" in op.name or "ln_" in op.name else 0.0
+                values[op.name] = (centre + 0.1 * torch.randn(t.shape, generator=generator)).to(dtype)
+            else:
+                values[op.name] = torch.randint(0, words, t.shape, generator=generator).to(dtype)
+    return values
+
+
+def with_placed(layouts, name, **changes):
+    return {**layouts, name: replace(layouts[name], **changes)}

@@ -1,0 +1,184 @@
+"""Every kernel on every way to lie that it serves, on meshes where several axes cut one dim, against the op on whole tensors."""
+
+import math
+
+import pytest
+import torch
+
+from autoshard.lower import lower
+from autoshard.lower.kernels import KERNELS
+from autoshard.lower.program import Run
+from tests.helpers_lower import check_op, crossed, laid, mesh_of, one_op
+
+MESHES = [(2,), (4,), (2, 2), (2, 3), (2, 2, 2)]
+
+
+def x(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ids(*shape, below=24, seed=0):
+    return torch.randint(0, below, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def masked(*shape):
+    """Scores of which some are -inf, the whole part of some rank among them."""
+    scores = x(*shape)
+    scores[..., : shape[-1] // 2] = torch.where(x(*shape, seed=9)[..., : shape[-1] // 2] > 0, -math.inf, scores[..., : shape[-1] // 2])
+    scores[0, 12:] = -math.inf
+    return scores
+
+
+def targets_for_loss(ignore):
+    """Ignored targets pile up in the first rows, so that a mean of local means would be wrong."""
+    t = ids(24, seed=3)
+    t[:5] = ignore
+    t[20] = ignore
+    return t
+
+
+LOG = torch.log_softmax(x(24, 24), -1)
+SOFT = torch.softmax(x(6, 24, 8, seed=4), 1)
+SOFTMAX_ROWS = ["R -> R", "S0 -> S0", "S1 -> S1"]
+LOSS_ROWS = ["R R -> R R", "S0 S0 -> P R", "S1 R -> P R"]
+CASES = {
+    "embedding": ("aten.embedding.default", (x(24, 6), ids(12, 8)), ["R R -> R", "S0 R -> P", "S1 R -> S2", "R S0 -> S0", "R S1 -> S1"]),
+    "embedding backward": (
+        "aten.embedding_dense_backward.default",
+        (x(12, 8, 6), ids(12, 8), 24, -1, False),
+        ["R R -> R", "R R -> S0", "S2 R -> S1", "S0 S0 -> P"],
+    ),
+    "embedding backward, padding": (
+        "aten.embedding_dense_backward.default",
+        (x(12, 8, 6), ids(12, 8, below=15), 24, 13, False),
+        ["R R -> R", "R R -> S0", "S1 S1 -> P"],
+    ),
+    "embedding backward, by frequency": (
+        "aten.embedding_dense_backward.default",
+        (x(48, 6), ids(48), 24, 2, True),
+        ["R R -> R", "R R -> S0", "S1 R -> S1"],
+    ),
+    "log_softmax": ("aten._log_softmax.default", (x(24, 24), -1, False), SOFTMAX_ROWS),
+    "log_softmax, masked": ("aten._log_softmax.default", (masked(24, 24), 1, False), SOFTMAX_ROWS),
+    "softmax": ("aten._softmax.default", (masked(24, 24), 1, False), SOFTMAX_ROWS),
+    "softmax, inner dim": ("aten._softmax.default", (x(6, 24, 8), -2, False), [*SOFTMAX_ROWS, "S2 -> S2"]),
+    "softmax, half": ("aten._softmax.default", (x(24, 24).bfloat16(), 1, False), SOFTMAX_ROWS),
+    "log_softmax backward": (
+        "aten._log_softmax_backward_data.default",
+        (x(24, 24, seed=5), LOG, 1, torch.float32),
+        ["R R -> R", "S0 S0 -> S0", "S1 S1 -> S1"],
+    ),
+    "softmax backward": (
+        "aten._softmax_backward_data.default",
+        (x(6, 24, 8, seed=5), SOFT, -2, torch.float32),
+        ["R R -> R", "S0 S0 -> S0", "S1 S1 -> S1", "S2 S2 -> S2"],
+    ),
+    "loss, mean": ("aten.nll_loss_forward.default", (LOG, targets_for_loss(-100), None, 1, -100), LOSS_ROWS),
+    "loss, ignored in range": ("aten.nll_loss_forward.default", (LOG, targets_for_loss(7), None, 1, 7), LOSS_ROWS),
+    "loss, sum": ("aten.nll_loss_forward.default", (LOG, targets_for_loss(-100), None, 2, -100), LOSS_ROWS),
+    "loss, none": (
+        "aten.nll_loss_forward.default",
+        (LOG, targets_for_loss(-100), None, 0, -100),
+        ["R R -> R R", "S0 S0 -> S0 R", "S1 R -> P R"],
+    ),
+    "loss, weights": (
+        "aten.nll_loss_forward.default",
+        (LOG, targets_for_loss(-100), x(24, seed=8).abs(), 1, -100),
+        ["R R R -> R R", "S0 S0 R -> P R"],
+    ),
+    "loss backward, mean": (
+        "aten.nll_loss_backward.default",
+        (torch.tensor(1.5), LOG, targets_for_loss(-100), None, 1, -100, torch.tensor(18.0)),
+        ["R R R R -> R", "R S0 S0 R -> S0", "R S1 R R -> S1"],
+    ),
+    "loss backward, none": (
+        "aten.nll_loss_backward.default",
+        (x(24), LOG, targets_for_loss(7), None, 0, 7, torch.tensor(18.0)),
+        ["R R R R -> R", "S0 S0 S0 R -> S0", "R S1 R R -> S1"],
+    ),
+    "addmm": (
+        "aten.addmm.default",
+        (x(24), x(24, 24, seed=1), x(24, 24, seed=2)),
+        ["R R R -> R", "R S1 S0 -> P", "S0 R S1 -> S1", "R S0 R -> S0"],
+    ),
+    "addmm, scaled": (
+        "aten.addmm.default",
+        (x(24, 24), x(24, 24, seed=1), x(24, 24, seed=2)),
+        ["R R R -> R", "R S1 S0 -> P", "S0 S0 R -> S0"],
+    ),
+    "addmv": ("aten.addmv.default", (x(24), x(24, 24, seed=1), x(24, seed=2)), ["R R R -> R", "R S1 S0 -> P", "S0 S0 R -> S0"]),
+    "baddbmm": (
+        "aten.baddbmm.default",
+        (x(6, 24, 8), x(6, 24, 24, seed=1), x(6, 24, 8, seed=2)),
+        ["R R R -> R", "R S2 S1 -> P", "S0 S0 S0 -> S0"],
+    ),
+    "linear": ("aten.linear.default", (x(24, 24), x(24, 24, seed=1), x(24, seed=2)), ["R R R -> R", "S1 S1 R -> P", "R S0 S0 -> S1"]),
+    "convolution": (
+        "aten.convolution.default",
+        (x(6, 24, 4, 4), x(8, 24, 3, 3, seed=1), x(8, seed=2), [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+        ["R R R -> R", "S1 S1 R -> P", "S0 R R -> S0", "R S0 S0 -> S1"],
+    ),
+    "mean": ("aten.mean.default", (x(24, 24),), ["R -> R", "S0 -> P", "S1 -> P"]),
+    "mean of a dim": ("aten.mean.dim", (x(24, 24), [-1], True), ["R -> R", "S0 -> S0", "S1 -> P"]),
+    "mean of local means": ("aten.mean.dim", (x(24, 24), [0]), ["R -> R", "S1 -> S0", "S0 -> P(avg)"]),
+    **{
+        f"{name}, {kind}": (f"aten.{name}.default", (x(24, 24), x(24, 24, seed=1), reduction), ["R R -> R", *rows])
+        for name in ("mse_loss", "smooth_l1_loss", "huber_loss")
+        for kind, reduction, rows in (
+            ("mean", 1, ["S0 S0 -> P", "S1 S1 -> P"]),
+            ("sum", 2, ["S0 S0 -> P", "S1 S1 -> P"]),
+            ("none", 0, ["S0 S0 -> S0", "S1 S1 -> S1"]),
+        )
+    },
+    **{
+        f"{name}_backward": (
+            f"aten.{name}_backward.default",
+            (torch.tensor(2.0), x(24, 24), x(24, 24, seed=1), 1, *more),
+            ["R R R -> R", "R S0 S0 -> S0", "R S1 S1 -> S1"],
+        )
+        for name, more in (("mse_loss", ()), ("smooth_l1_loss", (0.5,)), ("huber_loss", (0.5,)))
+    },
+}
+
+
+def test_every_kernel_has_a_case():
+    assert {target for target, _, _ in CASES.values()} == set(KERNELS)
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_gives_the_whole_op(name, sizes):
+    target, arguments, rows = CASES[name]
+    keywords = {"beta": 0.5, "alpha": 2.0} if name == "addmm, scaled" else {}
+    graph, values = one_op(target, *arguments, **keywords)
+    mesh = mesh_of(*sizes)
+    for inputs, outputs in crossed(rows, mesh, graph):
+        check_op(graph, values, mesh, inputs, outputs)
+
+
+def runs(target, arguments, inputs, outputs, *sizes):
+    graph, _ = one_op(target, *arguments)
+    program = lower(graph, laid(graph, inputs, outputs), {}, mesh_of(*sizes))
+    return next(record for record in program.records if isinstance(record, Run))
+
+
+def test_the_plain_op_runs_where_it_is_right():
+    addmm = CASES["addmm"][1]
+    assert runs("aten.addmm.default", addmm, ["S(0)", "R", "S(1)"], ["S(1)"], 2).kernel is None
+    assert runs("aten.addmm.default", addmm, ["R", "S(1)", "S(0)"], ["P"], 2).kernel is not None
+    assert runs("aten.mean.dim", CASES["mean of a dim"][1], ["S(0)"], ["S(0)"], 2).kernel is None
+    assert runs("aten._softmax.default", CASES["softmax"][1], ["S(0)"], ["S(0)"], 2).kernel is None
+
+
+@pytest.mark.parametrize(
+    "name, inputs, outputs, why",
+    [
+        ("loss, weights", ["S(1)", "R", "R"], ["P", "R"], "without class weights"),
+        ("loss, mean", ["S(0)", "R"], ["P", "R"], "cut alike along the batch"),
+        ("log_softmax backward", ["R", "S(1)"], ["S(1)"], "cut alike along the softmax"),
+    ],
+)
+def test_layouts_without_a_local_program_are_refused_by_name(name, inputs, outputs, why):
+    target, arguments, _ = CASES[name]
+    with pytest.raises(ValueError, match=f"op op .* has no local program for inputs laid .*{why}"):
+        runs(target, arguments, inputs, outputs, 2)

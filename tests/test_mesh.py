@@ -1,0 +1,139 @@
+"""Links of a two-level cluster, worked out by hand, and the sentences for meshes that can't be."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from autoshard.mesh import DEVICES, Axis, Device, Mesh, check_shape, parse_shape
+
+INTRA, INTER = 300e9, 400e9
+
+# shape, devices per node (None: default) -> per axis (crosses nodes, devices that share the link, bytes/s of one device)
+LINKS = [
+    ((8,), None, [(False, 1, INTRA)]),
+    ((1, 8), None, [(False, 1, INTRA), (False, 1, INTRA)]),
+    ((8, 1), None, [(True, 1, INTER), (False, 1, INTRA)]),
+    ((2, 4), None, [(True, 4, INTER / 4), (False, 1, INTRA)]),
+    ((2, 2, 2), None, [(True, 4, INTER / 4), (False, 1, INTRA), (False, 1, INTRA)]),
+    ((2, 4), 8, [(False, 1, INTRA), (False, 1, INTRA)]),
+    ((2, 4), 1, [(True, 1, INTER), (True, 1, INTER)]),
+    ((4, 4), 4, [(True, 4, INTER / 4), (False, 1, INTRA)]),
+    ((2, 2, 2), 2, [(True, 2, INTER / 2), (True, 2, INTER / 2), (False, 1, INTRA)]),
+    ((2, 2, 2), 8, [(False, 1, INTRA)] * 3),
+    # an axis that starts in a node and leaves it: 2 (1) rings cross the node's link, each device at most as fast as inside
+    ((4, 2), 4, [(True, 2, min(INTRA, INTER / 2)), (False, 1, INTRA)]),
+    ((8,), 4, [(True, 1, min(INTRA, INTER))]),
+]
+
+
+@pytest.mark.parametrize(("shape", "per_node", "links"), LINKS, ids=[f"{s}-{n}" for s, n, _ in LINKS])
+def test_an_axis_has_the_link_that_its_ranks_are_joined_by(shape, per_node, links):
+    mesh = Mesh.from_bandwidths(shape, intra_node_bandwidth=INTRA, inter_node_bandwidth=INTER, devices_per_node=per_node)
+    slow = [axis.latency == Mesh.from_bandwidths((2, 1)).axes[0].latency for axis in mesh.axes]
+    found = [(s, axis.shared_by, axis.device_bandwidth) for s, axis in zip(slow, mesh.axes, strict=True)]
+    assert found == [pytest.approx(row) for row in links]
+
+
+@pytest.mark.parametrize(("shape", "per_node"), [(s, n) for s, n, _ in LINKS], ids=[f"{s}-{n}" for s, n, _ in LINKS])
+def test_who_shares_a_link_is_counted_over_nodes(shape, per_node):
+    """By definition: the rings of an axis that have a neighbour in another node, per node."""
+    mesh = Mesh.from_bandwidths(shape, devices_per_node=per_node)
+    per_node = per_node or (math.prod(shape[1:]) if len(shape) > 1 else shape[0])
+    rank = {c: r for r, c in enumerate(mesh.coordinates())}
+    for k, axis in enumerate(mesh.axes):
+        leaving = {  # (node, ring) pairs of which some member sits in another node
+            (rank[c] // per_node, c[:k] + c[k + 1 :])
+            for c in rank
+            for i in range(axis.size)
+            if rank[(*c[:k], i, *c[k + 1 :])] // per_node != rank[c] // per_node
+        }
+        nodes = {node for node, _ in leaving}
+        assert axis.shared_by == max((sum(n == node for n, _ in leaving) for node in nodes), default=1)
+
+
+def test_ranks_are_row_major_as_torch_counts_them():
+    mesh = Mesh.from_bandwidths((2, 3, 4))
+    ranks = torch.arange(24).reshape(2, 3, 4)
+    assert [int(ranks[c]) for c in mesh.coordinates()] == list(range(24))
+    assert (mesh.num_devices, mesh.shape, mesh.axis_names) == (24, (2, 3, 4), ("axis0", "axis1", "axis2"))
+
+
+BAD = [
+    (dict(shape=()), "mesh shape is ()"),
+    (dict(shape=(0, 4)), "mesh shape is (0, 4)"),
+    (dict(shape=(2, -4)), "mesh shape is (2, -4)"),
+    (dict(shape=(2.0, 4)), "mesh shape is (2.0, 4)"),
+    (dict(shape=(True, 4)), "mesh shape is (True, 4)"),
+    (dict(shape="2x4"), "mesh shape is '2x4'"),
+    (dict(shape=None), "mesh shape is None"),
+    (dict(shape=(2, 4), intra_node_bandwidth=0), "intra_node_bandwidth is 0;"),
+    (dict(shape=(2, 4), intra_node_bandwidth=-1e9), "intra_node_bandwidth is -1000000000.0;"),
+    (dict(shape=(2, 4), inter_node_bandwidth=math.nan), "inter_node_bandwidth is nan;"),
+    (dict(shape=(2, 4), inter_node_bandwidth=math.inf), "inter_node_bandwidth is inf;"),
+    (dict(shape=(2, 4), inter_node_bandwidth="fast"), "inter_node_bandwidth is 'fast';"),
+    (dict(shape=(2, 4), inter_node_bandwidth=True), "inter_node_bandwidth is True;"),
+    (dict(shape=(2, 4), device="h1000"), "unknown device 'h1000'; known are a100, cpu, h100, h200, or pass a Device"),
+    (dict(shape=(2, 4), device=3), "device is 3;"),
+    (dict(shape=(2, 4), devices_per_node=0), "devices_per_node is 0;"),
+    (dict(shape=(2, 4), devices_per_node=-4), "devices_per_node is -4;"),
+    (dict(shape=(2, 4), devices_per_node=2.5), "devices_per_node is 2.5;"),
+    (dict(shape=(2, 4), axis_names=("a",)), "axis_names ('a',) must be 2 different names"),
+    (dict(shape=(2, 4), axis_names=("a", "a")), "axis_names ('a', 'a') must be 2 different names"),
+    (dict(shape=(2, 4), backend="mpi"), "backend is 'mpi'; expected nccl or gloo"),
+    (dict(shape=(2, 4), intra_node_latency=-1e-6), "intra_node_latency is -1e-06;"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), BAD, ids=[str(a) for a, _ in BAD])
+def test_a_mesh_that_cannot_be_is_one_sentence(arguments, sentence):
+    with pytest.raises(ValueError) as caught:
+        Mesh.from_bandwidths(**arguments)
+    assert str(caught.value).startswith(sentence)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "shape"), [("2x4", (2, 4)), ("8", (8,)), ("2 x 2 X 2", (2, 2, 2)), ("2,4", (2, 4)), ("2*4", (2, 4))])
+def test_a_shape_is_read(text, shape):
+    assert parse_shape(text) == shape
+
+
+@pytest.mark.parametrize("text", ["", "x", "2x", "2xx4", "-2x4", "2.5x4", "twox4", "2x\N{SUPERSCRIPT TWO}"])
+def test_what_is_no_shape_is_one_sentence(text):
+    with pytest.raises(ValueError, match="mesh is .*; expected sizes joined by x"):
+        parse_shape(text)
+
+
+def test_zero_devices_are_no_shape():
+    with pytest.raises(ValueError, match="mesh shape is"):
+        parse_shape("0x4")
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4), (2, 2, 2)])
+@pytest.mark.parametrize("device", [*DEVICES, Device("mine", 1e12, 5e11, 1e12, 16e9)], ids=str)
+def test_a_mesh_survives_its_dict(shape, device):
+    mesh = Mesh.from_bandwidths(shape, device=device, backend="gloo")
+    assert Mesh.from_dict(mesh.to_dict()) == mesh
+    assert Mesh.from_dict(json.loads(json.dumps(mesh.to_dict()))) == mesh
+
+
+@pytest.mark.parametrize("data", [{}, {"axes": []}, {"axes": [{"name": "a"}], "device": {}}, {"axes": "ab", "device": {}}, [], {"axes": 3}, None])
+def test_a_dict_that_is_no_mesh_is_one_sentence(data):
+    with pytest.raises(ValueError, match="^not a mesh: "):
+        Mesh.from_dict(data)
+
+
+def test_wider_types_run_slower():
+    h100 = DEVICES["h100"]
+    assert [h100.flops_for(size) for size in (1, 2, 4, 8)] == [h100.flops, h100.flops, h100.flops32, h100.flops32]
+
+
+def test_a_mesh_is_a_value():
+    assert Mesh.from_bandwidths((2, 4)) == Mesh.from_bandwidths((2, 4))
+    assert len({Mesh.from_bandwidths((2, 4)), Mesh.from_bandwidths((2, 4)), Mesh.from_bandwidths((4, 2))}) == 2
+    assert Axis("a", 2, 100.0, 0.0, shared_by=4).device_bandwidth == 25.0
+
+
+def test_a_number_is_a_mesh_of_one_axis():
+    assert check_shape(8) == (8,)

@@ -1,0 +1,225 @@
+"""Every solver against the exhaustive reference, and what an Answer promises."""
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autoshard.problem import Edge, NodeUsage, Problem, evaluate, read_contest
+from autoshard.solvers import ILP, Answer, Status, frontier, solve
+from autoshard.solvers.incumbent import Incumbent, Record
+from autoshard.solvers.reduce import reduce
+from tests.helpers_problems import random_problem
+
+DATA = Path(__file__).parent / "data" / "iopddl"
+CLOSE = 1e-8  # relative to the cost: far above rounding, far below any difference of two answers
+
+
+def close(a: float, b: float) -> bool:
+    return a == b or abs(a - b) <= CLOSE * max(abs(a), abs(b), 1e-6)
+
+
+def assert_exact(problem: Problem, answer: Answer, reference: Answer) -> None:
+    assert answer.status == reference.status
+    if reference.choice is None:
+        assert answer.choice is None and answer.bound == math.inf
+        return
+    judged = evaluate(problem, answer.choice)
+    assert judged.fits and judged.cost == answer.cost and judged.peak == answer.peak
+    assert close(answer.cost, reference.cost) and answer.bound <= answer.cost and answer.gap <= 1e-9
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_ilp_cvxpy_and_exhaustive_agree_on_500_problems(block):
+    for seed in range(50 * block, 50 * block + 50):
+        problem = random_problem(seed)
+        reference = solve(problem, solver="exhaustive")
+        assert_exact(problem, solve(problem, solver="ilp"), reference)
+        assert_exact(problem, solve(problem, solver="cvxpy"), reference)
+
+
+def check_everything(seed: int, **options) -> None:
+    problem = random_problem(seed, **options)
+    reference = solve(problem, solver="exhaustive")
+    assert_exact(problem, solve(problem), reference)
+    bounded = solve(problem, solver="dual")
+    assert bounded.bound <= reference.cost or close(bounded.bound, reference.cost)
+    if bounded.choice is not None:
+        assert evaluate(problem, bounded.choice).fits
+        assert bounded.cost >= reference.cost or close(bounded.cost, reference.cost)
+    reduced = reduce(problem)
+    if reduced.problem is None:
+        assert reference.status is Status.INFEASIBLE
+        return
+    small = solve(reduced.problem, solver="exhaustive")
+    assert small.status == reference.status and close(small.cost, reference.cost)
+    if small.choice is not None:
+        judged = evaluate(problem, reduced.lift(small.choice))
+        assert judged.fits and close(judged.cost, small.cost)
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_auto_reduce_and_dual_on_800_problems(block):
+    for seed in range(1000 + 100 * block, 1000 + 100 * block + 100):
+        check_everything(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(30))
+def test_auto_reduce_and_dual_on_3000_problems_of_up_to_12_nodes(block):
+    for seed in range(10000 + 100 * block, 10000 + 100 * block + 100):
+        check_everything(seed, most_nodes=12, most_choices=5, most_answers=10**5)
+
+
+@pytest.mark.parametrize("name, optimum", [("B", 532843), ("G", 217039)])
+def test_contest_optimum_is_proven(name, optimum):
+    problem = read_contest(DATA / f"asplos-2025-iopddl-{name}.json.gz")
+    answer = solve(problem)
+    assert (answer.status, answer.cost) == (Status.OPTIMAL, optimum)
+    assert answer.bound >= optimum * (1 - 1e-9) and evaluate(problem, answer.choice).fits
+    assert answer.reduced["nodes"] < 816
+
+
+def test_reduced_problem_of_G_is_small():
+    reduced = reduce(read_contest(DATA / "asplos-2025-iopddl-G.json.gz")).problem
+    assert len(reduced.node_costs) <= 220 and sum(e.table.size for e in reduced.edges) <= 45000  # of 816 nodes, 212622 cells
+
+
+def two_nodes(limit: float | None) -> Problem:
+    usages = (NodeUsage(0, 0, 2, np.array([10.0, 4.0])), NodeUsage(1, 1, 3, np.array([10.0, 5.0])))
+    return Problem(("big", "small"), (np.array([0.0, 3.0]), np.array([0.0, 2.0])), (), usages, limit)
+
+
+@pytest.mark.parametrize("solver", ["auto", "ilp", "cvxpy", "exhaustive"])
+@pytest.mark.parametrize("limit, cost", [(None, 0.0), (20.0, 0.0), (19.0, 2.0), (14.0, 3.0), (9.0, 5.0)])
+def test_every_solver_obeys_the_memory_limit(solver, limit, cost):
+    answer = solve(two_nodes(limit), solver=solver)
+    assert (answer.status, answer.cost) == (Status.OPTIMAL, cost)
+
+
+def test_infeasible_names_the_time_the_nodes_and_the_smallest_limit():
+    answer = solve(two_nodes(8.0))
+    assert answer.status is Status.INFEASIBLE and answer.choice is None and answer.bound == math.inf
+    assert answer.infeasibility.time == 1 and answer.infeasibility.nodes == ((1, 5.0), (0, 4.0))
+    assert answer.infeasibility.smallest_limit == (9.0, 9.0)
+
+
+def test_infeasible_by_costs_alone_has_no_smallest_limit():
+    table = np.full((1, 1), np.inf)
+    answer = solve(Problem(("a", "b"), (np.zeros(1), np.zeros(1)), (Edge(0, 1, table),), (), 5.0))
+    assert answer.status is Status.INFEASIBLE and answer.infeasibility.time is None
+    assert answer.infeasibility.smallest_limit == (math.inf, math.inf)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_smallest_limit_is_the_smallest_peak(seed):
+    problem = random_problem(seed)
+    strict = replace(problem, usage_limit=0.0)
+    answer = solve(strict)
+    if answer.status is Status.INFEASIBLE:
+        sizes = [len(c) for c in problem.node_costs]
+        answers = [evaluate(problem, np.unravel_index(k, sizes)) for k in range(math.prod(sizes))]
+        peaks = [e.peak for e in answers if e.cost < math.inf]
+        low, high = answer.infeasibility.smallest_limit
+        assert low <= min(peaks, default=math.inf) * (1 + 1e-9) and min(peaks, default=math.inf) <= high
+        assert low == high or high - low <= 1e-8 * max(high, 1e-6)
+
+
+def test_frontier_equals_one_solve_per_limit():
+    limits = [None, 9.0, 14.0, 8.0, 19.0]
+    answers = frontier(two_nodes(None), limits)
+    assert [a.cost for a in answers] == [0.0, 5.0, 3.0, math.inf, 2.0]
+
+
+def test_start_is_the_answer_where_no_time_is_left():
+    ticks = iter(range(1000))
+    answer = solve(two_nodes(19.0), starts=[[0, 1], [0, 0]], time_limit=1e-9, clock=lambda: float(next(ticks)))
+    assert answer.choice == (0, 1) and answer.status is Status.FEASIBLE and answer.gap > 0
+
+
+def test_options_are_fields_of_the_solver():
+    assert solve(two_nodes(9.0), solver=ILP(time_limit=60, gap=0.0)).cost == 5.0
+    with pytest.raises(TypeError):
+        ILP(timelimit=60)
+    with pytest.raises(ValueError, match="expected one of auto, ilp"):
+        solve(two_nodes(9.0), solver="annealing")
+    with pytest.raises(ValueError, match="more than 0 seconds"):
+        solve(two_nodes(9.0), time_limit=0)
+
+
+def test_gap_is_honest_when_it_is_allowed():
+    problem = read_contest(DATA / "asplos-2025-iopddl-G.json.gz")
+    answer = solve(problem, gap=0.5)
+    assert answer.status is Status.OPTIMAL and 0 <= answer.gap <= 0.5
+    assert answer.bound <= 217039 <= answer.cost
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_preference_decides_among_equals_only(seed):
+    problem = random_problem(seed, most_nodes=4)
+    rng = np.random.default_rng(seed)
+    preference = [rng.integers(0, 4, len(c)).astype(float) for c in problem.node_costs]
+    plain, preferred = solve(problem), solve(problem, preference=preference)
+    assert preferred.status == plain.status
+    if plain.choice is None or not problem.node_costs:
+        return
+    sizes = [len(c) for c in problem.node_costs]
+    answers = [np.unravel_index(k, sizes) for k in range(math.prod(sizes))]
+    judged = [(evaluate(problem, x), sum(p[i] for p, i in zip(preference, x))) for x in answers]
+    best = min(e.cost for e, _ in judged if e.fits)
+    assert preferred.cost <= best + 1e-9 * abs(best) + 1e-15
+    if best != 0:
+        least = min(p for e, p in judged if e.fits and e.cost <= best + 1e-12 * abs(best))
+        assert sum(p[i] for p, i in zip(preference, preferred.choice)) <= least
+
+
+def test_a_bound_above_the_cost_is_an_error():
+    record = Record(two_nodes(None), math.inf, 0.0, lambda: 0.0)
+    incumbent = Incumbent(record.problem, record)
+    incumbent.offer([1, 1])
+    incumbent.raise_bound(5.0 * (1 + 5e-10))  # rounding
+    assert incumbent.bound == 5.0 and incumbent.proven
+    with pytest.raises(AssertionError, match="above cost"):
+        incumbent.raise_bound(5.0 * (1 + 2e-9))
+
+
+def test_progress_hears_of_every_improvement():
+    heard = []
+    answer = solve(read_contest(DATA / "asplos-2025-iopddl-B.json.gz"), progress=lambda cost, bound: heard.append((cost, bound)))
+    assert heard[-1] == (answer.cost, answer.bound)
+    assert all(b[0] <= a[0] and b[1] >= a[1] for a, b in zip(heard, heard[1:], strict=False))
+
+
+def test_ctrl_c_returns_the_best_so_far():
+    def interrupt(cost, bound):
+        if cost < math.inf:
+            raise KeyboardInterrupt
+
+    answer = solve(read_contest(DATA / "asplos-2025-iopddl-B.json.gz"), progress=interrupt)
+    assert answer.status in (Status.FEASIBLE, Status.OPTIMAL) and answer.choice is not None
+
+
+def test_solvers_import_neither_torch_nor_cvxpy():
+    code = "import sys, autoshard.problem, autoshard.solvers; assert not {'torch', 'cvxpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_answer_does_not_depend_on_the_hash_seed():
+    code = (
+        "import sys; from autoshard.problem import read_contest; from autoshard.solvers import solve; "
+        "a = solve(read_contest(sys.argv[1])); print(a.choice, a.bound)"
+    )
+    path = str(DATA / "asplos-2025-iopddl-G.json.gz")
+    runs = [
+        subprocess.run([sys.executable, "-c", code, path], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True)
+        for seed in ("1", "2")
+    ]
+    assert runs[0].stdout == runs[1].stdout
+
+
+def test_status_gives_advice():
+    assert all(status.advice for status in Status)
