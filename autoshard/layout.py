@@ -55,11 +55,11 @@ def parse(written: str) -> Layout:
     out: list[Placement] = []
     for part in written.split(","):
         part = part.strip()
-        shard, partial = re.fullmatch(r"S\(?(\d+)\)?", part), re.fullmatch(r"P(?:\((\w+)\))?", part)
+        shard, partial = re.fullmatch(r"S\((\d+)\)|S(\d+)", part), re.fullmatch(r"P(?:\((\w+)\))?", part)
         if part == "R":
             out.append(R)
-        elif shard and int(shard[1]) < len(_SHARDS):
-            out.append(S(int(shard[1])))
+        elif shard and int(shard[1] or shard[2]) < len(_SHARDS):
+            out.append(S(int(shard[1] or shard[2])))
         elif partial and (partial[1] or "sum") in _PARTIALS:
             out.append(P(partial[1] or "sum"))
         else:

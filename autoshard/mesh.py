@@ -49,13 +49,15 @@ class Axis:
     bandwidth: float  # bytes/s of the link
     latency: float  # seconds per collective step
     shared_by: int = 1
-    backend: str = "nccl"  # nccl or gloo; gloo has no reduce_scatter or all_to_all of its own
+    backend: str = "nccl"  # one of BACKENDS; gloo has no reduce_scatter or all_to_all of its own
 
     @property
     def device_bandwidth(self) -> float:
         """Bytes per second that one device gets when all groups of this axis talk at the same time."""
         return self.bandwidth / self.shared_by
 
+
+BACKENDS = ("nccl", "gloo")
 
 INTRA_LATENCY = 5e-6  # seconds; NVLink-class, order of magnitude of nccl-tests on small messages
 INTER_LATENCY = 15e-6  # seconds; InfiniBand-class
@@ -119,10 +121,19 @@ class Mesh:
         for name, value in (("intra_node_bandwidth", intra_node_bandwidth), ("inter_node_bandwidth", inter_node_bandwidth)):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < math.inf):
                 raise ValueError(f"{name} is {value!r}; expected a positive number of bytes per second, for example 300e9")
+        for name, value in (("intra_node_latency", intra_node_latency), ("inter_node_latency", inter_node_latency)):
+            if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+                raise ValueError(f"{name} is {value!r}; expected seconds, 0 or more, for example 5e-6")
+        if devices_per_node is not None and (type(devices_per_node) is not int or devices_per_node < 1):
+            raise ValueError(f"devices_per_node is {devices_per_node!r}; expected a positive whole number (default: all but the first axis)")
+        if backend not in BACKENDS:
+            raise ValueError(f"backend is {backend!r}; expected {' or '.join(BACKENDS)}")
         if isinstance(device, str):
             if device not in DEVICES:
                 raise ValueError(f"unknown device {device!r}; known are {', '.join(sorted(DEVICES))}, or pass a Device")
             device = DEVICES[device]
+        if not isinstance(device, Device):
+            raise ValueError(f"device is {device!r}; expected a Device or the name of one, for example 'h100'")
         per_node = devices_per_node or (math.prod(shape[1:]) if len(shape) > 1 else shape[0])
         names = axis_names or default_axis_names(len(shape))
         if len(names) != len(shape) or len(set(names)) != len(names):
@@ -160,6 +171,6 @@ def check_shape(shape: object) -> tuple[int, ...]:
 def parse_shape(text: str) -> tuple[int, ...]:
     """`2x4` -> (2, 4). ValueError on anything else."""
     parts = text.lower().replace("*", "x").replace(",", "x").split("x")
-    if not all(part.strip().isdigit() for part in parts):
+    if not all(part.strip().isdecimal() for part in parts):
         raise ValueError(f"mesh is {text!r}; expected sizes joined by x, slowest axis first, for example 2x4")
     return check_shape(tuple(int(part) for part in parts))

@@ -7,8 +7,9 @@ from itertools import product
 import numpy as np
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from autoshard.capture import capture
+from autoshard.capture import capture, capture_module
 from autoshard.graph import Const, Graph, Op, Ref, Result
 from autoshard.graph import Tensor as Described
 from autoshard.layout import Layout, local_shape
@@ -25,6 +26,24 @@ TINY = {"mlp": mlp.tiny, "gpt2": gpt2.tiny, "llama": llama.tiny, "bert": bert.ti
 def tiny_graph(name: str, training: bool) -> Graph:
     module, example_inputs = TINY[name]()
     return capture(module, example_inputs, training=training)
+
+
+def given_graphs(name: str) -> dict:
+    """A tiny model as (graph, example inputs or None, the module) in every form that a user may bring."""
+    module, inputs = TINY[name]()
+    exported = torch.export.export(module, inputs, strict=False)
+    names = list(dict(module.named_parameters()))
+
+    def flat(*values):
+        return torch.func.functional_call(module, dict(zip(names, values, strict=False)), values[len(names) :])
+
+    found = {
+        "exported": (exported, None, module),
+        "module": (exported.module(), inputs, module),
+        "aten": (make_fx(flat)(*(p.detach() for p in module.parameters()), *inputs), None, module),
+        "joint": (capture_module(module, inputs, training=True).given, None, module),
+    }
+    return found | ({"symbolic_trace": (torch.fx.symbolic_trace(module), inputs, module)} if name == "mlp" else {})
 
 
 def fast_mesh(shape: tuple[int, ...], **prices) -> Mesh:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import TINY, candidate_error, difference, joined, one_op, overload, split, tiny_graph
+from tests.helpers import TINY, candidate_error, difference, joined, one_op, overload, split, tiny_graph
 
 from autoshard.graph import Graph, Op, replace_refs
 from autoshard.layout import P, R, S, is_legal, parse, text

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import operator
 import re
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -83,6 +85,8 @@ def capture_module(module: nn.Module, example_inputs: Any, *, training: bool) ->
             with mode, torch.no_grad():
                 program = torch.export.export(fake_module, fake_args, fake_kwargs, strict=False)
             captured = capture_given(program)
+    if not any(result.value is not None for result in captured.graph.results):
+        raise ValueError(f"{type(module).__name__} returns no tensor; there is nothing to plan")
     return replace(captured, graph=_merge_tied(captured.graph, tied_parameters(module)))
 
 
@@ -187,8 +191,9 @@ class _Recorder(fx.Interpreter):
 
 
 def _capture_training(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) -> Captured:
-    with ExitStack() as stack:
-        with mode:
+    with ExitStack() as stack, torch._dynamo.config.patch(ignore_logging_functions=_logging_functions()):
+        with mode, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "While compiling, we found certain side effects")
             captured = dynamo_graph_capture_for_export(module)(*args, **kwargs)
         joint = aot_export_joint_with_descriptors(stack, captured, args, kwargs)
     traced: fx.GraphModule = joint.graph_module
@@ -201,6 +206,12 @@ def _capture_training(mode: FakeTensorMode, module: nn.Module, args: tuple, kwar
         raise ValueError("the module has no parameter that gets a gradient; plan it without training")
     mapped = {node: pytree.tree_map(lambda leaf: values.get(leaf), _leaves_of(node)) for node in traced.graph.nodes if node.op != "output"}
     return Captured(graph, traced, mapped)
+
+
+def _logging_functions() -> set:
+    """What a model calls to log: dynamo stops at it unless told to leave it out."""
+    logger = type(torch._dynamo.output_graph.log)
+    return {getattr(logger, name) for name in dir(logger) if name.split("_")[0] in ("debug", "info", "warning", "error", "critical", "log")}
 
 
 def _named(desc: Any) -> _Named:
@@ -244,6 +255,8 @@ def _read(
     nodes = list(traced.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     for node, named in zip(placeholders, names, strict=True):
+        if node.meta.get("val") is None and not node.users:  # a flag among the inputs, decided while capturing
+            continue
         values[node] = (len(ops), 0)
         ops.append(Op(named.name, named.kind, (), (), (_tensor(node.meta["val"]),), named.kind))
     for node in nodes:
@@ -292,11 +305,14 @@ def _op(node: fx.Node, values: Mapping[fx.Node, Value], module: str) -> Op:
     if not isinstance(node.target, torch._ops.OpOverload):
         raise ValueError(f"the captured program calls {node.target!r} (node {node.name}), which is not an ATen operator")
     if node.target._schema.is_mutable:
-        raise ValueError(f"node {node.name} ({node.target}) writes into its input; give a functional graph (torch.export makes one)")
+        rest = ", with dropout off (model.eval())" if "bernoulli" in str(node.target) else ""
+        raise ValueError(f"node {node.name} ({node.target}) writes into its input; give a functional graph (torch.export makes one){rest}")
     inputs: list[Value] = []
 
     def literal(item: Any) -> Any:
         if isinstance(item, fx.Node):
+            if not isinstance(item.meta.get("val"), torch.Tensor):
+                raise ValueError(f"node {node.name} ({node.target}) reads {item.name}, a number that depends on the data; keep it a tensor")
             inputs.append(values[item])
             return Ref(len(inputs) - 1)
         if isinstance(item, (tuple, list)):
@@ -422,6 +438,7 @@ def _export_signature(program: ExportedProgram, mode: FakeTensorMode) -> tuple[l
         InputKind.USER_INPUT: "input",
     }
     names, users = [], 0
+    given = [spec.arg.name for spec in program.graph_signature.input_specs]
     for spec in program.graph_signature.input_specs:
         if spec.kind not in kinds:
             raise ValueError(f"the exported program has an input of kind {spec.kind.name}, which is not supported")
@@ -431,6 +448,8 @@ def _export_signature(program: ExportedProgram, mode: FakeTensorMode) -> tuple[l
     for out in program.graph_signature.output_specs:
         if out.kind == OutputKind.BUFFER_MUTATION:
             results.append(("buffer", str(out.target)))
+        elif out.kind == OutputKind.USER_INPUT_MUTATION:
+            results.append(("buffer", names[given.index(out.target)].name))
         else:
             results.append(("output", str(outputs)))
             outputs += 1
@@ -463,30 +482,45 @@ def _placeholder_inputs(module: fx.GraphModule, example_inputs: Any, mode: FakeT
 _STOPS = (RuntimeError, TypeError, AssertionError, AttributeError, NotImplementedError, KeyError, IndexError)
 
 
+_LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")  # they print tracebacks of what we say in a sentence
+
+
 @contextmanager
 def _explained(module: nn.Module):
     """Turns what stops a capture into one sentence with the model's own line, where there is one."""
+    loggers = [logging.getLogger(name) for name in _LOGS]
+    levels = [logger.level for logger in loggers]
     try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
         yield
     except ValueError:
         raise
     except (*_STOPS, torch._dynamo.exc.TorchDynamoException) as error:
         line = _model_line(error, type(module))
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        said = re.search(r"got \w+Error\(['\"](.+)['\"]\)", str(error))  # dynamo's own first line does not say what went wrong
+        first = said[1] if said else str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if "memo disaster" in first or "data-dependent" in first.lower():
+            first = f"its shapes or its control flow depend on the data ({first})"
         raise ValueError(f"{type(module).__name__} can't be captured{line}: {first}") from error
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _model_line(error: BaseException, kind: type) -> str:
-    """` at file:line` of the deepest frame in the file that defines the module, when the error passed through it."""
+    """` at file:line` of the deepest frame in the file that defines the module, from the error's traceback or dynamo's message."""
     try:
         source: str | None = inspect.getsourcefile(kind)
     except TypeError:
         source = None
-    found, trace = "", error.__traceback__
+    if not source:
+        return ""
+    lines = [int(line) for name, line in re.findall(r'File "([^"]+)", line (\d+)', str(error)) if name == source]
+    lines += [frame.lineno for frame in getattr(error, "real_stack", None) or () if frame.filename == source]
+    trace = error.__traceback__
     while trace is not None:
-        if source and trace.tb_frame.f_code.co_filename == source:
-            found = f" at {source}:{trace.tb_lineno}"
+        if trace.tb_frame.f_code.co_filename == source:
+            lines.append(trace.tb_lineno)
         trace = trace.tb_next
-    return found
-
-
+    return f" at {source}:{lines[-1]}" if lines else ""

@@ -114,15 +114,21 @@ def _attention(transformers: Any, config: Any, kind: Any, settings: Mapping[str,
     softcap = any(getattr(part, "attn_logit_softcapping", None) is not None for part in _parts(config))
     if softcap or (kind is not None and not getattr(kind, "_supports_sdpa", True)):
         return "eager"
-    windows = [getattr(part, "sliding_window", None) for part in _parts(config)]
-    if any(window is not None and _seq(config, settings) > window for window in windows) or getattr(config, "alibi", False):
+    if _window(config, settings) or getattr(config, "alibi", False) or not getattr(kind, "_supports_attention_backend", True):
         return "sdpa"
     transformers.AttentionInterface.register(UNMASKED, sdpa_attention_forward)  # no mask goes by that name
     return UNMASKED
 
 
+def _window(config: Any, settings: Mapping[str, Any]) -> int | None:
+    """How many tokens back a layer of sliding attention looks, where that is less than all."""
+    windows = [getattr(part, "sliding_window", None) for part in _parts(config)]
+    return next((window for window in windows if window is not None and _seq(config, settings) > window), None)
+
+
 def _seq(config: Any, settings: Mapping[str, Any]) -> int:
-    limits = [getattr(part, name, None) for part in _parts(config) for name in ("max_position_embeddings", "n_positions", "max_target_positions")]
+    names = ("max_position_embeddings", "n_positions", "max_target_positions")
+    limits = [getattr(part, name, None) for part in _parts(config) for name in names]
     least = min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=16)
     return int(settings.get("seq", min(16, least)))
 
@@ -159,15 +165,34 @@ def _example_inputs(module: Any, config: Any, settings: Mapping[str, Any], *, lo
         given["input_ids"] = ids(batch, seq)
     if "decoder_input_ids" in takes:
         given["decoder_input_ids"] = ids(batch, seq)
-    given |= _labels(module, config, takes, given, ids) if loss else {}
-    _returns_one(module, loss=loss)
+    elif config._attn_implementation != UNMASKED and "attention_mask" in takes and not getattr(config, "alibi", False):
+        given["attention_mask"] = _masks(module, config, settings)
+    if loss:
+        given |= _labels(module, takes, given, ids)
+    _returns_one(module, takes, loss=loss)
     return given
 
 
-def _labels(module: Any, config: Any, takes: Any, given: Mapping[str, Any], ids: Any) -> dict[str, Any]:
+def _masks(module: Any, config: Any, settings: Mapping[str, Any]) -> Any:
+    """The causal mask, real and ready for use: [1, 1, seq, seq]. By kind of layer where there are two kinds."""
+    import torch
+
+    seq, window = _seq(config, settings), _window(config, settings)
+    seen = torch.ones(seq, seq, dtype=torch.bool).tril()
+    near = seen.triu(1 - window) if window else seen
+
+    def mask(allowed: Any) -> Any:
+        allowed = allowed[None, None]
+        return allowed if config._attn_implementation == "sdpa" else torch.zeros(allowed.shape, dtype=module.dtype).masked_fill(~allowed, -1e9)
+
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return {kind: mask(near if "sliding" in kind else seen) for kind in sorted(kinds)} if len(kinds) > 1 else mask(near)
+
+
+def _labels(module: Any, takes: Any, given: Mapping[str, Any], ids: Any) -> dict[str, Any]:
     name = type(module).__name__
     if "return_loss" in takes:
-        return {"return_loss": True}
+        return {}
     if "labels" not in takes:
         raise ValueError(f"{name} computes no loss (its forward takes no labels); name a class with a head under architectures")
     text = given.get("decoder_input_ids", given.get("input_ids"))
@@ -176,12 +201,13 @@ def _labels(module: Any, config: Any, takes: Any, given: Mapping[str, Any], ids:
     return {"labels": ids(*text.shape)}
 
 
-def _returns_one(module: Any, *, loss: bool) -> None:
+def _returns_one(module: Any, takes: Any, *, loss: bool) -> None:
     """Makes the module return one tensor: its class becomes a subclass of the same name whose forward picks it."""
     original = type(module)
+    asked = {"return_dict": True} | ({"return_loss": True} if loss and "return_loss" in takes else {})
 
     def forward(self: Any, **inputs: Any) -> Any:
-        found = original.forward(self, **inputs, return_dict=True)
+        found = original.forward(self, **inputs, **asked)
         return found.loss if loss else found.to_tuple()[0]
 
     module.__class__ = type(original.__name__, (original,), {"forward": forward, "__module__": original.__module__})

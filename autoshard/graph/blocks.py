@@ -124,7 +124,7 @@ def symbols(graph: Graph, label: Callable[[Op], object] = lambda op: None) -> li
     for op in graph.ops:
         sources = {i for i, _ in op.inputs}
         root = roots[next(iter(sources))] if len(sources) == 1 else None
-        shapes = tuple([(number(graph.ops[i].outputs), k) for i, k in op.inputs])
+        shapes = tuple([number(graph.ops[i].outputs[k]) for i, k in op.inputs])
         labelled = label(op) if op.is_placeholder else None
         key = (op.target, number(op.literals), number(op.outputs), op.kind, op.alias, op.backward, shapes, root, labelled)
         symbol = numbers.setdefault(key, len(numbers))

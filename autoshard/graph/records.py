@@ -150,7 +150,8 @@ class Graph:
         last: dict[Value, int] = {}
         for result in self.results:
             if result.value is not None:
-                last[result.value] = len(self.ops) if result.kind == "output" else result.value[0]
+                end = len(self.ops) if result.kind == "output" else result.value[0]
+                last[result.value] = max(last.get(result.value, 0), end)
         for i in range(len(self.ops) - 1, -1, -1):
             op = self.ops[i]
             if op.alias is not None:  # a view: its base lives as long as the view does
@@ -162,11 +163,11 @@ class Graph:
         return last
 
     def fingerprint(self) -> str:
-        """A hash of ops, wiring, literals, shapes and results; the same on every machine."""
+        """A hash of ops, wiring, literals, shapes, results and ties; the same on every machine."""
         digest = hashlib.sha256()
         for op in self.ops:
             digest.update(repr((op.name, op.target, op.inputs, op.literals, op.outputs, op.kind, op.alias)).encode())
-        digest.update(repr(self.results).encode())
+        digest.update(repr((self.results, self.tied)).encode())
         return digest.hexdigest()
 
     def structure(self) -> str:

@@ -56,6 +56,10 @@ def shrink(problem: Problem, incumbent: Incumbent) -> Incumbent | None:
 def settle(incumbent: Incumbent) -> None:
     """Dual ascent, then what it can't prove by branch and bound on the affordable choices."""
     problem = incumbent.problem
+    if not problem.edges and not problem.usages:  # the base alone: everything was eliminated
+        incumbent.offer([0] * len(problem.node_costs))
+        incumbent.close()
+        return
     if not problem.usages:
         messages = Messages(problem)
         ascend(messages, incumbent, SWEEPS)

@@ -13,14 +13,15 @@ Sums are of positive and negative floats: every bound is lowered by ROUNDING of 
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numba
 import numpy as np
 
-from ..problem import NodeUsage, Problem
+from ..problem import EdgeUsage, NodeUsage, Problem
 from .incumbent import Incumbent
-from .times import binding_rows, held, load
+from .times import binding_rows, load
 
 ROUNDING = 2e-13  # relative to the sum of sizes: floats are rounded to 1.1e-16, a thousand times over
 PATIENCE = 20  # sweeps without progress before the loop gives up
@@ -54,7 +55,7 @@ class Messages:
         self._lay_out_usages()
         self.message = np.zeros(int(self._message_size))
         self.reduced = np.zeros(len(self.costs))
-        self.previous_bound = -math.inf  # before the sweep that wrote `reduced`
+        self.previous_bound = self._bound = -math.inf  # before and after the sweep that wrote `reduced`
         self.price(self.prices)
 
     def _lay_out_tables(self) -> None:
@@ -92,28 +93,28 @@ class Messages:
 
     def _lay_out_usages(self) -> None:
         """Flat bytes of all usages, with the entry of theta or of the pool that each adds to."""
-        node_slots, pair_slots = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        node_of: list[int] = []
-        pair_of: list[int] = []
-        node_bytes, pair_bytes = [np.zeros(0)], [np.zeros(0)]
-        for k in np.flatnonzero(self.rows.first < self.rows.last).tolist():
-            u = self.problem.usages[k]
-            if isinstance(u, NodeUsage):
-                node_slots.append(self.first[u.node] + np.arange(len(u.bytes)))
-                node_bytes.append(u.bytes)
-                node_of.append(k)
-            else:
-                pair_slots.append(self._place_of_own[u.edge] - self.num_shared + np.arange(2 * u.bytes.size))
-                pair_bytes += [u.bytes.ravel(), u.bytes.T.ravel()]
-                pair_of.append(k)
-        sizes = [len(s) for s in node_slots[1:]], [len(s) for s in pair_slots[1:]]
-        self._node_slots, self._pair_slots = np.concatenate(node_slots), np.concatenate(pair_slots)
-        self._node_bytes, self._pair_bytes = np.concatenate(node_bytes), np.concatenate(pair_bytes)
-        self._node_of, self._pair_of = np.repeat(node_of, sizes[0]).astype(np.int64), np.repeat(pair_of, sizes[1]).astype(np.int64)
+        live = np.flatnonzero(self.rows.first < self.rows.last).tolist()
+        usages = self.problem.usages
+        of_nodes = [(k, u) for k in live if isinstance(u := usages[k], NodeUsage)]
+        of_pairs = [(k, u, self.problem.edges[u.edge]) for k in live if isinstance(u := usages[k], EdgeUsage)]
+        none, nothing = np.zeros(0, np.int64), np.zeros(0)
+        self._node_usage, self._usage_node = _integers(k for k, _ in of_nodes), _integers(u.node for _, u in of_nodes)
+        sizes = _integers(len(u.bytes) for _, u in of_nodes)
+        self._node_start, self._node_of = np.cumsum(sizes) - sizes, np.repeat(self._node_usage, sizes)
+        self._node_slots = np.concatenate([none, *(self.first[u.node] + np.arange(len(u.bytes)) for _, u in of_nodes)])
+        self._node_bytes = np.concatenate([nothing, *(u.bytes for _, u in of_nodes)])
+        self._pair_usage, self._pair_width = _integers(k for k, _, _ in of_pairs), _integers(u.bytes.shape[1] for _, u, _ in of_pairs)
+        self._usage_a, self._usage_b = _integers(e.a for _, _, e in of_pairs), _integers(e.b for _, _, e in of_pairs)
+        sizes = _integers(2 * u.bytes.size for _, u, _ in of_pairs)
+        self._pair_start, self._pair_of = np.cumsum(sizes) - sizes, np.repeat(self._pair_usage, sizes)
+        places = [self._place_of_own[u.edge] - self.num_shared + np.arange(2 * u.bytes.size) for _, u, _ in of_pairs]
+        self._pair_slots = np.concatenate([none, *places])
+        self._pair_bytes = np.concatenate([nothing, *(half for _, u, _ in of_pairs for half in (u.bytes.ravel(), u.bytes.T.ravel()))])
 
     def price(self, prices: np.ndarray) -> None:
         """Set the price per byte of every binding time."""
         self.prices = prices
+        self._bound = -math.inf
         until = np.concatenate([[0.0], np.cumsum(prices)])
         of_usage = until[self.rows.last] - until[self.rows.first]
         extra = np.bincount(self._node_slots, self._node_bytes * of_usage[self._node_of], minlength=len(self.costs))
@@ -130,11 +131,15 @@ class Messages:
             self.first, self.theta, self.start, self.split, self.neighbour, self.table, self.into, self.out,
             self.pool, self.message, self.reduced, choice, forward,
         )  # fmt: skip
-        return bound - self.fee - ROUNDING * (size + abs(self.fee)), choice, energy - self.fee
+        self.previous_bound, self._bound = self._bound, bound - self.fee - ROUNDING * (size + abs(self.fee))
+        return self._bound, choice, energy - self.fee
 
-    def excess(self, choice: np.ndarray) -> np.ndarray:
-        """Bytes over the limit at every binding time."""
-        return load(self.rows, held(self.problem, choice)) - self.limit
+    def loads(self, choice: np.ndarray) -> np.ndarray:
+        """Bytes held at every binding time."""
+        held = np.zeros(len(self.problem.usages))
+        held[self._node_usage] = self._node_bytes[self._node_start + choice[self._usage_node]]
+        held[self._pair_usage] = self._pair_bytes[self._pair_start + choice[self._usage_a] * self._pair_width + choice[self._usage_b]]
+        return load(self.rows, held)
 
     def affordable(self, incumbent: Incumbent) -> list[np.ndarray]:
         """Per node, which choices an answer cheaper than the incumbent's can use."""
@@ -143,13 +148,16 @@ class Messages:
         return np.split(keep, self.first[1:-1])
 
 
+def _integers(values: Iterable[int]) -> np.ndarray:
+    return np.fromiter(values, np.int64)
+
+
 def ascend(messages: Messages, incumbent: Incumbent, sweeps: int) -> None:
     """Sweep to and fro until the incumbent is proven, nothing moves any more, or time is up."""
     best_bound, best_energy, best_choice = -math.inf, math.inf, None
     recent: list[float] = []
     for k in range(sweeps):
         bound, choice, energy = messages.sweep(forward=k % 2 == 0)
-        messages.previous_bound = best_bound
         best_bound = max(best_bound, bound)
         if energy < best_energy:
             best_energy, best_choice = energy, choice

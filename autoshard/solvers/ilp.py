@@ -49,7 +49,7 @@ def relax(program: Program, incumbent: Incumbent) -> list[int]:
         solution = model.highs.getSolution()
         z, prices = np.array(solution.col_value), np.array(solution.row_dual) / model.scale
         num_rows = len(program.rhs)
-        incumbent.raise_bound(program.bound(prices[:num_rows], memory, prices[num_rows:]))
+        incumbent.raise_bound_below(program.bound(prices[:num_rows], memory, prices[num_rows:]))
         incumbent.offer(program.round(z))
         more = [row for row in program.exceeded(z) if row not in memory]
         if incumbent.done or not more:
@@ -76,7 +76,7 @@ def branch(program: Program, incumbent: Incumbent, memory: list[int]) -> None:
         info = model.highs.getInfo()
         if math.isfinite(info.mip_dual_bound):
             bound = info.mip_dual_bound / model.scale + program.constant
-            incumbent.raise_bound(bound - ROUNDING * abs(bound))
+            incumbent.raise_bound_below(bound - ROUNDING * abs(bound))
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             return
         choice = program.round(np.array(model.highs.getSolution().col_value))

@@ -49,10 +49,16 @@ class Incumbent:
     def __init__(self, problem: Problem, record: Record, lift: Callable[[Choice], Choice] | None = None) -> None:
         self.problem, self.record, self._lift = problem, record, lift
         self.choice: tuple[int, ...] | None = record.choice if lift is None else None
+        self.complete = True  # holds every answer of the record's problem that is cheaper than the record's
 
-    def inside(self, problem: Problem, lift: Callable[[Choice], Choice]) -> "Incumbent":
-        """The incumbent of a problem of equal cost whose answers `lift` takes to this one's."""
-        return Incumbent(problem, self.record, lambda choice: self.lifted(lift(choice)))
+    def inside(self, problem: Problem, lift: Callable[[Choice], Choice], *, complete: bool = True) -> "Incumbent":
+        """The incumbent of a problem whose answers `lift` takes to this one's, at equal cost.
+
+        Where it is not complete, bounds on it say nothing about this problem and are dropped.
+        """
+        inner = Incumbent(problem, self.record, lambda choice: self.lifted(lift(choice)))
+        inner.complete = self.complete and complete
+        return inner
 
     def lifted(self, choice: Choice) -> Choice:
         return choice if self._lift is None else self._lift(choice)
@@ -69,14 +75,18 @@ class Incumbent:
         return True
 
     def raise_bound(self, bound: float) -> None:
-        """Take a proven lower bound; inf says that no answer exists."""
-        if bound > self.record.bound:
+        """Take a proven lower bound on every answer of `problem`; inf says that none exists."""
+        if self.complete and bound > self.record.bound:
             self.record.bound = float(bound)
             self.record.report()
 
     def close(self) -> None:
-        """Nothing cheaper than the incumbent is left."""
+        """Nothing cheaper than the incumbent is left in `problem`."""
         self.raise_bound(self.record.cost)
+
+    def raise_bound_below(self, bound: float) -> None:
+        """Take a bound on the answers of `problem` where the incumbent itself may lie outside."""
+        self.raise_bound(min(bound, self.record.cost))
 
     @property
     def cost(self) -> float:

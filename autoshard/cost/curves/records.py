@@ -1,0 +1,109 @@
+"""What a measurement and a curve are. SI units: bytes, seconds, bytes per second.
+
+B = the bytes of the largest buffer that one rank of the group holds (the "size" of nccl-tests), as in cost/collectives.py.
+"""
+
+from __future__ import annotations
+
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Series:
+    """Measured seconds of one collective over sizes, in the order measured; `collective` may name a device figure as well."""
+
+    collective: str
+    devices: int  # in one group, over all its nodes
+    sizes: tuple[float, ...]  # bytes
+    seconds: tuple[float, ...]
+    system: str = ""
+    nodes: int = 1
+    dtype: str = ""
+    source: str = ""
+    bus_bandwidths: tuple[float, ...] = ()  # bytes/s as the tool reports them; empty where it doesn't
+
+    @property
+    def name(self) -> str:
+        where = f" on {self.system}" if self.system else ""
+        nodes = f" of {self.nodes} nodes" if self.nodes > 1 else ""
+        return f"{self.collective}{where}, {self.devices} devices{nodes}{', ' + self.dtype if self.dtype else ''}"
+
+
+class Curve(ABC):
+    """Seconds over bytes, at any size."""
+
+    @abstractmethod
+    def seconds(self, bytes: np.ndarray | float) -> np.ndarray:
+        """Seconds of a collective with B = `bytes`, elementwise."""
+
+    def bandwidth(self, bytes: np.ndarray | float) -> np.ndarray:
+        """B / seconds(B), in bytes per second: the algorithm's bandwidth; the bus bandwidth is this times `bus_factor`."""
+        return np.asarray(bytes, dtype=float) / self.seconds(bytes)
+
+
+@final
+@dataclass(frozen=True)
+class PiecewiseCurve(Curve):
+    """Affine between knots, constant below the first, affine with slope `tail` above the last."""
+
+    sizes: tuple[float, ...]  # bytes, ascending
+    times: tuple[float, ...]  # seconds, ascending or equal
+    tail: float  # seconds per byte
+
+    def seconds(self, bytes: np.ndarray | float) -> np.ndarray:
+        x = np.asarray(bytes, dtype=float)
+        return np.interp(x, self.sizes, self.times) + self.tail * np.maximum(x - self.sizes[-1], 0.0)
+
+
+@final
+@dataclass(frozen=True)
+class PNorm(Curve):
+    """t = (a^p + (x/B)^p)^(1/p); p = 1 is alpha-beta, t = a + x/B."""
+
+    a: float  # seconds
+    B: float  # bytes per second
+    p: float = 1.0
+
+    def seconds(self, bytes: np.ndarray | float) -> np.ndarray:
+        x = np.asarray(bytes, dtype=float) / self.B
+        high, low = np.maximum(x, self.a), np.minimum(x, self.a)
+        return high * (1.0 + (low / high) ** self.p) ** (1.0 / self.p)  # the larger in front: no overflow
+
+
+def check(sizes: Sequence[float] | np.ndarray, seconds: Sequence[float] | np.ndarray, *, at_least: int = 2) -> tuple[np.ndarray, np.ndarray]:
+    """Sizes ascending and different, with the median of the seconds measured at each. ValueError for what is no measurement."""
+    x, t = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
+    if x.ndim != 1 or x.shape != t.shape:
+        raise ValueError(f"{x.size} sizes and {t.size} times; expected one time for each size, in two lists of one length")
+    for what, unit, values in (("size", "bytes", x), ("time", "seconds", t)):
+        wrong = np.flatnonzero(~(np.isfinite(values) & (values > 0)))
+        if wrong.size:
+            k = int(wrong[0])
+            raise ValueError(
+                f"row {k + 1} has a {what} of {values[k]:g} {unit}; expected a positive number: leave out rows that were not measured"
+            )
+    different, place = np.unique(x, return_inverse=True)
+    if different.size < at_least:
+        raise ValueError(f"{different.size} different size{'s' * (different.size != 1)} measured; expected at least {at_least}: measure more sizes")
+    if different.size == x.size:
+        return different, t[np.argsort(x)]
+    return different, np.array([np.median(t[place == k]) for k in range(different.size)])
+
+
+def tail_slope(x: np.ndarray, t: np.ndarray, last: int = 3) -> float:
+    """Seconds per byte beyond the last sample: the least positive of the secants to the last three before it.
+
+    The least, because a curve that ends before its bandwidth saturates is steeper in its middle than beyond its end. Where all
+    are flat no bandwidth was seen, and time is said to grow as size does.
+    """
+    slopes = [(t[-1] - t[-1 - k]) / (x[-1] - x[-1 - k]) for k in range(1, min(last, len(x) - 1) + 1)]
+    positive = [slope for slope in slopes if slope > 1e-3 * t[-1] / x[-1]]  # less than that over a doubling is noise
+    return float(min(positive, default=t[-1] / x[-1]))
+
+

@@ -1,0 +1,448 @@
+"""A captured graph, run by an interpreter on real tensors, is the module; every node of a given graph finds its value."""
+
+import itertools
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from autoshard.capture import capture, capture_given
+from autoshard.graph import Graph, Op, Value
+from autoshard.lower import run_whole
+from tests.helpers import TINY, difference, given_graphs, one_op, overload, random_inputs, tiny_graph
+
+BOTH = (True, False)
+
+
+def filled(module: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    module = module.to_empty(device="cpu") if any(p.is_meta for p in module.parameters()) else module
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.2 + 0.1)
+    return module
+
+
+def eager(module: nn.Module, inputs, training: bool) -> dict[str, torch.Tensor]:
+    """Outputs and gradients of the module itself."""
+    with torch.set_grad_enabled(training):
+        outputs = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
+    flat = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    found = {f"output:{k}": y.detach() for k, y in enumerate(flat)}
+    if training:
+        torch.autograd.backward(flat, [torch.ones_like(y) for y in flat])
+        found |= {f"gradient:{name}": p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return found
+
+
+def values_for(graph: Graph, module: nn.Module, inputs) -> dict[str, torch.Tensor]:
+    leaves = list(inputs.values()) if isinstance(inputs, dict) else list(inputs)
+    values = {f"input_{k}": x.clone() for k, x in enumerate(leaves)}
+    values |= {n: t.detach().clone() for n, t in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())}
+    return values | {op.name: torch.ones(op.outputs[0].shape) for op in graph.ops if op.kind == "tangent"}
+
+
+def assert_equal(found: dict, expected: dict, ignore: tuple[str, ...] = ()) -> None:
+    assert {key for key in found if not key.startswith(ignore or "-")} == set(expected)
+    errors = {key: difference(found[key], expected[key]) for key in expected}
+    assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("training", BOTH)
+@pytest.mark.parametrize("name", TINY)
+def test_the_graph_of_a_model_computes_its_outputs_and_gradients(name, training):
+    module, example_inputs = TINY[name]()
+    graph = capture(module, example_inputs, training=training)  # on the meta device
+    module, inputs = filled(module), random_inputs(example_inputs, bound=2 if name == "bert" else 100)
+    expected = eager(module, inputs, training)
+    assert_equal(run_whole(graph, values_for(graph, module, inputs)), expected)
+    assert set(graph.parameters) == set(dict(module.named_parameters()))
+    if training:
+        assert {f"gradient:{n}" for n, _ in module.named_parameters()} <= set(expected)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding(16, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.wte.weight
+
+    def forward(self, tokens):
+        return self.head(self.wte(tokens)).sum()
+
+
+class Buffers(nn.Module):
+    """A buffer that is read, one that is updated, outputs in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.randn(8))
+        self.register_buffer("count", torch.ones(()))
+
+    def forward(self, x, scale):
+        self.count.add_(1)
+        y = (self.linear(x) - self.mean) * scale
+        return {"y": y, "sum": (y.sum() + self.count,)}
+
+
+class Frozen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.linear.weight.requires_grad_(False)
+
+    def forward(self, x):
+        return self.linear(self.linear(x)).sum()
+
+
+class WritesInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x.add_(1)
+        return self.linear(x).sum()
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.norm(self.linear(x)).square().sum()
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.linear(x)
+        y.mul_(2)
+        y[:, 0] = 0
+        return y.sum()
+
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+ODD = {
+    "tied": (Tied, (torch.tensor([[0, 3], [5, 3]]),), ()),
+    "buffers": (Buffers, {"x": X, "scale": torch.full((8,), 2.0)}, ("buffer:count",)),
+    "frozen": (Frozen, (X,), ()),
+    "writes its input": (WritesInput, (X,), ("buffer:input_0",)),
+    "batch norm": (Norm, (X,), ("buffer:norm.running_mean", "buffer:norm.running_var", "buffer:norm.num_batches_tracked")),
+    "in place": (InPlace, (X,), ()),
+}
+
+
+@pytest.mark.parametrize("training", BOTH)
+@pytest.mark.parametrize("name", ODD)
+def test_the_graph_of_an_odd_module_computes_its_outputs_gradients_and_updates(name, training):
+    make, inputs, updated = ODD[name]
+    module = filled(make())
+    copied = pytree.tree_map(torch.clone, inputs)
+    graph = capture(module, inputs, training=training)
+    values = values_for(graph, module, inputs)
+    values |= {op.name: torch.tensor(0.0) for op in graph.ops if op.name.startswith("lifted")}  # the 0 of y[:, 0] = 0
+    found = run_whole(graph, values)
+    expected = eager(module, copied, training)
+    assert_equal(found, expected, ignore=("buffer:",))
+    after = {f"buffer:{n}": b for n, b in module.named_buffers()} | {f"buffer:input_{k}": x for k, x in enumerate(copied) if torch.is_tensor(x)}
+    assert {key for key in found if key.startswith("buffer:")} == set(updated)
+    assert all(difference(found[key], after[key]) < 1e-5 for key in updated)
+
+
+@pytest.mark.parametrize("training", BOTH)
+def test_both_names_of_a_tied_parameter_are_known(training):
+    graph = capture(Tied(), (torch.zeros(2, 4, dtype=torch.int64),), training=training)
+    ((second, first),) = graph.tied
+    assert {first, second} == {"wte.weight", "head.weight"}
+    assert (graph.index[second], 0) not in graph.users  # a phantom
+    assert len(graph.users[graph.index[first], 0]) == 2
+    gradients = {r.name: r.value for r in graph.results if r.kind == "gradient"}
+    assert not training or (gradients[first] is not None and gradients[second] is None)
+
+
+def test_a_frozen_parameter_gets_no_gradient_and_an_unused_one_an_empty_one():
+    graph = capture(Frozen(), (X,), training=True)
+    gradients = {r.name: r.value is not None for r in graph.results if r.kind == "gradient"}
+    assert gradients == {"linear.bias": True, "unused.weight": False, "unused.bias": False}
+
+
+def test_modules_and_direction_are_noted():
+    module, example_inputs = TINY["gpt2"]()
+    for training in BOTH:
+        graph = capture(module, example_inputs, training=training)
+        matmuls = [op for op in graph.ops if op.target in ("aten.addmm.default", "aten.mm.default")]
+        assert {f"h.{k}.attn.c_attn" for k in range(2)} <= {op.module for op in matmuls}
+        assert any(op.backward for op in graph.ops) == training
+        assert {op.module for op in matmuls if op.backward} <= {op.module for op in matmuls if not op.backward}
+
+
+# -- graphs that somebody else captured ------------------------------------------------------------------------------------------------
+
+
+@cache
+def given(name: str, kind: str):
+    return given_graphs(name)[kind]
+
+
+GIVEN = [
+    *itertools.product(("mlp",), ("symbolic_trace", "exported", "aten", "module", "joint")),
+    *itertools.product(("gpt2", "llama", "bert"), ("exported", "aten", "module", "joint")),
+]
+
+
+class Shapes(fx.Interpreter):
+    """What each node really is, by running the graph on real tensors."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.seen: dict[fx.Node, object] = {}
+
+    def run_node(self, n):
+        self.seen[n] = super().run_node(n)
+        return self.seen[n]
+
+
+def tensors_of(graph, example_inputs) -> dict[fx.Node, object]:
+    """For every node but the output: the tensors it holds, by its own metadata or by a real run."""
+    nodes = [node for node in graph.graph.nodes if node.op != "output"]
+    if all("val" in node.meta for node in nodes):
+        return {node: node.meta["val"] for node in nodes}
+    interpreter = Shapes(graph)
+    interpreter.run(*example_inputs)
+    return {node: interpreter.seen[node] for node in nodes}
+
+
+@pytest.mark.parametrize(("name", "kind"), GIVEN)
+def test_every_tensor_node_of_a_given_graph_becomes_a_value_of_its_shape_and_type(name, kind):
+    graph, example_inputs, _ = given(name, kind)
+    captured = capture_given(graph, example_inputs)
+    real = filled(graph) if kind == "symbolic_trace" else graph
+    tensors = tensors_of(real, None if example_inputs is None else random_inputs(example_inputs))
+    seen = 0
+    for node, expected in tensors.items():
+        leaves, values = pytree.tree_leaves(expected), pytree.tree_leaves(captured.values[node], is_leaf=is_value)
+        assert len(leaves) == len(values)
+        for leaf, value in zip(leaves, values, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                seen += 1
+                tensor = captured.graph.tensor(value)
+                assert (tuple(leaf.shape), str(leaf.dtype)) == (tensor.shape, f"torch.{tensor.dtype}"), node
+            else:
+                assert value is None
+    assert seen >= len(tensors) > 5
+    assert captured.given is graph or kind == "exported"
+
+
+def is_value(leaf: object) -> bool:
+    return leaf is None or (isinstance(leaf, tuple) and len(leaf) == 2 and all(type(n) is int for n in leaf))
+
+
+@pytest.mark.parametrize(("name", "kind"), GIVEN)
+def test_a_given_graph_computes_what_the_module_computes(name, kind):
+    graph, example_inputs, module = given(name, kind)
+    captured = capture_given(graph, example_inputs).graph
+    training = kind == "joint"
+    module = filled(module)
+    inputs = random_inputs(TINY[name]()[1], bound=2 if name == "bert" else 100)
+    values = values_for(captured, module, inputs)
+    if kind == "aten":  # parameters came as plain inputs, in order
+        flat = [p.detach() for p in module.parameters()] + list(inputs)
+        values = {f"input_{k}": x for k, x in enumerate(flat)}
+    assert_equal(run_whole(captured, values), eager(module, inputs, training))
+
+
+def test_placeholders_without_shapes_ask_for_example_inputs():
+    graph = given("mlp", "symbolic_trace")[0]
+    with pytest.raises(ValueError, match=r"the graph's placeholders \['x', 'y'\] carry no shapes; pass example_inputs"):
+        capture_given(fx.GraphModule(graph, graph.graph))
+
+
+@pytest.mark.parametrize("inputs", [(X,), (X, X, X), {"x": X, "z": X}], ids=["too few", "too many", "wrong name"])
+def test_a_wrong_number_of_example_inputs_is_one_sentence(inputs):
+    graph = given("mlp", "symbolic_trace")[0]
+    with pytest.raises(ValueError, match=r"^example_inputs has \d entries; the graph takes \['x', 'y'\]$"):
+        capture_given(graph, inputs if isinstance(inputs, dict) else inputs)
+
+
+# -- views -----------------------------------------------------------------------------------------------------------------------------
+
+x48 = torch.randn(4, 8)
+VIEWS = [
+    ("aten.view.default", (x48, [8, 4])), ("aten.permute.default", (x48, [1, 0])), ("aten.t.default", (x48,)), ("aten.transpose.int", (x48, 0, 1)),
+    ("aten.expand.default", (torch.randn(1, 8), [4, 8])), ("aten.split.Tensor", (x48, 2)), ("aten.split_with_sizes.default", (x48, [3, 5], 1)),
+    ("aten.unbind.int", (x48,)), ("aten.chunk.default", (x48, 2)), ("aten.slice.Tensor", (x48, 0, 0, 2)), ("aten.select.int", (x48, 0, 1)),
+    ("aten.squeeze.dim", (torch.randn(4, 1), 1)), ("aten.unsqueeze.default", (x48, 0)), ("aten.detach.default", (x48,)),
+    ("aten.diagonal.default", (x48,)), ("aten.unfold.default", (x48, 1, 2, 2)), ("aten.as_strided.default", (x48, [2, 8], [8, 1])),
+    ("aten.alias.default", (x48,)), ("aten.view.dtype", (x48, torch.int32)),
+    ("aten.clone.default", (x48,)), ("aten.neg.default", (x48,)), ("aten.add.Tensor", (x48, x48)), ("aten.cat.default", ([x48, x48],)),
+    ("aten.topk.default", (x48, 2)), ("aten.native_layer_norm.default", (x48, [8], None, None, 1e-5)), ("aten.mm.default", (x48, x48.t())),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "args"), VIEWS, ids=[row[0] for row in VIEWS])
+def test_an_op_is_a_view_of_the_input_whose_memory_it_shares(target, args):
+    graph, tensors, _ = one_op(target, *args)
+    function = lambda *xs: overload(target)(*replaced(args, xs))  # noqa: E731
+    traced = capture_given(make_fx(function)(*tensors)).graph.ops[-1]
+    assert (traced.target, len(traced.inputs)) == (target, len(tensors)) == (graph.ops[-1].target, len(graph.ops) - 1)
+    result = function(*tensors)
+    owners = [x.untyped_storage().data_ptr() for x in tensors]
+    shared = {y.untyped_storage().data_ptr() for y in (result if isinstance(result, (tuple, list)) else (result,))}
+    expected = next((k for k, owner in enumerate(owners) if shared == {owner}), None)
+    assert traced.alias == expected
+
+
+def replaced(args, xs):
+    xs = iter(xs)
+    return pytree.tree_map(lambda leaf: next(xs) if isinstance(leaf, torch.Tensor) else leaf, args)
+
+
+ALIASING = {  # whose storage an op of the tiny models shares by running it, not by its schema
+    "aten._unsafe_view.default": 0, "aten.view.default": 0, "aten.t.default": 0, "aten.transpose.int": 0, "aten.expand.default": 0,
+    "aten.split.Tensor": 0, "aten.unbind.int": 0, "aten.slice.Tensor": 0, "aten.squeeze.dim": 0, "aten.unsqueeze.default": 0, "aten.detach.default": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("training", BOTH)
+@pytest.mark.parametrize("name", TINY)
+def test_the_views_of_the_tiny_models_are_known(name, training):
+    for op in tiny_graph(name, training).ops:
+        assert op.alias == ALIASING.get(op.target), op
+
+
+# -- what can't be captured --------------------------------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.linear(x)
+        if y.sum() > 0:  # line of Branches
+            y = y * 2
+        return y.sum()
+
+
+class Selects(Branches):
+    def forward(self, x):
+        return self.linear(x[x.sum(-1) > 0]).sum()
+
+
+class ReadsNumber(Branches):
+    def forward(self, x):
+        return self.linear(x) * x.sum().item()
+
+
+class ReturnsNumber(Branches):
+    def forward(self, x):
+        return 3
+
+
+class NoParameters(nn.Module):
+    def forward(self, x):
+        return x.relu().sum()
+
+
+class DropsOut(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.dropout(self.linear(x)).sum()
+
+
+LINE = next(k for k, line in enumerate(open(__file__), 1) if "# line of Branches" in line and "if y.sum()" in line)
+HERE = __file__
+BAD = [
+    (Branches, (X,), True, f"Branches can't be captured at {HERE}:{LINE}: its shapes or its control flow depend on the data"),
+    (Branches, (X,), False, f"Branches can't be captured at {HERE}:{LINE}: its shapes or its control flow depend on the data"),
+    (Selects, (X,), True, f"Selects can't be captured at {HERE}:"),
+    (Selects, (X,), False, "Selects can't be captured"),
+    (ReadsNumber, (X,), True, f"ReadsNumber can't be captured at {HERE}:"),
+    (ReadsNumber, (X,), False, "node mul (aten.mul.Tensor) reads"),
+    (ReturnsNumber, (X,), True, "ReturnsNumber"),
+    (ReturnsNumber, (X,), False, "ReturnsNumber returns no tensor; there is nothing to plan"),
+    (NoParameters, (X,), True, "the module has no parameter that gets a gradient; plan it without training"),
+    (DropsOut, (X,), False, "node bernoulli_ (aten.bernoulli_.float) writes into its input; give a functional graph (torch.export makes one), with "),
+    *[(Frozen, (torch.zeros(4, 9),), training, f"Frozen can't be captured at {HERE}:") for training in BOTH],
+    *[(Frozen, (), training, "Frozen can't be captured: missing a required argument: 'x'") for training in BOTH],
+    *[(Frozen, (X, X), training, "Frozen can't be captured: too many positional arguments") for training in BOTH],
+    *[(Frozen, {"y": X}, training, "Frozen can't be captured: missing a required argument: 'x'") for training in BOTH],
+    (Frozen, "x", False, "example_inputs is str; expected a tuple of arguments or a dict of keyword arguments"),
+    (Frozen, 3, False, "example_inputs is int; expected a tuple of arguments or a dict of keyword arguments"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "inputs", "training", "sentence"), BAD, ids=[f"{k}-{row[0].__name__}" for k, row in enumerate(BAD)])
+def test_what_cannot_be_captured_is_one_sentence_with_the_models_line(make, inputs, training, sentence, capfd):
+    with pytest.raises(ValueError) as caught:
+        capture(make(), inputs, training=training)
+    assert str(caught.value).startswith(sentence)
+    assert "\n" not in str(caught.value)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_graph_that_writes_in_place_is_one_sentence():
+    graph = make_fx(lambda x: x.clone().add_(1))(X)
+    with pytest.raises(ValueError, match="node add_ .* writes into its input; give a functional graph"):
+        capture_given(graph)
+
+
+def test_a_graph_of_other_functions_is_captured_again_as_aten():
+    graph = fx.symbolic_trace(lambda x: F.gelu(x) + x.relu())
+    assert [op.target for op in capture_given(graph, (X,)).graph.ops[1:]] == ["aten.gelu.default", "aten.relu.default", "aten.add.Tensor"]
+
+
+# -- nothing is allocated ------------------------------------------------------------------------------------------------------------------
+
+MEMORY = """
+import resource
+from autoshard.capture import capture
+from models import llama
+for training in (True, False):
+    module, inputs = llama.llama3_8b(layers=2)
+    capture(module, inputs, training=training)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def test_capturing_two_layers_of_llama_8b_needs_no_memory():
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 600e6  # its parameters are 5.9 GB
+
+
+def test_the_inputs_and_the_module_are_left_as_they_were():
+    module, inputs = WritesInput(), (X.clone(),)
+    before = {n: p.clone() for n, p in module.named_parameters()}
+    capture(module, inputs, training=True)
+    assert torch.equal(inputs[0], X)
+    assert all(torch.equal(p, before[n]) and p.grad is None for n, p in module.named_parameters())
+
+
+def test_the_second_model_of_a_process_is_as_static_as_the_first():
+    for batch in (4, 8, 16):
+        graph = capture(*TINY["mlp"](batch=batch), training=True)
+        assert {t.shape[0] for op in graph.ops for t in op.outputs if op.kind == "input" and t} == {batch}
+
+
+def test_values_and_ops_have_the_types_that_they_claim():
+    graph = capture(*TINY["mlp"](), training=True)
+    assert all(isinstance(op, Op) and isinstance(op.name, str) and isinstance(op.target, str) for op in graph.ops)
+    values: list[Value] = [v for op in graph.ops for v in op.inputs]
+    assert all(type(i) is int and type(k) is int for i, k in values)
