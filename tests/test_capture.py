@@ -153,7 +153,7 @@ def test_the_graph_of_an_odd_module_computes_its_outputs_gradients_and_updates(n
     copied = pytree.tree_map(torch.clone, inputs)
     graph = capture(module, inputs, training=training)
     values = values_for(graph, module, inputs)
-    values |= {op.name: torch.tensor(0.0) for op in graph.ops if op.name.startswith("lifted")}  # the 0 of y[:, 0] = 0
+    values |= {op.name: torch.tensor(0.0) for op in graph.ops if op.name.startswith(("lifted", "_tensor_constant"))}  # the 0 of y[:, 0] = 0
     found = run_whole(graph, values)
     expected = eager(module, copied, training)
     assert_equal(found, expected, ignore=("buffer:",))
@@ -221,7 +221,7 @@ def tensors_of(graph, example_inputs) -> dict[fx.Node, object]:
     if all("val" in node.meta for node in nodes):
         return {node: node.meta["val"] for node in nodes}
     interpreter = Shapes(graph)
-    interpreter.run(*example_inputs)
+    interpreter.run(*example_inputs)  # on the meta device
     return {node: interpreter.seen[node] for node in nodes}
 
 
@@ -229,20 +229,17 @@ def tensors_of(graph, example_inputs) -> dict[fx.Node, object]:
 def test_every_tensor_node_of_a_given_graph_becomes_a_value_of_its_shape_and_type(name, kind):
     graph, example_inputs, _ = given(name, kind)
     captured = capture_given(graph, example_inputs)
-    real = filled(graph) if kind == "symbolic_trace" else graph
-    tensors = tensors_of(real, None if example_inputs is None else random_inputs(example_inputs))
-    seen = 0
+    tensors = tensors_of(graph, example_inputs)
     for node, expected in tensors.items():
         leaves, values = pytree.tree_leaves(expected), pytree.tree_leaves(captured.values[node], is_leaf=is_value)
         assert len(leaves) == len(values)
         for leaf, value in zip(leaves, values, strict=True):
             if isinstance(leaf, torch.Tensor):
-                seen += 1
                 tensor = captured.graph.tensor(value)
                 assert (tuple(leaf.shape), str(leaf.dtype)) == (tensor.shape, f"torch.{tensor.dtype}"), node
             else:
                 assert value is None
-    assert seen >= len(tensors) > 5
+    assert len(tensors) > {"mlp": 10, "gpt2": 50, "llama": 50, "bert": 50}[name]
     assert captured.given is graph or kind == "exported"
 
 
@@ -266,15 +263,15 @@ def test_a_given_graph_computes_what_the_module_computes(name, kind):
 
 def test_placeholders_without_shapes_ask_for_example_inputs():
     graph = given("mlp", "symbolic_trace")[0]
-    with pytest.raises(ValueError, match=r"the graph's placeholders \['x', 'y'\] carry no shapes; pass example_inputs"):
+    with pytest.raises(ValueError, match=r"^the graph's placeholders \['x', 'y'\] carry no shapes; pass example_inputs"):
         capture_given(fx.GraphModule(graph, graph.graph))
 
 
 @pytest.mark.parametrize("inputs", [(X,), (X, X, X), {"x": X, "z": X}], ids=["too few", "too many", "wrong name"])
 def test_a_wrong_number_of_example_inputs_is_one_sentence(inputs):
-    graph = given("mlp", "symbolic_trace")[0]
+    graph = fx.symbolic_trace(lambda x, y: x + y)
     with pytest.raises(ValueError, match=r"^example_inputs has \d entries; the graph takes \['x', 'y'\]$"):
-        capture_given(graph, inputs if isinstance(inputs, dict) else inputs)
+        capture_given(graph, inputs)
 
 
 # -- views -----------------------------------------------------------------------------------------------------------------------------
@@ -283,7 +280,7 @@ x48 = torch.randn(4, 8)
 VIEWS = [
     ("aten.view.default", (x48, [8, 4])), ("aten.permute.default", (x48, [1, 0])), ("aten.t.default", (x48,)), ("aten.transpose.int", (x48, 0, 1)),
     ("aten.expand.default", (torch.randn(1, 8), [4, 8])), ("aten.split.Tensor", (x48, 2)), ("aten.split_with_sizes.default", (x48, [3, 5], 1)),
-    ("aten.unbind.int", (x48,)), ("aten.chunk.default", (x48, 2)), ("aten.slice.Tensor", (x48, 0, 0, 2)), ("aten.select.int", (x48, 0, 1)),
+    ("aten.unbind.int", (x48,)), ("aten.slice.Tensor", (x48, 0, 0, 2)), ("aten.select.int", (x48, 0, 1)),
     ("aten.squeeze.dim", (torch.randn(4, 1), 1)), ("aten.unsqueeze.default", (x48, 0)), ("aten.detach.default", (x48,)),
     ("aten.diagonal.default", (x48,)), ("aten.unfold.default", (x48, 1, 2, 2)), ("aten.as_strided.default", (x48, [2, 8], [8, 1])),
     ("aten.alias.default", (x48,)), ("aten.view.dtype", (x48, torch.int32)),
@@ -296,8 +293,8 @@ VIEWS = [
 def test_an_op_is_a_view_of_the_input_whose_memory_it_shares(target, args):
     graph, tensors, _ = one_op(target, *args)
     function = lambda *xs: overload(target)(*replaced(args, xs))  # noqa: E731
-    traced = capture_given(make_fx(function)(*tensors)).graph.ops[-1]
-    assert (traced.target, len(traced.inputs)) == (target, len(tensors)) == (graph.ops[-1].target, len(graph.ops) - 1)
+    traced = next(op for op in capture_given(make_fx(function)(*tensors)).graph.ops if op.target == target)
+    assert len(traced.inputs) == len(tensors) == len(graph.ops) - 1
     result = function(*tensors)
     owners = [x.untyped_storage().data_ptr() for x in tensors]
     shared = {y.untyped_storage().data_ptr() for y in (result if isinstance(result, (tuple, list)) else (result,))}

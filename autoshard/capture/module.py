@@ -29,7 +29,7 @@ from torch import fx, nn
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
@@ -60,6 +60,7 @@ class _Named:
 
     kind: str
     name: str
+    value: torch.Tensor | None = None  # of a constant that the program holds
 
 
 def capture(module: nn.Module, example_inputs: Any, *, training: bool) -> Graph:
@@ -174,9 +175,10 @@ class _Recorder(fx.Interpreter):
         return args, {key: CPU if key == "device" and isinstance(item, str) else item for key, item in kwargs.items()}
 
     def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
         mode = get_proxy_mode()
         assert mode is not None
+        before = next(reversed(mode.tracer.graph.nodes), None)
+        result = super().run_node(n)
 
         def traced(leaf: Any) -> fx.Node | None:
             slot = get_proxy_slot(leaf, mode.tracer, None) if isinstance(leaf, torch.Tensor) else None
@@ -184,9 +186,10 @@ class _Recorder(fx.Interpreter):
 
         self.became[n] = pytree.tree_map(traced, result)
         path = _module_path(n)
-        for node in pytree.tree_leaves(self.became[n]):
-            if node is not None:
-                self.modules.setdefault(node, path)
+        for node in reversed(mode.tracer.graph.nodes):  # all that this node was decomposed into
+            if node is before:
+                break
+            self.modules[node] = path
         return result
 
 
@@ -254,15 +257,20 @@ def _read(
     values: dict[fx.Node, Value] = {}
     nodes = list(traced.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
-    for node, named in zip(placeholders, names, strict=True):
+    constants = [(node, _Named("buffer", str(node.target), _held(traced, node))) for node in nodes if node.op == "get_attr" and node in alive]
+    made: list[tuple[fx.Node, Op]] = []
+    for node, named in [*zip(placeholders, names, strict=True), *constants]:
         if node.meta.get("val") is None and not node.users:  # a flag among the inputs, decided while capturing
+            continue
+        filled = _filled(named)
+        if filled is not None:
+            made.append((node, filled))
             continue
         values[node] = (len(ops), 0)
         ops.append(Op(named.name, named.kind, (), (), (_tensor(node.meta["val"]),), named.kind))
-    for node in nodes:
-        if node.op == "get_attr" and node in alive:  # a constant tensor of the program
-            values[node] = (len(ops), 0)
-            ops.append(Op(str(node.target), "buffer", (), (), (_tensor(node.meta["val"]),), "buffer"))
+    for node, op in made:  # behind the placeholders
+        values[node] = (len(ops), 0)
+        ops.append(op)
     tuples: dict[fx.Node, int] = {}
     for node in nodes:
         if node.op != "call_function" or node not in alive:
@@ -278,6 +286,23 @@ def _read(
     _check_names(ops)
     found = tuple(Result(kind, name, values[leaf] if isinstance(leaf, fx.Node) else None) for (kind, name), leaf in results)
     return Graph(tuple(ops), found), values
+
+
+def _held(traced: fx.GraphModule, node: fx.Node) -> torch.Tensor | None:
+    held = getattr(traced, str(node.target), None)
+    return held if isinstance(held, torch.Tensor) else None
+
+
+def _filled(named: _Named) -> Op | None:
+    """A constant of one value (`torch.tensor(0.5)` in a forward) as the op that makes it; None where it is not known or not one."""
+    value = named.value
+    if value is None or isinstance(value, FakeTensor) or value.is_meta or value.numel() == 0:
+        return None
+    first = value.flatten()[0]
+    if not bool((value == first).all()):
+        return None
+    literals = ((tuple(value.shape), first.item()), (("device", Const("device", "cpu")), ("dtype", _constant(value.dtype, None))))
+    return Op(named.name, "aten.full.default", (), literals, (_tensor(value),))
 
 
 def _check_names(ops: list[Op]) -> None:
@@ -326,7 +351,7 @@ def _op(node: fx.Node, values: Mapping[fx.Node, Value], module: str) -> Op:
     return Op(node.name, str(node.target), tuple(inputs), literals, outputs, "compute", module, _alias(node), backward)
 
 
-def _constant(item: Any, node: fx.Node) -> Any:
+def _constant(item: Any, node: fx.Node | None) -> Any:
     if item is None or isinstance(item, (bool, int, float, str, complex)):
         return item
     if isinstance(item, torch.dtype):
@@ -337,6 +362,7 @@ def _constant(item: Any, node: fx.Node) -> Any:
         return Const("memory_format", str(item).removeprefix("torch."))
     if isinstance(item, torch.layout):
         return Const("layout", str(item).removeprefix("torch."))
+    assert node is not None
     raise ValueError(f"node {node.name} ({node.target}) has an argument {item!r} of a kind that is not supported: {type(item).__name__}")
 
 
@@ -442,7 +468,9 @@ def _export_signature(program: ExportedProgram, mode: FakeTensorMode) -> tuple[l
     for spec in program.graph_signature.input_specs:
         if spec.kind not in kinds:
             raise ValueError(f"the exported program has an input of kind {spec.kind.name}, which is not supported")
-        names.append(_Named(kinds[spec.kind], spec.target if spec.kind != InputKind.USER_INPUT else f"input_{users}"))
+        held = program.constants.get(spec.target) if spec.kind == InputKind.CONSTANT_TENSOR else None
+        held = held if isinstance(held, torch.Tensor) else None
+        names.append(_Named(kinds[spec.kind], spec.target if spec.kind != InputKind.USER_INPUT else f"input_{users}", held))
         users += spec.kind == InputKind.USER_INPUT
     results, outputs = [], 0
     for out in program.graph_signature.output_specs:

@@ -132,6 +132,9 @@ def verify(
     random: Annotated[int, typer.Option(help="Check this many plans drawn at random from the candidates too.", min=0)] = 0,
     seed: Annotated[int, typer.Option(help="Of the inputs and of the drawing.")] = 0,
     plant_fault: Annotated[bool, typer.Option("--plant-fault", help="Check a plan with a wrong row in it, which must fail.")] = False,
+    local_tensor_mode: Annotated[
+        bool, typer.Option("--local-tensor-mode", help="Run the rank program under torch's LocalTensorMode as well (slower).")
+    ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> int:
@@ -147,7 +150,16 @@ def verify(
         written, keywords = _model_of(loaded, model, parse_settings(settings), solution)
         output.progress("building the model", 0.0)
         module, example_inputs = load_model(written, keywords)
-        found = _api().verify(module, example_inputs, loaded, random=random, seed=seed, plant_fault=plant_fault, progress=output.progress)
+        found = _api().verify(
+            module,
+            example_inputs,
+            loaded,
+            random=random,
+            seed=seed,
+            plant_fault=plant_fault,
+            local_tensor_mode=local_tensor_mode,
+            progress=output.progress,
+        )
         output.answer(found, lambda: _report().verify_report(found))
     return OK if found["ok"] else NO
 

@@ -84,8 +84,6 @@ def _parts(found: list[Repetition], inputs: Inputs, seeds: list[int], container:
         if all(spans.values()):
             break
         group = {r for r in signs if spans[r]}
-    if not any(inputs[found[r].start] for r in signs):
-        raise ValueError(f"no part of the graph repeats with the layers of {container}: they differ, or there are too few of them")
     cuts = _cuts(found, inputs, home, signs, spans, linked)
     if cuts is None:
         raise ValueError(f"the layers of {container} repeat, but no place has the same wiring on both sides in all parts of the graph")
@@ -207,6 +205,8 @@ class _Tiling:
         if not seeds:
             raise ValueError(f"the parameters of {container} don't repeat after {period} of its layers")
         self.parts = _parts(found, self.inputs, seeds, container)
+        if not any(self.graph.ops[part.repetition.start].kind == "compute" for part in self.parts if part.repetition.start < len(ops)):
+            raise ValueError(f"no part of the graph repeats with the layers of {container}: they differ, or there are too few of them")
         self.home = homes([part.repetition for part in self.parts], len(self.items))
         grown = [part.repetition.period * times for part in self.parts]
         self.shifts = [0, *accumulate(grown)]  # by how much what lies between the parts moves
@@ -310,12 +310,12 @@ class _Tiling:
         """Where the value is that a copy of item i, m periods higher, takes as its input number n; item i takes a."""
         s = self.home[a]
         if s < 0:
-            return self.place(a, -1, 0)
+            return self.place(a, -1)
         part = self.parts[s]
         there = coordinate(part.repetition, part.sign, a)
         if p >= 0 and self._moves(i, p, n, a):
-            return self.place(there + m * part.repetition.period, s, m)
-        return self.place(there + self.times * part.repetition.period * (there >= part.cut), s, m)
+            return self.place(there + m * part.repetition.period, s)
+        return self.place(there + self.times * part.repetition.period * (there >= part.cut), s)
 
     def _moves(self, i: int, p: int, n: int, a: int) -> bool:
         """Whether input n of item i goes up with its reader, as that of the item next to the cut does."""
@@ -329,7 +329,7 @@ class _Tiling:
         step = coordinate(other.repetition, other.sign, a) - coordinate(other.repetition, other.sign, t)
         return step * P == (b - source) * other.repetition.period
 
-    def place(self, b: int, s: int, m: int) -> int:
+    def place(self, b: int, s: int) -> int:
         """The place in the deeper graph of item b of part s (s = -1: of item b, which is in no part)."""
         if s < 0:
             return b + self.shifts[sum(part.repetition.start < b for part in self.parts)]
@@ -360,7 +360,7 @@ class _Tiling:
         return f"{self.container}.{index + m * self.period}{name[len(self.container) + 1 + len(str(index)) :]}"
 
     def _check_readers(self, graph: Graph, sources: list[int]) -> None:
-        """Every copy is read like the item one period below it, by the same kinds of readers."""
+        """Every copy is read like the item of the last layer below the copies or that of the first layer above them."""
         readers: list[list[tuple[int, int, int, int]]] = [[] for _ in graph.ops]
         inputs = [op.inputs for op in graph.ops] + [() if r.value is None else (r.value,) for r in graph.results]
         for j, values in enumerate(inputs):
@@ -371,8 +371,9 @@ class _Tiling:
             if repetition.start >= len(self.graph.ops):
                 continue
             for b in range(cut, cut + self.times * P):
-                copy, source = self.place(b, s, 0), self.place(b - P, s, 0)
-                if sorted(readers[copy]) != sorted(readers[source]):
+                below = cut - P + (b - cut) % P
+                copy, source, above = (self.place(at, s) for at in (b, below, below + (self.times + 1) * P))
+                if sorted(readers[copy]) not in (sorted(readers[source]), sorted(readers[above])):
                     found, wanted = ({self._phase_name(r) for r in readers[at]} for at in (copy, source))
                     raise ValueError(
                         f"{', '.join(sorted(wanted ^ found)) or 'an op'} reads {graph.ops[source].name} of a layer of {self.container}, "

@@ -1,6 +1,7 @@
 """Run a plan: per-rank programs of plain ATen ops and explicit collectives, and the proof that they compute the same."""
 
 from .faults import plant_fault as plant_fault
+from .local_tensor import run_local_tensor as run_local_tensor
 from .program import Program as Program
 from .program import lower as lower
 from .run import run_on as run_on

@@ -136,6 +136,10 @@ INSTEAD = {
     "aten._unsafe_view.default": ("aten.reshape.default", {"self": "self", "size": "shape"}),
     "aten.view_copy.default": ("aten.reshape.default", {"self": "self", "size": "shape"}),
     "aten._reshape_alias.default": ("aten.reshape.default", {"self": "self", "size": "shape"}),
+    # What is never read may hold anything, but copies of it are compared: all ranks and the whole program hold zeros.
+    "aten.empty.memory_format": ("aten.zeros.default", {name: name for name in ("size", "dtype", "layout", "device", "pin_memory")}),
+    "aten.new_empty.default": ("aten.new_zeros.default", {n: n for n in ("self", "size", "dtype", "layout", "device", "pin_memory")}),
+    "aten.empty_like.default": ("aten.zeros_like.default", {n: n for n in ("self", "dtype", "layout", "device", "memory_format")}),
 }
 
 # CPU kernels that read their inputs as if the last dim were dense, without a look at the strides.

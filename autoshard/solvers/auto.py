@@ -14,11 +14,15 @@ from ..problem import Edge, EdgeUsage, NodeUsage, Problem
 from .dual import Messages, ascend
 from .ilp import branch, relax
 from .incumbent import Choice, Incumbent
+from .prices import Ascent
 from .program import Program
 from .reduce import reduce
 
-SWEEPS = 400
-"""Dual ascent proves in 10 to 200 sweeps what it can prove without branching."""
+SWEEPS = 600  # dual ascent proves in 10 to 300 sweeps what it can prove without branching
+PRICE_ROUNDS = 80  # four binding times took 15
+SMALL, LARGE = 10**5, 10**6  # table cells: HiGHS solves the relaxation in about a second, in about a minute
+SHARES = (0.01, 0.03, 0.1)  # of the gap, the choices tried before all that are affordable
+EXPLORED_NODES = 200  # of branch and bound among those
 
 
 @dataclass(frozen=True)
@@ -54,31 +58,60 @@ def shrink(problem: Problem, incumbent: Incumbent) -> Incumbent | None:
 
 
 def settle(incumbent: Incumbent) -> None:
-    """Dual ascent, then what it can't prove by branch and bound on the affordable choices."""
+    """Dual ascent; then what it can't prove: the choices near the bound for answers, all affordable ones for the proof."""
     problem = incumbent.problem
     if not problem.edges and not problem.usages:  # the base alone: everything was eliminated
         incumbent.offer([0] * len(problem.node_costs))
         incumbent.close()
         return
-    if not problem.usages:
-        messages = Messages(problem)
-        ascend(messages, incumbent, SWEEPS)
-        if incumbent.done:
-            return
-        restricted = restrict(problem, incumbent, messages.affordable(incumbent))
-        if restricted is None:
-            return
-        incumbent = restricted
+    messages = Messages(problem)
+    ascend(messages, incumbent, SWEEPS)
+    if len(messages.prices) and not incumbent.done:
+        ascent = Ascent(messages, incumbent)
+        ascent.climb(PRICE_ROUNDS)
+        ascent.settle(ascent.prices)
+    if incumbent.done:
+        return
+    if _cells(restrict_to := messages.affordable(incumbent), problem) > SMALL:
+        for share in SHARES:
+            if not explore(messages, incumbent, share):
+                break
+        restrict_to = messages.affordable(incumbent)
+    if not incumbent.done:
+        prove(restrict(problem, incumbent, restrict_to))
+
+
+def explore(messages: Messages, incumbent: Incumbent, share: float) -> bool:
+    """Search among the choices whose bound lies within a share of the gap; says whether more of them may be worth it."""
+    keep = messages.near(incumbent, share)
+    if _cells(keep, incumbent.problem) > LARGE or incumbent.done:
+        return False
+    inner = restrict(incumbent.problem, incumbent, keep, complete=False)
+    if inner is not None:
+        inner.deadline = incumbent.record.clock() + incumbent.time_left() / 4
+        prove(inner, EXPLORED_NODES)
+    return True
+
+
+def prove(incumbent: Incumbent | None, most_nodes: int | None = None) -> None:
+    """Relaxation, then branch and bound; None is a problem without answers."""
+    if incumbent is None:
+        return
     program = Program(incumbent.problem)
     if program.empty:
         incumbent.close()
         return
     memory = relax(program, incumbent)
     if not incumbent.done:
-        branch(program, incumbent, memory)
+        branch(program, incumbent, memory, most_nodes)
 
 
-def restrict(problem: Problem, incumbent: Incumbent, keep: Sequence[np.ndarray]) -> Incumbent | None:
+def _cells(keep: Sequence[np.ndarray], problem: Problem) -> int:
+    kept = [int(k.sum()) for k in keep]
+    return sum(kept[e.a] * kept[e.b] for e in problem.edges)
+
+
+def restrict(problem: Problem, incumbent: Incumbent, keep: Sequence[np.ndarray], *, complete: bool = True) -> Incumbent | None:
     """The problem with only the marked choices, reduced again."""
     index = [np.flatnonzero(k) for k in keep]
     taken: dict[tuple[int, bytes, bytes], np.ndarray] = {}
@@ -90,7 +123,8 @@ def restrict(problem: Problem, incumbent: Incumbent, keep: Sequence[np.ndarray])
         return taken[key]
 
     if any(len(i) == 0 for i in index):
-        incumbent.close()
+        if complete:
+            incumbent.close()
         return None
     edges = tuple(Edge(e.a, e.b, cut(e.table, e.a, e.b)) for e in problem.edges)
     usages: list[NodeUsage | EdgeUsage] = []
@@ -106,7 +140,7 @@ def restrict(problem: Problem, incumbent: Incumbent, keep: Sequence[np.ndarray])
     def lift(choice: Choice) -> Choice:
         return [int(i[k]) for i, k in zip(index, choice, strict=True)]
 
-    inner = shrink(small, incumbent.inside(small, lift))
-    if inner is None:
+    inner = shrink(small, incumbent.inside(small, lift, complete=complete))
+    if inner is None and complete:
         incumbent.close()
     return inner

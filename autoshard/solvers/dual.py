@@ -143,9 +143,19 @@ class Messages:
 
     def affordable(self, incumbent: Incumbent) -> list[np.ndarray]:
         """Per node, which choices an answer cheaper than the incumbent's can use."""
-        reduced = self.reduced + self.previous_bound
-        keep = reduced <= incumbent.cost + incumbent.slack if math.isfinite(self.previous_bound) else np.ones(len(reduced), bool)
-        return np.split(keep, self.first[1:-1])
+        if not math.isfinite(self.previous_bound):
+            return [np.ones(len(c), bool) for c in self.problem.node_costs]
+        return np.split(self.reduced + self.previous_bound <= incumbent.cost + incumbent.slack, self.first[1:-1])
+
+    def near(self, incumbent: Incumbent, share: float) -> list[np.ndarray]:
+        """Per node, the choices whose bound lies within a share of the gap, the best one, and the incumbent's."""
+        gap = incumbent.cost - self.previous_bound if math.isfinite(incumbent.cost) else 0.1 * abs(self.previous_bound)
+        keep = np.split(self.reduced <= share * gap, self.first[1:-1])
+        for v, k in enumerate(keep):
+            k[self.reduced[self.first[v] : self.first[v + 1]].argmin()] = True
+            if incumbent.choice is not None:
+                k[incumbent.choice[v]] = True
+        return keep
 
 
 def _integers(values: Iterable[int]) -> np.ndarray:

@@ -63,10 +63,12 @@ def relax(program: Program, incumbent: Incumbent) -> list[int]:
     return memory
 
 
-def branch(program: Program, incumbent: Incumbent, memory: list[int]) -> None:
+def branch(program: Program, incumbent: Incumbent, memory: list[int], most_nodes: int | None = None) -> None:
     """Branch and bound, again after each answer that violates a memory row, until one fits or time is up."""
     while not incumbent.done:
         model = Model(program, incumbent, memory, integer=True)
+        if most_nodes is not None:
+            model.highs.setOptionValue("mip_max_nodes", most_nodes)
         status = model.run(incumbent)
         if status is None:
             return

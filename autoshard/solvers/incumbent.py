@@ -49,6 +49,7 @@ class Incumbent:
     def __init__(self, problem: Problem, record: Record, lift: Callable[[Choice], Choice] | None = None) -> None:
         self.problem, self.record, self._lift = problem, record, lift
         self.choice: tuple[int, ...] | None = record.choice if lift is None else None
+        self.deadline = record.deadline
         self.complete = True  # holds every answer of the record's problem that is cheaper than the record's
 
     def inside(self, problem: Problem, lift: Callable[[Choice], Choice], *, complete: bool = True) -> "Incumbent":
@@ -57,7 +58,7 @@ class Incumbent:
         Where it is not complete, bounds on it say nothing about this problem and are dropped.
         """
         inner = Incumbent(problem, self.record, lambda choice: self.lifted(lift(choice)))
-        inner.complete = self.complete and complete
+        inner.complete, inner.deadline = self.complete and complete, self.deadline
         return inner
 
     def lifted(self, choice: Choice) -> Choice:
@@ -111,7 +112,7 @@ class Incumbent:
         return self.bound == math.inf or (found and self.cost - self.bound <= self.slack)
 
     def time_left(self) -> float:
-        return self.record.deadline - self.record.clock()
+        return self.deadline - self.record.clock()
 
     @property
     def done(self) -> bool:

@@ -73,9 +73,7 @@ class Ascent:
             best, promise = self._best_by_cuts()
             if promise - self.bound <= CLOSED * self.gap(self.bound):
                 return
-            prices = (self.prices + best) / 2
-            if self.settle(prices) < self.bound and np.allclose(prices, self.prices):
-                return
+            self.settle((self.prices + best) / 2)
 
     def _best_by_cuts(self) -> tuple[np.ndarray, float]:
         """The prices at which the smallest of the cuts is largest, and that value."""

@@ -28,6 +28,9 @@ from .published import fit_sigmoid
 from .records import Curve, PiecewiseCurve, PNorm, check, tail_slope
 
 
+LIKENESS = 0.75  # two dtypes of one collective differ by 4 % in the mean, by 1.6 % GMAE, on 55 pairs of measured curves
+
+
 @final
 @dataclass(frozen=True)
 class PchipCurve(Curve):
@@ -90,6 +93,24 @@ def fit_alpha_beta(x: np.ndarray, t: np.ndarray) -> Curve:
     return PNorm(float(np.exp(found.x[0])), float(np.exp(found.x[1])))
 
 
+def alike(curve: Curve, x: np.ndarray, like: Sequence[tuple[np.ndarray, np.ndarray]]) -> Curve:
+    """The curve through sizes x, moved between them by LIKENESS of how the others depart from affine there: log d = log t - log t~."""
+    pairs = [check(*other) for other in like]
+    between = np.unique(np.concatenate([s[(s > x[0]) & (s < x[-1])] for s, _ in pairs]))
+    between = np.setdiff1d(between, x)
+    departures = []
+    for s, t in pairs:
+        inside = (between >= s[0]) & (between <= s[-1])
+        straight = np.interp(between, x, np.interp(x, s, t))
+        departures.append(np.where(inside, np.log(np.interp(between, s, t) / straight), 0.0))
+    knots = np.concatenate([x, between])
+    times = curve.seconds(knots)
+    times[len(x) :] *= np.exp(LIKENESS * np.median(departures, axis=0))
+    order = np.argsort(knots)
+    ascending = np.maximum.accumulate(times[order])
+    return PiecewiseCurve(tuple(knots[order].tolist()), tuple(ascending.tolist()), tail_slope(x, curve.seconds(x)))
+
+
 METHODS: dict[str, tuple[Callable[[np.ndarray, np.ndarray], Curve], int]] = {  # how, and from how many sizes on
     "piecewise": (fit_piecewise, 2),
     "pchip": (fit_pchip, 2),
@@ -104,12 +125,14 @@ def fit(
     seconds: Sequence[float] | np.ndarray,
     method: str = "piecewise",
     *,
+    like: Sequence[tuple[np.ndarray, np.ndarray]] = (),
     factor: float = 1.0,
     bus_bandwidths: Sequence[float] | np.ndarray | None = None,
 ) -> Curve:
     """The curve through measured seconds; rows in any order, of rows of one size the median.
 
-    factor, bus_bandwidths: for "sigmoid" alone, which predicts bus bandwidth = factor * bytes / seconds (`bus_factor`), or the one
+    like: sizes and seconds of curves of the same shape (the same collective and devices in another dtype, or on another day),
+    which say what lies between these sizes. factor, bus_bandwidths: for "sigmoid" alone, which predicts bus bandwidth = factor * bytes / seconds (`bus_factor`), or the one
     that the tool reported, in bytes/s. ValueError says which row is no measurement, or that a method can't be fitted.
     """
     if method not in METHODS:
@@ -117,6 +140,6 @@ def fit(
     how, at_least = METHODS[method]
     x, t = check(sizes, seconds, at_least=at_least)
     if method != "sigmoid":
-        return how(x, t)
+        return alike(how(x, t), x, like) if like else how(x, t)
     bus = None if bus_bandwidths is None else check(sizes, bus_bandwidths)[1]
     return fit_sigmoid(x, t, factor=factor, bus_bandwidths=bus)

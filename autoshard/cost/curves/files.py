@@ -1,0 +1,89 @@
+"""Files of measurements and of fitted curves.
+
+A file of curves is JSON: {"format": "autoshard.curves/1", "curves": [...]}, each with what it is (collective, system, devices, nodes,
+dtype, source), its method and parameters in SI units, and its errors (gmae, mean, std, held_out).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .errors import Errors, held_out, summary
+from .fit import PchipCurve, fit
+from .published import Sigmoid, bus_factor
+from .records import Curve, PiecewiseCurve, PNorm, Series
+
+FORMAT = "autoshard.curves/1"
+KINDS = {"piecewise": PiecewiseCurve, "pchip": PchipCurve, "p_norm": PNorm, "alpha_beta": PNorm, "sigmoid": Sigmoid}
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A curve, what it is of, and how far it is from its measurements, in sample and held out."""
+
+    series: Series
+    method: str
+    curve: Curve
+    errors: Errors
+    unseen: Errors
+
+    def to_dict(self) -> dict:
+        of = {key: getattr(self.series, key) for key in ("collective", "system", "devices", "nodes", "dtype", "source")}
+        errors = {key: getattr(self.errors, key) for key in ("gmae", "mean", "std")}
+        held = {"gmae": self.unseen.gmae, "mean": self.unseen.mean, "std": self.unseen.std}
+        return {**of, "method": self.method, **errors, "held_out": held, "parameters": asdict(self.curve)}  # type: ignore[call-overload]
+
+
+def fitted(series: Series, method: str = "piecewise") -> Fitted:
+    """Fit one series and judge the fit. ValueError names the series."""
+    factor = bus_factor(series.collective, series.devices)
+    bus = series.bus_bandwidths or None
+    try:
+        curve = fit(series.sizes, series.seconds, method, factor=factor, bus_bandwidths=bus)
+    except ValueError as error:
+        raise ValueError(f"{series.name}: {error}") from None
+    x, t = np.array(series.sizes), np.array(series.seconds)
+    try:
+        unseen = summary(*held_out(x, t, lambda x, t: fit(x, t, method, factor=factor)))
+    except ValueError:  # the whole can be fitted, its parts can't: nothing is known about unseen sizes
+        unseen = Errors(math.nan, math.nan, math.nan, 0)
+    return Fitted(series, method, curve, summary(curve.seconds(x), t), unseen)
+
+
+def read_text(path: str) -> str:
+    """A text file; ValueError where it isn't text."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text; expected the output of nccl-tests or PARAM, nnscaler JSON, or CSV") from None
+
+
+def save(path: str, curves: Sequence[Fitted]) -> None:
+    Path(path).write_text(json.dumps({"format": FORMAT, "curves": [_finite(one.to_dict()) for one in curves]}, indent=1) + "\n")
+
+
+def _finite(value):
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def load(path: str) -> list[tuple[dict, Curve]]:
+    """What `save` wrote: (what it is, its curve). ValueError where it is something else."""
+    try:
+        data = json.loads(read_text(path))
+        if data["format"] != FORMAT:
+            raise ValueError(f"{path} has the format {data['format']!r}; expected {FORMAT!r}")
+        return [(one, curve_of(one["method"], one["parameters"])) for one in data["curves"]]
+    except (json.JSONDecodeError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is no file of curves ({error}); make one with: autoshard calibrate fit FILES --out {path}") from None
+
+
+def curve_of(method: str, parameters: dict) -> Curve:
+    return KINDS[method](**{key: tuple(value) if isinstance(value, list) else value for key, value in parameters.items()})

@@ -1,0 +1,127 @@
+"""How well curves predict measured collectives that they have not seen.
+
+    python benchmarks/calibration.py MEASURED.csv [...] [--json]
+
+Three tables, of all measured curves and by system. Errors are relative, in percent: GMAE / mean (cost/curves/errors.py).
+
+    held out          3 folds over a curve's sizes but the first and last
+    held out, alike   the same, with the curves of the same collective, system and devices in other dtypes known
+    extrapolated      sizes in the top 16x predicted from those below
+    left out          a device count predicted from the curves of the other counts of its system, collective and dtype
+
+A curve that a method can't fit in some fold counts as a failure and its points are left out of that method's errors.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from autoshard.cost.curves import Family, Series, bus_factor, extrapolated, fit, held_out
+from autoshard.cost.curves.errors import Pairs, together
+from autoshard.cost.importers import parse
+
+METHODS = ("piecewise", "pchip", "p_norm", "alpha_beta", "sigmoid")
+
+
+def arrays(series: Series) -> tuple[np.ndarray, np.ndarray]:
+    return np.array(series.sizes), np.array(series.seconds)
+
+
+def fitter(series: Series, method: str, like=()):
+    factor = bus_factor(series.collective, series.devices)
+    return lambda x, t: fit(x, t, method, factor=factor, like=like)
+
+
+def judge(curves: list[Series], split, method: str, siblings=None) -> tuple[dict[int, Pairs], int]:
+    """Pairs of predicted and measured by curve, and how many curves could not be fitted."""
+    pairs, failures = {}, 0
+    for k, series in enumerate(curves):
+        like = siblings(series) if siblings else ()
+        try:
+            pairs[k] = split(*arrays(series), fitter(series, method, like))
+        except ValueError:
+            failures += 1
+    return pairs, failures
+
+
+def sibling_curves(curves: list[Series]):
+    """Of a curve the others of the same thing in another dtype."""
+    groups = defaultdict(list)
+    for one in curves:
+        groups[one.source, one.system, one.collective, one.nodes, one.devices].append(one)
+    return lambda s: [arrays(o) for o in groups[s.source, s.system, s.collective, s.nodes, s.devices] if o is not s]
+
+
+def leave_out(curves: list[Series]) -> dict[int, Pairs]:
+    """Each curve predicted from the other device counts of its family."""
+    families = defaultdict(list)
+    for k, one in enumerate(curves):
+        families[one.source, one.system, one.collective, one.dtype].append((k, one))
+    pairs = {}
+    for members in families.values():
+        for k, one in members:
+            others = {(o.nodes, o.devices): arrays(o) for _, o in members if (o.nodes, o.devices) != (one.nodes, one.devices)}
+            if others:
+                try:
+                    curve = Family.of(one.collective, others).at(one.devices, one.nodes)
+                except ValueError:  # nothing on as many nodes, or on one, was measured
+                    continue
+                x, t = arrays(one)
+                pairs[k] = curve.seconds(x), t
+    return pairs
+
+
+def row(curves: list[Series], what: str, pairs: dict[int, Pairs], failures: int) -> dict:
+    systems = sorted({one.system for one in curves})
+    total = together(pairs.values())
+    by_system = {s: together(p for k, p in pairs.items() if curves[k].system == s) for s in systems}
+    return {
+        "what": what,
+        "gmae": total.gmae,
+        "mean": total.mean,
+        "std": total.std,
+        "points": total.count,
+        "failures": failures,
+        "systems": {s: {"gmae": e.gmae, "mean": e.mean} for s, e in by_system.items()},
+    }
+
+
+def measure(curves: list[Series]) -> list[dict]:
+    rows = [row(curves, f"held out, {m}", *judge(curves, held_out, m)) for m in METHODS]
+    siblings = sibling_curves(curves)
+    if any(siblings(one) for one in curves):
+        rows.append(row(curves, "held out, alike, piecewise", *judge(curves, held_out, "piecewise", siblings)))
+    rows += [row(curves, f"extrapolated, {m}", *judge(curves, extrapolated, m)) for m in METHODS]
+    rows.append(row(curves, "device count left out", leave_out(curves), 0))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    if not arguments.files:
+        sys.exit("no file given; expected measurements as CSV, for example collectives.csv")
+    began = time.process_time()
+    curves = [one for path in arguments.files for one in parse(path.read_text(), path.name)]
+    rows = measure(curves)
+    cpu = time.process_time() - began
+    if arguments.json:
+        print(json.dumps({"curves": len(curves), "rows": rows, "cpu_seconds": cpu}))
+        return
+    systems = list(rows[0]["systems"])
+    print(f"{len(curves)} curves; GMAE / mean in percent; {cpu:.1f} CPU s")
+    print(f"{'':<28} {'all':>13} {'points':>7} {'failed':>7} " + " ".join(f"{s[:20]:>20}" for s in systems))
+    for r in rows:
+        cells = [f"{100 * e['gmae']:.2f} / {100 * e['mean']:.2f}" for e in (r, *r["systems"].values())]
+        print(f"{r['what']:<28} {cells[0]:>13} {r['points']:>7} {r['failures']:>7} " + " ".join(f"{c:>20}" for c in cells[1:]))
+
+
+if __name__ == "__main__":
+    main()
