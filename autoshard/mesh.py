@@ -12,8 +12,10 @@ emulated cluster: a ring with the shared link predicts 1342 ms, 1413 ms were see
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import product
+from itertools import pairwise, product
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,22 @@ DEVICES = {
 
 
 @dataclass(frozen=True)
+class LinkCurve:
+    """Measured seconds of one collective over an axis, all its groups at the same time: affine between sizes and beyond the last."""
+
+    collective: str
+    sizes: tuple[float, ...]  # bytes, ascending: the largest buffer that one rank holds
+    seconds: tuple[float, ...]
+    tail: float  # seconds per byte above the last size
+    error: float = 0.0  # mean relative error on sizes that the curve was not fitted to
+
+
+@dataclass(frozen=True)
 class Axis:
-    """One mesh axis: `size` devices in a group, over a link of `bandwidth` bytes/s that `shared_by` devices use at once."""
+    """One mesh axis: `size` devices in a group, over a link of `bandwidth` bytes/s that `shared_by` devices use at once.
+
+    A collective that has a measured curve takes what the curve says; the others take latency and bandwidth.
+    """
 
     name: str
     size: int
@@ -50,6 +66,10 @@ class Axis:
     latency: float  # seconds per collective step
     shared_by: int = 1
     backend: str = "nccl"  # one of BACKENDS; gloo has no reduce_scatter or all_to_all of its own
+    curves: tuple[LinkCurve, ...] = ()
+
+    def curve(self, collective: str) -> LinkCurve | None:
+        return next((curve for curve in self.curves if curve.collective == collective), None)
 
     @property
     def device_bandwidth(self) -> float:
@@ -87,13 +107,16 @@ class Mesh:
         return tuple(product(*(range(n) for n in self.shape)))
 
     def to_dict(self) -> dict:
-        return asdict(self)
+        """Plain data for `from_dict`; axes without curves don't mention them."""
+        data = asdict(self)
+        data["axes"] = [{key: value for key, value in axis.items() if key != "curves" or value} for axis in data["axes"]]
+        return data
 
     @staticmethod
     def from_dict(data: dict) -> Mesh:
         """The inverse of `to_dict`; ValueError when a key is missing or unknown."""
         try:
-            return Mesh(tuple(Axis(**axis) for axis in data["axes"]), Device(**data["device"]))
+            return Mesh(tuple(_axis(**axis) for axis in data["axes"]), Device(**data["device"]))
         except (TypeError, KeyError) as error:
             raise ValueError(f"not a mesh: {error}; expected axes (name, size, bandwidth, latency, shared_by) and device") from None
 
@@ -125,7 +148,7 @@ class Mesh:
             if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
                 raise ValueError(f"{name} is {value!r}; expected seconds, 0 or more, for example 5e-6")
         if devices_per_node is not None and (type(devices_per_node) is not int or devices_per_node < 1):
-            raise ValueError(f"devices_per_node is {devices_per_node!r}; expected a positive whole number (default: all but the first axis)")
+            raise ValueError(f"devices_per_node is {devices_per_node!r}; expected a positive whole number (default: all but axis 0)")
         if backend not in BACKENDS:
             raise ValueError(f"backend is {backend!r}; expected {' or '.join(BACKENDS)}")
         if isinstance(device, str):
@@ -149,6 +172,20 @@ class Mesh:
                 bandwidth = min(float(intra_node_bandwidth) * stride, float(inter_node_bandwidth))
                 axes.append(Axis(names[k], size, bandwidth, inter_node_latency, stride, backend))
         return Mesh(tuple(axes), device)
+
+
+def _axis(curves: Sequence[dict] = (), **fields: Any) -> Axis:
+    return Axis(**fields, curves=tuple(_link_curve(**curve) for curve in curves))
+
+
+def _link_curve(collective: str, sizes: Sequence[float], seconds: Sequence[float], tail: float, error: float = 0.0) -> LinkCurve:
+    """ValueError for what can't be interpolated."""
+    numbers = [*sizes, *seconds, tail, error]
+    if any(isinstance(x, bool) or not isinstance(x, (int, float)) or not 0 <= x < math.inf for x in numbers):
+        raise ValueError(f"the curve of {collective} holds something else than numbers from 0 on; measure again")
+    if not sizes or len(sizes) != len(seconds) or any(a >= b for a, b in pairwise(sizes)) or any(a > b for a, b in pairwise(seconds)):
+        raise ValueError(f"the curve of {collective} has {len(sizes)} sizes, {len(seconds)} times; expected as many, both in order")
+    return LinkCurve(collective, tuple(map(float, sizes)), tuple(map(float, seconds)), float(tail), float(error))
 
 
 def default_axis_names(num_axes: int) -> tuple[str, ...]:

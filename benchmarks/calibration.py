@@ -1,6 +1,6 @@
 """How well curves predict measured collectives that they have not seen.
 
-    python benchmarks/calibration.py MEASURED.csv [...] [--json]
+    python benchmarks/calibration.py MEASURED.csv [...] [--runs RUNS.csv] [--json]
 
 Three tables, of all measured curves and by system. Errors are relative, in percent: GMAE / mean (cost/curves/errors.py).
 
@@ -9,10 +9,14 @@ Three tables, of all measured curves and by system. Errors are relative, in perc
     extrapolated      sizes in the top 16x predicted from those below
     left out          a device count predicted from the curves of the other counts of its system, collective and dtype
 
+With --runs, real data-parallel training steps of an MLP (world_size, # layers, batch size, hidden dim, real in ms), each predicted
+by rates (FLOP/s, seconds per layer and step, bus bandwidth per world size) fitted to the others: 3 folds, mean absolute error.
+
 A curve that a method can't fit in some fold counts as a failure and its points are left out of that method's errors.
 """
 
 import argparse
+import csv
 import json
 import sys
 import time
@@ -21,8 +25,9 @@ from pathlib import Path
 
 import numpy as np
 
-from autoshard.cost.curves import Family, Series, bus_factor, extrapolated, fit, held_out
+from autoshard.cost.curves import Family, Series, bus_factor, extrapolated, fit, fit_rates, held_out, summary
 from autoshard.cost.curves.errors import Pairs, together
+from autoshard.cost.curves.rates import held_out_runs
 from autoshard.cost.importers import parse
 
 METHODS = ("piecewise", "pchip", "p_norm", "alpha_beta", "sigmoid")
@@ -85,7 +90,7 @@ def row(curves: list[Series], what: str, pairs: dict[int, Pairs], failures: int)
         "gmae": total.gmae,
         "mean": total.mean,
         "std": total.std,
-        "points": total.count,
+        "points": total.num,
         "failures": failures,
         "systems": {s: {"gmae": e.gmae, "mean": e.mean} for s, e in by_system.items()},
     }
@@ -101,19 +106,49 @@ def measure(curves: list[Series]) -> list[dict]:
     return rows
 
 
+def runs(path: Path) -> dict:
+    """MAPE of held-out runs, dealt in order and over ten shuffles, and the rates of all."""
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    n, layers, batch, hidden, ms = (
+        np.array([float(row[k]) for row in rows]) for k in ("world_size", "# layers", "batch size", "hidden dim", "real")
+    )
+    work = {
+        "flops": 3 * 2 * batch / n * hidden**2 * layers,  # forward and two backward matmuls per layer
+        "layers": layers,
+        "steps": np.ones(len(rows)),
+    }
+    for size in sorted(set(n) - {1.0}):  # all_reduce of float32 gradients
+        work[f"bus bytes, {size:.0f} devices"] = np.where(n == size, bus_factor("all_reduce", int(size)) * layers * hidden**2 * 4, 0.0)
+    errors = [summary(*held_out_runs(work, ms / 1e3, seed=seed)).mean for seed in (None, *range(10))]
+    rates = {kind: 1 / c for kind, c in fit_rates(work, ms / 1e3).seconds_per.items() if c > 0}
+    shuffled = float(np.mean(errors[1:]))
+    return {"runs": len(rows), "mape": errors[0], "mape_shuffled_mean": shuffled, "mape_worst": max(errors), "rates": rates}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--runs", type=Path)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    if not arguments.files:
+    if not arguments.files and not arguments.runs:
         sys.exit("no file given; expected measurements as CSV, for example collectives.csv")
     began = time.process_time()
     curves = [one for path in arguments.files for one in parse(path.read_text(), path.name)]
-    rows = measure(curves)
+    rows = measure(curves) if curves else []
+    real = runs(arguments.runs) if arguments.runs else None
     cpu = time.process_time() - began
     if arguments.json:
-        print(json.dumps({"curves": len(curves), "rows": rows, "cpu_seconds": cpu}))
+        print(json.dumps({"curves": len(curves), "rows": rows, "runs": real, "cpu_seconds": cpu}))
+        return
+    if real:
+        print(
+            f"{real['runs']} runs held out: MAPE {100 * real['mape']:.2f} %; ten shuffles: mean {100 * real['mape_shuffled_mean']:.2f} %, "
+            f"worst {100 * real['mape_worst']:.2f} %"
+        )
+        print("rates: " + ", ".join(f"{rate:.4g} {kind}/s" for kind, rate in real["rates"].items()))
+    if not curves:
         return
     systems = list(rows[0]["systems"])
     print(f"{len(curves)} curves; GMAE / mean in percent; {cpu:.1f} CPU s")

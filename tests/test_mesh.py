@@ -118,7 +118,10 @@ def test_a_mesh_survives_its_dict(shape, device):
     assert Mesh.from_dict(json.loads(json.dumps(mesh.to_dict()))) == mesh
 
 
-@pytest.mark.parametrize("data", [{}, {"axes": []}, {"axes": [{"name": "a"}], "device": {}}, {"axes": "ab", "device": {}}, [], {"axes": 3}, None])
+NO_MESH = [{}, {"axes": []}, {"axes": [{"name": "a"}], "device": {}}, {"axes": "ab", "device": {}}, [], {"axes": 3}, None]
+
+
+@pytest.mark.parametrize("data", NO_MESH)
 def test_a_dict_that_is_no_mesh_is_one_sentence(data):
     with pytest.raises(ValueError, match="^not a mesh: "):
         Mesh.from_dict(data)

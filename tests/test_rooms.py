@@ -39,7 +39,7 @@ TABLE = {
         "simulate tables report",
         "torch numpy",
     ),
-    "cli": ("api report mesh cost redistribute problem solvers simulate tables", "typer rich"),
+    "cli": ("api report mesh cost redistribute problem solvers simulate tables", "typer rich torch transformers"),
 }
 
 LAZY_FACADE = ("__init__.py", "__main__.py")  # directly below autoshard: they name what is public

@@ -1,5 +1,6 @@
 """Every solver against the exhaustive reference, and what an Answer promises."""
 
+import itertools
 import math
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from autoshard.problem import Edge, NodeUsage, Problem, evaluate, read_contest
-from autoshard.solvers import ILP, Answer, Status, frontier, solve
+from autoshard.solvers import DP, ILP, Answer, Status, auto, frontier, solve
 from autoshard.solvers.incumbent import Incumbent, Record
 from autoshard.solvers.reduce import reduce
 from tests.helpers_problems import random_problem
@@ -62,10 +63,44 @@ def check_everything(seed: int, **options) -> None:
         assert judged.fits and close(judged.cost, small.cost)
 
 
+@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("cells", [4 * 10**6, 8])  # never and nearly always split
+def test_dp_is_exact_without_memory_and_a_bound_with_it(block, cells):
+    for seed in range(50 * block, 50 * block + 50):
+        limited = random_problem(seed)
+        for problem in (limited, replace(limited, usage_limit=None)):
+            reference, answer = solve(problem, solver="exhaustive"), solve(problem, solver=DP(cells=cells))
+            assert answer.bound <= reference.cost or close(answer.bound, reference.cost)
+            assert answer.cost >= reference.cost or close(answer.cost, reference.cost)
+            if problem.usage_limit is None and cells > 8:
+                assert_exact(problem, answer, reference)
+
+
 @pytest.mark.parametrize("block", range(8))
 def test_auto_reduce_and_dual_on_800_problems(block):
     for seed in range(1000 + 100 * block, 1000 + 100 * block + 100):
         check_everything(seed)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_prices_and_the_stages_for_large_problems_are_exact_on_small_ones(block, monkeypatch):
+    monkeypatch.setattr(auto, "SMALL", -1)
+    for seed in range(50 * block, 50 * block + 50):
+        problem = random_problem(seed)
+        assert_exact(problem, solve(problem), solve(problem, solver="exhaustive"))
+
+
+def test_neighbourhood_search_finds_answers_and_never_a_wrong_bound(monkeypatch):
+    monkeypatch.setattr(auto, "SMALL", -1)
+    monkeypatch.setattr(auto, "LARGE", -1)
+    for seed in range(60):
+        problem = random_problem(seed)
+        ticks = itertools.count()
+        answer = solve(problem, time_limit=2000.0, clock=lambda: float(next(ticks)))  # noqa: B023
+        reference = solve(problem, solver="exhaustive")
+        assert answer.bound <= reference.cost or close(answer.bound, reference.cost)
+        assert answer.cost >= reference.cost or close(answer.cost, reference.cost)
+        assert (answer.choice is None) == (reference.choice is None) or answer.status is Status.UNKNOWN
 
 
 @pytest.mark.slow
@@ -201,6 +236,24 @@ def test_ctrl_c_returns_the_best_so_far():
 
     answer = solve(read_contest(DATA / "asplos-2025-iopddl-B.json.gz"), progress=interrupt)
     assert answer.status in (Status.FEASIBLE, Status.OPTIMAL) and answer.choice is not None
+
+
+def test_ctrl_c_while_highs_works_ends_the_search_and_not_the_process():
+    code = (
+        "import os, signal, sys, threading; from autoshard.problem import read_contest; from autoshard.solvers import ILP, solve; "
+        "p = read_contest(sys.argv[1]); threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start(); "
+        "a = solve(p, solver=ILP(time_limit=60)); print(a.status.value, a.seconds['total'])"
+    )
+    path = str(DATA / "asplos-2025-iopddl-B.json.gz")
+    run = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
+    status, seconds = run.stdout.split()
+    assert status in ("unknown", "feasible") and float(seconds) < 10
+
+
+def test_a_time_limit_is_kept():
+    problem = read_contest(DATA / "asplos-2025-iopddl-B.json.gz")
+    answer = solve(problem, solver=ILP(time_limit=0.3))
+    assert answer.seconds["total"] < 5 and answer.status in (Status.UNKNOWN, Status.FEASIBLE)
 
 
 def test_solvers_import_neither_torch_nor_cvxpy():

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.helpers import TINY, candidate_error, difference, joined, one_op, overload, split, tiny_graph
 
 from autoshard.graph import Graph, Op, replace_refs
 from autoshard.layout import P, R, S, is_legal, parse, text
@@ -14,6 +13,7 @@ from autoshard.lower.program import Slot, run_record
 from autoshard.lower.run import asking, ranks, together
 from autoshard.mesh import Mesh
 from autoshard.strategies import Candidate, candidates, internal_collectives, one_axis_rows
+from tests.helpers import TINY, candidate_error, difference, joined, one_op, overload, split, tiny_graph
 
 aten = torch.ops.aten
 MESHES = {"2": Mesh.from_bandwidths((2,)), "4": Mesh.from_bandwidths((4,)), "2x2": Mesh.from_bandwidths((2, 2))}
@@ -67,7 +67,7 @@ EXTRA = [
     # reductions and scans
     *[("sum.dim_IntList", (f(4, 8, 4), dims, keep)) for dims, keep in itertools.product(([-1], [0, 2], [], None), (False, True))],
     *[("mean.dim", (f(4, 8, 4), dims, keep)) for dims, keep in itertools.product(([-1], [0, -1], None), (False, True))],
-    *[(f"{name}.default", (f(4, 8, 4), dims, keep)) for name in ("amax", "amin") for dims, keep in itertools.product(([-1], [1, -1]), (False, True))],
+    *[(f"{n}.default", (f(4, 8, 4), dims, keep)) for n in ("amax", "amin") for dims in ([-1], [1, -1]) for keep in (False, True)],
     ("sum.default", (f(4, 8),)), ("mean.default", (f(4, 8),)), ("amax.default", (f(4, 8),)), ("sum.default", (truth(4, 8),)),
     ("max.dim", (f(4, 8), -1)), ("max.default", (f(4, 8),)), ("argmax.default", (f(4, 8), -1)), ("prod.default", (positive(4, 8),)),
     ("any.default", (truth(4, 8),)), ("all.dim", (truth(4, 8), -1)), ("var.correction", (f(4, 8), [-1])),
@@ -92,7 +92,7 @@ EXTRA = [
         for reduction in (0, 1, 2) for weight in (None, positive(4))
     ],
     ("nll_loss2d_forward.default", (torch.log_softmax(IMAGES, 1), ids(4, 4, 8, 8), None, 1, -100)),
-    *[(f"{name}.default", (f(4, 8), f(4, 8), reduction)) for name in ("mse_loss", "smooth_l1_loss", "huber_loss") for reduction in (0, 1, 2)],
+    *[(f"{name}.default", (f(4, 8), f(4, 8), how)) for name in ("mse_loss", "smooth_l1_loss", "huber_loss") for how in (0, 1, 2)],
     ("mse_loss.default", (f(4, 8), f(4, 8))),
     *[("mse_loss_backward.default", (f(4, 8) if reduction == 0 else f(), f(4, 8), f(4, 8), reduction)) for reduction in (0, 1, 2)],
     *[(f"{name}_backward.default", (f(), f(4, 8), f(4, 8), 1, 1.0)) for name in ("smooth_l1_loss", "huber_loss")],
@@ -100,11 +100,13 @@ EXTRA = [
     ("_safe_softmax.default", (f(4, 8), -1)), ("_softmax_backward_data.default", (f(4, 8), f(4, 8).softmax(-1), -1, torch.float32)),
     ("_log_softmax_backward_data.default", (f(4, 8), f(4, 8).log_softmax(0), 0, torch.float32)),
     # matmuls, norms, attention, convolution
-    ("mm.default", (f(4, 8), f(8, 4))), ("bmm.default", (f(4, 2, 8), f(4, 8, 4))), ("mv.default", (f(4, 8), f(8))), ("dot.default", (f(8), f(8))),
+    ("mm.default", (f(4, 8), f(8, 4))), ("bmm.default", (f(4, 2, 8), f(4, 8, 4))), ("mv.default", (f(4, 8), f(8))),
+    ("dot.default", (f(8), f(8))),
     *[("addmm.default", (bias, f(8, 8), f(8, 4))) for bias in (f(4), f(8, 4), f(1, 4), f(8, 1), f())],
     ("addmm.default", (f(4), f(8, 8), f(8, 4)), {"beta": 2, "alpha": 3}), ("addmv.default", (f(4), f(4, 8), f(8))),
     *[("baddbmm.default", (bias, f(4, 4, 8), f(4, 8, 2)), {"beta": 0.5}) for bias in (f(4, 4, 2), f(1, 1, 2), f(4, 2), f(2), f(4, 1, 1))],
-    ("native_layer_norm.default", (f(4, 2, 8), [8], positive(8), f(8), 1e-5)), ("native_layer_norm.default", (f(4, 8), [8], None, None, 1e-5)),
+    ("native_layer_norm.default", (f(4, 2, 8), [8], positive(8), f(8), 1e-5)),
+    ("native_layer_norm.default", (f(4, 8), [8], None, None, 1e-5)),
     ("native_layer_norm.default", (f(4, 2, 8), [2, 8], positive(2, 8), f(2, 8), 1e-5)),
     ("native_layer_norm_backward.default", (f(4, 8), f(4, 8), [8], f(4, 1), positive(4, 1), positive(8), f(8), [True, False, True])),
     ("native_group_norm.default", (f(4, 8, 4), positive(8), f(8), 4, 8, 4, 4, 1e-5)),
@@ -121,14 +123,17 @@ EXTRA = [
     ("new_zeros.default", (f(4, 8), [4, 8])), ("new_full.default", (f(4, 8), [8], 3)), ("empty_like.default", (f(4, 8),)),
     ("fill.Scalar", (f(4, 8), 1.0)), ("arange.start_step", (0, 8, 2)), ("scalar_tensor.default", (1.5,)),
     # elementwise
-    *[(f"{name}.default", (positive(4, 8),)) for name in ("gelu", "silu", "relu", "tanh", "sigmoid", "neg", "exp", "log", "abs", "rsqrt", "clone", "floor")],
+    *[(f"{name}.default", (positive(4, 8),)) for name in ("gelu", "silu", "relu", "tanh", "sigmoid", "neg", "exp", "log", "abs", "rsqrt")],
+    ("clone.default", (f(4, 8),)), ("floor.default", (f(4, 8),)),
     *[("add.Tensor", pair) for pair in ((f(4, 8), f(4, 8)), (f(4, 8), f(8)), (f(4, 1), f(1, 8)), (f(4, 8), 1.5), (f(4, 8), f()))],
     ("add.Tensor", (f(4, 8), f(4, 8)), {"alpha": 2}), ("sub.Tensor", (f(4, 8), f(8))), ("rsub.Scalar", (f(4, 8), 1.0)),
     *[("mul.Tensor", pair) for pair in ((f(4, 8), f(4, 8)), (f(4, 8), f(4, 1)), (f(4, 8), 2.0), (ids(4, 4, 8), ids(4, 4, 8)))],
-    ("div.Tensor", (f(4, 8), positive(4, 8))), ("div.Tensor", (f(4, 8), 2.0)), ("div.Tensor_mode", (f(4, 8), 2.0), {"rounding_mode": "floor"}),
+    ("div.Tensor", (f(4, 8), positive(4, 8))), ("div.Tensor", (f(4, 8), 2.0)),
+    ("div.Tensor_mode", (f(4, 8), 2.0), {"rounding_mode": "floor"}),
     ("pow.Tensor_Scalar", (f(4, 8), 2)), ("pow.Tensor_Tensor", (positive(4, 8), f(4, 8))), ("maximum.default", (f(4, 8), f(8))),
     ("clamp.default", (f(4, 8), -1, 1)), ("gt.Scalar", (f(4, 8), 0)), ("eq.Tensor", (ids(4, 4, 8), ids(4, 4, 8))),
-    ("bitwise_not.default", (truth(4, 8),)), ("logical_and.default", (truth(4, 8), truth(4, 8))), ("gelu_backward.default", (f(4, 8), f(4, 8))),
+    ("bitwise_not.default", (truth(4, 8),)), ("logical_and.default", (truth(4, 8), truth(4, 8))),
+    ("gelu_backward.default", (f(4, 8), f(4, 8))),
     ("_to_copy.default", (f(4, 8),), {"dtype": torch.float64}), ("_to_copy.default", (3 * f(4, 8),), {"dtype": torch.int64}),
     ("_to_copy.default", (truth(4, 8),), {"dtype": torch.float32}), ("addcmul.default", (f(4, 8), f(4, 8), f(4, 8))),
     ("threshold_backward.default", (f(4, 8), f(4, 8), 0)), ("native_dropout_backward.default", (f(4, 8), truth(4, 8), 2.0)),
@@ -140,7 +145,7 @@ def check(graph: Graph, tensors: list, outputs: tuple, mesh: Mesh) -> int:
     found = candidates(graph, mesh).of[-1]
     if graph.ops[-1].target not in UNINITIALISED:
         errors = {c: candidate_error(graph, tensors, outputs, c, mesh) for c in found}
-        wrong = [([text(x) for x in c.inputs], [x and text(x) for x in c.outputs], error) for c, error in errors.items() if not error < TOLERANCE]
+        wrong = [([text(x) for x in c.inputs], [x and text(x) for x in c.outputs]) for c, error in errors.items() if not error < TOLERANCE]
         assert not wrong, graph.ops[-1]
     return len(found)
 
@@ -232,7 +237,8 @@ NEEDED = [
     ("aten.addmm.default", (f(4), f(8, 8), f(8, 4)), {"R S(0) R -> S(0)", "S(0) R S(1) -> S(1)", "R S(1) S(0) -> P"}),
     ("aten.bmm.default", (f(4, 2, 8), f(4, 8, 2)), {"S(0) S(0) -> S(0)", "S(1) R -> S(1)", "R S(2) -> S(2)", "S(2) S(1) -> P"}),
     ("aten.embedding.default", (f(8, 4), ids(8, 4, 2)), {"R S(0) -> S(0)", "S(1) R -> S(2)", "S(0) R -> P"}),
-    ("aten.embedding_dense_backward.default", (f(4, 2, 4), ids(8, 4, 2), 8, -1, False), {"S(0) S(0) -> P", "S(2) R -> S(1)", "R R -> S(0)"}),
+    ("aten.embedding_dense_backward.default", (f(4, 2, 4), ids(8, 4, 2), 8, -1, False),
+     {"S(0) S(0) -> P", "S(2) R -> S(1)", "R R -> S(0)"}),
     ("aten._log_softmax.default", (f(4, 8), 1, False), {"S(0) -> S(0)", "S(1) -> S(1)"}),
     ("aten.nll_loss_forward.default", (LOGP, TARGETS, None, 1, -100), {"S(0) S(0) -> P R", "S(1) R -> P R"}),
     ("aten.nll_loss_backward.default", (f(), LOGP, TARGETS, None, 1, -100, f()), {"R S(0) S(0) R -> S(0)", "R S(1) R R -> S(1)"}),
@@ -327,9 +333,7 @@ def test_the_collectives_that_are_priced_inside_an_op_are_those_that_run(target,
     op, inputs = graph.ops[i], graph.input_tensors(i)
     for candidate in candidates(graph, mesh).of[i]:
         parts = [split(x, layout, mesh, generator) for x, layout in zip(tensors, candidate.inputs, strict=True)]
-        slots = tuple(
-            Slot(str(k), (k, 0), layout, tuple(parts[k][0].shape), inputs[k].dtype) for k, layout in enumerate(candidate.inputs)
-        )
+        slots = tuple(Slot(str(k), (k, 0), layout, tuple(parts[k][0].shape), inputs[k].dtype) for k, layout in enumerate(candidate.inputs))
         outs = tuple(
             None if t is None else Slot("", (i, k), layout, (), t.dtype)
             for k, (t, layout) in enumerate(zip(op.outputs, candidate.outputs, strict=True))

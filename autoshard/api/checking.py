@@ -159,9 +159,9 @@ def run_unsharded(
     bounds = index_bounds(graph)
     leaves = [_input(leaf, bounds.get(f"input_{k}"), seed + k) if isinstance(leaf, torch.Tensor) else leaf for k, leaf in enumerate(leaves)]
     inputs = pytree.tree_unflatten(leaves, spec)
-    values = {f"input_{k}": leaf for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    values = {f"input_{k}": leaf.clone() for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}  # the module may write into it
     named = {**dict(real.named_parameters(remove_duplicate=False)), **dict(real.named_buffers(remove_duplicate=False))}
-    values |= {name: tensor.detach() for name, tensor in named.items()}
+    values |= {name: tensor.detach().clone() for name, tensor in named.items()}
     with torch.set_grad_enabled(training):
         outputs = real(**inputs) if isinstance(inputs, dict) else real(*(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
     flat = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]

@@ -64,7 +64,7 @@ class PassOptions:
         for name, value, known in (("algo", self.algo, ALGORITHMS), ("communications_backend", self.communications_backend, BACKENDS)):
             if value not in known:
                 raise ValueError(f"{name} is {value!r}; expected one of {', '.join(known)}")
-        if not self.mip_rel_gap >= 0:
+        if not (isinstance(self.mip_rel_gap, (int, float)) and self.mip_rel_gap >= 0):
             raise ValueError(f"mip_rel_gap is {self.mip_rel_gap!r}; expected a percentage of 0 or more")
         if self.preload_solution and not self.ilp_solution_file:
             raise ValueError("preload_solution needs ilp_solution_file, the file to read")
@@ -83,7 +83,7 @@ class PassOptions:
         return Options(
             optimizer=self.optimizer,
             memory_limit=self.memory_limit,
-            pins=dict(self.pins or {}),
+            pins=self.pins or {},
             solver=self.solver,
             time_limit=self.time_limit,
             gap=self.mip_rel_gap / 100,
@@ -224,7 +224,7 @@ def annotate(captured: Captured, solution: Solution, device_mesh: DeviceMesh) ->
     for node, values in captured.values.items():
         specs = pytree.tree_map(spec, values, is_leaf=_is_value)
         if any(isinstance(leaf, DTensorSpec) for leaf in pytree.tree_leaves(specs)):
-            node.meta["autoshard"] = specs
+            node.meta["autoshard"] = tuple(specs) if isinstance(specs, list) else specs
 
 
 def _is_value(leaf: object) -> bool:

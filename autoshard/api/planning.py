@@ -41,6 +41,10 @@ Progress = Callable[[str, float], None]  # (what is being done, fraction of the 
 class Infeasible(ValueError):
     """No plan fits what was asked; the message says what would."""
 
+    def __init__(self, message: str, smallest_limit: tuple[float, float] | None = None):
+        super().__init__(message)
+        self.smallest_limit = smallest_limit  # bytes per device: nothing fits below the first, something fits at the second
+
 
 @dataclass(frozen=True)
 class Options:
@@ -59,11 +63,18 @@ class Options:
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"unknown optimizer {self.optimizer!r}; known are {', '.join(OPTIMIZERS)}")
-        for name, value, least in (("time_limit", self.time_limit, 0), ("gap", self.gap, -1)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value:
-                raise ValueError(f"{name} is {value!r}; expected a number {'above 0' if least == 0 else 'of 0 or more'}")
-        if self.memory_limit is not None and not self.memory_limit > 0:
+        if not (_is_number(self.time_limit) and self.time_limit > 0):
+            raise ValueError(f"time_limit is {self.time_limit!r}; expected a number above 0, in seconds")
+        if not (_is_number(self.gap) and self.gap >= 0):
+            raise ValueError(f"gap is {self.gap!r}; expected a number of 0 or more")
+        if not isinstance(self.pins, Mapping):
+            raise ValueError(f"pins is a {type(self.pins).__name__}; expected a dict, for example {{'wte.weight': 'S(0),R'}}")
+        if self.memory_limit is not None and not (_is_number(self.memory_limit) and self.memory_limit > 0):
             raise ValueError(f"memory_limit is {self.memory_limit!r}; expected a positive number of bytes per device, or None")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class Stopwatch:
@@ -147,7 +158,7 @@ def plan_graph(graph: Graph, mesh: Mesh, options: Options, watch: Stopwatch, ass
             progress=_solver_progress(watch),
         )
     if answer.choice is None:
-        raise Infeasible(why_nothing_fits(formulated, problem, answer, options))
+        raise infeasible(formulated, problem, answer, options)
     with watch.phase("describe", "writing the plan", 0.95):
         solution = describe(formulated, answer, options, judged, assumptions)
     return replace(solution, seconds=watch.seconds())
@@ -180,6 +191,8 @@ def allowed_by_pins(formulated: Formulation, options: Options) -> dict[int, np.n
         if known not in graph.index:
             near = difflib.get_close_matches(name, [*graph.index, *tied], n=3, cutoff=0.5)
             raise ValueError(f"pin on {name!r}: the model has no such tensor" + (f"; near are {', '.join(near)}" if near else ""))
+        if not isinstance(written, (str, tuple)):
+            raise ValueError(f"pin on {name!r}: {written!r} is no layout; expected R, S(dim) per mesh axis, for example 'S(0),R'")
         i = graph.index[known]
         layout = written if isinstance(written, tuple) else parse(written)
         reason = why_illegal(graph.tensor((i, 0)).shape, layout, mesh)
@@ -249,7 +262,7 @@ def baseline_only(graph: Graph, mesh: Mesh, options: Options, watch: Stopwatch, 
     with watch.phase("solve", f"completing {name}", 0.5):
         answer = solve(pinned, solver=options.solver, time_limit=options.time_limit, gap=options.gap, preference=formulated.preference)
     if answer.choice is None:
-        raise Infeasible(why_nothing_fits(formulated, pinned, answer, options))
+        raise infeasible(formulated, pinned, answer, options)
     solution = describe(formulated, answer, options, {}, {**assumptions, "pinned_to": name, "matched": chosen.matched})
     return replace(solution, seconds=watch.seconds())
 
@@ -258,24 +271,35 @@ def _pinned(formulated: Formulation, baseline: Baseline) -> Problem:
     return with_pins(formulated, allowed(baseline.pins, formulated.graph, formulated.candidates))
 
 
+def infeasible(formulated: Formulation, problem: Problem, answer: Answer, options: Options) -> Infeasible:
+    why = answer.infeasibility
+    return Infeasible(why_nothing_fits(formulated, problem, answer, options), None if why is None else why.smallest_limit)
+
+
+def _size(size: float, *, up: bool = False) -> str:
+    """Bytes to read, to a thousandth of the unit; `up`: never less than they are."""
+    unit, name = (1e9, "GB") if size >= 1e8 else (1e6, "MB") if size >= 1e5 else (1e3, "kB")
+    return f"{math.ceil(size / unit * 1e3) / 1e3 if up else size / unit:.3f} {name}"
+
+
 def why_nothing_fits(formulated: Formulation, problem: Problem, answer: Answer, options: Options) -> str:
     """One sentence: the limit, the smallest one that would do, and what holds the bytes."""
     if options.memory_limit is None or not math.isfinite(np.sum([np.min(c) for c in problem.node_costs])):
         return "no plan exists under these pins: they forbid each other; take one away"
-    limit = options.memory_limit / 1e9
+    limit = _size(options.memory_limit)
     if answer.status is not Status.INFEASIBLE:
-        return f"no plan within {limit:.3f} GB per device was found in {options.time_limit:g} s; raise the memory limit or the time limit"
+        return f"no plan within {limit} per device was found in {options.time_limit:g} s; raise the memory limit or the time limit"
     why = answer.infeasibility
     if why is None:
-        return f"no plan fits in {limit:.3f} GB per device; raise the memory limit"
-    low, high = (b / 1e9 for b in why.smallest_limit)
+        return f"no plan fits in {limit} per device; raise the memory limit"
+    low, high = why.smallest_limit
     smallest = (
-        f"the smallest limit that works is {high:.3f} GB"
+        f"the smallest limit that works is {_size(high, up=True)}"
         if high - low <= 1e-3 * high
-        else f"the smallest limit that works is between {low:.3f} and {high:.3f} GB"
+        else f"the smallest limit that works is between {_size(low)} and {_size(high, up=True)}"
     )
-    holders = ", ".join(f"{problem.names[node]} {held / 1e9:.3f} GB" for node, held in why.nodes[:3])
-    return f"no plan fits in {limit:.3f} GB per device; {smallest}" + (f" (largest there: {holders})" if holders else "")
+    holders = ", ".join(f"{problem.names[node]} {_size(held)}" for node, held in why.nodes[:3])
+    return f"no plan fits in {limit} per device; {smallest}" + (f" (largest there: {holders})" if holders else "")
 
 
 def describe(formulated: Formulation, answer: Answer, options: Options, judged: Mapping[str, dict], assumptions: Mapping) -> Solution:

@@ -1,5 +1,8 @@
 """Models and fx graphs -> Graph. The only reader of fx."""
 
+from autoshard.capture.depth import Container as Container
+from autoshard.capture.depth import Depth as Depth
+from autoshard.capture.depth import capture_deep as capture_deep
 from autoshard.capture.module import Captured as Captured
 from autoshard.capture.module import capture as capture
 from autoshard.capture.module import capture_given as capture_given

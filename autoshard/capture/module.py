@@ -257,7 +257,9 @@ def _read(
     values: dict[fx.Node, Value] = {}
     nodes = list(traced.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
-    constants = [(node, _Named("buffer", str(node.target), _held(traced, node))) for node in nodes if node.op == "get_attr" and node in alive]
+    constants = [
+        (node, _Named("buffer", str(node.target), _held(traced, node))) for node in nodes if node.op == "get_attr" and node in alive
+    ]
     made: list[tuple[fx.Node, Op]] = []
     for node, named in [*zip(placeholders, names, strict=True), *constants]:
         if node.meta.get("val") is None and not node.users:  # a flag among the inputs, decided while capturing

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,9 @@ def _build(transformers: Any, config: Any, folder: str, settings: Mapping[str, A
     named = (getattr(config, "architectures", None) or [None])[0]
     kind = getattr(transformers, named, None) if named else None
     if named and kind is None:
-        raise ValueError(f"{folder}/config.json has architecture {named!r}, which transformers {transformers.__version__} has not; correct it")
+        raise ValueError(
+            f"{folder}/config.json has architecture {named!r}, which transformers {transformers.__version__} has not; correct it"
+        )
     dtype = getattr(torch, str(settings.get("dtype", "float32")), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype is {settings.get('dtype')!r}; expected a name of torch's, for example bfloat16")
@@ -114,10 +117,15 @@ def _attention(transformers: Any, config: Any, kind: Any, settings: Mapping[str,
     softcap = any(getattr(part, "attn_logit_softcapping", None) is not None for part in _parts(config))
     if softcap or (kind is not None and not getattr(kind, "_supports_sdpa", True)):
         return "eager"
-    if _window(config, settings) or getattr(config, "alibi", False) or not getattr(kind, "_supports_attention_backend", True):
+    if _window(config, settings) or getattr(config, "alibi", False) or not _asks_the_interface(kind):
         return "sdpa"
     transformers.AttentionInterface.register(UNMASKED, sdpa_attention_forward)  # no mask goes by that name
     return UNMASKED
+
+
+def _asks_the_interface(kind: Any) -> bool:
+    """Whether the model looks its attention up by name; one that compares names itself would take ours for its eager one."""
+    return kind is not None and hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS")
 
 
 def _window(config: Any, settings: Mapping[str, Any]) -> int | None:
@@ -165,12 +173,17 @@ def _example_inputs(module: Any, config: Any, settings: Mapping[str, Any], *, lo
         given["input_ids"] = ids(batch, seq)
     if "decoder_input_ids" in takes:
         given["decoder_input_ids"] = ids(batch, seq)
-    elif config._attn_implementation != UNMASKED and "attention_mask" in takes and not getattr(config, "alibi", False):
+    elif _reads_a_causal_mask(module, config, takes):
         given["attention_mask"] = _masks(module, config, settings)
     if loss:
         given |= _labels(module, takes, given, ids)
     _returns_one(module, takes, loss=loss)
     return given
+
+
+def _reads_a_causal_mask(module: Any, config: Any, takes: Any) -> bool:
+    causal = "CausalLM" in type(module).__name__ or "LMHead" in type(module).__name__
+    return causal and config._attn_implementation != UNMASKED and "attention_mask" in takes and not getattr(config, "alibi", False)
 
 
 def _masks(module: Any, config: Any, settings: Mapping[str, Any]) -> Any:
@@ -183,7 +196,9 @@ def _masks(module: Any, config: Any, settings: Mapping[str, Any]) -> Any:
 
     def mask(allowed: Any) -> Any:
         allowed = allowed[None, None]
-        return allowed if config._attn_implementation == "sdpa" else torch.zeros(allowed.shape, dtype=module.dtype).masked_fill(~allowed, -1e9)
+        return (
+            allowed if config._attn_implementation == "sdpa" else torch.zeros(allowed.shape, dtype=module.dtype).masked_fill(~allowed, -1e9)
+        )
 
     kinds = set(getattr(config, "layer_types", None) or ())
     return {kind: mask(near if "sliding" in kind else seen) for kind in sorted(kinds)} if len(kinds) > 1 else mask(near)

@@ -1,4 +1,4 @@
-"""MODEL on the command line: `file.py:function`, called with the --set keywords, gives `(module, example_inputs)`."""
+"""MODEL on the command line: `file.py:function`, called with the --set keywords, gives `(module, example_inputs)`; so does `hf:DIR`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ from types import ModuleType
 from typing import Any
 
 
-def load_model(written: str, settings: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Run the function; ValueError in one sentence where there is no such thing or it does something else."""
+def load_model(written: str, settings: Mapping[str, Any], *, training: bool = False) -> tuple[Any, Any]:
+    """Run the function; ValueError in one sentence where there is no such thing or it does something else.
+
+    training: a Hugging Face model then gets labels and returns its loss; a function has its own --set for that.
+    """
+    if written.startswith("hf:"):
+        from autoshard.cli.huggingface import load_huggingface  # here: torch takes seconds to import
+
+        return load_huggingface(written.removeprefix("hf:"), settings, training=training)
     path, _, name = written.rpartition(":")
     if not path or not name.isidentifier():
-        raise ValueError(f"MODEL is {written!r}; expected file.py:function, for example models/gpt2.py:small")
+        raise ValueError(f"MODEL is {written!r}; expected file.py:function, for example models/gpt2.py:small, or hf:DIR")
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"there is no file {path}; MODEL is file.py:function, for example models/gpt2.py:small")

@@ -13,7 +13,13 @@ from autoshard.cli.model import load_model
 from autoshard.cli.output import Output, complain
 from autoshard.mesh import Mesh, parse_shape
 
-Model = Annotated[str, typer.Argument(help="file.py:function; it returns (module, example_inputs).", show_default=False)]
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="file.py:function, which returns (module, example_inputs); or hf:DIR, a folder with a Hugging Face config.json.",
+        show_default=False,
+    ),
+]
 OptionalModel = Annotated[
     str | None, typer.Argument(help="file.py:function; without it the one the plan was made for.", show_default=False)
 ]
@@ -79,7 +85,7 @@ def plan(
     memory_limit = None if memory is None else parse_bytes(memory)
     with Output(as_json=as_json, quiet=quiet) as output:
         output.progress("building the model", 0.0)
-        module, example_inputs = load_model(model, keywords)
+        module, example_inputs = load_model(model, keywords, training=train)
         api = _api()
         try:
             solution = api.plan(
@@ -149,7 +155,7 @@ def verify(
         loaded = _load(solution, mesh)
         written, keywords = _model_of(loaded, model, parse_settings(settings), solution)
         output.progress("building the model", 0.0)
-        module, example_inputs = load_model(written, keywords)
+        module, example_inputs = load_model(written, keywords, training=loaded.training)
         found = _api().verify(
             module,
             example_inputs,

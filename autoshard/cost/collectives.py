@@ -1,4 +1,4 @@
-"""Seconds of a collective over one mesh axis, from the axis' latency and bandwidth.
+"""Seconds of a collective over one mesh axis, from the axis' latency and bandwidth, or as measured.
 
     t(B) = L * ceil(log2 n) * latency  +  V * (n - 1)/n * B / bandwidth        (`collective_seconds`)
     bytes that one rank sends = V * (n - 1)/n * B                              (`bytes_sent`)
@@ -14,6 +14,9 @@ buffer that one rank of the group holds (the "size" of nccl-tests):
 Source: Chan, Heimlich, Purkayastha, van de Geijn, "Collective communication: theory, practice, and experience" (2007): no
 algorithm takes fewer than ceil(log2 n) rounds or sends less; all_to_all is not in the paper, the same bounds hold. Few
 algorithms reach both terms at once, so real times lie above. t = 0 when n = 1 or B = 0: nothing is sent. t grows with B.
+
+Where the axis holds a measured curve of the collective, t(B) is the curve's: affine between the sizes measured, constant below,
+with the slope `tail` above.
 
 gloo has no reduce_scatter and no all_to_all of its own: torch runs an all_reduce, or an all_gather of everything, and
 keeps a part (`_what_runs`).
@@ -47,9 +50,13 @@ def collective_seconds(collective: str, axis: Axis, bytes: float) -> float: ...
 def collective_seconds(collective: str, axis: Axis, bytes: np.ndarray) -> np.ndarray: ...
 def collective_seconds(collective, axis, bytes):
     """Seconds of a collective whose buffer has B = `bytes`, a number or an array of them."""
-    run, _ = _what_runs(collective, axis)
-    log2_n = (axis.size - 1).bit_length()  # ceil(log2 n), exactly
-    t = COLLECTIVES[run].rounds * log2_n * axis.latency + bytes_sent(collective, axis, bytes) / axis.device_bandwidth
+    curve = axis.curve(collective) if axis.size > 1 else None
+    if curve is not None:
+        t = np.interp(bytes, curve.sizes, curve.seconds) + curve.tail * np.maximum(bytes - curve.sizes[-1], 0.0)
+    else:
+        run, _ = _what_runs(collective, axis)
+        log2_n = (axis.size - 1).bit_length()  # ceil(log2 n), exactly
+        t = COLLECTIVES[run].rounds * log2_n * axis.latency + bytes_sent(collective, axis, bytes) / axis.device_bandwidth
     if isinstance(bytes, np.ndarray):
         return np.where(bytes > 0, t, 0.0)
     return float(t) if bytes > 0 else 0.0

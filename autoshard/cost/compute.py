@@ -60,6 +60,19 @@ def _matmul(a: Shape, b: Shape) -> int:
     return 2 * batch * a[-2] * a[-1] * b[-1]
 
 
+def _grouped_matmul(rows: Shape, w: Shape, ends: Shape) -> int:
+    """(s, k) @ (e, k, n), each row by one group; of the groups that `ends` tells of, w may hold a part: so many rows meet it."""
+    return 2 * math.prod(rows) * w[-1] * w[0] // max(ends[0], 1)
+
+
+def _grouped_mm(i: list[Shape], o: list) -> int:
+    if len(i) < 3 or len(i[0]) != 2:
+        return _matmul(i[0], i[1])
+    if len(i[1]) == 2:  # the gradient of w: (k, s) @ (s, n) by group
+        return 2 * math.prod(i[0]) * i[1][-1] * o[0][0] // max(i[2][0], 1)
+    return _grouped_matmul(i[0], i[1], i[2])
+
+
 def _attention(q: Shape, k: Shape, v: Shape, score_matmuls: int, value_matmuls: int) -> int:
     """Matmuls between (b, h, s_q, s_k) scores and q or k (dim d_q), and the scores and v (dim d_v); h counts query heads."""
     scores = math.prod(q[:-1]) * k[-2]
@@ -74,7 +87,9 @@ def _convolution(x: Shape, weight: Shape, y: Shape) -> int:
 FLOPS: dict[str, Callable[[list[Shape], list], int]] = {
     "mm": lambda i, o: _matmul(i[0], i[1]),
     "bmm": lambda i, o: _matmul(i[0], i[1]),
-    "_grouped_mm": lambda i, o: _matmul(i[0], i[1]),
+    "_grouped_mm": _grouped_mm,
+    "grouped_mm_fallback": _grouped_mm,
+    "grouped_mm_fallback_backward": lambda i, o: 2 * _grouped_matmul(i[0], i[1], i[2]),
     "_scaled_mm": lambda i, o: _matmul(i[0], i[1]),
     "addmm": lambda i, o: _matmul(i[1], i[2]),  # bias, a, b
     "baddbmm": lambda i, o: _matmul(i[1], i[2]),

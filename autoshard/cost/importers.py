@@ -238,9 +238,10 @@ def nnscaler(text: str, name: str, collective: str | None, devices: int | None) 
     rows = []
     for key, value in data.items():
         what = known(key, f"{name}: a key")
-        if not (isinstance(value, list) and len(value) == 2 and all(isinstance(one, list) for one in value) and len(value[0]) == len(value[1])):
+        pair = value if isinstance(value, list) and all(isinstance(one, list) for one in value) else []
+        if len(pair) != 2 or len(pair[0]) != len(pair[1]):
             raise ValueError(f"{name}: {key!r} holds something else; {expected}, as many sizes as seconds")
-        for k, (size, seconds) in enumerate(zip(*value), 1):
+        for k, (size, seconds) in enumerate(zip(*pair), 1):
             if isinstance(size, bool) or isinstance(seconds, bool) or not all(isinstance(v, (int, float)) for v in (size, seconds)):
                 raise ValueError(f"{name}: {key!r} has {size!r}, {seconds!r} in place {k}; expected numbers")
             share = n if what == "all_to_all" else 1  # it counts what all ranks hold, we what one does
@@ -250,7 +251,7 @@ def nnscaler(text: str, name: str, collective: str | None, devices: int | None) 
 
 # -- CSV ---------------------------------------------------------------------------------------------------------------------------
 
-COLUMNS = {  # ours: the names it may have, with the factor to SI
+COLUMNS: dict[str, dict[str, float]] = {  # ours: the names it may have, with the factor to SI
     "size": {"size_bytes": 1, "bytes": 1, "size_b": 1, "size_kb": 1e3, "size_kib": 2**10, "size_mb": 1e6, "size_mib": MIB},
     "seconds": {"latency_us": 1e-6, "time_us": 1e-6, "latency_ms": 1e-3, "time_ms": 1e-3, "latency_s": 1, "seconds": 1, "time_s": 1},
     "devices": {"gpus": 1, "devices": 1, "num_gpus": 1, "num_devices": 1, "world_size": 1, "ranks": 1},
@@ -288,7 +289,8 @@ def table(text: str, name: str, collective: str | None, devices: int | None) -> 
 
         if text_of("kind") not in ("", "measured"):
             continue
-        what = known(text_of("collective"), f"{at}: the collective") if "collective" in place else _needed(collective, "its collective", name)
+        written = text_of("collective")
+        what = known(written, f"{at}: the collective") if "collective" in place else _needed(collective, "its collective", name)
         n = number("devices") if "devices" in place else _needed(devices, "its number of devices", name)
         nodes = number("nodes") if text_of("nodes") else 1
         if n != int(n) or nodes != int(nodes):

@@ -1,5 +1,8 @@
 """The program to plan, as frozen records without torch."""
 
+from autoshard.graph.blocks import Blocks as Blocks
+from autoshard.graph.blocks import Place as Place
+from autoshard.graph.blocks import repeated_blocks as repeated_blocks
 from autoshard.graph.records import ITEMSIZE as ITEMSIZE
 from autoshard.graph.records import PLACEHOLDERS as PLACEHOLDERS
 from autoshard.graph.records import Const as Const
@@ -11,3 +14,5 @@ from autoshard.graph.records import Tensor as Tensor
 from autoshard.graph.records import Value as Value
 from autoshard.graph.records import leaves as leaves
 from autoshard.graph.records import replace_refs as replace_refs
+from autoshard.graph.tile import check as check
+from autoshard.graph.tile import tile as tile

@@ -7,7 +7,8 @@
     coordinate   b = i - s where a repetition walks upwards (layer 0 first), e - 1 - i where it walks downwards:
                  the backward pass; b counts from the bottom of the model in both, and grows by P per layer
 
-Connected repetitions are one block: parameters, forward, backward (the gradients are results, and are no ops). A place is
+Connected repetitions are one block: parameters, forward, backward (the gradients are results, and are no ops). The first one
+says how many instances there are; what happens to repeat beyond them (the norm after the last layer) has no place. A place is
 (block, instance, position): instances are the layers from the bottom, and ops at equal positions of a block have the same
 operator, literals, and shapes of inputs and outputs, so that they have the same candidates.
 """
@@ -70,40 +71,56 @@ def repeated_blocks(graph: Graph) -> Blocks:
     places: list[Place | None] = [None] * len(graph.ops)
     block = 0
     seen: set[int] = set()
-    for first in range(len(found)):
+    for first in range(len(found)):  # parameters come first, so that the instances are those of their layers
         if first in seen:
             continue
         signs = orientations(first, linked)
         seen.update(signs)
         offset = 0  # of the positions of this repetition among those of its block
-        lowest = _lowest_instances(first, found, signs, linked)
+        count = -(-(found[first].stop - found[first].start) // found[first].period)
+        shifts = _shifts(first, found, signs, linked)
         for r in sorted(signs):
             repetition = found[r]
             for i in range(repetition.start, repetition.stop):
-                b = coordinate(repetition, signs[r], i)
-                places[i] = Place(block, b // repetition.period + lowest[r], offset + b % repetition.period)
+                instance, position = divmod(coordinate(repetition, signs[r], i) + shifts[r], repetition.period)
+                if 0 <= instance < count:
+                    places[i] = Place(block, instance, offset + position)
             offset += repetition.period
         block += 1
     return Blocks(tuple(places))
 
 
-def _lowest_instances(first: int, found: Sequence[Repetition], signs: dict[int, int], linked: Links) -> dict[int, int]:
-    """The number of each repetition's lowest instance: most of its reads lie in the instance of the same number; least is 0."""
-    lowest = {first: 0}
-    while len(lowest) < len(signs):
+def _shifts(first: int, found: Sequence[Repetition], signs: dict[int, int], linked: Links) -> dict[int, int]:
+    """d_r, such that item b of r is in instance (b + d_r) // P_r, that in which most of what it reads (or is read by) is.
+
+    A read between b, whose instance v is known, and b' asks for v P_s <= b' + d_s < (v + 1) P_s: d_s is where most of these
+    intervals overlap.
+    """
+    shifts = {first: 0}
+    while len(shifts) < len(signs):
         for (r, s), link in linked.items():
-            if r in signs and s in signs and (r in lowest) != (s in lowest):
-                steps = Counter(
-                    coordinate(found[r], signs[r], i) // found[r].period - coordinate(found[s], signs[s], a) // found[s].period
-                    for i, a in link.reads
-                )
-                step = max(sorted(steps), key=steps.__getitem__)
-                if r in lowest:
-                    lowest[s] = lowest[r] + step
-                else:
-                    lowest[r] = lowest[s] - step
-    least = min(lowest.values())
-    return {r: n - least for r, n in lowest.items()}
+            if r not in signs or (r in shifts) == (s in shifts):
+                continue
+            pairs = [(coordinate(found[r], signs[r], i), coordinate(found[s], signs[s], a)) for i, a in link.reads]
+            known, unknown = (r, s) if r in shifts else (s, r)
+            P = found[unknown].period
+            opened: Counter[int] = Counter()
+            for b, there in pairs if r in shifts else [pair[::-1] for pair in pairs]:
+                low = (b + shifts[known]) // found[known].period * P - there
+                opened[low] += 1
+                opened[low + P] -= 1
+            shifts[unknown] = _most_open(opened)
+    return shifts
+
+
+def _most_open(opened: Counter[int]) -> int:
+    """The least point in most intervals. opened: how many begin less how many end there."""
+    count = most = best = 0
+    for at in sorted(opened):
+        count += opened[at]
+        if count > most:
+            most, best = count, at
+    return best
 
 
 # -- symbols ----------------------------------------------------------------------------------------------------------------

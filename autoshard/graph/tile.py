@@ -4,9 +4,7 @@ Items are the ops and, after them, the results. The repetitions that are linked 
 buffers, forward, backward, gradients) form a group; in repetition r with period P_r an item has the coordinate b, counted
 from the bottom of the model (`blocks.coordinate`).
 
-    read     item b of r reads b' of s; it is regular, if item b + P_r reads b' + P_s, or if both read the same value
-    cut      B_r: all items of [B_r - P_r, B_r) have regular reads, and no irregular read goes from one side of the cuts to
-             the other: from b < B_r to b' >= B_s or back                                                            `_cuts`
+    cut      B_r, a place with the same wiring on both sides                                                      `cuts.cut_parts`
     copies   the layers [B_r, B_r + times P_r): item b + m P_r is item b of [B_r - P_r, B_r), m = 1 ... times
     moved    what lay at b >= B_r comes to b + times P_r; it is m = times, what lay below has m = 0
     wiring   a regular read of b' becomes b' + m P_s; every other read stays with the value that it read             `_Tiling.read`
@@ -22,12 +20,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from itertools import accumulate
-from typing import NamedTuple
 
-from autoshard.graph.blocks import Links, Repetition, coordinate, homes, links, orientations, repetitions, symbols
-from autoshard.graph.records import Graph, Op, Result, Value
-
-Inputs = list[tuple[Value, ...]]
+from autoshard.graph.blocks import Repetition, coordinate, homes, repetitions, symbols
+from autoshard.graph.cuts import Inputs, Part, cut_parts, item_at
+from autoshard.graph.records import Graph, Op, Result
 
 
 def tile(graph: Graph, times: int, *, container: str, period: int = 1) -> Graph:
@@ -59,135 +55,6 @@ def check(graph: Graph) -> Graph:
     return graph
 
 
-# -- the group and its cuts ---------------------------------------------------------------------------------------------------
-
-
-class _Part(NamedTuple):
-    """A repetition of the group with its cut."""
-
-    repetition: Repetition
-    sign: int  # +1 if it walks upwards, like the parameters
-    cut: int  # B
-
-
-def _parts(found: list[Repetition], inputs: Inputs, seeds: list[int], container: str) -> list[_Part]:
-    """The repetitions linked to those of the container's parameters, in order. Those without a place for a cut are left out."""
-    group = set(range(len(found)))
-    while True:
-        home = [r if r in group else -1 for r in homes(found, len(inputs))]
-        linked = {pair: link for pair, link in links(found, inputs, home).items() if pair[0] in group}
-        signs: dict[int, int] = {}
-        for seed in seeds:
-            if seed in group and seed not in signs:
-                signs |= orientations(seed, linked)
-        spans = {r: _spans(r, found, inputs, home, signs) for r in signs}
-        if all(spans.values()):
-            break
-        group = {r for r in signs if spans[r]}
-    cuts = _cuts(found, inputs, home, signs, spans, linked)
-    if cuts is None:
-        raise ValueError(f"the layers of {container} repeat, but no place has the same wiring on both sides in all parts of the graph")
-    return [_Part(found[r], signs[r], cuts[r]) for r in sorted(signs)]
-
-
-def _spans(r: int, found: list[Repetition], inputs: Inputs, home: list[int], signs: dict[int, int]) -> list[tuple[int, int]]:
-    """Intervals [low, high] of the cuts that have a whole period of regular reads below them."""
-    repetition, sign = found[r], signs[r]
-    P = repetition.period
-    spans, run = [], 0
-    for b in range(repetition.matches + 1):
-        if b < repetition.matches and _regular(repetition, sign, b, found, inputs, home, signs):
-            run += 1
-            continue
-        if run >= P:
-            spans.append((b - run + P, b))
-        run = 0
-    return spans
-
-
-def _item(repetition: Repetition, sign: int, b: int) -> int:
-    """The inverse of `coordinate`."""
-    return repetition.start + b if sign > 0 else repetition.stop - 1 - b
-
-
-def _regular(repetition: Repetition, sign: int, b: int, found: list, inputs: Inputs, home: list[int], signs: dict[int, int]) -> bool:
-    low, high = inputs[_item(repetition, sign, b)], inputs[_item(repetition, sign, b + repetition.period)]
-    if len(low) != len(high):
-        return False
-    for (a, k), (later, l) in zip(low, high):  # noqa: E741
-        s = home[a]
-        moves = s in signs and home[later] == s and (later - a) * signs[s] == found[s].period
-        if k != l or not (later == a or moves):
-            return False
-    return True
-
-
-def _cuts(found: list, inputs: Inputs, home: list[int], signs: dict[int, int], spans: dict, linked: Links) -> dict[int, int] | None:
-    """A cut per repetition, all at the same depth u = b / P + o_r of the model as nearly as the spans allow."""
-    offsets = _offsets(found, signs, linked)
-    # parameters have no reads and allow any cut: only the others say where
-    bounds = [(low / found[r].period + offsets[r], high / found[r].period + offsets[r]) for r in signs for low, high in spans[r]]
-    ends = sorted({u for bound in bounds for u in bound})
-    depths = sorted({*ends, *((u + v) / 2 for u, v in zip(ends, ends[1:]))})
-    scored = []
-    for depth in depths:
-        cuts, off, room = {}, 0.0, float("inf")
-        for r in signs:
-            P = found[r].period
-            wanted = (depth - offsets[r]) * P
-            low, high = min(spans[r], key=lambda span: max(span[0] - wanted, wanted - span[1], 0))
-            cuts[r] = round(min(max(wanted, low), high))
-            off = max(off, abs(cuts[r] - wanted) / P if not low <= wanted <= high else 0.0)
-            room = min(room, (wanted - low) / P, (high - wanted) / P)
-        scored.append((round(off, 6), -round(room, 6), depth, cuts))
-    for *_, cuts in sorted(scored, key=lambda score: score[:3]):
-        if not _crossed(found, inputs, home, signs, cuts):
-            return cuts
-    return None
-
-
-def _offsets(found: list, signs: dict[int, int], linked: Links) -> dict[int, float]:
-    """o_r: where in the model repetition r begins, in layers, so that reads go to the same depth (at the median)."""
-    offsets = {min(signs): 0.0}
-    grown = True
-    while grown:
-        grown = False
-        for (r, s), link in linked.items():
-            if r in signs and s in signs and (r in offsets) != (s in offsets):
-                steps = sorted(
-                    coordinate(found[r], signs[r], i) / found[r].period - coordinate(found[s], signs[s], a) / found[s].period
-                    for i, a in link.reads
-                )
-                step = steps[len(steps) // 2]
-                if r in offsets:
-                    offsets[s] = offsets[r] + step
-                else:
-                    offsets[r] = offsets[s] - step
-                grown = True
-    return {r: offsets.get(r, 0.0) for r in signs}
-
-
-def _crossed(found: list, inputs: Inputs, home: list[int], signs: dict[int, int], cuts: dict[int, int]) -> bool:
-    """Whether a read that no other layer does goes from below the cuts to above them, or back."""
-    for r in signs:
-        repetition, P = found[r], found[r].period
-        for i in range(repetition.start, repetition.stop):
-            b = coordinate(repetition, signs[r], i)
-            source = cuts[r] - P + (b - cuts[r]) % P
-            typical = inputs[_item(repetition, signs[r], source)]
-            follows = inputs[_item(repetition, signs[r], source + P)]
-            for (a, _), (t, _), (f, _) in zip(inputs[i], typical, follows):
-                s = home[a]
-                if s not in signs or a == t == f:
-                    continue
-                there = coordinate(found[s], signs[s], a)
-                if home[t] == s and t != f and (there - coordinate(found[s], signs[s], t)) * P == (b - source) * found[s].period:
-                    continue
-                if (b < cuts[r]) != (there < cuts[s]):
-                    return True
-    return False
-
-
 # -- the deeper graph -----------------------------------------------------------------------------------------------------------
 
 
@@ -204,7 +71,7 @@ class _Tiling:
         seeds = [r for r, rep in enumerate(found) if self._holds_parameters(rep)]
         if not seeds:
             raise ValueError(f"the parameters of {container} don't repeat after {period} of its layers")
-        self.parts = _parts(found, self.inputs, seeds, container)
+        self.parts = cut_parts(found, self.inputs, seeds, container)
         if not any(self.graph.ops[part.repetition.start].kind == "compute" for part in self.parts if part.repetition.start < len(ops)):
             raise ValueError(f"no part of the graph repeats with the layers of {container}: they differ, or there are too few of them")
         self.home = homes([part.repetition for part in self.parts], len(self.items))
@@ -239,17 +106,17 @@ class _Tiling:
     def _first_moved_layer(self) -> int:
         """Layers from this one on lie above the cut (for names of what isn't repeated)."""
         part = next(part for part in self.parts if self._holds_parameters(part.repetition))
-        index = _index(self.items[_item(part.repetition, part.sign, part.cut - 1)].name, self.container)
+        index = _index(self.items[item_at(part.repetition, part.sign, part.cut - 1)].name, self.container)
         assert index is not None
         return index + 1
 
-    def _numbers(self, part: _Part) -> Counter[str]:
+    def _numbers(self, part: Part) -> Counter[str]:
         """How many fx names of each stem a period uses up."""
         repetition, P = part.repetition, part.repetition.period
         low = part.cut - P
         found: dict[str, int] = {}
         for b in range(low, part.cut):
-            i = _item(repetition, part.sign, b)
+            i = item_at(repetition, part.sign, b)
             (stem, number), (later_stem, later) = self.split[i], self.split[i + P * part.sign]
             step = (later - number) * part.sign
             if number < 0 and later < 0:
@@ -292,7 +159,7 @@ class _Tiling:
         for position in range(deep):
             b = position if sign > 0 else deep - 1 - position
             m = 0 if b < cut else min((b - cut) // P + 1, self.times)
-            source = _item(repetition, sign, b - m * P)
+            source = item_at(repetition, sign, b - m * P)
             made.append((source, self._copied(source, p, m, m if sign > 0 else self.times - m, numbers)))
         return made
 
@@ -322,8 +189,8 @@ class _Tiling:
         (repetition, sign, cut), P = self.parts[p], self.parts[p].repetition.period
         b = coordinate(repetition, sign, i)
         source = cut - P + (b - cut) % P
-        t = self.inputs[_item(repetition, sign, source)][n][0]
-        if t == self.inputs[_item(repetition, sign, source + P)][n][0] or self.home[t] != self.home[a]:
+        t = self.inputs[item_at(repetition, sign, source)][n][0]
+        if t == self.inputs[item_at(repetition, sign, source + P)][n][0] or self.home[t] != self.home[a]:
             return False
         other = self.parts[self.home[a]]
         step = coordinate(other.repetition, other.sign, a) - coordinate(other.repetition, other.sign, t)
@@ -345,7 +212,10 @@ class _Tiling:
         item, (stem, number) = self.items[i], self.split[i]
         if number < 0:
             return self.moved_name(item.name, p, m)
-        number += numbers[stem] + (later * self.numbers[p][stem] if p >= 0 else 0)
+        further = numbers[stem] + (later * self.numbers[p][stem] if p >= 0 else 0)
+        if further == 0:
+            return item.name
+        number += further
         if isinstance(item, Result):
             return str(number)
         return f"{stem}_{number}" if number else stem
@@ -366,7 +236,7 @@ class _Tiling:
         for j, values in enumerate(inputs):
             for n, (a, k) in enumerate(values):
                 readers[a].append((*self._phase(sources[j]), n, k))
-        for s, (repetition, sign, cut) in enumerate(self.parts):
+        for s, (repetition, _, cut) in enumerate(self.parts):
             P = repetition.period
             if repetition.start >= len(self.graph.ops):
                 continue
@@ -374,20 +244,26 @@ class _Tiling:
                 below = cut - P + (b - cut) % P
                 copy, source, above = (self.place(at, s) for at in (b, below, below + (self.times + 1) * P))
                 if sorted(readers[copy]) not in (sorted(readers[source]), sorted(readers[above])):
-                    found, wanted = ({self._phase_name(r) for r in readers[at]} for at in (copy, source))
-                    raise ValueError(
-                        f"{', '.join(sorted(wanted ^ found)) or 'an op'} reads {graph.ops[source].name} of a layer of {self.container}, "
-                        "but not that of every layer: an op that reads all layers can't be tiled, or there are too few of them to tell"
-                    )
+                    raise ValueError(self._why_unread(graph.ops[source].name, {*readers[source]} ^ {*readers[copy]}))
+
+    def _why_unread(self, name: str, readers: set[tuple[int, int, int, int]]) -> str:
+        for i, values in enumerate(self.inputs):
+            read = Counter(self._phase(a) for a, _ in values if self.home[a] >= 0)
+            if self.home[i] < 0 and max(read.values(), default=0) >= 3:
+                return f"{self._phase_name(-1, i)} reads every layer of {self.container} at once: it has as many inputs as there are layers"
+        found = sorted(self._phase_name(p, x) for p, x, *_ in readers)
+        return (
+            f"{', '.join(found)} reads {name} of a layer of {self.container}, and nothing would read that of its copies: "
+            "what reads it doesn't repeat, or the layers are too few to tell"
+        )
 
     def _phase(self, i: int) -> tuple[int, int]:
         p = self.home[i]
         return (-1, i) if p < 0 else (p, (i - self.parts[p].repetition.start) % self.parts[p].repetition.period)
 
-    def _phase_name(self, reader: tuple[int, int, int, int]) -> str:
-        p, x = reader[:2]
+    def _phase_name(self, p: int, x: int) -> str:
         item = self.items[x if p < 0 else self.parts[p].repetition.start + x]
-        return item.name if isinstance(item, Op) else f"result {item.name}"
+        return f"{item.name} ({item.target})" if isinstance(item, Op) else f"result {item.name}"
 
 
 def _index(name: str, container: str) -> int | None:

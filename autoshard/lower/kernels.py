@@ -18,87 +18,38 @@ A row of KERNELS looks at how the op is laid and says which axes need it; no axe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial, wraps
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
-from autoshard.graph import Op, Ref
-from autoshard.layout import Layout, text
+from autoshard.graph import Op
+from autoshard.layout import Layout
+from autoshard.lower import experts, lookups, norms
 from autoshard.lower.collectives import Asking, Rank, all_reduce
+from autoshard.lower.laid import Arguments, Axes, Kernel, Laid, local, localised, wide
 from autoshard.lower.literals import by_name, overload
 from autoshard.mesh import Mesh
 
 aten = torch.ops.aten
-Axes = tuple[int, ...]
-Arguments = Mapping[str, Any]
-Kernel = Callable[[Rank, Arguments], Asking]
 MEAN = 1  # of torch's reduction argument: 0 none, 1 mean, 2 sum
-
-
-@dataclass(frozen=True)
-class Laid:
-    """An op and the layouts of its tensors."""
-
-    op: Op
-    arguments: Arguments  # literals by name, Ref for tensors
-    ndims: tuple[int, ...]  # of the inputs
-    inputs: tuple[Layout, ...]
-    outputs: tuple[Layout | None, ...]
-    mesh: Mesh
-
-    def layout(self, name: str) -> Layout | None:
-        """The layout of a tensor argument; None when it isn't given."""
-        given = self.arguments.get(name)
-        return self.inputs[given.index] if isinstance(given, Ref) else None
-
-    def ndim(self, name: str) -> int:
-        return self.ndims[self.arguments[name].index]
-
-    def cutting(self, name: str, *dims: int) -> Axes:
-        """The axes that cut one of the dims of a tensor argument."""
-        layout, ndim = self.layout(name) or (), self.ndim(name)
-        return tuple(k for k, p in enumerate(layout) if isinstance(p, Shard) and p.dim in {d % max(ndim, 1) for d in dims})
-
-    def refuse(self, why: str) -> ValueError:
-        layouts = "; ".join(text(layout) for layout in self.inputs)
-        return ValueError(f"op {self.op.name} ({self.op.target}) has no local program for inputs laid {layouts}: {why}")
-
-
-def local(function: Callable[..., Any]) -> Callable[..., Asking]:
-    """A kernel that asks for nothing, as a generator."""
-
-    @wraps(function)
-    def asking(*args: Any, **kwargs: Any) -> Asking:
-        yield from ()
-        return function(*args, **kwargs)
-
-    return asking
 
 
 # -- look-ups ----------------------------------------------------------------------------------------------------------------
 
 
-def _localised(ids: Tensor, rank: Rank, axes: Axes, size: int) -> tuple[Tensor, Tensor]:
-    """ids within this rank's part, and which of them are outside."""
-    ids = ids - rank.part(axes) * size
-    return ids, (ids < 0) | (ids >= size)
-
-
 @local
 def embedding(rank: Rank, a: Arguments, *, axes: Axes) -> Tensor:
-    ids, outside = _localised(a["indices"], rank, axes, a["weight"].shape[0])
+    ids, outside = localised(a["indices"], rank, axes, a["weight"].shape[0])
     return aten.embedding.default(a["weight"], ids.masked_fill(outside, 0)).masked_fill(outside.unsqueeze(-1), 0)
 
 
 @local
 def embedding_backward(rank: Rank, a: Arguments, *, axes: Axes) -> Tensor:
     size = a["num_weights"]
-    ids, outside = _localised(a["indices"], rank, axes, size)
+    ids, outside = localised(a["indices"], rank, axes, size)
     dropped = ids.masked_fill(outside | (a["indices"] == a["padding_idx"]), size)  # row `size` is cut off again
     return aten.embedding_dense_backward.default(a["grad_output"], dropped, size + 1, -1, a["scale_grad_by_freq"])[:size]
 
@@ -106,13 +57,8 @@ def embedding_backward(rank: Rank, a: Arguments, *, axes: Axes) -> Tensor:
 # -- softmax and loss --------------------------------------------------------------------------------------------------------
 
 
-def _wide(x: Tensor) -> Tensor:
-    """As torch's own kernels, sums of half precision run in single."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
 def softmax(rank: Rank, a: Arguments, *, axes: Axes, log: bool) -> Asking:
-    x, dim = _wide(a["self"]), a["dim"]
+    x, dim = wide(a["self"]), a["dim"]
     m = yield from all_reduce(x.amax(dim, keepdim=True), axes, "max")
     e = (x - m).exp()
     s = yield from all_reduce(e.sum(dim, keepdim=True), axes)
@@ -121,7 +67,7 @@ def softmax(rank: Rank, a: Arguments, *, axes: Axes, log: bool) -> Asking:
 
 
 def softmax_backward(rank: Rank, a: Arguments, *, axes: Axes, log: bool) -> Asking:
-    g, y, dim = _wide(a["grad_output"]), _wide(a["output"]), a["dim"]
+    g, y, dim = wide(a["grad_output"]), wide(a["output"]), a["dim"]
     s = yield from all_reduce((g if log else g * y).sum(dim, keepdim=True), axes)
     return (g - y.exp() * s if log else (g - s) * y).to(a["input_dtype"])
 
@@ -133,7 +79,7 @@ def nll_loss(rank: Rank, a: Arguments, *, batch: Axes, classes: Axes) -> Asking:
         w = (~ignored).to(y.dtype)
     else:
         w = a["weight"][t.masked_fill(ignored, 0)].masked_fill(ignored, 0)
-    t, outside = _localised(t, rank, classes, y.shape[1])
+    t, outside = localised(t, rank, classes, y.shape[1])
     unseen = outside | ignored
     losses = -(y.gather(1, t.masked_fill(unseen, 0).unsqueeze(1)).squeeze(1) * w).masked_fill(unseen, 0)
     if reduction == 0:
@@ -144,7 +90,7 @@ def nll_loss(rank: Rank, a: Arguments, *, batch: Axes, classes: Axes) -> Asking:
 
 @local
 def nll_loss_backward(rank: Rank, a: Arguments, *, classes: Axes) -> Tensor:
-    t, outside = _localised(a["target"], rank, classes, a["self"].shape[1])
+    t, outside = localised(a["target"], rank, classes, a["self"].shape[1])
     unseen = outside | (a["target"] == a["ignore_index"])
     return aten.nll_loss_backward.default(**{**a, "target": t.masked_fill(unseen, -100), "ignore_index": -100})
 
@@ -255,6 +201,12 @@ KERNELS: dict[str, Callable[[Laid], Kernel | None]] = {
     "aten.smooth_l1_loss_backward.default": _loss_mean,
     "aten.huber_loss.default": _loss_mean,
     "aten.huber_loss_backward.default": _loss_mean,
+    "aten.binary_cross_entropy.default": _loss_mean,
+    "aten.binary_cross_entropy_backward.default": _loss_mean,
+    "aten.binary_cross_entropy_with_logits.default": _loss_mean,
+    **lookups.KERNELS,
+    **norms.KERNELS,
+    **experts.KERNELS,
 }
 
 

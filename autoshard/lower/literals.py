@@ -122,6 +122,8 @@ ROWS: dict[str, dict[str, Rule]] = {
     "aten.diagonal_backward.default": INPUT_SIZES,
     "aten.unfold_backward.default": INPUT_SIZES,
     "aten.embedding_dense_backward.default": {"num_weights": out_rows},
+    "aten._embedding_bag_dense_backward.default": {"num_weights": out_rows},
+    "aten._embedding_bag_backward.default": {"num_weights": out_rows},
     "aten.native_group_norm.default": NORM,
     "aten.native_group_norm_backward.default": NORM,
     "aten.convolution.default": {"groups": groups_of_convolution},

@@ -1,5 +1,29 @@
 """The cheapest route from layout to layout; the route that is priced is the route that is executed."""
 
+from .block_prices import IdealPrices as IdealPrices
+from .block_prices import MeshPrices as MeshPrices
+from .block_prices import Prices as Prices
+from .blocks import BlockLayout as BlockLayout
+from .blocks import local_indices as local_indices
+from .embedding import from_placements as from_placements
+from .embedding import is_chunked as is_chunked
+from .embedding import order_of as order_of
+from .embedding import strided_factors as strided_factors
+from .embedding import to_placements as to_placements
+from .packing import Packing as Packing
+from .packing import group_of as group_of
+from .packing import packing as packing
+from .planners import PLANNERS as PLANNERS
+from .planners import astar as astar
+from .planners import dijkstra as dijkstra
+from .planners import naive as naive
+from .planners import priced as priced
+from .problems import BlockProblem as BlockProblem
+from .problems import BlockRoute as BlockRoute
+from .problems import BlockStep as BlockStep
+from .problems import read_problem as read_problem
+from .problems import read_problems as read_problems
+from .published import memory_constrained as memory_constrained
 from .routes import Route as Route
 from .routes import Routes as Routes
 from .routes import Step as Step

@@ -55,7 +55,7 @@ class BlockLayout:
         names = found[3].split(",") if found else []
         known = [b in ("∅", "chunk") or b.isdigit() for b in names]
         if not found or len(parts) != len(names) or not all(known):
-            raise ValueError(f"layout is {written!r}; expected the form D_[4,2,4]⊥{{(0,1),∅}}(100,∅): mesh, axes per dim, block size per dim")
+            raise ValueError(f"layout is {written!r}; expected the form D_[4,2]⊥{{(0,1),∅}}(100,∅): mesh, axes and block size per dim")
         axes = tuple(tuple(int(a) for a in (several or one).split(",") if a) for several, _, one in parts)
         blocks = tuple({"∅": WHOLE, "chunk": CHUNKS}.get(b) if not b.isdigit() else int(b) for b in names)
         partial = tuple(int(a) for a in found[4].split(",")) if found[4] else ()

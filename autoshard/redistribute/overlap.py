@@ -17,10 +17,11 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
-from .blocks import CHUNKS, Axes, BlockLayout, Sizes, axis_sizes, chunk_bounds, part_of
+from .blocks import CHUNKS, Axes, BlockLayout, Sizes, axis_sizes, chunk_bounds, extents, part_of
 
 
 def _prefix(x: np.ndarray, n: int, b: int) -> np.ndarray:
@@ -114,31 +115,81 @@ def holdings(before: BlockLayout, mesh: Sizes, receiver: Sizes, along: Axes) -> 
     return list(product(*ranges))
 
 
-def traffic(shape: Sizes, before: BlockLayout, after: BlockLayout, mesh: Sizes) -> dict[tuple[Sizes, Sizes], int]:
-    """{(sender, receiver): elements} of a step that moves data and reduces none; what a rank keeps is left out."""
-    tables = [
-        common(s, axis_sizes(a1, mesh), b1, axis_sizes(a2, mesh), b2)
-        for s, a1, b1, a2, b2 in zip(shape, before.axes, before.blocks, after.axes, after.blocks, strict=True)
-    ]
-    along = involved(before, after)
-    found: dict[tuple[Sizes, Sizes], int] = {}
-    for receiver in product(*map(range, mesh)):
-        needs = [part_of(axes, mesh, receiver) for axes in after.axes]
-        for holding in holdings(before, mesh, receiver, along):
-            count = 1
-            for table, axes, need in zip(tables, before.axes, needs, strict=True):
-                count *= int(table[part_of(axes, mesh, holding), need])
-                if not count:
-                    break
-            giver = sender(before, after, mesh, receiver, holding) if count else receiver
-            if giver != receiver:
-                found[giver, receiver] = found.get((giver, receiver), 0) + count
-    return found
+class Traffic(NamedTuple):
+    """Who sends how much to whom in a step: ranks (row-major) and elements; what a rank keeps is left out."""
+
+    senders: np.ndarray
+    receivers: np.ndarray
+    elements: np.ndarray
+    mesh: Sizes
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.mesh)
+
+    def by_axis(self) -> tuple[np.ndarray, np.ndarray]:
+        """(sent, got): elements by (axis, rank); a message crosses the first axis, slowest first, on which its ends differ."""
+        ends = [np.unravel_index(end, self.mesh) for end in (self.senders, self.receivers)]
+        crossed = np.argmax(np.stack([a != b for a, b in zip(*ends, strict=True)]), axis=0) if len(self.elements) else self.senders
+        found = np.zeros((2, len(self.mesh), self.num_ranks))
+        np.add.at(found[0], (crossed, self.senders), self.elements)
+        np.add.at(found[1], (crossed, self.receivers), self.elements)
+        return found[0], found[1]
+
+    def most(self) -> int:
+        """The most elements that one rank sends, or gets."""
+        ends = (self.senders, self.receivers)
+        return max(int(np.bincount(end, self.elements, self.num_ranks).max()) for end in ends) if len(self.elements) else 0
+
+    def most_sent(self) -> int:
+        return int(np.bincount(self.senders, self.elements, self.num_ranks).max()) if len(self.elements) else 0
 
 
-def most_sent(flows: dict[tuple[Sizes, Sizes], int]) -> int:
-    """The most elements that one rank sends."""
-    sent: dict[Sizes, int] = {}
-    for (giver, _), count in flows.items():
-        sent[giver] = sent.get(giver, 0) + count
-    return max(sent.values(), default=0)
+def traffic(shape: Sizes, before: BlockLayout, after: BlockLayout, mesh: Sizes) -> Traffic:
+    """The traffic of a step that moves data and reduces none: `sender` for all pairs at once."""
+    along, cut, cut_after = involved(before, after), cut_axes(before), cut_axes(after)
+    coordinate = np.indices(mesh).reshape(len(mesh), -1)[:, :, None]  # of receivers
+    talking = [a for a in cut if a in along]
+    holding = list(coordinate)
+    if talking:
+        digits = np.indices([mesh[a] for a in talking]).reshape(len(talking), -1)
+        for a, digit in zip(talking, digits, strict=True):
+            holding[a] = digit[None, :]
+    count = np.ones((1, 1), dtype=np.int64)
+    for s, a1, b1, a2, b2 in zip(shape, before.axes, before.blocks, after.axes, after.blocks, strict=True):
+        table = common(s, axis_sizes(a1, mesh), b1, axis_sizes(a2, mesh), b2)
+        count = count * table[_parts(a1, mesh, holding), _parts(a2, mesh, list(coordinate))]
+    itself = np.ones((1, 1), dtype=bool)
+    for a in cut:
+        itself = itself & (coordinate[a] == holding[a])
+    giver = list(holding)
+    spare = tuple(a for a in range(len(mesh)) if a not in cut and a in cut_after)
+    same = tuple(a for a in range(len(mesh)) if a in cut and a not in cut_after)
+    if spare and same:
+        i = _parts(same, mesh, list(coordinate)) % math.prod(mesh[a] for a in spare)
+        for a in reversed(spare):
+            i, giver[a] = i // mesh[a], i % mesh[a]
+    every = tuple(range(len(mesh)))
+    receivers = np.arange(math.prod(mesh))[:, None]
+    senders = np.where(itself, receivers, _parts(every, mesh, giver))
+    senders, receivers, count = np.broadcast_arrays(senders, receivers, count)
+    some = (senders != receivers) & (count > 0)
+    return Traffic(senders[some], receivers[some], count[some], mesh)
+
+
+def _parts(axes: Axes, mesh: Sizes, coordinate: list[np.ndarray]) -> np.ndarray:
+    """`part_of` for arrays of coordinates."""
+    index = np.zeros((1, 1), dtype=np.int64)
+    for a in axes:
+        index = index * mesh[a] + coordinate[a]
+    return index
+
+
+def most_scattered(shape: Sizes, before: BlockLayout, after: BlockLayout, mesh: Sizes) -> int:
+    """The most elements that one rank sends in a reduce_scatter: all of its summands but its own part's."""
+    coordinate = list(np.indices(mesh).reshape(len(mesh), -1)[:, None, :])
+    held = [np.ones((1, 1), dtype=np.int64) for _ in (before, after)]
+    for i, layout in enumerate((before, after)):
+        for s, axes, b in zip(shape, layout.axes, layout.blocks, strict=True):
+            held[i] = held[i] * extents(s, axis_sizes(axes, mesh), b)[_parts(axes, mesh, coordinate)]
+    return int((held[0] - held[1]).max())

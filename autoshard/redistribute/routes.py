@@ -8,6 +8,10 @@
 c_n is the cheapest sum over at most n moves (Bellman-Ford, for all sources at once); it stops when no c changes. A
 longer route must be cheaper by more than TIE, so fewest steps win among equals; then the order of moves.STEPS. `Routes.route`
 walks the c_n back along moves that made them, so the seconds of its steps, added in order, ARE the table's entry.
+
+`Routes(mesh, uneven=True)` also has the layouts that don't divide the shape, as torch.chunk cuts: parts of ceil(S / n), the last ones
+smaller or empty, of parts where several axes cut a dim, left to right. A rank's bytes are then those of the fullest part, and the
+buffer of an all_gather or a reduce_scatter is n such parts.
 """
 
 from __future__ import annotations
@@ -56,14 +60,15 @@ class _Space:
     moves: Moves
     local_bytes: np.ndarray  # (states,)
     seconds: np.ndarray  # (moves,)
+    padded: bool = False  # parts may be uneven
     rows: dict[int, np.ndarray] = field(default_factory=dict)  # source -> (states,) seconds
 
 
 class Routes:
     """Cheapest routes on one mesh. Remembers what it has computed: keep one for all tensors of a plan."""
 
-    def __init__(self, mesh: Mesh):
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, *, uneven: bool = False):
+        self.mesh, self.uneven = mesh, uneven
         self._moves: dict[int, Moves] = {}
         self._spaces: dict[tuple[int, int, bytes], _Space] = {}
         self._states: dict[tuple[int, Layout], tuple[int, str]] = {}
@@ -71,8 +76,8 @@ class Routes:
     def table(self, shape: tuple[int, ...], itemsize: int, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
         """Seconds from each source (row) to each target (column): 0 between equals, inf where there is no route.
 
-        There is none to a P that the source does not have, to or from a layout that does not divide the shape, and to or
-        from S or P on an axis of size 1. ValueError for a layout that no tensor of so many dims can have on this mesh.
+        There is none to a P that the source does not have, to or from a layout that does not divide the shape (unless
+        `uneven`), and to or from S or P on an axis of size 1. ValueError for a layout that no tensor of so many dims can have on this mesh.
         """
         from_states, from_ops = self._encode(sources, len(shape))
         to_states, to_ops = self._encode(targets, len(shape))
@@ -98,7 +103,8 @@ class Routes:
     def _step(self, space: _Space, m: int, ndim: int, reduce_op: str) -> Step:
         collective, k = STEPS[space.moves.step[m]], int(space.moves.axis[m])
         u, v = space.moves.before[m], space.moves.after[m]
-        largest = float(max(space.local_bytes[u], space.local_bytes[v]))
+        given, taken = space.local_bytes[[u]], space.local_bytes[[v]]
+        largest = float(_buffer(collective, self.mesh.shape[k], given, taken, space.padded)[0])
         sent = 0.0 if collective == "split" else bytes_sent(collective, self.mesh.axes[k], largest)
         before, after = (decode(space.moves.codes[state], ndim, reduce_op) for state in (u, v))
         return Step(collective, k, before, after, float(space.seconds[m]), sent)
@@ -119,10 +125,26 @@ class Routes:
             self._moves[ndim] = all_moves(ndim, self.mesh)
         moves = self._moves[ndim]
         divides = (np.array(shape, dtype=int) % moves.num_parts == 0).all(axis=1)
+        if self.uneven and not divides.all():
+            return self._uneven_space(shape, itemsize, moves)
         key = (ndim, total_bytes, divides.tobytes())
         if key not in self._spaces:
             local_bytes = total_bytes / moves.num_parts.prod(axis=1)
             self._spaces[key] = _Space(moves, local_bytes, _move_seconds(self.mesh, moves, divides, local_bytes))
+        return self._spaces[key]
+
+    def _uneven_space(self, shape: tuple[int, ...], itemsize: int, moves: Moves) -> _Space:
+        """The space of one shape with every state, by the fullest parts."""
+        key = (len(shape), itemsize, np.array(shape, dtype=int).tobytes())
+        if key not in self._spaces:
+            parts = np.broadcast_to(np.array(shape, dtype=int), moves.num_parts.shape).copy()
+            for k, n in enumerate(self.mesh.shape):  # left to right
+                for d in range(len(shape)):
+                    cut = moves.codes[:, k] == d
+                    parts[cut, d] = -(-parts[cut, d] // n)
+            local_bytes = parts.prod(axis=1) * float(itemsize)
+            every = np.ones(len(local_bytes), dtype=bool)
+            self._spaces[key] = _Space(moves, local_bytes, _move_seconds(self.mesh, moves, every, local_bytes, padded=True), True)
         return self._spaces[key]
 
     def _rows(self, space: _Space, sources: list[int]) -> dict[int, np.ndarray]:
@@ -145,17 +167,26 @@ def seconds_table(shape: tuple[int, ...], itemsize: int, sources: Sequence[Layou
     return Routes(mesh).table(shape, itemsize, sources, targets)
 
 
-def _move_seconds(mesh: Mesh, moves: Moves, divides: np.ndarray, local_bytes: np.ndarray) -> np.ndarray:
-    """w: a collective is priced on its largest buffer; a split writes its output to memory."""
+def _move_seconds(mesh: Mesh, moves: Moves, divides: np.ndarray, local_bytes: np.ndarray, padded: bool = False) -> np.ndarray:
+    """w: a collective is priced on its largest buffer, padded to equal parts; a split writes its output to memory."""
     w = np.full(len(moves.before), math.inf)
     for collective, k, members in moves.groups:
         given, taken = local_bytes[moves.before[members]], local_bytes[moves.after[members]]
         if collective == "split":
             w[members] = taken / mesh.device.memory_bandwidth
         else:
-            w[members] = collective_seconds(collective, mesh.axes[k], np.maximum(given, taken))
+            w[members] = collective_seconds(collective, mesh.axes[k], _buffer(collective, mesh.shape[k], given, taken, padded))
     w[~(divides[moves.before] & divides[moves.after])] = math.inf
     return w
+
+
+def _buffer(collective: str, n: int, given: np.ndarray, taken: np.ndarray, padded: bool) -> np.ndarray:
+    """The largest buffer of a rank, in bytes."""
+    if padded and collective == "all_gather":
+        return n * given
+    if padded and collective == "reduce_scatter":
+        return np.maximum(given, n * taken)
+    return np.maximum(given, taken)
 
 
 def _costs(space: _Space, sources: list[int]) -> Iterator[np.ndarray]:

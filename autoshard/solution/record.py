@@ -138,7 +138,7 @@ def _mesh(data: dict) -> Mesh:
     check_shape(mesh.shape)
     records: tuple[Axis | Device, ...] = (*mesh.axes, mesh.device)
     for record in records:
-        for f in fields(record):
+        for f in (f for f in fields(record) if f.name != "curves"):  # Mesh.from_dict has checked those
             value = getattr(record, f.name)
             if f.type == "str" and not isinstance(value, str):
                 raise ValueError(f"its mesh's {f.name} is {str(value)[:40]!r}, expected a word")

@@ -6,6 +6,7 @@ from .answer import Status as Status
 from .auto import Auto as Auto
 from .cvx import CVX as CVX
 from .dual import Dual as Dual
+from .eliminate import DP as DP
 from .exhaustive import Exhaustive as Exhaustive
 from .ilp import ILP as ILP
 from .solve import frontier as frontier

@@ -7,6 +7,7 @@ it, or to a handful of branch and bound nodes. Which way to go is decided by mea
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -17,11 +18,14 @@ from .incumbent import Choice, Incumbent
 from .prices import Ascent
 from .program import Program
 from .reduce import reduce
+from .search import improve
 
+REDUCE_SHARE = 0.5  # of the time left; the contest's S, the largest seen, takes 4 s
 SWEEPS = 600  # dual ascent proves in 10 to 300 sweeps what it can prove without branching
 PRICE_ROUNDS = 80  # four binding times took 15
 SMALL, LARGE = 10**5, 10**6  # table cells: HiGHS solves the relaxation in about a second, in about a minute
 SHARES = (0.01, 0.03, 0.1)  # of the gap, the choices tried before all that are affordable
+FUTILE = 30  # neighbourhoods without a better answer before the proof is tried
 EXPLORED_NODES = 200  # of branch and bound among those
 
 
@@ -53,44 +57,64 @@ class Auto:
 
 def shrink(problem: Problem, incumbent: Incumbent) -> Incumbent | None:
     """The incumbent of the reduced problem, or None where the reductions prove that nothing fits."""
-    reduced = reduce(problem, stop=lambda: incumbent.time_left() <= 0)
+    until = incumbent.time_left() * (1 - REDUCE_SHARE)
+    reduced = reduce(problem, stop=lambda: incumbent.time_left() <= until)
     return None if reduced.problem is None else incumbent.inside(reduced.problem, reduced.lift)
 
 
-def settle(incumbent: Incumbent) -> None:
+def settle(incumbent: Incumbent, *, thorough: bool = True) -> None:
     """Dual ascent; then what it can't prove: the choices near the bound for answers, all affordable ones for the proof."""
     problem = incumbent.problem
     if not problem.edges and not problem.usages:  # the base alone: everything was eliminated
         incumbent.offer([0] * len(problem.node_costs))
         incumbent.close()
         return
+    everything = [np.ones(len(c), bool) for c in problem.node_costs]
+    if problem.usages and _cells(everything, problem) <= SMALL:
+        prove(incumbent)
+        return
     messages = Messages(problem)
     ascend(messages, incumbent, SWEEPS)
+    if not thorough:
+        return
     if len(messages.prices) and not incumbent.done:
         ascent = Ascent(messages, incumbent)
         ascent.climb(PRICE_ROUNDS)
+        if incumbent.choice is None:
+            ascent.raise_until_fits()
         ascent.settle(ascent.prices)
-    if incumbent.done:
-        return
-    if _cells(restrict_to := messages.affordable(incumbent), problem) > SMALL:
+    if _cells(messages.affordable(incumbent), problem) > SMALL:
         for share in SHARES:
-            if not explore(messages, incumbent, share):
+            near = messages.near(incumbent, share)
+            if incumbent.done or _cells(near, problem) > LARGE:
                 break
-        restrict_to = messages.affordable(incumbent)
+            solve_part(incumbent, near, incumbent.time_left() / 4)
+    size = _cells(messages.affordable(incumbent), problem)
+    if size > SMALL:
+        improve(messages, incumbent, partial(solve_part, incumbent), math.inf if size > LARGE else FUTILE)
     if not incumbent.done:
-        prove(restrict(problem, incumbent, restrict_to))
+        prove(restrict(problem, incumbent, messages.affordable(incumbent)))
 
 
-def explore(messages: Messages, incumbent: Incumbent, share: float) -> bool:
-    """Search among the choices whose bound lies within a share of the gap; says whether more of them may be worth it."""
-    keep = messages.near(incumbent, share)
-    if _cells(keep, incumbent.problem) > LARGE or incumbent.done:
-        return False
+def polish(problem: Problem, incumbent: Incumbent) -> None:
+    """Improve an answer as far as that is quick: without the search that large problems with a binding limit take."""
+    inner = shrink(problem, incumbent)
+    if inner is None:
+        return
+    if not inner.problem.usages:
+        settle(inner, thorough=False)
+    elif sum(e.table.size for e in inner.problem.edges) <= SMALL:
+        prove(inner)
+
+
+def solve_part(incumbent: Incumbent, keep: Sequence[np.ndarray], seconds: float) -> bool:
+    """Look for a better answer among the choices marked; says whether the time was enough."""
     inner = restrict(incumbent.problem, incumbent, keep, complete=False)
-    if inner is not None:
-        inner.deadline = incumbent.record.clock() + incumbent.time_left() / 4
-        prove(inner, EXPLORED_NODES)
-    return True
+    if inner is None:
+        return True
+    inner.deadline = min(incumbent.deadline, incumbent.record.clock() + seconds)
+    prove(inner, EXPLORED_NODES)
+    return inner.time_left() > 0
 
 
 def prove(incumbent: Incumbent | None, most_nodes: int | None = None) -> None:

@@ -21,7 +21,7 @@ OBJECTIVE = 1e5  # costs are scaled so that answers cost about this: HiGHS's tol
 FEASIBILITY = 1e-9  # HiGHS's tolerances; its defaults of 1e-6 and 1e-7 are too loose for proofs to 1e-9
 ROUNDING = TOLERANCE / 2  # relative; by this much a bound that HiGHS reports is rounded down
 LONGEST_SLICE = 1e6  # seconds
-OVERTIME = 1.02  # HiGHS looks at its clock now and then
+GRACE = 1.0  # seconds: HiGHS looks at its clock, and hears that it is cancelled, now and then
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ class Model:
     def __init__(self, program: Program, incumbent: Incumbent, memory: list[int], *, integer: bool) -> None:
         self.scale = OBJECTIVE / _magnitude(program, incumbent)
         self.highs = highspy.Highs()
+        self.highs.HandleUserInterrupt = True
         options = {
             "output_flag": False,
             "threads": 1,
@@ -135,12 +136,18 @@ class Model:
         return lp
 
     def run(self, incumbent: Incumbent) -> highspy.HighsModelStatus | None:
-        """Solve in the time left; None where HiGHS did not come back in time (it is then left to itself, and to its own limit)."""
+        """Solve in the time left; None where HiGHS did not come back in time (it was told to stop, and will some time later)."""
         left = min(max(incumbent.time_left(), 0.01), LONGEST_SLICE)
         self.highs.setOptionValue("time_limit", self.highs.getRunTime() + left)  # HiGHS counts all runs of a model together
-        thread = threading.Thread(target=self.highs.run, daemon=True)  # so that Ctrl-C and the time limit are heard meanwhile
+        # a thread, so that Ctrl-C and the time limit are heard meanwhile; no daemon: HiGHS aborts a process that ends before it does
+        thread = threading.Thread(target=self.highs.run)
         thread.start()
-        thread.join(left * OVERTIME + 0.1)
+        try:
+            thread.join(left + GRACE / 10)
+        finally:
+            if thread.is_alive():
+                self.highs.cancelSolve()
+                thread.join(GRACE)
         self.status = None if thread.is_alive() else self.highs.getModelStatus()
         return self.status
 

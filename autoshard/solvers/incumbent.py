@@ -46,10 +46,12 @@ class Record:
 class Incumbent:
     """The record as seen from `problem`; `choice` is the best one offered here, in this problem's choices."""
 
-    def __init__(self, problem: Problem, record: Record, lift: Callable[[Choice], Choice] | None = None) -> None:
-        self.problem, self.record, self._lift = problem, record, lift
-        self.choice: tuple[int, ...] | None = record.choice if lift is None else None
+    def __init__(self, problem: Problem, record: Record) -> None:
+        self.problem, self.record = problem, record
+        self.choice: tuple[int, ...] | None = record.choice
         self.deadline = record.deadline
+        self._outer: Incumbent | None = None
+        self._lift: Callable[[Choice], Choice] = tuple
         self.complete = True  # holds every answer of the record's problem that is cheaper than the record's
 
     def inside(self, problem: Problem, lift: Callable[[Choice], Choice], *, complete: bool = True) -> "Incumbent":
@@ -57,23 +59,24 @@ class Incumbent:
 
         Where it is not complete, bounds on it say nothing about this problem and are dropped.
         """
-        inner = Incumbent(problem, self.record, lambda choice: self.lifted(lift(choice)))
+        inner = Incumbent(problem, self.record)
+        inner.choice, inner._outer, inner._lift = None, self, lift
         inner.complete, inner.deadline = self.complete and complete, self.deadline
         return inner
 
-    def lifted(self, choice: Choice) -> Choice:
-        return choice if self._lift is None else self._lift(choice)
-
     def offer(self, choice: Choice) -> bool:
         """Take the choice if it fits and is cheaper than the best so far."""
-        outer = self.lifted(choice)
-        judged = evaluate(self.record.problem, outer)
-        if not judged.fits or not judged.cost < self.record.cost:
-            return False
-        self.choice = tuple(int(i) for i in choice)
-        self.record.choice, self.record.cost = tuple(int(i) for i in outer), judged.cost
-        self.record.report()
-        return True
+        if self._outer is not None:
+            taken = self._outer.offer(self._lift(choice))
+        else:
+            judged = evaluate(self.problem, choice)
+            taken = judged.fits and judged.cost < self.record.cost
+            if taken:
+                self.record.choice, self.record.cost = tuple(int(i) for i in choice), judged.cost
+                self.record.report()
+        if taken:
+            self.choice = tuple(int(i) for i in choice)
+        return taken
 
     def raise_bound(self, bound: float) -> None:
         """Take a proven lower bound on every answer of `problem`; inf says that none exists."""

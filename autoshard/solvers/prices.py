@@ -18,6 +18,8 @@ from .program import worst_of_runs
 SETTLED = 1e-4  # of the gap: sweeps at one price end when ten of them raise the bound by less
 MOST_SWEEPS = 300  # at one price
 LARGEST_PRICE = 10.0  # what the whole limit may cost at first, in bounds; doubled whenever it is reached
+ABSURD_PRICE = 1e5  # nothing fits, probably; that is for others to prove
+RAISE, MOST_RAISES = 0.1, 100  # by how much, and how often, prices are raised for the sake of an answer that fits
 CLOSED = 1e-3  # of the gap: the cuts promise less than this above the best bound
 OPTIMISM = 0.05  # relative: how far above the bound the best cost is assumed while none is known
 
@@ -49,7 +51,8 @@ class Ascent:
                 if bound - last < SETTLED * self.gap(bound) or self.incumbent.time_left() <= 0:
                     break
                 last = bound
-        self._learn(cost, loads - messages.limit)
+        if math.isfinite(cost):
+            self._learn(cost, loads - messages.limit)
         if bound > self.bound:
             self.bound, self.prices = bound, prices
             self.incumbent.raise_bound(bound)
@@ -68,17 +71,29 @@ class Ascent:
         if not self.cuts:
             self.settle(self.prices)
         for _ in range(rounds):
-            if self.incumbent.done or not self.rows:
+            if self.incumbent.done or not self.rows or not math.isfinite(self.bound):
                 return
             best, promise = self._best_by_cuts()
-            if promise - self.bound <= CLOSED * self.gap(self.bound):
+            if promise - self.bound <= CLOSED * self.gap(self.bound) or self.largest > ABSURD_PRICE:
                 return
             self.settle((self.prices + best) / 2)
+
+    def raise_until_fits(self) -> None:
+        """Raise the prices of the times that are exceeded until a decoded answer fits."""
+        prices = self.prices.copy()
+        first = RAISE * max(abs(self.bound), 1e-300) / max(self.messages.limit, 1.0) / max(len(self.rows), 1)
+        for _ in range(MOST_RAISES if self.largest <= ABSURD_PRICE else 0):
+            self.settle(prices)
+            if math.isfinite(self.incumbent.cost) or self.incumbent.time_left() <= 0 or not self.cuts:
+                return
+            exceeded = worst_of_runs(self.cuts[-1][1], 0.0)
+            prices = prices.copy()
+            prices[exceeded] = np.maximum(prices[exceeded] * (1 + RAISE), first)
 
     def _best_by_cuts(self) -> tuple[np.ndarray, float]:
         """The prices at which the smallest of the cuts is largest, and that value."""
         limit = max(self.messages.limit, 1.0)
-        scale = max(abs(self.bound), 1e-300)
+        scale = max(abs(self.bound), *(abs(c) for c, _ in self.cuts)) or 1.0
         self.largest = self.largest or LARGEST_PRICE
         excess = np.array([g[self.rows] for _, g in self.cuts]) / limit
         costs = np.array([c for c, _ in self.cuts]) / scale

@@ -2,7 +2,7 @@
 
 Among answers of equal cost, a preference p (one array per node) decides: the costs c + s p, with s p below 1e-6 of the optimum C
 in total, are solved again, and the answer is taken if `evaluate` says that it costs at most (1 + 1e-9) C; else once more at 1e-9.
-It never enters cost or bound.
+It never enters cost or bound. On large problems whose memory limit binds it stays unused: that would take as long as the proof.
 """
 
 import math
@@ -15,10 +15,11 @@ import numpy as np
 
 from ..problem import Problem, evaluate
 from .answer import TOLERANCE, Answer, Status
-from .auto import Auto
+from .auto import Auto, polish
 from .certificate import explain_infeasible
 from .cvx import CVX
 from .dual import Dual
+from .eliminate import DP
 from .exhaustive import Exhaustive
 from .ilp import ILP
 from .incumbent import Incumbent, Record
@@ -40,7 +41,7 @@ class Solver(Protocol):
     def run(self, problem: Problem, incumbent: Incumbent) -> None: ...
 
 
-SOLVERS: dict[str, type[Solver]] = {"auto": Auto, "ilp": ILP, "cvxpy": CVX, "dual": Dual, "exhaustive": Exhaustive}
+SOLVERS: dict[str, type[Solver]] = {"auto": Auto, "ilp": ILP, "cvxpy": CVX, "dp": DP, "dual": Dual, "exhaustive": Exhaustive}
 
 
 def solve(
@@ -131,7 +132,7 @@ def _prefer(record: Record, preference: Sequence[np.ndarray]) -> None:
         inner = Record(perturbed, record.deadline, 0.0, record.clock, tolerance=PREFERENCE_TOLERANCE)
         incumbent = Incumbent(perturbed, inner)
         incumbent.offer(record.choice)
-        Auto().run(perturbed, incumbent)
+        polish(perturbed, incumbent)
         assert inner.choice is not None
         cost = evaluate(problem, inner.choice).cost
         if cost <= allowed:

@@ -15,7 +15,13 @@ from itertools import product
 from autoshard.graph import Graph, Op, Tensor
 from autoshard.layout import Layout, all_layouts, is_legal
 from autoshard.mesh import Mesh
-from autoshard.strategies import own as _own  # noqa: F401  (registers its rules)
+from autoshard.strategies import attention as _attention  # noqa: F401  (registers its rules)
+from autoshard.strategies import convolution as _convolution  # noqa: F401
+from autoshard.strategies import dims as _dims
+from autoshard.strategies import experts as _experts  # noqa: F401
+from autoshard.strategies import indexing as _indexing  # noqa: F401
+from autoshard.strategies import losses as _losses  # noqa: F401
+from autoshard.strategies import own as _own  # noqa: F401
 from autoshard.strategies import structure as _structure  # noqa: F401
 from autoshard.strategies import torch_rules
 from autoshard.strategies.rows import RULES, Inputs, Row, replicate_row
@@ -58,8 +64,10 @@ def candidates(graph: Graph, mesh: Mesh) -> Candidates:
 
 
 def one_axis_rows(op: Op, inputs: Inputs) -> list[Row] | None:
-    """Our own rows, else torch's, the replicated one first; None when nobody knows the op."""
+    """Our own rows, else torch's, else those of any op per element, the replicated one first; None when nobody knows the op."""
     known = RULES[op.target](op, inputs) if op.target in RULES else torch_rules.rows(op, inputs)
+    if known is None:
+        known = _dims.pointwise(op, inputs)
     if known is None:
         return None
     return [r for r in dict.fromkeys([replicate_row(op, inputs), *known]) if not _adds_truth_values(r, op, inputs)]

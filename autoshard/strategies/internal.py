@@ -23,7 +23,18 @@ def internal_collectives(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], me
         return _over_dim(op, inputs, layouts, mesh, count=1, position=2)
     if op.target == "aten.nll_loss_forward.default" and argument(op, 3, "reduction") != 0:  # the total weight of a batch that is cut
         return [("all_reduce", axis, inputs[0].itemsize) for axis in _cutting(layouts[0], 0)]
+    if op.target in BATCH_NORMS:  # sums and squares forward, two sums in one backward
+        position, per_reduction, count = BATCH_NORMS[op.target]
+        channels = local_shape(inputs[0].shape, layouts[0], mesh)[1] * 4 * per_reduction
+        return [("all_reduce", axis, channels) for axis in _cutting(layouts[0], 0) for _ in range(count)] if argument(op, position) else []
     return []
+
+
+# target: (position of `training`, numbers per channel in a reduction, reductions)
+BATCH_NORMS = {
+    "aten._native_batch_norm_legit_functional.default": (5, 1, 2),
+    "aten.native_batch_norm_backward.default": (7, 2, 1),
+}
 
 
 def _cutting(layout: Layout, dim: int) -> list[int]:

@@ -111,24 +111,3 @@ def mse_loss_backward(op: Op, inputs: Inputs) -> list[Row]:
         return []
     none = argument(op, 3, "reduction", 1) == 0
     return [row(S(d), S(d) if none else R, S(d), S(d)) for d in range(len(inputs[1].shape))]
-
-
-ATTENTION = (
-    "aten._scaled_dot_product_flash_attention_for_cpu.default",
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
-)
-
-
-@rule(*ATTENTION)
-def attention(op: Op, inputs: Inputs) -> list[Row]:
-    """Batch (dim 0) and heads (dim 1) are independent; every tensor of the op starts with them. A mask may broadcast.
-
-    Forward q, k, v [, mask] -> out, logsumexp; backward grad, q, k, v, out, logsumexp [, mask] -> gradients of q, k, v.
-    """
-    num_core = 6 if "backward" in op.target else 3
-    rows = []
-    for d in (0, 1):
-        masks = [S(d) if len(t.shape) == 4 and t.shape[d] != 1 else R for t in inputs[num_core:]]
-        if all(len(t.shape) == 4 or t.shape == () for t in inputs[num_core:]):
-            rows.append(Row(tuple(None if t is None else S(d) for t in op.outputs), (*[S(d)] * num_core, *masks)))
-    return rows

@@ -4,9 +4,9 @@ Three ways to compare sizes between n and m devices, none of which is right at a
 
     the buffer  x,      what a rank sends  f(n) x  (f = `bus_factor`),      what it sends to one other  x / n             (`SCALES`)
 
-For each the times at the same scaled size are interpolated in log t over log2 n between the two nearest counts, the slope
-damped by DAMPED outside them, and the geometric mean of the three is the answer (`Family.at`). Leaving one count out at a time of
-130 measured curves: GMAE 7.0 %; 8.8 %, 9.6 % and 8.4 % with one alone (benchmarks/calibration.py).
+For each the times at the same scaled size are interpolated (or extrapolated) in log t over log2 n through the two nearest
+counts, and the geometric mean of the three is the answer (`Family.at`). Leaving one count out at a time of 130 measured curves:
+GMAE 6.9 %; 8.8 %, 9.8 % and 8.4 % with one alone (benchmarks/calibration.py).
 
 Groups over nodes are compared with groups over nodes, by their number of nodes where the devices per node are alike. From one
 node to many, with nothing measured between nodes, the link is added to the time inside:
@@ -26,7 +26,6 @@ from .fit import fit
 from .published import bus_factor
 from .records import Curve, PiecewiseCurve, tail_slope
 
-DAMPED = 0.8  # share of the slope kept outside the measured counts
 Count = tuple[int, int]  # nodes, devices in all
 
 SCALES = (
@@ -62,7 +61,8 @@ class Family:
             return self.curves[nodes, devices]
         a, b, weight = self._neighbours(nodes, devices)
         x = np.array(self.sizes)
-        log_t = np.mean([self._interpolated(x, scale, a, b, weight, devices) for scale in SCALES], axis=0)
+        scales = SCALES if a != b else (bus_factor,)  # of one count alone nothing tells how latency grows: only the bytes are scaled
+        log_t = np.mean([self._interpolated(x, scale, a, b, weight, devices) for scale in scales], axis=0)
         times = np.exp(np.maximum.accumulate(log_t))
         return PiecewiseCurve(self.sizes, tuple(times.tolist()), tail_slope(x, times))
 
@@ -80,9 +80,7 @@ class Family:
         if k < 1 or where[ordered[k]] == where[ordered[k - 1]]:
             return ordered[max(k, 0)], ordered[max(k, 0)], 0.0
         a, b = ordered[k - 1], ordered[k]
-        weight = (math.log2(devices) - where[a]) / (where[b] - where[a])
-        outside = min(weight, 0.0) + max(weight - 1.0, 0.0)
-        return a, b, weight - (1 - DAMPED) * outside
+        return a, b, (math.log2(devices) - where[a]) / (where[b] - where[a])
 
     def _comparable(self, nodes: int, devices: int) -> list[Count]:
         """The counts to interpolate between, of the first kind that has two, else of the first that has one."""

@@ -27,7 +27,7 @@ class Errors(NamedTuple):
     gmae: float  # relative, as all here: 0.02 is 2 %
     mean: float
     std: float
-    count: int
+    num: int  # points
 
 
 def summary(predicted: np.ndarray, measured: np.ndarray) -> Errors:
@@ -44,6 +44,18 @@ def together(pairs: Iterable[Pairs]) -> Errors:
     if not kept:
         return summary(np.empty(0), np.empty(0))
     return summary(np.concatenate([p for p, _ in kept]), np.concatenate([r for _, r in kept]))
+
+
+def pooled(errors: Iterable[Errors]) -> Errors:
+    """The summary over all points behind several summaries, exactly; those of no points count for nothing."""
+    kept = [e for e in errors if e.num]
+    if not kept:
+        return summary(np.empty(0), np.empty(0))
+    weight = np.array([e.num for e in kept]) / sum(e.num for e in kept)
+    gmae = float(np.exp(weight @ np.log([e.gmae for e in kept])))
+    mean = float(weight @ np.array([e.mean for e in kept]))
+    square = float(weight @ np.array([e.std**2 + e.mean**2 for e in kept]))
+    return Errors(gmae, mean, max(square - mean**2, 0.0) ** 0.5, sum(e.num for e in kept))
 
 
 def held_out(sizes: np.ndarray, seconds: np.ndarray, fitter: Fitter, *, folds: int = 3) -> Pairs:

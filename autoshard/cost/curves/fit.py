@@ -27,7 +27,6 @@ from scipy.optimize import isotonic_regression, least_squares
 from .published import fit_sigmoid
 from .records import Curve, PiecewiseCurve, PNorm, check, tail_slope
 
-
 LIKENESS = 0.75  # two dtypes of one collective differ by 4 % in the mean, by 1.6 % GMAE, on 55 pairs of measured curves
 
 
@@ -132,8 +131,10 @@ def fit(
     """The curve through measured seconds; rows in any order, of rows of one size the median.
 
     like: sizes and seconds of curves of the same shape (the same collective and devices in another dtype, or on another day),
-    which say what lies between these sizes. factor, bus_bandwidths: for "sigmoid" alone, which predicts bus bandwidth = factor * bytes / seconds (`bus_factor`), or the one
-    that the tool reported, in bytes/s. ValueError says which row is no measurement, or that a method can't be fitted.
+    which say what lies between these sizes. factor, bus_bandwidths: for "sigmoid" alone, which is fitted to factor * bytes / seconds
+    (`bus_factor`), or to the bus bandwidths that a tool reported, in bytes/s.
+
+    ValueError says which row is no measurement, or that a method can't be fitted.
     """
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; known are {', '.join(METHODS)}")

@@ -96,21 +96,29 @@ def turning_points(latency: np.ndarray, bus_bw: np.ndarray) -> tuple[int, int]:
 
 
 def fit_sigmoid(x: np.ndarray, t: np.ndarray, *, factor: float = 1.0, bus_bandwidths: np.ndarray | None = None) -> Sigmoid:
-    """The published fit, of ascending sizes (bytes) and their seconds. ValueError where it has no answer."""
+    """`fit_published` of ascending sizes (bytes), their seconds, and their bus bandwidths in bytes/s where a tool reported them."""
     latency = t * 1e6
-    bus_bw = x / latency * factor / 1e3 if bus_bandwidths is None else bus_bandwidths / 1e9
+    bus_bw = x / latency / 1e3 * factor if bus_bandwidths is None else bus_bandwidths / 1e9
+    return fit_published(x, latency, bus_bw, factor)
+
+
+def fit_published(size: np.ndarray, latency: np.ndarray, bus_bw: np.ndarray, factor: float = 1.0) -> Sigmoid:
+    """The published fit in its own units: bytes on a grid of doubling sizes, us, GB/s. ValueError where it has no answer.
+
+    Bit for bit only from bit-equal input: the last digit of one bandwidth moves its parameters by 1e-7.
+    """
     ln, sats = turning_points(latency, bus_bw)
-    log_size = np.log2(x)
+    log_size = np.log2(size)
     ln_p, sats_p = log_size[ln], log_size[sats]
     inside = (log_size >= ln_p) & (log_size <= sats_p)
     if inside.sum() < 2:
-        raise ValueError(f"the published sigmoid has no samples to fit: time grows from 2^{ln_p:g} bytes on, bandwidth saturates at 2^{sats_p:g}")
-    y = np.log10(bus_bw[inside])
-    start = [log_size.max(), np.median(log_size[inside]), 1, y.min()]
+        raise ValueError(f"the published sigmoid has nothing to fit: time grows from 2^{ln_p:g} bytes, bandwidth stays from 2^{sats_p:g}")
+    x, y = log_size[inside], np.log10(bus_bw[inside])
+    start = [log_size.max(), np.median(x), 1, y.min()]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", OptimizeWarning)  # about the covariance, which nobody reads
-            L, x0, k, b = curve_fit(sigmoid, log_size[inside], y, start, method="dogbox")[0].tolist()
+            L, x0, k, b = curve_fit(sigmoid, x, y, start, method="dogbox")[0].tolist()
     except (RuntimeError, ValueError, TypeError) as error:
         raise ValueError(f"the published sigmoid can't be fitted to these {inside.sum()} samples: {error}") from error
     return Sigmoid(float(ln_p), float(sats_p), float(bus_bw.max()), float(latency[max(ln - 1, 0)]), (L, x0, k, b), factor)
@@ -133,7 +141,10 @@ def all_to_allv_bytes(batch: int, dim: int, tables: Sequence[int], rule: str) ->
     return batch / len(tables) * SIZE_RULES[rule](list(tables)) * dim * 4
 
 
-def best_size_rule(cases: Sequence[tuple[int, int, Sequence[int]]], seconds: Sequence[float], curve: Curve) -> tuple[str, Mapping[str, float]]:
+Case = tuple[int, int, Sequence[int]]  # batch, dim, tables per device
+
+
+def best_size_rule(cases: Sequence[Case], seconds: Sequence[float], curve: Curve) -> tuple[str, Mapping[str, float]]:
     """The rule whose sizes predict the measured seconds of the (batch, dim, tables) best, and every rule's GMAE."""
     measured = np.asarray(seconds, dtype=float)
     gmae = {

@@ -5,7 +5,6 @@ B = the bytes of the largest buffer that one rank of the group holds (the "size"
 
 from __future__ import annotations
 
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,7 +75,10 @@ class PNorm(Curve):
         return high * (1.0 + (low / high) ** self.p) ** (1.0 / self.p)  # the larger in front: no overflow
 
 
-def check(sizes: Sequence[float] | np.ndarray, seconds: Sequence[float] | np.ndarray, *, at_least: int = 2) -> tuple[np.ndarray, np.ndarray]:
+Numbers = Sequence[float] | np.ndarray
+
+
+def check(sizes: Numbers, seconds: Numbers, *, at_least: int = 2) -> tuple[np.ndarray, np.ndarray]:
     """Sizes ascending and different, with the median of the seconds measured at each. ValueError for what is no measurement."""
     x, t = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
     if x.ndim != 1 or x.shape != t.shape:
@@ -90,7 +92,8 @@ def check(sizes: Sequence[float] | np.ndarray, seconds: Sequence[float] | np.nda
             )
     different, place = np.unique(x, return_inverse=True)
     if different.size < at_least:
-        raise ValueError(f"{different.size} different size{'s' * (different.size != 1)} measured; expected at least {at_least}: measure more sizes")
+        plural = "s" * (different.size != 1)
+        raise ValueError(f"{different.size} different size{plural} measured; expected at least {at_least}: measure more sizes")
     if different.size == x.size:
         return different, t[np.argsort(x)]
     return different, np.array([np.median(t[place == k]) for k in range(different.size)])

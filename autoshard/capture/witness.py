@@ -1,0 +1,112 @@
+"""The eager program of a whole model, on fake tensors: a cheap witness for what a capture of few layers can't see.
+
+    program   w = the operators of one eager call (training: and its backward), each with its literals and output shapes
+    pieces    w = v_0 x_1 v_1 x_2 ... where x_r are the maximal repetitions, each a period repeated up to a length l_r
+    grown     the programs of k, k + p and n = k + t p layers have the same v_r and periods, and
+              l_r(n) - l_r(k) is t periods where l_r(k + p) - l_r(k) is one, and 0 where that is 0
+
+The eager program is compared with eager programs of few layers and not with the captured graph: a model may go another way
+while it is traced (Hugging Face masks do), and then does so in every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoshard.capture.module import _arguments, _explained, _to_fake
+from autoshard.graph.blocks import repetitions
+
+Program = list[str]
+
+
+class _Log(TorchDispatchMode):
+    """Writes down every operator that runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.program: Program = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not str(func).startswith("prim."):  # asks a tensor for its device
+            self.program.append(f"{func} {_text((args, kwargs or {}))} -> {_text(result)}")
+        return result
+
+
+def _text(item: Any) -> str:
+    if isinstance(item, torch.Tensor):
+        return str(tuple(item.shape))
+    if isinstance(item, (tuple, list)):
+        return f"[{', '.join(map(_text, item))}]"
+    if isinstance(item, dict):
+        return f"[{', '.join(f'{key}={_text(value)}' for key, value in sorted(item.items()))}]"
+    return str(item)
+
+
+def eager_program(module: nn.Module, example_inputs: Any, *, training: bool) -> Program:
+    """The operators that one call of the module runs, in order, and in training those of the gradients of its parameters."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    fake, args, kwargs = _to_fake(mode, module, *_arguments(example_inputs))
+    log = _Log()
+    with _explained(module), mode, torch.set_grad_enabled(training):
+        with log:
+            outputs = pytree.tree_leaves(dict(out) if isinstance(out := fake(*args, **kwargs), dict) else out)
+        differentiable = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
+        parameters = [p for p in fake.parameters() if p.requires_grad]
+        if training and differentiable:
+            tangents = [torch.empty_like(out) for out in differentiable]
+            with log:
+                torch.autograd.grad(differentiable, parameters, tangents, allow_unused=True)
+    return log.program
+
+
+def grown(short: Program, longer: Program, deep: Program, times: Collection[int]) -> str:
+    """Why `deep` isn't `short` with its periods repeated `times` more often; "" if it is. times: one number per container."""
+    numbers: dict[str, int] = {}
+    programs = [[numbers.setdefault(line, len(numbers)) for line in program] for program in (short, longer, deep)]
+    where = 0
+    for pieces in zip_longest(*(_pieces(program) for program in programs)):
+        if None in pieces or len({(piece[0], piece[1]) for piece in pieces}) > 1:
+            return f"run eagerly, the whole model does something else than few layers of it: {_first(pieces, deep, where)}"
+        period, lengths = pieces[0][0], [piece[2] for piece in pieces]
+        one, all_of_them = lengths[1] - lengths[0], lengths[2] - lengths[0]
+        if (one, all_of_them) != (0, 0) and not (period and one == period and all_of_them in {t * period for t in times}):
+            return (
+                f"run eagerly, {lengths[0]} repeating operators become {lengths[1]} one period deeper, but {lengths[2]} in the whole model"
+            )
+        where += lengths[2]
+    return ""
+
+
+Piece = tuple[int, tuple[int, ...], int]  # period (0: no repetition), its items, length
+
+
+def _pieces(items: Sequence[int]) -> Iterator[Piece]:
+    at = 0
+    for repetition in repetitions(items):
+        if repetition.start > at:
+            yield (0, tuple(items[at : repetition.start]), repetition.start - at)
+        at = repetition.stop
+        yield (repetition.period, tuple(items[repetition.start : repetition.start + repetition.period]), at - repetition.start)
+    if at < len(items):
+        yield (0, tuple(items[at:]), len(items) - at)
+
+
+def _first(pieces: Sequence[Piece | None], deep: Program, where: int) -> str:
+    """The first operator of the whole model's piece that the piece of few layers hasn't."""
+    few, whole = pieces[0], pieces[2]
+    if whole is None:
+        return "it ends earlier"
+    same = 0
+    while few is not None and same < min(len(few[1]), len(whole[1])) and few[1][same] == whole[1][same]:
+        same += 1
+    return f"{deep[min(where + same, len(deep) - 1)]} (operator {where + same})"

@@ -1,0 +1,205 @@
+"""`autoshard calibrate fit | measure` and `autoshard show-prices`: where prices come from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import RenderableType
+
+from autoshard.cli.app import INTERRUPTED, OK, app
+from autoshard.cli.arguments import check_out
+from autoshard.cli.output import Output
+from autoshard.cost import presets
+from autoshard.cost.curves import METHODS, turning_points
+from autoshard.cost.curves.cluster import cluster, save_cluster
+from autoshard.cost.curves.errors import pooled
+from autoshard.cost.curves.files import Fitted, fitted, read_text, save
+from autoshard.cost.curves.rates import OpSample
+from autoshard.cost.importers import parse
+from autoshard.mesh import parse_shape
+
+calibrate = typer.Typer(no_args_is_help=True, help="Measure a cluster, or fit what was measured.", rich_markup_mode=None)
+app.add_typer(calibrate, name="calibrate")
+
+MANY = 24  # curves; more are shown by collective
+SAVED_EVERY = 1.0  # seconds
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+
+def _report():
+    from autoshard.report import calibration  # here: matplotlib takes a second to import, which other verbs shouldn't pay
+
+    return calibration
+
+
+@calibrate.command()
+def fit(
+    files: Annotated[list[str], typer.Argument(help="Output of nccl-tests or PARAM, nnscaler JSON, or CSV.", show_default=False)],
+    out: Annotated[str | None, typer.Option(help="Write the curves here, as JSON.", show_default=False)] = None,
+    method: Annotated[str, typer.Option(help=f"{', '.join(METHODS)}.")] = "piecewise",
+    plot: Annotated[str | None, typer.Option(help="Draw curves and errors here: .png, .svg or .pdf.", show_default=False)] = None,
+    table: Annotated[bool, typer.Option("--table", help="Show every curve, also where there are many.")] = False,
+    collective: Annotated[str | None, typer.Option(help="Of files that don't say it.", show_default=False)] = None,
+    devices: Annotated[int | None, typer.Option(help="Of files that don't say it.", min=1, show_default=False)] = None,
+    system: Annotated[str | None, typer.Option(help="A name for the cluster.", show_default=False)] = None,
+    as_json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+) -> int:
+    """Fit a curve to each collective measured, and say how far each is from sizes that it has not seen.
+
+    \b
+    autoshard calibrate fit all_reduce_perf.txt all_gather_perf.txt --out curves.json --plot curves.png
+    autoshard calibrate fit measured.csv --table
+    """
+    check_out(out)
+    check_out(plot)
+    with Output(as_json=as_json, quiet=quiet) as output:
+        series = [s for path in files for s in parse(read_text(path), path, collective=collective, devices=devices, system=system)]
+        curves = []
+        for k, one in enumerate(series):
+            output.progress(f"fitting: {one.name}", k / len(series))
+            curves.append(fitted(one, method))
+        if out is not None:
+            save(out, curves)
+            output.note(f"wrote {out}")
+        if plot is not None:
+            _report().draw(plot, [_drawn(one) for one in curves])
+            output.note(f"wrote {plot}")
+        rows = [one.to_dict() for one in curves]
+        record = {"curves": [{key: value for key, value in row.items() if key != "parameters"} for row in rows]}
+        shown = [_row(one) for one in curves] if table or len(curves) <= MANY else []
+        output.answer(record, lambda: _report().errors_table(shown, _by_collective(curves)))
+    return OK
+
+
+def _row(one: Fitted) -> dict:
+    return {**one.to_dict(), "sizes": len(set(one.series.sizes)), "held_out": one.unseen._asdict()}
+
+
+def _by_collective(curves: Sequence[Fitted]) -> list[dict]:
+    """Errors over the points of all curves of a collective, and of all."""
+    names = sorted({one.series.collective for one in curves})
+    groups = [(name, [one for one in curves if one.series.collective == name]) for name in names]
+    groups += [("all", list(curves))] if len(names) > 1 else []
+    return [
+        {
+            "collective": name,
+            "curves": len(members),
+            **pooled([one.errors for one in members])._asdict(),
+            "held_out": pooled([one.unseen for one in members])._asdict(),
+        }
+        for name, members in groups
+    ]
+
+
+def _drawn(one: Fitted) -> dict:
+    """Plain data for a figure: points, the fitted line, the sizes of the turning points."""
+    points = sorted(zip(one.series.sizes, one.series.seconds))
+    first, last = points[0][0], points[-1][0]
+    grid = [first * (last / first) ** (k / 200) for k in range(201)]
+    turns: list[float] = []
+    if len(points) >= 6:
+        import numpy as np  # here: the rest of the command line needs none
+
+        seconds = np.array([t for _, t in points])
+        turns = [points[k][0] for k in turning_points(seconds * 1e6, np.array([x / t / 1e9 for x, t in points]))]
+    return {
+        "name": one.series.name,
+        "collective": one.series.collective,
+        "points": points,
+        "line": list(zip(grid, one.curve.seconds(grid).tolist())),  # type: ignore[arg-type]
+        "turning": turns,
+        "errors": [float(p / t - 1) for p, (_, t) in zip(one.curve.seconds([x for x, _ in points]), points)],  # type: ignore[arg-type]
+    }
+
+
+@calibrate.command()
+def measure(
+    mesh: Annotated[str, typer.Option(help="Sizes of the mesh, slowest axis first: 2x4.", show_default=False)],
+    out: Annotated[str, typer.Option(help="Write the cluster here, again and again while it is measured.")] = "cluster.json",
+    seconds: Annotated[float, typer.Option(help="Time to measure in, without starting up.", min=1)] = 40.0,
+    largest: Annotated[str | None, typer.Option(help="Largest buffer. Default: 64MiB on CPUs, 1GiB on GPUs.", show_default=False)] = None,
+    backend: Annotated[str, typer.Option(help="nccl, gloo, or auto.")] = "auto",
+    as_json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+) -> int:
+    """Measure this cluster: every collective on every axis of a mesh, and its devices. Start it with torchrun, a process per device.
+
+    \b
+    torchrun --nproc-per-node 4 -m autoshard calibrate measure --mesh 2x2 --out cluster.json
+    autoshard plan models/gpt2.py:small --cluster cluster.json
+    """
+    from autoshard import api  # here: torch takes seconds to import
+    from autoshard.cli.arguments import parse_bytes
+
+    check_out(out)
+    if backend not in ("auto", "nccl", "gloo"):
+        raise ValueError(f"--backend is {backend!r}; expected nccl, gloo or auto")
+    shape = parse_shape(mesh)
+    limit = None if largest is None else parse_bytes(largest, "--largest")
+    record: dict = {}
+    saved, began = -SAVED_EVERY, time.perf_counter()
+    with Output(as_json=as_json, quiet=quiet) as output:
+        steps = api.measure_this_cluster(shape, clock=time.perf_counter, seconds=seconds, backend=backend, largest=limit)
+        try:
+            for rank, about, what, fraction, found in steps:
+                if rank != 0:
+                    output.progress_shown.stop()
+                    continue
+                output.progress(f"measuring: {what}", fraction)
+                now = time.perf_counter()
+                if found.complete or now - saved > SAVED_EVERY:
+                    record = _record(shape, about, found, now - began) or record
+                    saved = now
+                    if record:
+                        save_cluster(out, record)
+        except KeyboardInterrupt:
+            output.note(f"interrupted; {out} holds what was measured so far" if record else "interrupted before anything was known")
+            return INTERRUPTED
+        if record:
+            output.note(f"wrote {out}")
+            output.answer(record, lambda: _report().cluster_table(record))
+    return OK
+
+
+def _record(shape: tuple[int, ...], about: dict, found, elapsed: float) -> dict:
+    """The file's content; nothing while too little is known."""
+    if not all(any(len(t) >= 2 for (axis, _), t in found.collectives.items() if axis == k) for k, n in enumerate(shape) if n > 1):
+        return {}
+    samples = [OpSample(one.op, one.dtype, one.flops, one.bytes, one.seconds) for one in found.device]
+    known = {key: times for key, times in found.collectives.items() if len(times) >= 2}
+    return cluster(
+        shape,
+        known,
+        samples,
+        backend=about["backend"],
+        device=about["device"],
+        memory=about["memory"],
+        complete=found.complete,
+        assumptions={**about, "seconds": elapsed},
+    )
+
+
+@app.command(name="show-prices")
+def show_prices(
+    name: Annotated[str | None, typer.Argument(help="One of them; default all.", show_default=False)] = None,
+    as_json: Json = False,
+) -> int:
+    """Show the prices that come with autoshard: of each device its links, where the numbers are from, and how far they are off.
+
+    \b
+    autoshard show-prices
+    autoshard show-prices h100
+    """
+    chosen = [presets.preset(name)] if name is not None else presets.all_presets()
+    with Output(as_json=as_json) as output:
+        output.answer({"prices": [asdict(one) for one in chosen]}, lambda: _prices(chosen))
+    return OK
+
+
+def _prices(chosen: Sequence[presets.Preset]) -> RenderableType:
+    return _report().prices_table([asdict(one) for one in chosen])

@@ -1,0 +1,117 @@
+"""What was measured on a live cluster, as a Mesh with curves and as a file.
+
+cluster.json: {"format": "autoshard.cluster/1", "mesh": Mesh.to_dict() (axes with their curves), "measured": the raw seconds,
+"roofline": rates and errors by op class and dtype, "complete": whether measuring came to its end, "assumptions": backend, ...}.
+
+An axis' latency and bandwidth, which price a collective that has no curve, are those of the alpha-beta fit t = a + x/b of its
+all_reduce (else all_gather):  latency = a / (L ceil(log2 n)),  bandwidth = V (n-1)/n b, the terms of cost/collectives.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from autoshard.mesh import Axis, Device, LinkCurve, Mesh, default_axis_names
+
+from ..collectives import COLLECTIVES
+from ..compute import EFFICIENCY
+from .errors import Errors, held_out, summary
+from .files import read_text
+from .fit import fit
+from .rates import OpSample, Roofline, fit_roofline
+from .records import PiecewiseCurve, PNorm
+
+FORMAT = "autoshard.cluster/1"
+Times = Mapping[tuple[int, str], Mapping[float, float]]  # (axis, collective) -> size in bytes -> seconds
+
+
+def link_curve(collective: str, times: Mapping[float, float]) -> LinkCurve:
+    """The default fit with its held-out mean error; in sample where there are too few sizes to hold any out."""
+    x, t = np.array(list(times)), np.array(list(times.values()))
+    curve = fit(x, t)
+    assert isinstance(curve, PiecewiseCurve)
+    errors = summary(*held_out(x, t, fit)) if len(x) >= 5 else Errors(0.0, 0.0, 0.0, 0)
+    return LinkCurve(collective, curve.sizes, curve.times, curve.tail, float(errors.mean))
+
+
+def mesh_of(shape: Sequence[int], times: Times, device: Device, backend: str, names: Sequence[str] | None = None) -> Mesh:
+    """The mesh of a measured cluster. ValueError while an axis has less than two sizes of any collective."""
+    axes = []
+    for k, (n, name) in enumerate(zip(shape, names or default_axis_names(len(shape)))):
+        measured = {c: t for (axis, c), t in times.items() if axis == k and len(t) >= 2}
+        if n == 1:
+            axes.append(Axis(name, n, 1.0, 0.0, backend=backend))
+            continue
+        if not measured:
+            raise ValueError(f"nothing is known yet about {name}; measure longer")
+        reference = next((c for c in ("all_reduce", "all_gather") if c in measured), next(iter(measured)))
+        link = fit(np.array(list(measured[reference])), np.array(list(measured[reference].values())), "alpha_beta")
+        assert isinstance(link, PNorm)
+        rounds, volume = COLLECTIVES[reference]
+        bandwidth, latency = volume * (n - 1) / n * link.B, link.a / (rounds * (n - 1).bit_length())
+        axes.append(Axis(name, n, bandwidth, latency, backend=backend, curves=tuple(link_curve(c, t) for c, t in measured.items())))
+    return Mesh(tuple(axes), device)
+
+
+def device_of(name: str, roofline: Roofline, memory: float) -> Device:
+    """Throughputs such that `op_seconds`, which takes EFFICIENCY of them, gives what was measured."""
+    narrow = [rate for (op, dtype), rate in roofline.flops.items() if op == "matmul" and dtype in ("bfloat16", "float16")]
+    wide = roofline.flops.get(("matmul", "float32"), max(narrow, default=0.0))
+    return Device(name, max(narrow, default=wide) / EFFICIENCY, wide / EFFICIENCY, roofline.memory, memory, roofline.launch)
+
+
+def cluster(
+    shape: Sequence[int],
+    times: Times,
+    samples: Sequence[OpSample],
+    *,
+    backend: str,
+    device: str,
+    memory: float,
+    complete: bool,
+    assumptions: Mapping[str, object],
+) -> dict:
+    """The record of a file. ValueError while there is not enough for a mesh."""
+    roofline = fit_roofline(samples)
+    mesh = mesh_of(shape, times, device_of(device, roofline, memory), backend)
+    raw = [
+        {"axis": mesh.axes[k].name, "collective": c, "sizes": sorted(t), "seconds": [t[x] for x in sorted(t)]} for (k, c), t in times.items()
+    ]
+    rows = [
+        {"op": op, "dtype": dtype, "flops_per_second": roofline.flops.get((op, dtype)), "gmae": e.gmae, "mean": e.mean, "samples": e.num}
+        for (op, dtype), e in roofline.errors.items()
+    ]
+    return {
+        "format": FORMAT,
+        "complete": complete,
+        "mesh": mesh.to_dict(),
+        "roofline": {"memory_bytes_per_second": roofline.memory, "launch_seconds": roofline.launch, "ops": rows},
+        "measured": {"collectives": raw, "device": [vars(s) for s in samples]},
+        "assumptions": dict(assumptions),
+    }
+
+
+def save_cluster(path: str, record: dict) -> None:
+    """Whole or not at all, so that an interruption leaves the last one."""
+    beside = Path(f"{path}.part")
+    beside.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(beside, path)
+
+
+def load_cluster(path: str) -> Mesh:
+    """The mesh that `autoshard calibrate measure` wrote, curves included. ValueError where it is something else."""
+    try:
+        data = json.loads(read_text(path))
+        if data["format"] != FORMAT:
+            raise ValueError(f"{path} has the format {data['format']!r}; expected {FORMAT!r}")
+        return Mesh.from_dict(data["mesh"])
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is no measured cluster ({error}); make one with: "
+            f"torchrun --nproc-per-node N -m autoshard calibrate measure --mesh SIZES --out {path}"
+        ) from None

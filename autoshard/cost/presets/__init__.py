@@ -1,0 +1,117 @@
+"""Prices that come with autoshard: a device, the links inside a node and between nodes, and measured curves where there are any.
+
+    measured.json   curves inside one node, fitted (piecewise) to public measurements by benchmarks/fit_presets.py, with the held-out
+                    mean error of each; its source and licence are in the file
+    ROWS            data sheets: peak throughput, memory, and links at the share of their peak that is usually reached
+
+A price without a measurement has no error: nothing is known about how far it is off.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from autoshard.mesh import Device, LinkCurve, Mesh
+
+from ..curves.devices import Family
+from ..curves.files import read_text
+from ..curves.records import PiecewiseCurve
+
+LINK_SHARE = 0.75  # of a data sheet's link bandwidth, one direction: what large messages reach on the systems measured
+# The links of one node to the others: four (of 200 Gbit/s) or eight (of 400 Gbit/s) adapters, 25e9 or 50e9 bytes/s each.
+EIGHT_400, EIGHT_200, ONE_100 = 8 * 50e9, 8 * 25e9, 12.5e9
+
+# name: Device (FLOP/s dense 16-bit, float32 or TF32, bytes/s, bytes), link inside (bytes/s one way), link between nodes, source
+ROWS = {
+    "a100": (Device("a100", 312e12, 156e12, 2.039e12, 80e9), 300e9, EIGHT_200, "NVIDIA A100 80GB SXM data sheet"),
+    "h100": (Device("h100", 989e12, 494e12, 3.35e12, 80e9), 450e9, EIGHT_400, "NVIDIA H100 SXM data sheet"),
+    "h200": (Device("h200", 989e12, 494e12, 4.8e12, 141e9), 450e9, EIGHT_400, "NVIDIA H200 SXM data sheet"),
+    "b200": (Device("b200", 2250e12, 1100e12, 8e12, 180e9), 900e9, EIGHT_400, "NVIDIA DGX B200 data sheet"),
+    "mi300x": (Device("mi300x", 1307e12, 653e12, 5.3e12, 192e9), 448e9, EIGHT_400, "AMD Instinct MI300X data sheet"),
+    "l40s": (Device("l40s", 362e12, 183e12, 0.864e12, 48e9), 32e9, EIGHT_200, "NVIDIA L40S data sheet"),
+    "rtx": (Device("rtx", 165e12, 82.6e12, 1.008e12, 24e9), 32e9, ONE_100, "NVIDIA GeForce RTX 4090 (Ada white paper)"),
+    "cpu": (Device("cpu", 50e9, 50e9, 20e9, 8e9, launch=2e-6), 5e9, ONE_100, "order of magnitude of one core; measure yours"),
+}
+INTRA_LATENCY, INTER_LATENCY = 5e-6, 15e-6  # seconds; as Mesh.from_bandwidths
+
+
+@dataclass(frozen=True)
+class Link:
+    """One collective among `devices` of one node: its curve and its mean relative error on sizes not fitted to."""
+
+    devices: int
+    collective: str
+    curve: LinkCurve
+    error: float
+
+
+@dataclass(frozen=True)
+class Preset:
+    name: str
+    device: Device
+    intra_node_bandwidth: float  # bytes/s of a device to the others of its node
+    inter_node_bandwidth: float  # bytes/s of a node to the others
+    intra_node_latency: float  # seconds
+    inter_node_latency: float
+    links: tuple[Link, ...]
+    source: str
+
+
+def all_presets() -> list[Preset]:
+    return [preset(name) for name in ROWS]
+
+
+def preset(name: str) -> Preset:
+    """ValueError for a name that is none."""
+    if name not in ROWS:
+        raise ValueError(f"no prices are known for {name!r}; known are {', '.join(ROWS)}, or measure: autoshard calibrate measure")
+    device, inside, between, source = ROWS[name]
+    measured = _measured().get(name, {"links": [], "source": ""})
+    links = tuple(_link(row) for row in measured["links"])
+    said = f"{source}; curves: {measured['source']}" if links else source
+    bare = Preset(name, device, inside * LINK_SHARE, between * LINK_SHARE, INTRA_LATENCY, INTER_LATENCY, links, said)
+    return replace(bare, **measured["alpha_beta"]) if links else bare
+
+
+def mesh(name: str, shape: Sequence[int], devices_per_node: int | None = None) -> Mesh:
+    """A cluster of such devices; axes inside a node take the measured curves, between the counts measured where need be."""
+    one = preset(name)
+    bare = Mesh.from_bandwidths(
+        tuple(shape),
+        intra_node_bandwidth=one.intra_node_bandwidth,
+        inter_node_bandwidth=one.inter_node_bandwidth,
+        intra_node_latency=one.intra_node_latency,
+        inter_node_latency=one.inter_node_latency,
+        device=one.device,
+        devices_per_node=devices_per_node,
+    )
+    inside = [axis.latency == one.intra_node_latency for axis in bare.axes]
+    axes = (replace(axis, curves=_curves(one, axis.size)) if here else axis for axis, here in zip(bare.axes, inside))
+    return replace(bare, axes=tuple(axes))
+
+
+def _curves(one: Preset, n: int) -> tuple[LinkCurve, ...]:
+    if n < 2:
+        return ()
+    found = []
+    for collective in dict.fromkeys(link.collective for link in one.links):
+        links = [link for link in one.links if link.collective == collective]
+        curves = {(1, k.devices): PiecewiseCurve(k.curve.sizes, k.curve.seconds, k.curve.tail) for k in links}
+        curve = Family(collective, curves, links[0].curve.sizes).at(n)
+        assert isinstance(curve, PiecewiseCurve)
+        found.append(LinkCurve(collective, curve.sizes, curve.times, curve.tail, max(link.error for link in links)))
+    return tuple(found)
+
+
+def _link(row: dict) -> Link:
+    curve = LinkCurve(row["collective"], tuple(row["sizes"]), tuple(row["seconds"]), row["tail"], row["error"])
+    return Link(row["devices"], row["collective"], curve, row["error"])
+
+
+@cache
+def _measured() -> dict:
+    return json.loads(read_text(str(Path(__file__).with_name("measured.json"))))

@@ -1,0 +1,98 @@
+"""Activation checkpointing as a rewriting of the graph: a block's inner activations are computed again before its backward.
+
+For a block B (forward ops), values are
+
+    kept        read by a forward op outside B, or made outside B: they stay as they are
+    saved       made in B, not kept, read by a backward op
+    recomputed  ops of B that the saved values need, walking back until kept values         (`_needed`)
+
+A copy of every recomputed op is put before the first backward op that reads a saved value; backward ops read the copies. The
+rest follows by itself: the originals die with their last forward reader, the copies have candidates, prices and bytes as any op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+from autoshard.graph.records import Graph, Op, Value
+
+SUFFIX = "_recomputed"
+
+
+def recompute(graph: Graph, blocks: Sequence[Collection[int]]) -> Graph:
+    """The graph in which each block (op indexes of its forward ops) is recomputed. ValueError where a block has random ops."""
+    before: dict[int, list[int]] = {}  # position: ops to copy in front of it
+    for block in blocks:
+        members = frozenset(i for i in block if not graph.ops[i].is_placeholder and not graph.ops[i].backward)
+        saved = _saved(graph, members)
+        copied = sorted(_needed(graph, members, saved))
+        if not copied:
+            continue
+        random = [graph.ops[i].name for i in copied if is_random(graph.ops[i])]
+        if random:
+            raise ValueError(f"{random[0]} draws random numbers, which would differ when it is recomputed; turn dropout off")
+        at = min(i for value in saved for i, _ in graph.users[value] if graph.ops[i].backward)
+        before.setdefault(at, []).extend(copied)
+    return _with_copies(graph, before)
+
+
+def _is_kept(graph: Graph, members: frozenset[int], value: Value) -> bool:
+    if value[0] not in members:
+        return True
+    return any(i not in members and not graph.ops[i].backward for i, _ in graph.users.get(value, ()))
+
+
+def _saved(graph: Graph, members: frozenset[int]) -> set[Value]:
+    returned = {result.value for result in graph.results}
+    found = set()
+    for i in members:
+        for k in range(len(graph.ops[i].outputs)):
+            value = (i, k)
+            read = any(graph.ops[j].backward for j, _ in graph.users.get(value, ()))
+            if read and value not in returned and not _is_kept(graph, members, value):
+                found.add(value)
+    return found
+
+
+def _needed(graph: Graph, members: frozenset[int], saved: Iterable[Value]) -> set[int]:
+    needed: set[int] = set()
+    waiting = [value[0] for value in saved]
+    while waiting:
+        i = waiting.pop()
+        if i in needed:
+            continue
+        needed.add(i)
+        waiting += [value[0] for value in graph.ops[i].inputs if not _is_kept(graph, members, value)]
+    return needed
+
+
+RANDOM = ("dropout", "bernoulli", "rand", "multinomial", "normal")
+
+
+def is_random(op: Op) -> bool:
+    name = op.target.split(".")[1] if "." in op.target else ""
+    return any(word in name for word in RANDOM)
+
+
+def _with_copies(graph: Graph, before: dict[int, list[int]]) -> Graph:
+    """Copies in place, everything renumbered; backward ops behind a copy read it instead of the original."""
+    ops: list[Op] = []
+    place: dict[int, int] = {}  # old index: new index
+    copy: dict[int, int] = {}  # old index: new index of its copy
+
+    def moved(value: Value, use_copy: bool) -> Value:
+        i, k = value
+        return (copy[i] if use_copy and i in copy else place[i], k)
+
+    for i, op in enumerate(graph.ops):
+        for j in before.get(i, ()):
+            original = graph.ops[j]
+            inside = frozenset(before[i])
+            inputs = tuple(moved(value, value[0] in inside) for value in original.inputs)
+            copy[j] = len(ops)
+            ops.append(replace(original, name=original.name + SUFFIX, inputs=inputs, backward=True))
+        place[i] = len(ops)
+        ops.append(replace(op, inputs=tuple(moved(value, op.backward) for value in op.inputs)))
+    results = tuple(r if r.value is None else replace(r, value=moved(r.value, False)) for r in graph.results)
+    return Graph(tuple(ops), results, graph.tied)

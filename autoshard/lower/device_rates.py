@@ -1,0 +1,112 @@
+"""Seconds of single ops on this rank's device: what a roofline is calibrated with. Imports torch alone.
+
+    matmul       (s, s) @ (s, s)                   FLOPs 2 s^3            bytes 3 s^2 itemsize
+    attention    (8, s, 64), causal half not skipped     4 * 8 s^2 * 64   4 * 8 s 64 itemsize
+    memory       y = x, s bytes                    0                      2 s
+    launch       x += 1, one element               0                      0
+
+Each is the median of some rounds; a round repeats the op for about ROUND seconds and divides, so that the clock is not measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+ROUND, ROUNDS = 0.02, 5  # seconds, and how many
+CPU_SIZES, CUDA_SIZES = (128, 256, 512, 1024, 2048), (256, 512, 1024, 2048, 4096, 8192, 16384)
+MEMORY_SIZES = (2**22, 2**24, 2**26, 2**28, 2**30)  # bytes: beyond caches, which plans overflow
+
+
+@dataclass(frozen=True)
+class OpTime:
+    op: str  # matmul, attention, memory or launch
+    dtype: str
+    size: int
+    flops: float
+    bytes: float
+    seconds: float
+
+
+def sync(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+Clock = Callable[[], float]
+Agree = Callable[[float], float]
+
+
+def median_seconds(op: Callable[[], object], device: torch.device, clock: Clock, agree: Agree = float, rounds: int = ROUNDS) -> float:
+    """Seconds of one call. agree: makes ranks take the same (slowest) figure, where several measure together."""
+
+    def run(count: int) -> float:
+        agree(0.0)  # begin together
+        began = clock()
+        for _ in range(count):
+            op()
+        sync(device)
+        return agree((clock() - began) / count)
+
+    run(1)  # warm-up: allocation, kernel choice, connections
+    estimate = run(1)
+    count = int(max(1, min(1000, ROUND / max(estimate, 1e-9))))
+    return statistics.median(run(count) for _ in range(rounds if estimate < 10 * ROUND else 2))
+
+
+def dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    return (torch.float32, torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.float32, torch.bfloat16)
+
+
+@torch.no_grad()
+def measure_device(device: torch.device, *, clock: Clock, seconds: float, agree: Agree = float) -> Iterator[OpTime]:
+    """Times of ops, small sizes first, each kind within its part of `seconds`; larger ones that would not fit are left out."""
+    one = torch.zeros(1, device=device)
+    yield OpTime("launch", "float32", 1, 0, 0, median_seconds(lambda: one.add_(1), device, clock, agree))
+    share = seconds / (1 + 2 * len(dtypes(device)))
+    yield from _while_it_fits(_memory_ops(device), device, clock, share, agree)
+    for dtype in dtypes(device):
+        yield from _while_it_fits(_matmuls(device, dtype), device, clock, share, agree)
+        yield from _while_it_fits(_attentions(device, dtype), device, clock, share, agree)
+
+
+Op = tuple[str, str, int, float, float, Callable[[], object]]
+
+
+def _while_it_fits(ops: Iterator[Op], device: torch.device, clock: Clock, share: float, agree: Agree) -> Iterator[OpTime]:
+    began = clock()
+    for name, dtype, size, flops, moved, call in ops:
+        found = OpTime(name, dtype, size, flops, moved, median_seconds(call, device, clock, agree))
+        yield found
+        spent = agree(clock() - began)
+        if spent + 8 * 4 * found.seconds + ROUND * ROUNDS > share:  # the next is up to 8 times as much, and is called four times
+            return
+
+
+def _memory_ops(device: torch.device) -> Iterator[Op]:
+    for size in MEMORY_SIZES if device.type == "cuda" else MEMORY_SIZES[:3]:
+        x = torch.ones(size // 4, device=device)
+        y = torch.empty_like(x)
+        yield "memory", "float32", size, 0, 2.0 * size, partial(y.copy_, x)
+
+
+def _matmuls(device: torch.device, dtype: torch.dtype) -> Iterator[Op]:
+    for s in CUDA_SIZES if device.type == "cuda" else CPU_SIZES:
+        a, b = (torch.randn(s, s, device=device).to(dtype) for _ in range(2))
+        yield "matmul", _name(dtype), s, 2.0 * s**3, 3.0 * s * s * a.element_size(), partial(torch.matmul, a, b)
+
+
+def _attentions(device: torch.device, dtype: torch.dtype) -> Iterator[Op]:
+    heads, d, attention = 8, 64, torch.nn.functional.scaled_dot_product_attention
+    for s in CUDA_SIZES if device.type == "cuda" else CPU_SIZES[:4]:
+        q, k, v = (torch.randn(1, heads, s, d, device=device).to(dtype) for _ in range(3))
+        flops, moved = 4.0 * heads * s * s * d, 4.0 * heads * s * d * q.element_size()
+        yield "attention", _name(dtype), s, flops, moved, partial(attention, q, k, v)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

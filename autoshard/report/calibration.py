@@ -1,0 +1,125 @@
+"""Curves and prices as tables and a figure: how far a fit is from its measurements, what a cluster was measured to be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.figure import Figure
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.report.numbers import seconds, size
+
+COLOURS = ("#1b6ca8", "#d1495b", "#3c9d5d", "#edae49", "#66518c", "#00798c", "#8d6a4f", "#5c5c5c")
+FEW = 8  # curves of one collective drawn
+
+
+def errors_table(curves: Sequence[Mapping], by_collective: Sequence[Mapping]) -> RenderableType:
+    """Errors of each curve, and of each collective over the points of all its curves, in percent."""
+    parts: list[RenderableType] = []
+    if curves:
+        parts += [_errors("Curves", ("collective", "system", "devices", "dtype", "sizes"), curves), Text("")]
+    parts.append(_errors("By collective", ("collective", "curves"), by_collective))
+    parts.append(Text("GMAE / mean / std of |predicted / measured - 1|, percent; held out: sizes that the curve had not seen (3 folds)"))
+    return Group(*parts)
+
+
+def _errors(title: str, what: Sequence[str], rows: Sequence[Mapping]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in what:
+        table.add_column(column, overflow="fold")
+    for column in ("in sample", "held out"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(str(row.get(column, "")) for column in what), _three(row), _three(row["held_out"]))
+    return table
+
+
+def _three(errors: Mapping) -> str:
+    values = [errors.get(key) for key in ("gmae", "mean", "std")]
+    return " / ".join("-" if v is None or v != v else f"{100 * v:.2f}" for v in values)
+
+
+def cluster_table(record: Mapping) -> RenderableType:
+    """A measured cluster: links, curves, device."""
+    links = Table(title="Links", title_justify="left", title_style="bold")
+    for column in ("axis", "devices", "collective", "64 kB", "1 MB", "16 MB", "sizes", "error"):
+        links.add_column(column, justify="left" if column in ("axis", "collective") else "right")
+    for axis in record["mesh"]["axes"]:
+        for curve in axis.get("curves", ()):
+            at = [seconds(_at(curve, x)) for x in (64e3, 1e6, 16e6)]
+            links.add_row(axis["name"], str(axis["size"]), curve["collective"], *at, str(len(curve["sizes"])), f"{100 * curve['error']:.1f}%")
+    ops = Table(title="Device", title_justify="left", title_style="bold")
+    for column in ("op", "dtype", "FLOP/s", "error"):
+        ops.add_column(column, justify="left" if column in ("op", "dtype") else "right")
+    for row in record["roofline"]["ops"]:
+        rate = row["flops_per_second"]
+        ops.add_row(row["op"], row["dtype"], "-" if rate is None else f"{rate:.3g}", f"{100 * row['mean']:.1f}%")
+    memory, launch = record["roofline"]["memory_bytes_per_second"], record["roofline"]["launch_seconds"]
+    end = "" if record["complete"] else "; interrupted: larger sizes may be missing"
+    return Group(links, Text(""), ops, Text(f"memory {size(memory)}/s, launch {seconds(launch)}{end}"))
+
+
+def _at(curve: Mapping, x: float) -> float:
+    """A curve of a file at one size: affine between its knots, as a mesh's LinkCurve."""
+    sizes, times = curve["sizes"], curve["seconds"]
+    if x <= sizes[0]:
+        return times[0]
+    for a, b, s, t in zip(sizes, sizes[1:], times, times[1:]):
+        if x <= b:
+            return s + (t - s) * (x - a) / (b - a)
+    return times[-1] + curve["tail"] * (x - sizes[-1])
+
+
+def prices_table(prices: Sequence[Mapping]) -> RenderableType:
+    """Each preset's device, links, source and error."""
+    table = Table(title="Prices", title_justify="left", title_style="bold")
+    for column in ("name", "FLOP/s", "memory", "inside a node", "between nodes", "curves", "error"):
+        table.add_column(column, justify="left" if column in ("name", "curves") else "right")
+    for one in prices:
+        device = one["device"]
+        measured = ", ".join(map(str, sorted({link["devices"] for link in one["links"]})))
+        errors = [link["error"] for link in one["links"]]
+        table.add_row(
+            one["name"],
+            f"{device['flops']:.3g}",
+            f"{size(device['memory'])}, {size(device['memory_bandwidth'])}/s",
+            f"{size(one['intra_node_bandwidth'])}/s, {seconds(one['intra_node_latency'])}",
+            f"{size(one['inter_node_bandwidth'])}/s, {seconds(one['inter_node_latency'])}",
+            measured,
+            f"{100 * sum(errors) / len(errors):.1f}%" if errors else "-",
+        )
+    sources = [Text(f"{one['name']}: {one['source']}") for one in prices]
+    said = "FLOP/s of 16 bits; curves: device counts measured in a node; error: mean of the curves on sizes not fitted to; else data sheets"
+    return Group(table, Text(said), Text(""), *sources)
+
+
+def draw(path: str, curves: Sequence[Mapping]) -> None:
+    """A row per collective: latency and bandwidth over size with their fits and turning points, and a histogram of errors."""
+    names = sorted({curve["collective"] for curve in curves})
+    figure = Figure(figsize=(13, 3.4 * len(names)), layout="constrained")
+    axes = figure.subplots(len(names), 3, squeeze=False)
+    for row, name in zip(axes, names):
+        members = [curve for curve in curves if curve["collective"] == name]
+        for k, curve in enumerate(members[:FEW]):
+            _curve(row[0], row[1], curve, COLOURS[k % len(COLOURS)])
+        more = f" ({len(members)} curves, {FEW} shown)" if len(members) > FEW else ""
+        row[0].set(title=f"{name}: latency{more}", xlabel="bytes", ylabel="s", xscale="log", yscale="log")
+        row[1].set(title=f"{name}: bandwidth", xlabel="bytes", ylabel="bytes / s", xscale="log", yscale="log")
+        row[0].legend(fontsize=6)
+        row[2].hist([100 * error for curve in members for error in curve["errors"]], bins=40, color=COLOURS[0])
+        row[2].set(title=f"{name}: errors in sample", xlabel="predicted / measured - 1, percent", ylabel="sizes")
+    figure.savefig(path, dpi=110)
+
+
+def _curve(latency, bandwidth, curve: Mapping, colour: str) -> None:
+    x, t = zip(*curve["points"])
+    line, fit = zip(*curve["line"])
+    latency.plot(x, t, ".", color=colour, markersize=4)
+    latency.plot(line, fit, color=colour, linewidth=1, label=curve["name"])
+    bandwidth.plot(x, [a / b for a, b in zip(x, t)], ".", color=colour, markersize=4)
+    bandwidth.plot(line, [a / b for a, b in zip(line, fit)], color=colour, linewidth=1)
+    for turn in curve["turning"]:  # where time starts to grow, where bandwidth has saturated
+        latency.axvline(turn, color=colour, linewidth=0.5, linestyle=":")
+        bandwidth.axvline(turn, color=colour, linewidth=0.5, linestyle=":")

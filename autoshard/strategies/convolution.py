@@ -1,0 +1,111 @@
+"""Rows of convolutions and of the norms that go with them.
+
+    y[n, o] = sum over i of x[n, i] * w[o, i] + b[o]         batch n, channels out o, channels in i (transposed: w[i, o])
+
+batch: x S(0) -> y S(0).   out: w, b S(o) -> y S(1).   in: x S(1), w S(i) -> y P, the bias added once (`lower.kernels`).
+Backward gives (x', w', b'): batch S(0), P, P;  out P, S(o), S(0);  in S(1), S(i), R. With as many groups as channels every
+channel is its own: all are cut together. Other groups stay whole.
+
+batch norm: channels S(1) and S(0). A cut of the batch needs the mean and variance of all, two small reductions inside the op
+forward and one backward (`internal.py`, `lower.norms`). group norm: batch, or channels with their groups.
+"""
+
+from __future__ import annotations
+
+from autoshard.graph import Op
+from autoshard.layout import P, R, S
+from autoshard.strategies.dims import given, outs
+from autoshard.strategies.rows import Inputs, Row, argument, rule
+
+
+def _depthwise(op: Op, groups_at: int, x: tuple[int, ...]) -> bool:
+    return argument(op, groups_at) == x[1] and not argument(op, groups_at - 2)
+
+
+@rule("aten.convolution.default")
+def convolution(op: Op, inputs: Inputs) -> list[Row]:
+    n, transposed, groups = len(inputs), argument(op, 6), argument(op, 8)
+    if len(inputs[0].shape) != len(inputs[1].shape):  # an image without a batch
+        return []
+    o, i = (S(1), S(0)) if transposed else (S(0), S(1))
+    rows = [Row((S(0),), given(op, n, {0: S(0)}))]
+    if groups == 1:
+        rows += [Row((S(1),), given(op, n, {1: o, 2: S(0)})), Row((P(),), given(op, n, {0: S(1), 1: i}))]
+    elif _depthwise(op, 8, inputs[0].shape):
+        rows.append(Row((S(1),), given(op, n, {0: S(1), 1: S(0), 2: S(0)})))
+    without_bias = argument(op, 2) is None
+    return rows + ([Row((P(),), given(op, n, {0: P()})), Row((P(),), given(op, n, {1: P()}))] if without_bias else [])
+
+
+@rule("aten.convolution_backward.default")
+def convolution_backward(op: Op, inputs: Inputs) -> list[Row]:
+    n, transposed, groups = len(inputs), argument(op, 7), argument(op, 9)
+    if len(inputs[1].shape) != len(inputs[2].shape):
+        return []
+    o, i = (S(1), S(0)) if transposed else (S(0), S(1))
+    rows = [
+        Row(outs(op, S(0), P(), P()), given(op, n, {0: S(0), 1: S(0)})),
+        Row(outs(op, P(), P(), P()), given(op, n, {0: P()})),
+    ]
+    if groups == 1:
+        rows.append(Row(outs(op, P(), o, S(0)), given(op, n, {0: S(1), 2: o})))
+        rows.append(Row(outs(op, S(1), i, R), given(op, n, {1: S(1), 2: i})))
+    elif _depthwise(op, 9, inputs[1].shape):
+        rows.append(Row(outs(op, S(1), S(0), S(0)), given(op, n, {0: S(1), 1: S(1), 2: S(0)})))
+    return rows
+
+
+BATCH_NORMS = (
+    "aten._native_batch_norm_legit_functional.default",
+    "aten._native_batch_norm_legit_no_training.default",
+    "aten.native_batch_norm.default",
+)
+
+
+@rule(*BATCH_NORMS)
+def batch_norm(op: Op, inputs: Inputs) -> list[Row]:
+    """x, weight, bias, running mean and variance -> y, saved mean and deviation [, new running mean and variance]."""
+    n, rest = len(inputs), len(op.outputs) - 1
+    per_channel = {position: S(0) for position in range(1, 5)}
+    channels = Row(outs(op, S(1), *[S(0)] * rest), given(op, n, {0: S(1), **per_channel}))
+    if any(t is not None and t.shape == (0,) for t in op.outputs):  # without training nothing is saved
+        empty = [R if t is not None and t.shape == (0,) else S(0) for t in op.outputs[1:]]
+        channels = Row(outs(op, S(1), *empty), channels.inputs)
+    return [channels, Row(outs(op, S(0), *[R] * rest), given(op, n, {0: S(0)}))]
+
+
+@rule("aten.native_batch_norm_backward.default")
+def batch_norm_backward(op: Op, inputs: Inputs) -> list[Row]:
+    n, train = len(inputs), argument(op, 7)
+    per_channel = {p: S(0) for p in (2, 3, 4, 5, 6) if _is_per_channel(op, inputs, p)}
+    summed = R if train else P()  # training needs the sums of all inside already
+    return [
+        Row(outs(op, S(1), S(0), S(0)), given(op, n, {0: S(1), 1: S(1), **per_channel})),
+        Row(outs(op, S(0), summed, summed), given(op, n, {0: S(0), 1: S(0)})),
+    ]
+
+
+def _is_per_channel(op: Op, inputs: Inputs, position: int) -> bool:
+    item = argument(op, position)
+    return item is not None and inputs[item.index].shape != (0,)
+
+
+@rule("aten.native_group_norm.default")
+def group_norm(op: Op, inputs: Inputs) -> list[Row]:
+    """The saved mean and deviation are [batch, groups]: they are cut with the channels, so that no group is torn."""
+    n = len(inputs)
+    return [
+        Row(outs(op, S(0), S(0), S(0)), given(op, n, {0: S(0)})),
+        Row(outs(op, S(1), S(1), S(1)), given(op, n, {0: S(1), 1: S(0), 2: S(0)})),
+    ]
+
+
+@rule("aten.native_group_norm_backward.default")
+def group_norm_backward(op: Op, inputs: Inputs) -> list[Row]:
+    n = len(inputs)
+    whole = {position: S(0) for position in range(4)}
+    channels = {position: S(1) for position in range(4)}
+    return [
+        Row(outs(op, S(0), P(), P()), given(op, n, whole)),
+        Row(outs(op, S(1), S(0), S(0)), given(op, n, {**channels, 4: S(0)})),
+    ]

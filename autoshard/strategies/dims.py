@@ -1,0 +1,214 @@
+"""Rows of ops that work along one dim (or the last two) and treat all others alike: those others may be cut.
+
+    sort, topk, cumsum, argmax, ... along d      S(k) for each k != d
+    scatter, gather along d                      S(k) for each k != d whose size is the same in all tensors; the index of a gather
+                                                 may be cut along d itself
+    pooling, upsampling, tril                    S(k) for all dims but the last ones
+    add, where, floor_divide, ... per element    S(k) of the output, an input that broadcasts there is whole
+
+Linear ones also map sums to sums (P -> P).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from autoshard.graph import Op, Ref
+from autoshard.layout import P, R, S
+from autoshard.strategies.rows import Inputs, Row, argument, linear_rows, row, rule
+
+
+def given(op: Op, num_inputs: int, placements: dict[int, object]) -> tuple:
+    """Input placements by argument position; R where nothing is said, nothing where an argument is no tensor."""
+    found: list = [R] * num_inputs
+    for position, placement in placements.items():
+        item = argument(op, position)
+        if isinstance(item, Ref):
+            found[item.index] = placement
+    return tuple(found)
+
+
+def outs(op: Op, *placements: object) -> tuple:
+    """Output placements, None where the op gives no tensor."""
+    return tuple(None if t is None else p for t, p in zip(op.outputs, placements, strict=True))
+
+
+def _dim(op: Op, position: int, rank: int, default: int = -1) -> int:
+    given_dim = argument(op, position, "dim", default)
+    return int(given_dim) % max(rank, 1)
+
+
+DIM_SECOND = (
+    "aten.sort.default", "aten.cumsum.default", "aten.cumprod.default", "aten.logcumsumexp.default", "aten.cummax.default",
+    "aten.cummin.default", "aten.argsort.default", "aten.msort.default",
+)  # fmt: skip
+
+
+@rule(*DIM_SECOND)
+def ordered(op: Op, inputs: Inputs) -> list[Row]:
+    rank = len(inputs[0].shape)
+    dim = 0 if op.target == "aten.msort.default" else _dim(op, 1, rank)
+    kept = [Row(tuple(S(d) for _ in op.outputs), (S(d),)) for d in range(rank) if d != dim]
+    return kept + (linear_rows(1, 1) if op.target == "aten.cumsum.default" and not op.literals[1] else [])
+
+
+@rule("aten.sort.stable", "aten.topk.default", "aten.kthvalue.default")
+def selected(op: Op, inputs: Inputs) -> list[Row]:
+    """As above, the dim in third place (of sort: a keyword)."""
+    rank = len(inputs[0].shape)
+    dim = _dim(op, 2 if op.target != "aten.sort.stable" else 1, rank)
+    return [Row((S(d), S(d)), (S(d),)) for d in range(rank) if d != dim]
+
+
+@rule("aten.argmax.default", "aten.argmin.default", "aten.max.dim", "aten.min.dim", "aten.any.dim", "aten.all.dim", "aten.prod.dim_int")
+def picked(op: Op, inputs: Inputs) -> list[Row]:
+    """A reduction along one dim that has no sum of parts."""
+    rank = len(inputs[0].shape)
+    if argument(op, 1, "dim") is None:
+        return []
+    dim, keep = _dim(op, 1, rank), len(op.output.shape) == rank
+    return [Row(tuple(S(d if keep or d < dim else d - 1) for _ in op.outputs), (S(d),)) for d in range(rank) if d != dim]
+
+
+@rule("aten.max.default", "aten.min.default")
+def largest(op: Op, inputs: Inputs) -> list[Row]:
+    return [row(P(op.target.split(".")[1]), S(d)) for d in range(len(inputs[0].shape))]
+
+
+@rule("aten.flip.default", "aten.roll.default")
+def turned(op: Op, inputs: Inputs) -> list[Row]:
+    rank = len(inputs[0].shape)
+    dims = argument(op, 1 if op.target == "aten.flip.default" else 2, "dims", ())
+    turned_dims = {int(d) % rank for d in dims} if dims or op.target == "aten.flip.default" else set(range(rank))
+    return [row(S(d), S(d)) for d in range(rank) if d not in turned_dims] + linear_rows(1, 1)
+
+
+@rule("aten.tril.default", "aten.triu.default")
+def triangle(op: Op, inputs: Inputs) -> list[Row]:
+    return [row(S(d), S(d)) for d in range(len(inputs[0].shape) - 2)] + linear_rows(1, 1)
+
+
+@rule("aten.constant_pad_nd.default")
+def pad(op: Op, inputs: Inputs) -> list[Row]:
+    """The pads come in pairs from the last dim on."""
+    rank, pads = len(inputs[0].shape), argument(op, 1, "pad")
+    padded = {rank - 1 - k // 2 for k, size in enumerate(pads) if size != 0}
+    kept = [row(S(d), S(d)) for d in range(rank) if d not in padded]
+    return kept + (linear_rows(1, 1) if not argument(op, 2, "value", 0) else [])
+
+
+@rule("aten.histc.default")
+def histogram(op: Op, inputs: Inputs) -> list[Row]:
+    """Counts of parts add up; the range must be given, else each part has its own."""
+    ranged = argument(op, 2, "min", 0) != argument(op, 3, "max", 0)
+    return [row(P(), S(d)) for d in range(len(inputs[0].shape))] if ranged else []
+
+
+@rule("aten.tril_indices.default", "aten.triu_indices.default", "aten.eye.default", "aten.linspace.default")
+def counted(op: Op, inputs: Inputs) -> list[Row]:
+    """Made from numbers, each part differently."""
+    return []
+
+
+# -- gather and scatter along a dim -----------------------------------------------------------------------------------------------
+
+
+@rule("aten.gather.default")
+def gather(op: Op, inputs: Inputs) -> list[Row]:
+    """out[.., i, ..] = x[.., index[.., i, ..], ..]"""
+    x, index = inputs
+    rank = len(x.shape)
+    dim = _dim(op, 1, rank)
+    kept = [row(S(d), S(d), S(d)) for d in range(rank) if d != dim and x.shape[d] == index.shape[d]]
+    return [*kept, row(S(dim), R, S(dim)), row(P(), P(), R)] if rank else []
+
+
+@rule(
+    "aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default", "aten.scatter_reduce.two", "aten.scatter.reduce",
+    "aten.scatter.value_reduce",
+)  # fmt: skip
+def scatter(op: Op, inputs: Inputs) -> list[Row]:
+    """x with src put (or added) at index; a sum of parts may also come from a cut of what is added (`lower.kernels`)."""
+    rank = len(inputs[0].shape)
+    dim = _dim(op, 1, rank)
+    alike = [d for d in range(rank) if d != dim and len({t.shape[d] for t in inputs}) == 1]
+    rows = [Row((S(d),), (S(d),) * len(inputs)) for d in alike]
+    if op.target == "aten.scatter_add.default" and rank:
+        added = [row(P(), R, S(dim), S(dim))] if inputs[1].shape == inputs[2].shape else []
+        rows += [row(P(), P(), R, P()), *added]
+    return rows + ([row(P(), P(), R, P())] if op.target == "aten.scatter.src" else [])
+
+
+@rule("aten.slice_scatter.default", "aten.select_scatter.default", "aten.diagonal_scatter.default")
+def put_part(op: Op, inputs: Inputs) -> list[Row]:
+    """x with src in place of a slice of it: the inverse of slice and select."""
+    if op.target == "aten.diagonal_scatter.default":
+        return linear_rows(1, 2)
+    rank = len(inputs[0].shape)
+    dim = _dim(op, 2, rank, 0)
+    removed = op.target == "aten.select_scatter.default"
+    return [row(S(d), S(d), S(d - (removed and d > dim))) for d in range(rank) if d != dim] + linear_rows(1, 2)
+
+
+# -- all but the last dims ----------------------------------------------------------------------------------------------------------
+
+# target: (how many last dims it works on, is it linear)
+LAST_DIMS = {
+    "aten.max_pool2d_with_indices.default": (2, False),
+    "aten.max_pool2d_with_indices_backward.default": (2, False),
+    "aten.max_pool3d_with_indices.default": (3, False),
+    "aten.avg_pool1d.default": (1, True),
+    "aten.avg_pool2d.default": (2, True),
+    "aten.avg_pool2d_backward.default": (2, False),
+    "aten.avg_pool3d.default": (3, True),
+    "aten._adaptive_avg_pool2d.default": (2, True),
+    "aten._adaptive_avg_pool2d_backward.default": (2, False),
+    "aten._adaptive_avg_pool3d.default": (3, True),
+    "aten.adaptive_max_pool2d.default": (2, False),
+    "aten.adaptive_max_pool2d_backward.default": (2, False),
+    "aten.upsample_nearest1d.default": (1, True),
+    "aten.upsample_nearest2d.default": (2, True),
+    "aten.upsample_nearest2d.vec": (2, True),
+    "aten.upsample_nearest2d_backward.default": (2, True),
+    "aten._upsample_nearest_exact2d.default": (2, True),
+    "aten.upsample_bilinear2d.default": (2, True),
+    "aten.upsample_bilinear2d.vec": (2, True),
+    "aten.upsample_bilinear2d_backward.default": (2, True),
+    "aten.upsample_bicubic2d.default": (2, True),
+    "aten._upsample_bilinear2d_aa.default": (2, True),
+    "aten.reflection_pad1d.default": (1, True),
+    "aten.reflection_pad2d.default": (2, True),
+    "aten.replication_pad2d.default": (2, True),
+    "aten.pixel_shuffle.default": (3, True),
+    "aten.pixel_unshuffle.default": (3, True),
+}
+
+
+@rule(*LAST_DIMS)
+def last_dims(op: Op, inputs: Inputs) -> list[Row]:
+    last, linear = LAST_DIMS[op.target]
+    leading = range(len(inputs[0].shape) - last)
+    rows = [Row(tuple(S(d) for _ in op.outputs), (S(d),) * len(inputs)) for d in leading]
+    return rows + (linear_rows(len(op.outputs), len(inputs)) if linear else [])
+
+
+# -- per element ------------------------------------------------------------------------------------------------------------------
+
+
+UNTAGGED = ("aten.floor_divide.default", "aten.floor_divide.Scalar", "aten.true_divide.Tensor")
+
+
+def pointwise(op: Op, inputs: Inputs) -> list[Row] | None:
+    """Rows of an op that torch tags as pointwise and that no rule knows; None when it is none, or draws random numbers."""
+    namespace, name, overload = op.target.split(".", 2)
+    tags = getattr(getattr(getattr(torch.ops, namespace), name), overload).tags
+    known = torch.Tag.pointwise in tags or op.target in UNTAGGED
+    if not known or torch.Tag.nondeterministic_seeded in tags or any(t is None for t in op.outputs):
+        return None
+    shape = op.output.shape
+    rows = []
+    for d, size in enumerate(shape):
+        at = [len(t.shape) - len(shape) + d for t in inputs]
+        cut = tuple(S(k) if k >= 0 and t.shape[k] == size else R for k, t in zip(at, inputs, strict=True))
+        rows.append(Row(tuple(S(d) for _ in op.outputs), cut))
+    return rows

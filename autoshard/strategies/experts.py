@@ -1,0 +1,41 @@
+"""Rows of matmuls of tokens sorted by expert: y[s] = x[s] @ w[e], e the group that token s belongs to, given by its end `offs[e]`.
+
+    columns    w S(2) -> y S(1)         contraction   x S(1), w S(1) -> y P         sums   x P -> y P
+    experts    w S(0) -> y P            expert parallelism: each rank multiplies the tokens of its experts, the others are 0
+
+Batched experts (x[e, c, k] @ w[e, k, n], a bmm) need no row here: their batch dim is the experts, and tokens that go from a
+cut of the batch to a cut of the experts go by all-to-all. Local programs with the experts cut are in `lower.experts`.
+"""
+
+from __future__ import annotations
+
+from autoshard.graph import Op
+from autoshard.layout import P, R, S
+from autoshard.strategies.rows import Inputs, Row, argument, row, rule
+
+FORWARD = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
+
+
+@rule(*FORWARD)
+def grouped_mm(op: Op, inputs: Inputs) -> list[Row]:
+    ranks = tuple(len(t.shape) for t in inputs)
+    if ranks == (3, 3):  # a plain batched matmul
+        return [row(S(0), S(0), S(0)), row(S(1), S(1), R), row(S(2), R, S(2)), row(P(), S(2), S(1))]
+    if argument(op, 3, "bias") is not None or len(inputs) != 3:
+        return []
+    if ranks == (2, 3, 1):
+        return [row(S(1), R, S(2), R), row(P(), S(1), S(1), R), row(P(), R, S(0), R), row(P(), P(), R, R)]
+    if ranks == (2, 2, 1):  # the gradient of w: x'[k, s] @ g[s, n], summed over the tokens of each expert
+        return [row(S(1), S(0), R, R), row(S(2), R, S(1), R), row(S(0), R, R, R), row(P(), R, P(), R)]
+    return []
+
+
+@rule("transformers.grouped_mm_fallback_backward.default")
+def grouped_mm_backward(op: Op, inputs: Inputs) -> list[Row]:
+    """x, w, offs, gradient of y -> gradients of x and w."""
+    return [
+        row((P(), S(2)), R, S(2), R, S(1)),
+        row((S(1), S(1)), S(1), S(1), R, R),
+        row((P(), S(0)), R, S(0), R, R),
+        row((P(), P()), R, R, R, P()),
+    ]

@@ -1,0 +1,138 @@
+"""Rows of look-ups by index tensors: index, index_put, index_select, index_add, embedding_bag.
+
+    out[b, r] = x[i[b], r]        the dims b of the indices and the dims r that are not indexed may be cut; where one index goes
+                                  into dim k, so may k: each rank looks up what lies in its part, the parts add up (P)
+    x[i[b], r] += v[b, r]         the same, backwards: a cut of b gives sums of parts, a cut of k drops what is outside
+
+The local programs with x cut along k are in `lower.lookups`.
+"""
+
+from __future__ import annotations
+
+from autoshard.graph import Op, Ref
+from autoshard.layout import P, R, S
+from autoshard.strategies.dims import given, outs
+from autoshard.strategies.rows import Inputs, Row, argument, row, rule
+
+
+class Places:
+    """Where the dims of an indexed tensor and of its indices lie in the result."""
+
+    def __init__(self, op: Op, inputs: Inputs):
+        indices = argument(op, 1, "indices")
+        self.indices = [(d, item.index) for d, item in enumerate(indices) if isinstance(item, Ref)]
+        dims = [d for d, _ in self.indices]
+        self.rank = len(inputs[0].shape)
+        shapes = [inputs[k].shape for _, k in self.indices]
+        self.width = max(map(len, shapes))  # dims of the indices together
+        adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
+        self.start = dims[0] if adjacent else 0
+        self.sizes = tuple(max(shape[w - self.width] if len(shape) >= self.width - w else 1 for shape in shapes) for w in range(self.width))
+        rest = [d for d in range(self.rank) if d not in dims]
+        before = [d for d in rest if d < self.start] if adjacent else []
+        self.kept = [(d, before.index(d) if d in before else self.width + rest.index(d)) for d in rest]  # (dim of x, dim of the result)
+        self.masks = any(inputs[k].dtype == "bool" for _, k in self.indices)
+
+    def cut_indices(self, w: int, inputs: Inputs) -> dict[int, object]:
+        """Placements of the indices when dim w of them together is cut, by input."""
+        found: dict[int, object] = {}
+        for _, k in self.indices:
+            shape = inputs[k].shape
+            own = w - (self.width - len(shape))
+            found[k] = S(own) if own >= 0 and shape[own] != 1 else R
+        return found
+
+
+def _with(num: int, placements: dict[int, object]) -> tuple:
+    return tuple(placements.get(k, R) for k in range(num))
+
+
+@rule("aten.index.Tensor", "aten._unsafe_index.Tensor")
+def index(op: Op, inputs: Inputs) -> list[Row]:
+    places, n = Places(op, inputs), len(inputs)
+    if places.masks:
+        return []
+    rows = [Row((S(o),), _with(n, {0: S(d)})) for d, o in places.kept]
+    rows += [Row((S(places.start + w),), _with(n, places.cut_indices(w, inputs))) for w in range(places.width) if places.sizes[w] > 1]
+    rows.append(Row((P(),), _with(n, {0: P()})))
+    if len(places.indices) == 1:
+        rows.append(Row((P(),), _with(n, {0: S(places.indices[0][0])})))
+    return rows
+
+
+@rule("aten.index_put.default", "aten._unsafe_index_put.default")
+def index_put(op: Op, inputs: Inputs) -> list[Row]:
+    places, n = Places(op, inputs), len(inputs)
+    values = argument(op, 2, "values").index
+    accumulate = argument(op, 3, "accumulate", False)
+    if places.masks:
+        return []
+    whole = places.width + len(places.kept)
+    full = inputs[values].shape
+
+    def value_at(o: int) -> object:
+        own = o - (whole - len(full))
+        return S(own) if own >= 0 and full[own] != 1 else R
+
+    rows = [Row((S(d),), _with(n, {0: S(d), values: value_at(o)})) for d, o in places.kept]
+    rows.append(Row((P(),), _with(n, {0: P(), values: P()})))
+    if accumulate:
+        for w in range(places.width):
+            if places.sizes[w] > 1 and value_at(places.start + w) != R:
+                rows.append(Row((P(),), _with(n, {**places.cut_indices(w, inputs), values: value_at(places.start + w)})))
+        rows.append(Row((P(),), _with(n, {values: P()})))
+        if len(places.indices) == 1 and len(full) == whole:
+            dim = places.indices[0][0]
+            rows.append(Row((S(dim),), _with(n, {0: S(dim)})))
+    return rows
+
+
+@rule("aten.index_select.default")
+def index_select(op: Op, inputs: Inputs) -> list[Row]:
+    rank = len(inputs[0].shape)
+    dim = int(argument(op, 1, "dim")) % max(rank, 1)
+    kept = [row(S(d), S(d), R) for d in range(rank) if d != dim]
+    return [*kept, row(S(dim), R, S(0)), row(P(), P(), R), row(P(), S(dim), R)] if len(inputs[1].shape) == 1 else kept
+
+
+@rule("aten.index_add.default")
+def index_add(op: Op, inputs: Inputs) -> list[Row]:
+    """x + source at index along dim."""
+    rank = len(inputs[0].shape)
+    dim = int(argument(op, 1, "dim")) % max(rank, 1)
+    kept = [row(S(d), S(d), R, S(d)) for d in range(rank) if d != dim]
+    return [*kept, row(P(), P(), R, P()), row(P(), R, S(0), S(dim)), row(P(), R, R, P())]
+
+
+# -- bags ---------------------------------------------------------------------------------------------------------------------------
+
+SUM, MEAN, MAX = range(3)
+
+
+@rule("aten._embedding_bag.default", "aten._embedding_bag_forward_only.default")
+def embedding_bag(op: Op, inputs: Inputs) -> list[Row]:
+    """out[bag, h] = sum over the bag of weight[ids, h]. Bags can't be cut: offsets count from the first id of all.
+
+    Columns may be, and for sums rows too: what lies elsewhere counts as nothing. bag_size and max_indices speak of whole bags.
+    """
+    mode, n = argument(op, 4, "mode", 0), len(inputs)
+    largest = S(1) if mode == MAX else R
+    rows = [Row(outs(op, S(1), R, R, largest), given(op, n, {0: S(1)}))]
+    if mode == SUM:
+        rows += [Row(outs(op, P(), R, R, R), given(op, n, {0: S(0)})), Row(outs(op, P(), R, R, R), given(op, n, {0: P()}))]
+    return rows
+
+
+# positions of (max_indices, scale_grad_by_freq, mode)
+BAG_BACKWARD = {"aten._embedding_bag_dense_backward.default": (4, 6, 7), "aten._embedding_bag_backward.default": (5, 7, 8)}
+
+
+@rule(*BAG_BACKWARD)
+def embedding_bag_backward(op: Op, inputs: Inputs) -> list[Row]:
+    largest, by_frequency, at_mode = BAG_BACKWARD[op.target]
+    mode, n = argument(op, at_mode, "mode", 0), len(inputs)
+    if argument(op, by_frequency, "scale_grad_by_freq", False):
+        return []
+    columns = row(S(1), *given(op, n, {0: S(1), largest: S(1) if mode == MAX else R}))
+    linear = row(P(), *given(op, n, {0: P()}))
+    return [columns, linear, row(S(0), *given(op, n, {}))] if mode == SUM else [columns, linear]

@@ -1,0 +1,327 @@
+"""Redistribution routes: TensorCraft's problems, random ones against torch's own planners, A* against Dijkstra, one edge of a plan.
+
+    python benchmarks/redistribution.py DATA [--json] [--random 300] [--exact 1000] [--seed 0]
+
+DATA is a file like tests/data/redistribution/problems.json (or a folder that holds redistribution/problems.json): problems with what
+TensorCraft's planners answered and the optimum of its own graph. CPU seconds of one process; the garbage of earlier problems is
+collected before each measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from autoshard.layout import all_layouts
+from autoshard.mesh import Mesh
+from autoshard.redistribute import (
+    BlockLayout,
+    BlockProblem,
+    IdealPrices,
+    MeshPrices,
+    Routes,
+    astar,
+    dijkstra,
+    memory_constrained,
+    naive,
+    order_of,
+    priced,
+    read_problem,
+    to_placements,
+)  # fmt: skip
+from autoshard.redistribute.blocks import CHUNKS, WHOLE, ceil_div, chunk_block, fits
+
+MESHES = {
+    1: [(2,), (3,), (4,), (6,), (8,)],
+    2: [(2, 2), (2, 3), (2, 4), (4, 2), (3, 4), (3, 3), (2, 8)],
+    3: [(2, 2, 2), (2, 3, 2), (4, 2, 2), (2, 2, 3)],
+    4: [(2, 2, 2, 2), (2, 3, 2, 2)],
+}
+SMALL = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 24, 32)
+LARGE = (8, 12, 16, 24, 31, 48, 64, 96, 100, 125, 128, 250, 256, 500, 512, 1000, 1021, 1024, 2048)
+
+
+def random_problem(
+    rng: random.Random,
+    *,
+    mesh: tuple[int, ...] | None = None,
+    sizes=SMALL,
+    most_axes=4,
+    most_dims=4,
+    cyclic=True,
+    partial=True,
+    ordered=True,
+) -> BlockProblem:
+    """Two random layouts of a random tensor. cyclic: block-cyclic dims too; ordered: axes in any order within a dim."""
+    mesh = mesh or rng.choice(MESHES[rng.randint(1, most_axes)])
+    shape = tuple(rng.choice(sizes) for _ in range(rng.randint(1, most_dims)))
+    reduced = [a for a in range(len(mesh)) if partial and rng.random() < 0.15]
+    source = _random_layout(rng, shape, mesh, tuple(reduced), cyclic, ordered)
+    target = _random_layout(rng, shape, mesh, tuple(a for a in reduced if rng.random() < 0.3), cyclic, ordered)
+    return BlockProblem(shape, mesh, source, target, itemsize=4)
+
+
+def _random_layout(rng: random.Random, shape, mesh, partial, cyclic: bool, ordered: bool) -> BlockLayout:
+    axes: list[list[int]] = [[] for _ in shape]
+    for a in rng.sample(range(len(mesh)), len(mesh)) if ordered else range(len(mesh)):
+        d = rng.randrange(-1, len(shape))
+        if a not in partial and d >= 0 and math.prod(mesh[x] for x in axes[d]) * mesh[a] <= shape[d]:
+            axes[d].append(a)
+    blocks = []
+    for size, some in zip(shape, axes):
+        sizes = tuple(mesh[a] for a in some)
+        n = math.prod(sizes)
+        block = chunk_block(size, sizes) if some else WHOLE
+        if some and cyclic:
+            block = rng.choice([block, ceil_div(size, n), *(b for b in range(1, ceil_div(size, n) + 1) if fits(size, n, b))])
+        blocks.append(block)
+    return BlockLayout(tuple(map(tuple, axes)), tuple(blocks), partial)
+
+
+# -- 1: the published problems -----------------------------------------------------------------------------------------------------
+
+
+def published(items: list[dict], repeat: int) -> dict:
+    rows = []
+    for item in items:
+        problem = read_problem(item)
+        prices = IdealPrices(problem.mesh)
+        route, seconds = _timed(astar, problem, prices, repeat=repeat)
+        check = dijkstra(problem, prices)
+        best = min(item["optimum"][key]["cost"] for key in ("head_limit", "seed_limit"))
+        run = item["tensorcraft"]["memconstrained_default"]
+        ours = memory_constrained(problem, prices)
+        rows.append(
+            {
+                "id": problem.name,
+                "cost_seconds": route.seconds,
+                "dijkstra_seconds": check.seconds,
+                "published_optimum_seconds": best,
+                "published_run_seconds": run["cost"],
+                "reproduced_run_seconds": ours.seconds,
+                "naive_seconds": naive(problem, prices).seconds,
+                "between_elements": max([problem.elements(step.after) for step in route.steps[:-1]], default=0),
+                "peak_elements": route.peak_elements,
+                "limit_elements": problem.memory_limit(None, "resident"),
+                "steps": [step.collective for step in route.steps],
+                "explored": route.explored,
+                "cpu_seconds": seconds,
+            }
+        )
+    return {
+        "problems": rows,
+        "dearer_than_published_optimum": sum(row["cost_seconds"] > row["published_optimum_seconds"] * (1 + 1e-9) for row in rows),
+        "cheaper_than_published_optimum": sum(row["cost_seconds"] < row["published_optimum_seconds"] * (1 - 1e-9) for row in rows),
+        "unequal_to_dijkstra": sum(not math.isclose(row["cost_seconds"], row["dijkstra_seconds"], rel_tol=1e-9) for row in rows),
+        "above_the_limit": sum(row["peak_elements"] > row["limit_elements"] for row in rows),
+        "median_cpu_seconds": statistics.median(row["cpu_seconds"] for row in rows),
+        "max_cpu_seconds": max(row["cpu_seconds"] for row in rows),
+    }
+
+
+def _timed(planner, problem: BlockProblem, prices, repeat: int = 1):
+    """The route and the least CPU seconds of some runs, each on fresh objects."""
+    best = math.inf
+    for _ in range(repeat):
+        gc.collect()
+        start = time.process_time()
+        result = planner(problem, prices)
+        best = min(best, time.process_time() - start)
+    return result, best
+
+
+def published_runs(problem: BlockProblem) -> dict:
+    """The five runs that were published for problem 1, in seconds."""
+    prices = IdealPrices(problem.mesh)
+    layouts = [
+        problem.source,
+        BlockLayout(((), (), (0, 1), ()), (WHOLE, WHOLE, 100, WHOLE)),
+        BlockLayout(((), (1,), (0,), ()), (WHOLE, 100, 200, WHOLE)),
+        problem.target,
+    ]
+    kinds = ["all_to_all", "all_to_all", "change_block_size"]
+    return {
+        "naive": naive(problem, prices).seconds,
+        "memory_constrained": memory_constrained(problem, prices).seconds,
+        "depth 3": memory_constrained(problem, prices, max_depth=3).seconds,
+        "top_k 1": memory_constrained(problem, prices, top_k=1).seconds,
+        "its A*, three steps": sum(priced(problem, prices, kind, u, v).seconds for kind, u, v in zip(kinds, layouts, layouts[1:])),
+    }
+
+
+# -- 2: torch's planners -----------------------------------------------------------------------------------------------------------
+
+
+def against_torch(number: int, seed: int) -> dict:
+    """Random block problems with DTensor's layouts: our route and torch's, priced alike."""
+    rng = random.Random(seed)
+    ratios: dict[str, list[float]] = {"greedy": [], "graph": []}
+    dearer, above, done, cpu, beyond = 0, 0, 0, [], {"greedy": 0, "graph": 0}
+    while done < number:
+        problem = random_problem(rng, sizes=LARGE, cyclic=False, partial=False, ordered=False)
+        if problem.same:
+            continue
+        done += 1
+        mesh = Mesh.from_bandwidths(problem.mesh)
+        prices = MeshPrices(mesh, problem.itemsize)
+        route, seconds = _timed(astar, problem, prices)
+        cpu.append(seconds)
+        limit = problem.memory_limit(None, "buffers")
+        above += route.peak_elements > limit
+        for name, plan in torch_plans(problem).items():
+            steps = [priced(problem, prices, *step) for step in plan]
+            theirs = sum(step.seconds for step in steps)
+            dearer += route.seconds > theirs * (1 + 1e-9)
+            if max(problem.elements(step.before) + problem.elements(step.after) for step in steps) <= limit:
+                ratios[name].append(theirs / route.seconds)
+            else:
+                beyond[name] += 1
+    return {
+        "problems": done,
+        "dearer_than_torch": dearer,
+        "above_the_limit": above,
+        "beyond_the_limit": beyond,
+        "geometric_mean": {name: statistics.geometric_mean(found) for name, found in ratios.items()},
+        "median_cpu_seconds": statistics.median(cpu),
+        "max_cpu_seconds": max(cpu),
+    }
+
+
+def torch_plans(problem: BlockProblem) -> dict[str, list[tuple[str, BlockLayout, BlockLayout]]]:
+    """(collective, before, after) of each step of torch's greedy and graph planner."""
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+    from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
+
+    mesh = DeviceMesh("cpu", torch.arange(math.prod(problem.mesh)).reshape(problem.mesh), _init_backend=False, _rank=0)
+    meta = TensorMeta(torch.Size(problem.shape), torch.empty(problem.shape, device="meta").stride(), torch.float32)
+    layouts = (problem.source, problem.target)
+    orders = [tuple(ShardOrderEntry(d, axes) for d, axes in order_of(layout).items()) for layout in layouts]
+    ends = [
+        DTensorSpec(mesh, to_placements(layout, len(problem.mesh)), tensor_meta=meta, shard_order=order)
+        for layout, order in zip(layouts, orders)
+    ]
+    planner = DTensorRedistributePlanner(mesh, meta)
+    plans = {"graph": planner.generate_graph_based_transform_infos(*ends, tuple(problem.shape))}
+    if all(axes == tuple(sorted(axes)) for layout in layouts for axes in layout.axes):  # greedy knows no order but left to right
+        plans["greedy"] = planner.generate_greedy_transform_infos(*ends)
+    return {name: _as_steps(problem, infos) for name, infos in plans.items()}
+
+
+def _as_steps(problem: BlockProblem, infos) -> list[tuple[str, BlockLayout, BlockLayout]]:
+    axes, layout, steps = [list(some) for some in problem.source.axes], problem.source, []
+    for info in infos:
+        old, new = info.src_dst_placements
+        kind = {(1, 1): "all_to_all", (1, 0): "all_gather", (0, 1): "split"}[old.is_shard(), new.is_shard()]
+        if old.is_shard():
+            assert axes[old.dim][-1] == info.mesh_dim, "torch moves the minor axis only"
+            axes[old.dim].pop()
+        if new.is_shard():
+            axes[new.dim].append(info.mesh_dim)
+        cuts = [tuple(some) for some in axes]
+        blocks = [chunk_block(s, tuple(problem.mesh[a] for a in some)) if some else WHOLE for s, some in zip(problem.shape, cuts)]
+        after = BlockLayout(tuple(cuts), tuple(blocks))
+        steps.append((kind, layout, after))
+        layout = after
+    assert layout == problem.target, f"torch's plan ends in {layout}, not in {problem.target}"
+    return steps
+
+
+# -- 3: A* against Dijkstra --------------------------------------------------------------------------------------------------------
+
+
+def exact(number: int, seed: int) -> dict:
+    """Random problems, block-cyclic, uneven and partial ones included, with both prices, with and without a limit."""
+    rng = random.Random(seed)
+    unequal, seconds, uneven, infeasible = 0, {"astar": 0.0, "dijkstra": 0.0}, 0, 0
+    for i in range(number):
+        problem = random_problem(rng, most_axes=3, most_dims=3)
+        prices, count, limit = conditions(rng, problem, i)
+        answers = []
+        for name, planner in (("astar", astar), ("dijkstra", dijkstra)):
+            start = time.process_time()
+            answers.append(planner(problem, prices, limit, count=count))
+            seconds[name] += time.process_time() - start
+        ours, theirs = answers
+        unequal += ours.status != theirs.status or not math.isclose(ours.seconds, theirs.seconds, rel_tol=1e-9)
+        infeasible += ours.status == "infeasible"
+        cuts = [(s, a, b) for x in (problem.source, problem.target) for s, a, b in zip(problem.shape, x.axes, x.blocks) if a]
+        uneven += any(b == CHUNKS or s % (b * math.prod(problem.mesh[x] for x in a)) for s, a, b in cuts)
+    return {"problems": number, "unequal": unequal, "uneven": uneven, "infeasible": infeasible, "cpu_seconds": seconds}
+
+
+def conditions(rng: random.Random, problem: BlockProblem, i: int):
+    """(prices, what is counted, limit): every combination comes in turn."""
+    links = {"intra_node_bandwidth": rng.choice([3e6, 3e9, 300e9]), "inter_node_bandwidth": rng.choice([1e6, 1e9, 400e9])}
+    prices = MeshPrices(Mesh.from_bandwidths(problem.mesh, **links), problem.itemsize) if i % 2 else IdealPrices(problem.mesh)
+    count = ("resident", "buffers")[i // 2 % 2]
+    least = problem.memory_limit(None, count)
+    return prices, count, (None, math.inf, int(1.5 * least))[i // 4 % 3]
+
+
+# -- 5: an edge of a plan ----------------------------------------------------------------------------------------------------------
+
+
+def edges(number: int) -> dict:
+    """Seconds of pricing one new tensor from each of its layouts to each, on a 2-axis mesh."""
+    mesh = Mesh.from_bandwidths((2, 4))
+    shapes = [(8 * (i + 1), 1024, 768) for i in range(number)]
+    layouts = all_layouts(shapes[0], mesh)
+    routes = Routes(mesh)
+    routes.table((8, 8, 8), 4, layouts, layouts)
+    gc.collect()
+    start = time.process_time()
+    for shape in shapes:
+        routes.table(shape, 4, layouts, layouts)
+    return {"signatures": number, "layouts": len(layouts), "cpu_seconds_each": (time.process_time() - start) / number}
+
+
+# -- the script --------------------------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", nargs="?", default="tests/data/redistribution/problems.json")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--random", type=int, default=300, help="problems against torch's planners")
+    parser.add_argument("--exact", type=int, default=1000, help="problems of A* against Dijkstra")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    path = Path(options.data)
+    path = path / "redistribution" / "problems.json" if path.is_dir() else path
+    items = json.loads(path.read_text())["problems"]
+    first = next((read_problem(item) for item in items if item["problem"]["id"] == "seed_p1"), None)
+    found = {"published": published(items, repeat=3), "published_runs": published_runs(first) if first else {}, "edges": edges(200)}
+    if options.random:
+        found["against_torch"] = against_torch(options.random, options.seed)
+    if options.exact:
+        found["exact"] = exact(options.exact, options.seed)
+    print(json.dumps(found) if options.json else "\n".join(table(found)))
+    return 0
+
+
+def table(found: dict) -> list[str]:
+    lines = [f"{'problem':18} {'ours':>12} {'optimum':>12} {'published':>12} {'naive':>12} {'states':>7} {'CPU ms':>8}  steps"]
+    for row in found["published"]["problems"]:
+        theirs = "-" if row["published_run_seconds"] is None else f"{row['published_run_seconds']:.6g}"
+        lines.append(
+            f"{row['id']:18} {row['cost_seconds']:12.6g} {row['published_optimum_seconds']:12.6g} {theirs:>12} "
+            f"{row['naive_seconds']:12.6g} {row['explored']:7d} {1e3 * row['cpu_seconds']:8.2f}  {', '.join(row['steps'])}"
+        )
+    lines += [f"{key}: {value}" for key, value in found["published"].items() if key != "problems"]
+    for part in found:
+        if part != "published":
+            lines += ["", part, *(f"  {key}: {value}" for key, value in found[part].items())]
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

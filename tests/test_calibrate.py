@@ -1,0 +1,251 @@
+"""Calibration: rates from runs, a cluster's file from its measurements, presets, and the command line."""
+
+import csv
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autoshard.cli import main
+from autoshard.cost import collective_seconds, op_seconds, presets
+from autoshard.cost.curves import fit, fit_rates, load, load_cluster, summary
+from autoshard.cost.curves.cluster import cluster, save_cluster
+from autoshard.cost.curves.errors import Errors, pooled
+from autoshard.cost.curves.rates import OpSample, fit_roofline, held_out_runs
+from autoshard.mesh import Mesh
+
+DATA = Path(__file__).parent / "data" / "collectives"
+ROOT = Path(__file__).parent.parent
+SIZES = [2.0**k for k in range(10, 25)]
+TIMES = {(k, c): {x: 1e-4 * (2 - k) + x / (1e8 * (1 + 9 * k)) for x in SIZES} for k in (0, 1) for c in ("all_reduce", "all_gather")}
+SAMPLES = [
+    OpSample("launch", "float32", 0, 0, 1e-6),
+    *(OpSample("memory", "float32", 0, 2.0 * s, 2.0 * s / 1e10 + 1e-6) for s in (2**22, 2**24, 2**26)),
+    *(OpSample("matmul", "float32", 2.0 * s**3, 12.0 * s * s, 2.0 * s**3 / 5e10 + 1e-6) for s in (256, 512, 1024)),
+    *(OpSample("matmul", "bfloat16", 2.0 * s**3, 6.0 * s * s, 2.0 * s**3 / 2e11 + 1e-6) for s in (512, 1024, 2048)),
+]
+
+
+def record(**changes):
+    given = dict(backend="gloo", device="cpu", memory=1e9, complete=True, assumptions={"torch": "2"})
+    return cluster((2, 2), TIMES, SAMPLES, **{**given, **changes})
+
+
+# -- rates -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_rates_of_runs_are_found_again():
+    rng = np.random.default_rng(0)
+    work = {"flops": 10 ** rng.uniform(9, 13, 40), "launches": rng.integers(1, 100, 40), "nothing": np.ones(40)}
+    seconds = work["flops"] / 1e13 + work["launches"] * 1e-4
+    seconds[3] *= 5  # an odd run
+    rates = fit_rates(work, seconds)
+    assert 1 / rates.seconds_per["flops"] == pytest.approx(1e13, rel=1e-3)
+    assert rates.seconds_per["launches"] == pytest.approx(1e-4, rel=1e-3)
+    predicted, measured = held_out_runs(work, seconds)
+    assert np.median(np.abs(predicted / measured - 1)) < 1e-3
+
+
+def test_runs_that_say_too_little_are_refused():
+    with pytest.raises(ValueError, match="1 runs for 2 rates"):
+        fit_rates({"a": [1.0], "b": [2.0]}, np.array([1.0]))
+    with pytest.raises(ValueError, match="the time of run 2"):
+        fit_rates({"a": [1.0, 2.0]}, np.array([1.0, math.nan]))
+
+
+def test_a_roofline_is_what_it_was_made_of():
+    roofline = fit_roofline(SAMPLES)
+    assert roofline.memory == pytest.approx(1e10) and roofline.launch == 1e-6
+    assert roofline.flops == pytest.approx({("matmul", "float32"): 5e10, ("matmul", "bfloat16"): 2e11})
+    assert all(error.mean < 1e-9 for (op, _), error in roofline.errors.items() if op == "matmul")
+    with pytest.raises(ValueError, match="no launch or no memory copy"):
+        fit_roofline(SAMPLES[4:])
+
+
+def test_summaries_are_pooled_exactly():
+    rng = np.random.default_rng(0)
+    a, b = rng.uniform(0.5, 1.5, 10), rng.uniform(0.5, 1.5, 30)
+    both = summary(np.concatenate([a, b]), np.ones(40))
+    nothing = Errors(math.nan, math.nan, math.nan, 0)
+    assert pooled([summary(a, np.ones(10)), nothing, summary(b, np.ones(30))]) == pytest.approx(both)
+    assert math.isnan(pooled([nothing]).mean)
+
+
+# -- a cluster's file ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_measured_cluster_prices_what_was_measured(tmp_path):
+    path = str(tmp_path / "cluster.json")
+    save_cluster(path, record())
+    mesh = load_cluster(path)
+    assert mesh.shape == (2, 2) and not list(tmp_path.glob("*.part"))
+    for (k, collective), times in TIMES.items():
+        for size, seconds in times.items():
+            assert collective_seconds(collective, mesh.axes[k], size) == pytest.approx(seconds, rel=1e-9)
+    assert mesh.axes[0].curve("all_reduce").error < 0.01
+    # latency and bandwidth price what has no curve: an all_reduce of 2 sends 2 * 1/2 B in 2 rounds
+    assert mesh.axes[0].bandwidth == pytest.approx(1e8, rel=1e-3) and mesh.axes[0].latency == pytest.approx(1e-4, rel=1e-2)
+    s = 1024
+    mm = op_seconds("aten.mm.default", [((s, s), "float32")] * 2, [((s, s), "float32")], None, mesh.device)
+    assert mm == pytest.approx(2 * s**3 / 5e10 + 1e-6, rel=1e-6)
+
+
+def test_what_an_interruption_leaves_is_a_cluster_too():
+    short = {key: dict(list(times.items())[:2]) for key, times in TIMES.items()}
+    unfinished = cluster((2, 2), short, SAMPLES, backend="gloo", device="cpu", memory=1e9, complete=False, assumptions={})
+    assert Mesh.from_dict(unfinished["mesh"]).axes[0].curve("all_reduce").sizes == (1024.0, 2048.0)
+    with pytest.raises(ValueError, match="nothing is known yet about axis1"):
+        cluster((2, 2), {(0, "all_reduce"): TIMES[0, "all_reduce"]}, SAMPLES, backend="gloo", device="cpu", memory=1.0, complete=False, assumptions={})
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [("", "is no measured cluster"), ("{}", "is no measured cluster"), ('{"format": "x"}', "has the format 'x'"), ("[1]", "is no measured cluster")],
+)
+def test_a_file_that_is_no_cluster_is_refused(tmp_path, content, sentence):
+    path = tmp_path / "cluster.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=sentence):
+        load_cluster(str(path))
+
+
+# -- presets -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_preset_has_a_source():
+    names = [one.name for one in presets.all_presets()]
+    assert names == ["a100", "h100", "h200", "b200", "mi300x", "l40s", "rtx", "cpu"]
+    for one in presets.all_presets():
+        assert one.source and one.device.flops > 0 and one.intra_node_bandwidth > 0 and one.inter_node_bandwidth > 0
+        assert all(0 < link.error < 0.2 for link in one.links)
+    with pytest.raises(ValueError, match="no prices are known for 'v100'; known are a100"):
+        presets.preset("v100")
+
+
+def test_a_preset_prices_as_measured():
+    twin = next(r for r in csv_rows() if r[:5] == ["aiconfigurator", "a100_sxm@nccl-2.27.3", "all_reduce", "1", "8"] and r[5:7] == ["half", "1048576"])
+    node = presets.mesh("a100", (8,))
+    assert collective_seconds("all_reduce", node.axes[0], 2.0**20) == pytest.approx(float(twin[7]) * 1e-6, rel=0.02)
+    two = presets.mesh("a100", (2, 8))
+    assert two.axes[1].curves == node.axes[0].curves and two.axes[0].curves == ()  # nothing was measured between nodes
+    assert presets.mesh("h200", (8,)).axes[0].curves == ()
+    six = presets.mesh("a100", (6,)).axes[0]  # between 4 and 8
+    assert presets.mesh("a100", (4,)).axes[0].curve("all_gather").seconds[0] <= six.curve("all_gather").seconds[0]
+
+
+def csv_rows():
+    return list(csv.reader(io.StringIO((DATA / "measured.csv").read_text())))
+
+
+# -- the command line ----------------------------------------------------------------------------------------------------------------
+
+
+def test_fit_prints_the_promised_keys(capsys, tmp_path):
+    out = tmp_path / "curves.json"
+    assert main(["calibrate", "fit", str(DATA / "nccl_tests_all_reduce.txt"), str(DATA / "intra_2.json"), "--out", str(out), "--json"]) == 0
+    curves = json.loads(capsys.readouterr().out)["curves"]
+    assert [c["collective"] for c in curves] == ["all_reduce", "all_gather", "all_reduce", "reduce_scatter", "all_to_all"]
+    for curve in curves:
+        assert {"collective", "system", "devices", "method", "gmae", "mean", "std", "held_out"} <= set(curve)
+        assert 0 < curve["gmae"] < 0.05 and 0 < curve["held_out"]["gmae"] < 0.1
+    (about, curve), *_ = load(str(out))
+    assert about["devices"] == 8
+    np.testing.assert_allclose(curve.seconds(2.0**29), fit(*points("nccl_tests_all_reduce.txt")).seconds(2.0**29))
+
+
+def points(name):
+    from autoshard.cost.importers import parse
+
+    (series,) = parse((DATA / name).read_text(), name)
+    return np.array(series.sizes), np.array(series.seconds)
+
+
+@pytest.mark.parametrize("method", ["piecewise", "pchip", "p_norm", "alpha_beta", "sigmoid"])
+def test_every_method_travels_through_its_file(tmp_path, method):
+    out = tmp_path / "curves.json"
+    assert main(["calibrate", "fit", str(DATA / "all_to_all_4.txt"), "--out", str(out), "--method", method]) == 0
+    ((about, curve),) = load(str(out))
+    assert about["method"] == method and curve.seconds(1e6) > 0
+
+
+def test_fit_draws_and_says_errors_in_percent(capsys, tmp_path):
+    picture = tmp_path / "curves.png"
+    assert main(["calibrate", "fit", str(DATA / "intra_2.json"), "--plot", str(picture), "--table"]) == 0
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    said = capsys.readouterr().out
+    assert "held out" in said and "reduce_scatter" in said and "By collective" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["missing.csv"], "missing.csv: No such file or directory"),
+        ([str(DATA / "general_all_to_allv_4.txt"), "--method", "sigmoid"], "expected at least 6"),
+        ([str(DATA / "intra_2.json"), "--method", "spline"], "unknown method 'spline'"),
+        ([str(DATA / "intra_2.json"), "--out", "/no/such/folder/x.json"], "there is no folder"),
+    ],
+)
+def test_fit_refuses_in_one_sentence(capsys, arguments, sentence):
+    assert main(["calibrate", "fit", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said and said.strip().count("\n") == 0
+
+
+def test_show_prices(capsys):
+    assert main(["show-prices", "--json"]) == 0
+    prices = json.loads(capsys.readouterr().out)["prices"]
+    assert len(prices) == 8 and all(one["source"] for one in prices)
+    assert main(["show-prices", "h100"]) == 0
+    assert "aiconfigurator (Apache-2.0)" in capsys.readouterr().out
+    assert main(["show-prices", "v100"]) == 2
+
+
+def test_measure_without_torchrun_says_how_to_start(capsys):
+    assert main(["calibrate", "measure", "--mesh", "2x2"]) == 2
+    assert "start them with: torchrun --nproc-per-node 4 -m autoshard calibrate measure" in capsys.readouterr().err
+
+
+def torchrun(*arguments, **options):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m", "autoshard"]
+    return subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+@pytest.mark.slow
+def test_two_processes_measure_themselves(tmp_path):
+    out = tmp_path / "cluster.json"
+    run = torchrun("calibrate", "measure", "--mesh", "2", "--seconds", "6", "--out", str(out), "--json")
+    said, errors = run.communicate(timeout=120)
+    assert run.returncode == 0, errors
+    assert json.loads(said)["complete"] is True
+    axis = load_cluster(str(out)).axes[0]
+    assert {curve.collective for curve in axis.curves} == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
+    assert all(len(curve.sizes) >= 4 for curve in axis.curves)
+    assert axis.backend == "gloo"
+
+
+@pytest.mark.slow
+def test_an_interrupted_measurement_keeps_what_it_has(tmp_path):
+    out = tmp_path / "cluster.json"
+    run = torchrun("calibrate", "measure", "--mesh", "2", "--seconds", "60", "--out", str(out), start_new_session=True)
+    began = time.monotonic()
+    while not out.exists() and time.monotonic() - began < 90:
+        time.sleep(0.2)
+    os.killpg(run.pid, signal.SIGINT)
+    run.communicate(timeout=60)
+    assert json.loads(out.read_text())["complete"] is False
+    assert load_cluster(str(out)).axes[0].curves
+
+
+@pytest.mark.slow
+def test_a_mesh_of_another_size_is_refused():
+    run = torchrun("calibrate", "measure", "--mesh", "2x2")
+    _, errors = run.communicate(timeout=120)
+    assert run.returncode != 0 and "2 processes run, but the mesh 2x2 has 4" in errors

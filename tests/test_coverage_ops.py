@@ -1,0 +1,217 @@
+"""Every row of the rules for convolutions, norms, indexing, dims and experts, run on all ranks against the whole op."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers.integrations.moe  # noqa: F401  (registers grouped_mm_fallback)
+
+from autoshard.layout import text
+from autoshard.mesh import Mesh
+from autoshard.strategies import candidates, one_axis_rows
+from tests.helpers import candidate_error, one_op
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+MESHES = [Mesh.from_bandwidths(shape) for shape in ((2,), (4,), (2, 2))]
+g = torch.Generator().manual_seed(0)
+
+
+def f(*shape):
+    return torch.randn(shape, generator=g)
+
+
+def ids(below, *shape):
+    return torch.randint(0, below, shape, generator=g)
+
+
+def truth(*shape):
+    return torch.randint(0, 2, shape, generator=g).bool()
+
+
+aten = torch.ops.aten
+X, W, B = f(4, 8, 8, 8), f(16, 8, 3, 3), f(16)
+TURNED = f(8, 16, 3, 3)  # in, out
+DEEP = f(8, 1, 3, 3)
+GROUPED = f(16, 2, 3, 3)
+PLAIN = [[1, 1], [1, 1], [1, 1], False, [0, 0], 1]
+STRIDED = [[2, 2], [1, 1], [1, 1], True, [1, 1], 1]
+ALL = [True, True, True]
+C = [f(8), f(8), f(8), f(8).abs() + 0.5]  # weight, bias, running mean and variance
+BATCH = aten._native_batch_norm_legit_functional.default(X, *C, True, 0.1, 1e-5)
+GROUP = aten.native_group_norm.default(X, C[0], C[1], 4, 8, 64, 4, 1e-5)
+POOLED = aten.max_pool2d_with_indices.default(X, [2, 2], [2, 2])
+T4, T8 = f(4, 8, 8), f(8, 4, 16)
+BAGS = (f(16, 8), ids(16, 32), torch.arange(0, 32, 4))
+OFFS = torch.tensor([3, 3, 9, 12], dtype=torch.int32)  # of 16 tokens, one expert without, four tokens behind the last
+FULL = torch.tensor([0, 5, 9, 16], dtype=torch.int32)
+UNIQUE = torch.randperm(8, generator=g)[:4]
+
+
+BAG = aten._embedding_bag.default(*BAGS)
+
+
+Q, K, V, MASK = f(4, 8, 8, 4), f(4, 4, 4, 4), f(4, 4, 4, 4), f(4, 1, 8, 4)
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def attended(causal, mask, k=K, v=V):
+    """Arguments of the backward."""
+    more = {} if mask is None else {"attn_mask": mask}
+    made = getattr(aten, FLASH).default(Q, k, v, 0.0, causal, **more)
+    return (f"{FLASH}_backward.default, {'causal' if causal else mask is not None}", (f(4, 8, 8, 4), Q, k, v, *made, 0.0, causal), more)
+
+
+# name: (target without "aten.", arguments, keyword arguments); a name is the target and what is special
+_CASES = [
+    (f"{FLASH}.default", (Q, K, V)),
+    (f"{FLASH}.default, mask", (Q, K, V), {"attn_mask": MASK}),
+    (f"{FLASH}.default, small mask", (Q, K, V), {"attn_mask": f(8, 4)}),
+    (f"{FLASH}.default, causal", (Q, Q, Q, 0.0, True)),
+    attended(False, None),
+    attended(False, MASK),
+    attended(True, None, Q, Q),
+    ("convolution.default", (X, W, B, *PLAIN)),
+    ("convolution.default, no bias", (X, W, None, *PLAIN)),
+    ("convolution.default, transposed", (X, TURNED, B, *STRIDED)),
+    ("convolution.default, depthwise", (X, DEEP, f(8), *PLAIN[:-1], 8)),
+    ("convolution.default, groups", (X, GROUPED, B, *PLAIN[:-1], 4)),
+    ("convolution.default, 1d", (f(4, 8, 8), f(16, 8, 3), B, [1], [1], [1], False, [0], 1)),
+    ("convolution_backward.default", (f(4, 16, 8, 8), X, W, [16], *PLAIN, ALL)),
+    ("convolution_backward.default, part", (f(4, 16, 8, 8), X, W, None, *PLAIN, [False, True, False])),
+    ("convolution_backward.default, transposed", (f(4, 16, 16, 16), X, TURNED, [16], *STRIDED, ALL)),
+    ("convolution_backward.default, depthwise", (f(4, 8, 8, 8), X, DEEP, [8], *PLAIN[:-1], 8, ALL)),
+    ("_native_batch_norm_legit_functional.default", (X, *C, True, 0.1, 1e-5)),
+    ("_native_batch_norm_legit_functional.default, no training", (X, *C, False, 0.1, 1e-5)),
+    ("_native_batch_norm_legit_functional.default, 1d", (f(8, 8), None, None, *C[2:], True, 0.1, 1e-5)),
+    ("_native_batch_norm_legit_no_training.default", (X, *C, 0.1, 1e-5)),
+    ("native_batch_norm_backward.default", (f(4, 8, 8, 8), X, C[0], *C[2:], BATCH[1], BATCH[2], True, 1e-5, ALL)),
+    ("native_batch_norm_backward.default, part", (f(4, 8, 8, 8), X, C[0], None, None, BATCH[1], BATCH[2], True, 1e-5, [True, True, False])),
+    ("native_batch_norm_backward.default, no training", (f(4, 8, 8, 8), X, C[0], *C[2:], f(0), f(0), False, 1e-5, ALL)),
+    ("native_group_norm.default", (X, C[0], C[1], 4, 8, 64, 4, 1e-5)),
+    ("native_group_norm.default, plain", (X, None, None, 4, 8, 64, 2, 1e-5)),
+    ("native_group_norm_backward.default", (f(4, 8, 8, 8), X, GROUP[1], GROUP[2], C[0], 4, 8, 64, 4, ALL)),
+    ("max_pool2d_with_indices.default", (X, [3, 3], [2, 2], [1, 1])),
+    ("max_pool2d_with_indices_backward.default", (f(4, 8, 4, 4), X, [2, 2], [2, 2], [0, 0], [1, 1], False, POOLED[1])),
+    ("avg_pool2d.default", (X, [2, 2], [2, 2])),
+    ("avg_pool2d_backward.default", (f(4, 8, 4, 4), X, [2, 2], [2, 2], [0, 0], False, True, None)),
+    ("_adaptive_avg_pool2d.default", (X, [2, 2])),
+    ("_adaptive_avg_pool2d_backward.default", (f(4, 8, 2, 2), X)),
+    ("upsample_nearest2d.default", (X, [16, 16])),
+    ("upsample_nearest2d.vec", (X, None, [2.0, 2.0])),
+    ("upsample_nearest2d_backward.default", (f(4, 8, 16, 16), [16, 16], [4, 8, 8, 8])),
+    ("upsample_bilinear2d.vec", (X, None, False, [2.0, 2.0])),
+    ("constant_pad_nd.default", (T4, [1, 2])),
+    ("constant_pad_nd.default, value", (T4, [0, 0, 1, -2], 3.0)),
+    ("sort.default", (T4, 1)),
+    ("sort.default, ids", (ids(50, 64),)),
+    ("sort.stable", (T4,), {"stable": True, "dim": 0}),
+    ("topk.default", (T4, 2)),
+    ("topk.default, dim", (T4, 3, 1, False)),
+    ("cumsum.default", (T4, 1)),
+    ("cumsum.default, ids", (ids(9, 4, 8), -1), {"dtype": torch.int32}),
+    ("argmax.default", (T4, -1)),
+    ("argmax.default, keep", (T4, 1, True)),
+    ("argmax.default, all", (T4,)),
+    ("max.dim", (T4, 1)),
+    ("max.default", (T4,)),
+    ("min.default", (T4,)),
+    ("flip.default", (T4, [1])),
+    ("roll.default", (T4, [1], [0])),
+    ("tril.default", (T4, 1)),
+    ("triu.default", (f(8, 8),)),
+    ("histc.default", (ids(8, 64).float(), 8, 0, 7)),
+    ("histc.default, no range", (f(64), 8)),
+    ("gather.default", (T4, 2, ids(8, 4, 8, 4))),
+    ("gather.default, short", (T4, 1, ids(8, 2, 4, 8))),
+    ("scatter.src", (T4, 1, UNIQUE.reshape(1, 4, 1).expand(4, 4, 8).contiguous(), f(4, 4, 8))),
+    ("scatter.value", (T4, -1, ids(8, 4, 8, 2), 1.0)),
+    ("scatter_add.default", (T4, 1, ids(8, 4, 8, 8), f(4, 8, 8))),
+    ("scatter_add.default, short", (T4, 1, ids(8, 2, 4, 8), f(2, 4, 8))),
+    ("slice_scatter.default", (T4, f(4, 4, 8), 1, 2, 6)),
+    ("select_scatter.default", (T4, f(4, 8), 1, 3)),
+    ("floor_divide.default", (ids(64, 8), torch.tensor(3))),
+    ("index.Tensor", (T4, [ids(4, 8)])),
+    ("index.Tensor, negative", (T4, [None, ids(8, 4, 2) - 8])),
+    ("index.Tensor, two", (T4, [None, ids(8, 4), ids(8, 4)])),
+    ("index.Tensor, broadcast", (T8, [torch.arange(8)[:, None], ids(4, 4)])),
+    ("index.Tensor, apart", (T8, [ids(8, 4), None, ids(16, 4)])),
+    ("index_put.default", (T4, [torch.tensor([2, 0])], f(2, 8, 8))),
+    ("index_put.default, add", (T4, [ids(4, 8)], f(8, 8, 8), True)),
+    ("index_put.default, add middle", (T4, [None, ids(8, 4)], f(4, 4, 8), True)),
+    ("index_put.default, add two", (T8, [None, ids(4, 8), ids(16, 8)], f(8, 8), True)),
+    ("index_put.default, add broadcast", (T8, [ids(8, 4, 1), ids(4, 1, 4)], f(4, 4, 16), True)),
+    ("index_put.default, add one value", (T8, [ids(8, 4)], f(16), True)),
+    ("index_select.default", (T4, 1, ids(8, 4))),
+    ("index_add.default", (T4, 1, ids(8, 4), f(4, 4, 8))),
+    ("_embedding_bag.default", BAGS),
+    ("_embedding_bag.default, weighted", (*BAGS, False, 0, False, f(32))),
+    ("_embedding_bag.default, mean", (*BAGS, False, 1)),
+    ("_embedding_bag.default, max", (*BAGS, False, 2)),
+    ("_embedding_bag_forward_only.default", BAGS),
+    ("_embedding_bag_dense_backward.default", (f(8, 8), BAGS[1], torch.arange(32) // 4, *BAG[2:], 16, False, 0, None)),
+    (
+        "_embedding_bag_backward.default",
+        (f(8, 8), BAGS[1], BAGS[2], torch.arange(32) // 4, *BAG[2:], 16, False, 0, False, None),
+    ),
+    ("_unsafe_index.Tensor", (T4, [ids(4, 8)])),
+    ("_unsafe_index_put.default", (T4, [ids(4, 8)], f(8, 8, 8), True)),
+    *[
+        (f"{name}.default, {kind}", (f(8, 4), f(8, 4).sigmoid(), *more, reduction))
+        for name, more in (("smooth_l1_loss", ()), ("huber_loss", ()), ("binary_cross_entropy_with_logits", (None, None)))
+        for kind, reduction in (("none", 0), ("mean", 1), ("sum", 2))
+    ],
+    ("binary_cross_entropy.default", (f(8, 4).sigmoid(), f(8, 4).sigmoid(), None, 1)),
+    ("binary_cross_entropy_backward.default", (torch.tensor(2.0), f(8, 4).sigmoid(), f(8, 4).sigmoid(), None, 1)),
+    ("smooth_l1_loss_backward.default", (torch.tensor(2.0), f(8, 4), f(8, 4), 1, 1.0)),
+    ("huber_loss_backward.default", (f(8, 4), f(8, 4), f(8, 4), 0, 1.0)),
+    ("tril_indices.default", (4, 4, -1)),
+    ("_grouped_mm.default", (f(16, 32).bfloat16(), f(4, 32, 32).bfloat16(), FULL)),
+    ("_grouped_mm.default, weight gradient", (f(32, 16).bfloat16(), f(16, 32).bfloat16(), FULL)),
+    ("_grouped_mm.default, batched", (f(4, 32, 32).bfloat16(), f(4, 32, 32).bfloat16())),
+    ("transformers.grouped_mm_fallback.default", (f(16, 8), f(4, 8, 16), OFFS)),
+    ("transformers.grouped_mm_fallback_backward.default", (f(16, 8), f(4, 8, 16), OFFS, f(16, 16))),
+]
+
+
+def _case(name, arguments, keywords=None):
+    target = name.split(",")[0]
+    return (target if target.startswith("transformers.") else f"aten.{target}", arguments, keywords or {})
+
+
+CASES = {case[0]: _case(*case) for case in _CASES}
+WHOLE = {  # name: why no row cuts it
+    "argmax.default, all": "the place of the largest of all",
+    "histc.default, no range": "each part would have its own range",
+    "sort.default, ids": "one dim, sorted along it",
+    "tril_indices.default": "made from numbers",
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_candidate_gives_the_whole_op(name):
+    target, arguments, keywords = CASES[name]
+    graph, tensors, outputs = one_op(target, *arguments, **keywords)
+    rows = one_axis_rows(graph.ops[-1], graph.input_tensors(len(tensors)))
+    assert rows is not None
+    assert (len(rows) == 1) == (name in WHOLE)
+    tolerance = TOLERANCE[torch.bfloat16 if any(x.dtype == torch.bfloat16 for x in tensors) else torch.float32]
+    for mesh in MESHES:
+        for candidate in candidates(graph, mesh).of[-1]:
+            error = candidate_error(graph, tensors, outputs, candidate, mesh)
+            written = [*map(text, candidate.inputs), "->", *(o and text(o) for o in candidate.outputs)]
+            assert error <= tolerance, (mesh.shape, written, error)
+
+
+@pytest.mark.parametrize(
+    "name, cuts", [("convolution.default", 3), ("native_batch_norm_backward.default", 2), ("index_put.default, add", 5)]
+)
+def test_a_wrong_row_is_caught(name, cuts):
+    """The negative control: the candidates of an op with the outputs of another one of its candidates."""
+    target, arguments, keywords = CASES[name]
+    graph, tensors, outputs = one_op(target, *arguments, **keywords)
+    found = candidates(graph, MESHES[0]).of[-1]
+    assert len(found) > cuts
+    for right, other in zip(found, found[1:]):
+        if right.outputs != other.outputs:
+            wrong = replace(right, outputs=other.outputs)
+            assert not candidate_error(graph, tensors, outputs, wrong, MESHES[0]) <= 1e-3

@@ -1,0 +1,196 @@
+"""Curves: what a fit promises on any data, how far it is from measurements that it has not seen, and other device counts."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoshard.cost.curves import Family, fit, held_out, summary
+from autoshard.cost.curves.devices import over_nodes
+from autoshard.cost.curves.errors import extrapolated, together
+from autoshard.cost.curves.fit import increasing
+from autoshard.cost.importers import parse
+
+MEASURED = Path(__file__).parent / "data" / "collectives" / "measured.csv"
+OURS = ("piecewise", "pchip", "p_norm", "alpha_beta")
+x = 2.0 ** np.arange(9, 30)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return parse(MEASURED.read_text(), "measured.csv")
+
+
+@st.composite
+def noisy(draw):
+    """Sizes, and the times of an alpha-beta link with noise, spikes and a change of protocol."""
+    num = draw(st.integers(2, 24))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    sizes = np.sort(rng.choice(2.0 ** np.arange(4, 36, 0.5), num, replace=False))
+    times = 10 ** rng.uniform(-6, -3) + sizes / 10 ** rng.uniform(8, 12) * np.where(sizes > 10 ** rng.uniform(3, 9), rng.uniform(0.3, 3), 1)
+    times = times * np.exp(rng.normal(0, draw(st.sampled_from([0.0, 0.03, 0.3, 1.0])), num)) * np.where(rng.random(num) < 0.1, 5, 1)
+    order = rng.permutation(num)
+    return sizes[order], times[order]
+
+
+@pytest.mark.parametrize("method", ["piecewise", "pchip"])
+@given(data=noisy())
+@settings(max_examples=500, deadline=None)
+def test_a_curve_is_positive_monotone_and_continuous(method, data):
+    curve = fit(*data, method)
+    first, last = data[0].min(), data[0].max()
+    at = np.sort(np.concatenate([np.geomspace(first / 8, last * 64, 300), data[0]]))
+    t = curve.seconds(at)
+    assert (t > 0).all() and np.isfinite(t).all()
+    assert (np.diff(t) >= -1e-12 * t[1:]).all()
+    nearby = curve.seconds(at * (1 + 1e-9))
+    assert np.abs(nearby / t - 1).max() < 1e-6
+    assert curve.seconds(last * 128.0) > curve.seconds(last * 64.0)  # bandwidth is never infinite
+    np.testing.assert_allclose(curve.bandwidth(at) * t, at, rtol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["p_norm", "alpha_beta"])
+@given(data=noisy().filter(lambda data: len(data[0]) >= 3))
+@settings(max_examples=50, deadline=None)
+def test_a_formula_is_positive_and_monotone(method, data):
+    t = fit(*data, method).seconds(np.geomspace(1, 1e13, 300))
+    assert (t > 0).all() and np.isfinite(t).all() and (np.diff(t) >= -1e-12 * t[1:]).all()
+
+
+@pytest.mark.parametrize("method", OURS)
+def test_every_method_returns_an_alpha_beta_link(method):
+    t = 1e-5 + x / 2e11
+    curve = fit(x, t, method)
+    np.testing.assert_allclose(curve.seconds(x), t, rtol=1e-9)
+    if method != "pchip":
+        np.testing.assert_allclose(curve.seconds(x * 1.4), 1e-5 + x * 1.4 / 2e11, rtol=1e-9)
+    assert curve.seconds(2.0**40) == pytest.approx(1e-5 + 2.0**40 / 2e11, rel=1e-9)
+
+
+def test_a_million_sizes_take_less_than_a_fifth_of_a_second():
+    sizes = np.random.default_rng(0).uniform(1, 1e9, 10**6)
+    for method in (*OURS, "sigmoid"):
+        curve = fit(x, (1e-5**2 + (x / 2e11) ** 2) ** 0.5, method)
+        began = time.process_time()
+        curve.seconds(sizes)
+        assert time.process_time() - began < 0.2, method
+
+
+def test_increasing_is_the_nearest_in_absolute_differences():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        z = rng.integers(0, 4, 5).astype(float)
+        best = min(
+            np.abs(z - np.array(y)).sum() for y in np.array(np.meshgrid(*[range(4)] * 5)).reshape(5, -1).T if (np.diff(y) >= 0).all()
+        )
+        y = increasing(z)
+        assert (np.diff(y) >= 0).all()
+        assert np.abs(z - y).sum() == pytest.approx(best)
+
+
+def test_a_spike_loses_against_its_neighbours():
+    t = np.full(9, 1e-5)
+    t[4] = 1e-3
+    np.testing.assert_allclose(fit(x[:9], t).seconds(x[:8]), 1e-5)
+
+
+def test_rows_of_one_size_give_their_median_in_any_order():
+    curve = fit([2e6, 1e6, 1e6, 1e6], [2e-3, 9e-3, 1e-3, 1e-3])
+    assert curve.seconds(1e6) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds", "sentence"),
+    [
+        ([1e3, 1e4], [1e-5], "2 sizes and 1 times"),
+        ([1e3], [1e-5], "1 different size measured; expected at least 2"),
+        ([], [], "0 different sizes"),
+        ([1e3, 1e3], [1e-5, 2e-5], "1 different size measured"),
+        ([1e3, 1e4], [1e-5, float("nan")], "row 2 has a time of nan"),
+        ([1e3, 1e4], [0.0, 1e-5], "row 1 has a time of 0"),
+        ([1e3, 1e4], [1e-5, -1e-5], "row 2 has a time of -1e-05"),
+        ([0.0, 1e4], [1e-5, 1e-5], "row 1 has a size of 0"),
+        ([1e3, float("inf")], [1e-5, 1e-5], "row 2 has a size of inf"),
+    ],
+)
+def test_what_is_no_measurement_is_refused(sizes, seconds, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        fit(sizes, seconds)
+
+
+def test_a_method_that_needs_more_sizes_says_so():
+    with pytest.raises(ValueError, match="expected at least 6"):
+        fit(x[:5], x[:5] * 1e-9, "sigmoid")
+    with pytest.raises(ValueError, match="known are piecewise"):
+        fit(x, x, "spline")
+
+
+def test_a_perfect_predictor_has_a_gmae_of_four_in_ten_thousand():
+    assert summary(x, x).gmae == pytest.approx(4e-4)
+    assert summary(1.1 * x, x).mean == pytest.approx(0.1)
+
+
+def test_held_out_sizes_are_predicted_by_a_curve_that_has_not_seen_them():
+    seen = []
+
+    def spy(sizes, seconds):
+        seen.append(set(sizes))
+        return fit(sizes, seconds)
+
+    predicted, measured = held_out(x, 1e-5 + x / 2e11, spy)
+    assert len(seen) == 3 and len(predicted) == len(x) - 2
+    assert set.intersection(*seen) == {x[0], x[-1]}
+    np.testing.assert_allclose(predicted, measured, rtol=1e-9)
+
+
+def test_measured_curves_are_predicted_within_three_percent(measured):
+    """GMAE over 52 curves; benchmarks/calibration.py has all 130."""
+    inside = together(held_out(np.array(s.sizes), np.array(s.seconds), fit) for s in measured)
+    beyond = together(extrapolated(np.array(s.sizes), np.array(s.seconds), fit) for s in measured)
+    assert inside.gmae < 0.024 and beyond.gmae < 0.06
+    formula = together(held_out(np.array(s.sizes), np.array(s.seconds), lambda a, b: fit(a, b, "alpha_beta")) for s in measured)
+    assert inside.gmae < formula.gmae / 2
+
+
+def test_another_dtype_says_what_lies_between(measured):
+    half, int8 = (next(s for s in measured if (s.collective, s.devices, s.dtype) == ("all_reduce", 8, dtype)) for dtype in ("half", "int8"))
+    a, b = (np.array(half.sizes), np.array(half.seconds)), (np.array(int8.sizes), np.array(int8.seconds))
+    alone = summary(*held_out(*a, fit))
+    both = summary(*held_out(*a, lambda s, t: fit(s, t, like=[b])))
+    assert both.gmae < alone.gmae
+    shifted = fit(a[0][::2], a[1][::2], like=[b])
+    np.testing.assert_allclose(shifted.seconds(a[0][::2]), fit(a[0][::2], a[1][::2]).seconds(a[0][::2]), rtol=0.02)
+
+
+def test_a_count_between_two_is_between_their_times(measured):
+    chosen = {(1, s.devices): s for s in measured if (s.collective, s.dtype, s.system) == ("all_gather", "half", "a100_sxm@nccl-2.27.3")}
+    family = Family.of("all_gather", {count: (np.array(s.sizes), np.array(s.seconds)) for count, s in chosen.items() if count[1] != 4})
+    s = chosen[1, 4]
+    assert summary(family.at(4).seconds(np.array(s.sizes)), np.array(s.seconds)).gmae < 0.08
+    assert family.at(8) is family.curves[1, 8]
+    assert (np.diff(family.at(16).seconds(x)) >= 0).all()
+
+
+def test_one_count_serves_all_where_no_other_was_measured():
+    family = Family.of("all_reduce", {(1, 8): (x, 1e-5 + x / 1e11)})
+    assert family.at(4).seconds(1e9) < family.at(8).seconds(1e9)
+    with pytest.raises(ValueError, match="measured on one node only; asked is 2 nodes"):
+        family.at(16, nodes=2)
+    with pytest.raises(ValueError, match="3 devices on 2 nodes can't be"):
+        Family.of("all_reduce", {(2, 3): (x, x)})
+
+
+def test_nodes_are_compared_with_nodes_of_as_many_devices():
+    t = {nodes: 1e-5 * nodes + x / 1e11 for nodes in (1, 2, 8)}
+    family = Family.of("all_gather", {(nodes, 8 * nodes): (x, t[nodes]) for nodes in t})
+    assert t[2][0] < family.at(32, nodes=4).seconds(x[0]) < t[8][0]
+
+
+def test_the_link_is_added_over_nodes():
+    inside = fit(x, 1e-5 + x / 1e11)
+    curve = over_nodes("all_reduce", inside, tuple(x), 4, link=5e10, latency=2e-5)
+    # V = 2, (N - 1)/N = 3/4, two rounds
+    assert curve.seconds(1e6) == pytest.approx(float(inside.seconds(1e6)) + 2 * (0.75 * 1e6 / 5e10 + 2 * 2e-5), rel=1e-3)

@@ -1,0 +1,378 @@
+"""The numbers of a Problem against sums and lifetimes by definition, told from the layouts alone."""
+
+from collections import defaultdict
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from autoshard.api.checking import random_choice
+from autoshard.api.describe import layouts_of, results_of
+from autoshard.api.planning import Options, allowed_by_pins
+from autoshard.capture import capture
+from autoshard.cost import collective_seconds, op_seconds, optimizer_state_bytes, optimizer_step_seconds
+from autoshard.formulate import Formulation, Training, formulate, with_pins
+from autoshard.graph import Graph, Op, Ref, Result, Tensor
+from autoshard.layout import has_partial, is_legal, local_shape, parse, replicated, text
+from autoshard.mesh import Mesh
+from autoshard.problem import EdgeUsage, NodeUsage, evaluate
+from autoshard.redistribute import Routes
+from autoshard.solvers import solve
+from autoshard.strategies import candidates, internal_collectives
+from models import gpt2, mlp
+
+MODELS = {"mlp": (mlp.tiny, {"layers": 1}), "gpt2": (gpt2.tiny, {"layers": 1})}
+CASES = [(name, training, sizes) for name in MODELS for training in (True, False) for sizes in ((2,), (2, 2))]
+IDS = [f"{name}-{'training' if training else 'inference'}-{'x'.join(map(str, sizes))}" for name, training, sizes in CASES]
+
+
+@cache
+def graph_of(name: str, training: bool) -> Graph:
+    make, sizes = MODELS[name]
+    module, example_inputs = make(**sizes)
+    return capture(module, example_inputs, training=training)
+
+
+@cache
+def formulated(name: str, training: bool, sizes: tuple[int, ...]) -> Formulation:
+    graph, mesh = graph_of(name, training), Mesh.from_bandwidths(sizes)
+    return formulate(graph, candidates(graph, mesh), mesh, training=Training() if training else None)
+
+
+def choices(f: Formulation, count: int = 4):
+    yield from (random_choice(f, seed) for seed in range(count))
+    yield solve(f.problem).choice
+
+
+def readers_of(graph: Graph) -> dict:
+    """Who reads a value: (op, argument), or the number of a result."""
+    found = defaultdict(list)
+    for i, op in enumerate(graph.ops):
+        for a, value in enumerate(op.inputs):
+            found[value].append((i, a))
+    for k, result in enumerate(graph.results):
+        if result.value is not None:
+            found[result.value].append(k)
+    return found
+
+
+def trained(graph: Graph) -> dict[str, int]:
+    return {r.name: r.value[0] for r in graph.results if r.kind == "gradient" and r.value is not None}
+
+
+def bytes_of(tensor: Tensor, written: str, mesh: Mesh) -> int:
+    return int(np.prod(local_shape(tensor.shape, parse(written), mesh))) * tensor.itemsize
+
+
+# -- cost --------------------------------------------------------------------------------------------------------------------------
+
+
+def cost_by_definition(graph: Graph, layouts: dict, results: dict, mesh: Mesh) -> float:
+    """Each op on its local shapes, each tensor's way from its producer, through its hub, to each reader."""
+    routes, seconds = Routes(mesh), []
+    for i, op in enumerate(graph.ops):
+        placed = layouts[op.name]
+        if op.is_placeholder:
+            if op.name in trained(graph):
+                n = bytes_of(op.outputs[0], placed.outputs[0], mesh) // op.outputs[0].itemsize
+                seconds.append(optimizer_step_seconds(n, op.outputs[0].itemsize, "adamw", mesh.device))
+            continue
+        inputs = graph.input_tensors(i)
+        local_in = [(local_shape(t.shape, parse(w), mesh), t.dtype) for t, w in zip(inputs, placed.inputs, strict=True)]
+        local_out = [t and (local_shape(t.shape, parse(w), mesh), t.dtype) for t, w in zip(op.outputs, placed.outputs, strict=True)]
+        seconds.append(op_seconds(op.target, local_in, local_out, op.alias, mesh.device))
+        for collective, axis, size in internal_collectives(op, inputs, tuple(map(parse, placed.inputs)), mesh):
+            seconds.append(collective_seconds(collective, mesh.axes[axis], size))
+    for (i, k), readers in readers_of(graph).items():
+        tensor, placed = graph.tensor((i, k)), layouts[graph.ops[i].name]
+        source = placed.outputs[k]
+        ways = []
+        assert (placed.hubs[k] is not None) == (len(readers) > 1)
+        if placed.hubs[k]:
+            ways.append((source, placed.hubs[k]))
+            source = placed.hubs[k]
+        for reader in readers:
+            if isinstance(reader, tuple):
+                ways.append((source, layouts[graph.ops[reader[0]].name].inputs[reader[1]]))
+            else:
+                result = graph.results[reader]
+                to_parameter = result.kind != "output" and result.name in graph.index
+                ways.append((source, layouts[result.name].outputs[0] if to_parameter else results[f"{result.kind}:{result.name}"]))
+        seconds += [routes.route(tensor.shape, tensor.itemsize, parse(a), parse(b)).seconds for a, b in ways]
+    return sum(seconds)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_the_cost_is_the_sum_over_ops_and_ways(case):
+    f = formulated(*case)
+    for choice in choices(f):
+        expected = cost_by_definition(f.graph, layouts_of(f, choice), results_of(f, choice), f.mesh)
+        assert evaluate(f.problem, choice).cost == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_every_edge_is_priced_as_its_route(case):
+    f = formulated(*case)
+    for choice in choices(f, 2):
+        for edge, link in zip(f.problem.edges, f.links, strict=True):
+            route = f.route(link, choice)
+            assert route.seconds == edge.table[choice[edge.a], choice[edge.b]]
+            assert route.seconds == pytest.approx(sum(step.seconds for step in route.steps), rel=1e-12)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------------------
+
+
+class Memory:
+    """Buffers by when they come and when they are last needed. A thing is a name for a buffer; several things may share one."""
+
+    def __init__(self):
+        self.bytes: list[int] = []
+        self.interval: list[list[int]] = []  # first and last time
+
+    def make(self, size: int, time: int) -> int:
+        self.bytes.append(size)
+        self.interval.append([time, time])
+        return len(self.bytes) - 1
+
+    def need(self, buffer: int, time: int) -> None:
+        self.interval[buffer][1] = max(self.interval[buffer][1], time)
+
+    def peak(self, end: int) -> int:
+        return max(sum(b for b, (first, last) in zip(self.bytes, self.interval, strict=True) if first <= t <= last) for t in range(end + 1))
+
+
+def peak_by_running(graph: Graph, layouts: dict, results: dict, mesh: Mesh) -> int:
+    """Run op after op; a buffer lives until it, or a view of it, is read last. Parameters, buffers and inputs live throughout."""
+    memory, end, second_names = Memory(), len(graph.ops), dict(graph.tied)
+    at: dict = {}  # value -> (buffer, layout) where its readers find it
+
+    def moved(value, written: str, time: int) -> int:
+        """The buffer that holds a value in a layout: the one it is in, or a new one."""
+        buffer, have = at[value]
+        memory.need(buffer, time)
+        return buffer if have == written else memory.make(bytes_of(graph.tensor(value), written, mesh), time)
+
+    def to_hub(value, time: int) -> None:
+        hub = layouts[graph.ops[value[0]].name].hubs[value[1]]
+        if hub and value not in arrived:
+            arrived.add(value)
+            at[value] = (moved(value, hub, time), hub)
+
+    arrived: set = set()
+    for i, op in enumerate(graph.ops):
+        placed = layouts[op.name]
+        if op.is_placeholder:
+            size = 0 if op.name in second_names else bytes_of(op.outputs[0], placed.outputs[0], mesh)
+            at[i, 0] = (memory.make(size, 0), placed.outputs[0])
+            memory.need(at[i, 0][0], end)
+            continue
+        inputs = []
+        for value, written in zip(op.inputs, placed.inputs, strict=True):
+            to_hub(value, i)
+            inputs.append(moved(value, written, i))
+            memory.need(inputs[-1], i)
+        for k, tensor in enumerate(op.outputs):
+            if tensor is not None:
+                buffer = inputs[op.alias] if op.alias is not None else memory.make(bytes_of(tensor, placed.outputs[k], mesh), i)
+                memory.need(buffer, i)
+                at[i, k] = (buffer, placed.outputs[k])
+    for name, ready in trained(graph).items():
+        tensor, written = graph.tensor((graph.index[name], 0)), layouts[name].outputs[0]
+        local = bytes_of(tensor, written, mesh)
+        memory.need(memory.make(local, ready + 1), end)  # the gradient
+        memory.need(memory.make(optimizer_state_bytes(local // tensor.itemsize, "adamw"), 0), end)
+    for result in graph.results:
+        if result.value is not None and result.kind == "output":
+            to_hub(result.value, end)
+            moved(result.value, results[f"output:{result.name}"], end)
+    return memory.peak(end)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_the_peak_is_never_below_that_of_a_run(case):
+    """Above it where a view is moved: what the moved view was made from is counted as long as the view."""
+    f = formulated(*case)
+    for choice in choices(f, 6):
+        expected = peak_by_running(f.graph, layouts_of(f, choice), results_of(f, choice), f.mesh)
+        assert expected <= evaluate(f.problem, choice).peak <= 2 * expected
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_the_peak_of_the_best_plan_is_that_of_a_run(case):
+    f = formulated(*case)
+    choice = solve(f.problem).choice
+    expected = peak_by_running(f.graph, layouts_of(f, choice), results_of(f, choice), f.mesh)
+    assert evaluate(f.problem, choice).peak == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_peak_without_moves_is_exactly_that_of_a_run():
+    for case in CASES:
+        f = formulated(*case)
+        whole = replicated(len(f.mesh.axes))
+        choice = [next(j for j, c in enumerate(cs) if all(x == whole for x in (*c.inputs, *c.outputs) if x)) for cs in f.candidates.of]
+        choice += [layouts.index(whole) for layouts in f.hub_layouts.values()]
+        choice += [f.result_layouts[k].index(whole) for k, node in f.results.items() if node >= len(choice)]
+        assert evaluate(f.problem, choice).peak == peak_by_running(f.graph, layouts_of(f, choice), results_of(f, choice), f.mesh)
+
+
+def small(*ops: Op, results: tuple[Result, ...], tied=()) -> Formulation:
+    graph, mesh = Graph(ops, results, tied), Mesh.from_bandwidths((2,))
+    training = Training() if any(r.kind == "gradient" for r in results) else None
+    return formulate(graph, candidates(graph, mesh), mesh, training=training)
+
+
+MATRIX = Tensor((8, 8), "float32")  # 256 bytes
+X = Op("x", "input", (), ((), ()), (MATRIX,), "input")
+W = Op("w", "parameter", (), ((), ()), (MATRIX,), "parameter")
+
+
+def unary(name: str, target: str, source, *, alias=None, args=()) -> Op:
+    return Op(name, f"aten.{target}.default", (source,), ((Ref(0), *args), ()), (MATRIX,), alias=alias)
+
+
+def usages(f: Formulation, name: str) -> list[tuple]:
+    """(start, end, largest bytes) of what belongs to a node, and to the edges that lead to it."""
+    node = f.problem.names.index(name)
+    own = [(u.start, u.end, u.bytes.max()) for u in f.problem.usages if isinstance(u, NodeUsage) and u.node == node]
+    edges = [u for u in f.problem.usages if isinstance(u, EdgeUsage) and f.problem.edges[u.edge].b == node]
+    return [*own, *(("edge", u.start, u.end, u.bytes.max()) for u in edges)]
+
+
+def test_a_chain_holds_each_tensor_until_its_reader_ran():
+    f = small(X, unary("a", "exp", (0, 0)), unary("b", "exp", (1, 0)), unary("c", "exp", (2, 0)), results=(Result("output", "0", (3, 0)),))
+    assert usages(f, "x") == [(0, 5, 256)]  # inputs live throughout
+    assert usages(f, "a") == [(1, 3, 256), ("edge", 1, 2, 256)]  # until b has run; the copy of x while a runs
+    assert usages(f, "c") == [(3, 5, 256), ("edge", 3, 4, 256)]  # returned
+    assert usages(f, "output:0") == [("edge", 4, 5, 256)]
+
+
+def test_a_hub_takes_over_what_several_read():
+    f = small(
+        X, unary("a", "exp", (0, 0)), unary("b", "exp", (1, 0)), unary("c", "exp", (1, 0)), unary("d", "exp", (3, 0)),
+        results=(Result("output", "0", (4, 0)), Result("output", "1", (2, 0))),
+    )  # fmt: skip
+    assert usages(f, "a") == [(1, 2, 256), ("edge", 1, 2, 256)]  # until the hub has it
+    assert usages(f, "a.0 (hub)") == [(2, 4, 256), ("edge", 2, 3, 256)]  # from its first reader to its last
+
+
+def test_a_hub_of_a_parameter_is_a_copy_that_lives_as_long_as_it_is_read():
+    f = small(W, unary("a", "exp", (0, 0)), unary("b", "exp", (1, 0)), unary("c", "exp", (0, 0)), results=(Result("output", "0", (3, 0)),))
+    assert usages(f, "w") == [(0, 5, 256)]
+    assert usages(f, "w.0 (hub)") == [("edge", 1, 4, 256)]  # nothing where its layout is the parameter's
+    edge = next(u for u in f.problem.usages if isinstance(u, EdgeUsage) and f.problem.names[f.problem.edges[u.edge].b] == "w.0 (hub)")
+    gives, takes = f.candidates.of[0], f.hub_layouts[0, 0]
+    for i, c in enumerate(gives):
+        for j, layout in enumerate(takes):
+            held = bytes_of(MATRIX, text(layout), f.mesh)
+            assert edge.bytes[i, j] == (0 if c.outputs[0] == layout else held)
+
+
+def test_a_view_holds_nothing_and_keeps_its_base():
+    f = small(
+        X, unary("a", "exp", (0, 0)), unary("t", "t", (1, 0), alias=0), unary("b", "exp", (0, 0)), unary("c", "exp", (2, 0)),
+        results=(Result("output", "0", (4, 0)), Result("output", "1", (3, 0))),
+    )  # fmt: skip
+    assert usages(f, "a") == [(1, 5, 256), ("edge", 1, 2, 256)]  # until c has read the view
+    assert usages(f, "t") == [("edge", 2, 5, 256)]  # a copy of a, where it is moved for t, lives as long as the view
+
+
+def test_a_gradient_is_held_from_its_making_to_the_end_in_the_parameters_layout():
+    f = small(
+        X, W, unary("g", "exp", (0, 0)), unary("h", "exp", (0, 0)), results=(Result("gradient", "w", (2, 0)), Result("output", "0", (3, 0)))
+    )
+    assert usages(f, "w") == [(3, 5, 256), (0, 5, 256 + 2 * 256)]  # the gradient; the parameter and two moments
+    link = next(link for link in f.links if link.value == (2, 0))
+    assert link.b == 1  # the edge leads to the parameter itself
+
+
+def test_a_second_name_of_a_parameter_costs_nothing():
+    second = replace(W, name="head")
+    ops = (X, W, second, unary("g", "exp", (1, 0)))
+    results = (Result("gradient", "w", (3, 0)), Result("gradient", "head", None), Result("output", "0", (3, 0)))
+    tied, alone = small(*ops, results=results, tied=(("head", "w"),)), small(*ops, results=results)
+    assert usages(tied, "head") == [] and usages(alone, "head") != []
+    assert not tied.problem.node_costs[2].any()
+    assert layouts_of(tied, solve(tied.problem).choice)["head"] == layouts_of(tied, solve(tied.problem).choice)["w"]
+
+
+# -- what can be chosen ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_partial_never_comes_from_what_is_not_partial(case):
+    f = formulated(*case)
+    for edge, link in zip(f.problem.edges, f.links, strict=True):
+        for i, source in enumerate(link.gives):
+            for j, target in enumerate(link.takes):
+                grows = any(t.is_partial() and not s.is_partial() for s, t in zip(source, target, strict=True))
+                possible = np.isfinite(edge.table[i, j])
+                assert not (grows and possible)
+                assert possible or has_partial(target), (text(source), text(target))  # else there is always a way
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_nodes_are_the_ops_a_hub_per_value_with_several_readers_and_the_outputs(case):
+    f = formulated(*case)
+    readers = readers_of(f.graph)
+    hubs = {value for value, who in readers.items() if len(who) > 1}
+    outputs = sum(r.kind == "output" for r in f.graph.results)
+    assert set(f.hubs) == hubs
+    assert len(f.problem.node_costs) == len(f.graph.ops) + len(hubs) + outputs
+    assert len(f.problem.edges) == sum(map(len, readers.values())) + len(hubs)
+    for k, result in enumerate(f.graph.results):
+        if result.kind == "gradient" and result.value is not None:
+            assert f.results[k] == f.graph.index[result.name]
+    assert not any(has_partial(layout) for layouts in f.result_layouts.values() for layout in layouts)
+    assert all(is_legal(link.tensor.shape, layout, f.mesh) for link in f.links for layout in (*link.gives, *link.takes))
+
+
+def test_equal_tables_are_one_array():
+    f = formulated("gpt2", True, (2, 2))
+    assert len({id(e.table) for e in f.problem.edges}) < 0.7 * len(f.problem.edges)  # one layer; more layers share more
+
+
+SCHEMES = {  # layouts of parameters and inputs on a mesh of one axis
+    "data parallel": lambda t, kind: "S(0)" if kind == "input" else "R",
+    "fsdp": lambda t, kind: "S(0)",
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", MODELS)
+def test_data_parallel_and_fsdp_are_points_of_the_space(name, scheme):
+    f = formulated(name, True, (2,))
+    kinds = ("parameter", "input")
+    pins = {op.name: SCHEMES[scheme](op.outputs[0], op.kind) for op in f.graph.ops if op.kind in kinds}
+    problem = with_pins(f, allowed_by_pins(f, Options(pins=pins)))
+    answer = solve(problem)
+    found = layouts_of(f, answer.choice)
+    assert np.isfinite(answer.cost)
+    assert {n: found[n].outputs[0] for n in pins} == pins
+    results = results_of(f, answer.choice)
+    assert all(results[f"gradient:{n}"] == pins[n] for n in f.graph.parameters)  # ZeRO: the gradient ends where the parameter lies
+
+
+def test_pins_forbid_the_other_choices_and_keep_the_numbers():
+    f = formulated("mlp", True, (2,))
+    name = next(iter(f.graph.parameters))
+    node = f.graph.index[name]
+    pinned = with_pins(f, allowed_by_pins(f, Options(pins={name: "S(1)"})))
+    kept = [c.outputs[0] == parse("S(1)") for c in f.candidates.of[node]]
+    assert np.isfinite(pinned.node_costs[node]).tolist() == kept
+    assert all(a is b for k, (a, b) in enumerate(zip(pinned.node_costs, f.problem.node_costs, strict=True)) if k != node)
+
+
+def test_the_optimizer_is_priced_on_trained_parameters_only():
+    training, inference = formulated("mlp", True, (2,)), formulated("mlp", False, (2,))
+    for f, priced in ((training, True), (inference, False)):
+        assert all((f.problem.node_costs[i] > 0).all() == priced for i in f.graph.parameters.values())
+        assert not any(f.problem.node_costs[i].any() for i, op in enumerate(f.graph.ops) if op.kind in ("input", "buffer", "tangent"))
+
+
+def test_the_preference_orders_every_node_and_stays_out_of_the_cost():
+    for case in CASES:
+        f = formulated(*case)
+        assert [len(p) for p in f.preference] == [len(c) for c in f.problem.node_costs]
+        assert all((p > 0).all() for p in f.preference if len(p))

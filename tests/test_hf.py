@@ -1,0 +1,164 @@
+"""Hugging Face models from their config: the published module, example inputs, settings, and sentences where it can't be."""
+
+import builtins
+import copy
+import json
+
+import pytest
+import torch
+import transformers
+
+from autoshard.capture import capture
+from autoshard.cli import main
+from autoshard.cli.huggingface import UNMASKED, load_huggingface
+from autoshard.cli.model import load_model
+from benchmarks.coverage import HF
+
+MODELS = sorted(path.parent.name for path in HF.glob("*/config.json"))
+
+
+def folder(name):
+    return str(HF / name)
+
+
+def real(module, seed=0):
+    """The module on the CPU with seeded weights, its buffers as the published class makes them."""
+    torch.manual_seed(seed)
+    made = published(module, module.config._attn_implementation)
+    made.__class__ = type(module)
+    return made
+
+
+def published(module, attention="eager"):
+    """The published class on the CPU."""
+    return (
+        getattr(transformers, module.config.architectures[0])
+        ._from_config(copy.deepcopy(module.config), attn_implementation=attention)
+        .eval()
+    )
+
+
+def values(example_inputs, words=100, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randint(3, words, x.shape, generator=g) if x.dtype == torch.int64 else torch.randn(x.shape, generator=g)
+        for name, x in example_inputs.items()
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_and_shapes_are_the_published_ones(name):
+    module, example_inputs = load_huggingface(folder(name), {}, training=True)
+    config = transformers.AutoConfig.from_pretrained(folder(name))
+    with torch.device("meta"):
+        theirs = getattr(transformers, config.architectures[0])._from_config(config)
+    assert {n: p.shape for n, p in module.named_parameters()} == {n: p.shape for n, p in theirs.named_parameters()}
+    assert all(p.is_meta for p in module.parameters())
+    assert type(module).__name__ == config.architectures[0]
+    assert example_inputs
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "bart", "whisper", "vit", "clip", "opt", "mixtral"])
+def test_what_is_left_out_changes_no_number(name):
+    """Without a mask, cache and other outputs the module computes what the published one does."""
+    module, example_inputs = load_huggingface(folder(name), {}, training=True)
+    assert module.config._attn_implementation == UNMASKED
+    ours = real(module)
+    theirs = published(module)
+    theirs.load_state_dict(ours.state_dict())
+    given = values(example_inputs)
+    given |= {"labels": given["labels"] % 8} if name == "vit" else {}
+    more = {"return_loss": True} if name == "clip" else {}
+    with torch.no_grad():
+        assert ours(**given).item() == pytest.approx(theirs(**given, **more).loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "falcon"])
+def test_the_mask_that_is_given_is_the_one_that_would_be_built(name):
+    module, example_inputs = load_huggingface(folder(name), {}, training=True)
+    mask = example_inputs["attention_mask"]
+    ours, given = real(module), values({k: v for k, v in example_inputs.items() if k != "attention_mask"})
+    theirs = published(module)
+    theirs.load_state_dict(ours.state_dict())
+    with torch.no_grad():
+        assert ours(**given, attention_mask=mask).item() == pytest.approx(theirs(**given).loss.item(), rel=1e-5)
+
+
+def test_settings_change_layers_sizes_and_type():
+    settings = {"layers": 3, "batch": 2, "seq": 4, "dtype": "bfloat16"}
+    module, example_inputs = load_huggingface(folder("gemma3"), settings)
+    assert len(module.model.layers) == 3 and len(module.config.layer_types) == 3
+    assert example_inputs["input_ids"].shape == (2, 4) and "labels" not in example_inputs
+    assert module.dtype == torch.bfloat16
+    module, _ = load_huggingface(folder("clip"), {"layers": 1})
+    assert len(module.text_model.encoder.layers) == len(module.vision_model.encoder.layers) == 1
+
+
+def test_a_causal_mask_is_no_part_of_the_graph():
+    """Under capture transformers would build one for packed sequences, [batch, 1, seq, seq]."""
+    module, example_inputs = load_huggingface(folder("llama"), {"batch": 4, "seq": 32})
+    graph = capture(module, example_inputs, training=False)
+    assert not any(t is not None and t.dtype == "bool" for op in graph.ops for t in op.outputs)
+    assert any("flash_attention" in op.target for op in graph.ops)
+
+
+def test_the_loss_is_an_output_on_its_own():
+    module, example_inputs = load_huggingface(folder("gpt2"), {}, training=True)
+    graph = capture(module, example_inputs, training=True)
+    assert [r.kind for r in graph.results].count("output") == 1
+    assert graph.tensor(next(r.value for r in graph.results if r.kind == "output")).shape == ()
+    module, example_inputs = load_huggingface(folder("gpt2"), {"loss": True})
+    assert "labels" in example_inputs
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "said"),
+    [
+        ({}, {"depth": 2}, "hf: models take no setting 'depth'; they take batch, seq, layers"),
+        ({}, {"layers": 0}, "layers is 0; expected a whole number of 1 or more"),
+        ({}, {"dtype": "float99"}, "dtype is 'float99'; expected a name of torch's"),
+        ({}, {"attention": "none_such"}, "can't build LlamaForCausalLM from .*none_such"),
+        ({"architectures": ["NoSuchModel"]}, {}, "has architecture 'NoSuchModel', which transformers .* has not"),
+        ({"model_type": "no_such_type"}, {}, "config.json can't be read as a config by transformers"),
+        ({"architectures": ["LlamaModel"]}, {"loss": True}, "LlamaModel computes no loss"),
+    ],
+)
+def test_what_can_not_be_is_one_sentence(tmp_path, change, settings, said):
+    written = json.loads((HF / "llama" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(written | change))
+    with pytest.raises(ValueError, match=said) as caught:
+        load_huggingface(str(tmp_path), settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_a_config_is_said(tmp_path):
+    with pytest.raises(ValueError, match="there is no file .*config.json; hf:DIR names a folder"):
+        load_model(f"hf:{tmp_path}", {})
+
+
+def test_transformers_missing_is_one_sentence(monkeypatch):
+    original = builtins.__import__
+
+    def missing(name, *args, **kwargs):
+        if name == "transformers":
+            raise ImportError(name)
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ValueError, match="hf: models need the package transformers, which is not installed; pip install"):
+        load_huggingface(folder("llama"), {})
+
+
+def test_experts_in_a_loop_are_refused_with_their_line():
+    module, example_inputs = load_huggingface(folder("mixtral"), {"experts": "eager"})
+    with pytest.raises(ValueError, match=r"MixtralForCausalLM can't be captured at .*modeling_mixtral.py:\d+.*"):
+        capture(module, example_inputs, training=True)
+
+
+def test_the_command_line_takes_a_folder(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    model = f"hf:{folder('bert')}"
+    assert main(["plan", model, "--set", "layers=1", "--mesh", "2x2", "--train", "--json", "--out", str(out)]) == 0
+    assert json.loads(capsys.readouterr().out)["replicated_ops"] == []
+    assert main(["verify", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"]

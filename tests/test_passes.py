@@ -1,0 +1,337 @@
+"""autosharding_pass: every kind of graph on every kind of mesh, every option, and reading a plan instead of solving."""
+
+import math
+import os
+import pickle
+import subprocess
+import sys
+from functools import cache
+
+import dill
+import pytest
+import torch
+from torch import fx, nn
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.utils import _pytree as pytree
+
+from autoshard.api import PassOptions, autosharding_pass, passes
+from autoshard.api.planning import Infeasible
+from autoshard.layout import P
+from autoshard.mesh import Device
+from autoshard.strategies import Row
+from autoshard.strategies.rows import RULES
+from tests.helpers import TINY, given_graphs
+
+SLOW_DEVICE = Device("slow", 1e7, 1e7, 1e9, 1e12, launch=0.0)  # beside its compute, links are fast: tiny models are cut
+FAST = dict(intra_node_bandwidth=1e14, inter_node_bandwidth=1e14, device=SLOW_DEVICE)
+QUIET = dict(ilp_solution_file=None)
+MESHES = [(8,), (1, 8), (2, 4), (2, 2, 2)]
+KINDS = ["symbolic_trace", "exported", "module", "aten", "joint"]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@cache
+def given(name: str, kind: str):
+    """A graph of its own per call site would cost seconds; annotations are overwritten."""
+    return given_graphs(name)[kind]
+
+
+def run(name: str = "mlp", kind: str = "symbolic_trace", **options):
+    graph, example_inputs, _ = given(name, kind)
+    return autosharding_pass(graph, **{"mesh_shape": (2, 4), "example_inputs": example_inputs, **FAST, **QUIET, **options})
+
+
+def check_spec(spec: DTensorSpec, shape: tuple[int, ...], dtype: torch.dtype, mesh_shape: tuple[int, ...]) -> None:
+    """A placement per mesh axis, each cut even, the tensor's own shape and type."""
+    assert tuple(spec.device_mesh.shape) == mesh_shape and len(spec.placements) == len(mesh_shape)
+    assert (tuple(spec.tensor_meta.shape), spec.tensor_meta.dtype) == (shape, dtype)
+    for d, size in enumerate(shape):
+        assert size % math.prod(n for n, p in zip(mesh_shape, spec.placements, strict=True) if p.is_shard(d)) == 0
+    assert all(not p.is_shard() or p.dim < len(shape) for p in spec.placements)
+
+
+def tensors_by_running(graph, example_inputs) -> dict[fx.Node, list]:
+    """The tensors of every node but the output, by its metadata or by running it on the meta device."""
+    seen: dict[fx.Node, list] = {}
+
+    class Watch(fx.Interpreter):
+        def run_node(self, n):
+            result = super().run_node(n)
+            seen[n] = pytree.tree_leaves(result)
+            return result
+
+    nodes = [n for n in graph.graph.nodes if n.op != "output"]
+    if all("val" in n.meta for n in nodes):
+        return {n: pytree.tree_leaves(n.meta["val"]) for n in nodes}
+    Watch(graph).run(*example_inputs)
+    return {n: seen[n] for n in nodes}
+
+
+GIVEN = [("mlp", kind, mesh_shape) for kind in KINDS for mesh_shape in MESHES]
+LONGER = [("gpt2", kind, mesh_shape) for kind in ("exported", "joint") for mesh_shape in MESHES]
+
+
+@pytest.mark.parametrize(("name", "kind", "mesh_shape"), [*GIVEN, *(pytest.param(*row, marks=pytest.mark.slow) for row in LONGER)])
+def test_every_tensor_node_carries_a_legal_spec_and_every_parameter_is_in_the_map(name, kind, mesh_shape):
+    graph, example_inputs, module = given(name, kind)
+    for node in graph.graph.nodes:
+        node.meta.pop("autoshard", None)
+    annotated, info = run(name, kind, mesh_shape=mesh_shape)
+    assert annotated is graph
+    for node, tensors in tensors_by_running(graph, example_inputs).items():
+        assert isinstance(node.meta.get("autoshard", ()), (DTensorSpec, tuple)), node
+        specs = pytree.tree_leaves(node.meta.get("autoshard"), is_leaf=lambda leaf: leaf is None)
+        if any(isinstance(t, torch.Tensor) for t in tensors):
+            assert len(specs) == len(tensors), node
+            for spec, tensor in zip(specs, tensors, strict=True):
+                if isinstance(tensor, torch.Tensor):
+                    check_spec(spec, tuple(tensor.shape), tensor.dtype, mesh_shape)
+        else:
+            assert "autoshard" not in node.meta
+    assert info["status"] == "optimal" and info["gap"] <= 1e-9
+    written = [w for placed in info["solution"].layouts.values() for w in placed.outputs if w]
+    assert sum("S(" in w for w in written) > len(written) / 3  # a plan that cuts; parameters may stay whole
+    if kind != "aten":  # there the parameters came as plain inputs
+        entries = {f"{m}.{a}": spec for m, row in info["tensor_sharding_map"].items() for a, spec in row["sharding"].items()}
+        assert set(entries) == set(dict(module.named_parameters()))
+        for n, p in module.named_parameters():
+            check_spec(entries[n], tuple(p.shape), p.dtype, mesh_shape)
+            assert info["solution"].parameters[n]["layout"] == info["solution"].layouts[n].outputs[0]
+
+
+def test_a_module_is_captured_and_its_graph_comes_back():
+    module, inputs = TINY["mlp"]()
+    for training in (True, False):
+        graph, info = autosharding_pass(module, mesh_shape=(2, 4), example_inputs=inputs, training=training, **FAST, **QUIET)
+        assert any("autoshard" in node.meta for node in graph.graph.nodes)
+        assert info["solution"].training == training
+        assert {"autosharding_time", "tensor_sharding_map", "solution", "status", "cost_seconds", "bound_seconds", "gap"} == set(info)
+
+
+def test_a_specs_placement_is_the_solutions():
+    graph, info = run(kind="joint")
+    for node in graph.graph.nodes:
+        spec = node.meta.get("autoshard")
+        placed = info["solution"].layouts.get(node.name)
+        if isinstance(spec, DTensorSpec) and placed is not None:
+            assert passes.text(tuple(spec.placements)) == placed.outputs[0]
+
+
+# -- options ---------------------------------------------------------------------------------------------------------------------
+
+BAD = [
+    (dict(mesh_shape=(0, 4)), "mesh shape is (0, 4)"),
+    (dict(mesh_shap=(2, 4)), "unknown option 'mesh_shap'; did you mean 'mesh_shape'?"),
+    (dict(inter_bandwidth=1e9), "unknown option 'inter_bandwidth'; did you mean 'inter_node_bandwidth'?"),
+    (dict(mip_gap=1), "unknown option 'mip_gap'; did you mean 'mip_rel_gap'?"),
+    (dict(preload=True), "unknown option 'preload'; did you mean 'preload_solution'?"),
+    (dict(algo="megatronn"), "algo is 'megatronn'; expected one of alpa, data_parallel, fsdp, megatron, megatron_sp"),
+    (dict(communications_backend="mpi"), "communications_backend is 'mpi'; expected one of nccl, gloo"),
+    (dict(mip_rel_gap=-1), "mip_rel_gap is -1; expected a percentage of 0 or more"),
+    (dict(mip_rel_gap="1"), "mip_rel_gap is '1'; expected a percentage of 0 or more"),
+    (dict(preload_solution=True, ilp_solution_file=None), "preload_solution needs ilp_solution_file, the file to read"),
+    (dict(preload_solution=True, ilp_solution_file="nowhere.pkl"), "there is no file nowhere.pkl"),
+    (dict(inter_node_bandwidth=0), "inter_node_bandwidth is 0;"),
+    (dict(time_limit=-1), "time_limit is -1;"),
+    (dict(training=True), "training=True needs an nn.Module"),
+    (dict(pins={"nothing": "R,R"}), "pin on 'nothing': the model has no such tensor"),
+    (dict(pins=("a", "b")), "pins is a tuple"),
+    (dict(devices_per_node=0), "devices_per_node is 0;"),
+]
+
+
+@pytest.mark.parametrize(("options", "sentence"), BAD, ids=[str(o) for o, _ in BAD])
+def test_a_bad_option_is_one_sentence(options, sentence):
+    with pytest.raises(ValueError) as caught:
+        run(**options)
+    assert str(caught.value).startswith(sentence)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_mesh_shape_is_required():
+    with pytest.raises(
+        ValueError, match=r"^mesh_shape is missing; give the sizes of the mesh, slowest axis first, for example mesh_shape=\(2, 4\)$"
+    ):
+        autosharding_pass(given("mlp", "joint")[0])
+
+
+def test_what_is_no_graph_is_one_sentence():
+    with pytest.raises(ValueError, match="^graph is int; expected a torch.fx.GraphModule, a torch.export.ExportedProgram or an nn.Module$"):
+        autosharding_pass(3, mesh_shape=(2, 4))
+    with pytest.raises(ValueError, match="^an nn.Module needs example_inputs"):
+        autosharding_pass(nn.Linear(8, 8), mesh_shape=(2, 4))
+
+
+def test_the_published_options_have_their_published_defaults():
+    published = {
+        "algo": "alpa", "communications_backend": "nccl", "skip_fully_replicated": False, "time_limit": 10000, "mip_rel_gap": 0,
+        "run_checks": False, "preload_solution": False, "ilp_solution_file": "ilp_solution.pkl", "skip_forward": False,
+    }  # fmt: skip
+    options = PassOptions(mesh_shape=(2, 4))
+    assert {name: getattr(options, name) for name in published} == published
+
+
+def test_skip_forward_leaves_out_the_map():
+    assert "tensor_sharding_map" not in run(skip_forward=True)[1]
+    assert "tensor_sharding_map" in run()[1]
+
+
+def test_the_gap_is_a_percentage():
+    assert PassOptions(mesh_shape=(2,), mip_rel_gap=5).planning().gap == 0.05
+
+
+def test_skip_fully_replicated_cuts_every_op_that_can_be_cut():
+    slow = dict(intra_node_bandwidth=1e6, inter_node_bandwidth=1e6, device="h100")  # so slow that all is replicated
+    free, cut = run(kind="joint", **slow)[1]["solution"], run(kind="joint", skip_fully_replicated=True, **slow)[1]["solution"]
+
+    def whole(solution):
+        ops = [p for n, p in solution.layouts.items() if p.inputs]
+        return sum({*p.inputs, *(w for w in p.outputs if w)} == {"R,R"} for p in ops)
+
+    assert whole(free) > 5 * max(whole(cut), 1) and cut.cost > free.cost
+
+
+@pytest.mark.parametrize("algo", ["data_parallel", "fsdp", "megatron", "megatron_sp"])
+def test_a_baseline_can_be_asked_for(algo):
+    best = run(kind="joint")[1]
+    solution = run(kind="joint", algo=algo)[1]["solution"]
+    assert solution.assumptions["pinned_to"] == solution.assumptions["algo"] == algo
+    assert solution.cost >= best["cost_seconds"] * (1 - 1e-9)
+    assert best["solution"].baselines[algo]["cost_seconds"] == pytest.approx(solution.cost, rel=1e-9)
+    if algo == "data_parallel":
+        assert {row["layout"] for row in solution.parameters.values()} == {"R,R"}
+
+
+def test_gloo_is_priced_differently():
+    costs = {backend: run(kind="joint", communications_backend=backend, algo="fsdp")[1]["cost_seconds"] for backend in ("nccl", "gloo")}
+    assert costs["gloo"] > costs["nccl"]
+
+
+def test_checks_pass_on_a_right_plan_and_stop_a_wrong_row(monkeypatch):
+    run(kind="joint", run_checks=True, mesh_shape=(2, 2))
+    monkeypatch.setitem(RULES, "aten.gelu.default", lambda op, inputs: [Row((P(),), (P(),))])  # gelu of a sum is no sum of gelus
+    matmul = next(n.name for n in given("mlp", "joint")[0].graph.nodes if "addmm" in n.name)
+    with pytest.raises(ValueError, match="^run_checks: the plan does not compute what the graph computes: gelu gives"):
+        run(kind="joint", run_checks=True, mesh_shape=(2,), pins={matmul: "P", "gelu": "P"})
+
+
+def test_pins_and_limits_reach_the_planner():
+    weight = "layers.0.up.weight"
+    assert run(kind="joint", pins={weight: "R,S(1)"})[1]["solution"].layouts[weight].outputs == ("R,S(1)",)
+    with pytest.raises(Infeasible):
+        run(kind="joint", memory_limit=100.0, mesh_shape=(2,), time_limit=20.0)
+
+
+# -- reading a plan instead of solving ---------------------------------------------------------------------------------------------
+
+AGAIN = """
+import sys
+sys.path.insert(0, ROOT)
+import autoshard.api.planning as planning, autoshard.solvers.solve as solving
+from autoshard.layout import text
+from torch.utils import _pytree as pytree
+from tests.helpers import TINY, given_graphs
+def forbidden(*args, **kwargs): raise AssertionError("solved")
+planning.solve = solving.solve = forbidden
+from autoshard.api import autosharding_pass
+graph, inputs, module = given_graphs("mlp")["exported"]
+graph, info = autosharding_pass(graph, mesh_shape=(2, 4), preload_solution=True, ilp_solution_file=FILE)
+for n in graph.graph.nodes:
+    for spec in pytree.tree_leaves(n.meta.get("autoshard", ())): print(n.name, text(spec.placements))
+print("status", info["status"])
+"""
+
+
+@pytest.mark.parametrize("file", ["plan.pkl", pytest.param("plan.json", marks=pytest.mark.slow)])
+def test_a_saved_plan_annotates_alike_in_a_new_process_without_solving(file, tmp_path):
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    graph, info = run(kind="exported", ilp_solution_file=str(tmp_path / file))
+    script = AGAIN.replace("ROOT", repr(root)).replace("FILE", repr(str(tmp_path / file)))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root)
+    assert done.returncode == 0, done.stderr
+    here = [
+        f"{n.name} {passes.text(spec.placements)}" for n in graph.graph.nodes for spec in pytree.tree_leaves(n.meta.get("autoshard", ()))
+    ]
+    assert done.stdout.splitlines() == [*here, "status optimal"]
+    assert len(here) > 15 and any("S(" in line for line in here)
+
+
+def test_nothing_is_solved_or_written_when_a_plan_is_preloaded(tmp_path, monkeypatch):
+    file = tmp_path / "ilp_solution.pkl"
+    _, solved = run(kind="joint", ilp_solution_file=str(file))
+    written = file.read_bytes()
+    monkeypatch.setattr(passes, "plan_graph", None)  # calling it would raise
+    _, info = run(kind="joint", preload_solution=True, ilp_solution_file=str(file))
+    assert info["solution"] == solved["solution"] and info["autosharding_time"] == 0
+    assert file.read_bytes() == written
+
+
+def test_the_plan_of_another_graph_or_mesh_is_refused():
+    run(kind="joint", ilp_solution_file="plan.pkl")
+    for options, sentence in (
+        (dict(kind="exported"), "^plan.pkl does not fit this graph: .*; plan again without preload_solution$"),
+        (dict(kind="joint", mesh_shape=(4, 2)), "^plan.pkl was planned for mesh 2x4, not for 4x2; leave out the mesh or plan again$"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            run(preload_solution=True, ilp_solution_file="plan.pkl", **options)
+
+
+def old_style(graph, layout) -> dict:
+    """What older versions wrote: placements by node name."""
+    nodes = [n for n in graph.graph.nodes if n.op != "output"]
+    return {n.name: {"args": {}, "results": {"data_out_0": layout(n)}} for n in nodes}
+
+
+def test_an_old_dill_file_annotates_the_nodes_that_it_names():
+    graph, inputs, _ = given("mlp", "symbolic_trace")
+    layout = lambda n: (Shard(0), Replicate()) if n.op == "placeholder" else (Replicate(), Replicate())  # noqa: E731
+    with open("old.pkl", "wb") as file:
+        dill.dump(old_style(graph, layout), file)
+    _, info = run(preload_solution=True, ilp_solution_file="old.pkl")
+    assert info["status"] == "unjudged" and info["cost_seconds"] == math.inf
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            assert tuple(node.meta["autoshard"].placements) == (Shard(0), Replicate())
+        elif "autoshard" in node.meta:
+            assert tuple(node.meta["autoshard"].placements) == (Replicate(), Replicate())
+    assert {row["sharding"]["weight"].placements for row in info["tensor_sharding_map"].values()} == {(Replicate(), Replicate())}
+
+
+OLD_BAD = {
+    "names none of this graph's nodes": {"other": {"args": {}, "results": {"data_out_0": (Replicate(), Replicate())}}},
+    "cuts dim 7, the tensor has 2 dims": {"x": {"args": {}, "results": {"data_out_0": (Shard(7), Replicate())}}},
+    "has 1 placements and the mesh 2x4 2 axes": {"x": {"args": {}, "results": {"data_out_0": (Replicate(),)}}},
+}
+
+
+@pytest.mark.parametrize("sentence", OLD_BAD)
+def test_an_old_file_that_does_not_fit_is_one_sentence(sentence):
+    with open("old.pkl", "wb") as file:
+        dill.dump(OLD_BAD[sentence], file)
+    with pytest.raises(ValueError, match=sentence) as caught:
+        run(preload_solution=True, ilp_solution_file="old.pkl")
+    assert "\n" not in str(caught.value)
+
+
+class Runs:
+    def __reduce__(self):
+        return (os.system, ("touch pwned",))
+
+
+def test_a_malicious_file_is_refused_and_not_run():
+    with open("evil.pkl", "wb") as file:
+        pickle.dump({"x": Runs()}, file)
+    with pytest.raises(ValueError, match="evil.pkl wants to use .*system, which a plan never needs; it was not run"):
+        run(preload_solution=True, ilp_solution_file="evil.pkl")
+    assert not os.path.exists("pwned")
+
+
+def test_a_plan_is_written_by_default_where_it_was_published(tmp_path):
+    graph, example_inputs, _ = given("mlp", "symbolic_trace")
+    autosharding_pass(graph, mesh_shape=(2,), example_inputs=example_inputs, **FAST)
+    assert os.listdir(tmp_path) == ["ilp_solution.pkl"]
