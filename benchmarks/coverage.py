@@ -8,35 +8,38 @@ no rule knows, by target. cpu: seconds of this process for capture and both plan
 error of any output or gradient over the plan and the random layouts, all ranks; a misplaced tensor makes the row fail.
 """
 
+# ruff: noqa: E402  (its own folder has to leave sys.path first)
 import argparse
 import json
 import sys
 import time
 from pathlib import Path
 
+sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).parent]  # numba asks for a package `coverage`
+
 import torch
 
 from autoshard import api
 from autoshard.cli.arguments import parse_settings
-from autoshard.cli.huggingface import load_huggingface
+from autoshard.cli.model import load_model
 from autoshard.mesh import Mesh
-from models import dlrm, moe, resnet, unet
 
-HF = Path(__file__).parent.parent / "tests" / "data" / "hf"
-OWN = {"resnet": resnet.tiny, "unet": unet.tiny, "dlrm": dlrm.tiny, "moe": moe.tiny}
+ROOT = Path(__file__).parent.parent
+HF = ROOT / "tests" / "data" / "hf"
+OWN = ("dlrm", "moe", "resnet", "unet")
 PLANNED, VERIFIED = ("8", "2x4"), (2, 2)
 SHAPES = {"8": (8,), "2x4": (2, 4)}
 
 
 def names(folder: Path = HF) -> list[str]:
-    return sorted(path.parent.name for path in folder.glob("*/config.json")) + list(OWN)
+    return sorted(path.parent.name for path in folder.glob("*/config.json")) + [*OWN]
 
 
 def build(name: str, training: bool, folder: Path = HF, settings: dict | None = None):
     """(module, example inputs)"""
     if name in OWN:
-        return OWN[name](loss=training)
-    return load_huggingface(str(folder / name), settings or {}, training=training)
+        return load_model(f"{ROOT}/models/{name}.py:tiny", {"loss": training})
+    return load_model(f"hf:{folder / name}", settings or {}, training=training)
 
 
 def measure(name: str, training: bool, *, folder: Path = HF, random: int = 3, settings: dict | None = None) -> dict:

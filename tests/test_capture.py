@@ -206,7 +206,8 @@ def captured_from(name: str, kind: str):
 
 GIVEN = [
     *itertools.product(("mlp",), ("symbolic_trace", "exported", "aten", "module", "joint")),
-    *itertools.product(("gpt2", "llama", "bert"), ("exported", "aten", "module", "joint")),
+    *itertools.product(("gpt2", "bert"), ("exported", "aten", "module", "joint")),
+    *(pytest.param("llama", kind, marks=pytest.mark.slow) for kind in ("exported", "aten", "module", "joint")),
 ]
 
 
@@ -386,7 +387,7 @@ BAD = [
     (ReturnsNumber, (X,), True, "ReturnsNumber"),
     (ReturnsNumber, (X,), False, "ReturnsNumber returns no tensor; there is nothing to plan"),
     (NoParameters, (X,), True, "the module has no parameter that gets a gradient; plan it without training"),
-    (DropsOut, (X,), False, "node bernoulli_ (aten.bernoulli_.float) writes into its input; give a functional graph (torch.export makes one)"),
+    (DropsOut, (X,), False, "node bernoulli_ (aten.bernoulli_.float) writes into its input; give a functional graph"),
     *[(Frozen, (torch.zeros(4, 9),), training, f"Frozen can't be captured at {HERE}:") for training in BOTH],
     *[(Frozen, (), training, "Frozen can't be captured: missing a required argument: 'x'") for training in BOTH],
     *[(Frozen, (X, X), training, "Frozen can't be captured: too many positional arguments") for training in BOTH],

@@ -88,6 +88,7 @@ def test_two_layers_are_too_few(model):
         tile(captured(model, 2, True), 1, container=CONTAINERS[model])
 
 
+@pytest.mark.slow
 def test_t5_needs_five_decoder_layers():
     with pytest.raises(ValueError, match="too few"):
         tile(captured("t5", (4, 4), True), 1, container="decoder.block")

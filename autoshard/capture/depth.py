@@ -66,7 +66,7 @@ def capture_deep(
 
     def whole(reason: str) -> tuple[Graph, Depth]:
         graph = capture(module, example_inputs, training=training)
-        return graph, Depth(found, (*captured, sum(c.layers for c in found)), False, reason)
+        return graph, Depth(found, (*captured, sum(c.layers for c in found)) if found else (), False, reason)
 
     def at(periods: int) -> Graph:
         if periods not in graphs:
@@ -91,14 +91,13 @@ def capture_deep(
             return whole(f"few of its layers can't be captured: {error}")
         try:
             predicted = _tiled(small, found, periods, {c.name: c.depth(periods + 1) for c in found})
+            deep = _tiled(small, found, periods, {c.name: c.layers for c in found})
+            reason = difference(predicted, at(periods + 1))
         except ValueError as error:
             reason = str(error)
-        else:
-            reason = difference(predicted, at(periods + 1))
         if reason:
             reasons.append(f"from {periods} periods: {reason}")
             continue
-        deep = _tiled(small, found, periods, {c.name: c.layers for c in found})
         reason = _misnamed(deep, module) or (_doubted(module, found, periods, example_inputs, training) if witness else "")
         if reason:
             return whole(reason)
@@ -142,8 +141,11 @@ def _misnamed(graph: Graph, module: nn.Module) -> str:
 def _doubted(module: nn.Module, found: tuple[Container, ...], periods: int, example_inputs: Any, training: bool) -> str:
     """Why the eager program of the whole model is not that of few layers repeated; "" if it is."""
     few = [shrunk(module, {c.name: c.depth(q) for c in found}) for q in (periods, periods + 1)]
-    programs = [eager_program(part, example_inputs, training=training) for part in (*few, module)]
-    return grown(*programs, times={(c.layers - c.depth(periods)) // c.period for c in found})
+    try:
+        short, longer, deep = (eager_program(part, example_inputs, training=training) for part in (*few, module))
+    except ValueError as error:
+        return f"there is no witness: {error}"
+    return grown(short, longer, deep, {(c.layers - c.depth(periods)) // c.period for c in found})
 
 
 # -- containers -----------------------------------------------------------------------------------------------------------------

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 import logging
 import operator
 import re
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -83,7 +84,7 @@ def capture_module(module: nn.Module, example_inputs: Any, *, training: bool) ->
         if training:
             captured = _capture_training(mode, fake_module, fake_args, fake_kwargs)
         else:
-            with mode, torch.no_grad():
+            with mode, torch.no_grad(), redirect_stderr(io.StringIO()):  # where it fails it prints the graph so far
                 program = torch.export.export(fake_module, fake_args, fake_kwargs, strict=False)
             captured = capture_given(program)
     if not any(result.value is not None for result in captured.graph.results):
@@ -531,7 +532,8 @@ def _explained(module: nn.Module):
         said = re.search(r"got \w+Error\(['\"](.+)['\"]\)", str(error))  # dynamo's own first line does not say what went wrong
         first = said[1] if said else str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if "memo disaster" in first or "data-dependent" in first.lower():
-            first = f"its shapes or its control flow depend on the data ({first})"
+            change = "compute the whole with masks, experts with batched or grouped matmuls"
+            first = f"its shapes or its control flow depend on the data ({first}); {change}"
         raise ValueError(f"{type(module).__name__} can't be captured{line}: {first}") from error
     finally:
         for logger, level in zip(loggers, levels, strict=True):

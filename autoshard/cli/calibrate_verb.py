@@ -5,22 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import RenderableType
 
 from autoshard.cli.app import INTERRUPTED, OK, app
-from autoshard.cli.arguments import check_out
+from autoshard.cli.arguments import check_out, parse_bytes
 from autoshard.cli.output import Output
-from autoshard.cost import presets
-from autoshard.cost.curves import METHODS, turning_points
-from autoshard.cost.curves.cluster import cluster, save_cluster
-from autoshard.cost.curves.errors import pooled
-from autoshard.cost.curves.files import Fitted, fitted, read_text, save
-from autoshard.cost.curves.rates import OpSample
-from autoshard.cost.importers import parse
 from autoshard.mesh import parse_shape
+
+if TYPE_CHECKING:
+    from autoshard.cost.curves.files import Fitted
+    from autoshard.cost.presets import Preset
 
 calibrate = typer.Typer(no_args_is_help=True, help="Measure a cluster, or fit what was measured.", rich_markup_mode=None)
 app.add_typer(calibrate, name="calibrate")
@@ -30,8 +28,8 @@ SAVED_EVERY = 1.0  # seconds
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
-def _report():
-    from autoshard.report import calibration  # here: matplotlib takes a second to import, which other verbs shouldn't pay
+def _report() -> ModuleType:
+    from autoshard.report import calibration  # here: matplotlib takes a second to import, and scipy below, which other verbs shouldn't pay
 
     return calibration
 
@@ -40,7 +38,7 @@ def _report():
 def fit(
     files: Annotated[list[str], typer.Argument(help="Output of nccl-tests or PARAM, nnscaler JSON, or CSV.", show_default=False)],
     out: Annotated[str | None, typer.Option(help="Write the curves here, as JSON.", show_default=False)] = None,
-    method: Annotated[str, typer.Option(help=f"{', '.join(METHODS)}.")] = "piecewise",
+    method: Annotated[str, typer.Option(help="piecewise, pchip, p_norm, alpha_beta or sigmoid (as published).")] = "piecewise",
     plot: Annotated[str | None, typer.Option(help="Draw curves and errors here: .png, .svg or .pdf.", show_default=False)] = None,
     table: Annotated[bool, typer.Option("--table", help="Show every curve, also where there are many.")] = False,
     collective: Annotated[str | None, typer.Option(help="Of files that don't say it.", show_default=False)] = None,
@@ -55,10 +53,13 @@ def fit(
     autoshard calibrate fit all_reduce_perf.txt all_gather_perf.txt --out curves.json --plot curves.png
     autoshard calibrate fit measured.csv --table
     """
+    from autoshard.cost.curves.files import fitted, text_of, save
+    from autoshard.cost.importers import parse
+
     check_out(out)
     check_out(plot)
     with Output(as_json=as_json, quiet=quiet) as output:
-        series = [s for path in files for s in parse(read_text(path), path, collective=collective, devices=devices, system=system)]
+        series = [s for path in files for s in parse(text_of(path), path, collective=collective, devices=devices, system=system)]
         curves = []
         for k, one in enumerate(series):
             output.progress(f"fitting: {one.name}", k / len(series))
@@ -82,6 +83,8 @@ def _row(one: Fitted) -> dict:
 
 def _by_collective(curves: Sequence[Fitted]) -> list[dict]:
     """Errors over the points of all curves of a collective, and of all."""
+    from autoshard.cost.curves.errors import pooled
+
     names = sorted({one.series.collective for one in curves})
     groups = [(name, [one for one in curves if one.series.collective == name]) for name in names]
     groups += [("all", list(curves))] if len(names) > 1 else []
@@ -103,10 +106,9 @@ def _drawn(one: Fitted) -> dict:
     grid = [first * (last / first) ** (k / 200) for k in range(201)]
     turns: list[float] = []
     if len(points) >= 6:
-        import numpy as np  # here: the rest of the command line needs none
+        from autoshard.cost.curves import turning_sizes
 
-        seconds = np.array([t for _, t in points])
-        turns = [points[k][0] for k in turning_points(seconds * 1e6, np.array([x / t / 1e9 for x, t in points]))]
+        turns = turning_sizes(*zip(*points))
     return {
         "name": one.series.name,
         "collective": one.series.collective,
@@ -134,7 +136,7 @@ def measure(
     autoshard plan models/gpt2.py:small --cluster cluster.json
     """
     from autoshard import api  # here: torch takes seconds to import
-    from autoshard.cli.arguments import parse_bytes
+    from autoshard.cost.curves.cluster import save_cluster
 
     check_out(out)
     if backend not in ("auto", "nccl", "gloo"):
@@ -166,8 +168,11 @@ def measure(
     return OK
 
 
-def _record(shape: tuple[int, ...], about: dict, found, elapsed: float) -> dict:
+def _record(shape: tuple[int, ...], about: dict, found: Any, elapsed: float) -> dict:
     """The file's content; nothing while too little is known."""
+    from autoshard.cost.curves.cluster import cluster
+    from autoshard.cost.curves.rates import OpSample
+
     if not all(any(len(t) >= 2 for (axis, _), t in found.collectives.items() if axis == k) for k, n in enumerate(shape) if n > 1):
         return {}
     samples = [OpSample(one.op, one.dtype, one.flops, one.bytes, one.seconds) for one in found.device]
@@ -195,11 +200,13 @@ def show_prices(
     autoshard show-prices
     autoshard show-prices h100
     """
+    from autoshard.cost import presets
+
     chosen = [presets.preset(name)] if name is not None else presets.all_presets()
     with Output(as_json=as_json) as output:
         output.answer({"prices": [asdict(one) for one in chosen]}, lambda: _prices(chosen))
     return OK
 
 
-def _prices(chosen: Sequence[presets.Preset]) -> RenderableType:
+def _prices(chosen: Sequence[Preset]) -> RenderableType:
     return _report().prices_table([asdict(one) for one in chosen])

@@ -47,8 +47,11 @@ def _report() -> ModuleType:
 @app.command()
 def plan(
     model: Model,
-    mesh: Annotated[str, typer.Option(help="Sizes of the mesh, slowest axis first: 2x4.", show_default=False)],
+    mesh: Annotated[str | None, typer.Option(help="Sizes of the mesh, slowest axis first: 2x4.", show_default=False)] = None,
     settings: Settings = [],  # noqa: B006 (typer makes a new one)
+    cluster: Annotated[
+        str | None, typer.Option(help="A file of `calibrate measure`, instead of a mesh and bandwidths.", show_default=False)
+    ] = None,
     train: Annotated[bool, typer.Option("--train", help="Plan a training step instead of a forward pass.")] = False,
     memory: Annotated[str | None, typer.Option(help="Memory of a device: 80GB. Default: no limit.", show_default=False)] = None,
     out: Annotated[str | None, typer.Option(help="Write the plan here: .json, or .pkl.", show_default=False)] = None,
@@ -73,8 +76,13 @@ def plan(
     """
     if devices_per_node is not None and devices_per_node < 1:
         raise ValueError(f"--devices-per-node is {devices_per_node}; expected 1 or more")
-    cluster = Mesh.from_bandwidths(
-        parse_shape(mesh),
+    measured = None if cluster is None else _measured(cluster)
+    if mesh is None and measured is None:
+        raise ValueError("Missing option '--mesh': give the sizes of the mesh, as --mesh 2x4, or a measured --cluster cluster.json")
+    if mesh is not None and measured is not None and parse_shape(mesh) != measured.shape:
+        raise ValueError(f"--mesh is {mesh}, but {cluster} was measured as {'x'.join(map(str, measured.shape))}; leave --mesh out")
+    devices = measured or Mesh.from_bandwidths(
+        parse_shape(mesh or ""),
         intra_node_bandwidth=parse_bytes(intra_node_bandwidth, "--intra-node-bandwidth"),
         inter_node_bandwidth=parse_bytes(inter_node_bandwidth, "--inter-node-bandwidth"),
         device=device,
@@ -91,7 +99,7 @@ def plan(
             solution = api.plan(
                 module,
                 example_inputs,
-                cluster,
+                devices,
                 training=train,
                 memory_limit=memory_limit,
                 pins=pins,
@@ -194,6 +202,12 @@ def export(
         if out is None or as_json:
             output.answer(_report().exported(value), lambda: _report().exported_text(value))
     return OK
+
+
+def _measured(path: str) -> Mesh:
+    from autoshard.cost.curves import load_cluster  # here: scipy takes half a second to import
+
+    return load_cluster(path)
 
 
 def _load(path: str, mesh: str | None) -> Any:

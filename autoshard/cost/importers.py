@@ -105,9 +105,6 @@ def _check(row: Row, name: str) -> None:
         raise ValueError(f"{at}: {row.devices} devices on {row.nodes} nodes can't be; expected as many on each node")
 
 
-# -- names ----------------------------------------------------------------------------------------------------------------------
-
-
 def known(written: str, where: str) -> str:
     """Our name of a collective: AllReduce, all-reduce, all_reduce_perf, all reduce -> all_reduce."""
     plain = re.sub(r"[^a-z]", "", written.lower()).removesuffix("perf")
@@ -140,9 +137,6 @@ def _number(written: str, what: str, at: str) -> float:
         return float(written)
     except ValueError:
         raise ValueError(f"{at}: {what} is {written!r}; expected a number") from None
-
-
-# -- nccl-tests --------------------------------------------------------------------------------------------------------------------
 
 
 def nccl_tests(text: str, name: str, collective: str | None, devices: int | None) -> list[Row]:
@@ -184,9 +178,6 @@ def _lines(text: str) -> Iterable[tuple[int, list[str]]]:
             yield line, words
 
 
-# -- PARAM -------------------------------------------------------------------------------------------------------------------------
-
-
 def param(text: str, name: str, collective: str | None, devices: int | None) -> list[Row]:
     """Lines with COMMS-RES; the first is the header. Bandwidths get the published 4e-4 GB/s on top."""
     what, n = _needed(collective, "its collective", name), _needed(devices, "its number of devices", name)
@@ -220,9 +211,6 @@ def _latency_column(header: Sequence[str]) -> int:
 def _mean(written: str, at: str) -> float:
     values = [_number(part, "a rank's number", at) for part in written.strip("-").split("-")]
     return sum(values) / len(values)
-
-
-# -- nnscaler ----------------------------------------------------------------------------------------------------------------------
 
 
 def nnscaler(text: str, name: str, collective: str | None, devices: int | None) -> list[Row]:

@@ -16,3 +16,4 @@ from autoshard.graph.records import leaves as leaves
 from autoshard.graph.records import replace_refs as replace_refs
 from autoshard.graph.tile import check as check
 from autoshard.graph.tile import tile as tile
+from autoshard.graph.recompute import recompute as recompute

@@ -83,7 +83,6 @@ def _regular(repetition: Repetition, sign: int, b: int, found: list, inputs: Inp
 def _cuts(found: list, inputs: Inputs, home: list[int], signs: dict[int, int], spans: dict, linked: Links) -> dict[int, int] | None:
     """A cut per repetition, all at the same depth u = b / P + o_r of the model as nearly as the spans allow."""
     offsets = _offsets(found, signs, linked)
-    # parameters have no reads and allow any cut: only the others say where
     bounds = [(low / found[r].period + offsets[r], high / found[r].period + offsets[r]) for r in signs for low, high in spans[r]]
     ends = sorted({u for bound in bounds for u in bound})
     depths = sorted({*ends, *((u + v) / 2 for u, v in zip(ends, ends[1:]))})

@@ -218,7 +218,7 @@ class _Tiling:
         number += further
         if isinstance(item, Result):
             return str(number)
-        return f"{stem}_{number}" if number else stem
+        return f"{stem}_{number}"
 
     def moved_name(self, name: str, p: int, m: int) -> str:
         """The qualified name, m periods higher; what is in no part lies as high as its layer."""

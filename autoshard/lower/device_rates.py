@@ -55,7 +55,9 @@ def median_seconds(op: Callable[[], object], device: torch.device, clock: Clock,
     run(1)  # warm-up: allocation, kernel choice, connections
     estimate = run(1)
     count = int(max(1, min(1000, ROUND / max(estimate, 1e-9))))
-    return statistics.median(run(count) for _ in range(rounds if estimate < 10 * ROUND else 2))
+    if estimate > 10 * ROUND:  # slow, so that it is itself a round
+        return statistics.median([estimate, run(1), run(1)])
+    return statistics.median(run(count) for _ in range(rounds))
 
 
 def dtypes(device: torch.device) -> tuple[torch.dtype, ...]:

@@ -7,6 +7,7 @@ lies behind is 0. Nothing here has a size that depends on data.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -82,7 +83,7 @@ def _grouped_mm_backward(laid: Laid) -> Kernel | None:
     return partial(grouped_mm_backward, target=laid.op.target, axes=axes) if axes else None
 
 
-KERNELS = {
+KERNELS: dict[str, Callable[[Laid], Kernel | None]] = {
     "aten._grouped_mm.default": partial(_grouped_mm, x="self", w="mat2"),
     "transformers.grouped_mm_fallback.default": partial(_grouped_mm, x="input", w="weight"),
     "transformers.grouped_mm_fallback_backward.default": _grouped_mm_backward,

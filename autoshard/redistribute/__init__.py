@@ -12,6 +12,7 @@ from .embedding import strided_factors as strided_factors
 from .embedding import to_placements as to_placements
 from .packing import Packing as Packing
 from .packing import group_of as group_of
+from .packing import holds as holds
 from .packing import packing as packing
 from .planners import PLANNERS as PLANNERS
 from .planners import astar as astar

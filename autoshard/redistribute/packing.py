@@ -11,14 +11,15 @@ A reduce_scatter sends every member t, itself included, what t will hold, and re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 
-from .blocks import Axes, BlockLayout, Sizes, axis_sizes, indices, local_indices, part_of
+from .blocks import CHUNKS, Axes, BlockLayout, Sizes, axis_sizes, chunk_bounds, indices, local_indices, part_of, parts_of
 from .overlap import holdings, involved, sender
-from .problems import BlockStep
+from .problems import BlockProblem, BlockStep
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,18 @@ def group_of(rank: int, axes: Axes, mesh: Sizes) -> tuple[int, ...]:
 def talking(step: BlockStep) -> Axes:
     """The axes along which a step's ranks talk."""
     return step.axes if step.collective in ("all_reduce", "reduce_scatter") else involved(step.before, step.after)
+
+
+def holds(problem: BlockProblem, layout: BlockLayout, dim: int, points: Sequence[int]) -> list[list[int]]:
+    """For every rank and each of the given indices of a dim: 1 where the rank's part has it, else 0."""
+    axes, b, size = layout.axes[dim], layout.blocks[dim], problem.shape[dim]
+    sizes = axis_sizes(axes, problem.mesh)
+    if b == CHUNKS:
+        owners = np.searchsorted(np.array(chunk_bounds(size, sizes)), points, side="right") - 1
+    else:
+        owners = np.array(points) // b % parts_of(axes, problem.mesh) if axes else np.zeros(len(points), dtype=int)
+    parts = [part_of(axes, problem.mesh, coordinate) for coordinate in product(*map(range, problem.mesh))]
+    return [[int(owner == part) for owner in owners] for part in parts]
 
 
 def packing(shape: Sizes, mesh: Sizes, step: BlockStep, rank: int) -> Packing:

@@ -3,8 +3,8 @@
     {"id": "p1", "shape": [800, 400], "mesh": [4, 2], "src": [[0, 1], []], "src_bs": [100, -1], "dst": [[], [1]], "dst_bs": [-1, 200],
      "mem": null}
 
-src, dst: per dim the mesh axes that cut it, major to minor; *_bs: block size per dim (read only where the dim is cut); mem: elements
-per rank, null for the default. Also understood: "src_partial", "dst_partial" (axes), "itemsize" (bytes), and `D_[4,2]⊥{(0,1),∅}(100,∅)`
+src, dst: per dim the mesh axes that cut it, major to minor; *_bs: block size per dim (read only where the dim is cut; without it the
+parts are torch.chunk's); mem: elements per rank, null for the default. Also understood: "src_partial", "dst_partial" (axes), "itemsize" (bytes), and `D_[4,2]⊥{(0,1),∅}(100,∅)`
 as "src" or "dst". Items may be wrapped as {"problem": {...}}.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .blocks import WHOLE, Axes, BlockLayout, Sizes, canonical, local_elements, why_not
+from .blocks import CHUNKS, WHOLE, Axes, BlockLayout, Sizes, canonical, local_elements, why_not
 
 ITEMSIZE = 8  # bytes per element of TensorCraft's problems
 
@@ -68,8 +68,8 @@ class BlockProblem:
             return needed
         if math.isnan(limit) or limit < max(ends):
             raise ValueError(
-                f"{self._what()}the memory limit is {limit:g} elements per rank; the source takes {ends[0]} and the target {ends[1]}, "
-                f"so give at least {needed}"
+                f"{self._what()}the memory limit is {limit:g} elements ({limit * self.itemsize:g} bytes) per rank; the source takes {ends[0]} "
+                f"and the target {ends[1]}, so give at least {needed} elements ({needed * self.itemsize} bytes)"
             )
         return limit
 
@@ -126,6 +126,7 @@ class BlockRoute:
             "counted": self.count,
             "source": self.problem.source.text(mesh),
             "target": self.problem.target.text(mesh),
+            "source_bytes": self.problem.elements(self.problem.source) * self.problem.itemsize,
             "steps": [
                 {
                     "collective": step.collective,
@@ -134,6 +135,7 @@ class BlockRoute:
                     "layout": step.after.text(mesh),
                     "seconds": step.seconds,
                     "bytes": step.bytes,
+                    "held_bytes": self.problem.elements(step.after) * self.problem.itemsize,
                     "executable_by": step.executable_by,
                 }
                 for step in self.steps
@@ -180,11 +182,13 @@ def _layout(item: Mapping, end: str, mesh: Sizes, op: str, what: str) -> BlockLa
     if not isinstance(written, Sequence) or not all(isinstance(axes, Sequence) and not isinstance(axes, str) for axes in written):
         raise ValueError(f"{what} is {written!r}; expected a list of mesh axes per dim, for example [[0, 1], []]")
     axes = tuple(_numbers(some, what) for some in written)
-    sizes = item.get(f"{end}_bs", [])
-    sizes = [sizes] * len(axes) if isinstance(sizes, int) else list(sizes or [])
-    if len(sizes) != len(axes) and any(axes):
+    sizes = item.get(f"{end}_bs")
+    if sizes is None:
+        return BlockLayout(axes, (CHUNKS,) * len(axes), tuple(sorted(_numbers(item.get(f"{end}_partial", []), f"{what}_partial"))), op)
+    sizes = [sizes] * len(axes) if isinstance(sizes, int) else list(sizes)
+    if len(sizes) != len(axes):
         raise ValueError(f"{what}_bs has {len(sizes)} block sizes, {end} {len(axes)} dims; give one per dim, -1 where no axis cuts it")
-    blocks = _numbers([WHOLE if b is None or not some else b for b, some in zip(sizes or [WHOLE] * len(axes), axes)], f"{what}_bs")
+    blocks = _numbers([WHOLE if b is None or not some else b for b, some in zip(sizes, axes)], f"{what}_bs")
     for b, some in zip(blocks, axes):
         if some and b < 1:
             raise ValueError(f"{what}_bs is {list(sizes)}; expected a block size of at least 1 for each dim that an axis cuts")

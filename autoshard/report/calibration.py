@@ -49,7 +49,8 @@ def cluster_table(record: Mapping) -> RenderableType:
     for axis in record["mesh"]["axes"]:
         for curve in axis.get("curves", ()):
             at = [seconds(_at(curve, x)) for x in (64e3, 1e6, 16e6)]
-            links.add_row(axis["name"], str(axis["size"]), curve["collective"], *at, str(len(curve["sizes"])), f"{100 * curve['error']:.1f}%")
+            known = str(len(curve["sizes"])), f"{100 * curve['error']:.1f}%"
+            links.add_row(axis["name"], str(axis["size"]), curve["collective"], *at, *known)
     ops = Table(title="Device", title_justify="left", title_style="bold")
     for column in ("op", "dtype", "FLOP/s", "error"):
         ops.add_column(column, justify="left" if column in ("op", "dtype") else "right")

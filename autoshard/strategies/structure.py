@@ -69,7 +69,7 @@ def overwrite(op: Op, inputs: Inputs) -> list[Row]:
 
 @rule("aten.unsqueeze.default")
 def unsqueeze(op: Op, inputs: Inputs) -> list[Row]:
-    return shard_rows(op, inputs, leading_pairs(inputs[0].shape, op.outputs[0].shape)) + linear_rows(1, 1)
+    return shard_rows(op, inputs, leading_pairs(inputs[0].shape, op.outputs[0].shape)) + linear_rows(1, 1)  # type: ignore[union-attr]
 
 
 @rule("aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default")
@@ -78,14 +78,14 @@ def squeeze(op: Op, inputs: Inputs) -> list[Row]:
     rank = len(inputs[0].shape)
     named = argument(op, 1, "dim", tuple(range(rank)))
     removable = {int(d) % max(rank, 1) for d in (named if isinstance(named, tuple) else (named,))}  # type: ignore[call-overload]
-    kept = [(i, o) for i, o in leading_pairs(inputs[0].shape, op.outputs[0].shape) if i not in removable]
+    kept = [(i, o) for i, o in leading_pairs(inputs[0].shape, op.outputs[0].shape) if i not in removable]  # type: ignore[union-attr]
     return shard_rows(op, inputs, kept) + linear_rows(1, 1)
 
 
 @rule("aten.view.dtype")
 def reinterpret(op: Op, inputs: Inputs) -> list[Row]:
     """The same bits read as another type: no sum survives it."""
-    same_size = inputs[0].shape == op.outputs[0].shape
+    same_size = inputs[0].shape == op.outputs[0].shape  # type: ignore[union-attr]
     return shard_rows(op, inputs, [(d, d) for d in range(len(inputs[0].shape) - (not same_size))])
 
 

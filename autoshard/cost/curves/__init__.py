@@ -15,6 +15,7 @@ from .published import all_to_allv_bytes as all_to_allv_bytes
 from .published import best_size_rule as best_size_rule
 from .published import bus_factor as bus_factor
 from .published import turning_points as turning_points
+from .published import turning_sizes as turning_sizes
 from .rates import Rates as Rates
 from .rates import fit_rates as fit_rates
 from .records import Curve as Curve

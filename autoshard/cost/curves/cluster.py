@@ -21,7 +21,7 @@ from autoshard.mesh import Axis, Device, LinkCurve, Mesh, default_axis_names
 from ..collectives import COLLECTIVES
 from ..compute import EFFICIENCY
 from .errors import Errors, held_out, summary
-from .files import read_text
+from .files import text_of
 from .fit import fit
 from .rates import OpSample, Roofline, fit_roofline
 from .records import PiecewiseCurve, PNorm
@@ -80,7 +80,8 @@ def cluster(
     roofline = fit_roofline(samples)
     mesh = mesh_of(shape, times, device_of(device, roofline, memory), backend)
     raw = [
-        {"axis": mesh.axes[k].name, "collective": c, "sizes": sorted(t), "seconds": [t[x] for x in sorted(t)]} for (k, c), t in times.items()
+        {"axis": mesh.axes[k].name, "collective": c, "sizes": sorted(t), "seconds": [t[x] for x in sorted(t)]}
+        for (k, c), t in times.items()
     ]
     rows = [
         {"op": op, "dtype": dtype, "flops_per_second": roofline.flops.get((op, dtype)), "gmae": e.gmae, "mean": e.mean, "samples": e.num}
@@ -106,7 +107,7 @@ def save_cluster(path: str, record: dict) -> None:
 def load_cluster(path: str) -> Mesh:
     """The mesh that `autoshard calibrate measure` wrote, curves included. ValueError where it is something else."""
     try:
-        data = json.loads(read_text(path))
+        data = json.loads(text_of(path))
         if data["format"] != FORMAT:
             raise ValueError(f"{path} has the format {data['format']!r}; expected {FORMAT!r}")
         return Mesh.from_dict(data["mesh"])

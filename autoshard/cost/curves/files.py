@@ -56,7 +56,7 @@ def fitted(series: Series, method: str = "piecewise") -> Fitted:
     return Fitted(series, method, curve, summary(curve.seconds(x), t), unseen)
 
 
-def read_text(path: str) -> str:
+def text_of(path: str) -> str:
     """A text file; ValueError where it isn't text."""
     try:
         return Path(path).read_text(encoding="utf-8")
@@ -77,7 +77,7 @@ def _finite(value):
 def load(path: str) -> list[tuple[dict, Curve]]:
     """What `save` wrote: (what it is, its curve). ValueError where it is something else."""
     try:
-        data = json.loads(read_text(path))
+        data = json.loads(text_of(path))
         if data["format"] != FORMAT:
             raise ValueError(f"{path} has the format {data['format']!r}; expected {FORMAT!r}")
         return [(one, curve_of(one["method"], one["parameters"])) for one in data["curves"]]

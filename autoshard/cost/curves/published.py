@@ -95,6 +95,12 @@ def turning_points(latency: np.ndarray, bus_bw: np.ndarray) -> tuple[int, int]:
     return ln, sats
 
 
+def turning_sizes(sizes: Sequence[float], seconds: Sequence[float]) -> list[float]:
+    """The sizes (bytes, ascending, six or more) where time starts to grow and where bandwidth has saturated."""
+    x, t = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
+    return [float(x[k]) for k in turning_points(t, x / t)]
+
+
 def fit_sigmoid(x: np.ndarray, t: np.ndarray, *, factor: float = 1.0, bus_bandwidths: np.ndarray | None = None) -> Sigmoid:
     """`fit_published` of ascending sizes (bytes), their seconds, and their bus bandwidths in bytes/s where a tool reported them."""
     latency = t * 1e6

@@ -18,7 +18,7 @@ from pathlib import Path
 from autoshard.mesh import Device, LinkCurve, Mesh
 
 from ..curves.devices import Family
-from ..curves.files import read_text
+from ..curves.files import text_of
 from ..curves.records import PiecewiseCurve
 
 LINK_SHARE = 0.75  # of a data sheet's link bandwidth, one direction: what large messages reach on the systems measured
@@ -114,4 +114,4 @@ def _link(row: dict) -> Link:
 
 @cache
 def _measured() -> dict:
-    return json.loads(read_text(str(Path(__file__).with_name("measured.json"))))
+    return json.loads(text_of(str(Path(__file__).with_name("measured.json"))))

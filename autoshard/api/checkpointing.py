@@ -1,0 +1,55 @@
+"""Activation checkpointing as a choice: how many of the repeated blocks are recomputed in the backward pass.
+
+k blocks recomputed, k = 0 ... n, is k graphs, each planned with its own proof under the same memory limit. More blocks mean
+more seconds and fewer bytes, but a tight limit also makes layouts dearer, so `auto` tries no block, all, and by bisection the
+fewest that fit and the middle of what is left, and takes the cheapest. The proof is that of the chosen k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autoshard.graph import Graph, recompute, repeated_blocks
+from autoshard.solution import Solution
+
+
+def checkpointed(graph: Graph, k: int) -> Graph:
+    """The graph with its first k repeated blocks recomputed; k counts from the bottom of the model."""
+    return recompute(graph, forward_blocks(graph)[:k]) if k else graph
+
+
+def forward_blocks(graph: Graph) -> list[list[int]]:
+    """Forward ops of each instance of the repeated block that computes most."""
+    found: dict[int, dict[int, list[int]]] = {}
+    for i, place in enumerate(repeated_blocks(graph).places):
+        if place is not None and not graph.ops[i].is_placeholder and not graph.ops[i].backward:
+            found.setdefault(place.block, {}).setdefault(place.instance, []).append(i)
+    largest = max(found.values(), key=lambda instances: sum(map(len, instances.values())), default={})
+    whole = max(map(len, largest.values()), default=0)  # what repeats beyond the last block (a norm) is no block
+    return [largest[instance] for instance in sorted(largest) if len(largest[instance]) == whole]
+
+
+def cheapest(num_blocks: int, planned: Callable[[int], Solution | None]) -> tuple[int, Solution] | None:
+    """The best of the tried k, or None when not even recomputing every block fits. `planned(k)` is None where nothing fits."""
+    tried: dict[int, Solution | None] = {}
+
+    def at(k: int) -> Solution | None:
+        if k not in tried:
+            tried[k] = planned(k)
+        return tried[k]
+
+    if at(0) is None and num_blocks:
+        if at(num_blocks) is None:
+            return None
+        low, high = 0, num_blocks  # low does not fit, high does
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if at(middle) is not None else (middle, high)
+        at((high + num_blocks) // 2)
+    elif num_blocks and at(0) is not None:
+        at(num_blocks)
+    fits = [(solution.cost, k, solution) for k, solution in tried.items() if solution is not None]
+    if not fits:
+        return None
+    _, k, best = min(fits, key=lambda row: row[:2])
+    return k, best

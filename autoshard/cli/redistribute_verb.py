@@ -1,0 +1,107 @@
+"""`autoshard redistribute`: the cheapest route between two layouts of a tensor, for one problem or a list of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import RenderableType
+
+from autoshard.cli.app import NO, OK, app
+from autoshard.cli.arguments import check_out, parse_bytes
+from autoshard.cli.output import Output
+from autoshard.mesh import Mesh
+from autoshard.report import redistribution as report
+
+SAMPLES = 96  # columns of a drawing, per dim
+
+
+@app.command()
+def redistribute(
+    problem: Annotated[
+        str, typer.Argument(help="Problems as JSON: shape, mesh, src, src_bs, dst, dst_bs; one or a list.", show_default=False)
+    ],
+    planner: Annotated[str, typer.Option(help="astar, dijkstra, memory_constrained or naive.")] = "astar",
+    prices: Annotated[str, typer.Option(help="mesh (the links of a cluster) or tensorcraft (as published).")] = "mesh",
+    memory_limit: Annotated[
+        str | None, typer.Option(help="Bytes per rank, for example 1GB; default: from the ends.", show_default=False)
+    ] = None,
+    count: Annotated[str | None, typer.Option(help="What the limit counts: resident or buffers.", show_default=False)] = None,
+    intra_node_bandwidth: Annotated[str, typer.Option(help="Bytes per second of a device inside its node.")] = "300GB/s",
+    inter_node_bandwidth: Annotated[str, typer.Option(help="Bytes per second of a node's link to the others.")] = "400GB/s",
+    max_depth: Annotated[int | None, typer.Option(help="memory_constrained: steps at most.", show_default=False)] = None,
+    top_k: Annotated[int | None, typer.Option(help="memory_constrained: stop after so many ways.", show_default=False)] = None,
+    table: Annotated[bool, typer.Option("--table", help="Print the table (the default without --json or --latex).")] = False,
+    latex: Annotated[bool, typer.Option("--latex", help="Print the table as LaTeX.")] = False,
+    draw: Annotated[str | None, typer.Option(help="Write a picture of the first problem's route, PNG.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+) -> int:
+    """Bring a tensor from one layout to another at the least cost, within a memory limit.
+
+    \b
+    autoshard redistribute problems.json --prices tensorcraft --table
+    """
+    from autoshard import redistribute as room  # here: it needs torch, which --help shouldn't
+
+    planners, kinds = room.PLANNERS, ("mesh", "tensorcraft")
+    for what, given, known in (("--planner", planner, planners), ("--prices", prices, kinds), ("--count", count, ("resident", "buffers"))):
+        if given is not None and given not in known:
+            raise ValueError(f"{what} is {given!r}; expected one of {', '.join(known)}")
+    options = {key: value for key, value in (("max_depth", max_depth), ("top_k", top_k)) if value is not None}
+    if options and planner != "memory_constrained":
+        raise ValueError(f"--{next(iter(options)).replace('_', '-')} belongs to --planner memory_constrained, not to {planner}")
+    check_out(draw)
+    limit = None if memory_limit is None else parse_bytes(memory_limit, "memory")
+    intra, inter = (parse_bytes(given, "bandwidth") for given in (intra_node_bandwidth, inter_node_bandwidth))
+    with Output(as_json=as_json, quiet=quiet) as output:
+        problems = room.read_problems(_read(problem))
+        records, first = [], None
+        for i, item in enumerate(problems):
+            output.progress(f"planning {item.name}", i / len(problems))
+            price = (
+                room.IdealPrices(item.mesh)
+                if prices == "tensorcraft"
+                else room.MeshPrices(Mesh.from_bandwidths(item.mesh, intra_node_bandwidth=intra, inter_node_bandwidth=inter), item.itemsize)
+            )
+            began = time.process_time()
+            route = planners[planner](item, price, None if limit is None else limit / item.itemsize, count=count, **options)
+            record = route.to_dict()
+            record["cpu_seconds"] = time.process_time() - began
+            records.append(record)
+            first = first or route
+        if draw is not None and first is not None:
+            layouts = [first.problem.source, *(step.after for step in first.steps)]
+            names = ["source", *(report.operation(step) for step in records[0]["steps"])]
+            report.draw(
+                draw, f"{first.problem.name}  {records[0]['source']}  ->  {records[0]['target']}", names, _panels(first.problem, layouts)
+            )
+            output.note(f"wrote {draw}")
+        answer = {"routes": records, "planner": planner, "prices": prices}
+        output.answer(answer, lambda: _said(records, table, latex))
+    return OK if all(math.isfinite(record["cost_seconds"]) for record in records) else NO
+
+
+def _read(path: str) -> object:
+    try:
+        return json.loads(Path(path).read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is no JSON: {error}; expected problems with shape, mesh, src, src_bs, dst, dst_bs") from None
+
+
+def _said(records: list[dict], table: bool, latex: bool) -> RenderableType:
+    if latex:
+        return report.Verbatim(report.latex(records) + "\n")
+    return report.route_table(records)
+
+
+def _panels(problem, layouts) -> list[list[list[list[int]]]]:
+    """Per layout, dim, rank and sampled index, whether the rank holds it."""
+    from autoshard.redistribute import holds
+
+    points = [[i * n // min(n, SAMPLES) for i in range(min(n, SAMPLES))] for n in problem.shape]
+    return [[holds(problem, layout, d, some) for d, some in enumerate(points)] for layout in layouts]

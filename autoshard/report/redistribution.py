@@ -1,0 +1,112 @@
+"""A redistribution route for people: a table, the same in LaTeX, and a drawing of who holds what before and after each step.
+
+They take plain records: `BlockRoute.to_dict()`, and for the drawing panels of 0 and 1 (rank by rank, index by index).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
+
+from .numbers import seconds, size
+
+COLUMNS = ("Step #", "Operation", "Distribution", "Cost [s]", "Memory Usage [MB]")
+COLORS = 20
+
+
+def rows(route: Mapping) -> list[tuple[str, str, str, str, str]]:
+    """As the published table: the source, then each step with where it leads."""
+    found = [("0", "", route["source"], "", _megabytes(route["source_bytes"]))]
+    for i, step in enumerate(route["steps"], start=1):
+        found.append((str(i), operation(step), step["layout"], f"{step['seconds']:.6g}", _megabytes(step["held_bytes"])))
+    return found
+
+
+def operation(step: Mapping) -> str:
+    """`all_to_all(axes 0,1: dims 0 -> 2)`, the words of a step."""
+    axes, dims = (",".join(map(str, step[key])) for key in ("axes", "dims"))
+    arrow = dims.replace(",", " -> ") if step["collective"] == "all_to_all" else dims
+    return f"{step['collective']}(axes {axes}{f': dims {arrow}' if dims else ''})"
+
+
+def _megabytes(value: float) -> str:
+    return f"{value / 1e6:.6g}"
+
+
+def route_table(routes: Sequence[Mapping]) -> RenderableType:
+    """One table per route."""
+    parts: list[RenderableType] = []
+    for route in routes:
+        title = (
+            f"{route['id'] or 'route'}: {route['status']}, {seconds(route['cost_seconds'])}, peak {size(route['peak_bytes'])} "
+            f"({route['counted']}), run by {route['executable_by']}, {route['explored']} states"
+        )
+        table = Table(title=Text(title), title_justify="left", box=None, padding=(0, 2, 0, 0))
+        for name in COLUMNS:
+            table.add_column(name, justify="right" if name[0] in "CM" else "left", overflow="fold")
+        for row in rows(route):
+            table.add_row(*map(Text, row))
+        parts += [table, Text("")]
+    return Group(*parts[:-1])
+
+
+class Verbatim:
+    """Text whose lines stay as they are, however long."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        yield Segment(self.text)
+
+
+def latex(routes: Sequence[Mapping]) -> str:
+    """A tabular per route, as the published one."""
+    parts = []
+    for route in routes:
+        lines = [r"\begin{tabular}{rllrr}", " & ".join(COLUMNS).replace("#", r"\#") + r" \\ \hline"]
+        for number, what, layout, cost, held in rows(route):
+            words = what.replace("_", r"\_").replace("->", r"$\to$")
+            lines.append(" & ".join([number, words, _latex(layout), cost, held]) + r" \\")
+        parts.append("\n".join([f"% {route['id']}: {route['cost_seconds']:.6g} s", *lines, r"\end{tabular}"]))
+    return "\n\n".join(parts)
+
+
+def _latex(layout: str) -> str:
+    """`D_[4,2]⊥{(0,1),∅}(100,∅)` -> $T_{\\perp\\{(0,1),\\emptyset\\}(100,\\emptyset)}$"""
+    _, _, cut = layout.partition("⊥")
+    return "$T_{\\perp" + cut.replace("{", r"\{").replace("}", r"\}").replace("∅", r"\emptyset ").replace("chunk", r"\mathrm{chunk}") + "}$"
+
+
+def draw(path: str, title: str, names: Sequence[str], panels: Sequence[Sequence[Sequence[Sequence[int]]]]) -> None:
+    """Write a picture. panels[layout][dim][rank][sample]: 1 where the rank holds that index of the dim."""
+    import matplotlib  # here: it takes a second to import, which other output need not pay
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.colors import ListedColormap
+
+    colors = [(1.0, 1.0, 1.0, 1.0), *(pyplot.get_cmap("tab20")(i) for i in range(COLORS))]
+    dims = len(panels[0])
+    figure, axes = pyplot.subplots(len(panels), dims, figsize=(1.5 + 2.6 * dims, 1.0 + 1.6 * len(panels)), squeeze=False)
+    for row, (name, layout) in enumerate(zip(names, panels, strict=True)):
+        for d, ranks in enumerate(layout):
+            cells = [[cell * (1 + rank % COLORS) for cell in line] for rank, line in enumerate(ranks)]
+            axis = axes[row][d]
+            axis.imshow(cells, aspect="auto", interpolation="nearest", cmap=ListedColormap(colors), vmin=0, vmax=COLORS)
+            axis.set_xticks([])
+            axis.set_yticks(range(len(ranks)) if len(ranks) <= 16 else [])
+            axis.tick_params(labelsize=6, length=0)
+            axis.set_xlabel(f"dim {d}" if row == len(panels) - 1 else "")
+        axes[row][0].set_ylabel("rank", fontsize=7)
+        axes[row][0].set_title(name, fontsize=8, loc="left")
+    figure.suptitle(title, fontsize=9)
+    figure.tight_layout()
+    with Path(path).open("wb") as file:
+        figure.savefig(file, format="png", dpi=120)
+    pyplot.close(figure)
