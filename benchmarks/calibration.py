@@ -2,7 +2,7 @@
 
     python benchmarks/calibration.py MEASURED.csv [...] [--runs RUNS.csv] [--json]
 
-Three tables, of all measured curves and by system. Errors are relative, in percent: GMAE / mean (cost/curves/errors.py).
+Errors of all measured curves and by system, relative, in percent: GMAE / mean (cost/curves/errors.py).
 
     held out          3 folds over a curve's sizes but the first and last
     held out, alike   the same, with the curves of the same collective, system and devices in other dtypes known

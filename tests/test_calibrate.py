@@ -220,6 +220,17 @@ def test_measure_without_torchrun_says_how_to_start(capsys):
     assert "start them with: torchrun --nproc-per-node 4 -m autoshard calibrate measure" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_plan_takes_a_measured_cluster(capsys, tmp_path):
+    path = str(tmp_path / "cluster.json")
+    save_cluster(path, record())
+    assert main(["plan", str(ROOT / "models" / "mlp.py") + ":mlp", "--cluster", path, "--no-baselines", "--quiet", "--json"]) == 0
+    mesh = json.loads(capsys.readouterr().out)["mesh"]
+    assert mesh["shape"] == [2, 2] and [curve["collective"] for curve in mesh["axes"][0]["curves"]] == ["all_reduce", "all_gather"]
+    assert main(["plan", "models/mlp.py:mlp", "--mesh", "8", "--cluster", path]) == 2
+    assert "was measured as 2x2; leave --mesh out" in capsys.readouterr().err
+
+
 def torchrun(*arguments, **options):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "autoshard"]
     return subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)

@@ -168,7 +168,16 @@ def test_strided_shards_are_block_cyclic():
 # ---- problems
 
 
-GOOD = {"id": "p", "shape": [8, 4], "mesh": [2, 2], "src": [[0], [1]], "src_bs": [4, 2], "dst": [[0, 1], []], "dst_bs": [2, -1], "mem": None}
+GOOD = {
+    "id": "p",
+    "shape": [8, 4],
+    "mesh": [2, 2],
+    "src": [[0], [1]],
+    "src_bs": [4, 2],
+    "dst": [[0, 1], []],
+    "dst_bs": [2, -1],
+    "mem": None,
+}
 
 
 def test_problems_are_read_in_all_their_forms():

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autoshard.api.checkpointing import checkpointed
 from autoshard.api.describe import layouts_of, results_of
 from autoshard.api.planning import Progress
 from autoshard.capture import capture
@@ -53,7 +54,7 @@ def verify(
     """
     report = progress or (lambda message, fraction: None)
     report("capturing the model", 0.0)
-    graph = capture(model, example_inputs, training=solution.training)
+    graph = checkpointed(capture(model, example_inputs, training=solution.training), int(solution.assumptions.get("recompute") or 0))
     reasons = misfits(solution, graph, solution.mesh)
     if reasons:
         raise ValueError(f"the solution does not fit this model: {'; '.join(reasons)}")

@@ -29,7 +29,7 @@ def forward_blocks(graph: Graph) -> list[list[int]]:
     return [largest[instance] for instance in sorted(largest) if len(largest[instance]) == whole]
 
 
-def cheapest(num_blocks: int, planned: Callable[[int], Solution | None]) -> tuple[int, Solution] | None:
+def cheapest(num_blocks: int, planned: Callable[[int], Solution | None]) -> Solution | None:
     """The best of the tried k, or None when not even recomputing every block fits. `planned(k)` is None where nothing fits."""
     tried: dict[int, Solution | None] = {}
 
@@ -48,8 +48,5 @@ def cheapest(num_blocks: int, planned: Callable[[int], Solution | None]) -> tupl
         at((high + num_blocks) // 2)
     elif num_blocks and at(0) is not None:
         at(num_blocks)
-    fits = [(solution.cost, k, solution) for k, solution in tried.items() if solution is not None]
-    if not fits:
-        return None
-    _, k, best = min(fits, key=lambda row: row[:2])
-    return k, best
+    fits = [(solution.cost, k) for k, solution in tried.items() if solution is not None]
+    return tried[min(fits)[1]] if fits else None

@@ -1,6 +1,6 @@
 """The order of things: a model and a mesh in, a Solution out.
 
-captured  = capture_module(model, example_inputs)                 what is computed
+graph, _  = capture_deep(model, example_inputs)                   what is computed (few layers are captured, then tiled)
 found     = candidates(graph, mesh)                               what layouts each op may take
 formulated = formulate(graph, found, mesh)                        what each choice costs, in numbers
 answer    = solve(formulated.problem)                             the best choice, with a proof
@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from autoshard.api.checkpointing import cheapest, checkpointed, forward_blocks
 from autoshard.api.describe import breakdown, layouts_of, parameters_of, replicated_ops, results_of
 from autoshard.baselines import Baseline, allowed, baselines
-from autoshard.capture import capture_module
+from autoshard.capture import capture_deep
 from autoshard.cost import OPTIMIZERS
 from autoshard.formulate import Formulation, Training, formulate, with_pins
 from autoshard.graph import Graph
@@ -59,8 +60,12 @@ class Options:
     gap: float = 0.0  # relative
     baselines: bool = True
     skip_fully_replicated: bool = False
+    recompute: int | str = 0  # repeated blocks to recompute in the backward pass: a number, "all" or "auto"
+    witness: bool = False  # check a capture of few layers against an eager run of all of them
 
     def __post_init__(self) -> None:
+        if self.recompute not in ("all", "auto") and (isinstance(self.recompute, (bool, str)) or not self.recompute >= 0):
+            raise ValueError(f"recompute is {self.recompute!r}; expected a number of blocks, 'all' or 'auto'")
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"unknown optimizer {self.optimizer!r}; known are {', '.join(OPTIMIZERS)}")
         if not (_is_number(self.time_limit) and self.time_limit > 0):
@@ -124,8 +129,33 @@ def plan(
         raise ValueError(f"model is {type(model).__name__}; expected a torch.nn.Module")
     watch = Stopwatch(progress)
     with watch.phase("capture", "capturing the model", 0.0):
-        graph = capture_module(model, example_inputs, training=checked.training).graph
-    return plan_graph(graph, mesh, checked, watch, assumptions or {})
+        graph, depth = capture_deep(model, example_inputs, training=checked.training, witness=checked.witness)
+    noted = {**(assumptions or {}), "capture": depth.reason}
+    if checked.recompute and checked.training:
+        return plan_recomputed(graph, mesh, checked, watch, noted)
+    return plan_graph(graph, mesh, replace(checked, recompute=0), watch, noted)
+
+
+def plan_recomputed(graph: Graph, mesh: Mesh, options: Options, watch: Stopwatch, assumptions: Mapping) -> Solution:
+    """The plan with as many blocks recomputed as asked for; with "auto" the cheapest of those that fit."""
+    num_blocks = len(forward_blocks(graph))
+    refused: dict[int, Infeasible] = {}
+
+    def planned(k: int) -> Solution | None:
+        try:
+            return plan_graph(checkpointed(graph, k), mesh, replace(options, recompute=k), watch, assumptions)
+        except Infeasible as error:
+            refused[k] = error
+            return None
+
+    if options.recompute != "auto":
+        wanted = num_blocks if options.recompute == "all" else min(int(options.recompute), num_blocks)
+        return plan_graph(checkpointed(graph, wanted), mesh, replace(options, recompute=wanted), watch, assumptions)
+    best = cheapest(num_blocks, planned)
+    if best is None:
+        error = refused[num_blocks]
+        raise Infeasible(f"{error}, with all {num_blocks} blocks recomputed", error.smallest_limit)
+    return replace(best, seconds=watch.seconds())
 
 
 def checked_options(kind: type, given: Mapping[str, Any]) -> Any:

@@ -53,7 +53,7 @@ def fit(
     autoshard calibrate fit all_reduce_perf.txt all_gather_perf.txt --out curves.json --plot curves.png
     autoshard calibrate fit measured.csv --table
     """
-    from autoshard.cost.curves.files import fitted, text_of, save
+    from autoshard.cost.curves.files import fitted, save, text_of
     from autoshard.cost.importers import parse
 
     check_out(out)

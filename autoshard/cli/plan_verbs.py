@@ -64,6 +64,7 @@ def plan(
     device: Annotated[str, typer.Option(help="a100, h100, h200 or cpu.")] = "h100",
     devices_per_node: Annotated[int | None, typer.Option(help="Default: all axes but the first.", show_default=False)] = None,
     optimizer: Annotated[str, typer.Option(help="Whose state memory holds when training.")] = "adamw",
+    recompute: Annotated[str, typer.Option(help="Blocks to recompute in the backward pass: a number, all, or auto.")] = "0",
     pin: Annotated[list[str], typer.Option(metavar="NAME=LAYOUT", help="Fix a layout; repeatable.", show_default=False)] = [],  # noqa: B006
     no_baselines: Annotated[bool, typer.Option("--no-baselines", help="Leave out data parallel, FSDP and Megatron.")] = False,
     quiet: Quiet = False,
@@ -107,6 +108,7 @@ def plan(
                 time_limit=time_limit,
                 gap=gap,
                 optimizer=optimizer,
+                recompute=int(recompute) if recompute.isdigit() else recompute,
                 baselines=not no_baselines,
                 progress=output.progress,
                 assumptions={"model": model, "set": keywords},

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import RenderableType
 
 from autoshard.cli.app import NO, OK, app
 from autoshard.cli.arguments import check_out, parse_bytes
@@ -82,7 +81,10 @@ def redistribute(
             )
             output.note(f"wrote {draw}")
         answer = {"routes": records, "planner": planner, "prices": prices}
-        output.answer(answer, lambda: _said(records, table, latex))
+        if latex and not as_json:
+            print(report.latex(records), file=output.stdout)  # as it is: rich would crop long lines
+        if as_json or table or not latex:
+            output.answer(answer, lambda: report.route_table(records))
     return OK if all(math.isfinite(record["cost_seconds"]) for record in records) else NO
 
 
@@ -91,12 +93,6 @@ def _read(path: str) -> object:
         return json.loads(Path(path).read_text())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no JSON: {error}; expected problems with shape, mesh, src, src_bs, dst, dst_bs") from None
-
-
-def _said(records: list[dict], table: bool, latex: bool) -> RenderableType:
-    if latex:
-        return report.Verbatim(report.latex(records) + "\n")
-    return report.route_table(records)
 
 
 def _panels(problem, layouts) -> list[list[list[list[int]]]]:

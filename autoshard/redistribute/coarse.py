@@ -75,9 +75,9 @@ def distances(space: Space, limit: float, buffers: bool) -> list[float] | None:
     least = total / np.where(cut, sizes, 1).prod(axis=1)
     parts = np.stack([np.where(where == d + 1, sizes, 1).prod(axis=1) for d in range(ndim)])
     unreduced = ((where == ndim + 1) << np.arange(len(mesh))).sum(axis=1)
-    source, target = space.code(space.source), space.code(space.target)
+    source, reduced, target = (space.code(state) for state in (space.source, space.reduced, space.target))
     possible = (parts <= np.array(space.shape)[:, None]).all(axis=0)
-    possible |= np.isin(np.arange(len(where)), (source, target))
+    possible |= np.isin(np.arange(len(where)), (source, reduced, target))
     if not buffers:
         possible &= least <= limit
     weights, befores, afters = [], [], []
@@ -98,7 +98,7 @@ def distances(space: Space, limit: float, buffers: bool) -> list[float] | None:
     h = np.full(len(where), inf)
     h[target] = 0.0
     if space.direct is not None:
-        h[source] = min(h[source], space.direct)
+        h[reduced] = min(h[reduced], space.direct)
     return _settle(h, heads, first, after, w, groups, alike.shape[1], np.where(possible, swap, inf)).tolist()
 
 

@@ -7,8 +7,8 @@
 
 A state above the limit is left out (`count="resident"`, the published rule), or a step whose input and output together are
 (`count="buffers"`, the default with honest prices). A limit below both ends is refused; where nothing keeps the limit, the route's
-status is "infeasible". Where a search gives up after `most` states, its bound is the least g + h left and a second, greedy one
-gives a route.
+status is "infeasible". Where a search gives up after `most` states, its bound is the least g + h left, and the better of its best
+route so far and a greedy search's is the answer.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count as counting
 
 from .block_prices import Prices
@@ -63,22 +64,23 @@ def _searched(problem: BlockProblem, prices: Prices, memory_limit: float | None,
         return route_of(problem, [], "optimal", 0.0, count, 0)
     space, kept = space_of(problem, prices)
     h = distances(space, limit, buffers) if informed else None
-    found = _best_first(space, limit, buffers, h, 1.0, most)
-    path, explored, bound = found
-    status = "optimal"
-    if path is None and bound < math.inf:
-        status = "feasible"
-        path, more, _ = _best_first(space, limit, buffers, h or distances(space, limit, buffers), GREED, most)
-        explored += more
+    path, explored, bound, proven = _best_first(space, limit, buffers, h, 1.0, most)
+    if not proven:
+        other, more, _, _ = _best_first(space, limit, buffers, h or distances(space, limit, buffers), GREED, most)
+        path, explored = min((path, other), key=_seconds), explored + more
     if path is None:
-        return BlockRoute(problem, (), "infeasible" if status == "optimal" else "unknown", math.inf, bound, 0, count, explored)
+        return BlockRoute(problem, (), "infeasible" if proven else "unknown", math.inf, bound, 0, count, explored)
     steps, at = [], canonical(problem.shape, problem.source, problem.mesh)
     for step in path:
         after = _widened(space.layout(step.state, problem.source.reduce_op), kept)
         axes = tuple(kept[a] for a in range(space.num_axes) if step.mask >> a & 1)
         steps.append(_step(problem, step.kind, axes, step.dims, at, after, step.seconds))
         at = after
-    return route_of(problem, steps, status, bound, count, explored)
+    return route_of(problem, steps, "optimal" if proven else "feasible", bound, count, explored)
+
+
+def _seconds(path: list[Found] | None) -> float:
+    return math.inf if path is None else sum(step.seconds for step in path)
 
 
 def _buffers(count: str) -> bool:
@@ -92,8 +94,8 @@ def space_of(problem: BlockProblem, prices: Prices) -> tuple[Space, Axes]:
     kept = tuple(a for a, n in enumerate(problem.mesh) if n > 1)
     ends = [_narrowed(canonical(problem.shape, layout, problem.mesh), kept) for layout in (problem.source, problem.target)]
     space = Space(problem.shape, tuple(problem.mesh[a] for a in kept), ends[0], ends[1], _OnAxes(prices, kept))
-    if ends[0].partial == ends[1].partial:
-        space.direct = _exchange_seconds(problem, prices, problem.source, problem.target)
+    if space.reduced != space.target:
+        space.direct = _exchange_seconds(problem, prices, replace(problem.source, partial=problem.target.partial), problem.target)
     return space, kept
 
 
@@ -133,8 +135,11 @@ def _widened(layout: BlockLayout, kept: Axes) -> BlockLayout:
 
 def _best_first(
     space: Space, limit: float, buffers: bool, h: Sequence[float] | None, weight: float, most: int
-) -> tuple[list[Found] | None, int, float]:
-    """(the steps to the target or None, states taken up, a bound on every route): f = g + weight h, smaller h first among equals."""
+) -> tuple[list[Found] | None, int, float, bool]:
+    """(steps to the target, states taken up, a bound on every route, whether that is all there is to find).
+
+    f = g + weight h, smaller h first among equals. Where it stops early, the steps are the best known so far; None: none known.
+    """
     source, target = space.source, space.target
     cost: dict[State, float] = {source: 0.0}
     came: dict[State, tuple[State, Found]] = {}
@@ -149,9 +154,9 @@ def _best_first(
             continue
         bound = f if weight == 1.0 else bound
         if state is target or state == target:
-            return _path(came, state), explored, bound
+            return _path(came, state), explored, bound, weight == 1.0
         if explored >= most:
-            return None, explored, bound
+            return _path(came, target) if target in came else None, explored, bound, False
         explored += 1
         here = held[state]
         for step in space.steps(state):
@@ -175,7 +180,7 @@ def _best_first(
                 heapq.heappush(queue, (reached + weight * ahead, ahead, next(ticket), reached, new))
             else:
                 cost.setdefault(new, math.inf)
-    return None, explored, math.inf
+    return None, explored, math.inf, True
 
 
 def _path(came: dict[State, tuple[State, Found]], state: State) -> list[Found]:

@@ -3,9 +3,9 @@
     {"id": "p1", "shape": [800, 400], "mesh": [4, 2], "src": [[0, 1], []], "src_bs": [100, -1], "dst": [[], [1]], "dst_bs": [-1, 200],
      "mem": null}
 
-src, dst: per dim the mesh axes that cut it, major to minor; *_bs: block size per dim (read only where the dim is cut; without it the
-parts are torch.chunk's); mem: elements per rank, null for the default. Also understood: "src_partial", "dst_partial" (axes), "itemsize" (bytes), and `D_[4,2]⊥{(0,1),∅}(100,∅)`
-as "src" or "dst". Items may be wrapped as {"problem": {...}}.
+src, dst: per dim the mesh axes that cut it, major to minor; *_bs: block size per dim (read only where the dim is cut; without it
+the parts are torch.chunk's); mem: elements per rank, null for the default. Also understood: "src_partial", "dst_partial" (axes),
+"reduce_op", "itemsize" (bytes), and `D_[4,2]⊥{(0,1),∅}(100,∅)` as "src" or "dst". Items may be wrapped as {"problem": {...}}.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class BlockProblem:
             return needed
         if math.isnan(limit) or limit < max(ends):
             raise ValueError(
-                f"{self._what()}the memory limit is {limit:g} elements ({limit * self.itemsize:g} bytes) per rank; the source takes {ends[0]} "
-                f"and the target {ends[1]}, so give at least {needed} elements ({needed * self.itemsize} bytes)"
+                f"{self._what()}the memory limit is {limit:g} elements ({limit * self.itemsize:g} bytes) per rank; the source takes "
+                f"{ends[0]} and the target {ends[1]}, so give at least {needed} elements ({needed * self.itemsize} bytes)"
             )
         return limit
 

@@ -9,7 +9,7 @@ that states compare by identity. `Space.steps` lists what leads out of a state; 
     permute            ranks swap their parts: any axes with the same number of parts and the same blocks in every dim
     change_block_size  dim i in blocks of another size
     all_reduce         any of the Partial axes;    reduce_scatter  any of them, to dim j as in split
-    exchange           from the source straight to the target: every rank sends what others need (needs equal Partial axes)
+    exchange           from the source, reduced, straight to the target: every rank sends what others need
 
 Block sizes are those that can matter: ceil(S / N), and b_target m with m any product of other axes, from which splits lead to b_target.
 """
@@ -67,6 +67,7 @@ class Space:
         self._axes = [tuple(a for a in range(self.num_axes) if mask >> a & 1) for mask in range(1 << self.num_axes)]
         self.target_layout = target
         self.source, self.target = self.state(source), self.state(target)
+        self.reduced = (*self.source[:-1], self.target[-1])  # the source, all that is to be reduced reduced
         self.free_split = not prices.honest
         self.direct: float | None = None  # seconds of the exchange
 
@@ -188,7 +189,7 @@ class Space:
         yield from self._block_changes(state, cuts, held)
         if partial:
             yield from self._reductions(state, cuts, partial, held)
-        if self.direct is not None and state == self.source:
+        if self.direct is not None and state == self.reduced:
             mask = sum(1 << a for c, t in zip(cuts, self.target) if c is not t for a in {*c.axes, *t.axes})
             changed = tuple(d for d, (c, t) in enumerate(zip(cuts, self.target)) if c is not t)
             yield Found(self.direct, self.target, "exchange", mask, changed)

@@ -5,11 +5,10 @@ They take plain records: `BlockRoute.to_dict()`, and for the drawing panels of 0
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.segment import Segment
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -53,16 +52,6 @@ def route_table(routes: Sequence[Mapping]) -> RenderableType:
             table.add_row(*map(Text, row))
         parts += [table, Text("")]
     return Group(*parts[:-1])
-
-
-class Verbatim:
-    """Text whose lines stay as they are, however long."""
-
-    def __init__(self, text: str):
-        self.text = text
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
-        yield Segment(self.text)
 
 
 def latex(routes: Sequence[Mapping]) -> str:

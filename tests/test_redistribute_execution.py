@@ -1,0 +1,198 @@
+"""Routes and every single move, carried out: on simulated ranks, in LocalTensorMode, and on gloo."""
+
+import math
+import random
+import socket
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from autoshard.layout import S
+from autoshard.lower.moves import BlockGroups, cut_blocks, simulate
+from autoshard.mesh import Mesh
+from autoshard.redistribute import BlockLayout, BlockProblem, IdealPrices, MeshPrices, Routes, astar, from_placements, memory_constrained
+from autoshard.redistribute.planners import priced, route_of, space_of
+from benchmarks.redistribution import random_problem
+
+MESHES = {8: [(8,), (2, 4), (4, 2), (2, 2, 2)], 12: [(12,), (3, 4), (2, 6), (2, 2, 3), (3, 2, 2)]}
+
+
+def whole_of(problem):
+    return torch.arange(math.prod(problem.shape), dtype=torch.float32).reshape(problem.shape)
+
+
+def prices_of(problem, i):
+    slow = {"intra_node_bandwidth": 3e5, "inter_node_bandwidth": 4e5}  # bytes count
+    fast = {"intra_node_latency": 1e-9, "inter_node_latency": 1e-9}
+    choices = [IdealPrices(problem.mesh), IdealPrices(problem.mesh, alpha=1e-9), MeshPrices(Mesh.from_bandwidths(problem.mesh), 4)]
+    return [*choices, MeshPrices(Mesh.from_bandwidths(problem.mesh, **slow, **fast), 4)][i % 4]
+
+
+def reduced(parts, layout, mesh):
+    """The parts of ranks, summed over the layout's Partial axes."""
+    totals = {}
+    for rank, part in enumerate(parts):
+        coordinate = [int(c) for c in torch.unravel_index(torch.tensor(rank), mesh)]
+        key = tuple(0 if a in layout.partial else c for a, c in enumerate(coordinate))
+        totals[key] = totals[key] + part if key in totals else part
+    return list(totals.values())
+
+
+def assert_delivers(route):
+    """Every rank ends with exactly the target's elements, and sends at most, in each step, the bytes that the step says."""
+    problem, whole = route.problem, whole_of(route.problem)
+    parts, sent = simulate(route, cut_blocks(whole, problem.source, problem.mesh))
+    expected = cut_blocks(whole, problem.target, problem.mesh)
+    assert [x.shape for x in parts] == [x.shape for x in expected]
+    ours, theirs = (reduced(x, problem.target, problem.mesh) for x in (parts, expected))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), problem
+    assert [max(some) for some in sent] == [step.bytes for step in route.steps], problem
+
+
+@pytest.mark.parametrize("world", [8, 12])
+def test_random_routes_deliver_and_send_the_models_volume(world):
+    rng, seen, cyclic = random.Random(world), Counter(), 0
+    for i in range(100):
+        problem = random_problem(rng, mesh=rng.choice(MESHES[world]), partial=i % 3 == 0)
+        route = astar(problem, prices_of(problem, i), most=400)
+        assert_delivers(route)
+        seen.update(step.collective for step in route.steps)
+        ends = zip(problem.shape * 2, problem.source.axes + problem.target.axes, problem.source.blocks + problem.target.blocks)
+        cyclic += any(axes and 0 < b * math.prod(problem.mesh[a] for a in axes) < s for s, axes, b in ends)
+    assert len(seen) >= 7 and cyclic > 20
+
+
+@pytest.mark.parametrize("world", [8, 12])
+def test_every_single_move_delivers(world):
+    rng, seen = random.Random(world), Counter()
+    for i in range(24):
+        problem = random_problem(rng, mesh=rng.choice(MESHES[world]), sizes=(3, 4, 5, 8, 12, 13, 16, 24), most_dims=3, partial=i % 2 == 0)
+        prices = IdealPrices(problem.mesh) if i % 4 else MeshPrices(Mesh.from_bandwidths(problem.mesh), 4)
+        space, _ = space_of(problem, prices)
+        found = list(space.steps(space.source))
+        for kind in {step.kind for step in found}:
+            alike = [step for step in found if step.kind == kind]
+            for step in rng.sample(alike, min(4, len(alike))):
+                after = space.layout(step.state)
+                one = BlockProblem(problem.shape, problem.mesh, space.layout(space.source), after, 4)
+                assert_delivers(route_of(one, [priced(one, prices, kind, one.source, after)], "feasible", 0.0, "buffers", 0))
+                seen[kind] += 1
+    assert set(seen) == {
+        "split", "all_gather", "all_to_all", "permute", "change_block_size", "all_reduce", "reduce_scatter", "exchange"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min"])
+def test_reductions_reduce_as_their_op_says(op):
+    source, target = BlockLayout(((), (1,)), (-1, 2), (0,), op), BlockLayout(((0,), (1,)), (2, 2))
+    problem = BlockProblem((4, 4), (2, 2), source, target, 4)
+    parts = [torch.arange(8.0).reshape(4, 2) * (rank + 1) for rank in range(4)]
+    route = astar(problem, MeshPrices(Mesh.from_bandwidths((2, 2)), 4))
+    found, _ = simulate(route, parts)
+    for column in (0, 1):
+        pair = torch.stack([parts[column], parts[2 + column]])
+        both = {"sum": pair.sum(0), "avg": pair.mean(0), "max": pair.amax(0), "min": pair.amin(0)}[op]
+        assert torch.equal(torch.cat([found[column], found[2 + column]]), both)
+
+
+def test_published_routes_deliver_too():
+    rng = random.Random(2)
+    for _ in range(20):
+        problem = random_problem(rng, mesh=(2, 2, 2), sizes=(8, 16, 24), partial=False)
+        route = memory_constrained(problem, IdealPrices(problem.mesh), node_limit=100)
+        if route.status == "feasible":
+            assert_delivers(route)
+
+
+# ---- uneven DTensor layouts in Routes
+
+
+@pytest.mark.parametrize("sizes, shape", [((2, 2), (5, 7)), ((2, 3), (10, 4)), ((2, 2, 2), (9, 3)), ((4,), (2, 6))])
+def test_uneven_routes_deliver_on_torchs_chunks(sizes, shape):
+    mesh = Mesh.from_bandwidths(sizes)
+    routes, rng = Routes(mesh, uneven=True), random.Random(0)
+    for _ in range(40):
+        source, target = (tuple(rng.choice([S(0), S(1), routes_r]) for _ in sizes) for routes_r in [_replicate()] * 2)
+        route = routes.route(shape, 4, source, target)
+        ends = [from_placements(shape, layout, sizes) for layout in (source, target)]
+        if not all(_fits(shape, layout, sizes) for layout in ends):
+            continue
+        problem = BlockProblem(shape, sizes, *ends, 4)
+        layouts = [from_placements(shape, layout, sizes) for layout in (source, *(step.after for step in route.steps))]
+        held = [4 * problem.elements(layout) for layout in layouts]
+        assert route.peak_bytes == max([a + b for a, b in zip(held, held[1:])] or held)
+        if all(_fits(shape, layout, sizes) for layout in layouts):
+            prices = MeshPrices(mesh, 4)
+            steps = [priced(problem, prices, step.collective, u, v) for step, u, v in zip(route.steps, layouts, layouts[1:])]
+            assert_delivers(route_of(problem, steps, "feasible", 0.0, "buffers", 0))
+            assert sum(step.seconds for step in steps) == pytest.approx(route.seconds, rel=1e-9)
+
+
+def _replicate():
+    from autoshard.layout import R
+
+    return R
+
+
+def _fits(shape, layout, sizes):
+    return all(math.prod(sizes[a] for a in axes) <= s for s, axes in zip(shape, layout.axes))
+
+
+# ---- process groups
+
+
+def test_local_tensor_mode_runs_the_same_routes():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from autoshard.lower.moves_local import run_local
+
+    rng = random.Random(3)
+    for mesh in [(2, 2, 2), (2, 2, 3)]:
+        dist.init_process_group("fake", rank=0, world_size=math.prod(mesh), store=FakeStore())
+        try:
+            for i in range(12):
+                problem = random_problem(rng, mesh=mesh, partial=i % 3 == 0)
+                route = astar(problem, prices_of(problem, i), most=300)
+                parts = cut_blocks(whole_of(problem), problem.source, mesh)
+                expected, _ = simulate(route, parts)
+                assert all(torch.equal(a, b) for a, b in zip(run_local(route, parts), expected, strict=True))
+        finally:
+            dist.destroy_process_group()
+
+
+def gloo_rank(rank, port, meshes, number):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=4, init_method=f"tcp://127.0.0.1:{port}")
+    from torch.distributed.device_mesh import init_device_mesh
+
+    for mesh in meshes:
+        groups = BlockGroups.of(mesh, init_device_mesh("cpu", mesh))
+        rng = random.Random(len(mesh))
+        for i in range(number):
+            problem = random_problem(rng, mesh=mesh, partial=i % 3 == 0, cyclic=i % 2 == 0)
+            route = astar(problem, prices_of(problem, i), most=300)
+            parts = cut_blocks(whole_of(problem), problem.source, mesh)
+            expected, sent = simulate(route, parts)
+            groups.sent.clear()
+            assert torch.equal(groups.run(route, parts[rank]), expected[rank])
+            assert groups.sent == [step[rank] for step in sent]
+            assert torch.equal(groups.run(route, parts[rank], dtensor=True), expected[rank])
+        ordered = BlockLayout(((0, 1),), (3,)), BlockLayout(((1, 0),), (3,))
+        if mesh == (2, 2):  # a permute by send and receive
+            problem = BlockProblem((12,), mesh, *ordered, 4)
+            route = astar(problem, MeshPrices(Mesh.from_bandwidths(mesh), 4))
+            assert [step.collective for step in route.steps] == ["permute"]
+            expected = cut_blocks(whole_of(problem), problem.target, mesh)[rank]
+            assert torch.equal(groups.run(route, cut_blocks(whole_of(problem), problem.source, mesh)[rank]), expected)
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_twenty_routes_on_four_gloo_ranks():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.start_processes(gloo_rank, args=(port, [(2, 2), (4,)], 12), nprocs=4, start_method="spawn")
