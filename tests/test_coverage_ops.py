@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  (registers grouped_mm_fallback)
 
+from autoshard.cost.compute import op_flops
 from autoshard.layout import text
 from autoshard.mesh import Mesh
 from autoshard.strategies import candidates, one_axis_rows
@@ -215,3 +216,20 @@ def test_a_wrong_row_is_caught(name, cuts):
         if right.outputs != other.outputs:
             wrong = replace(right, outputs=other.outputs)
             assert not candidate_error(graph, tensors, outputs, wrong, MESHES[0]) <= 1e-3
+
+
+@pytest.mark.parametrize(
+    "name", ["transformers.grouped_mm_fallback.default", "_grouped_mm.default", "_grouped_mm.default, weight gradient"]
+)
+def test_a_rank_that_holds_a_part_of_the_experts_does_a_part_of_the_work(name):
+    target, arguments, keywords = CASES[name]
+    graph, tensors, outputs = one_op(target, *arguments, **keywords)
+
+    def work(experts):
+        shapes = [list(x.shape) for x in (*tensors, *outputs)]
+        for shape in shapes:
+            shape[0] = experts if len(shape) == 3 else shape[0]
+        described = [(tuple(shape), "float32") for shape in shapes]
+        return op_flops(target, described[: len(tensors)], described[len(tensors) :])
+
+    assert 0 < 4 * work(1) == work(4)

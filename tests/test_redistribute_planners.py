@@ -141,6 +141,15 @@ def mesh_of(*sizes, bandwidth=25e9, latency=1e-6):
     return Mesh(tuple(Axis(f"axis{k}", n, bandwidth, latency) for k, n in enumerate(sizes)))
 
 
+def test_a_divisible_chunk_of_an_uneven_dim_can_still_be_chunked():
+    # 256 in 3 parts of 86, 86, 84; halves of them are no blocks of 43: torch splits locally, and so must we
+    source, target = BlockLayout(((0,),), (86,)), BlockLayout(((0, 1),), (0,))
+    problem = BlockProblem((256,), (3, 2), source, target, 4)
+    assert [step.collective for step in astar(problem, MeshPrices(mesh_of(3, 2), 4)).steps] == ["split"]
+    again = BlockProblem((250,), (2, 2, 3), BlockLayout(((0, 1),), (0,)), BlockLayout(((0, 1, 2),), (0,)), 4)
+    assert [step.collective for step in astar(again, MeshPrices(mesh_of(2, 2, 3), 4)).steps] == ["split"]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_never_dearer_than_torchs_plans_that_keep_the_limit(seed):
     rng = random.Random(seed)

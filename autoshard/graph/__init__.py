@@ -3,6 +3,7 @@
 from autoshard.graph.blocks import Blocks as Blocks
 from autoshard.graph.blocks import Place as Place
 from autoshard.graph.blocks import repeated_blocks as repeated_blocks
+from autoshard.graph.recompute import recompute as recompute
 from autoshard.graph.records import ITEMSIZE as ITEMSIZE
 from autoshard.graph.records import PLACEHOLDERS as PLACEHOLDERS
 from autoshard.graph.records import Const as Const
@@ -16,4 +17,3 @@ from autoshard.graph.records import leaves as leaves
 from autoshard.graph.records import replace_refs as replace_refs
 from autoshard.graph.tile import check as check
 from autoshard.graph.tile import tile as tile
-from autoshard.graph.recompute import recompute as recompute

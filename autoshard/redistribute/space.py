@@ -136,9 +136,10 @@ class Space:
                 yield self.cut(d, axes + cut.axes, cut.block)
             if cut.block % n == 0 and fits(size, cut.n * n, cut.block // n):
                 yield self.cut(d, cut.axes + axes, cut.block // n)
-                return
         if cut.block == chunk_block(size, axis_sizes(cut.axes, self.mesh)):  # parts of parts, as torch.chunk makes them
-            yield self.cut(d, cut.axes + axes, chunk_block(size, axis_sizes(cut.axes + axes, self.mesh)))
+            block = chunk_block(size, axis_sizes(cut.axes + axes, self.mesh))
+            if block == CHUNKS or block * n != cut.block:
+                yield self.cut(d, cut.axes + axes, block)
 
     def rest(self, cut: Cut, lo: int, hi: int) -> Cut | None:
         """The dim when only axes[lo:hi] cut it any more; None where that is no layout."""

@@ -111,3 +111,27 @@ def mse_loss_backward(op: Op, inputs: Inputs) -> list[Row]:
         return []
     none = argument(op, 3, "reduction", 1) == 0
     return [row(S(d), S(d) if none else R, S(d), S(d)) for d in range(len(inputs[1].shape))]
+
+
+# target: (position of the first of the two tensors, of the weights per element or -1, of the reduction)
+CROSS_ENTROPIES = {
+    "aten.binary_cross_entropy.default": (0, 2, 3),
+    "aten.binary_cross_entropy_with_logits.default": (0, 2, 4),
+    "aten.binary_cross_entropy_backward.default": (1, 3, 4),
+}
+
+
+@rule(*CROSS_ENTROPIES)
+def binary_cross_entropy(op: Op, inputs: Inputs) -> list[Row]:
+    """As mse_loss; weights per element or class are left whole, with all else."""
+    first, weights, at_reduction = CROSS_ENTROPIES[op.target]
+    x, y = inputs[first], inputs[first + 1]
+    if x.shape != y.shape or (weights >= 0 and argument(op, weights) is not None) or len(inputs) != first + 2:
+        return []
+    none = argument(op, at_reduction, "reduction", 1) == 0
+    backward = first == 1
+    rows = []
+    for d in range(len(x.shape)):
+        of_loss = (S(d) if none else R,) if backward else ()
+        rows.append(Row((S(d) if none or backward else P(),), (*of_loss, S(d), S(d))))
+    return rows
