@@ -22,7 +22,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.capture.module import _arguments, _explained, _to_fake
+from autoshard.capture.explain import explained
+from autoshard.capture.inputs import arguments, to_fake
 from autoshard.graph.blocks import repetitions
 
 Program = list[str]
@@ -55,9 +56,9 @@ def _text(item: Any) -> str:
 def eager_program(module: nn.Module, example_inputs: Any, *, training: bool) -> Program:
     """The operators that one call of the module runs, in order, and in training those of the gradients of its parameters."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
-    fake, args, kwargs = _to_fake(mode, module, *_arguments(example_inputs))
+    fake, args, kwargs = to_fake(mode, module, *arguments(example_inputs))
     log = _Log()
-    with _explained(module), mode, torch.set_grad_enabled(training):
+    with explained(module), mode, torch.set_grad_enabled(training):
         with log:
             outputs = pytree.tree_leaves(dict(out) if isinstance(out := fake(*args, **kwargs), dict) else out)
         differentiable = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]

@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 Described = tuple[Shape, str]  # shape and dtype, as graph.Tensor spells it
 
 # Assumption, not measured: the share of a data sheet's dense peak that large matmuls and attention reach. 0.6 to 0.8 is
-# commonly reported for A100 and H100. To be replaced by calibration (issue 7).
+# commonly reported for A100 and H100. `calibrate measure` finds the real figure.
 EFFICIENCY = 0.7
 
 

@@ -22,9 +22,10 @@ from itertools import count as counting
 from .block_prices import Prices
 from .blocks import Axes, BlockLayout, canonical
 from .coarse import distances
+from .cuts import Found, State
 from .overlap import involved, most_scattered, traffic
 from .problems import BlockProblem, BlockRoute, BlockStep
-from .space import Found, Space, State
+from .space import Space
 
 MOST = 30_000  # states that an exact search takes up
 GREED = 4.0  # weight of h in the greedy search

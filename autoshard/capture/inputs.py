@@ -1,0 +1,145 @@
+"""What a capture starts from: names, and fake CPU tensors in place of weights and inputs. Nothing is allocated."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._functorch._aot_autograd import descriptors
+from torch._subclasses import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a placeholder of a traced graph stands for."""
+
+    kind: str
+    name: str
+    value: torch.Tensor | None = None  # of a constant that the program holds
+
+
+def named(desc: Any) -> Named:
+    match desc:
+        case descriptors.ParamAOTInput():
+            return Named("parameter", desc.target)
+        case descriptors.BufferAOTInput():
+            return Named("buffer", desc.target)
+        case descriptors.PlainAOTInput():
+            return Named("input", f"input_{desc.idx}")
+        case descriptors.TangentAOTInput():
+            return Named("tangent", f"tangent_{getattr(desc.output, 'idx', 0)}")
+    raise ValueError(f"the captured program has an input of a kind that is not supported: {desc!r}")
+
+
+def result_name(desc: Any) -> tuple[str, str]:
+    match desc:
+        case descriptors.PlainAOTOutput():
+            return ("output", str(desc.idx))
+        case descriptors.GradAOTOutput():
+            return ("gradient", named(desc.grad_of).name)
+        case descriptors.InputMutationAOTOutput():
+            return ("buffer", named(desc.mutated_input).name)
+    raise ValueError(f"the captured program has an output of a kind that is not supported: {desc!r}")
+
+
+def arguments(example_inputs: Any) -> tuple[tuple, dict]:
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, torch.Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, Sequence) and not isinstance(example_inputs, str):
+        return tuple(example_inputs), {}
+    raise ValueError(f"example_inputs is {type(example_inputs).__name__}; expected a tuple of arguments or a dict of keyword arguments")
+
+
+def fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    with mode:
+        fake = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+def to_fake(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) -> tuple[nn.Module, tuple, dict]:
+    """A copy of the module whose tensors are fake CPU tensors (tied ones stay tied), and fake inputs. Nothing is allocated."""
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        for tensor in [*part._parameters.values(), *part._buffers.values(), *vars(part).values()]:
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
+                memo[id(tensor)] = fake(mode, tensor)
+    fake_module = copy.deepcopy(module, memo)
+    is_tensor = lambda leaf: isinstance(leaf, torch.Tensor)  # noqa: E731
+    fake_args, fake_kwargs = pytree.tree_map(lambda leaf: fake(mode, leaf) if is_tensor(leaf) else leaf, (args, kwargs))
+    return fake_module, fake_args, fake_kwargs
+
+
+def is_mutable(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def mode_of(given: fx.GraphModule | ExportedProgram) -> FakeTensorMode:
+    """The fake mode that the graph's own values live in (they can't be mixed with another one's), or a new one."""
+    for node in given.graph.nodes:
+        mode = getattr(node.meta.get("val"), "fake_mode", None)
+        if mode is not None:
+            return mode
+    return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+
+
+def export_signature(program: ExportedProgram, mode: FakeTensorMode) -> tuple[list[Named], list[torch.Tensor], list[tuple[str, str]]]:
+    kinds = {
+        InputKind.PARAMETER: "parameter",
+        InputKind.BUFFER: "buffer",
+        InputKind.CONSTANT_TENSOR: "buffer",
+        InputKind.USER_INPUT: "input",
+    }
+    names, users = [], 0
+    given = [spec.arg.name for spec in program.graph_signature.input_specs]
+    for spec in program.graph_signature.input_specs:
+        if spec.kind not in kinds:
+            raise ValueError(f"the exported program has an input of kind {spec.kind.name}, which is not supported")
+        held = program.constants.get(spec.target) if spec.kind == InputKind.CONSTANT_TENSOR else None
+        held = held if isinstance(held, torch.Tensor) else None
+        names.append(Named(kinds[spec.kind], spec.target if spec.kind != InputKind.USER_INPUT else f"input_{users}", held))
+        users += spec.kind == InputKind.USER_INPUT
+    results, outputs = [], 0
+    for out in program.graph_signature.output_specs:
+        if out.kind == OutputKind.BUFFER_MUTATION:
+            results.append(("buffer", str(out.target)))
+        elif out.kind == OutputKind.USER_INPUT_MUTATION:
+            results.append(("buffer", names[given.index(out.target)].name))
+        else:
+            results.append(("output", str(outputs)))
+            outputs += 1
+    fakes = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
+    return names, [fake(mode, value) if isinstance(value, torch.Tensor) else value for value in fakes], results
+
+
+def placeholder_inputs(module: fx.GraphModule, example_inputs: Any, mode: FakeTensorMode) -> tuple[list[Named], list[torch.Tensor]]:
+    """Names and fake values of a GraphModule's placeholders, from example inputs or from the nodes' own metadata."""
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+    if example_inputs is None:
+        given = [node.meta.get("val", node.meta.get("example_value")) for node in nodes]
+        missing = [node.name for node, value in zip(nodes, given, strict=True) if not isinstance(value, torch.Tensor)]
+        if missing:
+            raise ValueError(f"the graph's placeholders {missing} carry no shapes; pass example_inputs=(...) with one tensor each")
+    else:
+        args, kwargs = arguments(example_inputs)
+        bound = dict(zip((str(node.target) for node in nodes), args, strict=False)) | kwargs
+        missing = [str(node.target) for node in nodes if str(node.target) not in bound and not node.args]
+        if missing or len(args) > len(nodes):
+            raise ValueError(f"example_inputs has {len(args) + len(kwargs)} entries; the graph takes {[str(n.target) for n in nodes]}")
+        given = [bound.get(str(node.target), node.args[0] if node.args else None) for node in nodes]
+    names = []
+    for i, node in enumerate(nodes):
+        desc = node.meta.get("desc")
+        names.append(named(desc) if desc is not None else Named("input", f"input_{i}"))
+    return names, [fake(mode, value) if isinstance(value, torch.Tensor) else value for value in given]

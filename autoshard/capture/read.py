@@ -1,0 +1,187 @@
+"""A traced ATen graph as a Graph: ops in order, literals as plain values, storage shared by views, module paths."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensor
+
+from autoshard.capture.inputs import Named
+from autoshard.graph import Const, Graph, Op, Ref, Result, Tensor, Value
+
+ALWAYS_VIEWS = {"aten._unsafe_view.default", "aten.reshape.default", "aten._reshape_alias.default"}
+
+
+def read(
+    traced: fx.GraphModule,
+    names: list[Named],
+    results: list[tuple[tuple[str, str], Any]],
+    modules: Mapping[fx.Node, str],
+    keep: Collection[fx.Node] = (),
+) -> tuple[Graph, dict[fx.Node, Value]]:
+    """fx nodes -> ops; placeholders first, dead code left out. Also returns the value of each tensor node."""
+    alive = _alive(traced, keep)
+    ops: list[Op] = []
+    values: dict[fx.Node, Value] = {}
+    nodes = list(traced.graph.nodes)
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    constants = [
+        (node, Named("buffer", str(node.target), _held(traced, node))) for node in nodes if node.op == "get_attr" and node in alive
+    ]
+    made: list[tuple[fx.Node, Op]] = []
+    for node, named in [*zip(placeholders, names, strict=True), *constants]:
+        if node.meta.get("val") is None and not node.users:  # a flag among the inputs, decided while capturing
+            continue
+        filled = _filled(named)
+        if filled is not None:
+            made.append((node, filled))
+            continue
+        values[node] = (len(ops), 0)
+        ops.append(Op(named.name, named.kind, (), (), (_tensor(node.meta["val"]),), named.kind))
+    for node, op in made:  # behind the placeholders
+        values[node] = (len(ops), 0)
+        ops.append(op)
+    tuples: dict[fx.Node, int] = {}
+    for node in nodes:
+        if node.op != "call_function" or node not in alive:
+            continue
+        if node.target is operator.getitem and node.args[0] in tuples:
+            values[node] = (tuples[node.args[0]], node.args[1])
+            continue
+        if isinstance(node.meta["val"], (tuple, list)):
+            tuples[node] = len(ops)
+        else:
+            values[node] = (len(ops), 0)
+        ops.append(_op(node, values, modules.get(node, "")))
+    _check_names(ops)
+    found = tuple(Result(kind, name, values[leaf] if isinstance(leaf, fx.Node) else None) for (kind, name), leaf in results)
+    return Graph(tuple(ops), found), values
+
+
+def _held(traced: fx.GraphModule, node: fx.Node) -> torch.Tensor | None:
+    held = getattr(traced, str(node.target), None)
+    return held if isinstance(held, torch.Tensor) else None
+
+
+def _filled(named: Named) -> Op | None:
+    """A constant of one value (`torch.tensor(0.5)` in a forward) as the op that makes it; None where it is not known or not one."""
+    value = named.value
+    if value is None or isinstance(value, FakeTensor) or value.is_meta or value.numel() == 0:
+        return None
+    first = value.flatten()[0]
+    if not bool((value == first).all()):
+        return None
+    literals = ((tuple(value.shape), first.item()), (("device", Const("device", "cpu")), ("dtype", _constant(value.dtype, None))))
+    return Op(named.name, "aten.full.default", (), literals, (_tensor(value),))
+
+
+def _check_names(ops: list[Op]) -> None:
+    """Op names are unique: a node that is called like a parameter gets a suffix."""
+    taken: set[str] = set()
+    for i, op in enumerate(ops):
+        name = op.name
+        while name in taken:
+            name += "_op"
+        taken.add(name)
+        if name != op.name:
+            ops[i] = replace(op, name=name)
+
+
+def _alive(traced: fx.GraphModule, keep: Collection[fx.Node]) -> set[fx.Node]:
+    """Nodes that a result or a kept node depends on (assertions and other effects are left out: a plan does not need them)."""
+    alive = set(keep)
+    for node in reversed(traced.graph.nodes):
+        if node.op == "output" or node in alive:
+            alive.update(node.all_input_nodes)
+    return alive
+
+
+def _op(node: fx.Node, values: Mapping[fx.Node, Value], module: str) -> Op:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        raise ValueError(f"the captured program calls {node.target!r} (node {node.name}), which is not an ATen operator")
+    if node.target._schema.is_mutable:
+        rest = ", with dropout off (model.eval())" if "bernoulli" in str(node.target) else ""
+        raise ValueError(f"node {node.name} ({node.target}) writes into its input; give a functional graph (torch.export makes one){rest}")
+    inputs: list[Value] = []
+
+    def literal(item: Any) -> Any:
+        if isinstance(item, fx.Node):
+            if not isinstance(item.meta.get("val"), torch.Tensor):
+                raise ValueError(f"node {node.name} ({node.target}) reads {item.name}, a number that depends on the data; keep it a tensor")
+            inputs.append(values[item])
+            return Ref(len(inputs) - 1)
+        if isinstance(item, (tuple, list)):
+            return tuple(literal(part) for part in item)
+        return _constant(item, node)
+
+    literals = (literal(node.args), tuple((key, literal(item)) for key, item in sorted(node.kwargs.items())))
+    result = node.meta["val"]
+    outputs = tuple(_tensor(t) for t in result) if isinstance(result, (tuple, list)) else (_tensor(result),)
+    backward = node.meta.get("partitioner_tag") == "is_backward" or bool(node.meta.get("autograd_backward"))
+    return Op(node.name, str(node.target), tuple(inputs), literals, outputs, "compute", module, _alias(node), backward)
+
+
+def _constant(item: Any, node: fx.Node | None) -> Any:
+    if item is None or isinstance(item, (bool, int, float, str, complex)):
+        return item
+    if isinstance(item, torch.dtype):
+        return Const("dtype", str(item).removeprefix("torch."))
+    if isinstance(item, torch.device):
+        return Const("device", "cpu")
+    if isinstance(item, torch.memory_format):
+        return Const("memory_format", str(item).removeprefix("torch."))
+    if isinstance(item, torch.layout):
+        return Const("layout", str(item).removeprefix("torch."))
+    assert node is not None
+    raise ValueError(f"node {node.name} ({node.target}) has an argument {item!r} of a kind that is not supported: {type(item).__name__}")
+
+
+def _alias(node: fx.Node) -> int | None:
+    """Which tensor input lends its storage to the output, by the operator's schema."""
+    schema = node.target._schema
+    if str(node.target) in ALWAYS_VIEWS:
+        return 0
+    if not schema.returns or schema.returns[0].alias_info is None:
+        return None
+    lent = schema.returns[0].alias_info.before_set
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.before_set & lent:
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            return next((k for k, source in enumerate(_input_nodes(node)) if source is given), None)
+    return 0  # a list of views: the schema marks its elements, the source is the first tensor
+
+
+def _input_nodes(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(node.args, found.append)
+    fx.map_arg({key: node.kwargs[key] for key in sorted(node.kwargs)}, found.append)
+    return found
+
+
+def leaves_of(node: fx.Node) -> Any:
+    """The node itself, or for a node of several results its getitem nodes by index (None where nobody takes one)."""
+    result = node.meta.get("val")
+    if not isinstance(result, (tuple, list)):
+        return node
+    parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    return tuple(parts.get(k) for k in range(len(result)))
+
+
+def _tensor(value: Any) -> Tensor | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    return Tensor(tuple(int(n) for n in value.shape), str(value.dtype).removeprefix("torch."))
+
+
+def module_path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    paths = [entry[0] if isinstance(entry, tuple) else str(entry) for entry in stack.values()]
+    if not paths:
+        return ""
+    return re.sub(r"^L\['\w+'\]\.?|^_export_root\.?", "", paths[-1]).replace("slice(None, None, None)", "")
