@@ -6,6 +6,7 @@ import json
 import math
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -14,9 +15,14 @@ from autoshard.cli.app import NO, OK, app
 from autoshard.cli.arguments import check_out, parse_bytes
 from autoshard.cli.output import Output
 from autoshard.mesh import Mesh
-from autoshard.report import redistribution as report
 
 SAMPLES = 96  # columns of a drawing, per dim
+
+
+def _report() -> ModuleType:
+    from autoshard.report import redistribution  # here: torch takes seconds to import, which other verbs shouldn't
+
+    return redistribution
 
 
 @app.command()
@@ -47,6 +53,7 @@ def redistribute(
     """
     from autoshard import redistribute as room  # here: it needs torch, which --help shouldn't
 
+    report = _report()
     planners, kinds = room.PLANNERS, ("mesh", "tensorcraft")
     for what, given, known in (("--planner", planner, planners), ("--prices", prices, kinds), ("--count", count, ("resident", "buffers"))):
         if given is not None and given not in known:
