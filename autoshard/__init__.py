@@ -12,7 +12,7 @@ _HOMES = {
     "Solution": "solution",
     "Problem": "problem", "evaluate": "problem",
     "solve": "solvers",
-    "Row": "strategies", "register_rule": "strategies", "rule": "strategies",
+    "Row": "strategies", "register_rule": "strategies",
 }  # fmt: skip
 
 __all__ = sorted(_HOMES)

@@ -82,6 +82,7 @@ def test_auto_reduce_and_dual_on_800_problems(block):
         check_everything(seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(4))
 def test_prices_and_the_stages_for_large_problems_are_exact_on_small_ones(block, monkeypatch):
     monkeypatch.setattr(auto, "SMALL", -1)

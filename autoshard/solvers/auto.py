@@ -4,6 +4,7 @@ Most planning problems are proven by dual ascent alone. The relaxation of a redu
 it, or to a handful of branch and bound nodes. Which way to go is decided by measured size, never by the clock.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from functools import partial
 import numpy as np
 
 from ..problem import Edge, EdgeUsage, NodeUsage, Problem
+from .anneal import Annealing
 from .dual import Messages, ascend
 from .ilp import branch, relax
 from .incumbent import Choice, Incumbent
@@ -25,7 +27,10 @@ SWEEPS = 600  # dual ascent proves in 10 to 300 sweeps what it can prove without
 PRICE_ROUNDS = 80  # four binding times took 15
 SMALL, LARGE = 10**5, 10**6  # table cells: HiGHS solves the relaxation in about a second, in about a minute
 SHARES = (0.01, 0.03, 0.1)  # of the gap, the choices tried before all that are affordable
-FUTILE = 30  # neighbourhoods without a better answer before the proof is tried
+FIRST_SLICES, MOST_DOUBLINGS = 16, 3  # of annealing: a run of about 8 seconds, then 16, 32, 64
+TRIED_BEFORE_PROOF = 1  # runs of annealing
+FUTILE = 10  # neighbourhoods without a better answer before the proof is tried
+WORTH_RESTRICTING = 0.7  # of the cells: the reductions and the relaxation are done again where fewer are affordable
 EXPLORED_NODES = 200  # of branch and bound among those
 
 
@@ -77,6 +82,7 @@ def settle(incumbent: Incumbent, *, thorough: bool = True) -> None:
     ascend(messages, incumbent, SWEEPS)
     if not thorough:
         return
+    ascent = None
     if len(messages.prices) and not incumbent.done:
         ascent = Ascent(messages, incumbent)
         ascent.climb(PRICE_ROUNDS)
@@ -84,16 +90,31 @@ def settle(incumbent: Incumbent, *, thorough: bool = True) -> None:
             ascent.raise_until_fits()
         ascent.settle(ascent.prices)
     if _cells(messages.affordable(incumbent), problem) > SMALL:
-        for share in SHARES:
-            near = messages.near(incumbent, share)
-            if incumbent.done or _cells(near, problem) > LARGE:
-                break
-            solve_part(incumbent, near, incumbent.time_left() / 4)
+        explore(messages, ascent, incumbent)
+    if not incumbent.done:
+        prove(restrict(problem, incumbent, messages.affordable(incumbent)))
+
+
+def explore(messages: Messages, ascent: Ascent | None, incumbent: Incumbent) -> None:
+    """Look for answers, until what is affordable is so little that the proof can be tried or time is up."""
+    problem = incumbent.problem
+    if ascent is not None and incumbent.choice is not None and not any(isinstance(u, EdgeUsage) for u in problem.usages):
+        annealing = Annealing(ascent, incumbent)
+        for k in itertools.count():
+            annealing.run(FIRST_SLICES << min(k, MOST_DOUBLINGS))
+            size = _cells(messages.affordable(incumbent), problem)
+            if incumbent.done or size <= SMALL:
+                return
+            if size <= LARGE and k == TRIED_BEFORE_PROOF:
+                solve_part(incumbent, messages.affordable(incumbent), incumbent.time_left() / 4, complete=True)
+    for share in SHARES:
+        near = messages.near(incumbent, share)
+        if incumbent.done or _cells(near, problem) > LARGE:
+            break
+        solve_part(incumbent, near, incumbent.time_left() / 4)
     size = _cells(messages.affordable(incumbent), problem)
     if size > SMALL:
         improve(messages, incumbent, partial(solve_part, incumbent), math.inf if size > LARGE else FUTILE)
-    if not incumbent.done:
-        prove(restrict(problem, incumbent, messages.affordable(incumbent)))
 
 
 def polish(problem: Problem, incumbent: Incumbent) -> None:
@@ -107,13 +128,13 @@ def polish(problem: Problem, incumbent: Incumbent) -> None:
         prove(inner)
 
 
-def solve_part(incumbent: Incumbent, keep: Sequence[np.ndarray], seconds: float) -> bool:
+def solve_part(incumbent: Incumbent, keep: Sequence[np.ndarray], seconds: float, *, complete: bool = False) -> bool:
     """Look for a better answer among the choices marked; says whether the time was enough."""
-    inner = restrict(incumbent.problem, incumbent, keep, complete=False)
+    inner = restrict(incumbent.problem, incumbent, keep, complete=complete)
     if inner is None:
         return True
     inner.deadline = min(incumbent.deadline, incumbent.record.clock() + seconds)
-    prove(inner, EXPLORED_NODES)
+    prove(inner, None if complete else EXPLORED_NODES)
     return inner.time_left() > 0
 
 
@@ -126,8 +147,14 @@ def prove(incumbent: Incumbent | None, most_nodes: int | None = None) -> None:
         incumbent.close()
         return
     memory = relax(program, incumbent)
-    if not incumbent.done:
-        branch(program, incumbent, memory, most_nodes)
+    if incumbent.done:
+        return
+    if math.isfinite(incumbent.cost):
+        keep = program.affordable(incumbent.cost + incumbent.slack)
+        if _cells(keep, incumbent.problem) < WORTH_RESTRICTING * sum(e.table.size for e in incumbent.problem.edges):
+            prove(restrict(incumbent.problem, incumbent, keep), most_nodes)
+            return
+    branch(program, incumbent, memory, most_nodes)
 
 
 def _cells(keep: Sequence[np.ndarray], problem: Problem) -> int:

@@ -1,7 +1,9 @@
 """Why nothing fits: the smallest limit that works, between a proven floor and a found answer, and who holds the bytes.
 
     floor = max over t of the sum of every usage's fewest bytes  <=  smallest limit  <=  peak of any answer
+Prices on the times narrow that from both sides: what is cheapest when bytes are paid for                -> level
 Between them the interval is halved: with all costs set to zero, is there an answer under this limit?   -> smallest_limit
+Whatever fits costs nothing then, so a bound above zero says that nothing fits: prices alone prove it (Record.worst).
 """
 
 import math
@@ -18,6 +20,10 @@ from .times import held, load, maximal_rows
 
 TOP_NODES = 10
 MOST_SECONDS = 30.0  # for the smallest limit, when the answer is known to be no; the contest's G takes 0.3
+PATIENT_SECONDS = 5.0  # before CLOSE is close enough
+SECONDS_PER_LIMIT = 4.0
+CLOSE = 0.01  # relative
+LEVELLINGS, SHARPEN = 8, 4.0  # rounds of prices, and the power of a time's fill by which its price grows
 RELATIVE = 1e-9  # where bytes aren't whole numbers, limits this close are equal
 
 
@@ -45,26 +51,65 @@ def explain_infeasible(problem: Problem, incumbent: Incumbent) -> Infeasibility:
 def smallest_limit(free: Problem, clock: Callable[[], float], deadline: float) -> tuple[float, float, tuple[int, ...] | None]:
     """(low, high, choice): nothing fits below low, choice fits at high; low == high where proven. Costs are 0 or inf."""
     whole = all((u.bytes == np.rint(u.bytes)).all() for u in free.usages)
-    low, high, best = _floor(free), math.inf, None
-    limit: float | None = None  # first: is there an answer at all?
-    while clock() < deadline:
-        record = Record(replace(free, usage_limit=limit), deadline, 0.0, clock)
+    low, high, best = level(free, clock, deadline)
+    low = math.ceil(low) if whole and low < math.inf else low
+    open_until = low  # limits up to here were tried, and neither proven too small nor found to be enough
+    patient_until = min(deadline, clock() + PATIENT_SECONDS)
+    limit = low  # which is often enough
+    while best is not None and clock() < deadline:
+        if high <= low or (not whole and high - low <= 3 * RELATIVE * high):
+            break
+        tried = max(low, open_until)
+        if high - tried <= CLOSE * high and (clock() > patient_until or open_until > low):
+            break
+        record = Record(replace(free, usage_limit=limit), min(deadline, clock() + SECONDS_PER_LIMIT), 0.0, clock, worst=0.0)
         incumbent = Incumbent(record.problem, record)
         Auto().run(record.problem, incumbent)
         if record.choice is not None:
             best, high = record.choice, evaluate(record.problem, record.choice).peak
-        elif incumbent.proven and limit is None:
-            return math.inf, math.inf, None
-        elif incumbent.proven and limit is not None:
+        elif incumbent.proven:
             low = limit + 1.0 if whole else limit
         else:
-            break
-        if high <= low or (not whole and high - low <= 3 * RELATIVE * high):
-            break
-        # the floor is often reached; else halve
-        limit = low if limit is None else (low + high) / 2
+            open_until = limit
+        limit = (max(low, open_until) + high) / 2
         limit = math.floor(limit) if whole else limit * (1 + RELATIVE)
     return (high if whole and high <= low else low), high, best
+
+
+def level(free: Problem, clock: Callable[[], float], deadline: float) -> tuple[float, float, tuple[int, ...] | None]:
+    """(low, high, choice) by prices y on the times: min over x of y . bytes(x) <= peak * sum of y, and y follows the bytes held."""
+    low, high, best = _floor(free), math.inf, None
+    starts, ends = (np.array([getattr(u, end) for u in free.usages], dtype=np.int64) for end in ("start", "end"))
+    rows = maximal_rows(starts, ends, np.array([u.bytes.max() > 0 for u in free.usages], dtype=bool))
+    prices = np.full(len(rows.times), 1.0 / max(len(rows.times), 1))
+    patient_until = clock() + PATIENT_SECONDS
+    for _ in range(LEVELLINGS):
+        until = np.concatenate([[0.0], np.cumsum(prices)])
+        record = Record(_priced(free, until[rows.last] - until[rows.first]), deadline, 0.0, clock)
+        incumbent = Incumbent(record.problem, record)
+        Auto().run(record.problem, incumbent)
+        if record.choice is None:
+            return (math.inf, math.inf, None) if incumbent.proven else (low, high, best)
+        low = max(low, record.bound * (1 - RELATIVE) / until[-1]) if len(prices) else low
+        peak = evaluate(free, record.choice).peak
+        if peak < high:
+            best, high = record.choice, peak
+        if high - low <= (0.0 if clock() < patient_until else CLOSE) * high or not len(prices) or clock() > deadline:
+            break
+        prices = prices * (load(rows, held(free, record.choice)) / peak + 1e-3) ** SHARPEN
+        prices /= prices.sum()
+    return min(low, high), high, best
+
+
+def _priced(free: Problem, prices: np.ndarray) -> Problem:
+    """Bytes as costs, at a price per usage, and no limit."""
+    costs, tables = list(free.node_costs), [e.table for e in free.edges]
+    for u, price in zip(free.usages, prices.tolist(), strict=True):
+        if isinstance(u, NodeUsage):
+            costs[u.node] = costs[u.node] + price * u.bytes
+        else:
+            tables[u.edge] = tables[u.edge] + price * u.bytes
+    return Problem(free.names, tuple(costs), tuple(Edge(e.a, e.b, t) for e, t in zip(free.edges, tables, strict=True)))
 
 
 def _floor(problem: Problem) -> float:

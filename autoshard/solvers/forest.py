@@ -62,13 +62,14 @@ def root_of(parent, v):  # pragma: no cover
 
 
 @numba.njit(cache=True, nogil=True)
-def grow(g, centre, size, stamp, seen, inside, touched, parent, block, queue):  # pragma: no cover
-    """Fill block with nodes around the centre, each with its parent; returns how many."""
+def grow(g, rng, size, stamp, seen, inside, touched, parent, block, queue):  # pragma: no cover
+    """Fill block with nodes around a random one, each with its parent; returns how many."""
     waiting, count = 1, 0
+    centre = numba.int64(rng.random() * len(parent))
     queue[0] = centre
     seen[centre] = stamp
     while waiting > 0 and count < size:
-        k = numba.int64(np.random.random() * waiting)
+        k = numba.int64(rng.random() * waiting)
         v = queue[k]
         waiting -= 1
         queue[k] = queue[waiting]
@@ -121,7 +122,7 @@ def parents_first(g, block, count, inside, parent, order, link):  # pragma: no c
 
 
 @numba.njit(cache=True, nogil=True)
-def price_alone(g, order, count, inside, x, temperature, alone, noise):  # pragma: no cover
+def price_alone(g, rng, order, count, inside, x, temperature, alone, noise):  # pragma: no cover
     """Costs of the block's choices with everything outside as it is, and the noise that makes them a sample."""
     operations = 0
     for k in range(count):
@@ -129,7 +130,7 @@ def price_alone(g, order, count, inside, x, temperature, alone, noise):  # pragm
         f, n = g.first[v], g.first[v + 1] - g.first[v]
         for i in range(n):
             alone[f + i] = g.costs[f + i]
-            noise[f + i] = -temperature * math.log(-math.log(1e-300 + np.random.random()))
+            noise[f + i] = -temperature * math.log(-math.log(1e-300 + rng.random()))
         for h in range(g.start[v], g.start[v + 1]):
             q = g.neighbour[h]
             if not inside[q]:
@@ -198,9 +199,8 @@ def difference(g, order, count, parent, link, alone, x, y):  # pragma: no cover
 
 
 @numba.njit(cache=True, nogil=True)
-def walk(g, limit, prices, x, best, hot, cold, largest, spread, operations, seed):  # pragma: no cover
+def walk(g, limit, prices, x, best, hot, cold, largest, spread, operations, rng):  # pragma: no cover
     """Cool from hot to cold within so many operations. x moves, best keeps the cheapest; returns its cost and moves tried."""
-    np.random.seed(seed)
     num_nodes, num_rows = len(x), len(prices)
     seen, touched = np.zeros(num_nodes, np.int64), np.full(num_nodes, -1)
     parent, link = np.full(num_nodes, -1), np.zeros(num_nodes, np.int64)
@@ -217,14 +217,13 @@ def walk(g, limit, prices, x, best, hot, cold, largest, spread, operations, seed
     while used < operations:
         stamp += 1
         temperature = hot * (cold / hot) ** (used / operations)
-        size = numba.int64(math.exp(np.random.random() * math.log(largest + 1.0)))
-        centre = numba.int64(np.random.random() * num_nodes)
-        count = grow(g, centre, size, stamp, seen, inside, touched, parent, block, queue)
+        size = numba.int64(math.exp(rng.random() * math.log(largest + 1.0)))
+        count = grow(g, rng, size, stamp, seen, inside, touched, parent, block, queue)
         parents_first(g, block, count, inside, parent, order, link)
-        used += 100 + num_rows + 4 * count + price_alone(g, order, count, inside, x, temperature, alone, noise)
+        used += 100 + num_rows + 4 * count + price_alone(g, rng, order, count, inside, x, temperature, alone, noise)
         for k in range(count):
             add_bytes(g, order[k], x[order[k]], -1.0, load)
-        scale = math.exp(spread * np.random.normal())
+        scale = math.exp(spread * rng.standard_normal())
         highest = 0.0
         for r in range(num_rows):
             price[r] = scale * prices[r]
@@ -243,7 +242,7 @@ def walk(g, limit, prices, x, best, hot, cold, largest, spread, operations, seed
             if fits:
                 break
         more = difference(g, order, count, parent, link, alone, x, y) if fits else np.inf
-        taken = more <= -temperature * math.log(1e-300 + np.random.random())
+        taken = more <= -temperature * math.log(1e-300 + rng.random())
         for k in range(count):
             v = order[k]
             if taken:

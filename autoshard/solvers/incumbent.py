@@ -28,6 +28,7 @@ class Record:
     clock: Callable[[], float]
     progress: Callable[[float, float], None] | None = None
     tolerance: float = TOLERANCE  # relative
+    worst: float = math.inf  # no answer costs more: a bound above it says that none exists
     choice: tuple[int, ...] | None = None
     cost: float = math.inf
     bound: float = -math.inf
@@ -81,7 +82,7 @@ class Incumbent:
     def raise_bound(self, bound: float) -> None:
         """Take a proven lower bound on every answer of `problem`; inf says that none exists."""
         if self.complete and bound > self.record.bound:
-            self.record.bound = float(bound)
+            self.record.bound = float(bound) if bound <= self.record.worst else math.inf
             self.record.report()
 
     def close(self) -> None:

@@ -81,7 +81,7 @@ class Ascent:
     def raise_until_fits(self) -> None:
         """Raise the prices of the times that are exceeded until a decoded answer fits."""
         prices = self.prices.copy()
-        first = RAISE * max(abs(self.bound), 1e-300) / max(self.messages.limit, 1.0) / max(len(self.rows), 1)
+        first = RAISE * (abs(self.bound) or 1.0) / max(self.messages.limit, 1.0) / max(len(self.rows), 1)
         for _ in range(MOST_RAISES if self.largest <= ABSURD_PRICE else 0):
             self.settle(prices)
             if math.isfinite(self.incumbent.cost) or self.incumbent.time_left() <= 0 or not self.cuts:

@@ -48,6 +48,7 @@ class Program:
         nodes, edges = self._node_rows(), self._edge_rows()
         self.matrix = sp.vstack([nodes, edges], format="csr")
         self.rhs = np.concatenate([np.ones(nodes.shape[0]), np.zeros(edges.shape[0])])
+        self.priced = -math.inf, self.cost  # the last bound, and the costs that were left of the columns
         self.rows = binding_rows(problem)
         self.limit = math.inf if problem.usage_limit is None else problem.usage_limit
 
@@ -97,7 +98,23 @@ class Program:
         for row, price in zip(memory, y, strict=True):
             columns, amounts = self.memory_row(row)
             reduced[columns] -= price * amounts
-        return math.fsum([self.constant, *np.minimum.reduceat(reduced, self._starts), *(y * self.scaled_limit)])
+        self.priced = math.fsum([self.constant, *np.minimum.reduceat(reduced, self._starts), *(y * self.scaled_limit)]), reduced
+        return self.priced[0]
+
+    def affordable(self, most: float) -> list[np.ndarray]:
+        """Per node, which choices an answer of cost `most` can take, as the prices of the last bound say."""
+        base, reduced = self.priced
+        excess = reduced - np.repeat(np.minimum.reduceat(reduced, self._starts), np.diff([*self._starts, self.num_columns]))
+        total = [np.full(len(c), np.inf) for c in self.problem.node_costs]
+        for v, (t, first) in enumerate(zip(total, self.first_x, strict=False)):
+            mine = excess[first : self.first_x[v + 1]]
+            t[self.choices[first : first + len(mine)]] = base + mine
+        for e, p, first in zip(self.problem.edges, self._cells, self.first_e, strict=False):
+            pairs = np.full(e.table.size, np.inf)
+            pairs[p] = excess[first : first + len(p)]
+            total[e.a] += pairs.reshape(e.table.shape).min(axis=1)
+            total[e.b] += pairs.reshape(e.table.shape).min(axis=0)
+        return [t <= most for t in total]
 
     def round(self, z: np.ndarray) -> list[int]:
         """The largest choice of every node."""

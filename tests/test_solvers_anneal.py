@@ -1,0 +1,93 @@
+"""Annealing over forests: what it says an answer costs is what the judge says, and it finds optima of small problems."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autoshard.problem import Edge, NodeUsage, Problem, evaluate
+from autoshard.solvers import Status, anneal, solve
+from autoshard.solvers.anneal import Annealing, graph_of
+from autoshard.solvers.dual import Messages
+from autoshard.solvers.forest import walk
+from autoshard.solvers.incumbent import Incumbent, Record
+from autoshard.solvers.prices import Ascent
+
+
+def grid_problem(seed: int, side: int = 4, num_choices: int = 3) -> Problem:
+    """A grid (so that forests are less than the whole) whose limit is a third of the way between least and most bytes."""
+    rng = np.random.default_rng(seed)
+    nodes = side * side
+    right = [(v, v + 1) for v in range(nodes) if v % side < side - 1]
+    down = [(v, v + side) for v in range(nodes - side)]
+    costs = tuple(rng.integers(0, 20, num_choices).astype(float) for _ in range(nodes))
+    edges = tuple(Edge(a, b, rng.integers(0, 20, (num_choices, num_choices))) for a, b in right + down)
+    usages = tuple(NodeUsage(v, v, v + 5, rng.integers(0, 9, num_choices)) for v in range(nodes))
+    least, most = (sum(f(u.bytes) for u in usages[4:9]) for f in (min, max))
+    return Problem(tuple(map(str, range(nodes))), costs, edges, usages, float(2 * least + most) / 3)
+
+
+def start(problem: Problem) -> tuple[Ascent, Incumbent]:
+    ticks = iter(range(10**9))
+    incumbent = Incumbent(problem, Record(problem, 1e9, 0.0, lambda: float(next(ticks))))
+    ascent = Ascent(Messages(problem), incumbent)
+    ascent.climb(3)
+    if incumbent.choice is None:
+        ascent.raise_until_fits()
+    return ascent, incumbent
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_walk_reports_the_cost_that_the_judge_finds_and_what_it_keeps_fits(seed):
+    problem = grid_problem(seed)
+    ascent, incumbent = start(problem)
+    if incumbent.choice is None:
+        return
+    messages = ascent.messages
+    rows = range(len(messages.rows.times))
+    x, best = np.array(incumbent.choice), np.array(incumbent.choice)
+    graph, rng = graph_of(messages, rows), np.random.default_rng(seed)
+    cost, moves = walk(graph, messages.limit, np.ones(len(rows)), x, best, 10.0, 0.1, 16, 0.5, 2 * 10**5, rng)
+    assert moves > 50 and evaluate(problem, best).fits and evaluate(problem, x).fits
+    assert cost == pytest.approx(evaluate(problem, best).cost, rel=1e-12) and cost <= incumbent.cost
+
+
+def test_annealing_finds_the_optimum_of_grids_and_rows_that_nobody_looked_at(monkeypatch):
+    monkeypatch.setattr(anneal, "SLICE", 2 * 10**6)
+    monkeypatch.setattr(anneal, "FEW_ROWS", -1)  # rows are looked at once they are exceeded
+    found, tried = 0, 0
+    for seed in range(20):
+        problem = grid_problem(seed)
+        ascent, incumbent = start(problem)
+        if incumbent.choice is None:
+            continue
+        annealing = Annealing(ascent, incumbent)
+        annealing.run(4)
+        annealing.run(4)
+        best = solve(problem, solver="ilp")
+        assert best.status is Status.OPTIMAL and incumbent.cost >= best.cost
+        assert evaluate(problem, incumbent.choice).fits
+        found, tried = found + (incumbent.cost == best.cost), tried + 1
+    assert tried >= 15 and found == tried, (found, tried)
+
+
+def test_annealing_is_the_same_twice(monkeypatch):
+    monkeypatch.setattr(anneal, "SLICE", 10**5)
+    answers = []
+    for _ in range(2):
+        ascent, incumbent = start(grid_problem(3))
+        Annealing(ascent, incumbent).run(3)
+        answers.append(incumbent.choice)
+    assert answers[0] == answers[1] is not None
+
+
+def test_smallest_limit_of_a_grid_is_exact_and_its_nodes_hold_no_more_than_that():
+    for seed in range(5):
+        problem = replace(grid_problem(seed), usage_limit=1.0)
+        answer = solve(problem)
+        assert answer.status is Status.INFEASIBLE
+        low, high = answer.infeasibility.smallest_limit
+        assert low == high < math.inf and sum(b for _, b in answer.infeasibility.nodes) <= high
+        assert solve(replace(problem, usage_limit=high)).status is Status.OPTIMAL
+        assert solve(replace(problem, usage_limit=high - 1)).status is Status.INFEASIBLE
