@@ -91,6 +91,7 @@ def test_prices_and_the_stages_for_large_problems_are_exact_on_small_ones(block,
         assert_exact(problem, solve(problem), solve(problem, solver="exhaustive"))
 
 
+@pytest.mark.slow
 def test_neighbourhood_search_finds_answers_and_never_a_wrong_bound(monkeypatch):
     monkeypatch.setattr(auto, "SMALL", -1)
     monkeypatch.setattr(auto, "LARGE", -1)
