@@ -14,6 +14,7 @@ from autoshard.layout import S
 from autoshard.lower.moves import BlockGroups, cut_blocks, simulate
 from autoshard.mesh import Mesh
 from autoshard.redistribute import BlockLayout, BlockProblem, IdealPrices, MeshPrices, Routes, astar, from_placements, memory_constrained
+from autoshard.redistribute.blocks import why_not
 from autoshard.redistribute.planners import priced, route_of, space_of
 from benchmarks.redistribution import random_problem
 
@@ -73,7 +74,8 @@ def test_every_single_move_delivers(world):
         prices = IdealPrices(problem.mesh) if i % 4 else MeshPrices(Mesh.from_bandwidths(problem.mesh), 4)
         space, _ = space_of(problem, prices)
         found = list(space.steps(space.source))
-        for kind in {step.kind for step in found}:
+        assert all(why_not(problem.shape, space.layout(step.state), problem.mesh) is None for step in found)
+        for kind in sorted({step.kind for step in found}):
             alike = [step for step in found if step.kind == kind]
             for step in rng.sample(alike, min(4, len(alike))):
                 after = space.layout(step.state)

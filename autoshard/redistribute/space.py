@@ -123,7 +123,8 @@ class Space:
             return self.cut(cut.dim, (), WHOLE)
         if cut.block == CHUNKS:
             return None if lo else self.cut(cut.dim, axes, chunk_block(self.shape[cut.dim], axis_sizes(axes, self.mesh)))
-        return self.cut(cut.dim, axes, cut.block * prod(axis_sizes(cut.axes[hi:], self.mesh)))
+        block = cut.block * prod(axis_sizes(cut.axes[hi:], self.mesh))
+        return self.cut(cut.dim, axes, block) if fits(self.shape[cut.dim], prod(axis_sizes(axes, self.mesh)), block) else None
 
     def removals(self, cut: Cut) -> list[tuple[Axes, int, Cut]]:
         """(axes, their mask, what is left): the minor ones, the major ones, or all."""
