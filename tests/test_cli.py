@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.cli import main
+from autoshard.cli import main, solve_verb
 from autoshard.cli.arguments import parse_bytes, parse_pins, parse_settings
 from autoshard.cli.model import load_model
 from autoshard.solution import load
+from autoshard.solvers import auto
 from tests.helpers_solutions import linear_solution
 
 ROOT = Path(__file__).parent.parent
@@ -182,7 +183,7 @@ def test_traceback_shows_where_a_failure_came_from():
         main(["--traceback", "plan", TINY, "--mesh", "2x"])
 
 
-@pytest.mark.parametrize("verb", ["plan", "show", "verify", "export", "solve"])
+@pytest.mark.parametrize("verb", ["plan", "show", "explain", "verify", "export", "solve"])
 def test_the_help_of_each_verb_has_an_example(capsys, verb):
     code, out, _ = run(capsys, verb, "--help")
     assert code == 0 and f"\n  autoshard {verb} " in out and "--json" in out
@@ -209,6 +210,25 @@ def test_solve_says_no_where_nothing_fits(capsys, tmp_path):
     code, out, err = run(capsys, "solve", str(tmp_path / "tight.json"), "--json", "--out", str(tmp_path / "choice.json"))
     assert code == 1 and json.loads(out)["status"] == "infeasible" and json.loads(out)["cost"] is None
     assert not (tmp_path / "choice.json").exists()
+    why = json.loads(out)["infeasibility"]
+    low, high = why["smallest_limit"]
+    problem["problem"]["usage_limit"] = low - 1
+    (tmp_path / "tight.json").write_text(json.dumps(problem))
+    assert low == high and run(capsys, "solve", str(tmp_path / "tight.json"))[0] == 1
+    problem["problem"]["usage_limit"] = high
+    (tmp_path / "tight.json").write_text(json.dumps(problem))
+    assert run(capsys, "solve", str(tmp_path / "tight.json"))[0] == 0 and all(node["bytes"] > 0 for node in why["nodes"])
+
+
+@pytest.mark.parametrize("where", ["read_contest", "reduce"])
+def test_ctrl_c_prints_what_is_known_and_says_no(capsys, monkeypatch, where):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(solve_verb if where == "read_contest" else auto, where, interrupt)
+    code, out, err = run(capsys, "solve", EXAMPLE, "--json")
+    record = json.loads(out)
+    assert code == 1 and record["interrupted"] and record["status"] == "unknown" and "Traceback" not in err
 
 
 def test_solve_as_a_table_gives_advice(capsys):

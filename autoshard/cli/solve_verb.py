@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -12,7 +12,10 @@ from rich.table import Table
 from autoshard.cli.app import NO, OK, app
 from autoshard.cli.arguments import check_out
 from autoshard.cli.output import Output
-from autoshard.problem import read_contest, write_choice
+from autoshard.problem import Problem, read_contest, write_choice
+
+if TYPE_CHECKING:
+    from autoshard.solvers import Infeasibility
 
 
 @app.command()
@@ -20,7 +23,7 @@ def solve(
     problem: Annotated[str, typer.Argument(help="A problem in the contest's format, .json or .json.gz.", show_default=False)],
     time_limit: Annotated[float, typer.Option(help="Seconds; after them the best answer found is given, with its bound.")] = 10000.0,
     gap: Annotated[float, typer.Option(help="Stop when the answer is proven to be within this of the best, relative.")] = 0.0,
-    solver: Annotated[str, typer.Option(help="auto, ilp, cvxpy or exhaustive.")] = "auto",
+    solver: Annotated[str, typer.Option(help="auto, ilp, cvxpy, dp, dual or exhaustive.")] = "auto",
     out: Annotated[str | None, typer.Option(help="Write the choices here, as JSON.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
@@ -30,16 +33,23 @@ def solve(
     \b
     autoshard solve asplos-2025-iopddl-B.json.gz --time-limit 60 --out choice.json
     """
-    from autoshard.solvers import solve as run  # here: cvxpy takes seconds to import, which --help shouldn't
+    from autoshard.solvers import Answer, Status  # here: cvxpy takes seconds to import, which --help shouldn't
+    from autoshard.solvers import solve as run
 
     check_out(out)
     with Output(as_json=as_json, quiet=quiet) as output:
         output.progress("reading", 0.0)
         began = time.monotonic()
-        numbers = read_contest(problem)
+        numbers, answer = None, Answer(Status.UNKNOWN, None, math.inf, -math.inf, solver, interrupted=True)
+        try:
+            numbers = read_contest(problem)
+        except KeyboardInterrupt:  # nothing is known yet, and that is said like any other answer
+            output.note("interrupted while reading")
         read = time.monotonic() - began
-        output.progress("solving", 0.0)
-        answer = run(numbers, solver=solver, time_limit=time_limit, gap=gap, progress=lambda *found: output.progress(*_progress(*found)))
+        if numbers is not None:
+            output.progress("solving", 0.0)
+            options = {"solver": solver, "time_limit": time_limit, "gap": gap}
+            answer = run(numbers, **options, progress=lambda *found: output.progress(*_progress(*found)))
         if out is not None and answer.choice is not None:
             write_choice(out, answer)
             output.note(f"wrote {out}")
@@ -51,13 +61,22 @@ def solve(
             "bound": answer.bound,
             "gap": answer.gap,
             "peak": answer.peak,
-            "limit": numbers.usage_limit,
+            "limit": numbers.usage_limit if numbers is not None else None,
             "solver": answer.solver,
             "seconds": {"read": read, "reduce": reduce, "solve": answer.seconds.get("solve", total - reduce), "total": read + total},
             "reduced": dict(answer.reduced),
+            "interrupted": answer.interrupted,
         }
+        if answer.infeasibility is not None and numbers is not None:
+            record["infeasibility"] = _infeasibility(numbers, answer.infeasibility)
         output.answer(record, lambda: _table(record, answer.status.advice))
-    return OK if answer.choice is not None else NO
+    return NO if answer.choice is None or (answer.interrupted and answer.status is not Status.OPTIMAL) else OK
+
+
+def _infeasibility(problem: Problem, why: Infeasibility) -> dict:
+    """The smallest limit that works lies between `smallest_limit`'s two numbers; `nodes` hold the most bytes at `time`."""
+    nodes = [{"node": node, "name": problem.names[node], "bytes": amount} for node, amount in why.nodes]
+    return {"smallest_limit": list(why.smallest_limit), "time": why.time, "nodes": nodes}
 
 
 def _progress(cost: float, bound: float) -> tuple[str, float]:
@@ -72,6 +91,12 @@ def _table(record: dict, advice: str) -> Table:
     for key in ("cost", "bound", "gap", "peak", "limit"):
         value = record[key]
         table.add_row(key, "-" if value is None or not math.isfinite(value) else f"{value:.12g}")
+    if why := record.get("infeasibility"):
+        low, high = why["smallest_limit"]
+        table.add_row("smallest limit", f"{high:.12g}" if low == high else f"between {low:.12g} and {high:.12g}")
+        table.add_row("at time", f"{why['time']}, where most is held by")
+        for node in why["nodes"]:
+            table.add_row("", f"node {node['name']}: {node['bytes']:.12g} bytes")
     table.add_row("left to search", ", ".join(f"{value} {key}" for key, value in record["reduced"].items()) or "everything")
     table.add_row("seconds", ", ".join(f"{key} {value:.2f}" for key, value in record["seconds"].items()))
     return table

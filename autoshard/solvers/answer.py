@@ -50,6 +50,7 @@ class Answer:
     reduced: dict[str, int] = field(default_factory=dict)  # nodes, edges, cells that were left to search
     peak: float | None = None  # bytes
     infeasibility: Infeasibility | None = None
+    interrupted: bool = False  # by Ctrl-C, before the time was up
 
     @property
     def gap(self) -> float:

@@ -70,7 +70,7 @@ def solve(
     incumbent = Incumbent(problem, record)
     for start in starts:
         incumbent.offer(start)
-    infeasibility = None
+    infeasibility, interrupted = None, False
     try:
         chosen.run(problem, incumbent)
         if incumbent.proven and preference is not None and record.choice is not None:
@@ -78,11 +78,11 @@ def solve(
         if incumbent.proven and record.choice is None:
             infeasibility = explain_infeasible(problem, incumbent)
     except KeyboardInterrupt:  # the user has waited enough: what is known so far is the answer
-        pass
+        interrupted = True
     record.seconds["total"] = clock() - began
     peak = None if record.choice is None else evaluate(problem, record.choice).peak
-    name = type(chosen).__name__.lower()
-    return Answer(_status(incumbent), record.choice, record.cost, record.bound, name, record.seconds, record.size, peak, infeasibility)
+    name, found = type(chosen).__name__.lower(), (record.choice, record.cost, record.bound)
+    return Answer(_status(incumbent), *found, name, record.seconds, record.size, peak, infeasibility, interrupted)
 
 
 def frontier(problem: Problem, limits: Sequence[float | None], **options) -> list[Answer]:
