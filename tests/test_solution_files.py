@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+from pathlib import Path
 
 import dill
 import pytest
@@ -201,3 +202,13 @@ def test_a_plan_of_ours_has_its_own_mesh(tmp_path):
     assert load(tmp_path / "a.json", MESH).mesh == MESH
     with pytest.raises(ValueError, match="was planned for mesh 2x4, not for 8"):
         load(tmp_path / "a.json", Mesh.from_bandwidths((8,)))
+
+
+def test_files_of_the_first_release_load_for_ever(tmp_path):
+    path = Path(__file__).parent / "data" / "solutions" / "gpt2-tiny-2x2.format1.json"
+    written = json.loads(path.read_text())
+    solution = load(path)
+    assert solution.format == 1 and solution.cost == written["cost"] and solution.layouts.keys() == written["layouts"].keys()
+    assert {name: row["layout"] for name, row in solution.parameters.items()} == {k: v["layout"] for k, v in written["parameters"].items()}
+    solution.save(tmp_path / "again.json")
+    assert load(tmp_path / "again.json") == solution
