@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from autoshard.problem import Edge, NodeUsage, Problem, evaluate, read_contest
-from autoshard.solvers import DP, ILP, Answer, Status, auto, frontier, solve
+from autoshard.solvers import DP, ILP, Answer, Status, anneal, auto, frontier, solve
 from autoshard.solvers.incumbent import Incumbent, Record
 from autoshard.solvers.reduce import reduce
 from tests.helpers_problems import random_problem
@@ -82,19 +82,19 @@ def test_auto_reduce_and_dual_on_800_problems(block):
         check_everything(seed)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("block", range(4))
 def test_prices_and_the_stages_for_large_problems_are_exact_on_small_ones(block, monkeypatch):
     monkeypatch.setattr(auto, "SMALL", -1)
+    monkeypatch.setattr(anneal, "SLICE", 10**5)
     for seed in range(50 * block, 50 * block + 50):
         problem = random_problem(seed)
         assert_exact(problem, solve(problem), solve(problem, solver="exhaustive"))
 
 
-@pytest.mark.slow
 def test_neighbourhood_search_finds_answers_and_never_a_wrong_bound(monkeypatch):
     monkeypatch.setattr(auto, "SMALL", -1)
     monkeypatch.setattr(auto, "LARGE", -1)
+    monkeypatch.setattr(anneal, "SLICE", 10**5)
     for seed in range(60):
         problem = random_problem(seed)
         ticks = itertools.count()
