@@ -1,0 +1,107 @@
+"""`autoshard tables`: lay embedding tables over devices by the slowest device."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autoshard.cli.app import NO, OK, app
+from autoshard.cli.arguments import check_out, parse_bytes
+from autoshard.cli.output import Output, finite
+from autoshard.mesh import Mesh, parse_shape
+
+if TYPE_CHECKING:
+    from autoshard.tables import Table
+
+
+@app.command()
+def tables(
+    spec: Annotated[str, typer.Argument(help="Tables as CSV (name,rows,columns,...) or JSON.", show_default=False)],
+    devices: Annotated[str, typer.Option(help="How many devices, or a mesh such as 2x8: nodes x devices of a node.")] = "8",
+    hbm: Annotated[str, typer.Option(help="Memory of a device.")] = "80GB",
+    host_memory: Annotated[
+        str | None, typer.Option(help="Memory of a host, shared by its devices; default: no table lies there.", show_default=False)
+    ] = None,
+    intra_node_bandwidth: Annotated[str, typer.Option(help="Bytes per second of a device inside its node.")] = "300GB/s",
+    inter_node_bandwidth: Annotated[str, typer.Option(help="Bytes per second of a node's link to the others.")] = "400GB/s",
+    host_bandwidth: Annotated[str, typer.Option(help="Bytes per second between a device and its host's memory.")] = "32GB/s",
+    device: Annotated[str, typer.Option(help="Kind of device: a100, h100, h200, cpu.")] = "h100",
+    batch: Annotated[int, typer.Option(help="Examples per device and step.")] = 512,
+    reserve: Annotated[float, typer.Option(help="Share of all memory that is kept free.")] = 0.15,
+    effort: Annotated[float, typer.Option(help="Times the usual number of search moves.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the search; the same seed gives the same plan.")] = 0,
+    out: Annotated[str | None, typer.Option(help="Write the plan as JSON.", show_default=False)] = None,
+    plot: Annotated[str | None, typer.Option(help="Write a bar plot of the load per device, PNG or SVG.", show_default=False)] = None,
+    every: Annotated[bool, typer.Option("--all", help="Print every table, not only those that take longest.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+) -> int:
+    """Lay embedding tables over devices so that the slowest device is as fast as can be.
+
+    \b
+    autoshard tables tables.csv --devices 2x8 --hbm 80GB --host-memory 512GB --reserve 0.15
+    CSV columns: name, rows, columns, and any of item_size, pooling, features, optimizer, skew.
+    JSON: {"tables": [{"name": "user", "rows": 1000000, "columns": 64}]}; a table may bring its own options:
+    {"name": "t", "options": [{"sharding": "table_wise", "seconds": 1e-3, "hbm_bytes": 1e9}]}.
+    """
+    from autoshard.tables import plan_tables  # here, like the report: other verbs shouldn't wait for what they import
+
+    check_out(out)
+    check_out(plot)
+    intra, inter, to_host = (parse_bytes(x, "bandwidth") for x in (intra_node_bandwidth, inter_node_bandwidth, host_bandwidth))
+    memory = parse_bytes(hbm)
+    host = None if host_memory is None else 0.0 if host_memory.strip() in ("0", "0GB") else parse_bytes(host_memory)
+    mesh = Mesh.from_bandwidths(parse_shape(devices), intra_node_bandwidth=intra, inter_node_bandwidth=inter, device=device)
+    with Output(as_json=as_json, quiet=quiet) as output:
+        found = plan_tables(
+            read_tables(spec), mesh, hbm=memory, host_memory=host, reserve=reserve, batch=batch, host_bandwidth=to_host,
+            effort=effort, seed=seed, progress=output.progress,
+        )  # fmt: skip
+        record = found.to_dict()
+        if out is not None:
+            _write(out, json.dumps(finite(record), indent=1))
+            output.note(f"wrote {out}")
+        if plot is not None and found.devices:
+            _report().draw(plot, record)
+            output.note(f"wrote {plot}")
+        output.answer(record, lambda: _report().table_of(record, every))
+    return OK if found.devices else NO
+
+
+def _report() -> ModuleType:
+    from autoshard.report import tables
+
+    return tables
+
+
+def read_tables(path: str) -> list[Table]:
+    """Tables of a .csv or .json file."""
+    from autoshard.tables.spec import tables_of_json, tables_of_rows
+
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text: {error}; expected CSV or JSON") from None
+    if path.lower().endswith(".csv"):
+        reader = csv.DictReader(io.StringIO(text))
+        return tables_of_rows(list(reader), list(reader.fieldnames or ()))
+    try:
+        return tables_of_json(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON: {error}; expected {{'tables': [...]}}, or a file named .csv") from None
+
+
+def _write(path: str, text: str) -> None:
+    folder = os.path.dirname(os.path.abspath(path))
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".tables-")
+    with os.fdopen(handle, "w") as file:
+        file.write(text + "\n")
+    os.replace(temporary, path)

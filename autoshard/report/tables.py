@@ -1,0 +1,85 @@
+"""A plan of embedding tables for people: tables with the reason why each lies where it does, and the load per device as bars.
+
+They take the record that `TablePlan.to_dict()` gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .numbers import percent, seconds, size
+
+BAR = 40  # characters of the slowest device
+ROWS = 40  # tables shown, unless all are asked for
+
+
+def table_of(plan: Mapping, every: bool = False) -> RenderableType:
+    """The tables that take longest (or every one), the load per device as bars, and the verdict."""
+    if not plan["devices"]:
+        return Text(f"{plan['status']}: {plan['reason']}")
+    longest = sorted(plan["tables"].items(), key=lambda item: -sum(item[1]["seconds"]))
+    shown = longest if every else longest[:ROWS]
+    grid = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("table", "sharding", "memory", "devices", "per shard", "why"):
+        grid.add_column(name, justify="right" if name == "per shard" else "left", overflow="fold")
+    for name, row in shown:
+        cells = (name, row["sharding"], row["memory"], devices_of(row["devices"]), seconds(max(row["seconds"])), row["why"])
+        grid.add_row(*map(Text, cells))
+    parts: list[RenderableType] = [grid]
+    if len(shown) < len(longest):
+        parts.append(Text(f"... and {len(longest) - len(shown)} tables that take less; --all prints them"))
+    return Group(*parts, Text(""), bars(plan), Text(""), Text(verdict(plan)))
+
+
+def devices_of(devices: Sequence[int]) -> str:
+    """`0-7` for a run, `3,5` otherwise."""
+    run = len(devices) > 2 and list(devices) == list(range(devices[0], devices[0] + len(devices)))
+    return f"{devices[0]}-{devices[-1]}" if run else ",".join(map(str, devices))
+
+
+def bars(plan: Mapping) -> Table:
+    """Seconds and memory, device by device."""
+    grid, slowest = Table(box=None, padding=(0, 2, 0, 0)), plan["slowest_device_seconds"]
+    for name in ("device", "time", "", "hbm", "of limit", "host"):
+        grid.add_column(name, justify="left" if name == "" else "right", no_wrap=True)
+    for d, (load, limit) in enumerate(zip(plan["devices"], plan["hbm_limit_bytes"])):
+        bar = "█" * round(BAR * load["seconds"] / slowest) if slowest else ""
+        of_limit = percent(load["hbm_bytes"], limit)
+        grid.add_row(*map(Text, (str(d), seconds(load["seconds"]), bar, size(load["hbm_bytes"]), of_limit, size(load["host_bytes"]))))
+    return grid
+
+
+def verdict(plan: Mapping) -> str:
+    if plan["status"] == "optimal":
+        return f"slowest device {seconds(plan['slowest_device_seconds'])}: proven best"
+    return (
+        f"slowest device {seconds(plan['slowest_device_seconds'])}; no plan takes less than {seconds(plan['bound_seconds'])} "
+        f"(gap {plan['gap']:.2%})"
+    )
+
+
+def draw(path: str, plan: Mapping) -> None:
+    """Write a bar plot of time and memory per device; the file's ending says which kind."""
+    from matplotlib.figure import Figure  # here: it takes a while to import
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    time, memory = figure.subplots(2, 1, sharex=True)
+    at = range(len(plan["devices"]))
+    time.bar(at, [1e3 * d["seconds"] for d in plan["devices"]])
+    time.axhline(1e3 * plan["bound_seconds"], color="black", linewidth=1, linestyle="--", label="bound")
+    time.set_ylabel("ms per step")
+    time.legend()
+    memory.bar(at, [d["hbm_bytes"] / 1e9 for d in plan["devices"]])
+    memory.scatter(at, [limit / 1e9 for limit in plan["hbm_limit_bytes"]], marker="_", color="black", label="limit")
+    memory.set_ylabel("GB of device memory")
+    memory.set_xlabel("device")
+    memory.legend()
+    try:
+        figure.savefig(path, format=Path(path).suffix[1:] or "png")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; expected a name that ends in .png, .svg or .pdf") from None

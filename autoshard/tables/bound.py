@@ -1,0 +1,151 @@
+"""Lower bounds on the slowest device: what no plan can beat.
+
+Suppose a plan takes at most T on every device and fits. Then, summed over the D devices, its chosen options o obey rows a_k:
+
+    sum of seconds <= D T        sum of hbm bytes <= all devices' memory        sum of host bytes <= all hosts' memory
+    sum of u(seconds of a shard / T) <= D,  sum of u(hbm of a shard / largest device) <= D      for every dual feasible u   -> rows_at
+
+and no shard of o takes longer than T. For weights y >= 0 each table adds at least min over o of y . a_o, hence
+
+    sum over tables of min over o of y . a_o  >  y . b     =>     no such plan: T is a lower bound                          -> refutes
+
+The weights come from a linear program; the refutation is summed up again from the weights, so the bound does not rest on the program's
+tolerances. u(z) is dual feasible when sum z <= 1 implies sum u(z) <= 1; used are u_k(z) = (ceil((k + 1) z) - 1) / k and the one that
+counts z > 1 - e whole and z < e not at all. Source: Fekete, Schepers, "New classes of fast lower bounds for bin packing problems" (2001).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import csr_array
+
+from .arrays import Arrays, Devices
+
+STEPS = tuple(range(1, 13))  # k of u_k
+EDGES = (0.1, 0.2, 0.3, 0.4, 0.5)  # e of the other one
+SAFE = 1e-12  # relative: z is taken this much smaller, so that rounding can't count too much
+MARGIN = 1e-11  # relative: by how much a refutation must hold; sums of thousands of numbers err by about 1e-13
+WIDTH = 1e-4  # relative: bisection stops here
+
+
+class Totals(NamedTuple):
+    """Per option, summed over its shards; `longest` is its longest shard's seconds."""
+
+    seconds: np.ndarray
+    hbm: np.ndarray
+    host: np.ndarray
+    longest: np.ndarray
+    largest: np.ndarray  # bytes of hbm
+    option_of: np.ndarray  # per shard
+    table_of: np.ndarray  # per option
+
+
+class Weights(NamedTuple):
+    """The optimum of the linear program at T: weights of the rows, the share of each option, the excess (above 0: nothing fits)."""
+
+    y: np.ndarray
+    share: np.ndarray
+    excess: float
+
+
+def totals_of(arrays: Arrays) -> Totals:
+    shards_of_part = np.diff(arrays.first_shard)
+    option_of_part = np.repeat(np.arange(len(arrays.scope)), np.diff(arrays.first_part))
+    option_of = np.repeat(option_of_part, shards_of_part)
+    start = arrays.first_shard[arrays.first_part[:-1]]
+    reduce = np.add.reduceat, np.maximum.reduceat
+    add, most = ((lambda x, f=f: f(x, start) if len(start) else np.zeros(0)) for f in reduce)
+    table_of = np.repeat(np.arange(arrays.num_tables), np.diff(arrays.first_option))
+    return Totals(
+        add(arrays.seconds), add(arrays.hbm), add(arrays.host), most(arrays.seconds), most(arrays.hbm), option_of, table_of
+    )  # fmt: skip
+
+
+def dual_feasible(z: np.ndarray) -> list[np.ndarray]:
+    """Every u at z, element by element."""
+    z = np.maximum(z * (1 - SAFE), 0.0)
+    found = [np.maximum(np.floor((k + 1) * z), 0.0) / k for k in STEPS]
+    found += [np.where(z > 1 - e, 1.0, np.where(z < e, 0.0, z)) for e in EDGES]
+    return found
+
+
+def rows_at(arrays: Arrays, totals: Totals, devices: Devices, T: float, *, packing: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """a[k, option] and b[k] of the rows at T, each divided so that b is 1 (0 where there is no memory at all)."""
+    rows, limits = [totals.seconds], [devices.num * T]
+    for used, limit in ((totals.hbm, devices.hbm_limit.sum()), (totals.host, devices.host_limit.sum())):
+        if np.isfinite(limit) and used.any():
+            rows.append(used)
+            limits.append(float(limit))
+    if packing:
+        largest = devices.hbm_limit.max()
+        for amounts, limit in ((arrays.seconds, T), (arrays.hbm, largest)):
+            if 0 < limit < np.inf:
+                for u in dual_feasible(amounts / limit):
+                    rows.append(np.bincount(totals.option_of, u, minlength=len(totals.seconds)))
+                    limits.append(float(devices.num))
+    a, b = np.array(rows), np.array(limits)
+    scale = np.where(b > 0, b, 1.0)
+    return a / scale[:, None], np.where(b > 0, 1.0, 0.0)
+
+
+def lagrangian(a: np.ndarray, b: np.ndarray, y: np.ndarray, allowed: np.ndarray, first_option: np.ndarray) -> float:
+    """sum over tables of min over allowed options of y . a_o, less y . b; inf where a table has no allowed option."""
+    if (np.diff(first_option) == 0).any():
+        return np.inf
+    priced = np.where(allowed, y @ a, np.inf)
+    return float(np.minimum.reduceat(priced, first_option[:-1]).sum() - y @ b)
+
+
+def solve_weights(a: np.ndarray, b: np.ndarray, allowed: np.ndarray, totals: Totals, num_tables: int) -> Weights | None:
+    """Minimise the excess t of a x <= b (1 + t), one option per table; None where a table has no allowed option."""
+    open_ = np.flatnonzero(allowed)
+    if len(np.unique(totals.table_of[open_])) < num_tables:
+        return None
+    n = len(open_)
+    used = np.flatnonzero(a[:, open_].any(axis=1) | (b == 0))
+    pick = csr_array((np.ones(n), (totals.table_of[open_], np.arange(n))), shape=(num_tables, n + 1))
+    upper = np.hstack([a[np.ix_(used, open_)], -np.ones((len(used), 1))])
+    found = linprog(
+        np.append(np.zeros(n), 1.0), A_ub=upper, b_ub=b[used], A_eq=pick, b_eq=np.ones(num_tables),
+        bounds=[(0, None)] * n + [(-1, None)], method="highs-ds",
+    )  # fmt: skip
+    assert found.status == 0, f"the linear program ended with: {found.message}"
+    y, share = np.zeros(len(b)), np.zeros(len(allowed))
+    y[used] = np.maximum(-found.ineqlin.marginals, 0.0)
+    share[open_] = found.x[:-1]
+    return Weights(y, share, float(found.x[-1]))
+
+
+class Bound:
+    """Bounds of one problem; keeps the weights of the last T that was refuted, for fixing options and for guidance."""
+
+    def __init__(self, arrays: Arrays, devices: Devices) -> None:
+        self.arrays, self.devices, self.totals = arrays, devices, totals_of(arrays)
+        self.value = 0.0
+
+    def refutes(self, T: float, *, packing: bool = True) -> bool:
+        """Whether it is proven that every plan takes longer than T; if so `value` rises to T."""
+        proven = self._excess_at(T, packing) > MARGIN
+        if proven:
+            self.value = max(self.value, T)
+        return proven
+
+    def _excess_at(self, T: float, packing: bool) -> float:
+        allowed = self.totals.longest <= T
+        a, b = rows_at(self.arrays, self.totals, self.devices, T, packing=packing)
+        weights = solve_weights(a, b, allowed, self.totals, self.arrays.num_tables)
+        if weights is None:
+            return np.inf
+        return lagrangian(a, b, weights.y, allowed, self.arrays.first_option) / max(weights.y.sum(), 1e-300)
+
+    def raise_to(self, high: float, *, packing: bool = True, keep_on: Callable[[], bool] = lambda: True) -> float:
+        """Bisect between the bound and `high`, the seconds of a plan."""
+        while high - self.value > WIDTH * high and keep_on():
+            T = (self.value + high) / 2
+            if not self.refutes(T, packing=packing):
+                high = T
+        return self.value

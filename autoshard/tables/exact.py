@@ -1,0 +1,170 @@
+"""The best plan of a few tables, proven: depth-first over every option at every place, compiled.
+
+    a branch is left when      max over d of seconds_d  >=  best
+                         or    y . used + sum over the tables to come of min over o of y . a_o  >  y . b(best)       (bound.py has y, a, b)
+                         or    some device or host is over its memory
+Devices of a node that carry the same are alike to a table of one shard: the first is tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+from .arrays import Arrays, Devices, Spots
+from .bound import Bound, rows_at, solve_weights
+
+MOST_WAYS = 4000  # in all, over the tables
+MOST_TABLES = 16
+BRANCHES = 4_000_000  # about two seconds
+
+
+class Ways(NamedTuple):
+    """Every way of laying every table, table by table: what it adds to each device and host."""
+
+    first: np.ndarray  # per table
+    seconds: np.ndarray  # (ways, devices)
+    hbm: np.ndarray
+    host: np.ndarray  # (ways, hosts)
+    alone: np.ndarray  # per way: its device, if it has one shard, else -1
+    spots: list[tuple[int, tuple[int, ...]]]  # option, places
+
+
+def ways_of(arrays: Arrays, devices: Devices, order: np.ndarray) -> Ways | None:
+    """None where there are too many."""
+    first, spots = [0], []
+    for t in order.tolist():
+        for o in range(arrays.first_option[t], arrays.first_option[t + 1]):
+            places = (devices.num, devices.num_nodes, 1)[arrays.scope[o]]
+            parts = range(arrays.first_part[o], arrays.first_part[o + 1])
+            if places ** len(parts) > MOST_WAYS * 10:
+                return None
+            alike = all(_same_shards(arrays, parts[0], p) for p in parts)
+            each = itertools.combinations_with_replacement if alike else lambda some, n: itertools.product(some, repeat=n)
+            spots += [(o, tuple(place)) for place in each(range(places), len(parts))]
+            if len(spots) > MOST_WAYS:
+                return None
+        first.append(len(spots))
+    n = len(spots)
+    ways = Ways(np.array(first), np.zeros((n, devices.num)), np.zeros((n, devices.num)), np.zeros((n, len(devices.host_limit))),
+                np.full(n, -1), spots)  # fmt: skip
+    for w, (o, place) in enumerate(spots):
+        size = (1, devices.per_node, devices.num)[arrays.scope[o]]
+        for k, at in enumerate(place):
+            s = arrays.first_shard[arrays.first_part[o] + k]
+            on = slice(at * size, (at + 1) * size)
+            ways.seconds[w, on] += arrays.seconds[s : s + size]
+            ways.hbm[w, on] += arrays.hbm[s : s + size]
+            np.add.at(ways.host[w], devices.host_of[on], arrays.host[s : s + size])
+        if size == 1 and len(place) == 1:
+            ways.alone[w] = place[0]
+    return ways
+
+
+def _same_shards(arrays: Arrays, p: int, q: int) -> bool:
+    a, b = (slice(arrays.first_shard[x], arrays.first_shard[x + 1]) for x in (p, q))
+    return all(np.array_equal(column[a], column[b]) for column in (arrays.seconds, arrays.hbm, arrays.host))
+
+
+def alike_of(arrays: Arrays, devices: Devices) -> np.ndarray:
+    """Per device, a number that is equal for devices that can be exchanged: of one node, with equal limits, if all wide parts are even."""
+    size = np.diff(arrays.first_shard)
+    for p in np.flatnonzero(size > 1).tolist():
+        part = slice(arrays.first_shard[p], arrays.first_shard[p + 1])
+        if any(np.ptp(column[part]) > 0 for column in (arrays.seconds, arrays.hbm, arrays.host)):
+            return np.arange(devices.num)
+    keys = list(zip((np.arange(devices.num) // devices.per_node).tolist(), devices.hbm_limit.tolist(), devices.host_of.tolist()))
+    return np.array([keys.index(key) for key in keys])
+
+
+def search_all(arrays: Arrays, devices: Devices, bound: Bound, best: float, spots: Spots | None) -> tuple[float, Spots | None, bool]:
+    """(seconds of the best plan, the plan, whether it is proven best). `best` = seconds of `spots`, inf without one."""
+    if arrays.num_tables > MOST_TABLES:
+        return best, spots, False
+    order = np.argsort(-np.maximum.reduceat(bound.totals.longest, arrays.first_option[:-1]), kind="stable")
+    ways = ways_of(arrays, devices, order)
+    if ways is None:
+        return best, spots, False
+    price, budget = _prices(arrays, devices, bound, best)
+    priced = np.array([price[o] for o, _ in ways.spots])
+    least = np.minimum.reduceat(priced, ways.first[:-1])
+    to_come = np.append(np.cumsum(least[::-1])[::-1], 0.0)
+    chosen = np.full(arrays.num_tables, -1)
+    found, branches = descend(
+        ways.first, ways.seconds, ways.hbm, ways.host, ways.alone, alike_of(arrays, devices), priced, to_come, budget,
+        devices.hbm_limit, devices.host_limit, best, BRANCHES, chosen,
+    )  # fmt: skip
+    if chosen[0] >= 0:
+        spots = Spots(np.zeros(arrays.num_tables, dtype=np.int64), np.zeros((arrays.num_tables, arrays.most_parts), dtype=np.int64))
+        for t, w in zip(order.tolist(), chosen.tolist()):
+            option, place = ways.spots[w]
+            spots.option[t], spots.place[t, : len(place)] = option, place
+    return found, spots, branches < BRANCHES
+
+
+def _prices(arrays: Arrays, devices: Devices, bound: Bound, best: float) -> tuple[np.ndarray, float]:
+    """y . a_o of every option, and y . b at T = best; zeros where nothing is known."""
+    if not np.isfinite(best) or best <= 0:
+        return np.zeros(len(arrays.scope)), np.inf
+    a, b = rows_at(arrays, bound.totals, devices, best, packing=False)
+    weights = solve_weights(a, b, bound.totals.longest <= best, bound.totals, arrays.num_tables)
+    if weights is None or not weights.y.any():
+        return np.zeros(len(arrays.scope)), np.inf
+    return weights.y @ a, float(weights.y @ b) * (1 + 1e-9)
+
+
+@numba.njit(cache=True, nogil=True)
+def descend(  # pragma: no cover
+    first, add_seconds, add_hbm, add_host, alone, alike, priced, to_come, budget, limit, host_limit, best, branches, chosen
+):
+    """Fill `chosen` with the ways of the best plan below `best`; returns (its seconds, branches looked at)."""
+    n, num = len(first) - 1, len(limit)
+    seconds, hbm, host = np.zeros((n + 1, num)), np.zeros((n + 1, num)), np.zeros((n + 1, len(host_limit)))
+    used = np.zeros(n + 1)
+    at = first[:-1].copy()
+    t, count = 0, 0
+    while t >= 0:
+        if at[t] == first[t + 1] or count >= branches:
+            at[t] = first[t]
+            t -= 1
+            continue
+        w = at[t]
+        at[t] += 1
+        count += 1
+        used[t + 1] = used[t] + priced[w]
+        if used[t + 1] + to_come[t + 1] > budget:
+            continue
+        d = alone[w]
+        if d >= 0:
+            twin = False
+            for other in range(d):
+                if alike[other] == alike[d] and seconds[t, other] == seconds[t, d] and hbm[t, other] == hbm[t, d]:
+                    twin = True
+                    break
+            if twin:
+                continue
+        ok = True
+        for d in range(num):
+            seconds[t + 1, d] = seconds[t, d] + add_seconds[w, d]
+            hbm[t + 1, d] = hbm[t, d] + add_hbm[w, d]
+            if seconds[t + 1, d] >= best or hbm[t + 1, d] > limit[d]:
+                ok = False
+                break
+        if not ok:
+            continue
+        for h in range(len(host_limit)):
+            host[t + 1, h] = host[t, h] + add_host[w, h]
+            if host[t + 1, h] > host_limit[h]:
+                ok = False
+        if not ok:
+            continue
+        if t + 1 < n:
+            t += 1
+            continue
+        best = seconds[n].max()
+        for i in range(n):
+            chosen[i] = at[i] - 1
+    return best, count

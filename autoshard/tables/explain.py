@@ -1,0 +1,71 @@
+"""Why a table landed where it did, in a sentence."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .arrays import part_devices, rate
+from .planner import Planner
+
+
+def reasons(planner: Planner) -> list[str]:
+    """Per table: how its option compares with its quickest one, and what the best other place would do."""
+    arrays, devices, spots = planner.arrays, planner.devices, planner.best
+    assert spots is not None
+    seen, totals = rate(arrays, devices, spots), planner.bound.totals
+    free, free_host = devices.hbm_limit - seen.hbm, devices.host_limit - seen.host
+    found = []
+    for t, o in enumerate(spots.option.tolist()):
+        low, high = arrays.first_option[t], arrays.first_option[t + 1]
+        quickest = low + int(np.argmin(totals.seconds[low:high]))
+        place = _on_place(arrays, devices, spots, seen, free, free_host, t, o)
+        found.append(f"{_on_option(totals, o, quickest, high - low)}; {place}")
+    return found
+
+
+def _on_option(totals, o: int, quickest: int, count: int) -> str:
+    if count == 1:
+        return "its only option"
+    if totals.seconds[o] <= totals.seconds[quickest]:
+        return f"the least work of its {count} options"
+    more = f"{1e6 * (totals.seconds[o] - totals.seconds[quickest]):.3g} us more work than its quickest option"
+    saved, saved_host = totals.hbm[quickest] - totals.hbm[o], totals.host[quickest] - totals.host[o]
+    if saved > 0:
+        return f"{more}, but {_size(saved)} less device memory"
+    if saved_host > 0:
+        return f"{more}, but {_size(saved_host)} less host memory"
+    if totals.longest[o] < totals.longest[quickest]:
+        return f"{more}, but in smaller shards"
+    return f"{more}; the search found no better use of the memory"
+
+
+def _on_place(arrays, devices, spots, seen, free, free_host, t: int, o: int) -> str:
+    if arrays.scope[o] == 2:
+        return "one shard on every device"
+    part, place = arrays.first_part[o], int(spots.place[t, 0])
+    first, size = arrays.first_shard[part], arrays.first_shard[part + 1] - arrays.first_shard[part]
+    shards = slice(first, first + size)
+    at = part_devices(arrays, devices, o, place)
+    best, full = None, 0
+    for other in range(devices.num // size):
+        there = part_devices(arrays, devices, o, other)
+        if other == place:
+            continue
+        on = slice(there.start, there.stop)
+        host_there = devices.host_of[there.start]
+        more_host = arrays.host[shards].sum() if host_there != devices.host_of[at.start] else 0.0
+        if (arrays.hbm[shards] > free[on]).any() or more_host > free_host[host_there]:
+            full += 1
+            continue
+        slowest = float((seen.seconds[on] + arrays.seconds[shards]).max())
+        if best is None or slowest < best[0]:
+            best = slowest, other
+    what, here = ("node", place) if arrays.scope[o] == 1 else ("device", at.start)
+    now = f"{what} {here} takes {1e3 * float(seen.seconds[at.start : at.stop].max()):.4g} ms"
+    if best is None:
+        return f"{now}, the others have no memory free for it" if full else now
+    return f"{now}, moved to {what} {best[1]} that one would take {1e3 * best[0]:.4g} ms"
+
+
+def _size(value: float) -> str:
+    return f"{value / 1e9:.3g} GB" if value >= 1e8 else f"{value / 1e6:.3g} MB"

@@ -1,0 +1,222 @@
+"""`plan_tables`: options and devices for embedding tables, by the slowest device.
+
+options  = what each table may do, priced on the mesh, or as given               prices.py
+arrays   = the same as numbers                                                   arrays.py
+planner  = bound, search, proof                                                  planner.py
+plan     = by name again, with the reason why each table lies where it does      explain.py
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from autoshard.mesh import Mesh
+
+from .arrays import Devices, arrays_of, part_devices, rate
+from .explain import reasons
+from .planner import Planner, Progress
+from .prices import Usage, nodes_of, options_of
+from .records import Load, Option, Placed, Table, TablePlan
+
+
+def plan_tables(
+    tables: Sequence[Table],
+    mesh: Mesh | int,
+    *,
+    hbm: float | Sequence[float] | None = None,
+    host_memory: float | Sequence[float] | None = None,
+    reserve: float = 0.0,
+    batch: int = 512,
+    host_bandwidth: float = 32e9,
+    devices_per_node: int | None = None,
+    effort: float = 1.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> TablePlan:
+    """Lay every table so that the slowest device is as fast as can be, within each device's and each host's memory.
+
+    mesh: a Mesh, or a number of devices in one node. hbm: bytes per device, one number or one per device (default: the device's memory).
+    host_memory: bytes per host (node), alike; default: not limited where options are given, and no option in host memory otherwise.
+    reserve: the share of both that is kept free. batch: examples per device and step. host_bandwidth: bytes per second between a device
+    and its host's memory. devices_per_node: default all axes of the mesh but the first. effort: times the usual number of search moves.
+    progress: called with (what is being done, fraction done). The same seed gives the same plan everywhere.
+
+    A plan that can't be has status "infeasible" and a `reason`. ValueError on bad input.
+
+        plan = plan_tables([Table("user", 10**7, 64), Table("item", 10**6, 128)], 8, hbm=16e9)
+        plan.slowest_device_seconds, plan.bound_seconds, plan.tables["user"].devices
+    """
+    tables = check_tables(tables)
+    if isinstance(mesh, int) and not isinstance(mesh, bool) and mesh >= 1:
+        mesh = Mesh.from_bandwidths((mesh,))
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh is {mesh!r}; expected an autoshard.Mesh, or a number of devices of 1 or more")
+    for name, value in (("batch", batch), ("host_bandwidth", host_bandwidth), ("effort", effort)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ValueError(f"{name} is {value!r}; expected a number above 0")
+    per_node = nodes_of(mesh, devices_per_node)
+    limits = {"hbm": mesh.device.memory if hbm is None else hbm, "host_memory": math.inf if host_memory is None else host_memory}
+    devices = Devices(
+        per_node,
+        np.arange(mesh.num_devices) // per_node,
+        check_limit("hbm", limits["hbm"], mesh.num_devices, reserve),
+        check_limit("host_memory", limits["host_memory"], mesh.num_devices // per_node, reserve),
+    )
+    usage = Usage(mesh, per_node, batch, host_bandwidth, host_memory is not None)
+    options = [table.options if table.options is not None else options_of(table, usage) for table in tables]
+    assumptions = {"devices": mesh.num_devices, "devices_per_node": per_node, "batch": batch, "reserve": reserve,
+                   "host_bandwidth": host_bandwidth, "mesh": mesh.to_dict()}  # fmt: skip
+    return plan_options(
+        [t.name for t in tables], options, devices, effort=effort, seed=seed, progress=progress, assumptions=assumptions
+    )  # fmt: skip
+
+
+def plan_options(
+    names: Sequence[str],
+    options: Sequence[Sequence[Option]],
+    devices: Devices,
+    *,
+    effort: float = 1.0,
+    seed: int = 0,
+    progress: Progress | None = None,
+    assumptions: dict | None = None,
+) -> TablePlan:
+    """The plan of tables whose options are known, on devices as `Devices` says; otherwise as `plan_tables`."""
+    check_shards(names, options, devices)
+    arrays, noted = arrays_of(options, devices), assumptions or {}
+    reason = too_large(names, options, arrays.first_option, devices)
+    if reason:
+        return nothing(devices, "infeasible", math.inf, reason, noted)
+    planner = Planner(arrays, devices, seed, progress)
+    if planner.bound.refutes(planner.high):
+        return nothing(devices, "infeasible", math.inf, too_much(planner, devices), noted)
+    planner.solve(effort)
+    if planner.best is None:
+        if planner.bound.value == math.inf:
+            reason = "the tables' shards can't be packed into the devices' memory: all ways were tried; raise the memory"
+            return nothing(devices, "infeasible", math.inf, reason, noted)
+        reason = "no plan that fits was found, nor is it proven that there is none; raise the memory or the effort"
+        return nothing(devices, "unknown", planner.bound.value, reason, noted)
+    return described(names, options, planner, noted)
+
+
+def described(names: Sequence[str], options: Sequence[Sequence[Option]], planner: Planner, assumptions: dict) -> TablePlan:
+    arrays, devices, spots = planner.arrays, planner.devices, planner.best
+    assert spots is not None
+    seen, why, bound = rate(arrays, devices, spots), reasons(planner), planner.bound.value
+    assert bound <= seen.slowest * (1 + 1e-9), f"the bound {bound} is above a plan's {seen.slowest}"
+    placed = {}
+    for t, name in enumerate(names):
+        o = int(spots.option[t])
+        parts = range(arrays.first_part[o + 1] - arrays.first_part[o])
+        on = [d for k in parts for d in part_devices(arrays, devices, o, int(spots.place[t, k]))]
+        index = int(arrays.listed[o])
+        placed[name] = Placed(options[t][index], tuple(on), index, why[t])
+    host = np.zeros(devices.num)
+    for p in placed.values():
+        for d, used in zip(p.devices, p.option.host_bytes):
+            host[d] += used
+    loads = [Load(float(s), float(h), float(x)) for s, h, x in zip(seen.seconds, seen.hbm, host)]
+    status = "optimal" if seen.slowest - bound <= 1e-9 * seen.slowest else "feasible"
+    return TablePlan(
+        status, placed, tuple(loads), tuple(seen.host.tolist()), seen.slowest, bound,
+        tuple(devices.hbm_limit.tolist()), tuple(devices.host_limit.tolist()), "", planner.solver, assumptions,
+    )  # fmt: skip
+
+
+def nothing(devices: Devices, status: str, bound: float, reason: str, assumptions: dict) -> TablePlan:
+    limits = tuple(devices.hbm_limit.tolist()), tuple(devices.host_limit.tolist())
+    return TablePlan(status, {}, (), (), math.inf, bound, *limits, reason, "", assumptions)
+
+
+# -- what is asked -------------------------------------------------------------------------------------------------------------------
+
+
+def check_tables(tables: Sequence[Table]) -> list[Table]:
+    """The tables as a list; ValueError on none, on something else than tables, and on two of one name."""
+    try:
+        found = list(tables)
+    except TypeError:
+        raise ValueError(f"tables is a {type(tables).__name__}; expected a list of Table") from None
+    if not found:
+        raise ValueError("there are no tables; expected a list of at least one Table")
+    seen: set[str] = set()
+    for table in found:
+        if not isinstance(table, Table):
+            raise ValueError(f"tables holds a {type(table).__name__}; expected Table(name, rows, columns) for each")
+        if table.name in seen:
+            raise ValueError(f"two tables are named {table.name!r}; give each its own name")
+        seen.add(table.name)
+    return found
+
+
+def check_limit(name: str, given: float | Sequence[float], count: int, reserve: float) -> np.ndarray:
+    """Bytes per device or host after the reserve."""
+    if isinstance(reserve, bool) or not isinstance(reserve, (int, float)) or not 0 <= reserve < 1:
+        raise ValueError(f"reserve is {reserve!r}; expected a share of the memory from 0 on and below 1, for example 0.15")
+    values = list(given) if isinstance(given, (list, tuple, np.ndarray)) else [given] * count
+    if len(values) != count:
+        raise ValueError(f"{name} has {len(values)} numbers; expected one, or {count}")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+            raise ValueError(f"{name} is {value!r}; expected a number of bytes, for example 80e9")
+    if name == "hbm" and not any(values):
+        raise ValueError("hbm is 0 bytes; expected the devices to have memory, for example 80e9")
+    return np.array(values, dtype=float) * (1 - reserve)
+
+
+def check_shards(names: Sequence[str], options: Sequence[Sequence[Option]], devices: Devices) -> None:
+    """ValueError where an option's number of shards does not suit its scope on these devices."""
+    wide = {"device": 1, "node": devices.per_node, "mesh": devices.num}
+    for name, some in zip(names, options):
+        for option in some:
+            size = wide[option.scope]
+            if option.num_shards % size or (option.scope == "mesh" and option.num_shards != size):
+                said = f"{size} shards" if option.scope == "mesh" else f"a multiple of {size} shards"
+                raise ValueError(
+                    f"table {name!r}: option {option.sharding!r} of scope {option.scope} has {option.num_shards} shards; expected {said}, "
+                    f"for {devices.num} devices in nodes of {devices.per_node}"
+                )
+
+
+# -- why nothing fits ----------------------------------------------------------------------------------------------------------------
+
+
+def too_large(names: Sequence[str], options: Sequence[Sequence[Option]], first_option: np.ndarray, devices: Devices) -> str:
+    """A sentence on a table that has no option left, or nothing."""
+    for t in np.flatnonzero(np.diff(first_option) == 0).tolist():
+        usable = [option for option in options[t] if not option.forbidden]
+        if not usable:
+            return f"table {names[t]!r}: every option is forbidden (inf); allow one"
+        least = min(usable, key=lambda option: (max(option.hbm_bytes), max(option.host_bytes)))
+        return (
+            f"table {names[t]!r} does not fit: of its {len(usable)} options even {least.sharding} puts {_gb(max(least.hbm_bytes))} "
+            f"on a device and {_gb(max(least.host_bytes))} on a host, where {_gb(devices.hbm_limit.max())} and "
+            f"{_gb(devices.host_limit.max())} are free; raise the memory, or cut the table into more shards"
+        )
+    return ""
+
+
+def too_much(planner: Planner, devices: Devices) -> str:
+    """A sentence on tables that are too much together."""
+    first, totals = planner.arrays.first_option, planner.bound.totals
+    least_hbm, least_host = (float(np.minimum.reduceat(x, first[:-1]).sum()) for x in (totals.hbm, totals.host))
+    if least_hbm <= devices.hbm_limit.sum() and least_host <= devices.host_limit.sum():
+        return (
+            f"the tables do not fit: {_gb(least_hbm)} of device memory and {_gb(least_host)} of host memory would be little enough in all "
+            "(each by itself), but their shards can't be packed into the single devices and hosts; raise the memory"
+        )
+    return (
+        f"the tables do not fit: they take at least {_gb(least_hbm)} of device memory and {_gb(least_host)} of host memory in all, and "
+        f"{_gb(devices.hbm_limit.sum())} and {_gb(devices.host_limit.sum())} are free; raise the memory or the number of devices"
+    )
+
+
+def _gb(value: float) -> str:
+    if not math.isfinite(value):
+        return "unlimited memory"
+    scale, unit = next((pair for pair in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if value >= pair[0]), (1.0, "bytes"))
+    return f"{value / scale:.4g} {unit}"

@@ -1,0 +1,233 @@
+"""The order of things for one problem in numbers: a bound, starts, search, and for few tables the proof by looking at all.
+
+bound    = what no plan can beat                                                 bound.py
+starts   = the options that the linear program takes (with a little memory kept free), the least bytes, the knapsack's proposals, packed
+search   = annealing from the starts, then from the best plan                    search.py
+exact    = every plan, where they are few                                        exact.py
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from .arrays import Arrays, Devices, Spots, rate
+from .bound import Bound, rows_at, solve_weights
+from .dp import bins_of, dp_proposals
+from .exact import search_all
+from .search import Scale, State, anneal, copy_of, empty_state, pack, recount
+
+Progress = Callable[[str, float], None]  # (what is being done, fraction of the whole)
+
+SLACKS = (0.0, 0.01, 0.03, 0.1)  # shares of the memory that the options chosen for a start leave free: packing loses some
+WINDOWS = (0.005, 0.02, 0.1)  # options that the search may take: so much dearer at the program's prices, of a device's time
+HOT, COOLING = 3.0, 1e-3  # first temperature in squares of a shard's share of T; the last one as a part of it
+WARM = 0.1  # of HOT, when the best plan is improved
+MOVES = 250_000, 1_000  # per run: at least, and per table
+FIT = 3  # tries, each of so many runs' moves, to find any plan that fits where packing found none
+DP_BINS, DP_STARTS = 100, 6  # bins per device, proposals tried
+PROVEN = 1e-9  # relative
+ENOUGH = 2e-4  # relative: nearer to the bound the search stops
+
+
+class Planner:
+    """One problem: its arrays, its bound, and the best plan so far."""
+
+    def __init__(self, arrays: Arrays, devices: Devices, seed: int, progress: Progress | None) -> None:
+        self.arrays, self.devices, self.bound = arrays, devices, Bound(arrays, devices)
+        self.rng, self.progress = np.random.default_rng(seed), progress
+        self.best: Spots | None = None
+        self.slowest, self.solver = math.inf, ""
+        longest = np.maximum.reduceat(self.bound.totals.seconds, arrays.first_option[:-1])
+        self.high = float(longest.sum()) * (1 + 1e-9)  # seconds that no plan exceeds: everything on one device
+
+    def say(self, what: str, fraction: float) -> None:
+        if self.progress:
+            at = f": {self.slowest * 1e3:.4g} ms, at least {self.bound.value * 1e3:.4g} ms" if self.best is not None else ""
+            self.progress(what + at, fraction)
+
+    # -- starts ------------------------------------------------------------------------------------------------------------------
+
+    def offer(self, spots: Spots, solver: str) -> bool:
+        """Judge a plan; keep it if it is the best."""
+        seen = rate(self.arrays, self.devices, spots)
+        if seen.slowest < self.slowest:
+            self.best, self.slowest, self.solver = spots, seen.slowest, solver
+            return True
+        return False
+
+    def packed(self, option: np.ndarray, T: float) -> State:
+        """The options laid one by one, the largest first; three orders, the best is offered and returned."""
+        totals = self.bound.totals
+        of_time = totals.longest[option] / T
+        of_hbm = totals.largest[option] / max(self.devices.hbm_limit.max(), 1.0)
+        best, rank = None, (math.inf, math.inf)
+        for key, weight in ((of_time + of_hbm, 1.0), (of_hbm, 1e6), (of_time, 1.0)):
+            state = empty_state(self.arrays, self.devices)
+            order = np.argsort(-key, kind="stable")
+            pack(self.arrays, self.devices, self.scale(T, weight), state, order, option)
+            slowest = recount(self.arrays, self.devices, state)
+            over = np.maximum(state.hbm - self.devices.hbm_limit, 0).sum() + np.maximum(state.host - self.devices.host_limit, 0).sum()
+            if slowest < self.slowest:
+                self.offer(copy_of(state), "packing")
+            if (over, slowest) < rank:
+                best, rank = state, (over, slowest)
+        assert best is not None
+        return best
+
+    def scale(self, T: float, price: float) -> Scale:
+        host = self.devices.host_limit[np.isfinite(self.devices.host_limit)]
+        return Scale(T, max(self.devices.hbm_limit.max(), 1.0) / price, max(host.max(initial=0.0), 1.0) / price)
+
+    def chosen_by_program(self, slack: float) -> tuple[np.ndarray, np.ndarray] | None:
+        """The options that the program takes when so much memory is kept free, and how much dearer each option is at its prices."""
+        less = self.devices._replace(hbm_limit=self.devices.hbm_limit * (1 - slack), host_limit=self.devices.host_limit * (1 - slack))
+        T = max(self.bound.value, 1e-300)
+        for _ in range(40):  # until so much time is enough
+            allowed = self.bound.totals.longest <= T
+            a, b = rows_at(self.arrays, self.bound.totals, less, T, packing=False)
+            weights = solve_weights(a, b, allowed, self.bound.totals, self.arrays.num_tables)
+            if weights is not None and weights.excess < 1e-6:
+                break
+            T *= 1.02 if weights is not None and weights.excess < 0.1 else 1.3
+        else:
+            return None
+        first = self.arrays.first_option
+        option = np.array([low + int(np.argmax(weights.share[low:high])) for low, high in zip(first, first[1:])])
+        priced = weights.y @ a
+        least = np.minimum.reduceat(np.where(allowed, priced, np.inf), first[:-1])
+        return option, (priced - least[self.bound.totals.table_of]) / max(weights.y.sum(), 1e-300)
+
+    def least_bytes(self) -> np.ndarray:
+        """Each table's option of least memory, of the devices and the hosts as shares of what there is."""
+        totals, limit, host = self.bound.totals, self.devices.hbm_limit.sum(), self.devices.host_limit.sum()
+        share = totals.hbm / max(limit, 1.0) + (totals.host / max(host, 1.0) if np.isfinite(host) else 0.0)
+        return self.least(share)
+
+    def least(self, key: np.ndarray) -> np.ndarray:
+        first = self.arrays.first_option
+        return np.array([low + int(np.argmin(key[low:high])) for low, high in zip(first, first[1:])])
+
+    def by_knapsack(self) -> list[np.ndarray]:
+        """Some of the published algorithm's proposals, spread over the amounts of memory."""
+        first, totals = self.arrays.first_option, self.bound.totals
+        bins = DP_BINS * self.devices.num
+        hbm = [totals.hbm[low:high].tolist() for low, high in zip(first, first[1:])]
+        seconds = [totals.seconds[low:high].tolist() for low, high in zip(first, first[1:])]
+        limit = float(self.devices.hbm_limit.sum())
+        if not 0 < limit < math.inf:
+            return []
+        proposals = dp_proposals(bins_of(hbm, limit, bins), seconds, bins)
+        picked = sorted({round(k * (len(proposals) - 1) / max(DP_STARTS - 1, 1)) for k in range(DP_STARTS)}) if proposals else []
+        return [first[:-1] + np.array(proposals[k]) for k in picked]
+
+    def find_any(self, moves: int) -> None:
+        """Any plan that fits: the seconds don't count, the fullest device and host do. A start for the search."""
+        first, totals = self.arrays.first_option, self.bound.totals
+        a, b = rows_at(self.arrays, totals, self.devices, self.high, packing=False)
+        weights = solve_weights(a[1:], b[1:], np.ones(len(totals.longest), dtype=bool), totals, self.arrays.num_tables)
+        assert weights is not None
+        spread = np.array([low + int(np.argmax(weights.share[low:high])) for low, high in zip(first, first[1:])])
+        usable = np.arange(len(totals.longest))
+        scale = self.scale(2 * self.high, 1.0)  # no device reaches T
+        for option in (spread, self.least_bytes(), spread):
+            self.say("looking for a plan that fits", 0.08)
+            state, best = self.packed(option, self.high), empty_state(self.arrays, self.devices)
+            if self.best is not None:
+                return
+            hot = max(float(np.mean(totals.largest[option])) / max(self.devices.hbm_limit.max(), 1.0), 1e-9)
+            found = anneal(
+                self.arrays, self.devices, scale, usable, first, state, best, math.inf, math.inf, hot, hot * COOLING, moves, self.rng
+            )  # fmt: skip
+            if math.isfinite(found):
+                self.offer(copy_of(best), "annealing")
+                return
+
+    # -- search ------------------------------------------------------------------------------------------------------------------
+
+    def run(self, start: State, dearer: np.ndarray, window: float, hot: float, moves: int) -> None:
+        """Anneal from a start; options dearer than the window are left out, but for the start's own."""
+        T = max(self.bound.value, 1e-300)
+        usable = dearer <= window
+        usable[start.option] = True
+        allowed = np.flatnonzero(usable)
+        first = np.searchsorted(allowed, self.arrays.first_option)
+        z = float(np.mean(self.bound.totals.longest[start.option])) / T
+        best = empty_state(self.arrays, self.devices)
+        found = anneal(
+            self.arrays, self.devices, self.scale(T, 1.0), allowed, first, start, best,
+            self.slowest, self.bound.value, max(hot * z * z, 1e-12), max(hot * z * z * COOLING, 1e-15), moves, self.rng,
+        )  # fmt: skip
+        if found < self.slowest:
+            self.offer(copy_of(best), "annealing")
+
+    @property
+    def done(self) -> bool:
+        return self.slowest - self.bound.value <= ENOUGH * self.slowest
+
+    def state_of(self, spots: Spots) -> State:
+        state = empty_state(self.arrays, self.devices)
+        state.option[:], state.place[:] = spots.option, spots.place
+        return state
+
+    def solve(self, effort: float) -> None:
+        """Raise the bound and lower the plan until they meet or the moves are spent."""
+        self.say("bounding", 0.0)
+        self.bound.raise_to(self.high, packing=False)
+        starts = self.starts()
+        moves = int(effort * max(MOVES[0], MOVES[1] * self.arrays.num_tables))
+        if self.best is None:
+            self.find_any(moves * FIT)
+        plan = [(k, window) for window in WINDOWS for k in range(len(starts))]
+        for n, (k, window) in enumerate(plan):
+            if self.done or (self.best is None and n == len(starts)):
+                break
+            self.say("searching", 0.1 + 0.6 * n / len(plan))
+            state, dearer = starts[k]
+            self.run(State(*map(np.copy, state)), dearer.copy(), window, HOT, moves)
+        if self.best is not None:
+            self.say("bounding again", 0.7)
+            self.bound.raise_to(self.slowest)
+            for n, window in enumerate(WINDOWS):
+                if not self.done:
+                    self.say("improving", 0.75 + 0.05 * n)
+                    self.run(self.state_of(self.best), starts[0][1].copy(), window, HOT * WARM, moves)
+        self.say("proving", 0.95)
+        self.prove()
+
+    def starts(self) -> list[tuple[State, np.ndarray]]:
+        """Packed plans, each with how dear its options are; the best plan is kept on the way."""
+        self.say("packing", 0.05)
+        T = max(self.bound.value, 1e-300)
+        found: list[tuple[State, np.ndarray]] = []
+        kept: list[np.ndarray] = []
+        for slack in SLACKS:
+            chosen = self.chosen_by_program(slack)
+            if chosen is not None:
+                option, dearer = chosen
+                if not any(np.array_equal(option, other) for other in kept):
+                    kept.append(option)
+                    found.append((self.packed(option, T), dearer))
+        least = self.packed(self.least_bytes(), T)
+        if not found:
+            found.append((least, np.zeros(len(self.arrays.scope))))
+        for option in [*self.by_knapsack(), self.least(self.bound.totals.seconds), self.least(self.bound.totals.longest)]:
+            self.packed(option, T)
+        if self.best is None:
+            found.append((least, found[0][1]))
+        return found
+
+    def prove(self) -> None:
+        """The exact search, and whether anything below the plan found is refuted."""
+        if self.slowest - self.bound.value > PROVEN * self.slowest or self.best is None:
+            slowest, spots, proven = search_all(self.arrays, self.devices, self.bound, self.slowest, self.best)
+            if spots is not None and slowest < self.slowest:
+                self.offer(spots, "exact")
+            if proven:
+                self.bound.value = self.slowest
+                self.solver = "exact"
+                return
+        if self.best is not None and self.slowest > 0:
+            self.bound.refutes(self.slowest * (1 - PROVEN / 2))

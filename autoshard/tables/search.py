@@ -1,0 +1,295 @@
+"""Local search over options and places: simulated annealing, compiled.
+
+    E = sum over d of ( (seconds_d / T - 1)+ )^2  +  w ( sum over d of (hbm_d - limit_d)+ / H  +  sum over h of (host_h - limit_h)+ / H' )
+
+T = a target below what can be reached, so that every device that matters counts; H, H' = the largest limits; w = the price of memory that
+isn't there, raised while the plan doesn't fit. Whenever a state fits and its slowest device is quicker than the best one's, it is kept.
+A move lays one table anew (another option, or one of its parts elsewhere), or swaps the places of two parts.                    -> anneal
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+from .arrays import Arrays, Devices, Spots
+
+NEAR = 3  # places that are drawn for a part, at most; the one of least E is taken
+SWAPS, OPTIONS = 0.45, 0.2  # of the moves; the others move one part
+RECOUNT = 8192  # moves until the sums are made anew: they drift
+DEARER = 1.15  # the price of memory, when a stretch of moves saw no plan that fits
+
+
+class State(NamedTuple):
+    """A choice and its sums."""
+
+    option: np.ndarray
+    place: np.ndarray
+    seconds: np.ndarray
+    hbm: np.ndarray
+    host: np.ndarray
+
+
+class Scale(NamedTuple):
+    """What the terms of E are measured in."""
+
+    T: float  # seconds
+    hbm: float  # bytes, over w
+    host: float
+
+
+@numba.njit(cache=True, nogil=True)
+def size_of(arrays, devices, option):  # pragma: no cover
+    """Devices that a part of the option lies on."""
+    if arrays.scope[option] == 0:
+        return 1
+    return devices.per_node if arrays.scope[option] == 1 else len(devices.hbm_limit)
+
+
+@numba.njit(cache=True, nogil=True)
+def part_change(arrays, devices, scale, state, part, place, size, sign):  # pragma: no cover
+    """By how much E changes when a part is put at a place (sign 1) or taken away (-1)."""
+    delta, more, first = 0.0, 0.0, arrays.first_shard[part]
+    for s in range(size):
+        d = place * size + s
+        before, after = state.seconds[d] / scale.T - 1.0, (state.seconds[d] + sign * arrays.seconds[first + s]) / scale.T - 1.0
+        if before > 0.0:
+            delta -= before * before
+        if after > 0.0:
+            delta += after * after
+        over = state.hbm[d] - devices.hbm_limit[d]
+        delta += (max(over + sign * arrays.hbm[first + s], 0.0) - max(over, 0.0)) / scale.hbm
+        more += sign * arrays.host[first + s]
+        if s + 1 == size or devices.host_of[d + 1] != devices.host_of[d]:
+            if more != 0.0:
+                over = state.host[devices.host_of[d]] - devices.host_limit[devices.host_of[d]]
+                delta += (max(over + more, 0.0) - max(over, 0.0)) / scale.host
+            more = 0.0
+    return delta
+
+
+@numba.njit(cache=True, nogil=True)
+def add_part(arrays, devices, state, part, place, size, sign):  # pragma: no cover
+    first = arrays.first_shard[part]
+    for s in range(size):
+        d = place * size + s
+        state.seconds[d] += sign * arrays.seconds[first + s]
+        state.hbm[d] += sign * arrays.hbm[first + s]
+        state.host[devices.host_of[d]] += sign * arrays.host[first + s]
+
+
+@numba.njit(cache=True, nogil=True)
+def recount(arrays, devices, state):  # pragma: no cover
+    """The sums anew, table by table, as the judge makes them; returns the slowest device's seconds, inf where something is over."""
+    state.seconds[:] = 0.0
+    state.hbm[:] = 0.0
+    state.host[:] = 0.0
+    for table in range(len(state.option)):
+        option = state.option[table]
+        size = size_of(arrays, devices, option)
+        for k in range(arrays.first_part[option + 1] - arrays.first_part[option]):
+            add_part(arrays, devices, state, arrays.first_part[option] + k, state.place[table, k], size, 1.0)
+    if fits(devices, state):
+        return state.seconds.max()
+    return np.inf
+
+
+@numba.njit(cache=True, nogil=True)
+def fits(devices, state):  # pragma: no cover
+    for d in range(len(state.hbm)):
+        if state.hbm[d] > devices.hbm_limit[d]:
+            return False
+    for h in range(len(state.host)):
+        if state.host[h] > devices.host_limit[h]:
+            return False
+    return True
+
+
+@numba.njit(cache=True, nogil=True)
+def best_place(arrays, devices, scale, state, part, size, draws, rng):  # pragma: no cover
+    """Of so many places drawn, the one where E grows least; all are looked at where there are no more. Returns (place, change of E)."""
+    places = len(devices.hbm_limit) // size
+    every = places <= draws
+    found, best = 0, np.inf
+    for k in range(places if every else draws):
+        place = k if every else int(rng.random() * places)
+        change = part_change(arrays, devices, scale, state, part, place, size, 1.0)
+        if change < best:
+            found, best = place, change
+    return found, best
+
+
+@numba.njit(cache=True, nogil=True)
+def lay(arrays, devices, scale, state, table, option, draws, rng):  # pragma: no cover
+    """Give a table, of which nothing lies anywhere, an option, part by part; returns the change of E."""
+    state.option[table] = option
+    size = size_of(arrays, devices, option)
+    delta = 0.0
+    for k in range(arrays.first_part[option + 1] - arrays.first_part[option]):
+        part = arrays.first_part[option] + k
+        place, change = best_place(arrays, devices, scale, state, part, size, draws, rng)
+        state.place[table, k] = place
+        add_part(arrays, devices, state, part, place, size, 1.0)
+        delta += change
+    return delta
+
+
+@numba.njit(cache=True, nogil=True)
+def lift(arrays, devices, scale, state, table):  # pragma: no cover
+    """Take a table away; returns the change of E."""
+    option, delta = state.option[table], 0.0
+    size = size_of(arrays, devices, option)
+    for k in range(arrays.first_part[option + 1] - arrays.first_part[option]):
+        part = arrays.first_part[option] + k
+        delta += part_change(arrays, devices, scale, state, part, state.place[table, k], size, -1.0)
+        add_part(arrays, devices, state, part, state.place[table, k], size, -1.0)
+    return delta
+
+
+@numba.njit(cache=True, nogil=True)
+def change_option(arrays, devices, scale, state, table, option, threshold, old, rng):  # pragma: no cover
+    """Lay a table anew with an option; undone, and 0 returned, where E grows by more than the threshold."""
+    before = state.option[table]
+    old[:] = state.place[table]
+    delta = lift(arrays, devices, scale, state, table)
+    delta += lay(arrays, devices, scale, state, table, option, 1 + int(rng.random() * NEAR), rng)
+    if delta <= threshold:
+        return delta
+    lift(arrays, devices, scale, state, table)
+    state.option[table] = before
+    state.place[table] = old
+    size = size_of(arrays, devices, before)
+    for k in range(arrays.first_part[before + 1] - arrays.first_part[before]):
+        add_part(arrays, devices, state, arrays.first_part[before] + k, old[k], size, 1.0)
+    return 0.0
+
+
+@numba.njit(cache=True, nogil=True)
+def move_part(arrays, devices, scale, state, table, threshold, rng):  # pragma: no cover
+    """One part of a table elsewhere; the same contract."""
+    option = state.option[table]
+    if arrays.scope[option] == 2:
+        return 0.0
+    size = size_of(arrays, devices, option)
+    k = int(rng.random() * (arrays.first_part[option + 1] - arrays.first_part[option]))
+    part, before = arrays.first_part[option] + k, state.place[table, k]
+    delta = part_change(arrays, devices, scale, state, part, before, size, -1.0)
+    add_part(arrays, devices, state, part, before, size, -1.0)
+    place, change = best_place(arrays, devices, scale, state, part, size, 1 + int(rng.random() * NEAR), rng)
+    if place == before or delta + change > threshold:
+        add_part(arrays, devices, state, part, before, size, 1.0)
+        return 0.0
+    state.place[table, k] = place
+    add_part(arrays, devices, state, part, place, size, 1.0)
+    return delta + change
+
+
+@numba.njit(cache=True, nogil=True)
+def swap_parts(arrays, devices, scale, state, a, b, threshold, rng):  # pragma: no cover
+    """Exchange the places of a part of table a and one of table b that lie on as many devices; the same contract."""
+    option_a, option_b = state.option[a], state.option[b]
+    if a == b or arrays.scope[option_a] == 2 or arrays.scope[option_a] != arrays.scope[option_b]:
+        return 0.0
+    size = size_of(arrays, devices, option_a)
+    i = int(rng.random() * (arrays.first_part[option_a + 1] - arrays.first_part[option_a]))
+    j = int(rng.random() * (arrays.first_part[option_b + 1] - arrays.first_part[option_b]))
+    part_a, part_b = arrays.first_part[option_a] + i, arrays.first_part[option_b] + j
+    at_a, at_b = state.place[a, i], state.place[b, j]
+    if at_a == at_b:
+        return 0.0
+    delta = part_change(arrays, devices, scale, state, part_a, at_a, size, -1.0)
+    add_part(arrays, devices, state, part_a, at_a, size, -1.0)
+    delta += part_change(arrays, devices, scale, state, part_b, at_b, size, -1.0)
+    add_part(arrays, devices, state, part_b, at_b, size, -1.0)
+    delta += part_change(arrays, devices, scale, state, part_a, at_b, size, 1.0)
+    add_part(arrays, devices, state, part_a, at_b, size, 1.0)
+    delta += part_change(arrays, devices, scale, state, part_b, at_a, size, 1.0)
+    if delta > threshold:
+        add_part(arrays, devices, state, part_a, at_b, size, -1.0)
+        add_part(arrays, devices, state, part_a, at_a, size, 1.0)
+        add_part(arrays, devices, state, part_b, at_b, size, 1.0)
+        return 0.0
+    add_part(arrays, devices, state, part_b, at_a, size, 1.0)
+    state.place[a, i], state.place[b, j] = at_b, at_a
+    return delta
+
+
+@numba.njit(cache=True, nogil=True)
+def anneal(arrays, devices, scale, allowed, start, state, best, found, low, hot, cold, moves, rng):  # pragma: no cover
+    """So many moves while the temperature falls from hot to cold; `best` receives any plan that takes less than `found`.
+
+    allowed[start[t]:start[t + 1]] = the options that table t may get. low: nothing is quicker. Returns the best plan's seconds.
+    """
+    num_tables = len(state.option)
+    old = np.empty(state.place.shape[1], dtype=np.int64)
+    cooling, temperature = (cold / hot) ** (1.0 / max(moves, 1)), hot
+    recount(arrays, devices, state)
+    fitted = False
+    for move in range(moves):
+        temperature *= cooling
+        if move % RECOUNT == RECOUNT - 1:
+            recount(arrays, devices, state)
+            if not fitted:
+                scale = Scale(scale.T, scale.hbm / DEARER, scale.host / DEARER)
+            fitted = False
+        table = int(rng.random() * num_tables)
+        threshold = -temperature * math.log(max(rng.random(), 1e-300))
+        kind = rng.random()
+        if kind < SWAPS:
+            delta = swap_parts(arrays, devices, scale, state, table, int(rng.random() * num_tables), threshold, rng)
+        elif kind < SWAPS + OPTIONS:
+            option = allowed[start[table] + int(rng.random() * (start[table + 1] - start[table]))]
+            if option == state.option[table]:
+                continue
+            delta = change_option(arrays, devices, scale, state, table, option, threshold, old, rng)
+        else:
+            delta = move_part(arrays, devices, scale, state, table, threshold, rng)
+        if delta < 0.0 and state.seconds.max() < found and fits(devices, state):
+            fitted = True
+            slowest = recount(arrays, devices, state)
+            if slowest < found:
+                found = slowest
+                best.option[:] = state.option
+                best.place[:] = state.place
+                if slowest <= low:
+                    break
+        elif delta != 0.0 and not fitted and move % 64 == 0:
+            fitted = fits(devices, state)
+    return found
+
+
+@numba.njit(cache=True, nogil=True)
+def pack(arrays, devices, scale, state, order, option):  # pragma: no cover
+    """Lay every table with its option, in the given order, each part where E grows least and the device is then least loaded."""
+    state.seconds[:] = 0.0
+    state.hbm[:] = 0.0
+    state.host[:] = 0.0
+    for table in order:
+        o = option[table]
+        state.option[table] = o
+        size = size_of(arrays, devices, o)
+        for k in range(arrays.first_part[o + 1] - arrays.first_part[o]):
+            part = arrays.first_part[o] + k
+            best, best_load, found = np.inf, np.inf, 0
+            for place in range(len(devices.hbm_limit) // size):
+                change = part_change(arrays, devices, scale, state, part, place, size, 1.0)
+                load = state.seconds[place * size : place * size + size].max()
+                if change < best - 1e-12 or (change < best + 1e-12 and load < best_load):
+                    best, best_load, found = change, load, place
+            state.place[table, k] = found
+            add_part(arrays, devices, state, part, found, size, 1.0)
+
+
+def empty_state(arrays: Arrays, devices: Devices) -> State:
+    n, parts = arrays.num_tables, max(arrays.most_parts, 1)
+    return State(
+        np.zeros(n, dtype=np.int64), np.zeros((n, parts), dtype=np.int64),
+        np.zeros(devices.num), np.zeros(devices.num), np.zeros(len(devices.host_limit)),
+    )  # fmt: skip
+
+
+def copy_of(state: State) -> Spots:
+    return Spots(state.option.copy(), state.place.copy())

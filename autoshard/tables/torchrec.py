@@ -1,0 +1,264 @@
+"""torchrec's planner with our search: a Proposer and a Partitioner, and plans in torchrec's own records.
+
+    planner = EmbeddingShardingPlanner(topology=topology, proposer=TableProposer(topology), partitioner=TablePartitioner())
+
+The prices are torchrec's: what its enumerator says of every shard (`perf.total` seconds, `storage` bytes), summed per device as its
+performance model does. The proposer plans options and devices together; the partitioner takes those devices where they fit what is free,
+and plans the devices anew where they don't.
+
+Needs `pip install torchrec` (versions in the extra `torchrec` of autoshard).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+try:
+    import torch
+    from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
+    from torchrec.distributed.planner.types import (
+        Enumerator,
+        ParameterConstraints,
+        PartitionByType,
+        Partitioner,
+        PlannerError,
+        PlannerErrorType,
+        Proposer,
+        ShardingOption,
+        Topology,
+    )
+    from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets, placement
+    from torchrec.distributed.types import (
+        EmbeddingModuleShardingPlan,
+        EnumerableShardingSpec,
+        ParameterSharding,
+        ShardingPlan,
+        ShardMetadata,
+    )
+except ImportError as error:
+    raise ImportError(
+        "autoshard.tables.torchrec needs torchrec: pip install 'autoshard[torchrec]', then "
+        f"pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 ({error})"
+    ) from None
+
+from .arrays import Devices
+from .plan import plan_options
+from .records import Option, Table, TablePlan
+
+MOST = 20  # proposals
+RESERVE = 0.15  # torchrec's planner keeps so much free unless told otherwise
+KERNELS = {"hbm": "fused", "host": "fused_uvm", "host_cached": "fused_uvm_caching"}
+SHARDINGS = {"grid": "grid_shard"}  # the others are spelled alike
+
+
+def devices_of(topology: Topology, keep_free: float = 0.0) -> Devices:
+    """Every device has host memory of its own, as torchrec counts it."""
+    num = topology.world_size
+    limits = [[device.storage.hbm, device.storage.ddr] for device in topology.devices]
+    free = np.maximum(np.array(limits, dtype=float), 0.0) * (1 - keep_free)
+    return Devices(min(topology.local_world_size, num), np.arange(num), free[:, 0], free[:, 1])
+
+
+def option_of(found: ShardingOption, devices: Devices) -> Option | None:
+    """torchrec's option in numbers; None where it can't be laid here."""
+    shards = found.shards
+    scope = {"uniform": "mesh", "host": "node", "device": "device"}.get(found.partition_by)
+    if found.partition_by == PartitionByType.MULTI_HOST.value:
+        # torchrec wants every column part on a node of its own: told as one part on all nodes, or not at all
+        scope = "mesh" if len(shards) == devices.num else None
+    wide = {"mesh": devices.num, "node": devices.per_node, "device": 1}.get(scope or "", 0)
+    if not wide or len(shards) % wide or (scope == "mesh" and len(shards) != wide):
+        return None
+    columns = zip(*((float(s.perf.total), float(s.storage.hbm), float(s.storage.ddr)) for s in shards))
+    seconds, hbm, ddr = (tuple(column) for column in columns)
+    if any(math.isnan(x) or x < 0 for x in (*seconds, *hbm, *ddr)):
+        return None
+    return Option(found.sharding_type, seconds, hbm, ddr, scope or "", found.compute_kernel)
+
+
+def topology_of(enumerator: Enumerator | None) -> Topology | None:
+    """What the enumerator's estimators price for, or None (torchrec hands a proposer no topology before its first feedback)."""
+    for estimator in getattr(enumerator, "_estimators", ()):
+        topology = getattr(estimator, "_topology", None)
+        if isinstance(topology, Topology):
+            return topology
+    return None
+
+
+class TableProposer(Proposer):
+    """Proposes our plan's options, the best plan first; plans again when the planner tells what memory there really is.
+
+    topology: the planner's, by default the one that its enumerator's estimators hold; the first proposal is planned for it. reserve: the
+    share of the memory that the planner will keep free. Nothing is kept between two `load`s.
+    """
+
+    def __init__(self, topology: Topology | None = None, reserve: float = RESERVE, most: int = MOST, effort: float = 0.5) -> None:
+        if not 1 <= most <= MOST:
+            raise ValueError(f"most is {most!r}; expected 1 to {MOST} proposals")
+        self.topology, self.reserve, self.most, self.effort = topology, reserve, most, effort
+        self.reset()
+
+    def reset(self) -> None:
+        self.by_table: dict[str, list[ShardingOption]] = {}
+        self.queue: list[list[ShardingOption]] = []
+        self.proposed = 0
+        self.planned_for: list[tuple] = []
+        self.plans: list[TablePlan] = []
+
+    def load(self, search_space: list[ShardingOption], enumerator: Enumerator | None = None) -> None:
+        self.reset()
+        for option in search_space:
+            self.by_table.setdefault(option.fqn, []).append(option)
+        if not self.by_table:
+            return
+        topology = self.topology or topology_of(enumerator)
+        if topology is not None:
+            self._plan(devices_of(topology, self.reserve), self.effort / 2)
+        if not self.queue:  # nothing is known of the memory yet: the least of it, and then as the planner answers
+            self.queue.append([min(some, key=lambda o: (o.total_storage.hbm, o.total_storage.ddr)) for some in self.by_table.values()])
+
+    def propose(self) -> list[ShardingOption] | None:
+        if not self.queue or self.proposed >= self.most:
+            return None
+        return self.queue[0]
+
+    def feedback(
+        self,
+        partitionable: bool,
+        plan: list[ShardingOption] | None = None,
+        perf_rating: float | None = None,
+        storage_constraint: Topology | None = None,
+    ) -> None:
+        if self.queue:
+            self.queue.pop(0)
+            self.proposed += 1
+        if storage_constraint is not None:
+            self._plan(devices_of(storage_constraint), self.effort)
+
+    def _plan(self, devices: Devices, effort: float) -> None:
+        """Queue the plan for these devices, unless it was planned before."""
+        key = (devices.per_node, devices.hbm_limit.tobytes(), devices.host_limit.tobytes())
+        if key in self.planned_for:
+            return
+        self.planned_for.append(key)
+        listed = {name: [(o, option_of(o, devices)) for o in some] for name, some in self.by_table.items()}
+        usable = {name: [(o, ours) for o, ours in some if ours is not None] for name, some in listed.items()}
+        if not all(usable.values()):
+            return
+        plan = plan_options(list(usable), [[ours for _, ours in some] for some in usable.values()], devices, effort=effort)
+        self.plans.append(plan)
+        if not plan.tables:
+            return
+        proposal = []
+        for name, placed in plan.tables.items():
+            chosen = copy.deepcopy(usable[name][placed.index][0])
+            for shard, rank in zip(chosen.shards, placed.devices):
+                shard.rank = rank  # for the partitioner
+            proposal.append(chosen)
+        self.queue.append(proposal)
+
+
+class TablePartitioner(Partitioner):
+    """Lays the shards of a proposal so that the slowest device is as fast as can be; PlannerError where no way was found.
+
+    Ranks that a proposal already has are kept where they fit. Tables that torchrec ties together (towers) go to its own partitioner.
+    """
+
+    def __init__(self, effort: float = 0.3) -> None:
+        self.effort = effort
+
+    def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
+        if any(option.dependency for option in proposal):
+            return GreedyPerfPartitioner().partition(proposal, storage_constraint)
+        devices = devices_of(storage_constraint)
+        if _laid(proposal) and _fits(proposal, devices):
+            return proposal
+        options = [option_of(option, devices) for option in proposal]
+        names = [option.fqn for option in proposal]
+        if None in options:
+            wrong = proposal[options.index(None)]
+            raise PlannerError(f"{wrong.fqn}: {wrong.sharding_type} can't be laid on this topology", PlannerErrorType.PARTITION)
+        plan = plan_options(names, [[option] for option in options if option is not None], devices, effort=self.effort)
+        if not plan.tables:
+            raise PlannerError(f"can't find a plan: {plan.reason}", PlannerErrorType.PARTITION)
+        for option, placed in zip(proposal, plan.tables.values()):
+            for shard, rank in zip(option.shards, placed.devices):
+                shard.rank = rank
+        return proposal
+
+
+def _laid(proposal: Sequence[ShardingOption]) -> bool:
+    return all(shard.rank is not None for option in proposal for shard in option.shards)
+
+
+def _fits(proposal: Sequence[ShardingOption], devices: Devices) -> bool:
+    hbm, ddr = np.zeros(devices.num), np.zeros(devices.num)
+    for option in proposal:
+        for shard in option.shards:
+            hbm[shard.rank] += shard.storage.hbm
+            ddr[shard.rank] += shard.storage.ddr
+    return bool((hbm <= devices.hbm_limit).all() and (ddr <= devices.host_limit).all())
+
+
+# -- our plans in torchrec's records -------------------------------------------------------------------------------------------------
+
+
+def parameter_constraints(plan: TablePlan, tables: Sequence[Table]) -> dict[str, ParameterConstraints]:
+    """What leaves torchrec's planner only the options that the plan chose, by table."""
+    by_name = {table.name: table for table in tables}
+    per_node = int(plan.assumptions.get("devices_per_node", len(plan.devices)))
+    found = {}
+    for name, placed in plan.tables.items():
+        table, sharding = by_name[name], _sharding(placed.option)
+        cut = "column" in sharding or "grid" in sharding
+        found[name] = ParameterConstraints(
+            sharding_types=[sharding],
+            compute_kernels=[_kernel(placed.option)],
+            min_partition=table.columns // _column_parts(placed.option, len(placed.devices), per_node) if cut else None,
+            pooling_factors=[table.pooling] * table.features,
+        )
+    return found
+
+
+def sharding_plan(
+    plan: TablePlan, tables: Sequence[Table], module_path: str = "", device: str = "cpu", devices_per_node: int | None = None
+) -> ShardingPlan:
+    """The plan as torchrec's ShardingPlan of one embedding module at `module_path`. ValueError for a plan without devices."""
+    if not plan.devices:
+        raise ValueError(f"the plan lays no table ({plan.reason}); there is nothing to export")
+    world = len(plan.devices)
+    per_node = devices_per_node or int(plan.assumptions.get("devices_per_node", world))
+    by_name = {table.name: table for table in tables}
+    of_module = EmbeddingModuleShardingPlan()
+    for name, placed in plan.tables.items():
+        of_module[name] = _parameter(by_name[name], placed.option, placed.devices, world, per_node, device)
+    return ShardingPlan({module_path: of_module})
+
+
+def _parameter(table: Table, option: Option, devices: Sequence[int], world: int, per_node: int, device: str) -> ParameterSharding:
+    sharding = _sharding(option)
+    cut = table.columns // _column_parts(option, len(devices), per_node)
+    tensor = torch.empty(table.rows, table.columns, device="meta")
+    sizes, offsets = calculate_shard_sizes_and_offsets(tensor, world, per_node, sharding, cut)
+    shards = [
+        ShardMetadata(shard_sizes=size, shard_offsets=offset, placement=placement(device, rank, per_node))
+        for size, offset, rank in zip(sizes, offsets, devices, strict=True)
+    ]
+    spec = None if sharding == "data_parallel" else EnumerableShardingSpec(shards)
+    return ParameterSharding(sharding_spec=spec, sharding_type=sharding, compute_kernel=_kernel(option), ranks=list(devices))
+
+
+def _column_parts(option: Option, shards: int, per_node: int = 1) -> int:
+    return {"column_wise": shards, "grid": shards // per_node, "grid_shard": shards // per_node}.get(option.sharding, 1)
+
+
+def _sharding(option: Option) -> str:
+    return SHARDINGS.get(option.sharding, option.sharding)
+
+
+def _kernel(option: Option) -> str:
+    return "dense" if option.sharding == "data_parallel" else KERNELS.get(option.memory, option.memory)

@@ -1,0 +1,201 @@
+"""plan_tables: exact on small problems, within memory always, never above its own bound; prices and bad input."""
+
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoshard.mesh import Mesh
+from autoshard.tables import Option, Table, plan_tables
+from autoshard.tables.arrays import Devices, arrays_of
+from autoshard.tables.bound import Bound, dual_feasible
+from autoshard.tables.prices import Usage, distinct, options_of, reads_of_top
+from tests.helpers_tables import enumerated, loads, random_tables
+
+
+def check(tables, plan, devices, per_node, hbm, host):
+    """The plan is what it says: every shard laid as its scope demands, nothing over its memory, the bound not above it."""
+    seconds, used, used_host = loads(tables, [(p.index, p.devices) for p in plan.tables.values()], devices, per_node)
+    assert max(used) <= hbm and max(used_host) <= host
+    assert plan.slowest_device_seconds == pytest.approx(max(seconds), rel=1e-12)
+    assert plan.bound_seconds <= plan.slowest_device_seconds * (1 + 1e-9)
+    for table, placed in zip(tables, plan.tables.values()):
+        option = table.options[placed.index]
+        assert placed.option == option and len(placed.devices) == option.num_shards
+        if option.scope == "mesh":
+            assert placed.devices == tuple(range(devices))
+        if option.scope == "node":
+            nodes = [d // per_node for d in placed.devices]
+            assert all(len(set(nodes[k : k + per_node])) == 1 for k in range(0, len(nodes), per_node))
+
+
+def against_enumeration(seed, number, most_tables):
+    rng = random.Random(seed)
+    infeasible = 0
+    for _ in range(number):
+        devices, per_node = rng.choice([(3, 3), (2, 1), (3, 1), (2, 2), (1, 1)])
+        tables = random_tables(rng, rng.randint(1, most_tables), 4, devices, per_node)
+        hbm, host = float(rng.randint(3, 24)), float(rng.choice([0, 5, 30]))
+        plan = plan_tables(tables, Mesh.from_bandwidths((devices,)), hbm=hbm, host_memory=host, devices_per_node=per_node, effort=0.01)
+        best = enumerated(tables, devices, per_node, hbm, host)
+        if math.isinf(best):
+            assert plan.status == "infeasible" and plan.reason and not plan.tables and plan.bound_seconds == math.inf
+            infeasible += 1
+            continue
+        assert plan.status == "optimal"
+        assert plan.slowest_device_seconds == pytest.approx(best, rel=1e-12)
+        check(tables, plan, devices, per_node, hbm, host)
+    assert 0 < infeasible < number
+
+
+def test_the_best_of_all_plans():
+    against_enumeration(0, 60, 4)
+
+
+@pytest.mark.slow  # enumeration takes a minute
+def test_the_best_of_all_plans_of_six_tables():
+    against_enumeration(1, 300, 6)
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 10**6))
+def test_plans_fit_and_stay_above_their_bound(seed):
+    rng = random.Random(seed)
+    devices, per_node = rng.choice([(4, 4), (4, 2), (8, 4)])
+    tables = random_tables(rng, rng.randint(5, 40), 5, devices, per_node)
+    hbm = 1.3 * sum(min(sum(o.hbm_bytes) for o in t.options) for t in tables) / devices + 18
+    plan = plan_tables(tables, devices, hbm=hbm, devices_per_node=per_node, effort=0.05)
+    assert plan.tables, plan.reason
+    check(tables, plan, devices, per_node, hbm, math.inf)
+
+
+def test_the_same_plan_twice_and_another_seed_may_differ():
+    tables = random_tables(random.Random(5), 30, 4, 4, 2)
+    first, again = (plan_tables(tables, 4, hbm=200.0, devices_per_node=2, effort=0.05) for _ in range(2))
+    assert first == again
+
+
+def test_the_checker_sees_a_plan_over_its_memory():
+    tables = [Table("a", options=(Option("x", (1.0,), (5.0,)),)), Table("b", options=(Option("x", (1.0,), (5.0,)),))]
+    plan = plan_tables(tables, 2, hbm=5.0)
+    check(tables, plan, 2, 2, 5.0, math.inf)
+    planted = replace(plan, tables={name: replace(p, devices=(0,)) for name, p in plan.tables.items()})
+    with pytest.raises(AssertionError):
+        check(tables, planted, 2, 2, 5.0, math.inf)
+
+
+def test_nodes_share_host_memory():
+    """Two tables on host memory of 6 bytes each: one per node, though each node has two devices."""
+    tables = [Table(f"t{i}", options=(Option("x", (1.0,), (0.0,), (6.0,)),)) for i in range(2)]
+    plan = plan_tables(tables, 4, hbm=1.0, host_memory=6.0, devices_per_node=2)
+    assert {d // 2 for p in plan.tables.values() for d in p.devices} == {0, 1} and plan.hosts == (6.0, 6.0)
+    assert plan_tables([*tables, replace(tables[0], name="t2")], 4, hbm=1.0, host_memory=6.0, devices_per_node=2).status == "infeasible"
+
+
+def test_devices_may_have_different_memory():
+    tables = [Table(f"t{i}", options=(Option("x", (1.0,), (size,)),)) for i, size in enumerate((3.0, 7.0))]
+    plan = plan_tables(tables, 2, hbm=[3.0, 7.0])
+    assert [p.devices for p in plan.tables.values()] == [(0,), (1,)]
+
+
+def test_the_bound_counts_what_averages_do_not():
+    """Three shards of 0.6 T can't lie on two devices, though their sum could."""
+    options = [[Option("x", (0.6,), (0.0,))]] * 3
+    devices = Devices(2, np.zeros(2, dtype=int), np.full(2, 1.0), np.full(1, np.inf))
+    bound = Bound(arrays_of(options, devices), devices)
+    assert not bound.refutes(1.0, packing=False) and bound.refutes(1.0) and bound.refutes(1.199) and not bound.refutes(1.201)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_dual_feasible_functions_are(z):
+    z = np.array(z) / max(sum(z), 1.0)
+    assert all(u.sum() <= 1 + 1e-9 for u in dual_feasible(z))
+
+
+# -- prices
+
+
+MESH = Mesh.from_bandwidths((2, 4))
+
+
+def usage(mesh=MESH, per_node=4, with_host=True):
+    return Usage(mesh, per_node, 512, 32e9, with_host)
+
+
+def test_every_sharding_in_every_memory_is_listed():
+    options = options_of(Table("t", 10**6, 64), usage())
+    assert {o.sharding for o in options} == {"table_wise", "column_wise", "table_row_wise", "grid", "row_wise", "data_parallel"}
+    assert {o.memory for o in options} == {"hbm", "host", "host_cached"}
+    assert {o.memory for o in options_of(Table("t", 10**6, 64), usage(with_host=False))} == {"hbm"}
+    counts = {(o.sharding, o.scope): o.num_shards for o in options if o.sharding in ("table_wise", "row_wise", "table_row_wise")}
+    assert counts == {("table_wise", "device"): 1, ("row_wise", "mesh"): 8, ("table_row_wise", "node"): 4}
+
+
+@pytest.mark.parametrize("table", [Table("t", 10**6, 64), Table("u", 10**5, 128, pooling=20.0, skew=1.1, optimizer="adam")])
+def test_what_is_cut_weighs_the_same_in_all(table):
+    """Weights and state: one copy however they are cut, a copy per device in data parallel; the rest is ids and pooled rows."""
+    least = table.bytes + table.state_bytes
+    for option in options_of(table, usage()):
+        held = sum(option.hbm_bytes) if option.memory == "hbm" else sum(option.host_bytes)
+        assert held >= (8 if option.sharding == "data_parallel" else 1) * least * (1 - 1e-12)
+        assert all(x > 0 for x in option.seconds)
+
+
+def test_a_table_read_more_takes_longer_and_host_memory_is_slower():
+    def first(table):
+        return {o.memory: o.seconds[0] for o in options_of(table, usage()) if o.sharding == "table_wise"}
+
+    few, many = first(Table("t", 10**6, 64)), first(Table("t", 10**6, 64, pooling=10.0))
+    assert all(many[key] > few[key] for key in few) and few["hbm"] < few["host"]
+    skewed = first(Table("t", 10**6, 64, pooling=10.0, skew=1.2))
+    assert skewed["host_cached"] < many["host_cached"]
+
+
+def test_distinct_rows_against_a_draw():
+    rng = np.random.default_rng(0)
+    for rows, n, skew in ((1000, 500, 0.0), (5000, 20000, 1.0)):
+        p = np.arange(1, rows + 1) ** -skew
+        seen = np.mean([len(np.unique(rng.choice(rows, n, p=p / p.sum()))) for _ in range(5)])
+        assert distinct(rows, n, skew) == pytest.approx(seen, rel=0.03)
+        assert reads_of_top(rows, 0.2, skew) == pytest.approx(p[: rows // 5].sum() / p.sum(), rel=0.03)
+
+
+# -- bad input
+
+
+TABLE = Table("t", options=(Option("x", (1.0,), (1.0,)),))
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: plan_tables([], 2), "there are no tables"),
+        (lambda: plan_tables([TABLE, TABLE], 2), "two tables are named 't'"),
+        (lambda: plan_tables([TABLE], 2, hbm=0), "hbm is 0 bytes"),
+        (lambda: plan_tables([TABLE], 2, hbm=math.nan), "hbm is nan"),
+        (lambda: plan_tables([TABLE], 2, hbm=[1.0]), "hbm has 1 numbers; expected one, or 2"),
+        (lambda: plan_tables([TABLE], 2, reserve=1.0), "reserve is 1.0"),
+        (lambda: plan_tables([TABLE], 0), "mesh is 0; expected an autoshard.Mesh"),
+        (lambda: plan_tables([TABLE], 6, devices_per_node=4), "devices_per_node is 4; expected a whole number that divides the 6"),
+        (lambda: Option("x", (-1.0,), (1.0,)), "seconds of option 'x' is -1.0"),
+        (lambda: Option("x", (1.0,), (math.nan,)), "hbm_bytes of option 'x' is nan"),
+        (lambda: Option("x", (1.0, 1.0), (1.0,)), "option 'x' has 2 seconds, 1 hbm_bytes"),
+        (lambda: plan_tables([Table("t", options=(Option("x", (1.0,), (1.0,), scope="mesh"),))], 2), "scope mesh has 1 shards; expected 2"),
+        (lambda: Table("t", rows=0), "rows is 0"),
+        (lambda: Table("t", optimizer="magic"), "unknown optimizer 'magic'"),
+    ],
+)
+def test_bad_input_is_one_sentence(call, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        call()
+
+
+def test_why_nothing_fits():
+    large = plan_tables([TABLE, Table("big", options=(Option("x", (1.0,), (9.0,)),))], 2, hbm=5.0)
+    assert large.status == "infeasible" and "'big' does not fit" in large.reason
+    many = plan_tables([replace(TABLE, name=f"t{i}") for i in range(11)], 2, hbm=5.0)
+    assert many.status == "infeasible" and "the tables do not fit: they take at least" in many.reason

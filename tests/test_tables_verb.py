@@ -1,0 +1,112 @@
+"""`autoshard tables`: what it prints, and one sentence for each kind of bad input."""
+
+import json
+
+import pytest
+
+from tests.test_cli import check_refused, run
+
+GOOD = "name,rows,columns,pooling\n" + "".join(f"t{i},{1000 * (i + 1)},64,{1 + i % 3}\n" for i in range(12))
+
+
+@pytest.fixture
+def spec(tmp_path):
+    def write(text: str, name: str = "tables.csv") -> str:
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write
+
+
+def test_a_plan_as_json(spec, capsys, tmp_path):
+    out = str(tmp_path / "plan.json")
+    code, printed, _ = run(capsys, "tables", spec(GOOD), "--devices", "2x2", "--hbm", "1GB", "--effort", "0.05", "--out", out, "--json")
+    record = json.loads(printed)
+    assert code == 0 and record == json.loads((tmp_path / "plan.json").read_text())
+    assert set(record["tables"]) == {f"t{i}" for i in range(12)} and len(record["devices"]) == 4
+    assert record["hbm_limit_bytes"] == [1e9 * (1 - 0.15)] * 4  # the reserve
+    assert 0 <= record["bound_seconds"] <= record["slowest_device_seconds"] == max(d["seconds"] for d in record["devices"])
+    assert all({"sharding", "devices", "why"} <= set(row) for row in record["tables"].values())
+
+
+def test_a_plan_for_people(spec, capsys, tmp_path):
+    code, printed, _ = run(capsys, "tables", spec(GOOD), "--devices", "2", "--effort", "0.05", "--plot", str(tmp_path / "load.svg"))
+    assert code == 0 and "█" in printed and "slowest device" in printed and "options; " in printed
+    assert (tmp_path / "load.svg").read_text().startswith("<?xml")
+
+
+def test_options_of_ones_own(spec, capsys):
+    tables = [{"name": f"t{i}", "options": [{"sharding": "table_wise", "seconds": 1.0, "hbm_bytes": 4e8}]} for i in range(4)]
+    code, printed, _ = run(capsys, "tables", spec(json.dumps({"tables": tables}), "t.json"), "--devices", "2", "--hbm", "1GB", "--json")
+    record = json.loads(printed)
+    assert (code, record["status"], record["slowest_device_seconds"]) == (0, "optimal", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("tables", "sentence"),
+    [
+        ([{"name": "t", "rows": 10**9, "columns": 512}], "table 't' does not fit"),
+        ([{"name": f"t{i}", "rows": 10**6, "columns": 128} for i in range(9)], "the tables do not fit: they take at least"),
+    ],
+)
+def test_what_does_not_fit_is_no(spec, capsys, tables, sentence):
+    code, printed, _ = run(capsys, "tables", spec(json.dumps(tables), "t.json"), "--devices", "2", "--hbm", "1GB", "--json")
+    record = json.loads(printed)
+    assert code == 1 and record["status"] == "infeasible" and sentence in record["reason"]
+    assert record["slowest_device_seconds"] is None and record["tables"] == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("name,rows,columns\n", "there are no tables"),
+        ("", "the CSV has no column 'name'"),
+        ("name,rows,cols\na,1,2\n", "the CSV has an unknown column 'cols'; did you mean 'columns'?"),
+        ("name,rows\na,1\n", "the CSV has no column 'columns'"),
+        ("name,rows,columns\na,x,2\n", "line 2 of the CSV: rows is 'x'; expected a number"),
+        ("name,rows,columns\na,nan,2\n", "rows is 'nan'; expected a number"),
+        ("name,rows,columns\na,-5,2\n", "rows is -5; expected a whole number"),
+        ("name,rows,columns\na,1,2\na,1,2\n", "two tables are named 'a'"),
+        ("name,rows,columns\na,1\n", "line 2 of the CSV has another number of fields"),
+        ("name,rows,columns,pooling\na,1,2,inf\n", "pooling is inf"),
+    ],
+)
+def test_a_bad_csv_is_one_sentence(spec, capsys, text, sentence):
+    check_refused(capsys, ("tables", spec(text), "--json"), sentence)
+
+
+def with_option(**given):
+    return json.dumps([{"name": "t", "options": [{"sharding": "x", "seconds": 1.0, "hbm_bytes": 1.0, **given}]}])
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[]", "there are no tables"),
+        ("{", "is no JSON"),
+        ('{"table": []}', "unknown key 'table'; did you mean 'tables'?"),
+        ("3", "the spec holds int where its tables should be"),
+        ('[{"rows": 1, "columns": 1}]', "table 0 of the spec has no name"),
+        ('[{"name": "t", "rows": 1}]', "table 't' has no 'columns'"),
+        ('[{"name": "t", "options": []}]', "table 't' has no options"),
+        (with_option(seconds=-1.0), "table 't': seconds of option 'x' is -1.0"),
+        (with_option(seconds=float("nan")), "table 't': seconds of option 'x' is nan"),
+        (with_option(speed=1.0), "an option of table 't' has an unknown key 'speed'"),
+    ],
+)
+def test_a_bad_json_is_one_sentence(spec, capsys, text, sentence):
+    check_refused(capsys, ("tables", spec(text, "t.json"), "--json"), sentence)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--hbm", "0"), "memory is '0'"),
+        (("--reserve", "1.5"), "reserve is 1.5"),
+        (("--devices", "0"), "mesh shape is (0,)"),
+        (("--batch", "0"), "batch is 0"),
+        (("--out", "/nowhere/x.json"), "there is no folder"),
+    ],
+)
+def test_bad_words_are_one_sentence(spec, capsys, words, sentence):
+    check_refused(capsys, ("tables", spec(GOOD), *words), sentence)
