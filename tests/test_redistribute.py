@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from autoshard.layout import P, R, S, is_legal, local_numel, part_index, placement_text, shards_of
+from autoshard.layout import P, R, S, is_legal, local_numel, placement_text
 from autoshard.mesh import Mesh
 from autoshard.redistribute import Routes, seconds_table
 from autoshard.redistribute.moves import STEPS, all_moves, decode
@@ -64,9 +64,16 @@ def held(shape, mesh, layout, was_partial, reduce_op="sum"):
         contributed = [summands(shape, mesh)[o] for o in itertools.product(*origins)]
         value = REDUCE[reduce_op](contributed) if len(contributed) > 1 else contributed[0]
         for d in range(len(shape)):
-            value = np.split(value, shards_of(layout, mesh, d), axis=d)[part_index(layout, mesh, c, d)]
+            for k, n in enumerate(mesh.shape):  # axis after axis
+                value = chunks(value, n, d)[c[k]] if layout[k] == S(d) else value
         parts[c] = value
     return parts
+
+
+def chunks(value, n, dim):
+    """n parts as torch.chunk makes them, empty ones included."""
+    size = value.shape[dim]
+    return np.split(value, [min(size, (i + 1) * -(-size // n)) for i in range(n - 1)], axis=dim)
 
 
 def partial_axes(layout):
@@ -87,14 +94,14 @@ def execute(collective, k, before, after, parts, reduce_op="sum"):
         if collective == "all_gather":
             out[c] = np.concatenate(group, axis=before[k].dim)
         elif collective == "split":
-            out[c] = np.split(parts[c], n, axis=after[k].dim)[me]
+            out[c] = chunks(parts[c], n, after[k].dim)[me]
         elif collective == "all_to_all":
-            out[c] = np.concatenate([np.split(part, n, axis=after[k].dim)[me] for part in group], axis=before[k].dim)
+            out[c] = np.concatenate([chunks(part, n, after[k].dim)[me] for part in group], axis=before[k].dim)
         elif collective == "all_reduce":
             out[c] = REDUCE[reduce_op](group)
         else:
             assert collective == "reduce_scatter"
-            out[c] = np.split(REDUCE[reduce_op](group), n, axis=after[k].dim)[me]
+            out[c] = chunks(REDUCE[reduce_op](group), n, after[k].dim)[me]
     return out
 
 
@@ -118,8 +125,10 @@ def true_steps(shape, mesh):
 
 
 def step_price(collective, axis, given, taken, device):
-    """Prices spelled out once more, from the bytes that a rank has before and after."""
+    """Prices spelled out once more, from the bytes that the fullest rank has before and after; parts are filled up to equal size."""
     n, hops = axis.size, math.ceil(math.log2(axis.size))
+    given, taken = {"all_gather": (given, n * given), "reduce_scatter": (max(given, n * taken), taken)}.get(collective, (given, taken))
+    given = max(given, taken) if collective == "all_to_all" else given
     seconds_per_byte = axis.shared_by / axis.bandwidth
     return {
         "split": taken / device.memory_bandwidth,

@@ -115,7 +115,7 @@ def test_published_routes_deliver_too():
 @pytest.mark.parametrize("sizes, shape", [((2, 2), (5, 7)), ((2, 3), (10, 4)), ((2, 2, 2), (9, 3)), ((4,), (2, 6))])
 def test_uneven_routes_deliver_on_torchs_chunks(sizes, shape):
     mesh = Mesh.from_bandwidths(sizes)
-    routes, rng = Routes(mesh, uneven=True), random.Random(0)
+    routes, rng = Routes(mesh, empty=True), random.Random(0)
     for _ in range(40):
         source, target = (tuple(rng.choice([S(0), S(1), routes_r]) for _ in sizes) for routes_r in [_replicate()] * 2)
         route = routes.route(shape, 4, source, target)

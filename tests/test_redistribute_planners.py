@@ -28,7 +28,17 @@ from autoshard.redistribute.coarse import distances
 from autoshard.redistribute.overlap import traffic
 from autoshard.redistribute.planners import space_of
 from autoshard.redistribute.published import volume
-from benchmarks.redistribution import LARGE, conditions, exact, published_runs, random_problem, torch_plans
+from benchmarks.redistribution import (
+    LARGE,
+    against_torch,
+    conditions,
+    exact,
+    published_runs,
+    random_problem,
+    small_problem,
+    tensor_problem,
+    torch_plans,
+)
 
 ITEMS = json.loads((Path(__file__).parent / "data" / "redistribution" / "problems.json").read_text())["problems"]
 BY_NAME = {item["problem"]["id"]: item for item in ITEMS}
@@ -184,6 +194,38 @@ def test_different_links_work_at_the_same_time_and_equal_ones_share():
     assert MeshPrices(mesh_of(2, 2, bandwidth=1e9, latency=0.0), 1).of("all_to_all", (0, 1))(4e9) == pytest.approx(3.0)
     shared = Mesh((Axis("a", 2, 4e9, 0.0, shared_by=4), Axis("b", 4, 8e9, 0.0)))
     assert MeshPrices(shared, 1).of("all_gather", (0,))(1e9) == pytest.approx(1.0)
+
+
+def test_rounds_are_as_slow_as_the_axis_that_they_cross():
+    mesh = Mesh((Axis("a", 3, 1e30, 15e-6), Axis("b", 3, 1e30, 5e-6), Axis("c", 3, 1e30, 5e-6)))
+    seconds = {axes: MeshPrices(mesh, 1).of("all_gather", axes)(1) for axes in ((0,), (1,), (0, 1), (1, 2), (0, 1, 2))}
+    assert seconds[0, 1] == pytest.approx(seconds[0,] + seconds[1,])  # 2 rounds at 15 us and 2 at 5, not 4 at 15
+    assert seconds[0, 1, 2] == pytest.approx(50e-6) and seconds[1, 2] == pytest.approx(20e-6)
+    equal = MeshPrices(mesh_of(3, 3, 3, bandwidth=1e30), 1)
+    assert equal.of("all_to_all", (0, 1, 2))(1) == pytest.approx(5e-6)  # ceil(log2 27) rounds of one group, not 6
+
+
+def test_slices_are_one_copy():
+    whole = BlockLayout(((), ()), (WHOLE, WHOLE))
+    mesh = Mesh.from_bandwidths((2, 4, 2))
+    write = 4 / mesh.device.memory_bandwidth
+    for axes, local in ((((0, 1, 2), ()), 64 * 64 / 16), (((0,), (2, 1)), 64 * 64 / 16), (((), (1, 0)), 64 * 64 / 8)):
+        target = BlockLayout(axes, tuple(64 // math.prod(mesh.shape[a] for a in some) for some in axes))
+        problem = BlockProblem((64, 64), mesh.shape, whole, target, 4)
+        for planner in (astar, dijkstra):
+            route = planner(problem, MeshPrices(mesh, 4))
+            assert [step.collective for step in route.steps] == ["split"] and route.seconds == pytest.approx(local * write)
+        two = [("split", whole, BlockLayout((axes[0], ()), target.blocks)), ("split", BlockLayout((axes[0], ()), target.blocks), target)]
+        if all(axes):  # as one copy per dim it is dearer
+            assert sum(priced(problem, MeshPrices(mesh, 4), *step).seconds for step in two) > route.seconds
+
+
+@pytest.mark.parametrize("draw", [tensor_problem, small_problem])
+def test_no_route_is_below_what_the_links_must_carry_nor_above_torchs(draw):
+    found = against_torch(12, 1, draw, collect=lambda: None)
+    assert found["bound_above_our_route"] == found["dearer_than_torch_within_the_limit"] == found["our_peak_above_the_limit"] == 0
+    most = found["geometric_mean_within_the_limit_that_no_route_can_exceed"]
+    assert all(1 <= mean <= most[name] for name, mean in found["geometric_mean_within_the_limit"].items())
 
 
 def test_a_measured_curve_takes_the_place_of_a_link():

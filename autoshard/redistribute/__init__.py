@@ -5,6 +5,7 @@ from .block_prices import MeshPrices as MeshPrices
 from .block_prices import Prices as Prices
 from .blocks import BlockLayout as BlockLayout
 from .blocks import local_indices as local_indices
+from .buffers import buffer_table as buffer_table
 from .embedding import from_placements as from_placements
 from .embedding import is_chunked as is_chunked
 from .embedding import order_of as order_of

@@ -15,7 +15,8 @@ With n = product of the axes' sizes, x elements and (l, w) a model's seconds per
 `MeshPrices` (honest): with several axes the bytes are told apart by the slowest axis that they cross: an all_to_all of B bytes sends
 B (1 - 1/n_k) / (n of the slower axes) over axis k; an all_gather takes the slow axes first, a reduction the fast ones. Axes of equal
 bandwidth and sharing are one link, which carries the sum; different links work at the same time, the fullest decides. Shared links
-are shared; of the axes' latencies the largest counts; one axis alone may have a measured curve.
+are shared; one axis alone may have a measured curve. The rounds are those of one group, each as slow as the slowest axis, or those of
+one axis after the other, each as slow as its own, whichever is less: sum_k ceil(log2 n_k) latency_k.
 `IdealPrices` (TensorCraft's, as published): alpha per round and beta per element, an all_to_all's volume n times too large, a
 permute's twice, a change of block size (n - 1)/n of what is held, a split free.
 """
@@ -99,8 +100,7 @@ class MeshPrices(Prices):
         if len(axes) == 1 and (kind, axes[0]) in self.curves:
             curve, volume = self.curves[kind, axes[0]], self.itemsize * {"all_gather": n - 1, "permute": 1}.get(kind, (n - 1) / n)
             return lambda x: curve(x * volume)
-        latency = max(link.latency for link in links)
-        return affine(rounds(kind, n) * latency, self.itemsize * _seconds_per_byte(kind, links))
+        return affine(_latency(kind, links), self.itemsize * _seconds_per_byte(kind, links))
 
     def exchange(self, axes: Axes, held: int, needed: int, flows: Traffic | None) -> float:
         """The fullest link decides: devices that share one share its load. What is kept is copied, as by a split."""
@@ -108,7 +108,7 @@ class MeshPrices(Prices):
         if flows is None:
             return copied + self.of("exchange", axes)(max(held, needed))
         links = [self.mesh.axes[a] for a in axes]
-        latency = rounds("exchange", math.prod(link.size for link in links)) * max(link.latency for link in links)
+        latency = _latency("exchange", links)
         seconds = [
             _fullest([(link, self._load(link, some)) for link, some in zip(self.mesh.axes, one, strict=True)]) for one in flows.by_axis()
         ]
@@ -121,6 +121,11 @@ class MeshPrices(Prices):
 
 def affine(a: float, c: float) -> Seconds:
     return lambda x: a + c * x
+
+
+def _latency(kind: str, links: list[Axis]) -> float:
+    at_once = rounds(kind, math.prod(link.size for link in links)) * max(link.latency for link in links)
+    return at_once if kind == "permute" else min(at_once, sum(rounds(kind, link.size) * link.latency for link in links))
 
 
 def _seconds_per_byte(kind: str, links: list[Axis]) -> float:

@@ -81,7 +81,7 @@ def distances(space: Space, limit: float, buffers: bool) -> list[float] | None:
     if not buffers:
         possible &= least <= limit
     weights, befores, afters = [], [], []
-    for kind, axes, before, after in steps:
+    for kind, axes, before, after in [*steps, *_slices(space, where, target)]:
         w = space.price(kind, sum(1 << a for a in axes))(least[after if kind == "split" else before])
         fine = possible[before] & possible[after]
         if buffers:
@@ -100,6 +100,17 @@ def distances(space: Space, limit: float, buffers: bool) -> list[float] | None:
     if space.direct is not None:
         h[reduced] = min(h[reduced], space.direct)
     return _settle(h, heads, first, after, w, groups, alike.shape[1], np.where(possible, swap, inf)).tolist()
+
+
+def _slices(space: Space, where: np.ndarray, target: int) -> list[_Steps]:
+    """Splits by several axes at once, each to where it is in the target."""
+    power = space.base ** np.arange(space.num_axes)
+    ends = [a for a in range(space.num_axes) if 0 < where[target, a] <= space.ndim]
+    found = []
+    for axes in (some for k in range(2, len(ends) + 1) for some in combinations(ends, k)):
+        before = np.flatnonzero((where[:, axes] == 0).all(axis=1))
+        found.append(_Steps("split", axes, before, before + int((where[target, axes] * power[list(axes)]).sum())))
+    return found
 
 
 def _cheapest_permute(space: Space, least: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The cheapest route between two layouts, and the table of its seconds for many pairs at once.
 
-    w(m)    = seconds of move m = (u -> v), from the bytes that a rank holds in u and v; inf where the shape does not
-              divide into the parts of u or v                                                   (`_move_seconds`)
+    w(m)    = seconds of move m = (u -> v), from the bytes that the fullest rank holds in u and v; inf where another one
+              would hold nothing in u or v                                                      (`_move_seconds`)
     c_0(v)  = 0 where v is the source, else inf
     c_n(v)  = min( c_n-1(v),  min over moves m = (u -> v) of  c_n-1(u) + w(m) )                        (`_costs`)
 
@@ -9,9 +9,9 @@ c_n is the cheapest sum over at most n moves (Bellman-Ford, for all sources at o
 longer route must be cheaper by more than TIE, so fewest steps win among equals; then the order of moves.STEPS. `Routes.route`
 walks the c_n back along moves that made them, so the seconds of its steps, added in order, ARE the table's entry.
 
-`Routes(mesh, uneven=True)` also has the layouts that don't divide the shape, as torch.chunk cuts: parts of ceil(S / n), the last ones
-smaller or empty, of parts where several axes cut a dim, left to right. A rank's bytes are then those of the fullest part, and the
-buffer of an all_gather or a reduce_scatter is n such parts.
+Layouts that don't divide the shape are cut as torch.chunk cuts: parts of ceil(S / n), the last ones smaller or empty, of parts where
+several axes cut a dim, left to right. A rank's bytes are then those of the fullest part, and the buffer of an all_gather or a
+reduce_scatter is n such parts. Layouts that leave a rank without anything count with `Routes(mesh, empty=True)` only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoshard.cost import bytes_sent, collective_seconds
-from autoshard.layout import Layout
+from autoshard.layout import Layout, leaves_empty
 from autoshard.mesh import Mesh
 
 from .moves import STEPS, Moves, all_moves, decode, encode
@@ -62,22 +62,26 @@ class _Space:
     seconds: np.ndarray  # (moves,)
     padded: bool = False  # parts may be uneven
     rows: dict[int, np.ndarray] = field(default_factory=dict)  # source -> (states,) seconds
+    needs: dict[int, np.ndarray] = field(default_factory=dict)  # source -> (states,) bytes, of buffers.py
 
 
 class Routes:
     """Cheapest routes on one mesh. Remembers what it has computed: keep one for all tensors of a plan."""
 
-    def __init__(self, mesh: Mesh, *, uneven: bool = False):
-        self.mesh, self.uneven = mesh, uneven
+    def __init__(self, mesh: Mesh, *, empty: bool = False):
+        self.mesh, self.empty = mesh, empty
         self._moves: dict[int, Moves] = {}
         self._spaces: dict[tuple[int, int, bytes], _Space] = {}
+        self._known: dict[tuple[tuple[int, ...], int], _Space] = {}
         self._states: dict[tuple[int, Layout], tuple[int, str]] = {}
+        num = len(mesh.axes)  # by the axes that cut a dim, as bits, their sizes
+        self._cuts = [tuple(n for k, n in enumerate(mesh.shape) if mask >> k & 1) for mask in range(1 << num)]
 
     def table(self, shape: tuple[int, ...], itemsize: int, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
         """Seconds from each source (row) to each target (column): 0 between equals, inf where there is no route.
 
-        There is none to a P that the source does not have, to or from a layout that does not divide the shape (unless
-        `uneven`), and to or from S or P on an axis of size 1. ValueError for a layout that no tensor of so many dims can have on this mesh.
+        There is none to a P that the source does not have, to or from a layout that leaves a rank without anything (unless
+        `empty`), and to or from S or P on an axis of size 1. ValueError for a layout that no tensor of so many dims can have on this mesh.
         """
         from_states, from_ops = self._encode(sources, len(shape))
         to_states, to_ops = self._encode(targets, len(shape))
@@ -119,22 +123,42 @@ class Routes:
         return [state for state, _ in pairs], [op for _, op in pairs]
 
     def _space(self, shape: tuple[int, ...], itemsize: int) -> _Space:
-        """The space of a tensor: shared by all of as many dims and bytes that divide into the same states."""
+        """The space of a tensor."""
+        key = (shape, itemsize)
+        if key not in self._known:
+            self._known[key] = self._space_of(shape, itemsize)
+        return self._known[key]
+
+    def _space_of(self, shape: tuple[int, ...], itemsize: int) -> _Space:
+        """Shared by all of as many dims and bytes that divide into the same states."""
         ndim, total_bytes = len(shape), math.prod(shape) * itemsize
         if ndim not in self._moves:
             self._moves[ndim] = all_moves(ndim, self.mesh)
         moves = self._moves[ndim]
         divides = (np.array(shape, dtype=int) % moves.num_parts == 0).all(axis=1)
-        if self.uneven and not divides.all():
-            return self._uneven_space(shape, itemsize, moves)
+        if not divides.all():
+            possible = self._possible(shape, moves)
+            if self.empty or (possible != divides).any():
+                return self._uneven_space(shape, itemsize, moves, possible)
         key = (ndim, total_bytes, divides.tobytes())
         if key not in self._spaces:
             local_bytes = total_bytes / moves.num_parts.prod(axis=1)
             self._spaces[key] = _Space(moves, local_bytes, _move_seconds(self.mesh, moves, divides, local_bytes))
         return self._spaces[key]
 
-    def _uneven_space(self, shape: tuple[int, ...], itemsize: int, moves: Moves) -> _Space:
-        """The space of one shape with every state, by the fullest parts."""
+    def _possible(self, shape: tuple[int, ...], moves: Moves) -> np.ndarray:
+        """The states in which every rank may hold something; all of them, where a rank may hold nothing."""
+        possible = np.ones(len(moves.codes), dtype=bool)
+        if self.empty:
+            return possible
+        bits = 1 << np.arange(len(self.mesh.axes))
+        for d, size in enumerate(shape):
+            empty = np.array([size > 0 and leaves_empty(size, cut) for cut in self._cuts])
+            possible &= ~empty[(moves.codes == d) @ bits]
+        return possible
+
+    def _uneven_space(self, shape: tuple[int, ...], itemsize: int, moves: Moves, possible: np.ndarray) -> _Space:
+        """The space of one shape with every possible state, by the fullest parts."""
         key = (len(shape), itemsize, np.array(shape, dtype=int).tobytes())
         if key not in self._spaces:
             parts = np.broadcast_to(np.array(shape, dtype=int), moves.num_parts.shape).copy()
@@ -143,8 +167,7 @@ class Routes:
                     cut = moves.codes[:, k] == d
                     parts[cut, d] = -(-parts[cut, d] // n)
             local_bytes = parts.prod(axis=1) * float(itemsize)
-            every = np.ones(len(local_bytes), dtype=bool)
-            self._spaces[key] = _Space(moves, local_bytes, _move_seconds(self.mesh, moves, every, local_bytes, padded=True), True)
+            self._spaces[key] = _Space(moves, local_bytes, _move_seconds(self.mesh, moves, possible, local_bytes, padded=True), True)
         return self._spaces[key]
 
     def _rows(self, space: _Space, sources: list[int]) -> dict[int, np.ndarray]:

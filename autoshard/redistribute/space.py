@@ -3,7 +3,8 @@
 A state is a tuple: a `Cut` per dim (ordered axes, block size), then the set of Partial axes as a bit mask. Cuts are made once, so
 that states compare by identity. `Space.steps` lists what leads out of a state; with M a run of axes, n its size:
 
-    split              M of the free axes cuts dim j: major (b stays), minor (b / n), or in blocks where j was whole
+    split              a free axis cuts dim j: major (b stays), minor (b / n), or in blocks where j was whole; or several at once, to
+                       what the target is on one dim or on all where that is a slice (one copy, not one per axis)
     all_gather         any axes, as long as the rest of each dim's axes is a run: dropped minor ones multiply b, major ones don't
     all_to_all         M, minor or major or all of dim i's axes, goes to dim j as in split
     permute            ranks swap their parts: any axes with the same number of parts and the same blocks in every dim
@@ -182,6 +183,28 @@ class Space:
                     for new in self.inserts(cut, (a,)):
                         seconds = 0.0 if write is None else write(held // cut.size * new.size)
                         yield Found(seconds, (*state[:d], new, *state[d + 1 :]), "split", 1 << a, (d,))
+        if write is not None:
+            yield from self._slices(state, ~used, held, write)
+
+    def _slices(self, state: State, free: int, held: int, write: Seconds) -> Iterator[Found]:
+        """Splits by two or more axes, to the target's own cuts."""
+        cuts = [self._slice(c, t, free) for c, t in zip(state[:-1], self.target)]
+        dims = [d for d, cut in enumerate(cuts) if cut is not None]
+        for some in [*((d,) for d in dims), *([tuple(dims)] if len(dims) > 1 else [])]:
+            new = [t if d in some else c for d, (c, t) in enumerate(zip(state[:-1], self.target))]
+            mask = sum(t.mask & ~c.mask for c, t in zip(state[:-1], new))
+            if mask.bit_count() > 1:
+                yield Found(write(prod([c.size for c in new])), (*new, state[-1]), "split", mask, some)
+
+    def _slice(self, cut: Cut, target: Cut, free: int) -> Cut | None:
+        """The target's cut of a dim where free axes alone lead to it, as minor or as major ones."""
+        if cut is target or len(target.axes) <= len(cut.axes):
+            return None
+        k = len(target.axes) - len(cut.axes)
+        for axes, kept in ((target.axes[-k:], target.axes[:-k]), (target.axes[:k], target.axes[k:])):
+            if kept == cut.axes and all(free >> a & 1 for a in axes) and any(new is target for new in self.inserts(cut, axes)):
+                return target
+        return None
 
     def _all_to_alls(self, state: State, cuts: State, held: int) -> Iterator[Found]:
         both = self.prices.honest
