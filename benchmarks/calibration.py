@@ -5,7 +5,8 @@
 Errors of all measured curves and by system, relative, in percent: GMAE / mean (cost/curves/errors.py).
 
     held out          3 folds over a curve's sizes but the first and last
-    held out, alike   the same, with the curves of the same collective, system and devices in other dtypes known
+    pooled            the same, with all other curves of the files known (cost/curves/pooled.py), sizes held out of this one included
+    pooled, strict    the same without those of the same collective, system and devices (other dtypes, which nearly repeat it)
     extrapolated      sizes in the top 16x predicted from those below
     left out          a device count predicted from the curves of the other counts of its system, collective and dtype
 
@@ -27,6 +28,7 @@ import numpy as np
 
 from autoshard.cost.curves import Family, Series, bus_factor, extrapolated, fit, fit_rates, held_out, summary
 from autoshard.cost.curves.errors import Pairs, together
+from autoshard.cost.curves.files import nearest
 from autoshard.cost.curves.rates import held_out_runs
 from autoshard.cost.importers import parse
 
@@ -42,11 +44,11 @@ def fitter(series: Series, method: str, like=()):
     return lambda x, t: fit(x, t, method, factor=factor, like=like)
 
 
-def judge(curves: list[Series], split, method: str, siblings=None) -> tuple[dict[int, Pairs], int]:
+def judge(curves: list[Series], split, method: str, known=None) -> tuple[dict[int, Pairs], int]:
     """Pairs of predicted and measured by curve, and how many curves could not be fitted."""
     pairs, failures = {}, 0
     for k, series in enumerate(curves):
-        like = siblings(series) if siblings else ()
+        like = known(series) if known else ()
         try:
             pairs[k] = split(*arrays(series), fitter(series, method, like))
         except ValueError:
@@ -54,12 +56,10 @@ def judge(curves: list[Series], split, method: str, siblings=None) -> tuple[dict
     return pairs, failures
 
 
-def sibling_curves(curves: list[Series]):
-    """Of a curve the others of the same thing in another dtype."""
-    groups = defaultdict(list)
-    for one in curves:
-        groups[one.source, one.system, one.collective, one.nodes, one.devices].append(one)
-    return lambda s: [arrays(o) for o in groups[s.source, s.system, s.collective, s.nodes, s.devices] if o is not s]
+def unlike(one: Series, curves: list[Series]) -> list[Series]:
+    """Those of another collective, system or number of devices."""
+    same = ("source", "system", "collective", "nodes", "devices")
+    return [other for other in curves if any(getattr(other, key) != getattr(one, key) for key in same)]
 
 
 def leave_out(curves: list[Series]) -> dict[int, Pairs]:
@@ -98,9 +98,8 @@ def row(curves: list[Series], what: str, pairs: dict[int, Pairs], failures: int)
 
 def measure(curves: list[Series]) -> list[dict]:
     rows = [row(curves, f"held out, {m}", *judge(curves, held_out, m)) for m in METHODS]
-    siblings = sibling_curves(curves)
-    if any(siblings(one) for one in curves):
-        rows.append(row(curves, "held out, alike, piecewise", *judge(curves, held_out, "piecewise", siblings)))
+    rows.append(row(curves, "held out, pooled", *judge(curves, held_out, "piecewise", lambda s: nearest(s, curves))))
+    rows.append(row(curves, "held out, pooled, strict", *judge(curves, held_out, "piecewise", lambda s: nearest(s, unlike(s, curves)))))
     rows += [row(curves, f"extrapolated, {m}", *judge(curves, extrapolated, m)) for m in METHODS]
     rows.append(row(curves, "device count left out", leave_out(curves), 0))
     return rows

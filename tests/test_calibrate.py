@@ -168,6 +168,14 @@ def test_fit_prints_the_promised_keys(capsys, tmp_path):
     np.testing.assert_allclose(curve.seconds(2.0**29), fit(*points("nccl_tests_all_reduce.txt")).seconds(2.0**29))
 
 
+def test_curves_of_a_file_are_pooled_unless_told_otherwise(capsys):
+    gmae = []
+    for words in ([], ["--alone"]):
+        assert main(["calibrate", "fit", str(DATA / "measured.csv"), "--json", "--quiet", *words]) == 0
+        gmae.append(np.mean([one["held_out"]["gmae"] for one in json.loads(capsys.readouterr().out)["curves"]]))
+    assert gmae[0] < 0.9 * gmae[1]
+
+
 def points(name):
     from autoshard.cost.importers import parse
 
@@ -213,6 +221,17 @@ def test_show_prices(capsys):
     assert main(["show-prices", "h100"]) == 0
     assert "aiconfigurator (Apache-2.0)" in capsys.readouterr().out
     assert main(["show-prices", "v100"]) == 2
+
+
+def test_plan_takes_the_prices_that_come_with_autoshard(capsys, tmp_path):
+    words = ["plan", "models/mlp.py:tiny", "--set", "layers=1", "--mesh", "2x2", "--no-baselines", "--json", "--quiet"]
+    assert main([*words, "--prices", "a100"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    inner = record["mesh"]["axes"][1]
+    assert record["mesh"]["device"]["name"] == "a100" and {curve["collective"] for curve in inner["curves"]} >= {"all_gather", "all_reduce"}
+    assert 0 < record["prices"]["links"]["axis1"]["all_gather"] < 0.1 and record["prices"]["links"]["axis0"] == {}
+    assert main([*words, "--prices", "v100"]) == 2
+    assert "no prices are known for 'v100'" in capsys.readouterr().err
 
 
 def test_measure_without_torchrun_says_how_to_start(capsys):

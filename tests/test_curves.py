@@ -165,6 +165,43 @@ def test_another_dtype_says_what_lies_between(measured):
     np.testing.assert_allclose(shifted.seconds(a[0][::2]), fit(a[0][::2], a[1][::2]).seconds(a[0][::2]), rtol=0.02)
 
 
+def test_all_curves_of_a_file_say_what_lies_between(measured):
+    arrays = [(np.array(s.sizes), np.array(s.seconds)) for s in measured]
+    alone = together(held_out(*one, fit) for one in arrays)
+    others = [[b for k, b in enumerate(arrays) if k != i] for i in range(len(arrays))]
+    both = together(held_out(*one, lambda s, t, like=like: fit(s, t, like=like)) for one, like in zip(arrays, others))
+    assert both.gmae < 0.9 * alone.gmae and both.mean < 0.95 * alone.mean
+
+
+@given(data=noisy(), like=st.lists(noisy(), max_size=3))
+@settings(max_examples=100, deadline=None)
+def test_a_pooled_curve_keeps_its_own_sizes_and_is_monotone(data, like):
+    alone, pooled = fit(*data), fit(*data, like=like)
+    first, last = data[0].min(), data[0].max()
+    at = np.sort(np.concatenate([np.geomspace(first / 8, last * 64, 300), *(s for s, _ in like)]))
+    t = pooled.seconds(at)
+    assert (t > 0).all() and (np.diff(t) >= -1e-12 * t[1:]).all()
+    np.testing.assert_allclose(pooled.seconds(data[0]), alone.seconds(data[0]), rtol=1e-12)
+    np.testing.assert_allclose(pooled.seconds(last * 3), alone.seconds(last * 3), rtol=1e-12)
+
+
+def steps(scale: float, at: float) -> np.ndarray:
+    """Two protocols: the second starts at a size and is dearer there."""
+    return scale * np.where(x < at, 1e-5 + x / 1e10, 2e-5 + x / 4e10)
+
+
+def test_a_curve_of_the_same_shape_is_believed_and_noise_is_not():
+    ours, same, other = steps(1.0, 2.0**17), steps(3.0, 2.0**17), steps(1.0, 2.0**22)
+    rng = np.random.default_rng(0)
+    noise = [(x, np.exp(rng.uniform(-1, 1, len(x))) * ours) for _ in range(20)]
+    alone, believed, fooled = (
+        summary(*held_out(x, ours, lambda s, t, like=like: fit(s, t, like=like)))
+        for like in ([], [*noise, (x, same)], [*noise, (x, other)])
+    )
+    assert believed.mean < 0.2 * alone.mean  # the step is known though it is held out
+    assert fooled.mean < 1.1 * alone.mean  # negative control
+
+
 def test_a_count_between_two_is_between_their_times(measured):
     chosen = {(1, s.devices): s for s in measured if (s.collective, s.dtype, s.system) == ("all_gather", "half", "a100_sxm@nccl-2.27.3")}
     family = Family.of("all_gather", {count: (np.array(s.sizes), np.array(s.seconds)) for count, s in chosen.items() if count[1] != 4})

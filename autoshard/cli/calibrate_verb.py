@@ -44,6 +44,7 @@ def fit(
     collective: Annotated[str | None, typer.Option(help="Of files that don't say it.", show_default=False)] = None,
     devices: Annotated[int | None, typer.Option(help="Of files that don't say it.", min=1, show_default=False)] = None,
     system: Annotated[str | None, typer.Option(help="A name for the cluster.", show_default=False)] = None,
+    alone: Annotated[bool, typer.Option("--alone", help="Fit each curve by itself: the others don't say what lies between sizes.")] = False,
     as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
 ) -> int:
@@ -63,7 +64,7 @@ def fit(
         curves = []
         for k, one in enumerate(series):
             output.progress(f"fitting: {one.name}", k / len(series))
-            curves.append(fitted(one, method))
+            curves.append(fitted(one, method, () if alone or method != "piecewise" else series))
         if out is not None:
             save(out, curves)
             output.note(f"wrote {out}")

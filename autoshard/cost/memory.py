@@ -1,30 +1,48 @@
 """Bytes that an optimizer keeps per parameter, and seconds of its step.
 
-    state bytes  = s * numel                                                      (`optimizer_state_bytes`)
-    step seconds = (2 * itemsize + itemsize + 2 * s) * numel / memory_bandwidth   (`optimizer_step_seconds`)
+    state bytes  = s * numel                                                        (`optimizer_state_bytes`)
+    master bytes = 4 * numel of a parameter with less than 4 bytes per element, else 0            (`master_bytes`)
+    step seconds = (2 * itemsize + itemsize + 2 * (s + m)) * numel / memory_bandwidth   (`optimizer_step_seconds`)
 
-s = OPTIMIZERS[name], numel = elements that this device holds. The step reads and writes the parameter, reads the gradient, reads
-and writes the states; its few FLOPs per element hide behind that. No launch cost: fused optimizers update all
-parameters in a handful of kernels.
+s = OPTIMIZERS[name] or the number given, m = 4 where there is a master copy, numel = elements that this device holds. The step
+reads and writes the parameter, reads the gradient, reads and writes states and master copy; its few FLOPs per element hide
+behind that. No launch cost: fused optimizers update all parameters in a handful of kernels.
 """
 
 from __future__ import annotations
 
+import math
+
 from autoshard.mesh import Device
 
 # Bytes of state per element, states in float32 as in mixed-precision practice: two moments, none, one moment.
-# A float32 master copy of 16-bit parameters is not counted: plan float32 parameters, or see it as four more.
 OPTIMIZERS = {"adamw": 8, "sgd": 0, "momentum": 4}
+MASTER_BYTES = 4  # float32
 
 
-def optimizer_state_bytes(numel_local: int, optimizer: str) -> int:
+def bytes_per_parameter(optimizer: str | float) -> float:
+    """Bytes of state per element of an optimizer by name, or the number itself; ValueError on anything else."""
+    if isinstance(optimizer, str) and optimizer in OPTIMIZERS:
+        return OPTIMIZERS[optimizer]
+    if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool) and 0 <= optimizer < math.inf:
+        return optimizer
+    known = ", ".join(OPTIMIZERS)
+    raise ValueError(f"unknown optimizer {optimizer!r}; known are {known}, or give its bytes of state per parameter, for example 8")
+
+
+def optimizer_state_bytes(numel_local: int, optimizer: str | float) -> float:
     """Bytes of state for a local part of `numel_local` elements; ValueError on an unknown optimizer."""
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"unknown optimizer {optimizer!r}; expected one of {', '.join(sorted(OPTIMIZERS))}")
-    return OPTIMIZERS[optimizer] * numel_local
+    return bytes_per_parameter(optimizer) * numel_local
 
 
-def optimizer_step_seconds(numel_local: int, itemsize: int, optimizer: str, device: Device) -> float:
+def master_bytes(numel_local: int, itemsize: int) -> int:
+    """Bytes of a float32 copy of parameters that are kept in less."""
+    return MASTER_BYTES * numel_local if itemsize < MASTER_BYTES else 0
+
+
+def optimizer_step_seconds(
+    numel_local: int, itemsize: int, optimizer: str | float, device: Device, *, master_weights: bool = False
+) -> float:
     """Seconds to update a local part of `numel_local` elements, parameter and gradient of `itemsize` bytes each."""
-    states = optimizer_state_bytes(numel_local, optimizer)
-    return (3 * itemsize * numel_local + 2 * states) / device.memory_bandwidth
+    kept = optimizer_state_bytes(numel_local, optimizer) + (master_bytes(numel_local, itemsize) if master_weights else 0)
+    return (3 * itemsize * numel_local + 2 * kept) / device.memory_bandwidth

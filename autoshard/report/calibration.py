@@ -76,12 +76,11 @@ def _at(curve: Mapping, x: float) -> float:
 def prices_table(prices: Sequence[Mapping]) -> RenderableType:
     """Each preset's device, links, source and error."""
     table = Table(title="Prices", title_justify="left", title_style="bold")
-    for column in ("name", "FLOP/s", "memory", "inside a node", "between nodes", "curves", "error"):
+    for column in ("name", "FLOP/s", "memory", "in a node", "between nodes", "curves", "errors"):
         table.add_column(column, justify="left" if column in ("name", "curves") else "right")
     for one in prices:
         device = one["device"]
-        measured = ", ".join(map(str, sorted({link["devices"] for link in one["links"]})))
-        errors = [link["error"] for link in one["links"]]
+        measured = ",".join(map(str, sorted({link["devices"] for link in one["links"]})))
         table.add_row(
             one["name"],
             f"{device['flops']:.3g}",
@@ -89,11 +88,18 @@ def prices_table(prices: Sequence[Mapping]) -> RenderableType:
             f"{size(one['intra_node_bandwidth'])}/s, {seconds(one['intra_node_latency'])}",
             f"{size(one['inter_node_bandwidth'])}/s, {seconds(one['inter_node_latency'])}",
             measured,
-            f"{100 * sum(errors) / len(errors):.1f}%" if errors else "-",
+            _error(one["link_error"], bool(one["links"])) + " " + _error(one["device_error"], device.get("error") is not None),
         )
     sources = [Text(f"{one['name']}: {one['source']}") for one in prices]
-    said = "FLOP/s of 16 bits; curves: device counts measured in a node; error: mean of the curves on sizes not fitted to; else data sheets"
+    said = (
+        "FLOP/s of 16 bits; curves: device counts measured in a node; errors: mean, of links (curves on sizes not fitted to) and of ops "
+        "on the device; ~: a data sheet's, with the error that is usual for such prices"
+    )
     return Group(table, Text(said), Text(""), *sources)
+
+
+def _error(error: float, measured: bool) -> str:
+    return f"{100 * error:.1f}%" if measured else f"~{100 * error:.0f}%"
 
 
 def draw(path: str, curves: Sequence[Mapping]) -> None:

@@ -20,7 +20,7 @@ from autoshard.mesh import Axis, Device, LinkCurve, Mesh, default_axis_names
 
 from ..collectives import COLLECTIVES
 from ..compute import EFFICIENCY
-from .errors import Errors, held_out, summary
+from .errors import Errors, held_out, pooled, summary
 from .files import text_of
 from .fit import fit
 from .rates import OpSample, Roofline, fit_roofline
@@ -62,7 +62,8 @@ def device_of(name: str, roofline: Roofline, memory: float) -> Device:
     """Throughputs such that `op_seconds`, which takes EFFICIENCY of them, gives what was measured."""
     narrow = [rate for (op, dtype), rate in roofline.flops.items() if op == "matmul" and dtype in ("bfloat16", "float16")]
     wide = roofline.flops.get(("matmul", "float32"), max(narrow, default=0.0))
-    return Device(name, max(narrow, default=wide) / EFFICIENCY, wide / EFFICIENCY, roofline.memory, memory, roofline.launch)
+    error = float(pooled(roofline.errors.values()).mean)
+    return Device(name, max(narrow, default=wide) / EFFICIENCY, wide / EFFICIENCY, roofline.memory, memory, roofline.launch, error)
 
 
 def cluster(

@@ -20,6 +20,7 @@ from .published import Sigmoid, bus_factor
 from .records import Curve, PiecewiseCurve, PNorm, Series
 
 FORMAT = "autoshard.curves/1"
+MANY = 200  # curves that one is pooled with
 KINDS = {"piecewise": PiecewiseCurve, "pchip": PchipCurve, "p_norm": PNorm, "alpha_beta": PNorm, "sigmoid": Sigmoid}
 
 
@@ -40,17 +41,31 @@ class Fitted:
         return {**of, "method": self.method, **errors, "held_out": held, "parameters": asdict(self.curve)}  # type: ignore[call-overload]
 
 
-def fitted(series: Series, method: str = "piecewise") -> Fitted:
-    """Fit one series and judge the fit. ValueError names the series."""
+def nearest(series: Series, others: Sequence[Series]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Sizes and seconds of the others, of many those most like it by name: what `fit` may take as `like`."""
+    kept = [one for one in others if one is not series and len(set(one.sizes)) >= 2 and _sound(one)]
+    same = ("system", "collective", "devices", "nodes")
+    kept.sort(key=lambda one: -sum(getattr(one, key) == getattr(series, key) for key in same))
+    return [(np.array(one.sizes), np.array(one.seconds)) for one in kept[:MANY]]
+
+
+def _sound(one: Series) -> bool:
+    """What isn't is refused when its own turn comes."""
+    return all(math.isfinite(value) and value > 0 for value in (*one.sizes, *one.seconds))
+
+
+def fitted(series: Series, method: str = "piecewise", others: Sequence[Series] = ()) -> Fitted:
+    """Fit one series and judge the fit, the others known. ValueError names the series."""
     factor = bus_factor(series.collective, series.devices)
     bus = series.bus_bandwidths or None
     try:
-        curve = fit(series.sizes, series.seconds, method, factor=factor, bus_bandwidths=bus)
+        like = nearest(series, others)
+        curve = fit(series.sizes, series.seconds, method, factor=factor, bus_bandwidths=bus, like=like)
     except ValueError as error:
         raise ValueError(f"{series.name}: {error}") from None
     x, t = np.array(series.sizes), np.array(series.seconds)
     try:
-        unseen = summary(*held_out(x, t, lambda x, t: fit(x, t, method, factor=factor)))
+        unseen = summary(*held_out(x, t, lambda x, t: fit(x, t, method, factor=factor, like=like)))
     except ValueError:  # the whole can be fitted, its parts can't: nothing is known about unseen sizes
         unseen = Errors(math.nan, math.nan, math.nan, 0)
     return Fitted(series, method, curve, summary(curve.seconds(x), t), unseen)

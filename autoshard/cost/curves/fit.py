@@ -10,7 +10,8 @@
 
 Medians, because a spike (a retry, a clock) should lose against its neighbours and not pull them up. Affine in size and not in
 log size, because an alpha-beta link is: held out on 130 measured curves, GMAE / mean are 2.2 / 5.0 % against 2.4 / 5.4 % of
-pchip (benchmarks/calibration.py).
+pchip (benchmarks/calibration.py). How a curve departs from affine between two sizes can't be told from the curve itself (nearest
+neighbours in its slopes, other systems held out, gain nothing), but from other curves: pooled.py.
 """
 
 from __future__ import annotations
@@ -24,10 +25,9 @@ import numpy as np
 from scipy.interpolate import PchipInterpolator
 from scipy.optimize import isotonic_regression, least_squares
 
+from .pooled import pooled
 from .published import fit_sigmoid
 from .records import Curve, PiecewiseCurve, PNorm, check, tail_slope
-
-LIKENESS = 0.75  # two dtypes of one collective differ by 4 % in the mean, by 1.6 % GMAE, on 55 pairs of measured curves
 
 
 @final
@@ -92,24 +92,6 @@ def fit_alpha_beta(x: np.ndarray, t: np.ndarray) -> Curve:
     return PNorm(float(np.exp(found.x[0])), float(np.exp(found.x[1])))
 
 
-def alike(curve: Curve, x: np.ndarray, like: Sequence[tuple[np.ndarray, np.ndarray]]) -> Curve:
-    """The curve through sizes x, moved between them by LIKENESS of how the others depart from affine there: log d = log t - log t~."""
-    pairs = [check(*other) for other in like]
-    between = np.unique(np.concatenate([s[(s > x[0]) & (s < x[-1])] for s, _ in pairs]))
-    between = np.setdiff1d(between, x)
-    departures = []
-    for s, t in pairs:
-        inside = (between >= s[0]) & (between <= s[-1])
-        straight = np.interp(between, x, np.interp(x, s, t))
-        departures.append(np.where(inside, np.log(np.interp(between, s, t) / straight), 0.0))
-    knots = np.concatenate([x, between])
-    times = curve.seconds(knots)
-    times[len(x) :] *= np.exp(LIKENESS * np.median(departures, axis=0))
-    order = np.argsort(knots)
-    ascending = np.maximum.accumulate(times[order])
-    return PiecewiseCurve(tuple(knots[order].tolist()), tuple(ascending.tolist()), tail_slope(x, curve.seconds(x)))
-
-
 METHODS: dict[str, tuple[Callable[[np.ndarray, np.ndarray], Curve], int]] = {  # how, and from how many sizes on
     "piecewise": (fit_piecewise, 2),
     "pchip": (fit_pchip, 2),
@@ -130,9 +112,9 @@ def fit(
 ) -> Curve:
     """The curve through measured seconds; rows in any order, of rows of one size the median.
 
-    like: sizes and seconds of curves of the same shape (the same collective and devices in another dtype, or on another day),
-    which say what lies between these sizes. factor, bus_bandwidths: for "sigmoid" alone, which is fitted to factor * bytes / seconds
-    (`bus_factor`), or to the bus bandwidths that a tool reported, in bytes/s.
+    like: sizes and seconds of other measured curves, which may say what lies between these sizes; each is believed as far as it
+    agrees on those that were measured here (pooled.py). factor, bus_bandwidths: for "sigmoid" alone, which is fitted to
+    factor * bytes / seconds (`bus_factor`), or to the bus bandwidths that a tool reported, in bytes/s.
 
     ValueError says which row is no measurement, or that a method can't be fitted.
     """
@@ -141,6 +123,6 @@ def fit(
     how, at_least = METHODS[method]
     x, t = check(sizes, seconds, at_least=at_least)
     if method != "sigmoid":
-        return alike(how(x, t), x, like) if like else how(x, t)
+        return pooled(how(x, t), x, like) if like else how(x, t)
     bus = None if bus_bandwidths is None else check(sizes, bus_bandwidths)[1]
     return fit_sigmoid(x, t, factor=factor, bus_bandwidths=bus)

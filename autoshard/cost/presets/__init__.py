@@ -4,7 +4,7 @@
                     mean error of each; its source and licence are in the file
     ROWS            data sheets: peak throughput, memory, and links at the share of their peak that is usually reached
 
-A price without a measurement has no error: nothing is known about how far it is off.
+A price without a measurement has the error that is usual for prices of its kind (mesh.UNMEASURED_LINK, UNMEASURED_DEVICE).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from autoshard.mesh import Device, LinkCurve, Mesh
+from autoshard.mesh import UNMEASURED_DEVICE, UNMEASURED_LINK, Device, LinkCurve, Mesh
 
 from ..curves.devices import Family
 from ..curves.files import text_of
@@ -59,6 +59,8 @@ class Preset:
     inter_node_latency: float
     links: tuple[Link, ...]
     source: str
+    link_error: float  # mean relative: of the curves on sizes not fitted to, else what is usual
+    device_error: float
 
 
 def all_presets() -> list[Preset]:
@@ -73,7 +75,10 @@ def preset(name: str) -> Preset:
     measured = _measured().get(name, {"links": [], "source": ""})
     links = tuple(_link(row) for row in measured["links"])
     said = f"{source}; curves: {measured['source']}" if links else source
-    bare = Preset(name, device, inside * LINK_SHARE, between * LINK_SHARE, INTRA_LATENCY, INTER_LATENCY, links, said)
+    link_error = sum(link.error for link in links) / len(links) if links else UNMEASURED_LINK
+    device_error = UNMEASURED_DEVICE if device.error is None else device.error
+    speeds = inside * LINK_SHARE, between * LINK_SHARE, INTRA_LATENCY, INTER_LATENCY
+    bare = Preset(name, device, *speeds, links, said, link_error, device_error)
     return replace(bare, **measured["alpha_beta"]) if links else bare
 
 
