@@ -1,11 +1,14 @@
 """How a tensor lies on a mesh: one torch Placement per mesh axis, written `S(0),R`.
 
-S(d) on axis k cuts dim d into size_k equal parts. When several axes cut the same dim, they cut it in the order of the
-axes, left to right (axis 0 is major), as DTensor does:
+S(d) on axis k cuts dim d into size_k parts, as torch.chunk does: of ceil(n / size_k) indices each, the last one shorter where that
+does not divide n. When several axes cut the same dim, they cut it in the order of the axes, left to right (axis 0 is major), each
+of them the parts of those before, as DTensor does:
 
-    local_shape[d] = shape[d] / prod(size_k over axes k with S(d))
     part index of a rank on d = row-major number of its coordinates on those axes
+    local_shape[d]            = ceil(... ceil(shape[d] / size_k) ... / size_l)      of the fullest part, which the first rank holds
+                              = shape[d] / prod(size_k over axes k with S(d))       of every part, where that divides
 
+A layout that leaves a rank without anything (5 rows in 4 parts: 2, 2, 1, 0) is not legal: few kernels are right about nothing.
 `P` (Partial) on an axis: the value is the reduction over that axis of what its ranks hold.
 """
 
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import lru_cache
 from itertools import product
 
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
@@ -72,16 +76,57 @@ def shards_of(layout: Layout, mesh: Mesh, dim: int) -> int:
     return math.prod(axis.size for p, axis in zip(layout, mesh.axes, strict=True) if isinstance(p, Shard) and p.dim == dim)
 
 
+def cuts_of(layout: Layout, mesh: Mesh, dim: int) -> tuple[int, ...]:
+    """The sizes of the axes that cut `dim`, left to right."""
+    return tuple(axis.size for p, axis in zip(layout, mesh.axes, strict=True) if isinstance(p, Shard) and p.dim == dim)
+
+
+@lru_cache(maxsize=4096)
+def chunk_bounds(size: int, cuts: tuple[int, ...]) -> tuple[int, ...]:
+    """Where the parts of a dim begin when axes of these sizes cut it one after another, and its end."""
+    parts = [(0, size)]
+    for n in cuts:
+        parts = [(min(hi, lo + i * q), min(hi, lo + (i + 1) * q)) for lo, hi in parts for q in (-(-(hi - lo) // n),) for i in range(n)]
+    return (*(lo for lo, _ in parts), size)
+
+
+@lru_cache(maxsize=4096)
+def leaves_empty(size: int, cuts: tuple[int, ...]) -> bool:
+    """Whether some part has no index at all."""
+    bounds = chunk_bounds(size, cuts)
+    return any(lo == hi for lo, hi in zip(bounds, bounds[1:], strict=False))
+
+
 def local_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of every rank's part (equal parts; see `is_legal`)."""
+    """The shape of the fullest part, that of the first rank; of every part, where the parts are equal (see `rank_shape`)."""
     local = list(shape)
     for placement, axis in zip(layout, mesh.axes, strict=True):
         if isinstance(placement, Shard):
-            local[placement.dim] //= axis.size
+            local[placement.dim] = -(-local[placement.dim] // axis.size)
     return tuple(local)
 
 
+def is_even(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> bool:
+    """Whether every rank's part has the same shape."""
+    return not any(size % math.prod(cuts_of(layout, mesh, dim)) for dim, size in enumerate(shape))
+
+
+def rank_bounds(shape: tuple[int, ...], layout: Layout, mesh: Mesh, coordinate: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Per dim where the part of the rank at `coordinate` begins and ends."""
+    found = []
+    for dim, size in enumerate(shape):
+        bounds, k = chunk_bounds(size, cuts_of(layout, mesh, dim)), part_index(layout, mesh, coordinate, dim)
+        found.append((bounds[k], bounds[k + 1]))
+    return tuple(found)
+
+
+def rank_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh, coordinate: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the part of the rank at `coordinate`."""
+    return tuple(hi - lo for lo, hi in rank_bounds(shape, layout, mesh, coordinate))
+
+
 def local_numel(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> int:
+    """The elements of the fullest part."""
     return math.prod(local_shape(shape, layout, mesh))
 
 
@@ -93,8 +138,8 @@ def why_illegal(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> str | Non
         if isinstance(placement, Shard) and placement.dim >= len(shape):
             return f"layout {text(layout)} cuts dim {placement.dim}, the tensor has {len(shape)} dims"
     for dim, size in enumerate(shape):
-        if size % (parts := shards_of(layout, mesh, dim)):
-            return f"layout {text(layout)} cuts dim {dim} of size {size} into {parts} parts, which does not divide it"
+        if size % (parts := shards_of(layout, mesh, dim)) and leaves_empty(size, cuts_of(layout, mesh, dim)):
+            return f"layout {text(layout)} cuts dim {dim} of size {size} into {parts} parts, which leaves some ranks without any"
     kinds = {p.reduce_op for p in layout if isinstance(p, Partial)}
     return f"layout {text(layout)} mixes partial kinds {sorted(kinds)}" if len(kinds) > 1 else None
 

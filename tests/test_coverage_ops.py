@@ -51,6 +51,8 @@ UNIQUE = torch.randperm(8, generator=g)[:4]
 BAG = aten._embedding_bag.default(*BAGS)
 
 
+DEEPER = f(4, 8, 2, 2, 2)
+SCORES, CLASSES = f(4, 8, 4, 2).log_softmax(1), ids(8, 4, 4, 2)
 Q, K, V, MASK = f(4, 8, 8, 4), f(4, 4, 4, 4), f(4, 4, 4, 4), f(4, 1, 8, 4)
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -166,6 +168,54 @@ _CASES = [
     ("smooth_l1_loss_backward.default", (torch.tensor(2.0), f(8, 4), f(8, 4), 1, 1.0)),
     ("huber_loss_backward.default", (f(8, 4), f(8, 4), f(8, 4), 0, 1.0)),
     ("tril_indices.default", (4, 4, -1)),
+    ("masked_fill.Tensor", (T4, truth(1, 8, 1), torch.tensor(2.0))),
+    ("_prelu_kernel.default", (T4, f(1, 8, 1))),
+    ("glu.default", (T4, 1)),
+    ("glu.default, last", (T4,)),
+    ("glu_backward.default", (f(4, 4, 8), T4, 1)),
+    ("isin.Tensor_Tensor", (ids(9, 4, 8), torch.tensor([2, 5]))),
+    ("count_nonzero.dim_IntList", (ids(2, 4, 8, 8), [1])),
+    ("repeat_interleave.self_int", (T4, 2, 1)),
+    ("repeat_interleave.self_int, flat", (T4, 2)),
+    ("unfold.default", (T4, 1, 4, 2)),
+    ("norm.ScalarOpt_dim", (T4, 2, [1])),
+    ("norm.ScalarOpt_dim, keep", (T4, 2, [-1], True)),
+    ("upsample_nearest1d.vec", (T4, None, [2.0])),
+    ("upsample_nearest1d_backward.default", (f(4, 8, 16), [16], [4, 8, 8])),
+    ("upsample_linear1d.default", (T4, [16], False)),
+    ("upsample_linear1d_backward.default", (f(4, 8, 16), [16], [4, 8, 8], False)),
+    ("_upsample_nearest_exact2d.default", (X, [16, 16])),
+    ("_upsample_nearest_exact2d_backward.default", (f(4, 8, 16, 16), [16, 16], [4, 8, 8, 8])),
+    ("upsample_bilinear2d_backward.default", (f(4, 8, 16, 16), [16, 16], [4, 8, 8, 8], False)),
+    ("upsample_bicubic2d.vec", (X, [16, 16], False, None)),
+    ("upsample_bicubic2d_backward.default", (f(4, 8, 16, 16), [16, 16], [4, 8, 8, 8], False)),
+    ("_upsample_bilinear2d_aa.vec", (X, [4, 4], False, None)),
+    ("_upsample_bilinear2d_aa_backward.default", (f(4, 8, 4, 4), [4, 4], [4, 8, 8, 8], False)),
+    ("_upsample_bicubic2d_aa_backward.default", (f(4, 8, 4, 4), [4, 4], [4, 8, 8, 8], False)),
+    ("_upsample_nearest_exact1d_backward.default", (f(4, 8, 16), [16], [4, 8, 8])),
+    ("_upsample_nearest_exact3d_backward.default", (f(4, 8, 4, 4, 4), [4, 4, 4], [4, 8, 2, 2, 2])),
+    ("upsample_nearest3d.vec", (DEEPER, None, [2.0, 2.0, 2.0])),
+    ("upsample_nearest3d_backward.default", (f(4, 8, 4, 4, 4), [4, 4, 4], [4, 8, 2, 2, 2])),
+    ("upsample_trilinear3d.default", (DEEPER, [4, 4, 4], False)),
+    ("upsample_trilinear3d_backward.default", (f(4, 8, 4, 4, 4), [4, 4, 4], [4, 8, 2, 2, 2], False)),
+    ("avg_pool3d.default", (DEEPER, [2, 2, 2])),
+    ("avg_pool3d_backward.default", (f(4, 8, 1, 1, 1), DEEPER, [2, 2, 2], [2, 2, 2], [0, 0, 0], False, True, None)),
+    ("convolution.default, groups transposed", (X, f(8, 4, 3, 3), f(16), *STRIDED[:-1], 4)),
+    ("convolution_backward.default, groups", (f(4, 16, 8, 8), X, GROUPED, [16], *PLAIN[:-1], 4, ALL)),
+    ("convolution_backward.default, groups transposed", (f(4, 16, 16, 16), X, f(8, 4, 3, 3), [16], *STRIDED[:-1], 4, ALL)),
+    *[
+        (f"nll_loss2d_forward.default, {reduction} {weight is not None}", (SCORES, CLASSES, weight, reduction, 2))
+        for reduction in (0, 1, 2)
+        for weight in (None, f(8).abs())
+    ],
+    *[
+        (
+            f"nll_loss2d_backward.default, {reduction} {weight is not None}",
+            (f(4, 4, 2) if reduction == 0 else f(), SCORES, CLASSES, weight, reduction, 2, torch.tensor(6.0)),
+        )
+        for reduction in (0, 1, 2)
+        for weight in (None, f(8).abs())
+    ],
     ("_grouped_mm.default", (f(16, 32).bfloat16(), f(4, 32, 32).bfloat16(), FULL)),
     ("_grouped_mm.default, weight gradient", (f(32, 16).bfloat16(), f(16, 32).bfloat16(), FULL)),
     ("_grouped_mm.default, batched", (f(4, 32, 32).bfloat16(), f(4, 32, 32).bfloat16())),
@@ -182,6 +232,7 @@ def _case(name, arguments, keywords=None):
 CASES = {case[0]: _case(*case) for case in _CASES}
 WHOLE = {  # name: why no row cuts it
     "argmax.default, all": "the place of the largest of all",
+    "repeat_interleave.self_int, flat": "all dims become one",
     "histc.default, no range": "each part would have its own range",
     "sort.default, ids": "one dim, sorted along it",
     "tril_indices.default": "made from numbers",

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
+from autoshard.capture import capture
 from autoshard.layout import P, R, S, is_legal
 from autoshard.lower import lower, run_on, run_whole
 from autoshard.lower.collectives import Groups, Rank
@@ -18,6 +19,7 @@ from autoshard.lower.parts import cut, distance
 from autoshard.lower.run import taking
 from autoshard.redistribute import Routes
 from autoshard.strategies import candidates
+from models import gpt2
 from tests.helpers import tiny_graph
 from tests.helpers_lower import mesh_of, random_layouts, values_of
 
@@ -25,12 +27,11 @@ WORLD = 4
 
 
 def tiny_programs():
-    """(program, values, whole results) of a training step in two random layouts."""
-    graph, mesh = tiny_graph("gpt2", True), mesh_of(2, 2)
-    values, possible = values_of(graph, words=100), candidates(graph, mesh)
-    whole = run_whole(graph, values)
-    for seed in range(2):
-        yield lower(graph, *random_layouts(graph, mesh, seed, possible), mesh), values, whole
+    """(program, values, whole results) of a training step in random layouts: of equal parts, of unequal ones."""
+    mesh = mesh_of(2, 2)
+    for graph, seed in ((tiny_graph("gpt2", True), 0), (capture(*gpt2.tiny(layers=1, batch=7, vocab=131), training=True), 1)):
+        values, possible = values_of(graph, words=100), candidates(graph, mesh)
+        yield lower(graph, *random_layouts(graph, mesh, seed, possible), mesh), values, run_whole(graph, values)
 
 
 def routes_between_all_layouts():
@@ -76,6 +77,7 @@ def ranks(tmp_path_factory):
 
 def test_training_on_processes_gives_the_whole_programs_results(ranks):
     programs, done = ranks
+    assert [program.is_even for program, _, _ in programs] == [True, False]
     for k, (program, _, whole) in enumerate(programs):
         for give in program.results:
             parts = [results[k][give.key] for _, results, _ in done]

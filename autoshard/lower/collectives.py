@@ -8,12 +8,16 @@ asked axis with n ranks, x_i what rank i of the group gives (parts lie on a new 
     reduce_scatter   y_i = op over j of x_j[i]                       x_j: (n, ...)
     all_to_all       y_i = stack over j of x_j[i]                    x_j: (n, ...)
 
+Parts of m indices that n does not divide are filled up to ceil(m / n) on the way, so that all ranks of a group give and get
+the same shapes, and cut off again where they arrive (`take`).
+
 `exchange` answers a whole group at once (all ranks in one process), `Groups.answer` one rank through its process group.
 The generators are the same, so what is checked in one process is what runs on many.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +26,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard
 
+from autoshard.layout import chunk_bounds, is_even, rank_shape
 from autoshard.lower.parts import reduce_parts
 from autoshard.mesh import Mesh
 from autoshard.redistribute import Step
@@ -38,14 +43,19 @@ class Ask:
 
 
 Asking = Generator[Ask, Tensor, Tensor]
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Rank:
-    """Where a rank is. coordinate: a 0-d integer tensor per axis, so that one traced program serves every rank."""
+    """Where a rank is. coordinate: a 0-d integer tensor per axis, so that one traced program serves every rank.
+
+    where: the same as numbers; needed where parts are uneven, as sizes then differ from rank to rank.
+    """
 
     mesh: Mesh
     coordinate: tuple[Tensor, ...]
+    where: tuple[int, ...] | None = None
 
     def part(self, axes: Sequence[int]) -> Tensor:
         """Which part this rank holds of a dim that `axes` cut, left to right."""
@@ -57,6 +67,44 @@ class Rank:
     def is_first(self, axes: Sequence[int]) -> Tensor:
         return self.part(axes) == 0
 
+    def start(self, axes: Sequence[int], size: int) -> Tensor:
+        """Where this rank's part of a dim of `size` begins that `axes` cut."""
+        cuts = [self.mesh.shape[axis] for axis in axes]
+        if size % math.prod(cuts) == 0:
+            return self.part(axes) * (size // math.prod(cuts))
+        lo, hi = torch.zeros_like(self.coordinate[0]), torch.full_like(self.coordinate[0], size)
+        for axis, n in zip(axes, cuts, strict=True):
+            q = (hi - lo + n - 1) // n
+            lo = torch.minimum(hi, lo + self.coordinate[axis] * q)
+            hi = torch.minimum(hi, lo + q)
+        return lo
+
+    def length(self, axes: Sequence[int], size: int) -> int:
+        """How many indices of a dim of `size` this rank has when `axes` cut it."""
+        cuts = tuple(self.mesh.shape[axis] for axis in axes)
+        if size % math.prod(cuts) == 0:
+            return size // math.prod(cuts)
+        k = 0
+        for axis, n in zip(axes, cuts, strict=True):
+            k = k * n + self.place[axis]
+        bounds = chunk_bounds(size, cuts)
+        return bounds[k + 1] - bounds[k]
+
+    @property
+    def number(self) -> int:
+        """Its number on the mesh, row-major."""
+        number = 0
+        for c, n in zip(self.place, self.mesh.shape, strict=True):
+            number = number * n + c
+        return number
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """`where`, or ValueError where it isn't known."""
+        if self.where is None:
+            raise ValueError("parts of this program differ in size from rank to rank: it runs only where a rank knows its number")
+        return self.where
+
 
 def all_reduce(x: Tensor, axes: Sequence[int], reduce_op: str = "sum") -> Asking:
     for axis in axes:
@@ -64,8 +112,32 @@ def all_reduce(x: Tensor, axes: Sequence[int], reduce_op: str = "sum") -> Asking
     return x
 
 
-def take(step: Step, rank: Rank, x: Tensor) -> Asking:
-    """One step of a route on the local tensor."""
+def take(step: Step, rank: Rank, x: Tensor, shape: Shape | None = None) -> Asking:
+    """One step of a route on the local tensor. shape: of the whole tensor; without it all parts are equal."""
+    if shape is None or (is_even(shape, step.before, rank.mesh) and is_even(shape, step.after, rank.mesh)):
+        return (yield from _take_even(step, rank, x))
+    before, after = (rank_shape(shape, layout, rank.mesh, rank.place) for layout in (step.before, step.after))
+    n, old, new = rank.mesh.shape[step.axis], step.before[step.axis], step.after[step.axis]
+    if isinstance(old, Shard):  # all ranks of the group together hold after[dim]
+        x = _filled(x, old.dim, -(-after[old.dim] // n))
+    if isinstance(new, Shard):
+        x = _filled(x, new.dim, -(-before[new.dim] // n) * n)
+    x = yield from _take_even(step, rank, x)
+    for dim, size in enumerate(after):
+        x = x.narrow(dim, 0, size) if x.shape[dim] != size else x
+    return x.contiguous()
+
+
+def _filled(x: Tensor, dim: int, size: int) -> Tensor:
+    """x with zeros behind its end, up to `size` of `dim`."""
+    if x.shape[dim] == size:
+        return x
+    shape = list(x.shape)
+    shape[dim] = size - x.shape[dim]
+    return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+def _take_even(step: Step, rank: Rank, x: Tensor) -> Asking:
     n, axis = rank.mesh.shape[step.axis], step.axis
     before, after = step.before[axis], step.after[axis]
     if n == 1:

@@ -1,8 +1,8 @@
 """Local programs of grouped matmuls whose experts are cut: a rank multiplies the tokens of its own experts.
 
-Tokens are sorted by expert; those of experts [r v, (r + 1) v) are the rows [first, last), first = offs[r v - 1], last =
-offs[(r + 1) v - 1]. Turned by `first` rows they come first, so that the ends of the local groups are offs - first; what
-lies behind is 0. Nothing here has a size that depends on data.
+Tokens are sorted by expert; those of experts [s, s + v) are the rows [first, last), first = offs[s - 1], last = offs[s + v - 1].
+Turned by `first` rows they come first, so that the ends of the local groups are offs - first; what lies behind is 0. Nothing
+here has a size that depends on data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autoshard.lower.literals import overload
 def _own(rank: Rank, axes: Axes, offs: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """The first row of this rank's experts, and the ends of their groups counted from there."""
     ends = torch.cat((offs.new_zeros(1), offs))
-    at = rank.part(axes) * num_experts
+    at = rank.start(axes, offs.shape[0])
     first = ends.index_select(0, at.reshape(1))
     return first, ends.index_select(0, at + 1 + torch.arange(num_experts, device=offs.device)) - first
 
@@ -49,8 +49,8 @@ def grouped_mm(rank: Rank, a: Arguments, *, target: str, x: str, w: str, axes: A
 
 @local
 def weight_gradient(rank: Rank, a: Arguments, *, target: str, num_experts: int, axes: Axes) -> Tensor:
-    """x'[k, s] @ g[s, n] by expert, s the tokens."""
-    first, ends = _own(rank, axes, a["offs"], num_experts)
+    """x'[k, s] @ g[s, n] by expert, s the tokens. num_experts: of all ranks."""
+    first, ends = _own(rank, axes, a["offs"], rank.length(axes, num_experts))
     of_rank = {"self": _turned(a["self"], first, 1), "mat2": _turned(a["mat2"], first), "offs": ends}
     return overload(target)(**{**a, **of_rank})
 
@@ -72,10 +72,7 @@ def _grouped_mm(laid: Laid, *, x: str, w: str) -> Kernel | None:
     axes = tuple(k for k, p in enumerate(laid.outputs[0] or ()) if isinstance(p, Shard) and p.dim == 0)
     if not axes:
         return None
-    num_experts = laid.op.output.shape[0]
-    for axis in axes:
-        num_experts //= laid.mesh.shape[axis]
-    return partial(weight_gradient, target=laid.op.target, num_experts=num_experts, axes=axes)
+    return partial(weight_gradient, target=laid.op.target, num_experts=laid.op.output.shape[0], axes=axes)
 
 
 def _grouped_mm_backward(laid: Laid) -> Kernel | None:

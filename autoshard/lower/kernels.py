@@ -1,9 +1,9 @@
 """Local programs of ops that are not the plain op on local tensors.
 
-A cut of a vocabulary or of classes into parts of v: rank part r holds the ids [r v, (r + 1) v), so an id is local as
-`id - r v`, and outside when that is negative or >= v.
+A cut of a vocabulary or of classes: a rank whose part begins at s and has v indices holds the ids [s, s + v), so an id is local
+as `id - s`, and outside when that is negative or >= v.
 
-    embedding           out = w[id - r v], 0 where outside                                        -> Partial
+    embedding           out = w[id - s], 0 where outside                                          -> Partial
     embedding backward  rows of outside ids are dropped
     log_softmax         m = max over ranks of max x;  s = sum over ranks of sum e^(x - m);  x - m - log s
     ... backward        g - e^y (sum over ranks of sum g);       softmax:  (g - sum over ranks of sum g y) y
@@ -18,7 +18,7 @@ A row of KERNELS looks at how the op is laid and says which axes need it; no axe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from autoshard.graph import Op
 from autoshard.layout import Layout
-from autoshard.lower import experts, lookups, norms
+from autoshard.lower import dropout, experts, lookups, norms
 from autoshard.lower.collectives import Asking, Rank, all_reduce
 from autoshard.lower.laid import Arguments, Axes, Kernel, Laid, local, localised, wide
 from autoshard.lower.literals import by_name, overload
@@ -41,15 +41,15 @@ MEAN = 1  # of torch's reduction argument: 0 none, 1 mean, 2 sum
 
 
 @local
-def embedding(rank: Rank, a: Arguments, *, axes: Axes) -> Tensor:
-    ids, outside = localised(a["indices"], rank, axes, a["weight"].shape[0])
+def embedding(rank: Rank, a: Arguments, *, axes: Axes, words: int) -> Tensor:
+    ids, outside = localised(a["indices"], rank, axes, words, a["weight"].shape[0])
     return aten.embedding.default(a["weight"], ids.masked_fill(outside, 0)).masked_fill(outside.unsqueeze(-1), 0)
 
 
 @local
-def embedding_backward(rank: Rank, a: Arguments, *, axes: Axes) -> Tensor:
+def embedding_backward(rank: Rank, a: Arguments, *, axes: Axes, words: int) -> Tensor:
     size = a["num_weights"]
-    ids, outside = localised(a["indices"], rank, axes, size)
+    ids, outside = localised(a["indices"], rank, axes, words, size)
     dropped = ids.masked_fill(outside | (a["indices"] == a["padding_idx"]), size)  # row `size` is cut off again
     return aten.embedding_dense_backward.default(a["grad_output"], dropped, size + 1, -1, a["scale_grad_by_freq"])[:size]
 
@@ -60,9 +60,9 @@ def embedding_backward(rank: Rank, a: Arguments, *, axes: Axes) -> Tensor:
 def softmax(rank: Rank, a: Arguments, *, axes: Axes, log: bool) -> Asking:
     x, dim = wide(a["self"]), a["dim"]
     m = yield from all_reduce(x.amax(dim, keepdim=True), axes, "max")
-    e = (x - m).exp()
-    s = yield from all_reduce(e.sum(dim, keepdim=True), axes)
-    y = x - m - s.log() if log else e / s
+    z = x - m if log else (x - m).exp()  # one tensor is kept: strategies.internal_bytes counts them
+    s = yield from all_reduce((z.exp() if log else z).sum(dim, keepdim=True), axes)
+    y = z - s.log() if log else z / s
     return y if a["half_to_float"] else y.to(a["self"].dtype)
 
 
@@ -72,14 +72,14 @@ def softmax_backward(rank: Rank, a: Arguments, *, axes: Axes, log: bool) -> Aski
     return (g - y.exp() * s if log else (g - s) * y).to(a["input_dtype"])
 
 
-def nll_loss(rank: Rank, a: Arguments, *, batch: Axes, classes: Axes) -> Asking:
+def nll_loss(rank: Rank, a: Arguments, *, batch: Axes, classes: Axes, num_classes: int) -> Asking:
     y, t, reduction = a["self"], a["target"], a["reduction"]
     ignored = t == a["ignore_index"]
     if a.get("weight") is None:
         w = (~ignored).to(y.dtype)
     else:
         w = a["weight"][t.masked_fill(ignored, 0)].masked_fill(ignored, 0)
-    t, outside = localised(t, rank, classes, y.shape[1])
+    t, outside = localised(t, rank, classes, num_classes, y.shape[1])
     unseen = outside | ignored
     losses = -(y.gather(1, t.masked_fill(unseen, 0).unsqueeze(1)).squeeze(1) * w).masked_fill(unseen, 0)
     if reduction == 0:
@@ -89,10 +89,10 @@ def nll_loss(rank: Rank, a: Arguments, *, batch: Axes, classes: Axes) -> Asking:
 
 
 @local
-def nll_loss_backward(rank: Rank, a: Arguments, *, classes: Axes) -> Tensor:
-    t, outside = localised(a["target"], rank, classes, a["self"].shape[1])
+def nll_loss_backward(rank: Rank, a: Arguments, *, target: str, classes: Axes, num_classes: int) -> Tensor:
+    t, outside = localised(a["target"], rank, classes, num_classes, a["self"].shape[1])
     unseen = outside | (a["target"] == a["ignore_index"])
-    return aten.nll_loss_backward.default(**{**a, "target": t.masked_fill(unseen, -100), "ignore_index": -100})
+    return overload(target)(**{**a, "target": t.masked_fill(unseen, -100), "ignore_index": -100})
 
 
 # -- sums that add something once, means ----------------------------------------------------------------------------------------
@@ -104,8 +104,9 @@ def bias_once(rank: Rank, a: Arguments, *, target: str, bias: str, axes: Axes) -
 
 
 @local
-def scaled(rank: Rank, a: Arguments, *, target: str, factor: float) -> Tensor:
-    return overload(target)(**a) * factor
+def scaled(rank: Rank, a: Arguments, *, target: str, dims: tuple[int, ...], count: int) -> Tensor:
+    """count: of the whole tensor along `dims`."""
+    return overload(target)(**a) * (math.prod(a["self"].shape[d] for d in dims) / count)
 
 
 # -- which op needs which ----------------------------------------------------------------------------------------------------
@@ -113,13 +114,13 @@ def scaled(rank: Rank, a: Arguments, *, target: str, factor: float) -> Tensor:
 
 def _embedding(laid: Laid) -> Kernel | None:
     axes = laid.cutting("weight", 0)
-    return partial(embedding, axes=axes) if axes else None
+    return partial(embedding, axes=axes, words=laid.shape("weight")[0]) if axes else None
 
 
 def _embedding_backward(laid: Laid) -> Kernel | None:
     out = laid.outputs[0] or ()
     axes = tuple(k for k, p in enumerate(out) if isinstance(p, Shard) and p.dim == 0)
-    return partial(embedding_backward, axes=axes) if axes else None
+    return partial(embedding_backward, axes=axes, words=laid.op.output.shape[0]) if axes else None
 
 
 def _softmax(laid: Laid, *, log: bool) -> Kernel | None:
@@ -135,10 +136,11 @@ def _softmax_backward(laid: Laid, *, log: bool) -> Kernel | None:
 
 
 def _batch_and_classes(laid: Laid) -> tuple[Axes, Axes]:
-    batched = laid.ndim("self") == 2
+    batched = laid.ndim("self") >= 2
+    others = [d for d in range(laid.ndim("self")) if d != 1] if batched else []
     classes = laid.cutting("self", 1 if batched else 0)
-    batch = laid.cutting("self", 0) if batched else ()
-    if batch != (laid.cutting("target", 0) if batched else ()):
+    batch = laid.cutting("self", *others) if batched else ()
+    if batch != (laid.cutting("target", *(max(d - 1, 0) for d in others)) if batched else ()):
         raise laid.refuse("scores and targets must be cut alike along the batch")
     if classes and (laid.layout("weight") is not None or not batched):
         raise laid.refuse("a cut of the classes is possible for a batch without class weights only")
@@ -147,12 +149,17 @@ def _batch_and_classes(laid: Laid) -> tuple[Axes, Axes]:
 
 def _nll_loss(laid: Laid) -> Kernel | None:
     batch, classes = _batch_and_classes(laid)
-    return partial(nll_loss, batch=batch, classes=classes) if batch or classes else None
+    return partial(nll_loss, batch=batch, classes=classes, num_classes=_num_classes(laid)) if batch or classes else None
 
 
 def _nll_loss_backward(laid: Laid) -> Kernel | None:
     _, classes = _batch_and_classes(laid)
-    return partial(nll_loss_backward, classes=classes) if classes else None
+    return partial(nll_loss_backward, target=laid.op.target, classes=classes, num_classes=_num_classes(laid)) if classes else None
+
+
+def _num_classes(laid: Laid) -> int:
+    shape = laid.shape("self")
+    return shape[1] if len(shape) > 1 else shape[0]
 
 
 def _bias_once(laid: Laid, *, bias: str) -> Kernel | None:
@@ -161,22 +168,21 @@ def _bias_once(laid: Laid, *, bias: str) -> Kernel | None:
     return partial(bias_once, target=laid.op.target, bias=bias, axes=axes) if axes else None
 
 
-def _scaled_by(laid: Laid, axes: Axes) -> Kernel | None:
-    """Parts of a mean: divided by the whole count. Partial(avg) wants the local means as they are."""
-    out = laid.outputs[0] or ()
-    axes = tuple(k for k in axes if not (isinstance(out[k], Partial) and out[k].reduce_op == "avg"))
-    factor = 1 / math.prod(laid.mesh.shape[k] for k in axes)
-    return partial(scaled, target=laid.op.target, factor=factor) if factor != 1 else None
+def _scaled_along(laid: Laid, dims: Iterable[int]) -> Kernel | None:
+    """Parts of a mean along `dims`: divided by the whole count. Partial(avg) wants the local means as they are."""
+    out, given, shape = laid.outputs[0] or (), laid.layout("self") or (), laid.shape("self")
+    averaged = {p.dim for o, p in zip(out, given) if isinstance(p, Shard) and isinstance(o, Partial) and o.reduce_op == "avg"}
+    counted = {d % len(shape) for d in dims} - averaged if shape else set()
+    cut = tuple(d for d in sorted(counted) if laid.cutting("self", d))
+    return partial(scaled, target=laid.op.target, dims=cut, count=math.prod(shape[d] for d in cut)) if cut else None
 
 
 def _mean(laid: Laid) -> Kernel | None:
-    dims = laid.arguments.get("dim") or range(laid.ndim("self"))
-    return _scaled_by(laid, laid.cutting("self", *dims))
+    return _scaled_along(laid, laid.arguments.get("dim") or range(laid.ndim("self")))
 
 
 def _loss_mean(laid: Laid) -> Kernel | None:
-    every_dim = range(laid.ndim("self"))
-    return _scaled_by(laid, laid.cutting("self", *every_dim)) if laid.arguments.get("reduction", MEAN) == MEAN else None
+    return _scaled_along(laid, range(laid.ndim("self"))) if laid.arguments.get("reduction", MEAN) == MEAN else None
 
 
 KERNELS: dict[str, Callable[[Laid], Kernel | None]] = {
@@ -188,6 +194,8 @@ KERNELS: dict[str, Callable[[Laid], Kernel | None]] = {
     "aten._softmax_backward_data.default": partial(_softmax_backward, log=False),
     "aten.nll_loss_forward.default": _nll_loss,
     "aten.nll_loss_backward.default": _nll_loss_backward,
+    "aten.nll_loss2d_forward.default": _nll_loss,
+    "aten.nll_loss2d_backward.default": _nll_loss_backward,
     "aten.addmm.default": partial(_bias_once, bias="self"),
     "aten.addmv.default": partial(_bias_once, bias="self"),
     "aten.baddbmm.default": partial(_bias_once, bias="self"),
@@ -207,12 +215,18 @@ KERNELS: dict[str, Callable[[Laid], Kernel | None]] = {
     **lookups.KERNELS,
     **norms.KERNELS,
     **experts.KERNELS,
+    **dropout.KERNELS,
 }
 
 
-def kernel_for(op: Op, ndims: tuple[int, ...], inputs: tuple[Layout, ...], outputs: tuple[Layout | None, ...], mesh: Mesh) -> Kernel | None:
-    """The local program of an op with these layouts; None when it is the op itself. ValueError when there is none."""
+def kernel_for(
+    op: Op, shapes: tuple[tuple[int, ...], ...], inputs: tuple[Layout, ...], outputs: tuple[Layout | None, ...], mesh: Mesh
+) -> Kernel | None:
+    """The local program of an op with these layouts; None when it is the op itself. ValueError when there is none.
+
+    shapes: of the whole inputs.
+    """
     choose = KERNELS.get(op.target)
     if choose is None:
         return None
-    return choose(Laid(op, by_name(op), ndims, inputs, outputs, mesh))
+    return choose(Laid(op, by_name(op), shapes, inputs, outputs, mesh))

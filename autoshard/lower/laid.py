@@ -1,7 +1,7 @@
 """What kernels stand on: an op and how it is laid, and small parts that several kernels share.
 
-A cut of a vocabulary, of experts or of any indexed dim into parts of v: rank part r holds the ids [r v, (r + 1) v), so an id
-is local as `id - r v`, and outside when that is negative or >= v.
+A cut of a vocabulary, of experts or of any indexed dim: a rank whose part begins at s and has v indices holds the ids [s, s + v),
+so an id is local as `id - s`, and outside when that is negative or >= v.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Laid:
 
     op: Op
     arguments: Arguments  # literals by name, Ref for tensors
-    ndims: tuple[int, ...]  # of the inputs
+    shapes: tuple[tuple[int, ...], ...]  # of the inputs, whole
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout | None, ...]
     mesh: Mesh
@@ -41,8 +41,12 @@ class Laid:
         given = self.arguments.get(name)
         return self.inputs[given.index] if isinstance(given, Ref) else None
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The whole shape of a tensor argument."""
+        return self.shapes[self.arguments[name].index]
+
     def ndim(self, name: str) -> int:
-        return self.ndims[self.arguments[name].index]
+        return len(self.shape(name))
 
     def cutting(self, name: str, *dims: int) -> Axes:
         """The axes that cut one of the dims of a tensor argument."""
@@ -65,9 +69,9 @@ def local(function: Callable[..., Any]) -> Callable[..., Asking]:
     return asking
 
 
-def localised(ids: Tensor, rank: Rank, axes: Axes, size: int) -> tuple[Tensor, Tensor]:
-    """ids within this rank's part, and which of them are outside."""
-    ids = ids - rank.part(axes) * size
+def localised(ids: Tensor, rank: Rank, axes: Axes, whole: int, size: int) -> tuple[Tensor, Tensor]:
+    """ids within this rank's part, and which of them are outside. size: of the part; whole: of the dim that `axes` cut."""
+    ids = ids - rank.start(axes, whole)
     return ids, (ids < 0) | (ids >= size)
 
 

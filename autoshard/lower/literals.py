@@ -79,15 +79,18 @@ def groups_of_norm(s: Shapes) -> int:
 
 def groups_of_convolution(s: Shapes) -> int:
     """Input channels cut together with the groups: each rank has its own groups; else all of them."""
-    if s.value == 1 or s.arguments["transposed"]:
-        return s.value
-    return s.local("input")[1] // s.local("weight")[1]
+    return s.value * s.local("input")[1] // s.whole("input")[1] if s.value > 1 else 1
 
 
 def bias_of_convolution(s: Shapes) -> Shape | None:
     return None if s.value is None else (s.local("grad_output")[1],)
 
 
+UPSAMPLED = (
+    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d",
+    "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
+)  # fmt: skip
 SIZE: dict[str, Rule] = {"size": out_shape}
 INPUT_SIZES: dict[str, Rule] = {"input_sizes": out_shape}
 NORM: dict[str, Rule] = {
@@ -128,8 +131,7 @@ ROWS: dict[str, dict[str, Rule]] = {
     "aten.native_group_norm_backward.default": NORM,
     "aten.convolution.default": {"groups": groups_of_convolution},
     "aten.convolution_backward.default": {"groups": groups_of_convolution, "bias_sizes": bias_of_convolution},
-    "aten.upsample_nearest2d_backward.default": {"input_size": out_shape},
-    "aten.upsample_bilinear2d_backward.default": {"input_size": out_shape},
+    **{f"aten.{name}_backward.default": {"input_size": out_shape} for name in UPSAMPLED},
 }  # fmt: skip
 
 # What runs in place of an op: a tensor that came out of a collective may have other strides than the planned one.

@@ -1,6 +1,6 @@
 """Local programs of look-ups by index tensors whose indexed dim is cut, and of additions to a tensor that is whole.
 
-    index           out = x[i - r v], 0 where outside                                             -> Partial
+    index           out = x[i - s], 0 where outside                                               -> Partial
     index_put (+)   v is 0 where i is outside                                                      -> the rank's part
     ... and scatter_add, index_add: where parts of the added values make a Partial, x itself is added by the first rank
     embedding_bag   ids outside weigh 0                                                            -> Partial
@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -24,10 +23,9 @@ from autoshard.lower.literals import overload
 aten = torch.ops.aten
 
 
-def _within(ids: Tensor, rank: Rank, axes: Axes, size: int) -> tuple[Tensor, Tensor]:
+def _within(ids: Tensor, rank: Rank, axes: Axes, whole: int, size: int) -> tuple[Tensor, Tensor]:
     """As `localised`, ids below 0 counted from the end of the whole dim."""
-    whole = size * math.prod(rank.mesh.shape[axis] for axis in axes)
-    return localised(torch.where(ids < 0, ids + whole, ids), rank, axes, size)
+    return localised(torch.where(ids < 0, ids + whole, ids), rank, axes, whole, size)
 
 
 def _behind(mask: Tensor, num_dims: int) -> Tensor:
@@ -35,27 +33,27 @@ def _behind(mask: Tensor, num_dims: int) -> Tensor:
 
 
 @local
-def index(rank: Rank, a: Arguments, *, axes: Axes, dim: int) -> Tensor:
+def index(rank: Rank, a: Arguments, *, axes: Axes, dim: int, whole: int) -> Tensor:
     x, ids = a["self"], a["indices"][dim]
-    ids, outside = _within(ids, rank, axes, x.shape[dim])
+    ids, outside = _within(ids, rank, axes, whole, x.shape[dim])
     found = aten.index.Tensor(x, [None] * dim + [ids.masked_fill(outside, 0)])
     return found.masked_fill(_behind(outside, x.dim() - dim - 1), 0)
 
 
 @local
-def index_select(rank: Rank, a: Arguments, *, axes: Axes) -> Tensor:
+def index_select(rank: Rank, a: Arguments, *, axes: Axes, whole: int) -> Tensor:
     x, dim = a["self"], a["dim"] % a["self"].dim()
-    ids, outside = localised(a["index"], rank, axes, x.shape[dim])
+    ids, outside = localised(a["index"], rank, axes, whole, x.shape[dim])
     return x.index_select(dim, ids.masked_fill(outside, 0)).masked_fill(_behind(outside, x.dim() - dim - 1), 0)
 
 
 @local
-def index_put(rank: Rank, a: Arguments, *, axes: Axes, dim: int, once: Axes) -> Tensor:
+def index_put(rank: Rank, a: Arguments, *, axes: Axes, dim: int, whole: int, once: Axes) -> Tensor:
     x, values, indices = a["self"], a["values"], list(a["indices"])
     if once:
         x = torch.where(rank.is_first(once), x, 0)
     if axes:
-        ids, outside = _within(indices[dim], rank, axes, x.shape[dim])
+        ids, outside = _within(indices[dim], rank, axes, whole, x.shape[dim])
         indices[dim] = ids.masked_fill(outside, 0)
         values = values.masked_fill(_behind(outside, x.dim() - dim - 1), 0)
     return aten.index_put.default(x, indices, values, True)
@@ -67,17 +65,17 @@ def added_once(rank: Rank, a: Arguments, *, target: str, axes: Axes) -> Tensor:
 
 
 @local
-def embedding_bag(rank: Rank, a: Arguments, *, target: str, axes: Axes) -> Any:
-    ids, outside = localised(a["indices"], rank, axes, a["weight"].shape[0])
+def embedding_bag(rank: Rank, a: Arguments, *, target: str, axes: Axes, words: int) -> Any:
+    ids, outside = localised(a["indices"], rank, axes, words, a["weight"].shape[0])
     weights = a.get("per_sample_weights")
     counted = (~outside).to(a["weight"].dtype) if weights is None else weights.masked_fill(outside, 0)
     return overload(target)(**{**a, "indices": ids.masked_fill(outside, 0), "per_sample_weights": counted})
 
 
 @local
-def embedding_bag_backward(rank: Rank, a: Arguments, *, target: str, axes: Axes) -> Tensor:
+def embedding_bag_backward(rank: Rank, a: Arguments, *, target: str, axes: Axes, words: int) -> Tensor:
     size = a["num_weights"]
-    ids, outside = localised(a["indices"], rank, axes, size)
+    ids, outside = localised(a["indices"], rank, axes, words, size)
     dropped = ids.masked_fill(outside, size)  # row `size` is cut off again
     return overload(target)(**{**a, "indices": dropped, "num_weights": size + 1})[:size]
 
@@ -99,12 +97,12 @@ def _once(laid: Laid) -> Axes:
 def _index(laid: Laid) -> Kernel | None:
     dim = _indexed_dim(laid)
     axes = laid.cutting("self", dim) if dim >= 0 else ()
-    return partial(index, axes=axes, dim=dim) if axes else None
+    return partial(index, axes=axes, dim=dim, whole=laid.shape("self")[dim]) if axes else None
 
 
 def _index_select(laid: Laid) -> Kernel | None:
     axes = laid.cutting("self", laid.arguments["dim"])
-    return partial(index_select, axes=axes) if axes else None
+    return partial(index_select, axes=axes, whole=laid.shape("self")[laid.arguments["dim"]]) if axes else None
 
 
 def _index_put(laid: Laid) -> Kernel | None:
@@ -114,7 +112,7 @@ def _index_put(laid: Laid) -> Kernel | None:
         return None
     if not laid.arguments.get("accumulate", False):
         raise laid.refuse("values that replace what is there can't be cut along what is indexed")
-    return partial(index_put, axes=axes, dim=dim, once=once)
+    return partial(index_put, axes=axes, dim=dim, whole=laid.shape("self")[dim], once=once)
 
 
 def _added_once(laid: Laid) -> Kernel | None:
@@ -126,12 +124,12 @@ def _embedding_bag(laid: Laid) -> Kernel | None:
     axes = laid.cutting("weight", 0)
     if axes and laid.arguments.get("mode", 0) != 0:
         raise laid.refuse("only sums of bags can be cut along the rows of the table")
-    return partial(embedding_bag, target=laid.op.target, axes=axes) if axes else None
+    return partial(embedding_bag, target=laid.op.target, axes=axes, words=laid.shape("weight")[0]) if axes else None
 
 
 def _embedding_bag_backward(laid: Laid) -> Kernel | None:
     axes = tuple(k for k, p in enumerate(laid.outputs[0] or ()) if isinstance(p, Shard) and p.dim == 0)
-    return partial(embedding_bag_backward, target=laid.op.target, axes=axes) if axes else None
+    return partial(embedding_bag_backward, target=laid.op.target, axes=axes, words=laid.op.output.shape[0]) if axes else None
 
 
 KERNELS = {

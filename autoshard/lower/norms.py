@@ -29,9 +29,8 @@ def batch_norm(rank: Rank, a: Arguments, *, axes: Axes) -> Asking:
     centred = x - _per_channel(mean, x)
     squares = yield from all_reduce(centred.square().sum(dims), axes)
     deviation = (squares / total + a["eps"]).rsqrt()
-    y = centred * _per_channel(deviation, x)
-    if a.get("weight") is not None:
-        y = y * _per_channel(a["weight"], x)
+    scale = deviation if a.get("weight") is None else deviation * a["weight"]
+    y = centred * _per_channel(scale, x)
     if a.get("bias") is not None:
         y = y + _per_channel(a["bias"], x)
     m, running_mean, running_var = a["momentum"], a["running_mean"], a["running_var"]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Shard
 
-from autoshard.layout import Layout, R, part_index, shards_of, text
+from autoshard.layout import Layout, R, rank_bounds, text
 from autoshard.mesh import Mesh
 
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -47,9 +47,8 @@ def groups(mesh: Mesh, axis: int) -> tuple[tuple[int, ...], ...]:
 def cut_part(whole: Tensor, layout: Layout, mesh: Mesh, coordinate: tuple[int, ...]) -> Tensor:
     """The part of one rank (P left out: as R)."""
     part = whole
-    for dim in {p.dim for p in layout if isinstance(p, Shard)}:
-        size = whole.shape[dim] // shards_of(layout, mesh, dim)
-        part = part.narrow(dim, part_index(layout, mesh, coordinate, dim) * size, size)
+    for dim, (lo, hi) in enumerate(rank_bounds(tuple(whole.shape), layout, mesh, coordinate)):
+        part = part.narrow(dim, lo, hi - lo) if hi - lo != whole.shape[dim] else part
     return part
 
 

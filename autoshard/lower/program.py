@@ -9,7 +9,8 @@
 The name of a local tensor is its slot: `op:k` is output k as its op leaves it, `op:k@hub` the copy that waits for several
 users, `op.ink` what op takes as input k, `kind:name=` a result. The program is the same on every rank. It is as priced:
 every consumer fetches its input by its own route, from the hub where there is one (brought there when its first consumer
-runs, once).
+runs, once). Where parts are uneven, ranks hold other shapes, and the sizes among an op's arguments differ: both are listed
+per rank.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from functools import cache
 from typing import Any
 
 from autoshard.graph import Graph, Op, Tensor, Value
-from autoshard.layout import Layout, local_shape, parse, text, why_illegal
+from autoshard.layout import Layout, is_even, local_shape, parse, rank_shape, text, why_illegal
 from autoshard.lower.collectives import check_step
 from autoshard.lower.kernels import Kernel, kernel_for
 from autoshard.lower.literals import INSTEAD, localise, torch_constants
@@ -39,8 +40,12 @@ class Slot:
     name: str
     value: Value
     layout: Layout
-    shape: tuple[int, ...]  # on each rank
+    shape: tuple[int, ...]  # on each rank, or on the first, which has most
     dtype: str
+    shapes: tuple[tuple[int, ...], ...] = ()  # by rank, where they differ
+
+    def shape_on(self, rank: int) -> tuple[int, ...]:
+        return self.shapes[rank] if self.shapes else self.shape
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Move:
     source: Slot
     target: Slot
     steps: tuple[Step, ...]
+    whole: tuple[int, ...] | None = None  # shape of the whole tensor, where parts may be uneven on the way
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,10 @@ class Run:
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot | None, ...]
     kernel: Kernel | None
+    by_rank: tuple[dict[str, Any], ...] = ()  # the arguments on each rank, where they differ
+
+    def arguments_on(self, rank: int) -> dict[str, Any]:
+        return self.by_rank[rank] if self.by_rank else self.arguments
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,13 @@ class Program:
     @property
     def results(self) -> tuple[Give, ...]:
         return tuple(r for r in self.records if isinstance(r, Give))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether it is the very same on every rank: no shape and no argument differs."""
+        slots = (slot for record in self.records for slot in (*_read(record), *_made(record)) if slot is not None)
+        moves = (record.whole is None for record in self.records if isinstance(record, Move))
+        return all(moves) and not any(slot.shapes for slot in slots)
 
     @property
     def redistributes(self) -> int:
@@ -176,7 +193,7 @@ class _Lowering:
         why = why_illegal(tensor.shape, layout, self.mesh)
         if why is not None:
             raise ValueError(f"{name}: {why}")
-        return Slot(name, value, layout, local_shape(tensor.shape, layout, self.mesh), tensor.dtype)
+        return slot_of(name, value, tensor, layout, self.mesh)
 
     def _move(self, source: Slot, name: str, layout: Layout) -> Slot:
         """`source` in another layout; itself when it has it."""
@@ -189,7 +206,8 @@ class _Lowering:
             raise ValueError(f"there is no route for {source.name} from {text(source.layout)} to {name} in {text(layout)}")
         for step in route.steps:
             check_step(step)
-        self.records.append(Move(source, target, route.steps))
+        even = all(is_even(tensor.shape, layout, self.mesh) for step in route.steps for layout in (step.before, step.after))
+        self.records.append(Move(source, target, route.steps, None if even else tensor.shape))
         return target
 
     def _hub(self, value: Value) -> Slot:
@@ -214,18 +232,32 @@ class _Lowering:
             self.records.append(Give(key, slot))
 
 
+def slot_of(name: str, value: Value, tensor: Tensor, layout: Layout, mesh: Mesh) -> Slot:
+    """A tensor that lies on the mesh as `layout` says."""
+    shapes = () if is_even(tensor.shape, layout, mesh) else tuple(rank_shape(tensor.shape, layout, mesh, c) for c in mesh.coordinates())
+    return Slot(name, value, layout, local_shape(tensor.shape, layout, mesh), tensor.dtype, shapes)
+
+
 def run_record(graph: Graph, i: int, inputs: tuple[Slot, ...], outputs: tuple[Slot | None, ...], mesh: Mesh, device: str = "cpu") -> Run:
     """How a rank runs op i on local inputs to get local outputs."""
     op = graph.ops[i]
     whole_inputs = tuple(t.shape for t in graph.input_tensors(i))
     whole = (whole_inputs, tuple(None if t is None else t.shape for t in op.outputs))
-    local = (tuple(slot.shape for slot in inputs), tuple(None if slot is None else slot.shape for slot in outputs))
-    arguments = {name: torch_constants(value, device) for name, value in localise(op, whole, local).items()}
     out_layouts = tuple(None if slot is None else slot.layout for slot in outputs)
-    kernel = kernel_for(op, tuple(map(len, whole_inputs)), tuple(slot.layout for slot in inputs), out_layouts, mesh)
-    target, names = INSTEAD.get(op.target, (op.target, {name: name for name in arguments}))
-    arguments = {names[name]: value for name, value in arguments.items() if name in names}
-    return Run(i, op.name, target, arguments, inputs, outputs, kernel)
+    kernel = kernel_for(op, whole_inputs, tuple(slot.layout for slot in inputs), out_layouts, mesh)
+    target, names = INSTEAD.get(op.target, (op.target, None))
+    made: dict[tuple, dict[str, Any]] = {}
+
+    def arguments(rank: int) -> dict[str, Any]:
+        local = (tuple(s.shape_on(rank) for s in inputs), tuple(None if s is None else s.shape_on(rank) for s in outputs))
+        if local not in made:
+            found = {name: torch_constants(value, device) for name, value in localise(op, whole, local).items()}
+            made[local] = found if names is None else {names[name]: value for name, value in found.items() if name in names}
+        return made[local]
+
+    uneven = any(slot is not None and slot.shapes for slot in (*inputs, *outputs))
+    by_rank = tuple(arguments(rank) for rank in range(mesh.num_devices)) if uneven else ()
+    return Run(i, op.name, target, arguments(0), inputs, outputs, kernel, by_rank)
 
 
 def _layout(written: str | None, op: Op) -> Layout:

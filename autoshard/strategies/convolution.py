@@ -3,8 +3,8 @@
     y[n, o] = sum over i of x[n, i] * w[o, i] + b[o]         batch n, channels out o, channels in i (transposed: w[i, o])
 
 batch: x S(0) -> y S(0).   out: w, b S(o) -> y S(1).   in: x S(1), w S(i) -> y P, the bias added once (`lower.kernels`).
-Backward gives (x', w', b'): batch S(0), P, P;  out P, S(o), S(0);  in S(1), S(i), R. With as many groups as channels every
-channel is its own: all are cut together. Other groups stay whole.
+Backward gives (x', w', b'): batch S(0), P, P;  out P, S(o), S(0);  in S(1), S(i), R. With groups, channels in and out are cut
+together, between groups.
 
 batch norm: channels S(1) and S(0). A cut of the batch needs the mean and variance of all, two small reductions inside the op
 forward and one backward (`internal.py`, `lower.norms`). group norm: batch, or channels with their groups.
@@ -18,10 +18,6 @@ from autoshard.strategies.dims import given, outs
 from autoshard.strategies.rows import Inputs, Row, argument, rule
 
 
-def _depthwise(op: Op, groups_at: int, x: tuple[int, ...]) -> bool:
-    return argument(op, groups_at) == x[1] and not argument(op, groups_at - 2)
-
-
 @rule("aten.convolution.default")
 def convolution(op: Op, inputs: Inputs) -> list[Row]:
     n, transposed, groups = len(inputs), argument(op, 6), argument(op, 8)
@@ -31,8 +27,8 @@ def convolution(op: Op, inputs: Inputs) -> list[Row]:
     rows = [Row((S(0),), given(op, n, {0: S(0)}))]
     if groups == 1:
         rows += [Row((S(1),), given(op, n, {1: o, 2: S(0)})), Row((P(),), given(op, n, {0: S(1), 1: i}))]
-    elif _depthwise(op, 8, inputs[0].shape):
-        rows.append(Row((S(1),), given(op, n, {0: S(1), 1: S(0), 2: S(0)})))
+    else:  # w[o, i / groups], transposed w[i, o / groups]
+        rows.append(Row((S(1),), given(op, n, {0: S(1), 1: S(0), 2: S(0)}), units=groups))
     without_bias = argument(op, 2) is None
     return rows + ([Row((P(),), given(op, n, {0: P()})), Row((P(),), given(op, n, {1: P()}))] if without_bias else [])
 
@@ -50,8 +46,8 @@ def convolution_backward(op: Op, inputs: Inputs) -> list[Row]:
     if groups == 1:
         rows.append(Row(outs(op, P(), o, S(0)), given(op, n, {0: S(1), 2: o})))
         rows.append(Row(outs(op, S(1), i, R), given(op, n, {1: S(1), 2: i})))
-    elif _depthwise(op, 9, inputs[1].shape):
-        rows.append(Row(outs(op, S(1), S(0), S(0)), given(op, n, {0: S(1), 1: S(1), 2: S(0)})))
+    else:
+        rows.append(Row(outs(op, S(1), S(0), S(0)), given(op, n, {0: S(1), 1: S(1), 2: S(0)}), units=groups))
     return rows
 
 

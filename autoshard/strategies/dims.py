@@ -70,6 +70,38 @@ def picked(op: Op, inputs: Inputs) -> list[Row]:
     return [Row(tuple(S(d if keep or d < dim else d - 1) for _ in op.outputs), (S(d),)) for d in range(rank) if d != dim]
 
 
+@rule("aten.glu.default", "aten.glu_backward.default")
+def gated(op: Op, inputs: Inputs) -> list[Row]:
+    """One half of a dim gates the other."""
+    rank = len(inputs[0].shape)
+    dim = _dim(op, len(inputs), rank)
+    return [Row((S(d),), (S(d),) * len(inputs)) for d in range(rank) if d != dim]
+
+
+@rule("aten.repeat_interleave.self_int", "aten.unfold.default", "aten.norm.ScalarOpt_dim", "aten.renorm.default")
+def along(op: Op, inputs: Inputs) -> list[Row]:
+    """One tensor, dims named in second or third place that stay whole; those behind a dim that goes move up."""
+    rank, out = len(inputs[0].shape), op.output.shape
+    if op.target.startswith("aten.repeat_interleave") and argument(op, 2, "dim") is None:
+        return []
+    named = argument(op, 1 if "unfold" in op.target else 2, "dim", ())
+    dims = {int(d) % rank for d in (named if isinstance(named, tuple) else (named,))}
+    keep = len(out) >= rank
+    return [row(S(d if keep else d - sum(k < d for k in dims)), S(d)) for d in range(rank) if d not in dims] if dims else []
+
+
+@rule("aten.isin.Tensor_Tensor")
+def is_in(op: Op, inputs: Inputs) -> list[Row]:
+    return [row(S(d), S(d), R) for d in range(len(inputs[0].shape))]
+
+
+@rule("aten.count_nonzero.dim_IntList")
+def counted_nonzero(op: Op, inputs: Inputs) -> list[Row]:
+    rank = len(inputs[0].shape)
+    dims = {int(d) % rank for d in argument(op, 1, "dim")}
+    return [row(P() if d in dims else S(d - sum(k < d for k in dims)), S(d)) for d in range(rank)]
+
+
 @rule("aten.max.default", "aten.min.default")
 def largest(op: Op, inputs: Inputs) -> list[Row]:
     return [row(P(op.target.split(".")[1]), S(d)) for d in range(len(inputs[0].shape))]
@@ -161,6 +193,8 @@ LAST_DIMS = {
     "aten.avg_pool2d.default": (2, True),
     "aten.avg_pool2d_backward.default": (2, False),
     "aten.avg_pool3d.default": (3, True),
+    "aten.avg_pool3d_backward.default": (3, False),
+    "aten.max_pool3d_with_indices_backward.default": (3, False),
     "aten._adaptive_avg_pool2d.default": (2, True),
     "aten._adaptive_avg_pool2d_backward.default": (2, False),
     "aten._adaptive_avg_pool3d.default": (3, True),
@@ -168,7 +202,15 @@ LAST_DIMS = {
     "aten.adaptive_max_pool2d_backward.default": (2, False),
     "aten.upsample_nearest1d.default": (1, True),
     "aten.upsample_nearest2d.default": (2, True),
+    "aten.upsample_nearest1d.vec": (1, True),
     "aten.upsample_nearest2d.vec": (2, True),
+    "aten.upsample_nearest3d.vec": (3, True),
+    "aten._upsample_nearest_exact2d.vec": (2, True),
+    "aten.upsample_linear1d.vec": (1, True),
+    "aten.upsample_trilinear3d.vec": (3, True),
+    "aten.upsample_bicubic2d.vec": (2, True),
+    "aten._upsample_bilinear2d_aa.vec": (2, True),
+    "aten._upsample_bicubic2d_aa.vec": (2, True),
     "aten.upsample_nearest2d_backward.default": (2, True),
     "aten._upsample_nearest_exact2d.default": (2, True),
     "aten.upsample_bilinear2d.default": (2, True),
@@ -195,7 +237,10 @@ def last_dims(op: Op, inputs: Inputs) -> list[Row]:
 # -- per element ------------------------------------------------------------------------------------------------------------------
 
 
-UNTAGGED = ("aten.floor_divide.default", "aten.floor_divide.Scalar", "aten.true_divide.Tensor")
+UNTAGGED = (
+    "aten.floor_divide.default", "aten.floor_divide.Scalar", "aten.true_divide.Tensor", "aten.masked_fill.Tensor",
+    "aten._prelu_kernel.default",
+)  # fmt: skip
 
 
 def pointwise(op: Op, inputs: Inputs) -> list[Row] | None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from autoshard.graph import Op
 from autoshard.layout import P, R, S
-from autoshard.strategies.rows import Inputs, Row, argument, row, rule
+from autoshard.strategies.rows import EVEN_ONLY, Inputs, Row, argument, row, rule
+
+EVEN_ONLY.add("aten._grouped_mm.default")  # its kernel wants strides of a multiple of 16 bytes
 
 FORWARD = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
 

@@ -1,6 +1,7 @@
-"""Collectives inside an op: what a row's local program reduces over the axis before it is done.
+"""What a row's local program does beside the op itself: collectives inside it, and tensors that it holds while it runs.
 
-Listed as (collective, axis, bytes that each rank puts in); `cost` prices them, `lower.kernels` runs the same ones.
+Collectives are listed as (collective, axis, bytes that each rank puts in); `cost` prices them, `lower.kernels` runs the same ones.
+Bytes are those of the tensors of `lower.kernels` that live at once, beside the op's inputs and outputs.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ def internal_collectives(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], me
         return _over_dim(op, inputs, layouts, mesh, count=2)  # max, then the sum of exponentials
     if op.target in ("aten._log_softmax_backward_data.default", "aten._softmax_backward_data.default"):
         return _over_dim(op, inputs, layouts, mesh, count=1, position=2)
-    if op.target == "aten.nll_loss_forward.default" and argument(op, 3, "reduction") != 0:  # the total weight of a batch that is cut
-        return [("all_reduce", axis, inputs[0].itemsize) for axis in _cutting(layouts[0], 0)]
+    if op.target in NLL_LOSSES and argument(op, 3, "reduction") != 0:  # the total weight of a batch that is cut
+        axes = [axis for axis, p in enumerate(layouts[0]) if p.is_shard() and p.dim != 1]  # type: ignore[attr-defined]
+        return [("all_reduce", axis, inputs[0].itemsize) for axis in axes]
     if op.target in BATCH_NORMS:  # sums and squares forward, two sums in one backward
         position, per_reduction, count = BATCH_NORMS[op.target]
         channels = local_shape(inputs[0].shape, layouts[0], mesh)[1] * 4 * per_reduction
@@ -30,6 +32,34 @@ def internal_collectives(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], me
     return []
 
 
+def internal_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> int:
+    """Bytes that the local program of `op` holds at most beside its inputs and outputs; 0 where that is the op itself."""
+    if op.target in WIDE_TENSORS:
+        position, dim, tensors, widened = WIDE_TENSORS[op.target]
+        cut = dim if position is None else int(argument(op, position, "dim")) % len(inputs[0].shape)
+        if _cutting(layouts[0], cut):
+            local = math.prod(local_shape(inputs[0].shape, layouts[0], mesh))
+            narrow = inputs[0].itemsize < WIDE
+            return WIDE * local * (tensors + (widened if narrow else 0))
+    if op.target == "aten.embedding.default" and _cutting(layouts[0], 0):  # what is looked up, before what is another rank's is masked
+        tokens = math.prod(local_shape(inputs[1].shape, layouts[1], mesh))
+        return tokens * local_shape(inputs[0].shape, layouts[0], mesh)[1] * inputs[0].itemsize
+    return 0
+
+
+WIDE = 4  # bytes per element: these kernels compute in float32
+# target: (position of `dim`, or None and the dim that is cut, tensors as large as the input, how many more where the input is narrow)
+WIDE_TENSORS: dict[str, tuple[int | None, int, int, int]] = {
+    "aten._log_softmax.default": (1, 0, 1, 2),
+    "aten._softmax.default": (1, 0, 1, 2),
+    "aten._log_softmax_backward_data.default": (2, 0, 1, 3),
+    "aten._softmax_backward_data.default": (2, 0, 1, 3),
+    "aten._native_batch_norm_legit_functional.default": (None, 0, 2, 2),
+    "aten.native_batch_norm_backward.default": (None, 0, 2, 3),
+}
+
+
+NLL_LOSSES = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
 # target: (position of `training`, numbers per channel in a reduction, reductions)
 BATCH_NORMS = {
     "aten._native_batch_norm_legit_functional.default": (5, 1, 2),

@@ -72,30 +72,31 @@ def softmax_backward(op: Op, inputs: Inputs) -> list[Row]:
     return [row(S(d), S(d), S(d)) for d in range(len(inputs[0].shape))]
 
 
-@rule("aten.nll_loss_forward.default")
+@rule("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
 def nll_loss(op: Op, inputs: Inputs) -> list[Row]:
-    """loss = -sum over n of w_n logp[n, target_n] / sum of w_n (mean), w_n = 0 where the target is ignored."""
-    if len(inputs[0].shape) != 2:
+    """loss = -sum over n of w_n logp[n, target_n] / sum of w_n (mean), w_n = 0 where the target is ignored; n may be several dims."""
+    if len(inputs[0].shape) == 1:
         return []
-    loss = S(0) if argument(op, 3, "reduction") == 0 else P()
-    if argument(op, 2, "weight") is not None:  # input 2: a weight per class, whole
-        return [row((loss, R), S(0), S(0), R)]
-    return [row((loss, R), S(0), S(0)), row((P(), R), S(1), R)]
+    none, weighted = argument(op, 3, "reduction") == 0, argument(op, 2, "weight") is not None
+    more = (R,) if weighted else ()  # input 2: a weight per class, whole
+    rows = [row((S(n) if none else P(), R), S(d), S(n), *more) for d, n in _places(inputs[0])]
+    return rows if weighted else [*rows, row((P(), R), S(1), R)]
 
 
-@rule("aten.nll_loss_backward.default")
+@rule("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
 def nll_loss_backward(op: Op, inputs: Inputs) -> list[Row]:
-    if len(inputs[1].shape) != 2:
+    if len(inputs[1].shape) == 1:
         return []
-    of_loss = S(0) if argument(op, 4, "reduction") == 0 else R
+    none = argument(op, 4, "reduction") == 0
     whole = (R,) * (len(inputs) - 3)  # the weights, where there are any, and their total
-    batch_and_sum = [row(S(0), of_loss, S(0), S(0), *whole), row(P(), P(), R, R, *whole)]
-    return batch_and_sum if argument(op, 3, "weight") is not None else [*batch_and_sum, row(S(1), R, S(1), R, *whole)]
+    rows = [row(S(d), S(n) if none else R, S(d), S(n), *whole) for d, n in _places(inputs[1])]
+    rows.append(row(P(), P(), R, R, *whole))
+    return rows if argument(op, 3, "weight") is not None else [*rows, row(S(1), R, S(1), R, *whole)]
 
 
-@rule("aten.nll_loss2d_forward.default", "aten.nll_loss2d_backward.default")
-def nll_loss2d(op: Op, inputs: Inputs) -> None:
-    """No local program yet, and torch's rule can't be asked on one axis: the op counts as unknown."""
+def _places(scores: Tensor) -> list[tuple[int, int]]:
+    """(dim of the scores, dim of the targets) of all dims but the classes."""
+    return [(d, max(d - 1, 0)) for d in range(len(scores.shape)) if d != 1]
 
 
 @rule("aten.mse_loss.default", "aten.smooth_l1_loss.default", "aten.huber_loss.default")

@@ -10,17 +10,18 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autoshard.graph import Op
 from autoshard.layout import parse
-from autoshard.strategies.rows import RULES, Inputs, Row, Rule, rule
+from autoshard.strategies.rows import EVEN_ONLY, RULES, Inputs, Row, Rule, rule
 
 
-def register_rule(target: Any, *rows: str, replace: bool = False) -> Callable[[Rule], Rule]:
+def register_rule(target: Any, *rows: str, replace: bool = False, uneven: bool = False) -> Callable[[Rule], Rule]:
     """Say what layouts an operator may take, on one mesh axis; the one in which all is replicated is implied.
 
     target: the operator, `torch.ops.mylib.scale.default` or "mylib.scale.default". rows: what its tensors may lie like,
     inputs -> outputs, in the order of its schema; every rank then calls the operator on its local tensors. S(d): cut into
     equal parts along dim d; R: whole on each; P: parts that add up to it (give it where the operator is linear). Several
     tensors in a list count one by one. For rows that depend on the call, decorate a function of (op, input tensors) that
-    returns `Row`s. replace: an operator that has a rule gets this one instead.
+    returns `Row`s. replace: an operator that has a rule gets this one instead. uneven: the parts need not be equal either
+    (5 rows in 3 + 2); say so where the operator treats each index of d by itself, or sums over d.
 
         autoshard.register_rule(torch.ops.mylib.scale.default, "S(0), R -> S(0)", "P, R -> P")
 
@@ -36,6 +37,7 @@ def register_rule(target: Any, *rows: str, replace: bool = False) -> Callable[[R
 
     def put(function: Rule) -> Rule:
         RULES.pop(name, None)
+        (EVEN_ONLY.discard if uneven else EVEN_ONLY.add)(name)
         return rule(name)(function)
 
     if rows:

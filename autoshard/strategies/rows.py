@@ -30,9 +30,11 @@ class Row:
 
     outputs: tuple[Placement | None, ...]
     inputs: tuple[Placement, ...]
+    units: int = 0  # of what is cut: parts are whole ones (the groups of a convolution); 0: every index is its own
 
 
 RULES: dict[str, Rule] = {}
+EVEN_ONLY: set[str] = set()  # targets whose local program is right about equal parts only, as far as we know
 
 
 def rule(*targets: str) -> Callable[[Rule], Rule]:

@@ -1,0 +1,91 @@
+"""What it would save to pad a parameter: the same step planned once more with a dim that all devices together divide.
+
+A dim of n that p devices don't divide costs as if it were ceil(n / p) p where uneven parts can be cut, and stays whole where they
+can't (a view that merges it, fewer indices than devices). The offer is the difference of two plans, both judged alike:
+
+    saves = cost(graph) - cost(graph with n -> ceil(n / p) p in every dim that is cut together with the parameter's)
+
+Where the padded graph has no candidate that the graph lacks, nothing is saved, and nothing is solved: with the same layouts no part
+of the graph is larger than that of the padded one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from autoshard.baselines.classes import dim_classes, number_slots
+from autoshard.formulate import Formulation
+from autoshard.graph import Graph
+from autoshard.strategies import Candidates, candidates
+
+MOST = 1.5  # a dim that grows by more is not worth an offer
+LEAST_SHARE = 0.01  # of all bytes of parameters, that those with the dim have
+LEAST_SAVING = 1e-3  # of the cost; less counts as nothing
+TRIED = 2  # dims, those of the most bytes
+
+Price = Callable[[Graph, Candidates], "float | None"]  # of the best plan, in seconds; None where there is none
+
+
+def padding_offers(formulated: Formulation, cost: float, price: Price) -> list[dict]:
+    """[{parameter, dim, from, to, saves_seconds}], the largest saving first; empty where all dims divide. A saving may be 0."""
+    graph, p = formulated.graph, formulated.mesh.num_devices
+    sizes = [t.shape for t in (graph.tensor((i, 0)) for i in graph.parameters.values())]
+    if not any(n % p and _padded(n, p) <= MOST * n for shape in sizes for n in shape):
+        return []
+    offers = []
+    for (name, dim, n), slots in _dims(formulated)[:TRIED]:
+        larger = _with_sizes(graph, slots, _padded(n, p))
+        possible = candidates(larger, formulated.mesh)
+        gains = any(len(a) != len(b) for a, b in zip(possible.of, formulated.candidates.of, strict=True))
+        padded = price(larger, possible) if gains else cost
+        if padded is not None:
+            saves = cost - padded if cost - padded > LEAST_SAVING * cost else 0.0
+            offers.append({"parameter": name, "dim": dim, "from": n, "to": _padded(n, p), "saves_seconds": saves})
+    return sorted(offers, key=lambda offer: -offer["saves_seconds"])
+
+
+def _padded(n: int, p: int) -> int:
+    return -(-n // p) * p
+
+
+def _dims(formulated: Formulation) -> list[tuple[tuple[str, int, int], set[tuple[int, int, int]]]]:
+    """((parameter, dim, size), all (op, output, dim) that are cut together with it) by bytes of parameters, most first."""
+    graph, p = formulated.graph, formulated.mesh.num_devices
+    numbered = number_slots(graph, formulated.candidates)
+    classes = dim_classes(numbered)
+    members: dict[int, set[tuple[int, int, int]]] = {}
+    for (i, k), start in numbered.first.items():
+        for d in range(len(graph.tensor((i, k)).shape)):
+            members.setdefault(classes.roots[start + d], set()).add((i, k, d))
+    held: dict[int, int] = {}
+    named: dict[int, tuple[str, int, int]] = {}
+    second = dict(graph.tied)
+    total = sum(graph.tensor((i, 0)).bytes for name, i in graph.parameters.items() if name not in second)
+    for name, i in graph.parameters.items():
+        tensor = graph.tensor((i, 0))
+        for d, n in enumerate(tensor.shape):
+            root = classes.of((i, 0), d)
+            shapes = [graph.tensor((j, k)).shape for j, k, _ in members[root]]
+            alike = all(shape[e] == n for shape, (_, _, e) in zip(shapes, members[root], strict=True))  # no view that merges it
+            is_kernel = d > 1 and all(shape == tensor.shape for shape in shapes)  # of a convolution: no activation has it
+            if name not in second and alike and not is_kernel and n % p and _padded(n, p) <= MOST * n:
+                held[root] = held.get(root, 0) + tensor.bytes
+                named.setdefault(root, (name, d, n))
+    worth = sorted((root for root in held if held[root] >= LEAST_SHARE * total), key=lambda root: (-held[root], named[root]))
+    return [(named[root], members[root]) for root in worth]
+
+
+def _with_sizes(graph: Graph, slots: set[tuple[int, int, int]], size: int) -> Graph:
+    """The graph with other sizes of some dims. For prices only: literals stay, rows read shapes."""
+    of_op: dict[int, set[tuple[int, int]]] = {}
+    for i, k, d in slots:
+        of_op.setdefault(i, set()).add((k, d))
+    ops = list(graph.ops)
+    for i, some in of_op.items():
+        outputs = tuple(
+            None if t is None else replace(t, shape=tuple(size if (k, d) in some else n for d, n in enumerate(t.shape)))
+            for k, t in enumerate(ops[i].outputs)
+        )
+        ops[i] = replace(ops[i], outputs=outputs)
+    return replace(graph, ops=tuple(ops))
