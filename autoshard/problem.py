@@ -16,7 +16,7 @@ import os
 import tempfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
@@ -90,7 +90,8 @@ def _validate(problem: Problem) -> None:
     for v, c in enumerate(costs):
         if c.ndim != 1 or len(c) == 0:
             raise ValueError(f"node {v} ({names[v]}) has costs of shape {c.shape}; expected a list of one or more choices")
-        _check_values(c, f"the costs of node {v} ({names[v]})", seen, infinite=True)
+        if id(c) not in seen:
+            _check_values(c, f"the costs of node {v} ({names[v]})", seen, infinite=True)
     for k, e in enumerate(edges):
         if not (0 <= e.a < len(costs) and 0 <= e.b < len(costs)):
             raise ValueError(f"edge {k} joins nodes {e.a} and {e.b}, but nodes are numbered 0 to {len(costs) - 1}")
@@ -101,7 +102,8 @@ def _validate(problem: Problem) -> None:
                 f"edge {k} ({e.a} -> {e.b}) has costs of shape {e.table.shape}, "
                 f"but its ends have {len(costs[e.a])} and {len(costs[e.b])} choices"
             )
-        _check_values(e.table, f"the costs of edge {k} ({e.a} -> {e.b})", seen, infinite=True)
+        if id(e.table) not in seen:
+            _check_values(e.table, f"the costs of edge {k} ({e.a} -> {e.b})", seen, infinite=True)
     for k, u in enumerate(problem.usages):
         _validate_usage(problem, k, u, seen)
     if problem.usage_limit is not None and not problem.usage_limit >= 0:
@@ -117,12 +119,11 @@ def _validate_usage(problem: Problem, k: int, usage: NodeUsage | EdgeUsage, seen
     shape = problem.node_costs[index].shape if isinstance(usage, NodeUsage) else problem.edges[index].table.shape
     if usage.bytes.shape != shape:
         raise ValueError(f"usage {k} of {what} {index} has bytes of shape {usage.bytes.shape}; expected {shape}")
-    _check_values(usage.bytes, f"the bytes of usage {k} ({what} {index})", seen, infinite=False)
+    if id(usage.bytes) not in seen:
+        _check_values(usage.bytes, f"the bytes of usage {k} ({what} {index})", seen, infinite=False)
 
 
 def _check_values(array: np.ndarray, what: str, seen: set[int], *, infinite: bool) -> None:
-    if id(array) in seen:
-        return
     seen.add(id(array))
     if array.size and not (array.min() >= (-np.finfo(float).max if infinite else 0.0)):  # NaN fails too
         found, expected = ("-inf", "finite or inf") if infinite else ("a negative number", "0 or more")
@@ -141,6 +142,11 @@ class Evaluation:
     peak: float  # bytes
     peak_time: int  # the first time at which the peak is reached; 0 where nothing uses memory
     fits: bool  # peak <= usage_limit
+
+
+def without_limit(problem: Problem) -> Problem:
+    """The problem, memory set aside."""
+    return problem if problem.usage_limit is None else replace(problem, usage_limit=None)
 
 
 def evaluate(problem: Problem, choice: Sequence[int] | np.ndarray) -> Evaluation:
@@ -167,15 +173,19 @@ def usage_profile(problem: Problem, choice: Sequence[int] | np.ndarray) -> tuple
         if u.start < u.end:
             starts.append(u.start)
             ends.append(u.end)
-            if isinstance(u, NodeUsage):
-                amounts.append(u.bytes[choice[u.node]])
-            else:
-                e = problem.edges[u.edge]
-                amounts.append(u.bytes[choice[e.a], choice[e.b]])
+            amounts.append(held_by(problem, u, choice))
     times, index = np.unique(np.array(starts + ends, dtype=np.int64), return_inverse=True)
     delta = np.zeros(len(times))
     np.add.at(delta, index, np.array(amounts + [-b for b in amounts]))
     return times, np.cumsum(delta)
+
+
+def held_by(problem: Problem, usage: NodeUsage | EdgeUsage, choice: Sequence[int] | np.ndarray) -> float:
+    """Bytes of one usage under a choice."""
+    if isinstance(usage, NodeUsage):
+        return float(usage.bytes[choice[usage.node]])
+    edge = problem.edges[usage.edge]
+    return float(usage.bytes[choice[edge.a], choice[edge.b]])
 
 
 def read_contest(path: str | os.PathLike[str]) -> Problem:

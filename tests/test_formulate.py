@@ -192,7 +192,7 @@ def peak_by_running(graph: Graph, layouts: dict, results: dict, mesh: Mesh) -> i
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_the_peak_is_never_below_that_of_a_run(case):
-    """Above it where a view is moved: what the moved view was made from is counted as long as the view."""
+    """Above it where buffers of moves count; tests/test_memory.py compares with the bytes that the program itself takes."""
     f = formulated(*case)
     for choice in choices(f, 6):
         expected = peak_by_running(f.graph, layouts_of(f, choice), results_of(f, choice), f.mesh)
@@ -204,7 +204,7 @@ def test_the_peak_of_the_best_plan_is_that_of_a_run(case):
     f = formulated(*case)
     choice = solve(f.problem).choice
     expected = peak_by_running(f.graph, layouts_of(f, choice), results_of(f, choice), f.mesh)
-    assert evaluate(f.problem, choice).peak == pytest.approx(expected, rel=1e-3)
+    assert expected <= evaluate(f.problem, choice).peak <= 1.1 * expected
 
 
 def test_the_peak_without_moves_is_exactly_that_of_a_run():
@@ -254,7 +254,7 @@ def test_a_hub_takes_over_what_several_read():
         results=(Result("output", "0", (4, 0)), Result("output", "1", (2, 0))),
     )  # fmt: skip
     assert usages(f, "a") == [(1, 2, 256), ("edge", 1, 2, 256)]  # until the hub has it
-    assert usages(f, "a.0 (hub)") == [(2, 4, 256), ("edge", 2, 3, 256)]  # from its first reader to its last
+    assert usages(f, "a.0 (hub)") == [(2, 4, 256), ("edge", 2, 3, 256 + 128)]  # first reader to last; moved, with an all_to_all's buffer
 
 
 def test_a_hub_of_a_parameter_is_a_copy_that_lives_as_long_as_it_is_read():
@@ -274,15 +274,36 @@ def test_a_view_holds_nothing_and_keeps_its_base():
         X, unary("a", "exp", (0, 0)), unary("t", "t", (1, 0), alias=0), unary("b", "exp", (0, 0)), unary("c", "exp", (2, 0)),
         results=(Result("output", "0", (4, 0)), Result("output", "1", (3, 0))),
     )  # fmt: skip
-    assert usages(f, "a") == [(1, 5, 256), ("edge", 1, 2, 256)]  # until c has read the view
-    assert usages(f, "t") == [("edge", 2, 5, 256)]  # a copy of a, where it is moved for t, lives as long as the view
+    assert usages(f, "a") == [(1, 3, 256), ("edge", 1, 2, 256)]  # until t has read it: moved for t or not,
+    assert usages(f, "t")[:2] == [(3, 5, 256), ("edge", 2, 3, 256)]  # t's layout of it then counts, until c has read the view
+
+
+def test_a_view_takes_over_when_the_other_readers_are_done():
+    f = small(
+        X, unary("a", "exp", (0, 0)), unary("t", "t", (1, 0), alias=0), unary("b", "exp", (1, 0)), unary("c", "exp", (2, 0)),
+        unary("d", "exp", (4, 0)), results=(Result("output", "0", (5, 0)), Result("output", "1", (3, 0))),
+    )  # fmt: skip
+    hub = [entry for entry in usages(f, "a.0 (hub)") if entry[0] != "edge"]
+    assert hub == [(2, 4, 256)]  # b is the last to read a itself
+    assert usages(f, "t")[:2] == [(4, 5, 256), ("edge", 2, 4, 256)]  # a copy beside it before, alone from then on
+
+
+def test_a_slice_keeps_the_whole_of_what_it_is_cut_from():
+    part = Op("t", "aten.select.int", ((1, 0),), ((Ref(0), 0, 0), ()), (Tensor((8,), "float32"),), alias=0)
+    row = Op("c", "aten.exp.default", ((2, 0),), ((Ref(0),), ()), (Tensor((8,), "float32"),))
+    last = Op("d", "aten.exp.default", ((3, 0),), ((Ref(0),), ()), (Tensor((8,), "float32"),))
+    f = small(X, unary("a", "exp", (0, 0)), part, row, last, results=(Result("output", "0", (4, 0)),))
+    assert usages(f, "t")[0] == (3, 4, 256)  # not the 32 bytes of its own
 
 
 def test_a_gradient_is_held_from_its_making_to_the_end_in_the_parameters_layout():
     f = small(
         X, W, unary("g", "exp", (0, 0)), unary("h", "exp", (0, 0)), results=(Result("gradient", "w", (2, 0)), Result("output", "0", (3, 0)))
     )
-    assert usages(f, "w") == [(3, 5, 256), (0, 5, 256 + 2 * 256)]  # the gradient; the parameter and two moments
+    node = f.problem.names.index("w")
+    held = [(kind, u) for kind, u in zip(f.held, f.problem.usages, strict=True) if isinstance(u, NodeUsage) and u.node == node]
+    own = {kind: (u.start, u.end, u.bytes.max()) for kind, u in held}
+    assert own == {"gradients": (3, 5, 256), "optimizer_state": (0, 5, 2 * 256), "parameters": (0, 5, 256)}
     link = next(link for link in f.links if link.value == (2, 0))
     assert link.b == 1  # the edge leads to the parameter itself
 

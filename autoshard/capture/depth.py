@@ -26,6 +26,7 @@ from autoshard.graph import Graph, Op
 from autoshard.graph.tile import tile
 
 PERIODS = (3, 4, 5)  # 3 suffice for GPT-2, Llama, BERT, Mixtral; 5 for T5's decoder, whose sums of gradients make the top layers special
+SHALLOW = 8  # periods: the innermost of them see nothing of the model's ends any more, as far as costs go
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Depth:
     tiled: bool
     reason: str = ""  # why the model was captured whole
     witnessed: bool = False
+    shallow: Graph | None = None  # the same with SHALLOW periods, where the graph is deeper than that: a plan can start from its
 
 
 def capture_deep(
@@ -101,7 +103,9 @@ def capture_deep(
         reason = _misnamed(deep, module) or (_doubted(module, found, periods, example_inputs, training) if witness else "")
         if reason:
             return whole(reason)
-        return deep, Depth(found, tuple(captured), True, "", witness)
+        few = {c.name: c.depth(SHALLOW) for c in found}
+        shallow = None if all(few[c.name] == c.layers for c in found) else _tiled(small, found, periods, few)
+        return deep, Depth(found, tuple(captured), True, "", witness, shallow)
     return whole("; ".join(reasons))
 
 

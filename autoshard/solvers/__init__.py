@@ -9,5 +9,7 @@ from .dual import Dual as Dual
 from .eliminate import DP as DP
 from .exhaustive import Exhaustive as Exhaustive
 from .ilp import ILP as ILP
+from .solve import certified as certified
+from .solve import converged as converged
 from .solve import frontier as frontier
 from .solve import solve as solve

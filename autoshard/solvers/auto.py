@@ -31,6 +31,7 @@ FIRST_SLICES, MOST_DOUBLINGS = 16, 3  # of annealing: a run of about 8 seconds, 
 TRIED_BEFORE_PROOF = 1  # runs of annealing
 FUTILE = 10  # neighbourhoods without a better answer before the proof is tried
 WORTH_RESTRICTING = 0.7  # of the cells: the reductions and the relaxation are done again where fewer are affordable
+WORTH_FINISHING = 0.2  # of the cells
 EXPLORED_NODES = 200  # of branch and bound among those
 
 
@@ -115,6 +116,17 @@ def explore(messages: Messages, ascent: Ascent | None, incumbent: Incumbent) -> 
     size = _cells(messages.affordable(incumbent), problem)
     if size > SMALL:
         improve(messages, incumbent, partial(solve_part, incumbent), math.inf if size > LARGE else FUTILE)
+
+
+def finish(problem: Problem, incumbent: Incumbent, messages: Messages) -> None:
+    """Settle what the messages leave affordable, where that is little."""
+    if incumbent.done or not math.isfinite(incumbent.cost):
+        return
+    keep = messages.affordable(incumbent)
+    if _cells(keep, problem) < WORTH_FINISHING * sum(e.table.size for e in problem.edges):
+        inner = restrict(problem, incumbent, keep)
+        if inner is not None:
+            settle(inner)
 
 
 def polish(problem: Problem, incumbent: Incumbent) -> None:

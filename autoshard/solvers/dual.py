@@ -19,13 +19,15 @@ from dataclasses import dataclass
 import numba
 import numpy as np
 
-from ..problem import EdgeUsage, NodeUsage, Problem
+from ..problem import EdgeUsage, NodeUsage, Problem, without_limit
 from .incumbent import Incumbent
 from .times import binding_rows, load
 
 ROUNDING = 2e-13  # relative to the sum of sizes: floats are rounded to 1.1e-16, a thousand times over
 PATIENCE = 20  # sweeps without progress before the loop gives up
 PROGRESS = 1e-3  # of the gap, within PATIENCE sweeps
+CONVERGED = 600  # sweeps at most; Llama blocks on 8x8 are proven in 300
+FIRST_LOOKS, RESUMED = 4, 40  # sweeps
 OFFER_EVERY = 10  # sweeps: evaluating an answer to the original problem costs as much as a sweep
 
 
@@ -182,6 +184,27 @@ def ascend(messages: Messages, incumbent: Incumbent, sweeps: int) -> None:
             break
     if best_choice is not None:
         incumbent.offer(best_choice)
+
+
+def converge(problem: Problem, incumbent: Incumbent, sweeps: int = CONVERGED) -> np.ndarray:
+    """Sweep over the problem as it is, without reductions; the messages, in order of the edges, into the first end and the second."""
+    messages = Messages(problem)
+    ascend(messages, incumbent, sweeps)
+    return messages.message
+
+
+def resume(problem: Problem, incumbent: Incumbent, message: np.ndarray) -> Messages:
+    """Go on from messages that are good already, those of a like problem for example; any messages give a valid bound."""
+    messages = Messages(without_limit(problem))  # the bound holds under any limit
+    if message.shape != messages.message.shape:
+        raise ValueError(f"there are {len(message)} messages; expected {len(messages.message)}, one per choice of each end of every edge")
+    messages.message[:] = message
+    for k in range(FIRST_LOOKS):  # a proof of the answer at hand comes before any other answer that is as cheap
+        incumbent.raise_bound(messages.sweep(forward=k % 2 == 0)[0])
+        if incumbent.done:
+            return messages
+    ascend(messages, incumbent, RESUMED)
+    return messages
 
 
 @numba.njit(cache=True)

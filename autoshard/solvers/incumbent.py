@@ -121,3 +121,14 @@ class Incumbent:
     @property
     def done(self) -> bool:
         return self.proven or self.time_left() <= 0
+
+
+class Fixed(Incumbent):
+    """One choice is to be judged; others that are found on the way are not taken, bounds are."""
+
+    def __init__(self, problem: Problem, record: Record, choice: Choice) -> None:
+        super().__init__(problem, record)
+        super().offer(choice)
+
+    def offer(self, choice: Choice) -> bool:
+        return False

@@ -11,7 +11,8 @@ import math
 import numpy as np
 from scipy.optimize import linprog
 
-from .dual import Messages
+from ..problem import Problem
+from .dual import Messages, ascend
 from .incumbent import Incumbent
 from .program import worst_of_runs
 
@@ -19,9 +20,18 @@ SETTLED = 1e-4  # of the gap: sweeps at one price end when ten of them raise the
 MOST_SWEEPS = 300  # at one price
 LARGEST_PRICE = 10.0  # what the whole limit may cost at first, in bounds; doubled whenever it is reached
 ABSURD_PRICE = 1e5  # nothing fits, probably; that is for others to prove
+BOUNDING_SWEEPS, BOUNDING_ROUNDS = 600, 20
 RAISE, MOST_RAISES = 0.1, 100  # by how much, and how often, prices are raised for the sake of an answer that fits
 CLOSED = 1e-3  # of the gap: the cuts promise less than this above the best bound
 OPTIMISM = 0.05  # relative: how far above the bound the best cost is assumed while none is known
+
+
+def bound_below(problem: Problem, incumbent: Incumbent) -> None:
+    """Raise the incumbent's bound as far as messages and memory prices do; no answer is looked for."""
+    messages = Messages(problem)
+    ascend(messages, incumbent, BOUNDING_SWEEPS)
+    if len(messages.prices) and not incumbent.done:
+        Ascent(messages, incumbent).climb(BOUNDING_ROUNDS)
 
 
 class Ascent:

@@ -13,16 +13,17 @@ from typing import Protocol
 
 import numpy as np
 
-from ..problem import Problem, evaluate
+from ..problem import Problem, evaluate, without_limit
 from .answer import TOLERANCE, Answer, Status
-from .auto import Auto, polish
+from .auto import Auto, finish, polish
 from .certificate import explain_infeasible
 from .cvx import CVX
-from .dual import Dual
+from .dual import Dual, converge, resume
 from .eliminate import DP
 from .exhaustive import Exhaustive
 from .ilp import ILP
-from .incumbent import Incumbent, Record
+from .incumbent import Fixed, Incumbent, Record
+from .prices import bound_below
 
 TIME_LIMIT = 10000.0  # seconds
 PREFERENCE_SHARES = (1e-6, 1e-9)  # of the cost, for all preferences together
@@ -52,12 +53,15 @@ def solve(
     gap: float = 0.0,
     starts: Sequence[Sequence[int]] = (),
     preference: Sequence[np.ndarray] | None = None,
+    messages: np.ndarray | None = None,
     progress: Callable[[float, float], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Answer:
     """The cheapest choice that fits, with its proof; `time_limit` in seconds, `gap` relative.
 
-    `starts` are choices that may be feasible; those that aren't are ignored. `progress` is told (cost, bound) whenever one improves.
+    `starts` are choices that may be feasible; those that aren't are ignored. `messages`: where dual ascent stood on a problem like
+    this one (`converged`); it goes on from there before anything else is tried, and a start that it proves is not changed for
+    `preference`. `progress` is told (cost, bound) whenever one improves.
     Ctrl-C ends the search, not the program: what is known by then is the answer.
     """
     began = clock()
@@ -72,8 +76,12 @@ def solve(
         incumbent.offer(start)
     infeasibility, interrupted = None, False
     try:
-        chosen.run(problem, incumbent)
-        if incumbent.proven and preference is not None and record.choice is not None:
+        if messages is not None:
+            finish(problem, incumbent, resume(problem, incumbent, messages))
+        carried = messages is not None and incumbent.proven  # the start was preferred where it comes from
+        if not incumbent.done:
+            chosen.run(problem, incumbent)
+        if incumbent.proven and preference is not None and record.choice is not None and not carried:
             _prefer(record, preference)
         if incumbent.proven and record.choice is None:
             infeasibility = explain_infeasible(problem, incumbent)
@@ -83,6 +91,41 @@ def solve(
     peak = None if record.choice is None else evaluate(problem, record.choice).peak
     name, found = type(chosen).__name__.lower(), (record.choice, record.cost, record.bound)
     return Answer(_status(incumbent), *found, name, record.seconds, record.size, peak, infeasibility, interrupted)
+
+
+def certified(
+    problem: Problem,
+    choice: Sequence[int],
+    *,
+    messages: np.ndarray | None = None,
+    gap: float = 0.0,
+    time_limit: float = TIME_LIMIT,
+    progress: Callable[[float, float], None] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Answer:
+    """The choice as an answer, with the best bound on all answers that dual ascent finds, from `messages` if there are some.
+
+    ValueError where the choice doesn't fit.
+    """
+    record = Record(problem, clock() + time_limit, gap, clock, progress)
+    incumbent = Fixed(problem, record, choice)
+    if record.choice is None:
+        raise ValueError("the choice that is to be certified costs inf or exceeds the memory limit")
+    if messages is not None:
+        resume(problem, incumbent, messages)
+    if not incumbent.done:
+        bound_below(problem, incumbent)
+    return Answer(_status(incumbent), record.choice, record.cost, record.bound, "dual", {}, record.size, evaluate(problem, choice).peak)
+
+
+def converged(
+    problem: Problem, *, gap: float = 0.0, time_limit: float = TIME_LIMIT, clock: Callable[[], float] = time.monotonic
+) -> tuple[Sequence[int] | None, np.ndarray]:
+    """The best choice that dual ascent decodes, memory aside, and its messages: what `solve` takes as a start, or carries over."""
+    free = without_limit(problem)
+    record = Record(free, clock() + time_limit, gap, clock)
+    messages = converge(free, Incumbent(free, record))
+    return record.choice, messages
 
 
 def frontier(problem: Problem, limits: Sequence[float | None], **options) -> list[Answer]:

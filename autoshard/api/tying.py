@@ -1,0 +1,106 @@
+"""One decision per repeated block: equal ops of all its instances take the same candidate, their hubs the same layout.
+
+    tied problem    a node per group of equal nodes; its costs are their sum, its edges and bytes theirs; an edge within a group
+                    is read off its table's diagonal                                                          (`tied`)
+    answer          the best of the tied problem, on all layers; its bound that of the untied problem, by dual ascent
+
+Tied plans are easier to read and to run. What they cost more is the gap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from autoshard.formulate import Formulation
+from autoshard.graph import repeated_blocks
+from autoshard.problem import Edge, EdgeUsage, NodeUsage, Problem
+from autoshard.solvers import Answer, certified, solve
+
+
+def solve_tied(
+    formulated: Formulation,
+    problem: Problem,
+    *,
+    solver: str,
+    time_limit: float,
+    gap: float,
+    preference: Sequence[np.ndarray],
+    progress: Callable[[float, float], None] | None,
+) -> Answer:
+    """The best answer in which equal ops of repeated blocks agree, with a bound on all answers."""
+    groups = tied_groups(formulated)
+    small = tied(problem, groups)
+    liked = [np.zeros(len(c)) for c in small.node_costs]
+    for v, p in zip(groups, preference, strict=True):
+        liked[v] = liked[v] + p
+    answer = solve(small, solver=solver, time_limit=time_limit, gap=gap, preference=liked)
+    if answer.choice is None:
+        return answer
+    choice = tuple(answer.choice[v] for v in groups)
+    found = certified(problem, choice, gap=gap, time_limit=time_limit, progress=progress)
+    return replace(found, solver=answer.solver, seconds=answer.seconds, reduced=answer.reduced)
+
+
+def tied_groups(formulated: Formulation) -> list[int]:
+    """For each node the number of its group, in order of their first nodes."""
+    places = repeated_blocks(formulated.graph).places
+    keys: list[object] = []
+    for i, place in enumerate(places):
+        keys.append(i if place is None else (place.block, place.position, id(formulated.candidates.of[i])))
+    for (i, k), layouts in formulated.hub_layouts.items():
+        place = places[i]
+        keys.append(("hub", i, k) if place is None else ("hub", place.block, place.position, k, layouts))
+    keys += [("result", v) for v in range(len(keys), len(formulated.problem.node_costs))]
+    numbers: dict[object, int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def tied(problem: Problem, groups: Sequence[int]) -> Problem:
+    """The problem in which the nodes of a group are one node."""
+    costs: list[np.ndarray | None] = [None] * (max(groups, default=-1) + 1)
+    names = [""] * len(costs)
+    for v, g in enumerate(groups):
+        costs[g] = problem.node_costs[v] if costs[g] is None else costs[g] + problem.node_costs[v]
+        names[g] = names[g] or problem.names[v]
+    summed: dict[tuple[int, int], dict[int, tuple[np.ndarray, int]]] = {}
+    for e in problem.edges:
+        a, b, table = groups[e.a], groups[e.b], e.table
+        if a == b:
+            costs[a] = costs[a] + np.diagonal(table)
+            continue
+        if a > b:
+            a, b = b, a
+        known = summed.setdefault((a, b), {})
+        key = id(table) if (groups[e.a], groups[e.b]) == (a, b) else -id(table)  # seen from the other end
+        known[key] = (table if key > 0 else table.T, known.get(key, (table, 0))[1] + 1)
+    place: dict[tuple[int, int], int] = {}
+    edges: list[Edge] = []
+    for (a, b), tables in summed.items():
+        place[a, b] = len(edges)
+        edges.append(Edge(a, b, sum(np.asarray(count * table) for table, count in tables.values())))  # type: ignore[arg-type]
+    usages: dict[tuple, list[Any]] = {}
+    for u in problem.usages:
+        if isinstance(u, NodeUsage):
+            key2, held = ("node", groups[u.node], u.start, u.end), u.bytes
+        else:
+            e = problem.edges[u.edge]
+            a, b = groups[e.a], groups[e.b]
+            if a == b:
+                key2, held = ("node", a, u.start, u.end), np.diagonal(u.bytes)
+            else:
+                key2, held = ("edge", place[min(a, b), max(a, b)], u.start, u.end), u.bytes if a < b else u.bytes.T
+        usages.setdefault(key2, []).append(held)
+    made = [
+        (NodeUsage if kind == "node" else EdgeUsage)(where, start, end, _sum(held)) for (kind, where, start, end), held in usages.items()
+    ]
+    filled = tuple(np.full(1, math.inf) if c is None else c for c in costs)
+    return Problem(tuple(names), filled, tuple(edges), tuple(made), problem.usage_limit)
+
+
+def _sum(arrays: list[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.sum(arrays, axis=0)

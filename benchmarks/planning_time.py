@@ -1,0 +1,201 @@
+"""CPU seconds and memory of planning, phase by phase, for large models and over depth; and of using a plan again.
+
+    python benchmarks/planning_time.py [DIR] [--only NAME ...] [--depths] [--reuse] [--json]
+
+DIR holds the models' files (default: models/). Every case runs in a process of its own on one core with one thread; seconds are its CPU
+seconds after the imports and with numba's functions compiled (they are cached on disk; the first run on a machine compiles). rss: the
+process's largest, imports included. --depths plans Llama-3 8B dims at 2 to 126 layers instead of the table; --reuse puts a saved
+32-layer plan onto the captured graph, and reads layouts of parameters from the file alone.
+"""
+
+# ruff: noqa: E402  (its own folder has to leave sys.path first)
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).parent]
+
+ROOT = Path(__file__).parent.parent
+LLAMA, GPT2 = "llama.py:llama3_8b", "gpt2.py:small"
+CASES: dict[str, dict] = {  # limits are CPU seconds, GiB, and the largest gap
+    "llama3-8b 8x8": {"model": LLAMA, "mesh": (8, 8), "limits": (12, 1.5, 1e-3)},
+    "llama3-405b 16x8": {"model": "llama.py:llama3_405b", "mesh": (16, 8), "limits": (20, None, 1e-3)},
+    "gpt2-small 2x4": {"model": GPT2, "mesh": (2, 4), "limits": (6, None, 1e-3)},
+    "llama3-8b 4x4x8": {"model": LLAMA, "mesh": (4, 4, 8), "gap": 0.01, "limits": (60, None, 1e-2)},
+}
+FREE = (None, None, 1e-3)
+DEPTHS = (2, 4, 8, 16, 32, 64, 126)
+MOST_GROWTH = 1.5  # from 8 layers to 126
+REUSE_LIMITS = {"preload": 1.0, "sharding_map": 0.3}  # CPU seconds
+PHASES = ("capture", "candidates", "formulate", "solve", "describe", "total")
+
+
+def cases(depths: bool) -> dict[str, dict]:
+    if not depths:
+        return CASES
+    return {f"llama3-8b {n} layers": {"model": LLAMA, "mesh": (8, 8), "settings": {"layers": n}, "limits": FREE} for n in DEPTHS}
+
+
+# -- in the process that is measured ---------------------------------------------------------------------------------------------------
+
+
+def plan_once(case: dict, folder: str, out: str | None = None) -> dict:
+    """One plan, timed after the imports."""
+    import torch
+
+    from autoshard import api
+    from autoshard.cli.model import load_model
+    from autoshard.mesh import Mesh
+
+    torch.set_num_threads(1)
+    warm_up(api, Mesh)
+    module, example_inputs = load_model(f"{folder}/{case['model']}", case.get("settings", {}))
+    mesh = Mesh.from_bandwidths(tuple(case["mesh"]), devices_per_node=min(8, case["mesh"][-1]))
+    began = time.process_time()
+    solution = api.plan(module, example_inputs, mesh, training=True, baselines=False, gap=case.get("gap", 0.0))
+    total = time.process_time() - began
+    if out is not None:
+        solution.save(out)
+    return {
+        "status": solution.status,
+        "gap": solution.gap,
+        "cost_seconds": solution.cost,
+        "cpu_seconds": {**solution.seconds["cpu"], "total": total},
+        "ops": len(solution.layouts),
+        **solution.counts,
+        "peak_rss_bytes": peak_rss(),
+    }
+
+
+def warm_up(api, Mesh) -> None:
+    """A plan of next to nothing: lazy imports (of torch, numba, HiGHS) happen now."""
+    import torch
+
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+    api.plan(module, (torch.zeros(8, 8),), Mesh.from_bandwidths((2,)), baselines=False)
+
+
+def peak_rss() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def reuse_once(folder: str, path: str) -> dict:
+    """Seconds to put a saved plan onto a captured graph, and to get a model's layouts from the file without a capture."""
+    import torch
+
+    from autoshard import api
+    from autoshard.api.passes import annotate
+    from autoshard.capture import capture_module
+    from autoshard.cli.model import load_model
+    from autoshard.exports.sharding_map import unbacked_mesh
+    from autoshard.mesh import Mesh
+    from autoshard.solution import misfits
+
+    torch.set_num_threads(1)
+    warm_up(api, Mesh)
+    api.export(api.load(path), "sharding_map")  # DTensorSpec and its friends are imported when first used
+    began = time.process_time()
+    api.export(api.load(path), "sharding_map")
+    sharding_map = time.process_time() - began
+    module, example_inputs = load_model(f"{folder}/{LLAMA}", {})
+    captured = capture_module(module, example_inputs, training=True)  # all layers, with the fx graph that is annotated
+    began = time.process_time()
+    found = api.load(path)
+    wrong = misfits(found, captured.graph, found.mesh)
+    annotate(captured, found, unbacked_mesh(found.mesh))
+    preload = time.process_time() - began
+    assert not wrong, wrong
+    return {"preload": preload, "sharding_map": sharding_map, "ops": len(found.layouts)}
+
+
+# -- the table -------------------------------------------------------------------------------------------------------------------------
+
+
+def in_own_process(order: dict) -> dict:
+    """Run one order in a fresh interpreter on one core."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    core = min(os.sched_getaffinity(0))
+    found = subprocess.run(
+        [sys.executable, __file__, "--order", json.dumps(order)], env=environment, stdout=subprocess.PIPE, text=True, check=True,
+        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+    )  # fmt: skip
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def judged(name: str, case: dict, row: dict) -> dict:
+    seconds, gibibytes, gap = case["limits"]
+    ok = (
+        (seconds is None or row["cpu_seconds"]["total"] <= seconds)
+        and (gibibytes is None or row["peak_rss_bytes"] <= gibibytes * 2**30)
+        and row["gap"] <= gap
+    )
+    return {"case": name, **row, "limit_seconds": seconds, "ok": ok}
+
+
+def line(row: dict) -> str:
+    phases = " ".join(f"{row['cpu_seconds'].get(phase, 0.0):>10.2f}" for phase in PHASES)
+    return (
+        f"{row['case']:20} {row['nodes']:>7} {row['distinct_signatures']:>6} {phases} {row['peak_rss_bytes'] / 2**30:>6.2f} "
+        f"{row['status']:>9} {row['gap']:>8.1e} {'ok' if row['ok'] else 'MISSED'}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "models")
+    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--depths", action="store_true")
+    parser.add_argument("--reuse", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--order", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.order:
+        order = json.loads(given.order)
+        print(json.dumps(reuse_once(order["folder"], order["path"]) if "path" in order else plan_once(**order)))
+        return 0
+    if given.reuse:
+        return reuse(given.folder, given.json)
+    rows = []
+    if not given.json:
+        heads = " ".join(f"{phase:>10}" for phase in PHASES)
+        print(f"{'':20} {'nodes':>7} {'signs':>6} {heads} {'GiB':>6} {'status':>9} {'gap':>8}")
+    for name, case in cases(given.depths).items():
+        if given.only is None or any(part in name for part in given.only):
+            rows.append(judged(name, case, in_own_process({"case": case, "folder": str(given.folder)})))
+            if not given.json:
+                print(line(rows[-1]), flush=True)
+    ok = all(row["ok"] for row in rows)
+    result = {"rows": rows}
+    total = {row["case"]: row["cpu_seconds"]["total"] for row in rows}
+    if {f"llama3-8b {n} layers" for n in (8, 126)} <= set(total):
+        result["growth"] = total["llama3-8b 126 layers"] / total["llama3-8b 8 layers"]
+        ok &= result["growth"] <= MOST_GROWTH
+        if not given.json:
+            print(f"from 8 to 126 layers: {result['growth']:.2f}x")
+    if given.json:
+        print(json.dumps({**result, "ok": ok}))
+    return not ok
+
+
+def reuse(folder: Path, as_json: bool) -> int:
+    with tempfile.TemporaryDirectory() as scratch:
+        path = str(Path(scratch) / "plan.json")
+        planned = in_own_process({"case": CASES["llama3-8b 8x8"], "folder": str(folder), "out": path})
+        row = in_own_process({"folder": str(folder), "path": path})
+    row["ok"] = all(row[key] <= limit for key, limit in REUSE_LIMITS.items())
+    row["cost_seconds"] = planned["cost_seconds"]
+    if as_json:
+        print(json.dumps(row))
+    else:
+        print(f"{row['ops']} ops: preload {row['preload']:.2f} CPU s, sharding map {row['sharding_map']:.2f} CPU s")
+    return not row["ok"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

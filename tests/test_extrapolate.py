@@ -1,0 +1,149 @@
+"""From few layers to many: choices, messages and whole plans; and one decision per repeated block."""
+
+import math
+from functools import cache
+
+import numpy as np
+import pytest
+
+import autoshard
+from autoshard.api import plan, verify
+from autoshard.api.extrapolate import Shallow, twin_ops, twins
+from autoshard.api.tying import tied, tied_groups
+from autoshard.capture import capture
+from autoshard.formulate import Formulation, Training, formulate
+from autoshard.problem import evaluate
+from autoshard.solvers import certified, converged, solve
+from autoshard.strategies import candidates
+from models import gpt2, llama, mlp
+from tests.helpers import fast_mesh
+
+MODELS = {"mlp": mlp.tiny, "gpt2": gpt2.tiny, "llama": llama.tiny}
+MESH = fast_mesh((2, 2))
+
+
+@cache
+def formulated(name: str, layers: int) -> Formulation:
+    graph = capture(*MODELS[name](layers=layers), training=True)
+    return formulate(graph, candidates(graph, MESH), MESH, training=Training())
+
+
+# -- twins -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mlp"])
+def test_twins_are_alike_and_the_shallow_graph_is_its_own(name):
+    deep, shallow = formulated(name, 5), formulated(name, 3)
+    assert twin_ops(shallow.graph, shallow.graph) == list(range(len(shallow.graph.ops)))
+    for i, twin in enumerate(twin_ops(deep.graph, shallow.graph)):
+        assert deep.graph.signature(i) == shallow.graph.signature(twin)
+        assert deep.graph.ops[i].backward == shallow.graph.ops[twin].backward
+    found = twins(deep, shallow)
+    for v, twin in enumerate(found.nodes):
+        assert len(deep.problem.node_costs[v]) == len(shallow.problem.node_costs[twin])
+    for e, twin in enumerate(found.edges):
+        assert np.array_equal(deep.problem.edges[e].table, shallow.problem.edges[twin].table)
+
+
+def test_another_model_has_no_twins():
+    with pytest.raises(ValueError, match="has no like in the shallow one|ops that repeat nothing"):
+        twins(formulated("gpt2", 3), formulated("mlp", 3))
+
+
+@pytest.mark.parametrize("name", ["mlp"])
+def test_a_start_from_the_shallow_problem_ends_in_the_same_optimum(name):
+    deep, shallow = formulated(name, 5), formulated(name, 3)
+    answer = Shallow(shallow, twins(deep, shallow)).solve(deep.problem)
+    alone = solve(deep.problem)
+    assert answer.status == alone.status == "optimal"
+    assert answer.cost == pytest.approx(alone.cost, rel=1e-9)
+    assert answer.bound <= answer.cost * (1 + 1e-9)
+
+
+def test_pins_hold_on_the_way():
+    deep, shallow = formulated("mlp", 5), formulated("mlp", 3)
+    node = next(iter(deep.graph.parameters.values()))
+    costs = list(deep.problem.node_costs)
+    costs[node] = np.where(np.arange(len(costs[node])) == 1, costs[node], math.inf)
+    pinned = type(deep.problem)(deep.problem.names, tuple(costs), deep.problem.edges, deep.problem.usages)
+    answer = Shallow(shallow, twins(deep, shallow)).solve(pinned)
+    assert answer.choice[node] == 1
+    assert answer.cost == pytest.approx(solve(pinned).cost, rel=1e-9)
+
+
+def test_messages_of_another_problem_give_a_bound_all_the_same():
+    f = formulated("mlp", 3)
+    choice, messages = converged(f.problem)
+    best = solve(f.problem).cost
+    noise = np.random.default_rng(0).normal(size=len(messages)) * best
+    answer = certified(f.problem, choice, messages=noise, time_limit=5)
+    assert answer.bound <= best * (1 + 1e-9)
+    with pytest.raises(ValueError, match="messages; expected"):
+        solve(f.problem, messages=messages[:-1])
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_plan_of_two_layers_extrapolates_to_six(name):
+    few = plan(*MODELS[name](layers=2), MESH, training=True, baselines=False)
+    direct = plan(*MODELS[name](layers=6), MESH, training=True, baselines=False)
+    found = few.extrapolate(*MODELS[name](layers=6))
+    assert direct.cost * (1 - 1e-9) <= found.cost <= 1.01 * direct.cost
+    assert found.bound <= direct.cost * (1 + 1e-9) and math.isfinite(found.gap)
+    assert list(found.layouts) == list(direct.layouts)
+    assert found.assumptions["extrapolated_from"] == {"h" if name == "gpt2" else "layers": 2}
+
+
+def test_an_extrapolated_plan_computes_what_the_model_computes():
+    few = plan(*gpt2.tiny(layers=2), MESH, training=True, baselines=False)
+    deep = gpt2.tiny(layers=5)
+    assert verify(*deep, autoshard.extrapolate(few, *deep))["ok"]
+
+
+def test_what_can_not_be_extrapolated_is_one_sentence():
+    few = plan(*mlp.tiny(layers=3), MESH, training=True, baselines=False)
+    with pytest.raises(ValueError, match="the plan is not one of this model's first layers .*plan those first"):
+        few.extrapolate(*mlp.tiny(layers=5, width=64))
+    with pytest.raises(ValueError, match="no ModuleList or Sequential of equal layers"):
+        few.extrapolate(*mlp.tiny(layers=2))
+    with pytest.raises(autoshard.Infeasible, match="on the full model the plan takes .* the limit is"):
+        few.extrapolate(*mlp.tiny(layers=5), memory_limit=10_000.0)
+
+
+@pytest.mark.slow
+def test_deep_models_are_planned_from_their_shallow_graph():
+    deep = gpt2.tiny(layers=24)
+    found = plan(*deep, MESH, training=True, baselines=False)
+    alone = formulated("gpt2", 24)
+    assert found.status == "optimal" and found.cost == pytest.approx(solve(alone.problem).cost, rel=1e-9)
+
+
+# -- ties --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2"])
+def test_tied_blocks_agree_cost_no_less_and_keep_the_bound_of_the_untied_graph(name):
+    model = MODELS[name](layers=4)
+    free, alike = (plan(*model, MESH, training=True, baselines=False, tie_blocks=tie) for tie in (False, True))
+    assert free.cost * (1 - 1e-9) <= alike.cost and alike.bound <= free.cost * (1 + 1e-9)
+    inner: dict[str, set] = {}
+    for parameter, row in alike.parameters.items():
+        block, _, rest = parameter.partition(".")[2].partition(".")
+        if block.isdigit():
+            inner.setdefault(rest, set()).add(row["layout"])
+    assert inner and all(len(layouts) == 1 for layouts in inner.values())
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2"])
+def test_a_tied_problem_costs_and_holds_what_the_whole_one_does(name):
+    f = formulated(name, 3)
+    limited = type(f.problem)(f.problem.names, f.problem.node_costs, f.problem.edges, f.problem.usages, 1e12)
+    groups = tied_groups(f)
+    small = tied(limited, groups)
+    assert len(small.node_costs) < len(f.problem.node_costs)
+    answer = solve(small)
+    for choice in (answer.choice, [0] * len(small.node_costs)):
+        ours, theirs = evaluate(small, choice), evaluate(limited, [choice[g] for g in groups])
+        assert ours.cost == pytest.approx(theirs.cost, rel=1e-9) and ours.peak == pytest.approx(theirs.peak, rel=1e-9)
