@@ -1,0 +1,156 @@
+"""`autoshard pipeline`: stages, their devices and layouts, schedule and microbatches for a model on a cluster."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autoshard.cli.app import NO, OK, app
+from autoshard.cli.arguments import check_out, parse_bytes, parse_settings
+from autoshard.cli.model import load_model
+from autoshard.cli.output import Output, complain
+from autoshard.cli.plan_verbs import Json, Model, Quiet, Settings, _api
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+@app.command()
+def pipeline(
+    model: Model,
+    devices: Annotated[int | None, typer.Option(help="How many devices, in equal nodes.", show_default=False)] = None,
+    nodes: Annotated[
+        list[str],
+        typer.Option(metavar="NxM:DEVICE", help="Instead: N nodes of M devices, 2x8:h100; repeatable.", show_default=False),
+    ] = [],  # noqa: B006 (typer makes a new one)
+    settings: Settings = [],  # noqa: B006
+    memory: Annotated[
+        list[str],
+        typer.Option(help="Memory of a device: 80GB. Default: all it has. Repeat for further limits to answer for.", show_default=False),
+    ] = [],  # noqa: B006
+    microbatches: Annotated[
+        str | None, typer.Option(help="Numbers to try: 4,8,16. Default: powers of two that divide the batch.", show_default=False)
+    ] = None,
+    schedules: Annotated[str, typer.Option(help="Schedules to try.")] = "1f1b,gpipe,interleaved_1f1b,zb_h1",
+    layers: Annotated[int | None, typer.Option(help="Into how many layers the model is clustered.", show_default=False)] = None,
+    inference: Annotated[bool, typer.Option("--inference", help="The forward pass alone.")] = False,
+    train: Annotated[bool, typer.Option("--train", help="A training step (this is the default).")] = False,
+    recompute: Annotated[str, typer.Option(help="Compute activations again in the backward pass: auto, never, always.")] = "auto",
+    no_grid: Annotated[bool, typer.Option("--no-grid", help="Leave out data x tensor x pipeline with fixed layouts.")] = False,
+    optimizer: Annotated[str, typer.Option(help="Whose state memory holds.")] = "adamw",
+    intra_node_bandwidth: Annotated[str, typer.Option(help="Bytes per second per device, inside a node.")] = "300GB/s",
+    inter_node_bandwidth: Annotated[str, typer.Option(help="Bytes per second of one node's link to the others.")] = "400GB/s",
+    device: Annotated[str, typer.Option(help="a100, h100, h200 or cpu.")] = "h100",
+    devices_per_node: Annotated[int, typer.Option(help="With --devices.")] = 8,
+    workers: Annotated[int, typer.Option(help="Processes that plan stages; 1: this one.", min=1)] = 2,
+    dask: Annotated[
+        str | None, typer.Option(metavar="URL", help="Plan stages on this Dask cluster: tcp://host:8786.", show_default=False)
+    ] = None,
+    out: Annotated[str | None, typer.Option(help="Write the pipeline with all its layouts here, as JSON.", show_default=False)] = None,
+    csv: Annotated[str | None, typer.Option(help="Write all configurations here.", show_default=False)] = None,
+    plot: Annotated[str | None, typer.Option(help="Draw speed-up over devices here: .png, .svg or .pdf.", show_default=False)] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> int:
+    """Cut MODEL into pipeline stages for a cluster: data x tensor x pipeline x microbatches and schedules, searched together.
+
+    \b
+    autoshard pipeline models/llama.py:llama3_70b --devices 16 --memory 80GB --out 70b.json --csv 70b.csv
+    autoshard pipeline models/gpt2.py:small --set batch=64 --devices 6 --devices-per-node 6 --microbatches 4,8 --json
+    autoshard pipeline models/unet.py:base --nodes 1x8:h100 --nodes 1x8:a100
+    """
+    if train and inference:
+        raise ValueError("--train and --inference exclude each other; give one")
+    cluster = _cluster(devices, nodes, device, devices_per_node, intra_node_bandwidth, inter_node_bandwidth)
+    for path in (out, csv, plot):
+        check_out(path)
+    if plot is not None and Path(plot).suffix not in PICTURES:
+        raise ValueError(f"--plot {plot} ends in {Path(plot).suffix or 'nothing'}; expected one of {', '.join(PICTURES)}")
+    limits = [parse_bytes(written) for written in memory]
+    counts = None if microbatches is None else _numbers(microbatches)
+    keywords = parse_settings(settings)
+    with Output(as_json=as_json, quiet=quiet) as output:
+        output.progress("building the model", 0.0)
+        module, example_inputs = load_model(model, keywords, training=not inference)
+        api = _api()
+        with _executor(workers, dask) as executor:
+            try:
+                found = api.pipeline(
+                    module,
+                    example_inputs,
+                    cluster,
+                    executor=executor,
+                    progress=output.progress,
+                    assumptions={"model": model, "set": keywords},
+                    training=not inference,
+                    memory_limit=limits[0] if limits else None,
+                    budgets=tuple(limits[1:]),
+                    microbatches=counts,
+                    schedules=tuple(name.strip() for name in schedules.split(",")),
+                    layers=layers,
+                    recompute=recompute,
+                    grid=not no_grid,
+                    optimizer=optimizer,
+                )
+            except api.Infeasible as error:
+                complain(f"autoshard: {error}")
+                if as_json:
+                    output.answer({"status": "infeasible", "message": str(error), "configurations": []}, str)
+                return NO
+        from autoshard.report.pipeline import pipeline_report, plot_speed_up, write_csv  # here: as in plan_verbs
+
+        if out is not None:
+            found.save(out)
+        if csv is not None:
+            write_csv(found.configurations, csv)
+        if plot is not None:
+            plot_speed_up(found, plot)
+        for path in filter(None, (out, csv, plot)):
+            output.note(f"wrote {path}")
+        output.answer(found.to_dict(), lambda: pipeline_report(found))
+    return OK
+
+
+def _cluster(devices: int | None, nodes: Sequence[str], device: str, per_node: int, intra: str, inter: str) -> Any:
+    from autoshard.simulate.pipeline_cluster import Cluster, Kind  # here: as in plan_verbs
+
+    prices: dict[str, Any] = {
+        "intra_node_bandwidth": parse_bytes(intra, "--intra-node-bandwidth"),
+        "inter_node_bandwidth": parse_bytes(inter, "--inter-node-bandwidth"),
+    }
+    if (devices is None) == (not nodes):
+        raise ValueError("give the cluster: either --devices 16, or --nodes 2x8:h100 once per kind of node")
+    if devices is not None:
+        return Cluster.of(devices, per_node, device=device, **prices)
+    kinds = []
+    for written in nodes:
+        match = re.fullmatch(r"(\d+)x(\d+)(?::(\w+))?", written.strip())
+        if match is None:
+            raise ValueError(f"--nodes is {written!r}; expected NODESxDEVICES:DEVICE, for example 2x8:h100")
+        kinds.append(Kind(int(match[1]), int(match[2]), match[3] or device, **prices))
+    return Cluster(tuple(kinds))
+
+
+def _numbers(written: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in written.split(","))
+    except ValueError:
+        raise ValueError(f"--microbatches is {written!r}; expected whole numbers, for example 4,8,16") from None
+
+
+def _executor(workers: int, dask: str | None) -> AbstractContextManager[Executor | None]:
+    if dask is not None:
+        try:
+            from distributed import Client  # not a dependency of ours
+        except ImportError:
+            raise ValueError("--dask needs the package distributed, which is not installed: pip install distributed") from None
+        return Client(dask).get_executor()
+    if workers == 1:
+        return nullcontext()
+    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"))  # torch's threads don't survive a fork

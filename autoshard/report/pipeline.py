@@ -1,0 +1,113 @@
+"""A pipeline for people: its stages, the configurations beside it, and how it scales; configurations as CSV; the plot."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.report.numbers import percent, seconds, size
+from autoshard.simulate.pipeline_record import Pipeline
+
+SHOWN = 12  # configurations in the table
+COLUMNS = (
+    "way", "data", "tensor", "pipeline", "microbatches", "schedule", "devices", "layers", "recompute", "seconds", "peak_bytes", "bubble",
+    "fits", "exact",
+)  # fmt: skip
+
+
+def pipeline_report(found: Pipeline) -> RenderableType:
+    """Tables of stages, configurations and speed-ups."""
+    groups = len({s.group for s in found.stages})
+    head = (
+        f"{seconds(found.seconds)} per step ({seconds(found.bound)} if nothing but kernels took time); {groups} device "
+        f"group{'s' if groups > 1 else ''}, {found.microbatches} microbatches, {found.schedule}; bubble {percent(found.bubble, 1)}, "
+        f"exposed communication {seconds(found.exposed_communication)}, {size(found.peak_bytes)} on the fullest device"
+    )
+    return Group(Text(head), _stages(found), _configurations(found), *_further(found))
+
+
+def _stages(found: Pipeline) -> Table:
+    columns = ("layers", "devices", "mesh", "forward", "backward", "per step", "sends", "peak", "in flight", "recomputed")
+    table = Table(*columns, title="stages")
+    for s in found.stages:
+        ranks = f"{s.devices[0]}-{s.devices[-1]}" if len(s.devices) > 1 else str(s.devices[0])
+        table.add_row(
+            f"{s.first}-{s.last - 1}", f"{ranks} ({s.device})", "x".join(map(str, s.mesh)), seconds(s.forward_seconds),
+            seconds(s.backward_seconds), seconds(s.once_seconds), seconds(s.send_seconds), size(s.peak_bytes), str(s.in_flight),
+            "yes" if s.recompute else "no",
+        )  # fmt: skip
+    return table
+
+
+def _configurations(found: Pipeline) -> Table:
+    shown = found.configurations[:SHOWN]
+    table = Table("layouts", "D x H", "P", "microbatches", "schedule", "step", "peak", "bubble", title="configurations, the best first")
+    for row in shown:
+        grid = f"{row['data']} x {row['tensor']}" if row["data"] else "x".join(map(str, sorted(set(row["devices"])))) + " devices"
+        fits = "" if row["fits"] else " (does not fit)"
+        table.add_row(
+            row["way"], grid, str(row["pipeline"]), str(row["microbatches"]), row["schedule"], seconds(row["seconds"]) + fits,
+            size(row["peak_bytes"]), percent(row["bubble"], 1),
+        )  # fmt: skip
+    if len(found.configurations) > SHOWN:
+        table.caption = f"and {len(found.configurations) - SHOWN} more: --csv writes all"
+    return table
+
+
+def _further(found: Pipeline) -> list[RenderableType]:
+    parts: list[RenderableType] = []
+    if found.speed_up:
+        table = Table("devices", "step", "speed-up", title="fewer devices")
+        for row in found.speed_up:
+            table.add_row(str(row["devices"]), seconds(row["seconds"]), f"{row['speed_up']:.2f}" if row["speed_up"] else "does not fit")
+        parts.append(table)
+    if found.budgets:
+        table = Table("memory", "step", "stages", "microbatches", "schedule", title="other limits")
+        for row in found.budgets:
+            cells = [str(row[key] or "-") for key in ("stages", "microbatches", "schedule")]
+            table.add_row(size(row["memory_bytes"]), seconds(row["seconds"]) if row["seconds"] else "nothing fits", *cells)
+        parts.append(table)
+    return parts
+
+
+def write_csv(rows: Sequence[dict[str, Any]], path: str | os.PathLike[str]) -> None:
+    """All configurations, one per line; devices and layers of the stages joined by "+". Whole or not at all."""
+    target = Path(path)
+    with NamedTemporaryFile("w", dir=target.parent, prefix=target.name + ".", newline="", delete=False) as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({key: "+".join(map(str, x)) if isinstance(x := row[key], list) else "" if x is None else x for key in COLUMNS})
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, target)
+
+
+def plot_speed_up(found: Pipeline, path: str | os.PathLike[str]) -> None:
+    """Speed-up over the number of devices, beside the ideal; the format by the file's ending (png, svg, pdf)."""
+    from matplotlib.figure import Figure  # here: it takes a second to import
+
+    rows = [row for row in found.speed_up if row["speed_up"]]
+    figure = Figure(figsize=(5, 4), layout="constrained")
+    axes = figure.subplots()
+    counts = [row["devices"] for row in rows]
+    axes.plot(counts, counts, color="0.7", linestyle="--", label="ideal")
+    axes.plot(counts, [row["speed_up"] for row in rows], marker="o", label="pipeline")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(counts, [str(n) for n in counts])
+    axes.set_yticks(counts, [str(n) for n in counts])
+    axes.set_xlabel("devices")
+    axes.set_ylabel("speed-up")
+    axes.legend()
+    target = Path(path)
+    temporary = target.with_name(f".{target.stem}.tmp{target.suffix}")
+    figure.savefig(temporary)
+    os.replace(temporary, target)

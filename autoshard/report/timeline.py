@@ -1,0 +1,154 @@
+"""Time lines as pictures, as trace files, and in words."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.simulate.program import COMPUTE
+from autoshard.simulate.schedules import Run
+from autoshard.simulate.timeline import Timeline
+from autoshard.solution.files import write_whole
+
+from .numbers import percent, seconds, size
+
+COLORS = {"F": "#4c78a8", "B": "#59a14f", "W": "#f1a340", "finish": "#9c9c9c"}
+OF_KIND = {"compute": "#4c78a8", "optimizer": "#9c9c9c", "split": "#bab0ac"}  # collectives by their place in COLLECTIVES
+COLLECTIVES = {"all_gather": "#e15759", "reduce_scatter": "#f28e2b", "all_reduce": "#b07aa1", "all_to_all": "#76b7b2"}
+NUMBERED = 900  # boxes; more are drawn without their numbers
+
+
+def save_trace(trace: Mapping, path: str) -> None:
+    """Write a trace of simulate.trace, for chrome://tracing or ui.perfetto.dev."""
+    write_whole(json.dumps(trace, allow_nan=False).encode(), path)
+
+
+def draw_run(run: Run, path: str, title: str = "") -> None:
+    """A pipeline's time line: a row per device, a box per unit with the number of its microbatch, sends as thin lines below."""
+    devices = run.schedule.devices
+    figure = Figure(figsize=(12, 1.2 + 0.55 * devices))
+    axes = figure.subplots()
+    numbered = len(run.spans) <= NUMBERED
+    for span in run.spans:
+        box = _box(COLORS[span.kind], 0 if span.kind == "finish" else span.part // devices)
+        axes.broken_barh([(span.start * 1e3, (span.end - span.start) * 1e3)], (span.device - 0.36, 0.62), **box)
+        if numbered and span.kind != "finish":
+            middle = (span.start + span.end) * 5e2
+            axes.text(middle, span.device - 0.05, str(span.microbatch), ha="center", va="center", fontsize=7, color="white", clip_on=True)
+    for span in run.sends:
+        axes.broken_barh([(span.start * 1e3, (span.end - span.start) * 1e3)], (span.device + 0.3, 0.1), facecolors="#e15759")
+    axes.set_yticks(range(devices), [f"stage {d}" for d in range(devices)])
+    axes.set_ylim(devices - 0.45, -0.55)
+    axes.set_xlim(0, run.seconds * 1e3)
+    axes.set_xlabel("ms")
+    kinds = [kind for kind in COLORS if any(span.kind == kind for span in run.spans)]
+    words = {"F": "forward", "B": "backward", "W": "weight gradients", "finish": "gradients, optimizer"}
+    handles = [Patch(color=COLORS[kind], label=words[kind]) for kind in kinds]
+    handles += [Patch(color="#e15759", label="transfer")] if run.sends else []
+    axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=5, frameon=False, fontsize=8)
+    axes.set_title(title or _title(run), fontsize=10, loc="left")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    _save(figure, path)
+
+
+def _box(color: str, chunk: int) -> dict:
+    return {"facecolors": color, "edgecolor": "white", "linewidth": 0.5, "alpha": 1.0 if chunk % 2 == 0 else 0.7}
+
+
+def _title(run: Run) -> str:
+    schedule = run.schedule
+    return (
+        f"{schedule.name}: {schedule.devices} stages, {schedule.microbatches} microbatches, {seconds(run.seconds)}, bubble {run.bubble:.1%}"
+    )
+
+
+def draw_timeline(timeline: Timeline, path: str, title: str = "") -> None:
+    """One rank's streams over time, and below them the bytes that it holds."""
+    names = ["compute", *(f"link {axis.name}" for axis in timeline.program.formulation.mesh.axes)]
+    colors = {**OF_KIND, **COLLECTIVES}
+    figure = Figure(figsize=(12, 2.6 + 0.45 * len(names)))
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[len(names), 2.5])
+    rows: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for i, task in enumerate(timeline.tasks):
+        row = task.stream if timeline.program.overlap else COMPUTE
+        begin, end = timeline.times.begin[i], timeline.times.end[i]
+        rows.setdefault((row, task.kind), []).append((begin * 1e3, (end - begin) * 1e3))
+    for (row, kind), spans in rows.items():
+        top.broken_barh(spans, (row - 0.35, 0.7), facecolors=colors.get(kind, "#76b7b2"), linewidth=0)
+    top.set_yticks(range(len(names)), names)
+    top.set_ylim(len(names) - 0.5, -0.5)
+    kinds = sorted({kind for _, kind in rows})
+    top.legend(handles=[Patch(color=colors.get(kind, "#76b7b2"), label=kind) for kind in kinds], loc="lower right", fontsize=7, ncols=6)
+    said = f"{seconds(timeline.seconds)}, peak {size(timeline.peak_bytes)} at {seconds(timeline.peak_seconds)}"
+    top.set_title(title or said, fontsize=10, loc="left")
+    memory = timeline.memory
+    kinds = [kind for kind in memory if kind not in ("seconds", "total")]
+    if kinds:
+        bottom.stackplot(memory["seconds"] * 1e3, *[memory[kind] / 1e9 for kind in kinds], labels=kinds, step="post", linewidth=0)
+        bottom.legend(loc="upper left", fontsize=6, ncols=3)
+    bottom.set_ylabel("GB")
+    bottom.set_xlabel("ms")
+    bottom.set_xlim(0, max(timeline.seconds * 1e3, 1e-9))
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: str) -> None:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=Path(path).suffix.lstrip(".").lower() or "png", dpi=130, bbox_inches="tight")
+    write_whole(buffer.getvalue(), path)
+
+
+def simulation_report(record: Mapping, critical: Mapping[str, float] | None = None) -> RenderableType:
+    """What `simulate --json` holds, for people."""
+    said = f"{seconds(record['seconds'])} per step"
+    if record["bubble"] is not None:
+        said += (
+            f", peak {size(record['peak_bytes'])} per device; communication that nothing hides: "
+            f"{seconds(record['exposed_communication_seconds'])}; bubble {record['bubble']:.1%}"
+        )
+    parts: list[RenderableType] = [Text(said)]
+    if record.get("cost_seconds") is not None:
+        parts.append(Text(f"the plan's cost, nothing overlapped: {seconds(record['cost_seconds'])}"))
+    if len(record["configurations"]) > 1:
+        parts += [Text(""), _configurations(record["configurations"])]
+    if len(record["stages"]) > 1:
+        parts += [Text(""), _stages(record["stages"])]
+    if critical:
+        whole = sum(critical.values())
+        table = Table("on the critical path", "seconds", "share", box=None, padding=(0, 2, 0, 0))
+        for kind, part in critical.items():
+            table.add_row(kind, seconds(part), percent(part, whole))
+        parts += [Text(""), table]
+    return Group(*parts)
+
+
+def _configurations(rows: Sequence[Mapping]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("data", "tensor", "pipeline", "microbatches", "devices", "per step", "peak", "bubble", "exposed"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        numbers = [str(row[key]) for key in ("data", "tensor", "pipeline", "microbatches", "devices")]
+        bubble = "-" if row["bubble"] is None else f"{row['bubble']:.1%}"
+        exposed = seconds(row["exposed_communication_seconds"])
+        peak = size(row["peak_bytes"]) + ("" if row.get("fits", True) else " (too much)")
+        table.add_row(*numbers, seconds(row["seconds"]), peak, bubble, exposed)
+    return table
+
+
+def _stages(rows: Sequence[Mapping]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("stage", "forward", "backward", "at the end", "peak", "sends"):
+        table.add_column(name, justify="right")
+    for n, row in enumerate(rows):
+        times = (row["forward_seconds"], row["backward_seconds"], row["finish_seconds"])
+        table.add_row(str(n), *map(seconds, times), size(row["peak_bytes"]), size(row["send_bytes"]))
+    return table

@@ -1,0 +1,223 @@
+"""The published simulator DistIR, its cost rules and constants as they are: to reproduce its figures, not to plan with.
+
+An MLP of L weights (N, N), float32, batch b, trained on D x H x P devices with K microbatches. With F FLOP/s, M bytes/s of memory and
+links of W bytes/s, seconds of an op on one device:
+
+    MatMul (m,k)x(k,n)                   s (m k + k n)/M + 2 m k n/F       s: bytes of an item; the output is not counted
+    MatMulGrad(x, w, dz)                 MatMul(dz, w^T) + MatMul(x^T, dz)
+    Relu, ReluGrad, Loss, LossGrad, Add  B/F                               B: bytes of the first input, as if they were FLOPs
+    Allreduce                            2 B (n - 1)/n / W                 on each of n participants
+    Send                                 4 B/W on both ends                the item size is counted twice
+    Allgather                            2 * 4 B (n - 1)/n / W
+    Split                                launch
+    broadcast, scatter, concat, identity 0
+
+Each device has one clock: an op waits for all devices that it touches, then adds its cost to the clocks of those that pay. Nothing
+overlaps, and the order of the list is the schedule (`_timesteps`, their PipeDream scheduler). Weights are cut by columns and rows in
+turn over H, with an Allreduce after every second MatMul and MatMulGrad; each of P stages has L/P weights.
+
+`DISTIR_3386EDC`: 200 Gbps links are taken as 200 * 8e9 bytes/s, 64 times too fast, and float32 items as s = 2 bytes. `DISTIR_83D7FC3` has
+the 2.5e10 bytes/s that 200 Gbps are, and s = 4. Source, read and not copied: github.com/microsoft/dist-ir at 3386edcb4ba1
+(dist_ir/executor/cost_model.py, simulator.py, dist_ir/transforms/mlp_dhp_transform.py, pipedream_scheduler.py, filter_transform.py,
+examples/mlp.py), units at 83d7fc3963e8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What the rules multiply by."""
+
+    flops: float  # F, FLOP/s
+    memory_bandwidth: float  # M, bytes/s
+    link_bandwidth: float  # W, bytes/s
+    launch: float  # seconds of a Split
+    item: int = 2  # s, bytes
+
+
+DISTIR_3386EDC = Constants(1e14, 1.2e12, 200 * 8e9, 1e-6)
+DISTIR_83D7FC3 = Constants(1e14, 1.2e12, 200e9 / 8, 1e-6, 4)
+CONSTANTS = {"distir_3386edc": DISTIR_3386EDC, "distir_83d7fc3": DISTIR_83D7FC3}
+
+
+@dataclass(frozen=True)
+class MLP:
+    """L weights of N x N and a batch of b rows."""
+
+    layers: int
+    width: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Grid:
+    """D x H x P devices and K microbatches."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    microbatches: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.tensor * self.pipeline
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Seconds of the pieces of a step on one device, for one microbatch."""
+
+    forward: tuple[float, ...]  # by the weights of a stage
+    backward: float  # of a stage
+    accumulate: float  # the Adds of a stage's weight gradients, from the second microbatch on
+    loss: float  # Loss and LossGrad
+    send: float  # of an activation, or of the labels
+    send_weight: float  # of what a rank of H holds of a weight
+    finish: float  # Allreduces of a stage's weight gradients over D
+    gather: float  # Allgather over D of what the step returns: the loss, the input's gradient
+
+
+MOVED = ("nothing", "inputs", "everything")
+
+
+def step_seconds(mlp: MLP, grid: Grid, constants: Constants = DISTIR_3386EDC, *, moved: str = "nothing") -> float:
+    """Seconds of a training step.
+
+    moved: what is not where it is needed when the step begins. "inputs" (figure 3): x and the labels lie on one more device; "everything"
+    (figure 4): the weights too. With D > 1 they are scattered and broadcast, which costs nothing. Within a pipeline the first device
+    hands on the labels of each microbatch, and weights at their first use.
+    Ranks of D and H do the same at the same times, so one of each is simulated. ValueError where L, N or b don't divide.
+    """
+    _check(mlp, grid, moved)
+    costs, P = _costs(mlp, grid, constants), grid.pipeline
+    clocks = [0.0] * P
+    root = 0.0  # the clock of the one more device
+    if grid.data == 1:
+        root = clocks[0] = _handed_out(mlp, P, moved) / constants.link_bandwidth
+    if P > 1 and moved != "nothing":
+        clocks[0] += 2 * constants.launch  # Split x and the labels
+
+    def send(a: int, b: int, seconds: float) -> None:
+        clocks[a] = clocks[b] = max(clocks[a], clocks[b]) + seconds
+
+    for units in _timesteps(P, grid.microbatches):
+        for device, kind, i, sent_late in units:
+            if sent_late:  # made in this very timestep: sent now, and once more with the others
+                send(device - 1 if kind == "F" else device + 1, device, costs.send)
+            if kind == "B":
+                clocks[device] += costs.backward + (costs.accumulate if i else 0.0)
+                continue
+            for seconds in costs.forward:
+                if device and i == 0 and moved == "everything":
+                    send(0, device, costs.send_weight)
+                clocks[device] += seconds
+            if device == P - 1:
+                if P > 1 and moved != "nothing":
+                    send(0, device, costs.send)  # its labels
+                clocks[device] += costs.loss
+        for device, kind, _, _ in units:
+            to = device + 1 if kind == "F" else device - 1
+            if 0 <= to < P:
+                send(device, to, costs.send)
+    if grid.data > 1:
+        clocks = [clock + costs.finish for clock in clocks]
+        clocks[-1] += costs.gather
+        clocks[0] += costs.gather
+    return max(root, *clocks)
+
+
+def _handed_out(mlp: MLP, P: int, moved: str) -> float:
+    """Bytes, item size counted twice, that the one more device sends to the first one."""
+    rows, weights = 16 * mlp.batch * mlp.width, 16 * mlp.layers * mlp.width**2
+    return {"nothing": 0, "inputs": 2 * rows if P > 1 else 0, "everything": 2 * rows + weights}[moved]
+
+
+def _check(mlp: MLP, grid: Grid, moved: str) -> None:
+    if moved not in MOVED:
+        raise ValueError(f"moved is {moved!r}; expected one of {', '.join(MOVED)}")
+    for what, whole, parts in (
+        ("layers", mlp.layers, grid.pipeline),
+        ("width", mlp.width, grid.tensor),
+        ("batch", mlp.batch, grid.data * grid.microbatches),
+    ):
+        if parts < 1 or whole < 1 or whole % parts:
+            raise ValueError(f"{whole} {what} don't divide into {parts} parts; expected a number that does")
+    if grid.tensor > 1 and mlp.layers // grid.pipeline % 2:
+        raise ValueError(f"{mlp.layers // grid.pipeline} layers per stage; cutting columns and rows in turn takes an even number")
+
+
+def _costs(mlp: MLP, grid: Grid, c: Constants) -> _Costs:
+    """Weights 1, 3, 5, .. are cut by columns, the others by rows."""
+    m, N, n = mlp.batch // (grid.data * grid.microbatches), mlp.width, mlp.width // grid.tensor
+    layers = mlp.layers // grid.pipeline
+
+    def matmul(m: int, k: int, n: int) -> float:
+        return c.item * (m * k + k * n) / c.memory_bandwidth + 2 * m * k * n / c.flops
+
+    def allreduce(size: float, ranks: int) -> float:
+        return 2 * size * (ranks - 1) / ranks / c.link_bandwidth
+
+    shapes = [(N, n) if j % 2 == 0 else (n, N) for j in range(layers)]
+    forward = [matmul(m, k, j) + 4 * m * j / c.flops for k, j in shapes]
+    backward = sum(matmul(m, j, k) + matmul(k, m, j) + 4 * m * j / c.flops for k, j in shapes)
+    if grid.tensor > 1:
+        synchronize = allreduce(4 * m * N, grid.tensor)
+        forward[1::2] = [seconds + synchronize for seconds in forward[1::2]]
+        backward += layers // 2 * synchronize
+    rows, weight = 4 * m * N, 4 * N * n
+    return _Costs(
+        tuple(forward),
+        backward,
+        layers * weight / c.flops,
+        2 * rows / c.flops,
+        4 * rows / c.link_bandwidth,
+        4 * weight / c.link_bandwidth,
+        layers * allreduce(weight, grid.data),
+        2 * 4 * rows * grid.microbatches * (grid.data - 1) / grid.data / c.link_bandwidth,
+    )
+
+
+Scheduled = tuple[int, str, int, bool]  # device, kind, microbatch, whether what it reads was made in the same timestep
+
+
+@lru_cache(maxsize=256)
+def _timesteps(P: int, K: int) -> tuple[tuple[Scheduled, ...], ...]:
+    """Their 1F1B: in each timestep each device takes a ready microbatch, forward and backward in turn, the lowest first.
+
+    Devices are asked in order, from the timestep after the one in which they first had something to do; the later ones see what
+    the earlier ones have just made.
+    """
+    ready: list[dict[str, list[int]]] = [{"F": [], "B": []} for _ in range(P)]
+    ready[0]["F"].extend(range(K))
+    turn = ["B"] * P
+    known, left = 1, 2 * P * K
+    steps = []
+    while left:
+        step: list[Scheduled] = []
+        made: set[tuple[int, str, int]] = set()
+        for device in range(known):
+            forwards, backwards = ready[device]["F"], ready[device]["B"]
+            if forwards or backwards:
+                kind = ("B" if backwards else "F") if turn[device] == "F" else ("F" if forwards else "B")
+                turn[device] = kind
+                i = min(ready[device][kind])
+                ready[device][kind].remove(i)
+                step.append((device, kind, i, (device, kind, i) in made))
+                for to, what in _next(P, device, kind):
+                    ready[to][what].append(i)
+                    made.add((to, what, i))
+        known = max(known, *(to + 1 for to, _, _ in made)) if made else known
+        left -= len(step)
+        steps.append(tuple(step))
+    return tuple(steps)
+
+
+def _next(P: int, device: int, kind: str) -> tuple[tuple[int, str], ...]:
+    """Who can run what, once `kind` has run on `device`."""
+    if kind == "F":
+        return ((device + 1, "F"),) if device + 1 < P else ((device, "B"),)
+    return ((device - 1, "B"),) if device > 0 else ()

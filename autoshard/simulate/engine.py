@@ -1,0 +1,101 @@
+"""When tasks begin and end: streams that run their tasks in order, links that several streams share.
+
+    a task begins     when its stream's task before it has ended, and all that it waits for
+    it ends           once it has had its seconds, at rate 1/n while n streams use its link (rate 1 without a link)
+
+The list must hold a task only behind those that it waits for. Without shared links one pass over the list is enough: begin =
+max(end of the one before, ends of those waited for), which costs no more than the list is long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+
+class Runnable(Protocol):
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def stream(self) -> int: ...
+    @property
+    def after(self) -> tuple[int, ...]: ...
+
+
+class Times(NamedTuple):
+    """Per task, in seconds from the start. `cause`: the task whose end it had to wait for last, -1 where it began at 0."""
+
+    begin: list[float]
+    end: list[float]
+    cause: list[int]
+
+
+def run_tasks(tasks: Sequence[Runnable], links: Sequence[int] | None = None) -> Times:
+    """Times of all tasks. links: per stream the link that it uses, -1 for none; streams that name the same link share it."""
+    used = sorted({task.stream for task in tasks})
+    of = {stream: -1 if links is None or stream >= len(links) else links[stream] for stream in used}
+    taken = [link for link in of.values() if link >= 0]
+    return _one_pass(tasks) if len(taken) == len(set(taken)) else _events(tasks, of)
+
+
+def _one_pass(tasks: Sequence[Runnable]) -> Times:
+    begin, end, cause = [0.0] * len(tasks), [0.0] * len(tasks), [-1] * len(tasks)
+    free: dict[int, tuple[float, int]] = {}
+    for i, task in enumerate(tasks):
+        at, why = free.get(task.stream, (0.0, -1))
+        for j in task.after:
+            if end[j] > at or why < 0:
+                at, why = max(at, end[j]), j
+        begin[i], cause[i] = at, why
+        end[i] = at + task.seconds
+        free[task.stream] = (end[i], i)
+    return Times(begin, end, cause)
+
+
+def _events(tasks: Sequence[Runnable], link_of: dict[int, int]) -> Times:
+    """Event by event; between two events every running task has a constant rate."""
+    begin, end, cause = [0.0] * len(tasks), [math.nan] * len(tasks), [-1] * len(tasks)
+    queues: dict[int, list[int]] = {stream: [] for stream in link_of}
+    for i, task in enumerate(tasks):
+        queues[task.stream].append(i)
+    place = dict.fromkeys(queues, 0)
+    free: dict[int, tuple[float, int]] = dict.fromkeys(queues, (0.0, -1))
+    left: dict[int, float] = {}  # running task of a stream: seconds of work left
+    now = 0.0
+
+    def start() -> None:
+        for stream, queue in queues.items():
+            if stream in left or place[stream] >= len(queue):
+                continue
+            i = queue[place[stream]]
+            if any(math.isnan(end[j]) for j in tasks[i].after):
+                continue
+            at, why = free[stream]
+            for j in tasks[i].after:
+                if end[j] > at or why < 0:
+                    at, why = max(at, end[j]), j
+            begin[i], cause[i], left[stream] = now, why, tasks[i].seconds
+
+    while True:
+        start()
+        if not left:
+            break
+        active: dict[int, int] = {}
+        for stream in left:
+            active[link_of[stream]] = active.get(link_of[stream], 0) + 1
+        shares = {stream: 1 if link_of[stream] < 0 else active[link_of[stream]] for stream in left}
+        step = min(left[stream] * shares[stream] for stream in left)
+        first = [stream for stream in left if left[stream] * shares[stream] <= step]  # those that end now, exactly
+        now += step
+        for stream in list(left):
+            left[stream] -= step / shares[stream]
+            if stream in first:
+                i = queues[stream][place[stream]]
+                end[i], free[stream] = now, (now, i)
+                place[stream] += 1
+                del left[stream]
+    if any(math.isnan(e) for e in end):
+        waiting = next(i for i, e in enumerate(end) if math.isnan(e))
+        raise ValueError(f"task {waiting} waits for ever: the list holds it before something that it waits for")
+    return Times(begin, end, cause)

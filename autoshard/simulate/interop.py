@@ -1,0 +1,269 @@
+"""Stages of a pipeline and their sub-meshes: Alpa's inter-operator dynamic program, with transfers, memory and any sub-mesh that tiles.
+
+A model is a chain of L layers. A cut of it into stages, with a sub-mesh u for each, takes per step of K microbatches
+
+    T = sum_i t_i + sum_c x_c + (K - 1) max(max_i t_i, max_c x_c)                                                  (`step_seconds`)
+
+    t[u, k, j, q]   seconds of one microbatch, forward and backward, in the stage of layers k ... j - 1 on sub-mesh u, with q + 1
+                    microbatches in flight: a stage with s - 1 stages behind it has min(s, K) of them under 1F1B. inf: does not fit.
+    x[k, a, u]      seconds at the cut before layer k, from sub-mesh a to u and back. Transfers run beside the stages: each link is
+                    one more stage. (Alpa leaves them out.)
+
+For every bound b on the slowest stage or link (`_least_sum`), over what the state r says is free,
+
+    H(s, k, r, u)   = min over j and r' = r less u of  t[u, k, j, min(s, K)] + F(s - 1, j, r', u)        t <= b
+    F(s, k, r, a)   = min over u of                    x[k, a, u] + H(s, k, r, u)                        x <= b
+    T               = min over b of  G(b) = F(b) + (K - 1) b,   F(b) = min over s, u of H(s, 0, everything, u)
+
+F(b) falls as b grows, so for b in (b1, b2] G(b) >= F(b2) + (K - 1) (the next value above b1): most b are never tried (`inter_op`).
+Devices may stay idle. Exact for these t and x. After Zheng et al., "Alpa" (OSDI 2022), section 5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Nodes(NamedTuple):
+    """Equal nodes of a cluster."""
+
+    number: int
+    devices: int  # of one node
+
+
+class SubMesh(NamedTuple):
+    """`devices` devices of each of `nodes` nodes of one kind: a part of one node, or whole nodes."""
+
+    kind: int  # index into the cluster's kinds of nodes
+    nodes: int
+    devices: int
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.devices
+
+
+class Stage(NamedTuple):
+    """Layers first ... last - 1 on sub-mesh number `submesh`."""
+
+    first: int
+    last: int
+    submesh: int
+
+
+@dataclass(frozen=True)
+class Division:
+    """The stages from the first to the last layer, their T and the largest stage or transfer in it."""
+
+    stages: tuple[Stage, ...]
+    seconds: float  # T
+    slowest: float  # seconds
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """What of a cluster is free, as numbered states, and which sub-meshes can be taken out of each.
+
+    A state holds, by kind of node, the free devices of each node in order; only their sum where the sizes that are parts of a node
+    divide each other and the node (1, 2, 4 of 8): any such sizes fit into a node's worth of devices.
+    """
+
+    kinds: tuple[Nodes, ...]
+    submeshes: tuple[SubMesh, ...]
+
+    @cached_property
+    def states(self) -> tuple[tuple, ...]:
+        """All that can be left, everything first."""
+        found: dict[tuple, None] = {self._full: None}
+        waiting = [self._full]
+        while waiting:
+            state = waiting.pop()
+            for u in range(len(self.submeshes)):
+                for left in self._without(state, u):
+                    if left not in found:
+                        found[left] = None
+                        waiting.append(left)
+        return tuple(found)
+
+    @cached_property
+    def moves(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Sub-mesh, state before and state after of every way to take one, ordered by (sub-mesh, state before)."""
+        number = {state: i for i, state in enumerate(self.states)}
+        pairs = [(u, state) for u in range(len(self.submeshes)) for state in self.states]
+        rows = [(u, number[state], number[left]) for u, state in pairs for left in self._without(state, u)]
+        taken, before, after = (np.array(column, dtype=np.int64) for column in zip(*rows)) if rows else (np.zeros(0, np.int64),) * 3
+        return taken, before, after
+
+    @cached_property
+    def _counts(self) -> tuple[bool, ...]:
+        """By kind: whether the number of free devices says all."""
+        said = []
+        for kind, nodes in enumerate(self.kinds):
+            parts = sorted({u.devices for u in self.submeshes if u.kind == kind and u.nodes == 1} | {nodes.devices})
+            said.append(all(b % a == 0 for a, b in pairwise(parts)))
+        return tuple(said)
+
+    @property
+    def _full(self) -> tuple:
+        return tuple((n.number * n.devices,) if c else (n.devices,) * n.number for n, c in zip(self.kinds, self._counts))
+
+    def _without(self, state: tuple, u: int) -> list[tuple]:
+        """The states that are left when sub-mesh u is taken; none where it does not fit."""
+        kind, nodes, devices = self.submeshes[u]
+        free = state[kind]
+        if self._counts[kind]:
+            lefts = [(free[0] - nodes * devices,)] if free[0] >= nodes * devices else []
+        elif nodes == 1:
+            where = dict.fromkeys(i for i, n in enumerate(free) if n >= devices and (i == 0 or free[i - 1] != n))
+            lefts = [tuple(sorted((*free[:i], free[i] - devices, *free[i + 1 :]), reverse=True)) for i in where]
+        else:
+            whole = sum(n == self.kinds[kind].devices for n in free)
+            lefts = [(*free[nodes:], *(0,) * nodes)] if whole >= nodes else []
+        return [(*state[:kind], left, *state[kind + 1 :]) for left in lefts]
+
+
+def submeshes(kinds: Sequence[Nodes], *, every_size: bool = False) -> tuple[SubMesh, ...]:
+    """Parts of a node whose sizes divide it (with `every_size` all of them), and whole nodes in any number, smallest first.
+
+    Beyond 8 nodes of a kind only the numbers of nodes that divide the count, or are powers of two.
+    """
+    found = []
+    for kind, (count, devices) in enumerate(kinds):
+        found += [SubMesh(kind, 1, m) for m in range(1, devices + 1) if every_size or devices % m == 0]
+        found += [SubMesh(kind, n, devices) for n in range(2, count + 1) if count <= 8 or count % n == 0 or n & (n - 1) == 0]
+    return tuple(found)
+
+
+def step_seconds(stages: Sequence[float], transfers: Sequence[float], microbatches: int) -> float:
+    """T of stages that take so many seconds per microbatch, with transfers between them."""
+    slowest = max((*stages, *transfers))
+    return math.fsum(stages) + math.fsum(transfers) + (microbatches - 1) * slowest if slowest < math.inf else math.inf
+
+
+def inter_op(stage_seconds: np.ndarray, transfer_seconds: np.ndarray, tiling: Tiling, microbatches: int) -> Division | None:
+    """The division of least T; None where no stages fit.
+
+    stage_seconds: t, of shape (sub-meshes, L, L + 1, Q): seconds, inf where the stage is empty or does not fit; a stage with more than Q
+    microbatches in flight costs as with Q. transfer_seconds: x, of shape (L + 1, sub-meshes, sub-meshes). ValueError on other shapes.
+    """
+    t, x = np.asarray(stage_seconds, dtype=float), np.asarray(transfer_seconds, dtype=float)
+    U, L = len(tiling.submeshes), t.shape[1] if t.ndim == 4 else 0
+    if t.ndim != 4 or t.shape[:3] != (U, L, L + 1) or L < 1 or t.shape[3] < 1:
+        raise ValueError(f"stage_seconds has shape {t.shape}; expected ({U} sub-meshes, L, L + 1, in flight)")
+    if x.shape != (L + 1, U, U):
+        raise ValueError(f"transfer_seconds has shape {x.shape}; expected {(L + 1, U, U)}")
+    if microbatches < 1:
+        raise ValueError(f"microbatches is {microbatches}; expected 1 or more")
+    K, t = microbatches, t[..., : max(1, min(microbatches, t.shape[3]))]
+    bounds = np.unique(np.concatenate([t[np.isfinite(t)], x[np.isfinite(x)]]))
+    if not len(bounds):
+        return None
+    best: list[Division | None] = [None]
+    sums: dict[int, float] = {}
+
+    def tried(i: int) -> float:
+        """F(bounds[i]); keeps the division if it is the best so far."""
+        if i not in sums:
+            sums[i], stages = _least_sum(t, x, tiling, bounds[i])
+            if stages:
+                ts, xs = seconds_of(stages, t, x)
+                found = Division(stages, step_seconds(ts, xs, K), max((*ts, *xs)))
+                if best[0] is None or found.seconds < best[0].seconds:
+                    best[0] = found
+        return sums[i]
+
+    def search(low: int, high: int) -> None:
+        """Everything between two bounds that were tried."""
+        if high - low < 2 or (best[0] is not None and sums[high] + (K - 1) * bounds[low + 1] >= best[0].seconds):
+            return
+        middle = (low + high) // 2
+        if tried(middle) < math.inf:
+            search(low, middle)
+        search(middle, high)
+
+    if tried(len(bounds) - 1) < math.inf and K > 1:
+        tried(0)
+        search(0, len(bounds) - 1)
+    return best[0]
+
+
+def least_bottleneck(stage_costs: np.ndarray, tiling: Tiling) -> float:
+    """The least b for which some division has no stage of more than b (seconds, or bytes); inf where there is none. Shapes: `inter_op`."""
+    t = np.asarray(stage_costs, dtype=float)
+    x = np.zeros((t.shape[1] + 1, t.shape[0], t.shape[0]))
+    bounds = np.unique(t[np.isfinite(t)])
+    flat = np.where(np.isfinite(t), 0.0, math.inf)
+    low, high = 0, len(bounds)  # what is below low can't be, high can (or is beyond all)
+    while low < high:
+        middle = (low + high) // 2
+        if _least_sum(np.where(t <= bounds[middle], flat, math.inf), x, tiling, 0.0)[0] < math.inf:
+            high = middle
+        else:
+            low = middle + 1
+    return float(bounds[high]) if high < len(bounds) else math.inf
+
+
+def seconds_of(stages: Sequence[Stage], t: np.ndarray, x: np.ndarray) -> tuple[list[float], list[float]]:
+    """The t of each stage and the x of each cut."""
+    P, Q = len(stages), t.shape[3]
+    ts = [float(t[u, k, j, min(P - i, Q) - 1]) for i, (k, j, u) in enumerate(stages)]
+    return ts, [float(x[b.first, a.submesh, b.submesh]) for a, b in pairwise(stages)]
+
+
+def _least_sum(t: np.ndarray, x: np.ndarray, tiling: Tiling, bound: float) -> tuple[float, tuple[Stage, ...]]:
+    """F(bound) and its stages; (inf, ()) where there are none. Index s - 1 is the number of stages to the end, at most Q."""
+    t, x = np.where(t <= bound, t, math.inf), np.where(x <= bound, x, math.inf)
+    U, L, _, Q = t.shape
+    taken, before, after = tiling.moves
+    groups, starts = np.unique(taken * len(tiling.states) + before, return_index=True)
+    R = len(tiling.states)
+    H = np.full((Q, L, U * R), math.inf)
+    F = np.full((Q, L + 1, R, U), math.inf)
+    for k in range(L - 1, -1, -1):
+        for s in range(Q):
+            ways = t[taken, k, k + 1 :, s].T + _behind(F, s, k + 1, after, taken)  # (j, moves)
+            ways[-1] = t[taken, k, L, 0] if s == 0 else math.inf  # a stage that is the last, and one that isn't
+            if s == 0:
+                ways[:-1] = math.inf if Q > 1 else ways[:-1]
+            H[s, k, groups] = np.minimum.reduceat(ways.min(axis=0), starts)
+            if k:
+                F[s, k] = (x[k][:, None, :] + H[s, k].reshape(U, R).T[None]).min(axis=2).T
+    first = H[:, 0].reshape(Q, U, R)[:, :, 0]
+    least = float(first.min())
+    return (least, _stages(t, x, H, F, tiling, first)) if least < math.inf else (math.inf, ())
+
+
+def _behind(F: np.ndarray, s: int, first: int, after: np.ndarray, taken: np.ndarray) -> np.ndarray:
+    """(j, moves): the least sum from layer j = first ... L on, behind a stage that has s + 1 stages (or Q and more) to the end."""
+    Q = len(F)
+    rest = F[s - 1, first:][:, after, taken] if s else np.full((F.shape[1] - first, len(after)), math.inf)
+    return np.minimum(rest, F[s, first:][:, after, taken]) if s == Q - 1 else rest
+
+
+def _stages(t: np.ndarray, x: np.ndarray, H: np.ndarray, F: np.ndarray, tiling: Tiling, first: np.ndarray) -> tuple[Stage, ...]:
+    """Walks back along the choices that made the least sum; the first of equals, by (stages, sub-mesh, cut, state)."""
+    Q, L, R = H.shape[0], H.shape[1], len(tiling.states)
+    taken, before, after = tiling.moves
+    stages: list[Stage] = []
+    s, u = (int(i) for i in np.unravel_index(int(first.argmin()), first.shape))
+    k, state = 0, 0
+    while True:
+        ways = np.flatnonzero((taken == u) & (before == state))
+        goal = H[s, k, u * R + state]
+        if s == 0 and t[u, k, L, 0] <= goal:
+            return (*stages, Stage(k, L, u))
+        costs = t[u, k, k + 1 : L + 1, s][:, None] + _behind(F, s, k + 1, after[ways], taken[ways])
+        costs[-1] = math.inf
+        j, way = (int(i) for i in np.unravel_index(int(costs.argmin()), costs.shape))
+        stages.append(Stage(k, k + 1 + j, u))
+        left = int(after[ways[way]])
+        s = s - 1 if s and (s < Q - 1 or F[s - 1, k + 1 + j, left, u] <= F[s, k + 1 + j, left, u]) else s
+        k, state = k + 1 + j, left
+        u = int((x[k, u] + H[s, k].reshape(-1, R)[:, state]).argmin())

@@ -1,0 +1,83 @@
+"""Small reductions of gradients sent as one, as the lowered program does.
+
+    a bucket    gradients whose routes are the same reductions over the same axes, next to each other, whose buffers together have at most
+
+                    limit = 10 * latency * n * bandwidth of a device, within 64 kB and 25 MB
+
+                from there on latency is less than a tenth of a collective's seconds (the rule of lower/flow.py)
+    it begins   when the last member's gradient is there, and takes what collectives of all their bytes take
+
+Nothing but the optimizer reads a reduced gradient, so a bucket delays nobody else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from autoshard.cost import bytes_sent, collective_seconds
+from autoshard.mesh import Axis
+from autoshard.simulate.program import Program, Task
+
+JOINED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")  # a route may scatter, reduce and gather again
+
+
+def limit_of(axis: Axis) -> float:
+    """Bytes that a bucket over the axis holds at most."""
+    speed = axis.latency * axis.size * axis.device_bandwidth
+    return min(max(10 * speed, 64e3), 25e6) if math.isfinite(axis.device_bandwidth) else 25e6
+
+
+def with_joined_gradients(program: Program) -> Program:
+    """The same program with buckets; their members stay in the list as tasks of no seconds, the last one does the work."""
+    tasks = list(program.tasks)
+    instead: dict[int, int] = {}  # member -> the last of its bucket
+    for routes in _buckets(program):
+        for members in zip(*(range(first, stop) for first, stop in routes)):  # step by step
+            tasks[members[-1]] = _joined(program, members, instead)
+            for i in members[:-1]:
+                tasks[i] = replace(tasks[i], seconds=0.0, bytes=0.0)
+                instead[i] = members[-1]
+    tasks = [replace(t, after=tuple(sorted({instead.get(j, j) for j in t.after}))) if t.kind == "optimizer" else t for t in tasks]
+    of_link = []
+    for first, stop in program.of_link:
+        last = instead.get(stop - 1, -1) if first < stop else -1
+        of_link.append((first, stop) if last < 0 else (last, last + 1))
+    return replace(program, tasks=tuple(tasks), of_link=tuple(of_link))
+
+
+def _joined(program: Program, members: Sequence[int], instead: Mapping[int, int]) -> Task:
+    """One step of a bucket, in the place of its last member."""
+    task = program.tasks[members[-1]]
+    axis, size = program.formulation.mesh.axes[task.stream - 1], math.fsum(_size(program, i) for i in members)
+    after = tuple(sorted({instead.get(j, j) for i in members for j in program.tasks[i].after}))
+    seconds, sent = float(collective_seconds(task.kind, axis, size)), float(bytes_sent(task.kind, axis, size))
+    return replace(task, name=f"{task.name} and {len(members) - 1} more", seconds=seconds, bytes=sent, after=after)
+
+
+def _size(program: Program, i: int) -> float:
+    """Bytes of the buffer that a reduction works on."""
+    task = program.tasks[i]
+    return task.bytes / float(bytes_sent(task.kind, program.formulation.mesh.axes[task.stream - 1], 1.0))
+
+
+def _buckets(program: Program) -> list[list[tuple[int, int]]]:
+    """The tasks, as ranges, of the routes in each bucket of two or more."""
+    axes, tasks = program.formulation.mesh.axes, program.tasks
+    found: list[list[tuple[int, int]]] = []
+    open_buckets: dict[tuple, tuple[list[tuple[int, int]], list[float]]] = {}
+    for first, stop in sorted({place for place in program.of_link if place[0] < place[1]}):
+        route = tasks[first:stop]
+        if any(task.phase != "update" or task.kind not in JOINED for task in route):
+            continue
+        key, sizes = tuple((task.stream, task.kind) for task in route), [_size(program, i) for i in range(first, stop)]
+        members, together = open_buckets.get(key, ([], [0.0] * len(sizes)))
+        grown = [a + b for a, b in zip(together, sizes)]
+        if members and all(size <= limit_of(axes[task.stream - 1]) for size, task in zip(grown, route)):
+            members.append((first, stop))
+            open_buckets[key] = (members, grown)
+        else:
+            open_buckets[key] = ([(first, stop)], sizes)
+            found.append(open_buckets[key][0])
+    return [members for members in found if len(members) > 1]

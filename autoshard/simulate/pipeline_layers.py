@@ -1,0 +1,246 @@
+"""The chain of layers of a captured program: where it can be cut into stages, and which op belongs to which layer.
+
+Forward ops in the order of the program are cut where few bytes cross. With C(r) = bytes of the values made before position r and
+read behind it, flops(a, b) of the ops between two positions and the mean over the layers,
+
+    G(q, r) = min over a of  max(G(q - 1, a), C(a))   with flops(a, r) <= (1 + eps) mean; of equals the evenest     (`clustered`)
+
+(Alpa, section 5.2). Positions are the borders of repeated blocks, and where C has a local minimum. Ops that depend on no input and no
+parameter (masks, rotary tables) belong to no layer: every stage makes its own.
+
+A backward op runs where its gradient is: in the lowest layer of the gradients it reads, unless it reads a parameter, or a forward
+value that never leaves its layer, of a lower one; what needs no gradient runs where it is read (`_backward_layers`). A cut over
+which something would flow the wrong way is not made (`_merged`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autoshard.cost import op_flops
+from autoshard.graph import Graph, Value, repeated_blocks
+
+EPS = 0.5  # how much more than the mean a layer may compute
+MOST_POSITIONS = 160  # beyond it only those where fewest bytes cross are looked at
+MOST_LAYERS = 96  # repeated blocks beyond it are taken together
+LAYERS_WITHOUT_BLOCKS = 16
+HEAVY = 0.5  # what computes this much of a block beside the blocks is a layer of its own
+
+
+@dataclass(frozen=True, eq=False)
+class Layers:
+    """A program and the layer of each op. -1: a placeholder, or an op that every stage makes by itself."""
+
+    graph: Graph
+    of: tuple[int, ...]
+    count: int
+    flops: tuple[float, ...]  # of the forward ops of each layer
+
+    @cached_property
+    def shared(self) -> dict[str, tuple[int, ...]]:
+        """Parameters that several layers read, with those layers: their gradients have to be added across stages."""
+        found = {}
+        for name, i in self.graph.parameters.items():
+            layers = sorted({self.of[j] for j, _ in self.graph.users.get((i, 0), ()) if not self.graph.ops[j].backward})
+            if len(layers) > 1:
+                found[name] = tuple(layers)
+        return found
+
+
+def layers_of(graph: Graph, count: int | None = None) -> Layers:
+    """The graph as a chain of `count` layers (default: its repeated blocks and what is as large as one; else 16), or fewer."""
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise ValueError(f"layers is {count!r}; expected a whole number of 1 or more")
+    free = _free_ops(graph)
+    forward = [i for i, op in enumerate(graph.ops) if not op.is_placeholder and not op.backward and i not in free]
+    if not forward:
+        raise ValueError("the program computes nothing that could be cut into stages")
+    flops = [_flops(graph, i) for i in forward]
+    crossing = _crossing_bytes(graph, forward)
+    borders, blocks = _block_borders(graph, forward, crossing, flops)
+    positions = borders if blocks else _thin_positions(crossing)
+    wanted = count or (_blocks_and_heavy(borders, flops, blocks) if blocks else LAYERS_WITHOUT_BLOCKS)
+    if not count and wanted > MOST_LAYERS:
+        wanted = -(-wanted // -(-wanted // MOST_LAYERS))
+    if count and len(positions) < count:
+        positions = sorted({*positions, *_thin_positions(crossing)})
+    cuts = clustered(flops, crossing, positions, wanted)
+    of = [-1] * len(graph.ops)
+    layer = 0
+    for at, i in enumerate(forward):
+        layer += layer < len(cuts) and at == cuts[layer]
+        of[i] = layer
+    _backward_layers(graph, of, len(cuts))
+    of, total = _merged(graph, of, len(cuts) + 1)
+    sums = [0.0] * total
+    for at, i in enumerate(forward):
+        sums[of[i]] += flops[at]
+    return Layers(graph, tuple(of), total, tuple(sums))
+
+
+def clustered(flops: Sequence[float], crossing: Sequence[float], positions: Sequence[int], count: int, eps: float = EPS) -> list[int]:
+    """At most count - 1 of the positions to cut at. crossing[r]: bytes over a cut before item r; eps grows until the layers can be made."""
+    at = [0, *sorted({p for p in positions if 0 < p < len(flops)}), len(flops)]
+    n, count = len(at) - 1, min(count, len(at) - 1)
+    sums = np.concatenate([[0.0], np.cumsum(flops)])[at]
+    bytes_at = np.array([0.0 if a in (0, len(flops)) else float(crossing[a]) for a in at])
+    mean = max(float(sums[-1]) / count, 1e-30)
+    work = sums[None, :] - sums[:, None]  # [a, r]
+    grows = np.arange(n + 1)[:, None] < np.arange(n + 1)[None, :]
+    while True:
+        ok = grows & (work <= (1 + eps) * mean * (1 + 1e-12))
+        widest, uneven = np.full(n + 1, math.inf), np.full(n + 1, math.inf)
+        widest[0], uneven[0] = 0.0, 0.0
+        back = []
+        for _ in range(count):
+            reach = np.where(ok, np.maximum(widest, bytes_at)[:, None], math.inf)
+            spread = np.where(ok, uneven[:, None] + (work / mean) ** 2, math.inf)
+            widest = reach.min(axis=0)
+            spread = np.where(reach == widest[None, :], spread, math.inf)
+            back.append(spread.argmin(axis=0))
+            uneven = spread.min(axis=0)
+        if widest[n] < math.inf:
+            cuts, r = [], n
+            for choice in reversed(back):
+                r = int(choice[r])
+                cuts.append(at[r])
+            return sorted(cuts)[1:]
+        eps = 1.5 * eps + 0.1
+
+
+def _flops(graph: Graph, i: int) -> float:
+    op = graph.ops[i]
+    if op.alias is not None:
+        return 0.0
+    made = [None if t is None else (t.shape, t.dtype) for t in op.outputs]
+    return float(op_flops(op.target, [(t.shape, t.dtype) for t in graph.input_tensors(i)], made))
+
+
+def _free_ops(graph: Graph) -> set[int]:
+    """Ops that depend on no placeholder."""
+    free: set[int] = set()
+    for i, op in enumerate(graph.ops):
+        if not op.is_placeholder and not op.backward and all(a in free for a, _ in op.inputs):
+            free.add(i)
+    return free
+
+
+def _crossing_bytes(graph: Graph, forward: list[int]) -> list[float]:
+    """C: bytes over a cut before each forward op; a storage counts once, placeholders not at all."""
+    place = {i: at for at, i in enumerate(forward)}
+    last: dict[Value, int] = {}
+    for at, i in enumerate(forward):
+        for value in graph.ops[i].inputs:
+            owner = graph.storage(value)
+            if owner[0] in place:
+                last[owner] = at
+    change = [0.0] * (len(forward) + 1)
+    for owner, end in last.items():
+        change[place[owner[0]] + 1] += graph.tensor(owner).bytes
+        change[end + 1 if end + 1 < len(change) else end] -= graph.tensor(owner).bytes
+    return [float(x) for x in np.cumsum(change)]
+
+
+def _thin_positions(crossing: list[float]) -> list[int]:
+    """Local minima of the bytes that cross, the first of a plateau; those with fewest bytes where there are too many."""
+    found = [r for r in range(1, len(crossing) - 1) if crossing[r] < crossing[r - 1] and crossing[r] <= crossing[r + 1]]
+    found += [r for r in range(1, 2) if r < len(crossing) - 1 and r not in found]
+    return sorted(sorted(found, key=lambda r: (crossing[r], r))[:MOST_POSITIONS])
+
+
+def _block_borders(graph: Graph, forward: list[int], crossing: list[float], flops: list[float]) -> tuple[list[int], int]:
+    """Positions between the instances of the repeated block that computes most, before the first and behind the last; their number.
+
+    A border lies where fewest bytes cross, near where one instance ends and the next one begins. No blocks: ([], 0).
+    """
+    places = repeated_blocks(graph).places
+    instances: dict[int, dict[int, list[int]]] = {}
+    work: dict[int, float] = {}
+    for at, i in enumerate(forward):
+        place = places[i]
+        if place is not None:
+            instances.setdefault(place.block, {}).setdefault(place.instance, []).append(at)
+            work[place.block] = work.get(place.block, 0.0) + flops[at]
+    block = max(work, key=lambda b: (work[b], -b), default=None)
+    if block is None or len(instances[block]) < 3 or work[block] < sum(flops) / 3:
+        return [], 0
+    whole = max(map(len, instances[block].values()))  # what repeats beyond the last block (a norm) is no block
+    spans = [(min(ats), max(ats)) for _, ats in sorted(instances[block].items()) if 2 * len(ats) > whole]
+    if len(spans) < 3 or any(a[1] >= b[0] for a, b in zip(spans, spans[1:])):
+        return [], 0
+    length = spans[2][0] - spans[1][0]
+
+    def border(nominal: int) -> int:
+        near = range(max(1, nominal - length // 2), min(len(forward) - 1, nominal + length // 2) + 1)
+        return min(near, key=lambda r: (crossing[r], abs(r - nominal), r), default=1)
+
+    shift = border(spans[1][0]) - spans[1][0]  # instances may begin within a layer
+    borders = [border(start + shift) for start in [*(low for low, _ in spans), spans[-1][0] + length]]
+    return sorted(set(borders)), len(spans)
+
+
+def _blocks_and_heavy(borders: list[int], flops: list[float], blocks: int) -> int:
+    """How many layers: the blocks, and what lies before and behind them where it computes about as much as a block."""
+    sums = np.concatenate([[0.0], np.cumsum(flops)])
+    one = (sums[borders[-1]] - sums[borders[0]]) / blocks
+    before, behind = sums[borders[0]], sums[-1] - sums[borders[-1]]
+    return blocks + int(before >= HEAVY * one) + int(behind >= HEAVY * one)
+
+
+def _backward_layers(graph: Graph, of: list[int], last: int) -> None:
+    """Fills in the layers of backward ops, in the order of the program."""
+    homes: dict[Value, int | None] = {}  # of a forward value or parameter: its layer, None where several use it
+
+    def home(value: Value) -> int | None:
+        if value not in homes:
+            layers = {of[j] for j, _ in graph.users.get(value, ()) if not graph.ops[j].backward and of[j] >= 0}
+            if not graph.ops[value[0]].is_placeholder:
+                layers.add(of[value[0]])
+            homes[value] = next(iter(layers)) if len(layers) == 1 else None
+        return homes[value]
+
+    flows: set[int] = set()  # what depends on a gradient
+    waiting: list[int] = []  # what only prepares something from values that several layers use: it runs where it is read
+    for i, op in enumerate(graph.ops):
+        if op.kind == "tangent":
+            flows.add(i)
+        if not op.backward or op.is_placeholder:
+            continue
+        sure = [home(v) for v in op.inputs if v[0] not in flows and not _is_free(graph, of, v)]
+        known = [layer for layer in sure if layer is not None]
+        if any(a in flows for a, _ in op.inputs):
+            flows.add(i)
+            gradients = [of[a] for a, _ in op.inputs if a in flows and of[a] >= 0]
+            of[i] = min([*gradients, max(known)]) if known and gradients else min([*gradients, *known], default=last)
+            continue
+        for k in range(len(op.outputs)):
+            homes[i, k] = max(known) if known and len(known) == len(sure) else None
+        of[i] = -1 if homes[i, 0] is None else max(known)
+        waiting += [i] if of[i] < 0 else []
+    for i in reversed(waiting):
+        made = [of[a] for a, _ in graph.ops[i].inputs if not graph.ops[a].backward]
+        of[i] = max([*(of[j] for j, _ in graph.users.get((i, 0), ()) if of[j] >= 0), *made], default=last)
+        of[i] = last if of[i] < 0 else of[i]
+
+
+def _is_free(graph: Graph, of: list[int], value: Value) -> bool:
+    return of[value[0]] < 0 and not graph.ops[value[0]].is_placeholder
+
+
+def _merged(graph: Graph, of: list[int], count: int) -> tuple[list[int], int]:
+    """Layers taken together over which something would flow the wrong way: a forward value down, a backward value up."""
+    joined = [False] * count  # joined[l]: layer l belongs to l - 1
+    for i, op in enumerate(graph.ops):
+        if of[i] < 0:
+            continue
+        for a, _ in op.inputs:
+            low, high = (of[i], of[a]) if not graph.ops[a].backward else (of[a], of[i])
+            if 0 <= low < high and of[a] >= 0:
+                joined[low + 1 : high + 1] = [True] * (high - low)
+    number = list(np.cumsum([not j for j in joined]) - 1)
+    return [int(number[layer]) if layer >= 0 else -1 for layer in of], int(number[-1]) + 1

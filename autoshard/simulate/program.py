@@ -1,0 +1,249 @@
+"""A plan as tasks in one order: what a device runs, what it sends over which mesh axis, and what waits for what.
+
+    op i              its kernel on the compute stream; collectives inside it, on the stream of their mesh axis, follow it
+    link a -> b       the steps of its route one after the other: collectives on their axis' stream, splits on the compute stream
+    parameter         the optimizer's step, last, after its gradient's route
+    view, hub         no task of its own
+
+The list holds every task once and nothing before what it waits for; each stream runs its tasks in this order. Where a link's tasks
+stand in it:
+
+    overlap           right after the op that made the value, unless it waits for another phase to be read: parameters, and what the
+                      forward pass leaves for the backward pass. Those are fetched late: when the reader of the fetch `prefetch` places
+                      before is about to run.
+    no overlap        right before the reader (results: after what made them), all on one stream
+
+The sum of all seconds is the cost of the plan. All ranks of an SPMD program do the same at the same times, so one is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoshard.cost import bytes_sent, collective_seconds
+from autoshard.formulate import Formulation, Link
+from autoshard.graph import Graph
+from autoshard.layout import Layout, text
+from autoshard.redistribute import Step
+from autoshard.strategies import internal_collectives
+
+COMPUTE = 0  # stream; mesh axis k has stream k + 1
+Inside = tuple[str, int, float, float]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One kernel or collective. Its stream runs tasks in order; it also waits for the tasks `after`."""
+
+    name: str
+    kind: str  # compute, optimizer, split, or the collective
+    seconds: float
+    stream: int
+    after: tuple[int, ...]
+    phase: str  # forward, backward, update
+    op: int  # index into the graph: whose kernel, or who reads what is moved (who made it, where nobody does)
+    bytes: float = 0.0  # that each rank sends
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Tasks of one rank of a plan, and where to find those of each op and link."""
+
+    tasks: tuple[Task, ...]
+    formulation: Formulation
+    choice: tuple[int, ...]
+    of_op: tuple[tuple[int, int], ...]  # per op the range of its own tasks
+    of_link: tuple[tuple[int, int], ...]  # per link the range of its tasks; empty where nothing moves
+    overlap: bool
+
+    @property
+    def graph(self) -> Graph:
+        return self.formulation.graph
+
+
+def program_of(formulation: Formulation, choice: Sequence[int], *, overlap: bool = True, prefetch: int = 4) -> Program:
+    """The tasks of a plan. prefetch: how many fetches of parameters may be ahead of their readers (at least 1 with overlap)."""
+    if prefetch < 0:
+        raise ValueError(f"prefetch is {prefetch}; expected a number of fetches, 0 or more")
+    return _Builder(formulation, tuple(choice), overlap, prefetch).build()
+
+
+class _Builder:
+    """Makes the list: for each op the moves before it, its own tasks, the moves behind it."""
+
+    def __init__(self, formulation: Formulation, choice: tuple[int, ...], overlap: bool, prefetch: int):
+        self.formulation, self.choice, self.overlap = formulation, choice, overlap
+        self.graph, self.links = formulation.graph, formulation.links
+        self.tasks: list[Task] = []
+        self.routes: dict[tuple, tuple[Step, ...]] = {}
+        self.inside: dict[tuple, tuple[Inside, ...]] = {}
+        self.steps = [self._steps(link) for link in self.links]
+        self.places = _Places(formulation, self.steps, overlap, max(prefetch, 1))
+        self.done: dict[int, tuple[int, ...]] = {}  # node -> the tasks after which its value is there
+        self.of_op = [(0, 0)] * len(self.graph.ops)
+        self.of_link = [(0, 0)] * len(self.links)
+        self.last_compute: tuple[int, ...] = ()
+
+    def build(self) -> Program:
+        slots, n = self.places.by_slot(), len(self.graph.ops)
+        self._move_all(slots.get(-1, ()))
+        for i, op in enumerate(self.graph.ops):
+            self._move_all(slots.get(2 * i, ()))
+            if not op.is_placeholder:
+                self._run(i)
+            self._move_all(slots.get(2 * i + 1, ()))
+        self._move_all(slots.get(2 * n, ()))
+        for i, op in enumerate(self.graph.ops):
+            if op.is_placeholder:
+                self._update(i)
+        return Program(tuple(self.tasks), self.formulation, self.choice, tuple(self.of_op), tuple(self.of_link), self.overlap)
+
+    def _steps(self, link: Link) -> tuple[Step, ...]:
+        key = (id(link.tensor), id(link.gives), self.choice[link.a], id(link.takes), self.choice[link.b])  # shared by the layers
+        if key not in self.routes:
+            self.routes[key] = self._route(link, link.gives[self.choice[link.a]], link.takes[self.choice[link.b]])
+        return self.routes[key]
+
+    def _route(self, link: Link, source: Layout, target: Layout) -> tuple[Step, ...]:
+        if source == target:
+            return ()
+        route = self.formulation.routes.route(link.tensor.shape, link.tensor.itemsize, source, target)
+        if route is None:
+            name = self.graph.ops[link.value[0]].name
+            raise ValueError(f"the plan moves {name} from {text(source)} to {text(target)}, for which there is no route; plan again")
+        return route.steps
+
+    def _move_all(self, links: Sequence[int]) -> None:
+        for k in links:
+            self._move(k)
+
+    def _add(self, task: Task) -> None:
+        if task.stream == COMPUTE:
+            self.last_compute = (len(self.tasks),)
+        self.tasks.append(task)
+
+    def _move(self, k: int) -> None:
+        link, first = self.links[k], len(self.tasks)
+        after = self.done.get(link.a, ())
+        if k in self.places.late:  # not before the compute stream has come as far
+            after = tuple(sorted({*after, *self.last_compute}))
+        name, reader = self.graph.ops[link.value[0]].name, self.places.reader[k]
+        reader = reader if reader < len(self.graph.ops) else link.value[0]
+        for step in self.steps[k]:
+            stream = COMPUTE if step.collective == "split" else step.axis + 1
+            self._add(Task(name, step.collective, step.seconds, stream, after, self.places.phase_of_move(k), reader, step.bytes))
+            after = (len(self.tasks) - 1,)
+        self.of_link[k] = (first, len(self.tasks))
+        if k in self.places.hub_links:
+            self.done[link.b] = after
+
+    def _ends(self, k: int) -> tuple[int, ...]:
+        """The tasks after which what link k brings is there."""
+        first, end = self.of_link[k]
+        return (end - 1,) if first < end else self.done.get(self.links[k].a, ())
+
+    def _run(self, i: int) -> None:
+        op, phase, first = self.graph.ops[i], self.places.phases[i], len(self.tasks)
+        after = tuple(sorted({t for k in self.places.inputs.get(i, ()) for t in self._ends(k)}))
+        seconds, inside = float(self.formulation.problem.node_costs[i][self.choice[i]]), self._inside(i)
+        own = max(seconds - sum(part for _, _, part, _ in inside), 0.0)
+        if own:
+            self._add(Task(op.name, "compute", own, COMPUTE, after, phase, i))
+            after = (len(self.tasks) - 1,)
+        for name, axis, part, size in inside:
+            self._add(Task(op.name, name, part, axis + 1, after, phase, i, size))
+            after = (len(self.tasks) - 1,)
+        self.of_op[i] = (first, len(self.tasks))
+        self.done[i] = after
+
+    def _inside(self, i: int) -> tuple[Inside, ...]:
+        """Collectives inside op i with their seconds and the bytes that a rank sends."""
+        key = (id(self.formulation.candidates.of[i]), self.choice[i])
+        if key not in self.inside:
+            axes, layouts = self.formulation.mesh.axes, self.formulation.candidate(i, self.choice).inputs
+            found = internal_collectives(self.graph.ops[i], self.graph.input_tensors(i), layouts, self.formulation.mesh)
+            self.inside[key] = tuple(
+                (name, axis, float(collective_seconds(name, axes[axis], float(size))), float(bytes_sent(name, axes[axis], float(size))))
+                for name, axis, size in found
+            )
+        return self.inside[key]
+
+    def _update(self, i: int) -> None:
+        """The optimizer's step, once the gradient is in the parameter's layout."""
+        seconds = float(self.formulation.problem.node_costs[i][self.choice[i]])
+        if seconds:
+            after = self._ends(self.places.gradients[i]) if i in self.places.gradients else ()
+            self.of_op[i] = (len(self.tasks), len(self.tasks) + 1)
+            self._add(Task(self.graph.ops[i].name, "optimizer", seconds, COMPUTE, after, "update", i))
+
+
+class _Places:
+    """Where the tasks of each link stand: slot -1 at the beginning, 2 i before op i, 2 i + 1 behind it, 2 n at the end."""
+
+    def __init__(self, formulation: Formulation, steps: Sequence[tuple[Step, ...]], overlap: bool, prefetch: int):
+        self.graph, self.links, self.steps = formulation.graph, formulation.links, steps
+        n = len(self.graph.ops)
+        self.hubs = {node: value for value, node in formulation.hubs.items()}
+        self.phases = ["rest" if op.is_placeholder else "backward" if op.backward else "forward" for op in self.graph.ops]
+        self.reader = [n] * len(self.links)  # the first op that reads what the link brings; n where none does
+        self.inputs: dict[int, list[int]] = {}  # op -> the links that it reads through
+        self.gradients: dict[int, int] = {}  # parameter -> the link of its gradient
+        self.hub_links = frozenset(k for k, link in enumerate(self.links) if link.b in self.hubs)
+        self.results = [False] * len(self.links)
+        for k, link in enumerate(self.links):
+            self._read(k, link, n)
+        self.late: set[int] = set()
+        self.slots = self._overlapped(prefetch) if overlap else [self._at_need(k) for k in range(len(self.links))]
+        filled = {self.links[k].b: self.slots[k] for k in self.hub_links}
+        self.slots = [max(slot, filled.get(link.a, -1)) for slot, link in zip(self.slots, self.links)]
+
+    def _read(self, k: int, link: Link, n: int) -> None:
+        if k in self.hub_links:
+            self.reader[k] = min((i for i, _ in self.graph.users.get(self.hubs[link.b], ())), default=n)
+        elif link.b < n and not self.graph.ops[link.b].is_placeholder:
+            self.reader[k] = link.b
+            self.inputs.setdefault(link.b, []).append(k)
+        else:
+            self.results[k] = True
+            if link.b < n:
+                self.gradients[link.b] = k
+
+    def _at_need(self, k: int) -> int:
+        return self._when_made(k) if self.results[k] or self.reader[k] == len(self.graph.ops) else 2 * self.reader[k]
+
+    def _when_made(self, k: int) -> int:
+        """Behind the op that made the value; at the end for a parameter or input that is returned."""
+        i = self.links[k].value[0]
+        return 2 * len(self.graph.ops) if self.results[k] and self.phases[i] == "rest" else 2 * i + 1
+
+    def _overlapped(self, prefetch: int) -> list[int]:
+        slots = [0] * len(self.links)
+        phase = dict(enumerate(self.phases))  # of nodes: when their value is made
+        waiting = []
+        for k, link in enumerate(self.links):  # those into hubs come first
+            read = self._phase_of(self.reader[k], phase[link.a])
+            if k in self.hub_links:
+                phase[link.b] = read if self.steps[k] else phase[link.a]
+            slots[k] = self._when_made(k)
+            if not self.results[k] and phase[link.a] != read and self.steps[k]:
+                waiting.append(k)
+        waiting.sort(key=lambda k: self.reader[k])
+        self.late = set(waiting)
+        for n, k in enumerate(waiting):
+            slots[k] = 2 * self.reader[waiting[n - prefetch]] if n >= prefetch else -1
+        return slots
+
+    def _phase_of(self, reader: int, otherwise: str) -> str:
+        return self.phases[reader] if reader < len(self.phases) else otherwise
+
+    def phase_of_move(self, k: int) -> str:
+        if self.results[k]:
+            return "update" if self.gradients.get(self.links[k].b) == k else "backward" if "backward" in self.phases else "forward"
+        return self._phase_of(self.reader[k], self.phases[self.links[k].value[0]])
+
+    def by_slot(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for k in sorted(range(len(self.links)), key=lambda k: (self.slots[k], k not in self.hub_links, self.reader[k], k)):
+            found.setdefault(self.slots[k], []).append(k)
+        return found

@@ -1,0 +1,243 @@
+"""The time line of a planned program: when each task runs, how long the step takes, what memory it holds, what it waits for.
+
+    seconds     the last end
+    exposed     communication that nothing hides: time in which no kernel runs and some collective does
+    memory      bytes over time, by what they are (formulate.usages.KINDS): a usage is held from when its op, or the move that
+                makes it, begins, to the end of the last op, or move, that reads it
+    critical    back from the last end: each task and the one whose end it waited for last
+
+With overlap off the tasks run one after the other: seconds is the plan's cost, and the peak of memory is the plan's.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autoshard.formulate import Formulation
+from autoshard.graph import Graph
+from autoshard.mesh import Mesh
+from autoshard.problem import NodeUsage
+from autoshard.simulate.engine import Times, run_tasks
+from autoshard.simulate.joining import with_joined_gradients
+from autoshard.simulate.planned import planned
+from autoshard.simulate.program import COMPUTE, Program, Task, program_of
+from autoshard.solution import Solution
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """The tasks of one rank with their times. All ranks of the plan run the same."""
+
+    program: Program
+    times: Times
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        return self.program.tasks
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return max(self.times.end, default=0.0)
+
+    @cached_property
+    def compute_seconds(self) -> float:
+        return math.fsum(task.seconds for task in self.tasks if task.kind in ("compute", "optimizer"))
+
+    @cached_property
+    def communication_seconds(self) -> float:
+        """Seconds of all collectives, hidden or not; splits included."""
+        return math.fsum(task.seconds for task in self.tasks if task.kind not in ("compute", "optimizer"))
+
+    @cached_property
+    def exposed_communication_seconds(self) -> float:
+        """Seconds in which collectives run and no kernel does."""
+        kernels = [i for i, task in enumerate(self.tasks) if task.kind in ("compute", "optimizer")]
+        others = [i for i, task in enumerate(self.tasks) if task.kind not in ("compute", "optimizer")]
+        both = _covered(self.times, [*kernels, *others])
+        return both - _covered(self.times, kernels)
+
+    @cached_property
+    def memory(self) -> dict[str, np.ndarray]:
+        """`seconds` at which memory changes, and from there on the bytes held of each kind (formulate.usages.KINDS) and in `total`."""
+        with _no_search_for_cycles():
+            return _memory(self.program, self.times, self.seconds)
+
+    @property
+    def peak_bytes(self) -> float:
+        total = self.memory["total"]
+        return float(total.max()) if len(total) else 0.0
+
+    @property
+    def peak_seconds(self) -> float:
+        """When the peak is reached first."""
+        total = self.memory["total"]
+        return float(self.memory["seconds"][int(total.argmax())]) if len(total) else 0.0
+
+    @cached_property
+    def critical_path(self) -> tuple[int, ...]:
+        """Indexes of tasks, first to last: each began when the one before it ended."""
+        if not self.tasks:
+            return ()
+        path = [int(np.argmax(self.times.end))]
+        while self.times.cause[path[-1]] >= 0:
+            path.append(self.times.cause[path[-1]])
+        return tuple(reversed(path))
+
+    @property
+    def critical_seconds(self) -> dict[str, float]:
+        """Seconds on the critical path, by kind of task; the largest first."""
+        found: dict[str, list[float]] = {}
+        for i in self.critical_path:
+            found.setdefault(self.tasks[i].kind, []).append(self.times.end[i] - self.times.begin[i])
+        return dict(sorted(((kind, math.fsum(parts)) for kind, parts in found.items()), key=lambda pair: (-pair[1], pair[0])))
+
+
+def timeline_of(
+    formulation: Formulation,
+    choice: Sequence[int],
+    *,
+    overlap: bool = True,
+    prefetch: int = 4,
+    join: bool = False,
+    links: Sequence[int] | None = None,
+) -> Timeline:
+    """The time line of a choice.
+
+    join: small gradient reductions go as one, with overlap (simulate.joining). links: per mesh axis the number of its link; default
+    `shared_links`.
+    """
+    program = program_of(formulation, choice, overlap=overlap, prefetch=prefetch)
+    program = with_joined_gradients(program) if join and overlap else program
+    return Timeline(program, run_program(program, links))
+
+
+def timeline_of_solution(graph: Graph, solution: Solution, mesh: Mesh | None = None, **options) -> Timeline:
+    """The time line of a plan; options as in `timeline_of`. mesh: other prices. ValueError where the plan is not of this graph."""
+    with _no_search_for_cycles():
+        return timeline_of(*planned(graph, solution, mesh), **options)
+
+
+@contextmanager
+def _no_search_for_cycles() -> Iterator[None]:
+    """Without Python's collector: all that is made lives on, and looking through it again and again took a third of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def run_program(program: Program, links: Sequence[int] | None = None) -> Times:
+    if not program.overlap:
+        return run_tasks([_Serial(task.seconds) for task in program.tasks])
+    shared = shared_links(program.formulation.mesh) if links is None else tuple(links)
+    return run_tasks(program.tasks, (-1, *shared))
+
+
+@dataclass(frozen=True)
+class _Serial:
+    seconds: float
+    stream: int = COMPUTE
+    after: tuple[int, ...] = ()
+
+
+def shared_links(mesh: Mesh) -> tuple[int, ...]:
+    """Per axis the number of the link that it uses: axes with equal bandwidth, latency and sharing are on one link.
+
+    Two axes inside a node use the same port of a device, two between nodes the same link of a node. Of a measured mesh each axis has
+    numbers of its own, so nothing is shared.
+    """
+    numbers: dict[tuple, int] = {}
+    return tuple(numbers.setdefault((a.bandwidth, a.latency, a.shared_by, a.backend, a.curves), len(numbers)) for a in mesh.axes)
+
+
+def _covered(times: Times, tasks: Sequence[int]) -> float:
+    """Length of the union of the tasks' intervals."""
+    spans = sorted((times.begin[i], times.end[i]) for i in tasks if times.end[i] > times.begin[i])
+    total, until = [], -math.inf
+    for a, b in spans:
+        if b > until:
+            total.append(b - max(a, until))
+            until = b
+    return math.fsum(total)
+
+
+def _memory(program: Program, times: Times, seconds: float) -> dict[str, np.ndarray]:
+    problem, choice = program.formulation.problem, program.choice
+    held = program.formulation.held
+    op_begin, op_end = _op_times(program, times, seconds)
+    into, out_of = _moves_by_node(program)
+    rows = []
+    made: Sequence[int]
+    read: Sequence[int]
+    for usage, kind in zip(problem.usages, held, strict=True):
+        if isinstance(usage, NodeUsage):
+            amount, made, read = usage.bytes[choice[usage.node]], into.get(usage.node, ()), out_of.get(usage.node, ())
+        else:
+            edge = problem.edges[usage.edge]
+            amount, made, read = usage.bytes[choice[edge.a], choice[edge.b]], (usage.edge,), ()
+        if not amount:
+            continue
+        begin, end = op_begin[usage.start], op_end[usage.end - 1]
+        moves = [program.of_link[k] for k in made]
+        starts = [times.begin[first] for first, stop in moves if first < stop]
+        if usage.start == 0 and usage.end == len(op_begin):  # held throughout
+            starts = []
+        begin = min([begin, *starts])
+        ends = [times.end[stop - 1] for first, stop in (program.of_link[k] for k in read) if first < stop]
+        rows.append((begin, usage.start, max([end, *ends]), usage.end, float(amount), kind))
+    return _profile(rows, by_order=not program.overlap)
+
+
+def _op_times(program: Program, times: Times, seconds: float) -> tuple[list[float], list[float]]:
+    """When each op begins and ends; a view when the compute stream comes to it. One more entry for the end of the step."""
+    begin, end = [], []
+    reached, seen = 0.0, 0
+    for i, (first, stop) in enumerate(program.of_op):
+        if program.graph.ops[i].is_placeholder:
+            first = stop = seen
+        while seen < first:
+            if program.tasks[seen].stream == COMPUTE or not program.overlap:
+                reached = max(reached, times.end[seen])
+            seen += 1
+        begin.append(times.begin[first] if first < stop else reached)
+        end.append(times.end[stop - 1] if first < stop else reached)
+    return [*begin, seconds], [*end, seconds]
+
+
+def _moves_by_node(program: Program) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """By node the links into it that move something, and those out of it."""
+    into: dict[int, list[int]] = {}
+    out_of: dict[int, list[int]] = {}
+    hubs = set(program.formulation.hubs.values())
+    for k, link in enumerate(program.formulation.links):
+        first, stop = program.of_link[k]
+        if first < stop:
+            out_of.setdefault(link.a, []).append(k)
+            if link.b in hubs or link.b < len(program.graph.ops) and program.graph.ops[link.b].is_placeholder:
+                into.setdefault(link.b, []).append(k)
+    return into, out_of
+
+
+def _profile(rows: list[tuple[float, int, float, int, float, str]], by_order: bool) -> dict[str, np.ndarray]:
+    """Bytes by kind over time. At equal seconds (or by_order alone) the order of the ops counts, and what ends is let go first."""
+    events = [(begin, order, 1, amount, kind) for begin, order, _, _, amount, kind in rows]
+    events += [(end, order, 0, -amount, kind) for _, _, end, order, amount, kind in rows]
+    events.sort(key=(lambda event: event[1:3]) if by_order else (lambda event: event[:3]))
+    kinds = sorted({kind for *_, kind in rows})
+    number = {kind: n for n, kind in enumerate(kinds)}
+    deltas = np.zeros((len(kinds), len(events)))
+    deltas[[number[event[4]] for event in events], np.arange(len(events))] = [event[3] for event in events]
+    curves = np.cumsum(deltas, axis=1)
+    seconds = np.maximum.accumulate(np.array([event[0] for event in events], dtype=float))
+    return {"seconds": seconds, "total": curves.sum(axis=0), **dict(zip(kinds, curves))}

@@ -1,0 +1,61 @@
+"""Pipelines on 16 devices: the plan beside equal cuts and the data x tensor x pipeline grid, and the seconds of the search.
+
+    python benchmarks/pipeline.py models [--only gpt2] [--json]
+
+The argument is the folder with gpt2.py, llama.py and unet.py. Two nodes of eight H100; CPU seconds are of this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+
+CASES = {
+    "gpt2": ("gpt2", "small", {"batch": 64, "seq": 1024, "vocab": 50304}),
+    "llama3_70b": ("llama", "llama3_70b", {}),
+    "unet": ("unet", "base", {}),
+}
+
+
+def measured(name: str, devices: int) -> dict:
+    from autoshard import Cluster, pipeline
+
+    file, function, settings = CASES[name]
+    module, inputs = getattr(importlib.import_module(file), function)(**settings)
+    cpu, wall = time.process_time(), time.monotonic()
+    found = pipeline(module, inputs, Cluster.of(devices))
+    row = {"model": name, "devices": devices, "cpu_seconds": time.process_time() - cpu, "wall_seconds": time.monotonic() - wall}
+    row |= {"step_seconds": found.seconds, "bound_seconds": found.bound, "stages": len(found.stages), "microbatches": found.microbatches}
+    row |= {"schedule": found.schedule, "way": found.way, "peak_bytes": found.peak_bytes, "configurations": len(found.configurations)}
+    for way in ("planned", "equal", "grid"):
+        row[f"best_{way}_seconds"] = min((c["seconds"] for c in found.configurations if c["way"] == way and c["fits"]), default=None)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", type=Path, help="the folder with gpt2.py, llama.py and unet.py")
+    parser.add_argument("--only", choices=sorted(CASES))
+    parser.add_argument("--devices", type=int, default=16)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    if not (given.models / "gpt2.py").is_file():
+        sys.exit(f"{given.models} has no gpt2.py; give the folder with the models")
+    sys.path.insert(0, str(given.models))
+    rows = [measured(name, given.devices) for name in ([given.only] if given.only else CASES)]
+    if given.json:
+        print(json.dumps({"rows": rows}))
+        return
+    print(f"{'model':<12}{'step':>9}{'bound':>9}{'equal':>9}{'grid':>9}  {'P':>2} {'K':>3} {'schedule':<17}{'cpu s':>7}")
+    for r in rows:
+        times = [r["step_seconds"], r["bound_seconds"], r["best_equal_seconds"], r["best_grid_seconds"]]
+        said = "".join(f"{t * 1e3:>7.1f}ms" if t is not None else f"{'-':>9}" for t in times)
+        print(f"{r['model']:<12}{said}  {r['stages']:>2} {r['microbatches']:>3} {r['schedule']:<17}{r['cpu_seconds']:>7.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Stages and sub-meshes: the dynamic program against all cuts, all sub-meshes, all places for them."""
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoshard.simulate.interop import (
+    Nodes,
+    Stage,
+    SubMesh,
+    Tiling,
+    inter_op,
+    least_bottleneck,
+    seconds_of,
+    step_seconds,
+    submeshes,
+)
+
+CLUSTERS = [
+    (Nodes(1, 8),), (Nodes(2, 4),), (Nodes(1, 6),), (Nodes(2, 3),), (Nodes(4, 2),), (Nodes(1, 2), Nodes(1, 4)), (Nodes(1, 3), Nodes(2, 2)),
+    (Nodes(1, 5),), (Nodes(1, 1),),
+]  # fmt: skip
+
+
+def ways(kinds, subs, u, free):
+    """Every way to take sub-mesh u from the free devices of each node, equal nodes once."""
+    kind, n, m = subs[u]
+    nodes = free[kind]
+    needed = m if n == 1 else kinds[kind].devices
+    able = [i for i, left in enumerate(nodes) if left >= needed]
+    for chosen in {tuple(sorted(nodes[i] for i in some)): some for some in combinations(able, n)}.values():
+        left = [x - m if i in chosen else x for i, x in enumerate(nodes)]
+        yield [*free[:kind], left, *free[kind + 1 :]]
+
+
+def brute_force(t, x, kinds, subs, K):
+    """T of the best of all divisions; inf if there is none."""
+    best = math.inf
+    L = t.shape[1]
+
+    def go(k, free, stages):
+        nonlocal best
+        if k == L:
+            best = min(best, step_seconds(*seconds_of(stages, t, x), K))
+            return
+        for u in range(len(subs)):
+            for left in ways(kinds, subs, u, free):
+                for j in range(k + 1, L + 1):
+                    go(j, left, [*stages, Stage(k, j, u)])
+
+    go(0, [[nodes.devices] * nodes.number for nodes in kinds], [])
+    return best
+
+
+def random_chain(rng, kinds, layers):
+    """Seconds by layers, efficiency of each sub-mesh, and a memory limit, of a random chain; some fit nowhere."""
+    subs = submeshes(kinds, every_size=bool(rng.integers(2)))
+    Q = int(rng.integers(1, 5))
+    work, held, saved = rng.uniform(1, 10, layers), rng.uniform(1, 6, layers), rng.uniform(0, 3, layers)
+    limit = rng.uniform(3, 25)
+    t = np.full((len(subs), layers, layers + 1, Q), math.inf)
+    for u, s in enumerate(subs):
+        speed = s.size ** rng.uniform(0.5, 1)
+        for k in range(layers):
+            for j in range(k + 1, layers + 1):
+                for q in range(Q):
+                    if (held[k:j].sum() + (q + 1) * saved[k:j].sum()) / s.size <= limit:
+                        t[u, k, j, q] = work[k:j].sum() / speed
+    return subs, t, rng.uniform(0, 3, (layers + 1, len(subs), len(subs)))
+
+
+def compare(seed, most_layers):
+    rng = np.random.default_rng(seed)
+    kinds = CLUSTERS[seed % len(CLUSTERS)]
+    layers, K = int(rng.integers(1, most_layers + 1)), int(rng.integers(1, 9))
+    subs, t, x = random_chain(rng, kinds, layers)
+    found = inter_op(t, x, Tiling(kinds, subs), K)
+    expected = brute_force(t, x, kinds, subs, K)
+    if expected == math.inf:
+        assert found is None
+        return False
+    assert found is not None and found.seconds == pytest.approx(expected, rel=1e-12)
+    assert step_seconds(*seconds_of(found.stages, t, x), K) == found.seconds  # its stages cost what it says
+    assert [s.first for s in found.stages] == [0, *(s.last for s in found.stages[:-1])] and found.stages[-1].last == layers
+    return True
+
+
+def test_the_dynamic_program_equals_brute_force_on_small_chains():
+    fits = [compare(seed, 4) for seed in range(54)]
+    assert any(fits) and not all(fits)  # some chains fit nowhere, and that is said
+
+
+@pytest.mark.slow
+def test_the_dynamic_program_equals_brute_force_on_200_chains():
+    for seed in range(200):
+        compare(1000 + seed, 8 if CLUSTERS[(1000 + seed) % len(CLUSTERS)] != (Nodes(1, 8),) else 6)
+
+
+def test_brute_force_can_tell_a_wrong_answer():
+    """The negative control: with transfers left out of the dynamic program some answer is worse."""
+    worse = 0
+    for seed in range(54):
+        rng = np.random.default_rng(seed)
+        kinds = CLUSTERS[seed % len(CLUSTERS)]
+        layers, K = int(rng.integers(1, 5)), int(rng.integers(1, 9))
+        subs, t, x = random_chain(rng, kinds, layers)
+        found = inter_op(t, np.zeros_like(x), Tiling(kinds, subs), K)
+        if found is not None:
+            worse += step_seconds(*seconds_of(found.stages, t, x), K) > brute_force(t, x, kinds, subs, K) * (1 + 1e-9)
+    assert worse > 0
+
+
+def test_six_devices_are_tiled_by_unequal_stages():
+    kinds = (Nodes(1, 6),)
+    subs = submeshes(kinds)
+    assert [s.size for s in subs] == [1, 2, 3, 6]
+    tiling = Tiling(kinds, subs)
+    # three layers of work 3, 2, 1: sub-meshes of 3, 2 and 1 devices make every stage take 1
+    t = np.full((4, 3, 4, 1), math.inf)
+    for u, s in enumerate(subs):
+        for k, work in enumerate((3.0, 2.0, 1.0)):
+            t[u, k, k + 1, 0] = work / s.size
+    found = inter_op(t, np.zeros((4, 4, 4)), tiling, 10)
+    assert [subs[s.submesh].size for s in found.stages] == [3, 2, 1] and found.seconds == pytest.approx(3 + 9)
+
+
+def test_sizes_that_do_not_divide_a_node_are_packed_exactly():
+    """Two nodes of 4: stages of 3, 3 and 2 devices are 8 in all, but no node has room for the 2 beside a 3."""
+    kinds, subs = (Nodes(2, 4),), (SubMesh(0, 1, 3), SubMesh(0, 1, 2))
+    t = np.full((2, 3, 4, 1), math.inf)
+    t[0, 0, 1], t[0, 1, 2], t[1, 2, 3] = 1.0, 1.0, 1.0
+    assert inter_op(t, np.zeros((4, 2, 2)), Tiling(kinds, subs), 4) is None
+    assert inter_op(t, np.zeros((4, 2, 2)), Tiling((Nodes(1, 8),), subs), 4) is not None
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6))
+def test_more_microbatches_never_take_less(seed):
+    rng = np.random.default_rng(seed)
+    kinds = CLUSTERS[seed % len(CLUSTERS)]
+    subs, t, x = random_chain(rng, kinds, 4)
+    tiling = Tiling(kinds, subs)
+    seconds = [d.seconds if (d := inter_op(t[..., :1], x, tiling, K)) else math.inf for K in (1, 2, 5)]
+    assert seconds == sorted(seconds)
+
+
+def test_the_least_bottleneck_is_the_least_largest_stage():
+    for seed in range(18):
+        rng = np.random.default_rng(seed)
+        kinds = CLUSTERS[seed % len(CLUSTERS)]
+        subs, t, _ = random_chain(rng, kinds, 3)
+        none = np.zeros((4, len(subs), len(subs)))
+        largest = least_bottleneck(t, Tiling(kinds, subs))
+        assert largest == pytest.approx(brute_force(t, none, kinds, subs, 10**9) / 1e9, rel=1e-6) or largest == math.inf
+
+
+def test_a_table_of_the_wrong_shape_is_refused():
+    tiling = Tiling((Nodes(1, 2),), submeshes((Nodes(1, 2),)))
+    with pytest.raises(ValueError, match="stage_seconds has shape"):
+        inter_op(np.zeros((1, 2, 3, 1)), np.zeros((3, 2, 2)), tiling, 1)
+    with pytest.raises(ValueError, match="transfer_seconds has shape"):
+        inter_op(np.zeros((2, 2, 3, 1)), np.zeros((2, 2, 2)), tiling, 1)

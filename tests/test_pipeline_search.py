@@ -1,0 +1,125 @@
+"""The whole search on tiny models: never slower than what it was compared with, within memory, the same through an executor."""
+
+import csv
+import json
+import math
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import pytest
+
+from autoshard.api.pipeline_choices import place
+from autoshard.api.pipelines import microbatch, pipeline
+from autoshard.api.planning import Infeasible
+from autoshard.cli import main
+from autoshard.mesh import Device
+from autoshard.simulate.interop import SubMesh
+from autoshard.simulate.pipeline_cluster import Cluster, Kind
+from autoshard.simulate.pipeline_record import Pipeline
+from models import mlp
+
+SLOW = Device("slow", 1e9, 1e9, 1e9, 1e9, launch=1e-7)  # links are fast beside it, so that tiny models are cut
+
+
+def model():
+    return mlp.tiny(layers=4, batch=16)
+
+
+@cache
+def found() -> Pipeline:
+    return pipeline(*model(), Cluster.of(4, device=SLOW), microbatches=(1, 4))
+
+
+def test_the_best_is_never_slower_than_any_configuration():
+    best = found()
+    rows = [row for row in best.configurations if row["fits"]]
+    assert best.seconds == rows[0]["seconds"] == min(row["seconds"] for row in rows)
+    assert {row["way"] for row in rows} == {"planned", "equal", "grid"}
+    assert {(row["data"], row["tensor"], row["pipeline"]) for row in rows if row["way"] == "grid"} == {
+        (d, h, 4 // (d * h)) for d in (1, 2, 4) for h in (1, 2, 4) if 4 % (d * h) == 0
+    }
+    assert best.bound <= best.seconds and rows[0]["exact"]
+
+
+def test_stages_cover_the_model_and_no_device_serves_two():
+    best = found()
+    assert [s.first for s in best.stages] == [0, *(s.last for s in best.stages[:-1])]
+    ranks = [rank for s in best.stages if s.group == best.stages.index(s) for rank in s.devices]
+    assert len(ranks) == len(set(ranks)) and set(ranks) <= set(range(4))
+    names = set(dict(model()[0].named_parameters()))
+    assert {name for s in best.stages for name in s.parameters} == names
+
+
+def test_an_executor_gives_the_same():
+    with ThreadPoolExecutor(2) as executor:
+        other = pipeline(*model(), Cluster.of(4, device=SLOW), microbatches=(1, 4), executor=executor)
+    assert other.configurations == found().configurations and other.stages == found().stages
+
+
+def test_a_limit_is_kept_and_without_room_it_says_what_would_do():
+    peak = min(row["peak_bytes"] for row in found().configurations)
+    tight = pipeline(*model(), Cluster.of(4, device=SLOW), microbatches=(4,), memory_limit=1.3 * peak, grid=False)
+    assert tight.peak_bytes <= 1.3 * peak
+    with pytest.raises(Infeasible, match=r"raise the memory limit to .* GB") as refused:
+        pipeline(*model(), Cluster.of(4, device=SLOW), microbatches=(4,), memory_limit=peak / 20, recompute="never", grid=False)
+    assert "allow recomputation" in str(refused.value)
+    assert refused.value.smallest_limit is not None and refused.value.smallest_limit[0] > peak / 20
+
+
+def test_unequal_nodes_are_used_by_speed():
+    kinds = (Kind(1, 2, SLOW), Kind(1, 2, Device("fast", 4e9, 4e9, 4e9, 1e9, launch=1e-7)))
+    best = pipeline(*model(), Cluster(kinds), microbatches=(4,), schedules=("1f1b",))
+    work = {"slow": 0, "fast": 0}
+    for stage in best.stages:
+        work[stage.device] += stage.last - stage.first
+    assert work["fast"] > work["slow"]
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="a batch of 16 has no 3 equal microbatches; take one of 1, 2, 4, 8, 16"):
+        microbatch(model()[1], 3)
+
+
+def test_devices_that_fill_no_whole_nodes_are_refused():
+    with pytest.raises(ValueError, match="12 devices are no whole number of nodes of 8; give devices_per_node, for example 4"):
+        Cluster.of(12)
+
+
+def test_stages_are_placed_on_nodes_with_room():
+    cluster = Cluster.of(16)
+    sizes = [SubMesh(0, 1, 4), SubMesh(0, 1, 8), SubMesh(0, 1, 4)]
+    assert place(sizes, cluster) == [(8, 9, 10, 11), tuple(range(8)), (12, 13, 14, 15)]
+    with pytest.raises(ValueError, match="don't fit"):
+        place([SubMesh(0, 1, 8)] * 3, cluster)
+
+
+def test_the_verb_prints_one_object_and_writes_files(tmp_path, capsys):
+    files = {name: str(tmp_path / f"p.{name}") for name in ("json", "csv", "png")}
+    code = main(
+        ["pipeline", "models/mlp.py:tiny", "--set", "layers=4", "--devices", "2", "--device", "cpu", "--microbatches", "2",
+         "--workers", "1", "--schedules", "1f1b", "--json", "--out", files["json"], "--csv", files["csv"], "--plot", files["png"]]
+    )  # fmt: skip
+    printed = json.loads(capsys.readouterr().out)
+    assert code == 0
+    keys = ("seconds", "peak_bytes", "stages", "schedule", "microbatches", "bubble", "exposed_communication_seconds", "configurations")
+    assert all(key in printed for key in keys)
+    assert json.load(open(files["json"]))["seconds"] == printed["seconds"]
+    rows = list(csv.DictReader(open(files["csv"])))
+    assert len(rows) == len(printed["configurations"]) and float(rows[0]["seconds"]) == printed["seconds"]
+    assert open(files["png"], "rb").read(4) == b"\x89PNG"
+
+
+def test_the_verb_says_no(capsys):
+    words = ["pipeline", "models/mlp.py:tiny", "--devices", "2", "--microbatches", "2", "--workers", "1", "--no-grid"]
+    assert main([*words, "--memory", "1kB"]) == 1
+    assert "raise the memory limit" in capsys.readouterr().err
+    assert main(["pipeline", "models/mlp.py:tiny", "--devices", "2", "--nodes", "1x2"]) == 2
+    assert "either --devices 16, or --nodes" in capsys.readouterr().err
+    assert main(["pipeline", "models/mlp.py:tiny", "--devices", "2", "--schedules", "2f2b", "--workers", "1"]) == 2
+    assert "expected some of" in capsys.readouterr().err
+
+
+def test_speed_up_is_over_the_fewest_devices():
+    rows = found().speed_up
+    assert [row["devices"] for row in rows] == [1, 2, 4]
+    assert rows[0]["speed_up"] == pytest.approx(1.0) and all(math.isfinite(row["speed_up"]) for row in rows)

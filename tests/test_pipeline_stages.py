@@ -1,0 +1,154 @@
+"""Programs of stages: run one after the other with real tensors they are the whole program; layers are the model's blocks."""
+
+from functools import cache
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+
+from autoshard.capture import capture
+from autoshard.graph import Graph, Op, check, replace_refs
+from autoshard.lower.literals import overload, torch_constants
+from autoshard.simulate.pipeline_layers import clustered, layers_of
+from autoshard.simulate.pipeline_stages import crossing_bytes, stage_program
+from models import gpt2, llama, mlp, unet
+
+MODELS = {
+    "mlp": lambda: mlp.tiny(layers=4), "gpt2": lambda: gpt2.tiny(layers=3), "llama": lambda: llama.tiny(layers=3),
+    "unet": lambda: unet.tiny(),
+}  # fmt: skip
+
+
+@cache
+def graph_of(name: str, training: bool) -> Graph:
+    return capture(*MODELS[name](), training=training)
+
+
+def run_graph(graph: Graph, values: dict) -> dict:
+    """Every value of the graph, op by op as torch runs them."""
+    env = {}
+    for i, op in enumerate(graph.ops):
+        if op.is_placeholder:
+            env[i, 0] = values[op.name]
+            continue
+        args, keywords = torch_constants(replace_refs(op.literals, tuple(env[v] for v in op.inputs)), "cpu")
+        out = overload(op.target)(*args, **dict(keywords))
+        for k, one in enumerate(out if isinstance(out, (tuple, list)) else (out,)):
+            env[i, k] = one
+    return env
+
+
+def random_values(graph: Graph) -> dict:
+    generator = torch.Generator().manual_seed(0)
+
+    def one(op: Op) -> torch.Tensor:
+        shape, dtype = op.output.shape, getattr(torch, op.output.dtype)
+        if not dtype.is_floating_point:
+            return torch.randint(0, 100, shape, generator=generator)
+        return 0.1 * torch.randn(shape, dtype=dtype, generator=generator)
+
+    return {op.name: one(op) for op in graph.ops if op.is_placeholder}
+
+
+def results_of(graph: Graph, env: dict) -> list:
+    return [((r.kind, r.name), env[r.value]) for r in graph.results if r.value is not None]
+
+
+def far(x: torch.Tensor, y: torch.Tensor) -> float:
+    """The largest difference, relative to the largest number (float32, sums in another order)."""
+    return float((x - y).abs().max() / y.abs().max().clamp(min=1e-30))
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("name", ["mlp", "gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "unet"))])
+def test_stages_run_one_after_the_other_are_the_whole_step(name, recomputed):
+    graph = graph_of(name, True)
+    layers = layers_of(graph)
+    values = random_values(graph)
+    env = run_graph(graph, values)
+    expected = dict(results_of(graph, env))
+    half = layers.count // 2
+    for cuts in ([0, 1, layers.count], [0, half, layers.count], list(range(layers.count + 1))):
+        found: dict = {}
+        for first, last in zip(cuts, cuts[1:]):
+            stage = stage_program(layers, first, last)
+            stage = stage.recomputed() if recomputed else stage
+            mine = run_graph(check(stage.graph), {**values, **{key: env[value] for key, value in stage.received}})
+            sent = dict(stage.sent)
+            for (kind, key), x in results_of(stage.graph, mine):
+                if key in sent:
+                    assert far(x, env[sent[key]]) < 1e-5
+                else:  # a shared parameter's gradient is the sum over stages
+                    found[kind, key] = found[kind, key] + x if (kind, key) in found else x
+        assert found.keys() == expected.keys()
+        for key, x in expected.items():
+            assert far(found[key], x) < 1e-5
+
+
+def test_a_stage_that_loses_an_input_is_noticed():
+    """The negative control of the test above: a received value changed, and what is sent changes with it."""
+    graph = graph_of("mlp", True)
+    layers = layers_of(graph)
+    values = random_values(graph)
+    env = run_graph(graph, values)
+    stage = stage_program(layers, 1, 3)
+    given = {**values, **{key: env[value] for key, value in stage.received}}
+    given[stage.received[0][0]] = given[stage.received[0][0]] + 1
+    mine = run_graph(stage.graph, given)
+    sent = dict(stage.sent)
+    assert any(not torch.allclose(x, env[sent[key]]) for (_, key), x in results_of(stage.graph, mine) if key in sent)
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("mlp", 4), ("gpt2", 3), ("llama", 3)])
+def test_layers_are_the_repeated_blocks_and_a_heavy_head(name, blocks):
+    layers = layers_of(graph_of(name, True))
+    assert blocks <= layers.count <= blocks + 1  # what follows the last block is a layer where it computes as much
+    inner = layers.flops[1 : blocks - 1]
+    assert max(inner) == pytest.approx(min(inner))
+
+
+def test_equal_layers_have_equal_signatures():
+    layers = layers_of(graph_of("mlp", True))
+    inner = {stage_program(layers, k, k + 1).signature for k in range(1, layers.count - 1)}
+    assert len(inner) == 1 and stage_program(layers, 0, 1).signature not in inner
+
+
+def test_one_activation_crosses_between_blocks_and_its_gradient_back():
+    graph = graph_of("mlp", True)
+    crossing = crossing_bytes(layers_of(graph))
+    bytes_of_x = graph.ops[graph.index["input_0"]].output.bytes  # a block gives what it takes
+    assert set(crossing.forward[1:-1]) == set(crossing.backward[1:-1]) == {bytes_of_x}
+    assert crossing.forward[0] == crossing.forward[-1] == 0
+
+
+def test_a_tied_table_belongs_to_both_ends():
+    layers = layers_of(graph_of("gpt2", True))
+    assert set(layers.shared) == {"wte.weight"} and layers.shared["wte.weight"][0] == 0
+    ends = [stage_program(layers, 0, 1), stage_program(layers, layers.count - 1, layers.count)]
+    assert all("wte.weight" in {r.name for r in end.graph.results if r.kind == "gradient"} for end in ends)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_clusters_have_the_least_largest_cut_of_all_that_are_even_enough(seed):
+    rng = np.random.default_rng(seed)
+    n, count = 8, int(rng.integers(2, 5))
+    flops, crossing = rng.uniform(1, 4, n), [0.0, *rng.integers(1, 9, n - 1).astype(float), 0.0]
+    cuts = clustered(list(flops), crossing, range(1, n), count, eps=1.0)
+    mean = flops.sum() / count
+
+    def largest(cuts):
+        ends = [0, *cuts, n]
+        even = all(flops[a:b].sum() <= 2.0 * mean for a, b in zip(ends, ends[1:]))
+        return max((crossing[c] for c in cuts), default=0.0) if even else np.inf
+
+    best = min(largest(list(some)) for some in combinations(range(1, n), count - 1))
+    assert len(cuts) == count - 1 and (largest(cuts) == best or best == np.inf)
+
+
+def test_there_are_no_such_layers():
+    layers = layers_of(graph_of("mlp", True))
+    with pytest.raises(ValueError, match="expected 0 <= first < last"):
+        stage_program(layers, 2, 2)
+    with pytest.raises(ValueError, match="layers is 0"):
+        layers_of(graph_of("mlp", True), 0)

@@ -1,0 +1,168 @@
+"""Schedules against their closed forms, and against a simulation too simple to be wrong."""
+
+import itertools
+import math
+import random
+
+import pytest
+
+from autoshard.simulate.schedules import SCHEDULES, Schedule, Unit, run, schedule_of
+
+STAGES, MICROBATCHES = range(1, 9), (1, 2, 3, 4, 5, 7, 8, 12, 16, 17)
+GRID = [
+    (name, p, m, chunks)
+    for name in SCHEDULES
+    for p in STAGES
+    for m in MICROBATCHES
+    for chunks in ((2, 3, 4) if name == "interleaved_1f1b" else (1,))
+]
+
+
+def closed_form_seconds(name, p, m, c, t, w):
+    """t: forward and backward of a device's share; w: of it the weight gradients' part."""
+    return {
+        "sequential": p * m * t,
+        "gpipe": (m + p - 1) * t,
+        "1f1b": (m + p - 1) * t,
+        "interleaved_1f1b": (max(m, p) + (min(m, p) - 1) / c) * t,
+        "zb_h1": m * t + (p - 1) * (t - 2 * w) + max(0, p - m) * w,
+    }[name]
+
+
+def closed_form_activations(name, p, m, c):
+    g = math.ceil(m / max(1, m // p))  # microbatches in a round: p where p divides m
+    return {
+        "sequential": [1] * p,
+        "gpipe": [m] * p,
+        "1f1b": [min(m, p - d) for d in range(p)],
+        "interleaved_1f1b": [min(c * m, 2 * (p - 1 - d) + (c - 1) * g + 1) for d in range(p)],
+        "zb_h1": [min(m, p)] * p,
+    }[name]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_seconds_bubble_and_activations_are_the_closed_forms(name):
+    for _, p, m, c in (row for row in GRID if row[0] == name):
+        schedule = schedule_of(name, p, m, c)
+        made = run(schedule, forward=1 / c, backward=2 / c, weight=1 / c)
+        t = closed_form_seconds(name, p, m, c, t=3.0, w=1.0)
+        assert made.seconds == pytest.approx(t, rel=1e-12), (name, p, m, c)
+        assert made.bubble == pytest.approx(1 - m * 3.0 / t, abs=1e-12), (name, p, m, c)  # (p - 1)/(m + p - 1) for gpipe and 1f1b
+        assert list(schedule.peak_activations) == closed_form_activations(name, p, m, c), (name, p, m, c)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_unit_runs_once(name):
+    for _, p, m, c in (row for row in GRID if row[0] == name):
+        schedule = schedule_of(name, p, m, c)
+        kinds = "FBW" if name == "zb_h1" else "FB"
+        for units in schedule.order:  # c m of each kind per device: the step count is 2 c m, or 3 m with W apart
+            assert sorted(units) == sorted(Unit(k, i, v) for k in kinds for i in range(m) for v in range(schedule.chunks))
+
+
+@pytest.mark.parametrize(("f", "b", "w"), [row for row in itertools.product((1, 2, 3), (1, 2, 3), (0, 1, 2, 3)) if row[2] <= min(row[:2])])
+def test_zero_bubble_seconds_hold_while_weights_are_no_longer_than_forward_and_backward(f, b, w):
+    for p, m in ((2, 2), (3, 7), (4, 9), (6, 6)):
+        made = run(schedule_of("zb_h1", p, m), forward=f, backward=b + w, weight=w)
+        assert made.seconds == pytest.approx(m * (f + b + w) + (p - 1) * (f + b - w))
+
+
+def test_one_f_one_b_is_the_textbook_order():
+    order = schedule_of("1f1b", 3, 4).order
+    assert ["".join(f"{u.kind}{u.microbatch}" for u in units) for units in order] == [
+        "F0F1F2B0F3B1B2B3", "F0F1B0F2B1F3B2B3", "F0B0F1B1F2B2F3B3",
+    ]  # fmt: skip
+
+
+def reference_seconds(schedule: Schedule, forward, backward, weight, there, back):
+    """Ends by repeated relaxation; every transfer has a link of its own."""
+    p, n, end = schedule.devices, schedule.parts, {}
+    while True:
+        changed = False
+        for d, units in enumerate(schedule.order):
+            free = 0.0
+            for kind, i, c in units:
+                v = c * p + d
+                ready = 0.0
+                if kind == "F" and v > 0:
+                    ready = end.get(("F", v - 1, i), math.inf) + (there[v - 1] if (v - 1) % p != d else 0)
+                if kind == "B":
+                    ready = end.get(("F", v, i), math.inf)
+                    if v + 1 < n:
+                        ready = max(ready, end.get(("B", v + 1, i), math.inf) + (back[v] if (v + 1) % p != d else 0))
+                seconds = {"F": forward[v], "B": backward[v] - (weight[v] if schedule.splits_backward else 0), "W": weight[v]}[kind]
+                free = max(free, ready) + seconds
+                if end.get((kind, v, i)) != free and free < math.inf:
+                    end[kind, v, i] = free
+                    changed = True
+        if not changed:
+            return max(end.values())
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_uneven_stages_and_transfers_equal_the_reference(name):
+    rng = random.Random(3)
+    for p, m in ((1, 3), (2, 4), (3, 5), (4, 4)):
+        schedule = schedule_of(name, p, m, 2 if name == "interleaved_1f1b" else 1)
+        n = schedule.parts
+        forward, backward = [rng.uniform(0.5, 2) for _ in range(n)], [rng.uniform(1, 3) for _ in range(n)]
+        weight = [b * rng.uniform(0, 1) for b in backward]
+        # transfers shorter than any unit never wait for their link
+        there, back = [rng.uniform(0, 0.1) for _ in range(n)], [rng.uniform(0, 0.1) for _ in range(n)]
+        weight = [min(w, b - 0.3) for w, b in zip(weight, backward)]
+        made = run(schedule, forward=forward, backward=backward, weight=weight, transfer=there, transfer_back=back)
+        assert made.seconds == pytest.approx(reference_seconds(schedule, forward, backward, weight, there, back), rel=1e-12)
+
+
+def test_no_two_units_of_a_device_and_no_two_transfers_of_a_link_overlap():
+    made = run(schedule_of("interleaved_1f1b", 3, 6), forward=[1, 2, 1, 1, 3, 1], backward=2, transfer=1.5)
+    lines = {}
+    for span in made.spans:
+        lines.setdefault(span.device, []).append((span.start, span.end))
+    for send in made.sends:
+        lines.setdefault((send.device, send.to), []).append((send.start, send.end))
+    for spans in lines.values():
+        spans.sort()
+        assert all(a[1] <= b[0] + 1e-12 for a, b in itertools.pairwise(spans))
+    assert len(made.sends) == 2 * 6 * 5  # forwards and backwards of 6 microbatches over 5 borders
+
+
+def test_transfers_wait_for_their_link():
+    free = run(schedule_of("gpipe", 2, 8), forward=1, backward=1, transfer=0.5)
+    slow = run(schedule_of("gpipe", 2, 8), forward=1, backward=1, transfer=3)  # slower than the stages: the link is the bottleneck
+    assert free.seconds == pytest.approx(18 + 1.0)
+    assert slow.seconds == pytest.approx(1 + 8 * 3 + 1 + 1 + 8 * 3 + 1)
+
+
+def test_memory_is_what_is_held():
+    schedule = schedule_of("1f1b", 4, 8)
+    assert schedule.peak_bytes([10, 20, 30, 40], [1, 2, 3, 4]) == (41, 62, 63, 44)  # fixed + (p - d) activations
+    made = run(schedule, forward=1, backward=2, activation_bytes=5, finish=[0, 0, 0, 9])
+    assert made.peak_bytes == (20, 15, 10, 5)
+    assert made.seconds == pytest.approx(max(33, 33 - 3 * 2 + 9))  # the last stage is done three backwards before the first
+
+
+def test_a_schedule_that_waits_for_itself_is_an_error():
+    F, B = Unit("F", 0), Unit("B", 0)
+    with pytest.raises(ValueError, match="device 0 waits for ever to run B of microbatch 0"):
+        run(Schedule("wrong", 1, 1, ((B, F), (F, B))), forward=1, backward=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "c", "said"),
+    [
+        ("1f2b", 2, 2, 1, "unknown schedule '1f2b'; known are sequential"),
+        ("gpipe", 0, 2, 1, "0 devices"),
+        ("gpipe", 2, 2.5, 1, "2.5 microbatches"),
+        ("gpipe", 2, 2, 3, "one chunk per device, found 3"),
+    ],
+)
+def test_what_is_no_schedule_is_said(name, p, m, c, said):
+    with pytest.raises(ValueError, match=said):
+        schedule_of(name, p, m, c)
+
+
+@pytest.mark.parametrize("wrong", [{"forward": [1, 2]}, {"forward": -1}, {"forward": math.inf}, {"weight": 9}])
+def test_wrong_numbers_are_said(wrong):
+    with pytest.raises(ValueError, match="expected"):
+        run(schedule_of("zb_h1", 3, 3), **{"forward": 1, "backward": 2, **wrong})

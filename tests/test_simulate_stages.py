@@ -1,0 +1,192 @@
+"""Plans cut into the stages of a pipeline, and configurations of data x tensor x pipeline x microbatches."""
+
+import json
+import math
+
+import pytest
+
+from autoshard.api.simulating import Parallel, divided, microbatch, simulate_grid
+from autoshard.capture import capture_deep
+from autoshard.cli import main
+from autoshard.mesh import Axis, Mesh
+from autoshard.simulate.pipeline_layers import layers_of
+from autoshard.simulate.schedules import schedule_of
+from autoshard.simulate.stages import Part, parts_of, run_parts, weight_ops
+from autoshard.simulate.trace import trace_of_run
+from models import gpt2, mlp
+from tests.test_simulate_timeline import check_trace
+
+
+def mesh_of(shape):
+    return Mesh.from_bandwidths(shape, devices_per_node=math.prod(shape[1:]), intra_node_bandwidth=2e9, inter_node_bandwidth=1e9)
+
+
+@pytest.fixture(scope="module")
+def simulations():
+    """GPT-2 with 4 layers: one microbatch on (D, H) = (2, 2), cut into 1, 2 and 4 stages."""
+    model, inputs = gpt2.tiny(layers=4, batch=16)
+    rows = [Parallel(2, 2, 1, 1), Parallel(2, 2, 1, 4), Parallel(2, 2, 2, 4), Parallel(2, 2, 4, 4)]
+    return dict(zip(rows, simulate_grid(model, inputs, rows, mesh_of)))
+
+
+def test_one_stage_and_one_microbatch_is_the_time_line(simulations):
+    one = simulations[Parallel(2, 2, 1, 1)]
+    assert one.run is None and one.seconds == one.timeline.seconds and one.peak_bytes == one.timeline.peak_bytes
+    (part,) = parts_of(one.timeline.program, [0] * len(one.timeline.program.graph.ops), 1)
+    # cut between the passes, nothing of the one hides communication of the other
+    assert part.forward + part.backward + part.finish == pytest.approx(one.seconds, rel=0.05)
+    assert part.forward + part.backward + part.finish >= one.seconds * (1 - 1e-9)
+    assert part.send == part.send_back == part.tied_bytes == 0
+
+
+def test_parts_without_communication_hold_every_kernel_once(simulations):
+    for one in simulations.values():
+        if one.run is not None:
+            kernels = math.fsum(task.seconds for task in one.timeline.tasks if task.kind in ("compute", "optimizer"))
+            assert math.fsum(p.forward + p.backward + p.finish for p in one.silent) == pytest.approx(kernels)
+
+
+def test_fixed_bytes_of_all_parts_are_those_of_the_plan(simulations):
+    one = simulations[Parallel(2, 2, 4, 4)]
+    solution = one.solution
+    held = {name: row["local_bytes"] for name, row in solution.parameters.items()}
+    several = held["wte.weight"]  # the head is tied to the table: held by the first stage and by the last
+    once = math.fsum(held.values()) - math.fsum(held[n] for n, row in solution.parameters.items() if "tied_to" in row)
+    inputs = math.fsum(part.fixed_bytes for part in one.parts) - 4 * (once + several)  # parameter, gradient, two moments
+    assert 0 <= inputs <= 1e4  # tokens, targets and buffers
+    assert one.parts[0].tied_bytes == one.parts[-1].tied_bytes == several
+
+
+def test_activations_crossing_a_cut_are_sent_there_and_back(simulations):
+    one = simulations[Parallel(2, 2, 4, 4)]
+    rows, width = 16 // 4 // 2 * 16, one.solution.parameters["wpe.weight"]["shape"][1]  # of a device: batch / K / D, sequence
+    for part in one.parts[:-1]:
+        assert part.send == rows * width * 4
+    assert one.parts[-1].send == 0
+    assert [part.send_back for part in one.parts] == [0, *[rows * width * 4] * 3]
+
+
+def test_seconds_follow_from_parts_and_schedule(simulations):
+    one = simulations[Parallel(2, 2, 2, 4)]
+    again = run_parts(one.parts, schedule_of("1f1b", 2, 4), mesh_of((2, 2, 2)).axes[0])
+    assert one.seconds == again.seconds
+    assert one.seconds > run_parts(one.parts, schedule_of("1f1b", 2, 4)).seconds  # without transfers
+    assert 0 < one.exposed_communication_seconds < one.seconds
+    assert one.bubble > 0 == simulations[Parallel(2, 2, 1, 1)].bubble
+
+
+def test_stages_on_different_devices_and_links():
+    """Unequal stages: the slow one sets the pace, the slow link delays what crosses it."""
+    fast, slow = Part(1, 2, 1, 0, 5, 7, 0, send=1e9, send_back=1e9), Part(2, 4, 2, 0, 5, 7, 0, send=1e9, send_back=1e9)
+    link = Axis("p", 2, 1e9, 0.0)
+    even = run_parts([fast, slow], schedule_of("gpipe", 2, 10), None)
+    assert even.seconds == pytest.approx(1 + 10 * 6 + 2)
+    linked = run_parts([fast, slow], schedule_of("gpipe", 2, 10), [link, link])
+    assert linked.seconds == pytest.approx(1 + 1 + 10 * 6 + 1 + 2)
+    crawling = Axis("p", 2, 1e8, 0.0)  # 10 s per activation
+    assert run_parts([fast, slow], schedule_of("gpipe", 2, 10), [crawling, link]).seconds > 200
+
+
+def test_weight_ops_are_the_matmuls_of_weight_gradients():
+    graph, _ = capture_deep(*mlp.tiny(), training=True)
+    found = weight_ops(graph)
+    matmuls = [i for i, op in enumerate(graph.ops) if op.backward and op.target == "aten.mm.default"]
+    # two blocks of two linears: four gradients of weights; the gradient of the input is not asked for, so three go on
+    assert len([i for i in matmuls if i in found]) == 4 and len(matmuls) == 7
+
+
+def test_layers_are_divided_evenly():
+    graph, _ = capture_deep(*mlp.tiny(layers=8), training=True)
+    layers = layers_of(graph)
+    part = divided(layers, 4)
+    flops = [0.0] * 4
+    for layer in range(layers.count):
+        flops[part[layers.of.index(layer)]] += layers.flops[layer]
+    assert sorted(set(part) - {-1}) == [0, 1, 2, 3]
+    assert max(flops) < 1.5 * min(flops)
+    with pytest.raises(ValueError, match="expected at least 500, one per part"):
+        divided(layers, 500)
+
+
+def test_microbatches_cut_the_batch_alone():
+    _, (tokens, targets) = gpt2.tiny(batch=8)
+    cut = microbatch((tokens, targets), 4)
+    assert [tuple(x.shape) for x in cut] == [(2, 16), (2, 16)]
+    with pytest.raises(ValueError, match="batch of 8 can't be cut into 3 microbatches"):
+        microbatch((tokens, targets), 3)
+    with pytest.raises(ValueError, match="8 can't be cut into 4 microbatches for 4 data-parallel ranks"):
+        microbatch((tokens, targets), 4, 4)
+
+
+def test_the_trace_of_a_pipeline_is_what_perfetto_loads(simulations):
+    one = simulations[Parallel(2, 2, 4, 4)]
+    rows = check_trace(trace_of_run(one.run))
+    assert len(rows) == 4 + 6  # four stages, three links there and back
+    assert sum(len(events) for (_, thread), events in rows.items() if thread == 0) == len(one.run.spans)
+
+
+def run_verb(capsys, *arguments):
+    code = main(["simulate", *arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_verb_answers_in_json_and_draws(capsys, tmp_path):
+    trace, picture = tmp_path / "t.json", tmp_path / "p.png"
+    code, out, _ = run_verb(
+        capsys, "models/mlp.py:tiny", "--set", "layers=4", "--data", "1,2", "--pipeline", "2", "--microbatches", "2,4", "--json",
+        "--quiet", "--trace", str(trace), "--picture", str(picture),
+    )  # fmt: skip
+    record = json.loads(out)
+    assert code == 0
+    assert {"seconds", "peak_bytes", "stages", "schedule", "microbatches", "bubble", "exposed_communication_seconds"} < set(record)
+    assert [(row["data"], row["pipeline"]) for row in record["configurations"]].count((2, 2)) == 2
+    seconds = [row["seconds"] for row in record["configurations"]]
+    assert seconds == sorted(seconds) and record["seconds"] == seconds[0] and len(seconds) == 4
+    assert len(record["stages"]) == 2 and record["schedule"] == "1f1b"
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    check_trace(json.loads(trace.read_text()))
+
+
+def test_the_verb_takes_a_plan(capsys, tmp_path):
+    plan, picture = tmp_path / "plan.json", tmp_path / "p.svg"
+    assert main(["plan", "models/mlp.py:tiny", "--mesh", "2x2", "--train", "--no-baselines", "--quiet", "--out", str(plan)]) == 0
+    capsys.readouterr()
+    code, out, _ = run_verb(capsys, str(plan), "--json", "--quiet", "--no-overlap", "--picture", str(picture))
+    record = json.loads(out)
+    assert code == 0
+    assert record["seconds"] == pytest.approx(record["cost_seconds"]) and record["peak_bytes"] == pytest.approx(record["plan_peak_bytes"])
+    assert record["stages"][0]["mesh"] == [2, 2] and "<svg" in picture.read_text()[:500]
+    code, out, _ = run_verb(capsys, str(plan), "--quiet")
+    assert code == 0 and "per step" in out and "critical path" in out
+
+
+def test_the_verb_knows_the_published_rules(capsys):
+    code, out, _ = run_verb(capsys, "mlp", "--constants", "distir_3386edc", "--data", "4,8", "--tensor", "4", "--json")
+    record = json.loads(out)
+    assert code == 0 and record["configurations"][-1]["samples_per_second"] == pytest.approx(55125.68302926329)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nothing.json"], "there is no file nothing.json"),
+        (["models/gpt2.py:tiny", "--data", "two"], "--data is 'two'; expected whole numbers"),
+        (["models/gpt2.py:tiny", "--microbatches", "3"], "a batch of 8 can't be cut into 3 microbatches"),
+        (["models/gpt2.py:tiny", "--data", "3"], "3 data-parallel ranks"),
+        (["models/gpt2.py:tiny", "--schedule", "1f2b"], "unknown schedule '1f2b'"),
+        (["models/gpt2.py:tiny", "--scheme", "best"], "scheme is 'best'; expected one of auto"),
+        (["models/gpt2.py:tiny", "--pipeline", "99", "--microbatches", "2"], "expected at least 99"),
+        (["models/gpt2.py:tiny", "--picture", "/nowhere/p.png"], "--picture /nowhere/p.png: there is no folder"),
+        (["models/gpt2.py:tiny", "--picture", "time.line"], "expected one of .png, .svg, .pdf"),
+        (["solutions/gpt2-small-2x4.json", "--data", "2"], "is a plan, whose mesh is known"),
+        (["models/gpt2.py:tiny", "--constants", "distir_3386edc"], "those rules know their MLP alone"),
+        (["mlp", "--constants", "distir"], "--constants is 'distir'; expected physical, distir_3386edc"),
+        (["mlp", "--constants", "distir_3386edc", "--set", "depth=3"], "mlp takes no 'depth'"),
+        (["mlp", "--constants", "distir_3386edc", "--pipeline", "5"], "64 layers don't divide into 5 parts"),
+    ],
+)
+def test_bad_input_is_one_sentence(capsys, arguments, said):
+    code, out, err = run_verb(capsys, *arguments, "--quiet")
+    assert (code, out) == (2, "")
+    assert said in err and err.count("\n") == 1

@@ -1,0 +1,287 @@
+"""Time lines of plans: equal to the plan's cost and peak without overlap, never impossible with it."""
+
+import dataclasses
+import itertools
+import json
+import math
+
+import pytest
+
+import autoshard
+from autoshard import api
+from autoshard.api.planning import Options, Stopwatch, baseline_only
+from autoshard.capture import capture_deep
+from autoshard.mesh import Mesh
+from autoshard.problem import evaluate
+from autoshard.simulate.planned import planned
+from autoshard.simulate.program import program_of
+from autoshard.simulate.timeline import Timeline, run_program, shared_links, timeline_of, timeline_of_solution
+from autoshard.simulate.trace import trace_of
+from models import gpt2, llama, mlp
+
+SCHEMES = ("data_parallel", "fsdp", "megatron", "megatron_sp")
+MESHES = {"2x2": (2, 2), "4": (4,), "1x4": (1, 4)}
+MODELS = {"mlp": mlp.tiny, "gpt2": gpt2.tiny, "llama": llama.tiny}
+SLOW = {"intra_node_bandwidth": 2e9, "inter_node_bandwidth": 1e9}  # bytes/s: as much communication as compute
+
+
+@pytest.fixture(scope="module")
+def graphs():
+    return {name: capture_deep(*make(), training=True)[0] for name, make in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def plans(graphs):
+    """(graph, plan) by model, mesh and scheme; made when asked for."""
+    made = {}
+
+    def plan(model, mesh, scheme):
+        if (model, mesh, scheme) not in made:
+            devices = Mesh.from_bandwidths(MESHES[mesh], **SLOW)
+            options = Options(training=True, baselines=False)
+            made[model, mesh, scheme] = baseline_only(graphs[model], devices, options, Stopwatch(None), {}, scheme)
+        return graphs[model], made[model, mesh, scheme]
+
+    return plan
+
+
+CASES = [("mlp", mesh, scheme) for mesh in MESHES for scheme in SCHEMES]
+CASES += [*(("gpt2", "2x2", scheme) for scheme in SCHEMES), ("llama", "2x2", "fsdp")]
+
+
+@pytest.mark.parametrize(("model", "mesh", "scheme"), CASES)
+def test_without_overlap_seconds_are_the_cost_and_the_peak_is_the_plans(plans, model, mesh, scheme):
+    graph, solution = plans(model, mesh, scheme)
+    serial = timeline_of_solution(graph, solution, overlap=False)
+    assert serial.seconds == pytest.approx(solution.cost, rel=1e-9)
+    assert math.fsum(task.seconds for task in serial.tasks) == pytest.approx(solution.cost, rel=1e-9)
+    assert serial.peak_bytes == pytest.approx(solution.peak_bytes, rel=1e-12)
+    assert serial.exposed_communication_seconds == pytest.approx(serial.communication_seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize(("model", "mesh", "scheme"), CASES)
+def test_overlap_is_faster_than_serial_and_slower_than_any_stream(plans, model, mesh, scheme):
+    graph, solution = plans(model, mesh, scheme)
+    timeline = timeline_of_solution(graph, solution)
+    streams = {}
+    for task in timeline.tasks:
+        streams[task.stream] = streams.get(task.stream, 0.0) + task.seconds
+    assert max(streams.values()) <= timeline.seconds * (1 + 1e-9)
+    assert timeline.seconds <= solution.cost * (1 + 1e-9)
+    assert timeline.exposed_communication_seconds <= timeline.communication_seconds * (1 + 1e-9)
+    kernels = math.fsum(task.seconds for task in timeline.tasks if task.stream == 0)
+    assert timeline.seconds >= kernels
+
+
+def test_overlap_hides_something(plans):
+    graph, solution = plans("gpt2", "2x2", "fsdp")
+    assert timeline_of_solution(graph, solution).seconds < 0.95 * solution.cost
+
+
+@pytest.mark.parametrize(("model", "mesh", "scheme"), CASES[::3])
+def test_nothing_begins_before_what_it_needs(plans, model, mesh, scheme):
+    """Of every op: its inputs have been made, and moved where they are moved, when its kernel begins."""
+    graph, solution = plans(model, mesh, scheme)
+    timeline = timeline_of_solution(graph, solution)
+    program, (begin, end, _) = timeline.program, timeline.times
+    made = {}
+    for k, link in enumerate(program.formulation.links):
+        first, stop = program.of_link[k]
+        if first < stop:
+            made.setdefault(link.b, []).append(end[stop - 1])
+            maker = program.of_op[link.value[0]]
+            if link.a < len(graph.ops) and maker[0] < maker[1] and not graph.ops[link.a].is_placeholder:
+                assert begin[first] >= end[maker[1] - 1] - 1e-12
+    for i, (first, stop) in enumerate(program.of_op):
+        if first < stop:
+            assert all(begin[first] >= when - 1e-12 for when in made.get(i, ()))
+            for a, _ in graph.ops[i].inputs:
+                before = program.of_op[a]
+                if before[0] < before[1] and not graph.ops[a].is_placeholder:
+                    assert begin[first] >= end[before[1] - 1] - 1e-12
+
+
+def test_the_critical_path_is_the_step(plans):
+    graph, solution = plans("gpt2", "2x2", "fsdp")
+    timeline = timeline_of_solution(graph, solution)
+    path, times = timeline.critical_path, timeline.times
+    assert times.begin[path[0]] == 0 and times.end[path[-1]] == timeline.seconds
+    assert all(times.begin[b] == times.end[a] for a, b in itertools.pairwise(path))
+    assert math.fsum(timeline.critical_seconds.values()) == pytest.approx(timeline.seconds)
+    assert list(timeline.critical_seconds.values()) == sorted(timeline.critical_seconds.values(), reverse=True)
+
+
+def test_a_task_on_the_critical_path_delays_the_step_and_others_may_not(plans):
+    graph, solution = plans("gpt2", "2x2", "fsdp")
+    timeline = timeline_of_solution(graph, solution)
+
+    def slower(i):
+        tasks = list(timeline.tasks)
+        tasks[i] = dataclasses.replace(tasks[i], seconds=tasks[i].seconds * 1.01)
+        return run_program(dataclasses.replace(timeline.program, tasks=tuple(tasks)))
+
+    on_path = max(timeline.critical_path, key=lambda i: timeline.tasks[i].seconds)
+    assert max(slower(on_path).end) > timeline.seconds
+    off_path = [i for i in range(len(timeline.tasks)) if i not in timeline.critical_path and timeline.tasks[i].seconds]
+    assert any(max(slower(i).end) == timeline.seconds for i in off_path[:20])
+
+
+def test_memory_by_kind_adds_up_and_ends_with_what_stays(plans):
+    graph, solution = plans("gpt2", "2x2", "fsdp")
+    for overlap in (True, False):
+        memory = timeline_of_solution(graph, solution, overlap=overlap).memory
+        kinds = [kind for kind in memory if kind not in ("seconds", "total")]
+        assert sum(memory[kind] for kind in kinds) == pytest.approx(memory["total"])
+        assert (memory["seconds"][1:] >= memory["seconds"][:-1]).all()
+        assert all(memory[kind].min() >= -1e-6 for kind in kinds)
+        assert memory["total"][-1] == pytest.approx(0, abs=1e-6)  # the step is over, everything is let go
+        parameters = sum(row["local_bytes"] for row in solution.parameters.values() if "tied_to" not in row)
+        assert memory["parameters"].max() == pytest.approx(parameters)
+
+
+def test_prefetching_needs_memory(plans):
+    graph, solution = plans("gpt2", "2x2", "fsdp")
+    peaks = [timeline_of_solution(graph, solution, prefetch=n).memory["resharded_copies"].max() for n in (1, 1000)]
+    assert peaks[0] < peaks[1]
+
+
+def test_a_shared_link_slows_two_axes(graphs):
+    mesh = Mesh.from_bandwidths((2, 2), devices_per_node=4, **SLOW)  # one node: both axes use a device's one port
+    assert shared_links(mesh) == (0, 0)
+    assert shared_links(Mesh.from_bandwidths((2, 2), **SLOW)) == (0, 1)
+    solution = baseline_only(graphs["gpt2"], mesh, Options(training=True, baselines=False), Stopwatch(None), {}, "megatron")
+    formulated, choice = planned(graphs["gpt2"], solution)
+    assert timeline_of(formulated, choice).seconds > timeline_of(formulated, choice, links=(0, 1)).seconds
+    assert timeline_of(formulated, choice, overlap=False).seconds == pytest.approx(solution.cost)  # alone, each has the whole link
+
+
+def test_other_prices(plans):
+    graph, solution = plans("gpt2", "2x2", "fsdp")
+    fast = Mesh.from_bandwidths((2, 2))
+    assert timeline_of_solution(graph, solution, fast).seconds < timeline_of_solution(graph, solution).seconds
+
+
+def test_planned_is_the_plan(plans):
+    graph, solution = plans("gpt2", "2x2", "megatron_sp")
+    formulated, choice = planned(graph, solution)
+    seen = evaluate(formulated.problem, choice)
+    assert (seen.cost, seen.peak) == pytest.approx((solution.cost, solution.peak_bytes), rel=1e-12)
+
+
+@pytest.mark.parametrize("model", ["mlp", "gpt2"])
+def test_a_plan_of_another_model_is_refused(graphs, plans, model):
+    _, solution = plans("gpt2" if model == "mlp" else "mlp", "2x2", "fsdp")
+    with pytest.raises(ValueError, match="does not fit this model"):
+        planned(graphs[model], solution)
+
+
+def test_a_changed_layout_changes_the_seconds(plans):
+    """Negative control: the cost is that of these layouts, not a number from the file."""
+    graph, solution = plans("mlp", "2x2", "fsdp")
+    _, other = plans("mlp", "2x2", "data_parallel")
+    mixed = dataclasses.replace(solution, layouts=other.layouts, results=other.results)
+    assert timeline_of_solution(graph, mixed, overlap=False).seconds == pytest.approx(other.cost)
+    assert other.cost != pytest.approx(solution.cost, rel=1e-3)
+
+
+def test_a_planned_solution_from_a_model():
+    model, inputs = mlp.tiny()
+    solution = autoshard.plan(model, inputs, Mesh.from_bandwidths((2, 2), **SLOW), training=True, baselines=False)
+    timeline = api.simulate(model, inputs, solution)
+    assert isinstance(timeline, Timeline)
+    assert timeline.seconds <= solution.cost * (1 + 1e-9)
+
+
+def test_inference_has_no_backward_and_no_update():
+    model, inputs = mlp.tiny(loss=False)
+    solution = autoshard.plan(model, inputs, Mesh.from_bandwidths((2, 2)), baselines=False)
+    timeline = api.simulate(model, inputs, solution)
+    assert {task.phase for task in timeline.tasks} == {"forward"}
+
+
+def test_streams_begin_in_the_order_of_the_list(plans):
+    graph, solution = plans("llama", "2x2", "fsdp")
+    timeline = timeline_of_solution(graph, solution)
+    last = {}
+    for i, task in enumerate(timeline.tasks):
+        assert timeline.times.begin[i] >= last.get(task.stream, 0.0)
+        last[task.stream] = timeline.times.end[i]
+        assert all(j < i for j in task.after)
+
+
+def test_prefetch_below_zero_is_said(plans):
+    graph, solution = plans("mlp", "2x2", "fsdp")
+    with pytest.raises(ValueError, match="prefetch is -1"):
+        program_of(*planned(graph, solution), prefetch=-1)
+
+
+def check_trace(trace):
+    """What ui.perfetto.dev's importer of Chrome's JSON asks for; returns the complete events by (pid, tid)."""
+    parsed = json.loads(json.dumps(trace, allow_nan=False))
+    assert set(parsed) == {"traceEvents", "displayTimeUnit"} and parsed["displayTimeUnit"] in ("ms", "ns")
+    rows, names = {}, set()
+    for event in parsed["traceEvents"]:
+        assert event["ph"] in ("X", "M", "C")
+        assert isinstance(event["name"], str) and event["name"]
+        assert type(event["pid"]) is int and type(event["tid"]) is int
+        assert isinstance(event["ts"], (int, float)) and event["ts"] >= 0
+        assert isinstance(event.get("args", {}), dict)
+        if event["ph"] == "X":
+            assert isinstance(event["dur"], (int, float)) and event["dur"] >= 0
+            rows.setdefault((event["pid"], event["tid"]), []).append(event)
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name") and isinstance(event["args"]["name"], str)
+            names.add((event["pid"], event["tid"]))
+        if event["ph"] == "C":
+            assert all(isinstance(value, (int, float)) for value in event["args"].values())
+    for row, events in rows.items():
+        assert row in names  # every stream says what it is
+        events.sort(key=lambda event: event["ts"])
+        for a, b in itertools.pairwise(events):  # slices of one track nest or follow each other
+            assert a["ts"] + a["dur"] <= b["ts"] + 1e-6
+    return rows
+
+
+def test_traces_are_what_perfetto_loads(plans):
+    graph, solution = plans("gpt2", "2x2", "fsdp")
+    timeline = timeline_of_solution(graph, solution)
+    trace = trace_of(timeline)
+    rows = check_trace(trace)
+    assert sum(map(len, rows.values())) == len(timeline.tasks)
+    assert max(e["ts"] + e["dur"] for events in rows.values() for e in events) == pytest.approx(timeline.seconds * 1e6)
+    counters = [event for event in trace["traceEvents"] if event["ph"] == "C"]
+    assert max(sum(event["args"].values()) for event in counters) == pytest.approx(timeline.peak_bytes)
+
+
+def test_the_trace_check_finds_a_planted_overlap(plans):
+    graph, solution = plans("mlp", "2x2", "fsdp")
+    trace = trace_of(timeline_of_solution(graph, solution))
+    longest = max((e for e in trace["traceEvents"] if e["ph"] == "X" and e["tid"] == 0), key=lambda e: -e["ts"])
+    longest["dur"] += 1e6
+    with pytest.raises(AssertionError):
+        check_trace(trace)
+
+
+@pytest.mark.parametrize("scheme", ["data_parallel", "fsdp", "megatron"])
+def test_small_gradient_reductions_go_as_one(plans, scheme):
+    graph, solution = plans("gpt2", "2x2", scheme)
+    apart, joined = timeline_of_solution(graph, solution), timeline_of_solution(graph, solution, join=True)
+    reductions = [i for i, task in enumerate(joined.tasks) if task.phase == "update" and task.kind in ("all_reduce", "reduce_scatter")]
+    buckets = [i for i in reductions if joined.tasks[i].seconds]
+    assert len(buckets) < len(reductions)
+    assert math.fsum(joined.tasks[i].bytes for i in reductions) == pytest.approx(math.fsum(apart.tasks[i].bytes for i in reductions))
+    before, after = (math.fsum(line.tasks[i].seconds for i in reductions) for line in (apart, joined))
+    assert after < before  # latency is paid once per bucket
+    for i, task in enumerate(joined.tasks):  # no update begins before the bucket with its gradient is there
+        if task.kind == "optimizer":
+            assert all(joined.times.begin[i] >= joined.times.end[j] for j in task.after)
+    ends = {task.name: joined.times.begin[i] for i, task in enumerate(joined.tasks) if task.kind == "optimizer"}
+    for k, link in enumerate(joined.program.formulation.links):
+        first, stop = joined.program.of_link[k]
+        if link.b < len(graph.ops) and graph.ops[link.b].kind == "parameter" and first < stop:
+            assert joined.tasks[stop - 1].seconds and ends[graph.ops[link.b].name] >= joined.times.end[stop - 1]
+
+
+def test_without_overlap_nothing_is_joined(plans):
+    graph, solution = plans("gpt2", "2x2", "data_parallel")
+    assert timeline_of_solution(graph, solution, overlap=False, join=True).seconds == pytest.approx(solution.cost)
