@@ -15,7 +15,8 @@ PARAMETERS = {
     "h.0.mlp.weight": {"layout": "S(0),S(1)", "shape": [8, 16], "dtype": "bfloat16", "local_bytes": 32},
     "h.0.mlp.bias": {"layout": "R,S(0)", "shape": [8], "dtype": "float32", "local_bytes": 8},
 }
-SOLUTION = linear_solution(parameters=PARAMETERS)
+MODULES = {"axis1": {"styles": {"h.0.mlp.weight": "column"}, "dropped": [], "seconds": {"modules": 2.5e-3, "fully_shard": 2.5e-3}}}
+SOLUTION = linear_solution(parameters=PARAMETERS, modules=MODULES)
 
 
 def test_the_sharding_map_has_every_parameter_under_its_module():
@@ -62,7 +63,7 @@ def test_portable_is_plain_data_with_one_placement_per_axis():
 
 def test_files_hold_what_was_returned(tmp_path):
     value = export(SOLUTION, "sharding_map", tmp_path / "map.pkl")
-    assert pickle.loads((tmp_path / "map.pkl").read_bytes()) == value
+    assert pickle.loads((tmp_path / "map.pkl").read_bytes()) == value and type(pickle.loads((tmp_path / "map.pkl").read_bytes())) is dict
     export(SOLUTION, "sharding_map", tmp_path / "map.json")
     assert json.loads((tmp_path / "map.json").read_text())["h.0.mlp"] == {
         "node": "h.0.mlp.weight",
@@ -93,3 +94,11 @@ def test_an_export_that_can_not_be_is_refused(tmp_path, kind, name, sentence):
 def test_a_dtype_of_another_torch_is_refused():
     with pytest.raises(ValueError, match="dtype 'float3', which this torch .* lacks"):
         sharding_map(linear_solution(parameters={"w": {**PARAMETERS["scale"], "dtype": "float3"}}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_says_what_it_leaves_out(kind):
+    value = export(SOLUTION, kind)
+    assert value.left and len(value.said) == 1 + len(value.left)
+    priced = kind in ("parallelize_module", "tp_plan", "fully_shard")
+    assert (value.extra_seconds == pytest.approx(0.5e-3)) if priced else (value.cost_seconds == float("inf"))

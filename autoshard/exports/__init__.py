@@ -1,38 +1,84 @@
-"""A Solution in the formats of other tools."""
+"""A Solution in the formats of other tools; each says what it leaves out of the plan and what that costs."""
 
 from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autoshard.solution import Solution
 from autoshard.solution.files import PICKLE_SUFFIXES, json_text, write_whole
 
+from . import fully_shard, modules, partition
+from .record import Export as Export
+from .record import Left as Left
 from .sharding_map import as_text, portable
 from .sharding_map import sharding_map as sharding_map
 
-KINDS = ("sharding_map", "json")
+
+@dataclass(frozen=True)
+class Kind:
+    """A format: how it is made of a Solution (and an axis' name), as plain data, as Python source."""
+
+    make: Callable[[Solution, str | None], Any]
+    plain: Callable[[Any], Any] = dict
+    python: Callable[[Any], str] | None = None
 
 
-def export(solution: Solution, kind: str, path: str | os.PathLike[str] | None = None) -> Any:
+KINDS = {
+    "sharding_map": Kind(lambda solution, _: sharding_map(solution), as_text),
+    "json": Kind(lambda solution, _: portable(solution)),
+    "parallelize_module": Kind(modules.parallelize_plan, modules.styles_as_text, modules.as_python),
+    "tp_plan": Kind(modules.tp_plan),
+    "fully_shard": Kind(fully_shard.recipe, fully_shard.as_text, fully_shard.as_python),
+    "distribute_module": Kind(lambda solution, _: partition.partition_fn(solution), partition.as_text, partition.as_python),
+}
+apply_recipe = fully_shard.apply
+BY_MODULES = ("parallelize_module", "tp_plan", "fully_shard")
+
+
+def export(solution: Solution, kind: str, path: str | os.PathLike[str] | None = None, *, axis: str | None = None) -> Any:
     """The plan as `kind`; also written to `path`, whole or not at all, where one is given.
 
-    sharding_map: `{module: {"node", "sharding": {attribute: DTensorSpec}}}`; a `.pkl` file holds the specs, any other the
-    same map as JSON with layouts as text. json: `portable`, placements by parameter name.
+    sharding_map        {module: {"node", "sharding": {attribute: DTensorSpec}}}; a `.pkl` file holds the specs
+    json                placements by parameter name, plain data
+    parallelize_module  {module: ParallelStyle} for `parallelize_module(model, device_mesh[axis], plan)`
+    tp_plan             {"layers.*.mlp.up_proj": "colwise"} for Hugging Face's `from_pretrained(tp_plan=...)`
+    fully_shard         a recipe: parallelize_module over one axis, fully_shard over the others; `exports.apply_recipe` does it
+    distribute_module   the partition function for `distribute_module(model, device_mesh, partition_fn)`
+
+    axis: which mesh axis the module styles cut over; default the one on which the plan cuts most. Each value has `said`, `left`,
+    `cost_seconds` and `extra_seconds`: what of the plan it does not carry, and what that costs. Files are JSON; what is code for a
+    launcher can also be written to a `.py` file. ValueError on an unknown kind, axis or ending.
     """
     if kind not in KINDS:
         raise ValueError(f"there is no export {kind!r}; expected one of {', '.join(KINDS)}")
-    value = sharding_map(solution) if kind == "sharding_map" else portable(solution)
-    if path is not None:
-        write_whole(_content(value, kind, Path(path)), path)
+    if axis is not None and kind not in BY_MODULES:
+        raise ValueError(f"{kind} carries every axis; leave axis={axis!r} out")
+    content = None if path is None else _content(kind, Path(path))
+    value = KINDS[kind].make(solution, axis)
+    if path is not None and content is not None:
+        write_whole(content(value), path)
     return value
 
 
-def _content(value: dict, kind: str, path: Path) -> bytes:
-    if kind == "sharding_map" and path.suffix in PICKLE_SUFFIXES:
-        return pickle.dumps(value)
+def as_plain(value: Any, kind: str) -> Any:
+    """An export as lists, dicts and strings: what its JSON file holds."""
+    return KINDS[kind].plain(value)
+
+
+def _content(kind: str, path: Path) -> Callable[[Any], bytes]:
+    """How the file is made; known before anything is."""
+    python = KINDS[kind].python
     if path.suffix in PICKLE_SUFFIXES:
-        raise ValueError(f"{path} asks for a pickle, but {kind} is text; name a file that ends in .json")
-    return (json_text(as_text(value) if kind == "sharding_map" else value) + "\n").encode()
+        if kind != "sharding_map":
+            raise ValueError(f"{path} asks for a pickle, but {kind} is text; name a file that ends in .json")
+        return lambda value: pickle.dumps(dict(value))
+    if path.suffix == ".py":
+        if python is None:
+            raise ValueError(f"{path} asks for Python, but {kind} is data; name a file that ends in .json")
+        return lambda value: python(value).encode()
+    return lambda value: (json_text(as_plain(value, kind)) + "\n").encode()

@@ -13,12 +13,15 @@ from torch.distributed.tensor import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
+from autoshard.exports.record import Export, Left
 from autoshard.layout import parse, placement_text
 from autoshard.mesh import Mesh
 from autoshard.solution import Solution
 
+LEFT = (Left("layouts of activations, and routes between them", "this speaks of parameters; whoever reads it decides the rest"),)
 
-def sharding_map(solution: Solution, device_mesh: DeviceMesh | None = None) -> dict[str, dict]:
+
+def sharding_map(solution: Solution, device_mesh: DeviceMesh | None = None) -> Export:
     """`{module: {"node": its first parameter, "sharding": {attribute: DTensorSpec}}}` with one entry per parameter.
 
     device_mesh: what the specs refer to; without it a mesh of the plan's shape that no process group stands behind, on
@@ -34,7 +37,7 @@ def sharding_map(solution: Solution, device_mesh: DeviceMesh | None = None) -> d
         module, _, attribute = name.rpartition(".")
         entry = found.setdefault(module, {"node": name, "sharding": {}})
         entry["sharding"][attribute] = _spec(name, row, device_mesh)
-    return found
+    return Export(found, left=LEFT, plan_seconds=solution.cost)
 
 
 def unbacked_mesh(mesh: Mesh) -> DeviceMesh:
@@ -63,7 +66,7 @@ def as_text(sharding: dict[str, dict]) -> dict[str, dict]:
     }
 
 
-def portable(solution: Solution) -> dict:
+def portable(solution: Solution) -> Export:
     """Plain data for tools without torch: the mesh, and per parameter its layout and placements, one per mesh axis."""
     parameters = {
         name: {
@@ -75,7 +78,7 @@ def portable(solution: Solution) -> dict:
         for name, row in solution.parameters.items()
     }
     mesh = {"shape": list(solution.mesh.shape), "axis_names": list(solution.mesh.axis_names)}
-    return {"format": 1, "mesh": mesh, "parameters": parameters}
+    return Export({"format": 1, "mesh": mesh, "parameters": parameters}, left=LEFT, plan_seconds=solution.cost)
 
 
 def _placement(placement: Placement) -> str | dict:

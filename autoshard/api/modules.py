@@ -1,0 +1,161 @@
+"""What launchers that know modules only can be told of a plan, worked out while the graph is known, and what it costs.
+
+    styles   {weight: column | row | column_gathered | vocabulary | features | inside}, over one mesh axis; others stay whole
+    dropped  [{"weights", "why", "plan"}]: what the plan cuts on that axis, and the launchers can't
+    seconds, peak_bytes  of a step under these styles: other axes cut the batch; parameters whole there, or cut (fully_shard)
+
+A group (baselines/uses.py) is cut where the plan computes more than half of its layers so. Layers that are alike are cut alike,
+because a launcher's plan says `layers.*`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autoshard.baselines import Baseline
+from autoshard.baselines.launched import launched
+from autoshard.baselines.uses import Group, Use, Uses, parameter_uses
+from autoshard.formulate import Formulation
+from autoshard.layout import text
+
+Choice = Sequence[int]
+Price = Callable[[Baseline], tuple[float, float] | None]  # seconds and peak bytes
+
+
+def modules_of(formulated: Formulation, choice: Choice, price: Price) -> dict[str, dict]:
+    """For every mesh axis that cuts a weight where it is used, and the last axis: styles, dropped, seconds, peak_bytes."""
+    graph, mesh = formulated.graph, formulated.mesh
+    axes = [k for k, axis in enumerate(mesh.axes) if axis.size > 1]
+    known: dict[int, Uses] = {}
+    found = {}
+    for k in axes:
+        size = mesh.axes[k].size
+        if size not in known:
+            slots = next(iter(known.values())).slots if known else None
+            known[size] = parameter_uses(graph, formulated.candidates, size, slots)
+        uses = known[size]
+        modes = {use: _mode(formulated, choice, use, k) for use in uses.uses}
+        if any(modes.values()) or k == axes[-1]:
+            found[mesh.axes[k].name] = _on_axis(formulated, choice, k, uses, modes, price)
+    return found
+
+
+def _on_axis(
+    formulated: Formulation, choice: Choice, axis: int, uses: Uses, modes: dict[Use, str], price: Price
+) -> dict[str, Any]:
+    graph = formulated.graph
+    tied = {name for pair in graph.tied for name in pair}
+    chosen = _chosen_groups(uses.groups, modes)
+    styles = {use.parameter: "column" for g in chosen for use in g.columns} | {use.parameter: "row" for g in chosen for use in g.rows}
+    styles |= dict.fromkeys((name for g in chosen for name in g.inside), "inside")
+    lone, counted = [], _count(use.parameter for use in uses.uses)
+    for use in uses.uses:
+        own_module = graph.ops[use.index].module == use.parameter.rpartition(".")[0]
+        if use.parameter in styles or not modes[use] or use.parameter in tied or counted[use.parameter] > 1 or not own_module:
+            continue
+        if use.kind == "embedding":
+            styles[use.parameter] = "features" if modes[use] == "column" else "vocabulary"
+            lone.append((use, use.kept if modes[use] == "column" else use.contracted))
+        elif modes[use] == "column" and use.kept == 0 and not _in_a_group(use, chosen):
+            styles[use.parameter] = "column_gathered"
+            lone.append((use, use.kept))
+    styles = _alike(styles, uses)
+    lone = [(use, dim) for use, dim in lone if use.parameter in styles]
+    prices = {
+        name: price(launched(graph, formulated.mesh, formulated.candidates, axis, uses, [g.root for g in chosen], lone, fully_shard=fs))
+        for name, fs in (("modules", False), ("fully_shard", True))
+        if not fs or len([a for a in formulated.mesh.axes if a.size > 1]) > 1
+    }
+    known = {name: found for name, found in prices.items() if found is not None}
+    return {
+        "styles": styles,
+        "dropped": _dropped(formulated, choice, axis, uses, modes, styles),
+        "seconds": {name: seconds for name, (seconds, _) in known.items()},
+        "peak_bytes": {name: peak for name, (_, peak) in known.items()},
+    }
+
+
+def _mode(formulated: Formulation, choice: Choice, use: Use, axis: int) -> str:
+    """How the plan computes with a weight on an axis: column, row, or "" where it is whole there."""
+    position, kept, contracted = use.w
+    layout = formulated.candidate(use.index, choice).inputs[position]
+    placement, rank = layout[axis], len(formulated.graph.input_tensors(use.index)[position].shape)
+    if not placement.is_shard():
+        return ""
+    return {kept % rank: "column", contracted % rank: "row"}.get(placement.dim, "")  # type: ignore[attr-defined]
+
+
+def generic(name: str) -> str:
+    """`layers.3.mlp.up_proj` -> `layers.*.mlp.up_proj`."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
+
+
+def _kind(group: Group) -> tuple:
+    return tuple(sorted((generic(use.parameter), role) for role in ("columns", "rows") for use in getattr(group, role)))
+
+
+def _chosen_groups(groups: Sequence[Group], modes: dict[Use, str]) -> list[Group]:
+    """Groups that can be cut in all layers and that the plan cuts in most of them."""
+    by_kind: dict[tuple, list[Group]] = {}
+    for group in groups:
+        by_kind.setdefault(_kind(group), []).append(group)
+    chosen = []
+    for alike in by_kind.values():
+        cut = [g for g in alike if all(modes[u] == "column" for u in g.columns) and all(modes[u] == "row" for u in g.rows)]
+        linear = all(u.kept == 0 for g in alike for u in (*g.columns, *g.rows))  # nn.Linear; [in, out] is a Conv1D
+        if linear and not any(g.why for g in alike) and 2 * len(cut) > len(alike):
+            chosen += alike
+    return chosen
+
+
+def _in_a_group(use: Use, groups: Sequence[Group]) -> bool:
+    return any(use in (*g.columns, *g.rows) for g in groups)
+
+
+def _alike(styles: dict[str, str], uses: Uses) -> dict[str, str]:
+    """Without the weights whose counterparts in other layers have another style."""
+    by_name: dict[str, set] = {}
+    for use in uses.uses:
+        by_name.setdefault(generic(use.parameter), set()).add(styles.get(use.parameter))
+    return {name: style for name, style in styles.items() if len(by_name.get(generic(name), ())) <= 1}
+
+
+def _count(names: Any) -> dict[str, int]:
+    counted: dict[str, int] = {}
+    for name in names:
+        counted[name] = counted.get(name, 0) + 1
+    return counted
+
+
+def _dropped(
+    formulated: Formulation, choice: Choice, axis: int, uses: Uses, modes: dict[Use, str], styles: dict[str, str]
+) -> list[dict[str, Any]]:
+    """Weights that lie cut on the axis in the plan but not in the export, and why; like ones of all layers in one row."""
+    graph = formulated.graph
+    tied = {name for pair in graph.tied for name in pair}
+    why_not = {use.parameter: g.why for g in uses.groups for use in (*g.columns, *g.rows) if g.why}
+    rows: dict[tuple, dict[str, Any]] = {}
+    for name, i in graph.parameters.items():
+        layout = formulated.candidate(i, choice).outputs[0]
+        of = [use for use in uses.uses if use.parameter == name]
+        if layout is None or name in styles or not (layout[axis].is_shard() or any(modes[u] for u in of)):
+            continue
+        if of and name in uses.fused:
+            why = "it holds several projections side by side, which equal parts would mix: its rows would have to be permuted head by head"
+        elif not any(modes[u] for u in of):
+            weight = name.rpartition(".")[0] + ".weight"
+            if len(graph.ops[i].output.shape) < 2 and (weight in styles or any(modes[u] for u in uses.uses if u.parameter == weight)):
+                continue  # a bias follows its weight
+            why = "stored in parts but used whole: fully_shard does that, tensor parallel styles don't"
+        elif name in tied or len(of) > 1:
+            why = "it is used in two places, whose styles would part it from itself"
+        elif of[0].kind == "linear" and of[0].kept != 0:
+            why = "its module is no nn.Linear: the weight is [in, out]"
+        else:
+            why = why_not.get(name) or "the weights that it would have to be cut together with are not all cut by the plan"
+            why = generic(why)
+        row = rows.setdefault((generic(name), why, text(layout)), {"weights": generic(name), "why": why, "plan": text(layout), "count": 0})
+        row["count"] += 1
+    return list(rows.values())

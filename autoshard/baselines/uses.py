@@ -1,0 +1,192 @@
+"""How each weight is used, and which weights a launcher that knows modules only can cut together.
+
+Launchers (parallelize_module, tp_plan) cut the weight of y[.., n] = x[.., k] w[k, n] over n (column) or over k (row) and run the
+model's own code on the parts in between. With C a class of dims (classes.py) that is n of some weights and k of others, a
+group, that is right when
+
+    every op that reads a part reads parts of all that C cuts, and gives a part         (no reduction over C, nothing whole)
+    the view that makes heads says -1 for them: code that fixes their number can't run on some of them
+    no split or slice runs over C: it would find other borders in a part                (query, key and value in one weight)
+
+Otherwise the group's `why` says what is in the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autoshard.baselines.classes import DimClasses, Slots, dim_classes, number_slots
+from autoshard.baselines.megatron import ParameterMatmul, from_parameters, parameter_matmuls, recognise
+from autoshard.graph import Graph, Op, Value
+from autoshard.strategies import Candidates
+from autoshard.strategies.rows import argument
+
+SWAPS = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
+SPLITS = {"aten.split.Tensor": 2, "aten.split_with_sizes.default": 2, "aten.chunk.default": 2, "aten.slice.Tensor": 1}  # position of dim
+LENGTHS = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default")
+
+
+@dataclass(frozen=True)
+class Use:
+    """One parameter as the weight of one forward op. Dims are the parameter's own."""
+
+    parameter: str
+    index: int  # of the op
+    kind: str  # linear or embedding
+    kept: int  # the dim that the output has
+    contracted: int  # the other one: features in, or the vocabulary
+    trail: tuple[Value, ...]  # the parameter and its views, up to what the op reads
+    w: tuple[int, int, int]  # which input of the op that is, and its kept and contracted dims there
+
+
+@dataclass(frozen=True)
+class Group:
+    """Weights that one class cuts, and why a launcher can't cut them (None where it can)."""
+
+    root: int  # of the class
+    columns: tuple[Use, ...]
+    rows: tuple[Use, ...]
+    why: str | None
+    inside: tuple[str, ...] = ()  # parameters that stay whole among the parts: their gradients are partial sums
+
+
+@dataclass(frozen=True, eq=False)
+class Uses:
+    """All that is known for an axis of some size."""
+
+    slots: Slots
+    classes: DimClasses
+    uses: tuple[Use, ...]
+    groups: tuple[Group, ...]
+    fused: frozenset[str]  # parameters that hold several projections side by side
+
+
+def parameter_uses(graph: Graph, candidates: Candidates, size: int, slots: Slots | None = None) -> Uses:
+    """The uses of two-dimensional parameters, and their groups on an axis of `size` devices. slots: of this graph, if known."""
+    slots = slots or number_slots(graph, candidates)
+    classes = dim_classes(slots, size)
+    matmuls = {m.index: m for m in parameter_matmuls(graph, from_parameters(graph))}
+    uses = (*_linears(graph, matmuls), *_embeddings(graph))
+    by_index = {use.index: use for use in uses if use.kind == "linear"}
+    batch = frozenset(
+        classes.of((i, 0), 0) for i, op in enumerate(graph.ops) if op.kind == "input" and op.outputs[0] is not None and op.output.shape
+    )
+    found = recognise(graph, classes, slots.sizes, size, batch)
+    split = _split_classes(graph, classes)
+    groups = []
+    for root in dict.fromkeys(classes.of(*m.kept) for m in found.column):
+        columns = [m for m in found.column if classes.of(*m.kept) == root]
+        rows = [m for m in found.row if classes.of(*m.contracted) == root]
+        inside: list[str] = []
+        why = _why_not_local(graph, classes, root, columns, rows, inside)
+        if why is None and any(m.index not in by_index for m in (*columns, *rows)):
+            why = "a weight is no plain two-dimensional parameter"
+        of_columns, of_rows = (tuple(by_index[m.index] for m in some if m.index in by_index) for some in (columns, rows))
+        groups.append(Group(root, of_columns, of_rows, why, tuple(inside)))
+    fused = {by_index[i].parameter for i, m in matmuls.items() if i in by_index and classes.of(*m.kept) in split}
+    return Uses(slots, classes, uses, tuple(groups), frozenset(fused))
+
+
+def _linears(graph: Graph, matmuls: dict[int, ParameterMatmul]) -> Iterator[Use]:
+    for i, m in matmuls.items():
+        value, rank = m.contracted[0], len(graph.tensor(m.contracted[0]).shape)
+        trail, swapped = [value], False
+        while not graph.ops[value[0]].is_placeholder and len(graph.ops[value[0]].inputs) == 1:
+            swapped ^= _swaps(graph.ops[value[0]], len(graph.tensor(graph.ops[value[0]].inputs[0]).shape))
+            value = graph.ops[value[0]].inputs[0]
+            trail.append(value)
+        op = graph.ops[value[0]]
+        if op.kind == "parameter" and len(op.output.shape) == 2:
+            last = (m.kept[1] == rank - 1) != swapped  # whether the kept dim is the parameter's last one
+            w = (graph.ops[i].inputs.index(m.kept[0]), m.kept[1], m.contracted[1])
+            yield Use(op.name, i, "linear", 1 if last else 0, 0 if last else 1, tuple(reversed(trail)), w)
+
+
+def _swaps(op: Op, rank: int) -> bool:
+    """Whether the last two dims change places."""
+    if op.target not in SWAPS or rank < 2:
+        return False
+    if op.target == "aten.t.default":
+        return True
+    if op.target == "aten.permute.default":
+        order = [int(d) % rank for d in argument(op, 1, "dims")]
+        return order.index(rank - 1) < order.index(rank - 2)
+    return {int(argument(op, k, f"dim{k - 1}")) % rank for k in (1, 2)} == {rank - 1, rank - 2}
+
+
+def _embeddings(graph: Graph) -> Iterator[Use]:
+    for i, op in enumerate(graph.ops):
+        if op.target == "aten.embedding.default" and not op.backward and graph.ops[op.inputs[0][0]].kind == "parameter":
+            yield Use(graph.ops[op.inputs[0][0]].name, i, "embedding", 1, 0, (op.inputs[0],), (0, 1, 0))
+
+
+def _split_classes(graph: Graph, classes: DimClasses) -> frozenset[int]:
+    """Classes that a split or a slice cuts up."""
+    found = set()
+    for op in graph.ops:
+        if op.target in SPLITS and not op.backward:
+            shape = graph.tensor(op.inputs[0]).shape
+            dim = int(argument(op, SPLITS[op.target], "dim", 0)) % len(shape)
+            if any(t is not None and t.shape[dim] != shape[dim] for t in op.outputs):
+                found.add(classes.of(op.inputs[0], dim))
+    return frozenset(found)
+
+
+def _why_not_local(
+    graph: Graph, classes: DimClasses, root: int, columns: Sequence[ParameterMatmul], rows: Sequence[ParameterMatmul], inside: list[str]
+) -> str | None:
+    """What keeps the code between column and row weights from running on parts; None where nothing does.
+
+    inside: gets the parameters that the parts meet and that stay whole.
+    """
+    starts, ends = {m.index for m in columns}, {m.index for m in rows}
+    own = {graph.ops[i].module for i in starts}
+    parts: set[Value] = set()
+    for i, op in enumerate(graph.ops):
+        if op.backward:
+            continue
+        if i in starts:
+            parts.add((i, 0))
+            continue
+        if not any(v in parts for v in op.inputs):
+            if i in ends:
+                return f"{op.module or op.name} reads what no column weight gives"
+            continue
+        if i in ends:
+            continue
+        for v in op.inputs:
+            source = graph.ops[v[0]]
+            if v not in parts and _has(graph, classes, v, root) and source.name.rpartition(".")[0] not in own:
+                return f"{op.module or op.name} meets {source.name}, which stays whole"
+            if source.kind == "parameter" and not _has(graph, classes, v, root):
+                inside.append(source.name)
+        given = [(i, k) for k, t in enumerate(op.outputs) if t is not None and _has(graph, classes, (i, k), root)]
+        if not given:
+            return f"{op.module or op.name} needs all of what is cut ({op.target})"
+        if (fixed := _fixes_sizes(graph, classes, root, i)) and op.module not in own:
+            return f"{op.module or op.name} {fixed}"
+        parts.update(given)
+    returned = [r for r in graph.results if r.kind == "output" and r.value in parts]
+    return f"the model returns {returned[0].name} cut" if returned else None
+
+
+def _has(graph: Graph, classes: DimClasses, value: Value, root: int) -> bool:
+    return any(size > 1 and classes.of(value, d) == root for d, size in enumerate(graph.tensor(value).shape))
+
+
+def _fixes_sizes(graph: Graph, classes: DimClasses, root: int, i: int) -> str | None:
+    """What a view's literal sizes say about the dim that is cut; None where its code takes that from the tensor."""
+    op = graph.ops[i]
+    if op.target not in LENGTHS:
+        return None
+    before, after = graph.tensor(op.inputs[0]).shape, op.output.shape
+    if before == after:
+        return None
+    dims = [d for d, size in enumerate(after) if size > 1 and classes.of((i, 0), d) == root]
+    sizes = argument(op, 1, "size") or argument(op, 1, "shape")
+    free = [d for d, size in enumerate(sizes) if size == -1]
+    if free and free[0] not in dims:
+        return "takes another dim's size from what is cut"
+    splits = before[-1] not in after and len(after) > len(before)
+    return "fixes the number of heads" if splits and not free else None

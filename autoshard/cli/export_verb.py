@@ -1,0 +1,63 @@
+"""`autoshard export SOLUTION --format ...`: a plan in the format of another tool."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from autoshard.cli.app import OK, app
+from autoshard.cli.arguments import check_out
+from autoshard.cli.output import Output
+from autoshard.cli.plan_verbs import OldMesh, Plan, Quiet, _api, _load, _report
+
+
+@app.command()
+def export(
+    solution: Plan,
+    kind: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            "--to",
+            help="sharding_map, json, parallelize_module, tp_plan (Hugging Face), fully_shard (with tensor parallel) or distribute_module.",
+        ),
+    ] = "sharding_map",
+    axis: Annotated[
+        str | None, typer.Option(help="Which mesh axis module styles cut over. Default: where the plan cuts most.", show_default=False)
+    ] = None,
+    mesh: OldMesh = None,
+    out: Annotated[
+        str | None,
+        typer.Option(help="Write it here: .json; a sharding map as specs to .pkl; code for a launcher to .py.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: the export, what it leaves out, its price.")] = False,
+    quiet: Quiet = False,
+) -> int:
+    """Give a plan in the format of another tool: printed as JSON, or written with --out. What it can't carry is said on stderr.
+
+    \b
+    autoshard export gpt2.json --format tp_plan --out tp_plan.json
+    autoshard export gpt2.json --format fully_shard --out recipe.py
+    """
+    check_out(out)
+    with Output(as_json=as_json, quiet=quiet) as output:
+        output.progress("reading the plan", 0.0)
+        api, loaded = _api(), _load(solution, mesh)
+        value = api.export(loaded, kind, out, axis=axis)
+        if out is not None:
+            output.note(f"wrote {out}")
+        for line in value.said:
+            output.note(line)
+        plain = api.as_plain(value, kind)
+        record = {
+            "format": kind,
+            "export": plain,
+            "left": [one._asdict() for one in value.left],
+            "cost_seconds": value.cost_seconds,
+            "plan_cost_seconds": loaded.cost,
+            "extra_seconds": value.extra_seconds,
+        }
+        if out is None or as_json:
+            output.answer(record, lambda: _report().exported_text(plain))
+    return OK

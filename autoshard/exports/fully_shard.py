@@ -1,0 +1,114 @@
+"""A recipe of two steps for a mesh with a tensor parallel axis: `parallelize_module` over it, then `fully_shard` over the others.
+
+    recipe = export(solution, "fully_shard")            {"mesh", "parallelize_module", "fully_shard", "replicate"}
+    apply(recipe, model, device_mesh)                   or write it: export(solution, "fully_shard", "recipe.py")
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from autoshard.exports.modules import generic, on_axis, parallelize_plan, styles_as_text
+from autoshard.exports.record import Export, Left, made
+from autoshard.layout import parse
+from autoshard.solution import Solution
+
+
+def recipe(solution: Solution, axis: str | None = None) -> Export:
+    """What to do over which axes. The data axes are those beside the tensor parallel one; their batch is cut.
+
+    Parameters are sharded over the data axes where the plan keeps most of their bytes in parts there, else whole (replicate).
+    """
+    axis, found = on_axis(solution, axis)
+    k = solution.mesh.axis_names.index(axis)
+    styles = parallelize_plan(solution, axis)
+    data = [name for j, name in enumerate(solution.mesh.axis_names) if j != k and solution.mesh.shape[j] > 1]
+    sharded = _is_sharded(solution, [solution.mesh.axis_names.index(name) for name in data])
+    blocks = list(dict.fromkeys(_block(name) for name in solution.parameters if _block(name)))
+    value = {
+        "mesh": {"shape": list(solution.mesh.shape), "axis_names": list(solution.mesh.axis_names)},
+        "parallelize_module": {"axis": axis, "plan": dict(styles)},
+        "fully_shard": {"axes": data if sharded else [], "modules": [*blocks, ""] if sharded and data else []},
+        "replicate": {"axes": [] if sharded else data},
+    }
+    left = [one for one in styles.left if "fully_shard can cut the others" not in one.why and one.what != "the memory limit"]
+    if data:
+        left.append(Left("which dim of each parameter is cut over the data axes", "fully_shard cuts dim 0 of all of them"))
+    return made(solution, value, tuple(left), found, "fully_shard" if sharded and data else "modules")
+
+
+def apply(recipe: dict, model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    """Carry the recipe out on a model and a DeviceMesh whose axes have the recipe's names; the same module, changed."""
+    if tuple(device_mesh.mesh_dim_names or ()) != tuple(recipe["mesh"]["axis_names"]):
+        raise ValueError(f"the device mesh's axes are {device_mesh.mesh_dim_names}, the recipe's {recipe['mesh']['axis_names']}")
+    tensor = recipe["parallelize_module"]
+    if tensor["plan"]:
+        parallelize_module(model, device_mesh[tensor["axis"]], tensor["plan"])
+    axes = recipe["fully_shard"]["axes"]
+    for name in recipe["fully_shard"]["modules"]:
+        fully_shard(model.get_submodule(name), mesh=_flat(device_mesh, axes))
+    if recipe["replicate"]["axes"]:
+        from torch.distributed._composable.replicate_with_fsdp import replicate  # here: only plans with whole parameters need it
+
+        replicate(model, mesh=_flat(device_mesh, recipe["replicate"]["axes"]))
+    return model
+
+
+def _flat(device_mesh: DeviceMesh, axes: list[str]) -> DeviceMesh:
+    part = device_mesh[tuple(axes)] if len(axes) > 1 else device_mesh[axes[0]]
+    return part._flatten("_".join(axes)) if len(axes) > 1 else part
+
+
+def as_text(recipe: dict) -> dict:
+    """Plain data: the styles in words."""
+    tensor = recipe["parallelize_module"]
+    return {**recipe, "parallelize_module": {"axis": tensor["axis"], "plan": styles_as_text(tensor["plan"])}}
+
+
+def as_python(recipe: Any) -> str:
+    """A module with one function `apply(model, device_mesh)` that does it, for a launcher without autoshard."""
+    plan = "".join(f'    "{module}": {written},\n' for module, written in as_text(recipe)["parallelize_module"]["plan"].items())
+    names, shape = tuple(recipe["mesh"]["axis_names"]), tuple(recipe["mesh"]["shape"])
+    said = "".join(f"# {line}\n" for line in getattr(recipe, "said", ()))
+    shard, whole = recipe["fully_shard"], recipe["replicate"]["axes"]
+    lines = [f"    parallelize_module(model, device_mesh[{recipe['parallelize_module']['axis']!r}], PLAN)"] if plan else []
+    if shard["modules"]:
+        lines += [f"    data = {_mesh_code(shard['axes'])}", f"    for name in {shard['modules']!r}:"]
+        lines += ["        fully_shard(model.get_submodule(name), mesh=data)"]
+    if whole:
+        lines += ["    from torch.distributed._composable.replicate_with_fsdp import replicate", ""]
+        lines += [f"    replicate(model, mesh={_mesh_code(whole)})"]
+    return (
+        f"# Written by autoshard. For init_device_mesh(device, {shape}, mesh_dim_names={names}).\n{said}\n"
+        "from torch.distributed.fsdp import fully_shard\n"
+        "from torch.distributed.tensor import Replicate\n"
+        "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module\n\n"
+        f"PLAN = {{\n{plan}}}\n\n\ndef apply(model, device_mesh):\n" + "\n".join([*lines, "    return model"]) + "\n"
+    )
+
+
+def _mesh_code(axes: list[str]) -> str:
+    return f"device_mesh[{axes[0]!r}]" if len(axes) == 1 else f'device_mesh[{tuple(axes)!r}]._flatten("{"_".join(axes)}")'
+
+
+def _is_sharded(solution: Solution, axes: list[int]) -> bool:
+    """Whether most bytes of parameters lie in parts over one of `axes`."""
+    cut = whole = 0
+    for row in solution.parameters.values():
+        layout = parse(row["layout"])
+        if any(layout[k].is_shard() for k in axes):
+            cut += row["local_bytes"]
+        else:
+            whole += row["local_bytes"]
+    return cut > whole
+
+
+def _block(name: str) -> str:
+    """`h.0.attn.c_attn.weight` -> `h.0`; nothing for parameters outside repeated blocks."""
+    head, star, _ = generic(name).partition("*")
+    return name[: len(head)] + name[len(head) :].partition(".")[0] if star else ""

@@ -1,0 +1,141 @@
+"""Plans for launchers that cut modules over one mesh axis: torch's `parallelize_module`, Hugging Face's `tp_plan`.
+
+Both cut weights of nn.Linear and nn.Embedding and run the model's own code on the parts. Which weights of a Solution can be cut
+so was worked out when it was planned (`Solution.modules`); here that is written in each tool's words:
+
+    style             weight              parallelize_module                              tp_plan
+    column            [out / n, in]       ColwiseParallel()                               colwise
+    row               [out, in / n]       RowwiseParallel()                               rowwise
+    column_gathered   [out / n, in]       ColwiseParallel(output_layouts=Replicate())     colwise_gather_output
+    vocabulary        [words / n, width]  RowwiseParallel(input_layouts=Replicate())      embedding_rowwise
+    features          [words, width / n]  ColwiseParallel(output_layouts=Replicate())     embedding_colwise
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.placement_types import Replicate
+
+from autoshard.exports.record import Export, Left, made
+from autoshard.layout import parse
+from autoshard.solution import Solution
+
+TP_STYLES = {
+    "column": "colwise",
+    "row": "rowwise",
+    "column_gathered": "colwise_gather_output",
+    "vocabulary": "embedding_rowwise",
+    "features": "embedding_colwise",
+    "inside": "replicated_with_grad_allreduce",
+}
+
+
+def style(name: str) -> ParallelStyle:
+    """The style as an object of torch's."""
+    if name in ("column_gathered", "features"):
+        return ColwiseParallel(output_layouts=Replicate())
+    if name == "vocabulary":
+        return RowwiseParallel(input_layouts=Replicate())
+    return ColwiseParallel() if name == "column" else RowwiseParallel()
+
+
+def parallelize_plan(solution: Solution, axis: str | None = None) -> Export:
+    """`{module: ParallelStyle}` for `parallelize_module(model, device_mesh[axis], plan)`."""
+    axis, found = on_axis(solution, axis)
+    plan = {_module(weight): style(name) for weight, name in found["styles"].items() if name != "inside"}
+    inside = [weight for weight, name in found["styles"].items() if name == "inside"]
+    left = [Left(generic(weight), "it is whole among cut tensors: its gradient must be summed over the axis") for weight in inside]
+    left = list(dict.fromkeys(left)) if solution.training else []
+    return made(solution, plan, (*left, *_left(solution, axis, found)), found, "modules")
+
+
+def tp_plan(solution: Solution, axis: str | None = None) -> Export:
+    """`{"model.layers.*.self_attn.q_proj": "colwise", ...}` for `from_pretrained(tp_plan=...)`.
+
+    transformers merges it over the model's own plan, so a module that stays whole is named too: "replicate".
+    """
+    axis, found = on_axis(solution, axis)
+    plan: dict[str, str] = {}
+    for name in solution.parameters:
+        module, _, attribute = name.rpartition(".")
+        key = generic(module if attribute in ("weight", "bias") else name)
+        plan.setdefault(generic(module), "replicate")
+        plan.setdefault(key, "replicate")
+        if name in found["styles"]:
+            plan[key] = TP_STYLES[found["styles"][name]]
+    plan.pop("", None)
+    return made(solution, plan, _left(solution, axis, found), found, "modules")
+
+
+def styles_as_text(plan: dict[str, ParallelStyle]) -> dict[str, str]:
+    """`{"h.0.mlp.up": "ColwiseParallel()", ...}`: what Python would have to be written for it."""
+    return {module: _written(one) for module, one in plan.items()}
+
+
+def _written(one: Any) -> str:
+    name = type(one).__name__
+    gathered = isinstance(one, ColwiseParallel) and one.output_layouts == (Replicate(),)
+    whole = isinstance(one, RowwiseParallel) and one.input_layouts == (Replicate(),)
+    return f"{name}({'output_layouts=Replicate()' if gathered else 'input_layouts=Replicate()' if whole else ''})"
+
+
+def as_python(plan: Export) -> str:
+    """A module with PLAN, for a launcher without autoshard."""
+    rows = "".join(f'    "{module}": {written},\n' for module, written in styles_as_text(plan).items())
+    said = "".join(f"# {line}\n" for line in plan.said)
+    return (
+        f"# Written by autoshard: parallelize_module(model, device_mesh, PLAN).\n{said}\n"
+        "from torch.distributed.tensor import Replicate\n"
+        "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel\n\n"
+        f"PLAN = {{\n{rows}}}\n"
+    )
+
+
+def on_axis(solution: Solution, axis: str | None) -> tuple[str, dict]:
+    """The axis to cut over and what is known about it; without a name the one over which the plan cuts most weights."""
+    names, known = solution.mesh.axis_names, solution.modules
+    if axis is not None and axis not in names:
+        raise ValueError(f"the mesh has no axis {axis!r}; its axes are {', '.join(names)}")
+    if solution.mesh.num_devices == 1:
+        return axis or names[-1], {"styles": {}, "dropped": [], "seconds": {"modules": solution.cost, "fully_shard": solution.cost}}
+    if not known:
+        raise ValueError("the solution doesn't say how its weights are used; plan again, and with baselines, to export plans of modules")
+    if axis is None:
+        axis = max(reversed(known), key=lambda name: len(known[name]["styles"]))
+    if axis not in known:
+        raise ValueError(f"the plan uses no weight in parts over {axis}, so there is nothing to export; it does over {', '.join(known)}")
+    return axis, known[axis]
+
+
+def _left(solution: Solution, axis: str, found: dict) -> tuple[Left, ...]:
+    """What is not in a plan of module styles over `axis`."""
+    left = [Left(row["weights"], row["why"], row["plan"]) for row in found["dropped"]]
+    k = solution.mesh.axis_names.index(axis)
+    for other, name in enumerate(solution.mesh.axis_names):
+        cut = [row for row in solution.parameters.values() if other != k and parse(row["layout"])[other].is_shard()]
+        if cut:
+            left.append(Left(f"{len(cut)} parameters cut over {name}", "module styles speak of one axis; fully_shard can cut the others"))
+    if _inputs_cut(solution, k):
+        left.append(Left(f"inputs cut over {axis}", f"under module styles all ranks of {axis} see the same inputs"))
+    left.append(Left("layouts of activations, and routes between them", "a module's style fixes them"))
+    return tuple(left)
+
+
+def _inputs_cut(solution: Solution, axis: int) -> bool:
+    return any(
+        placed.outputs and placed.outputs[0] is not None and parse(placed.outputs[0])[axis].is_shard()
+        for name, placed in solution.layouts.items()
+        if name.startswith("input_") and not placed.inputs
+    )
+
+
+def _module(weight: str) -> str:
+    return weight.rpartition(".")[0]
+
+
+def generic(name: str) -> str:
+    """`layers.3.mlp.up_proj` -> `layers.*.mlp.up_proj`, number by number as transformers looks names up in a plan."""
+    return re.sub(r"\.\d+(\.|$)", r".*\1", name)

@@ -1,0 +1,87 @@
+"""A partition function for torch's `distribute_module`: every parameter as a DTensor in the plan's layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_tensor
+
+from autoshard.exports.record import Left
+from autoshard.layout import Layout, parse
+from autoshard.solution import Solution
+
+LEFT = (Left("layouts of activations, and routes between them", "DTensor propagates from the parameters on, op by op"),)
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """`distribute_module(model, device_mesh, partition)`. All axes and dims of every parameter are carried.
+
+    What activations do is DTensor's choice, op by op, so the price of a step is not known. Called on another mesh, or on a
+    parameter that the plan lacks or knows in another shape: ValueError.
+    """
+
+    mesh: tuple[int, ...]
+    layouts: dict[str, tuple[Layout, tuple[int, ...]]]  # layout and shape by parameter name
+    left: tuple[Left, ...] = LEFT
+    cost_seconds: float = float("inf")
+    extra_seconds: float = float("inf")
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        price = "what it costs is not known: the tool that reads it decides the rest by itself"
+        return (price, *(f"not carried: {one.what}: {one.why}" for one in self.left))
+
+    def __call__(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        if tuple(device_mesh.shape) != self.mesh:
+            raise ValueError(f"the device mesh has shape {tuple(device_mesh.shape)}, but the plan is for {self.mesh}; plan again for it")
+        for attribute, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            layout = self._layout(f"{name}.{attribute}" if name else attribute, tuple(parameter.shape))
+            placed = distribute_tensor(parameter.data, device_mesh, layout)
+            module.register_parameter(attribute, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+
+    def _layout(self, name: str, shape: tuple[int, ...]) -> Layout:
+        if name not in self.layouts:
+            raise ValueError(f"the plan has no parameter {name!r}; it was made for another model")
+        layout, planned = self.layouts[name]
+        if shape != planned:
+            raise ValueError(f"parameter {name!r} is {shape}, planned was {planned}; plan again for this model")
+        return layout
+
+
+def partition_fn(solution: Solution) -> Partition:
+    """The plan's layouts as a partition function."""
+    return Partition(solution.mesh.shape, {name: (parse(row["layout"]), tuple(row["shape"])) for name, row in solution.parameters.items()})
+
+
+def as_text(partition: Partition) -> dict[str, list[str]]:
+    """`{"h.0.mlp.up.weight": ["Replicate()", "Shard(dim=0)"]}`."""
+    return {name: [repr(placement) for placement in layout] for name, (layout, _) in partition.layouts.items()}
+
+
+def as_python(partition: Partition) -> str:
+    """A module with `partition_fn`, for a launcher without autoshard."""
+    rows = "".join(f'    "{name}": [{", ".join(written)}],\n' for name, written in as_text(partition).items())
+    said = "".join(f"# {line}\n" for line in partition.said)
+    return f'''# Written by autoshard, for a device mesh of shape {partition.mesh}: distribute_module(model, device_mesh, partition_fn).
+{said}
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+LAYOUTS = {{
+{rows}}}
+
+
+def partition_fn(name, module, device_mesh):
+    if tuple(device_mesh.shape) != {partition.mesh}:
+        raise ValueError(f"the device mesh has shape {{tuple(device_mesh.shape)}}, but the plan is for {partition.mesh}")
+    for attribute, parameter in list(module._parameters.items()):
+        if parameter is not None:
+            layout = LAYOUTS[f"{{name}}.{{attribute}}" if name else attribute]
+            placed = distribute_tensor(parameter.data, device_mesh, layout)
+            module.register_parameter(attribute, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+'''

@@ -1,0 +1,95 @@
+"""The plans that are compared for a model on a measured mesh: data parallel, FSDP, Megatron, and ours in Megatron's memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from autoshard.api.baselining import pinned_to
+from autoshard.api.certify import describe
+from autoshard.api.options import Options
+from autoshard.api.planning import formulate_for
+from autoshard.baselines import baselines
+from autoshard.capture import capture_deep
+from autoshard.cost import bytes_sent
+from autoshard.formulate import Formulation
+from autoshard.graph import Graph
+from autoshard.mesh import Mesh
+from autoshard.solution import Solution
+from autoshard.solvers import solve
+from autoshard.strategies import candidates, internal_collectives
+from models import gpt2, llama, mlp
+
+SLOW = 0  # the mesh axis that is the link between the nodes
+
+MODELS: dict[str, Callable] = {
+    "mlp": lambda: mlp.mlp(batch=256, width=256, hidden=1024, layers=4),
+    "gpt2": lambda: gpt2.build(layers=2, heads=8, width=128, positions=64, vocab=8192, batch=8, seq=32, loss=True, dtype="float32"),
+    "llama": lambda: llama.build(
+        layers=2, heads=8, kv_heads=4, width=128, hidden=352, vocab=4096, batch=8, seq=32, loss=True, dtype="float32"
+    ),
+}
+TINY = lambda: gpt2.tiny(batch=4, seq=8, vocab=64)  # noqa: E731 (as the rows above)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan and what is predicted of it. seconds: of a step, and of its collectives over the slow link; bytes: that leave a node."""
+
+    name: str
+    solution: Solution
+    seconds: float
+    link_seconds: float
+    link_bytes: float
+
+
+def graph_of(build: Callable) -> Graph:
+    module, inputs = build()
+    return capture_deep(module, inputs, training=True)[0]
+
+
+def plans(graph: Graph, mesh: Mesh, *, time_limit: float) -> Iterator[Planned]:
+    """Ours last: its memory is limited to what Megatron's plan holds. time_limit: seconds for its solver, without the others."""
+    options = Options(training=True, time_limit=time_limit)
+    found = candidates(graph, mesh)
+    formulated = formulate_for(graph, found, mesh, options)
+    starts, peaks = [], {}
+    for baseline in baselines(graph, mesh, found):
+        answer = solve(replace(formulated.problem, node_costs=pinned_to(formulated, baseline).node_costs), time_limit=time_limit)
+        assert answer.choice is not None, f"{baseline.name} has no plan"
+        starts.append(answer.choice)
+        peaks[baseline.name] = answer.peak
+        yield planned(baseline.name, formulated, answer, options)
+    limit = peaks["megatron"]
+    fitting = [choice for choice, peak in zip(starts, peaks.values()) if peak <= limit]
+    limited = replace(formulated.problem, usage_limit=limit)
+    began = time.monotonic()
+    answer = solve(limited, time_limit=time_limit, gap=0.01, starts=fitting, preference=formulated.preference)
+    assert answer.choice is not None, f"nothing was found in {time.monotonic() - began:.0f} s"
+    yield planned("ours", formulated, answer, replace(options, memory_limit=limit))
+
+
+def planned(name: str, formulated: Formulation, answer, options: Options) -> Planned:
+    solution = describe(formulated, answer, options, {}, {"plan": name})
+    collectives = solution.breakdown["communication"]
+    slow = formulated.mesh.axes[SLOW].name
+    link_seconds = sum(seconds for what, seconds in collectives.items() if what.endswith(f" {slow}"))
+    return Planned(name, solution, answer.cost, link_seconds, link_bytes(formulated, answer.choice))
+
+
+def link_bytes(formulated: Formulation, choice) -> float:
+    """Bytes that leave one node in a step: what its ranks send over the slow axis."""
+    graph, mesh = formulated.graph, formulated.mesh
+    axis = mesh.axes[SLOW]
+    total = 0.0
+    for link in formulated.links:
+        route = formulated.route(link, choice)
+        for step in route.steps if route else ():
+            if step.axis == SLOW:
+                # gloo has an all_to_all of its own, which the program calls: no all_gather of everything
+                total += step.bytes / (axis.size if step.collective == "all_to_all" and axis.backend == "gloo" else 1)
+    for i, op in enumerate(graph.ops):
+        for collective, k, size in internal_collectives(op, graph.input_tensors(i), formulated.candidate(i, choice).inputs, mesh):
+            total += bytes_sent(collective, axis, float(size)) if k == SLOW else 0.0
+    return total * mesh.num_devices / axis.size

@@ -1,0 +1,132 @@
+"""One rank: it joins the process group, then does what comes as JSON lines on stdin and answers on stdout.
+
+    {"do": "measure", "seconds": 20, "largest": 4e6}      {"collectives": [[axis, name, size, seconds]], "device": [...]}
+    {"do": "load", "plan": "plan.pkl"}                    {"loaded": ...}; runs a step twice, so that all is warm
+    {"do": "load", "plan": "plan.pkl", "model": "mlp"}    the same through `autoshard.parallelize`, which overlaps collectives
+    {"do": "steps", "count": 5}                           {"seconds": [...]}: of the slowest rank, step by step; "idle": without the step
+    {"do": "stop"}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import pickle
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from plans import MODELS
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import autoshard
+from autoshard.graph import Graph
+from autoshard.lower import lower, run_on
+from autoshard.lower.measure import agree_on, measure
+from autoshard.solution import Solution
+
+HOURS = datetime.timedelta(hours=2)  # a rank waits for its orders
+
+
+class Rank:
+    def __init__(self, rank: int, shape: tuple[int, ...], address: str):
+        torch.set_num_threads(1)
+        size = torch.Size(shape).numel()
+        dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=size, timeout=HOURS)
+        self.device_mesh: DeviceMesh = init_device_mesh("cpu", shape)
+        self.rank, self.agree = rank, agree_on(torch.device("cpu"))
+
+    def measure(self, seconds: float, largest: float) -> dict:
+        for _, _, found in measure(self.device_mesh, clock=time.perf_counter, seconds=seconds, largest=largest):
+            last = found
+        rows = [[axis, name, size, t] for (axis, name), times in last.collectives.items() for size, t in times.items()]
+        return {"collectives": rows, "device": [vars(op) for op in last.device]}
+
+    def load(self, plan: str, model: str = "") -> dict:
+        """The step of a plan on this rank: forward and backward, then AdamW on the parameters."""
+        with open(plan, "rb") as file:
+            graph, solution = pickle.load(file)
+        self.step = self.module_step(solution, model) if model else self.program_step(graph, solution)
+        self.step()
+        self.step()
+        dist.barrier()
+        return {"loaded": plan}
+
+    def program_step(self, graph: Graph, solution: Solution) -> Callable[[], None]:
+        """The plan's program, record by record: its collectives one after the other, as they are priced."""
+        program = lower(graph, solution.layouts, solution.results, solution.mesh)
+        kinds = {op.name: op.kind for op in graph.ops}
+        generator = torch.Generator().manual_seed(self.rank)
+        values = {load.name: part(load.slot, kinds[load.name], generator) for load in program.loads}
+        parameters = {name: value.requires_grad_() for name, value in values.items() if kinds[name] == "parameter"}
+        optimizer = torch.optim.AdamW(list(parameters.values()), lr=1e-4, foreach=True)
+
+        def step() -> None:
+            with torch.no_grad():
+                results = run_on(program, {name: value.detach() for name, value in values.items()}, self.device_mesh)
+            for name, parameter in parameters.items():
+                parameter.grad = results.get(f"gradient:{name}")
+            optimizer.step()
+
+        return step
+
+    def module_step(self, solution: Solution, model: str) -> Callable[[], None]:
+        """What a user runs: the model parallelized, loss.backward(), the optimizer."""
+        module, inputs = MODELS[model]()
+        sharded = autoshard.parallelize(module, solution, self.device_mesh)
+        generator = torch.Generator().manual_seed(self.rank)
+        with torch.no_grad():
+            for parameter in sharded.parameters():
+                local = parameter.to_local()
+                local.copy_(0.02 * torch.randn(local.shape, generator=generator))
+        given = [torch.zeros(x.shape, dtype=x.dtype) for x in inputs]
+        optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-4, foreach=True)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            sharded(*given).backward()
+            optimizer.step()
+
+        return step
+
+    def steps(self, count: int, idle: bool = False) -> dict:
+        seconds = []
+        for _ in range(count):
+            dist.barrier()
+            began = time.perf_counter()
+            if not idle:
+                self.step()
+            seconds.append(self.agree(time.perf_counter() - began))
+        return {"seconds": seconds}
+
+
+def part(slot, kind: str, generator: torch.Generator) -> torch.Tensor:
+    """Some values for what a rank holds of a placeholder: small weights, ids that every table has."""
+    dtype = getattr(torch, slot.dtype)
+    if not dtype.is_floating_point:
+        return torch.zeros(slot.shape, dtype=dtype)
+    if kind == "tangent":
+        return torch.ones(slot.shape, dtype=dtype)
+    return 0.02 * torch.randn(slot.shape, generator=generator, dtype=dtype)
+
+
+def main() -> None:
+    rank, shape, address = int(sys.argv[1]), tuple(map(int, sys.argv[2].split("x"))), sys.argv[3]
+    answers = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):
+        worker = Rank(rank, shape, address)
+        print(json.dumps({"ready": rank}), file=answers, flush=True)
+        for line in sys.stdin:
+            job = json.loads(line)
+            what = job.pop("do")
+            if what == "stop":
+                break
+            print(json.dumps(getattr(worker, what)(**job)), file=answers, flush=True)
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Predicted and measured training steps on an emulated cluster of two nodes with two gloo ranks each.
+
+    sudo .venv/bin/python benchmarks/cluster/run.py FOLDER [--speeds 20,50,100,200] [--models mlp,gpt2,llama] [--json] [--plot FILE.png]
+
+For each speed of the link between the nodes: measures every collective on both mesh axes and the devices, makes prices of that (as
+`autoshard calibrate measure` does), plans each model as data parallel, FSDP, Megatron (with and without sequence parallelism) and as
+autoshard would within Megatron's memory, runs every plan, and counts the bytes that leave a node.
+
+    --runner program        the plan's program, one collective after the other, as plans are priced
+    --runner parallelize    what users run: `autoshard.parallelize`, collectives overlapped; the simulator predicts that
+
+FOLDER gets prices, rows and the ranks' logs; rows that are in it already are not measured again. A quarter of an hour for the
+defaults on two cores. Needs root and iproute2, and leaves no namespace behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+from judge import judged, plot, table  # noqa: E402
+from network import Network, why_not  # noqa: E402
+from plans import MODELS, TINY, Planned, graph_of, plans  # noqa: E402
+from ranks import Ranks  # noqa: E402
+
+from autoshard.cost.curves.cluster import cluster  # noqa: E402
+from autoshard.cost.curves.rates import OpSample  # noqa: E402
+from autoshard.graph import Graph  # noqa: E402
+from autoshard.mesh import Mesh  # noqa: E402
+from autoshard.simulate.timeline import timeline_of_solution  # noqa: E402
+
+PER_NODE = 2
+LONGEST = 40.0  # seconds that the timed steps of one plan may take
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def measured_mesh(ranks: Ranks, seconds: float, largest: float) -> Mesh:
+    """The cluster's prices, with the seconds that the ranks' interpreter spends on an op as a kernel's launch."""
+    found = ranks.do("measure", seconds=seconds, largest=largest, timeout=20 * seconds + 60)
+    times: dict = {}
+    for axis, name, size, t in found["collectives"]:
+        times.setdefault((axis, name), {})[size] = t
+    samples = [OpSample(one["op"], one["dtype"], one["flops"], one["bytes"], one["seconds"]) for one in found["device"]]
+    record = cluster(
+        ranks.shape, times, samples, backend="gloo", device="cpu", memory=4e9, complete=True, assumptions={"emulated": True}
+    )
+    return Mesh.from_dict(record["mesh"])
+
+
+def with_launch(mesh: Mesh, graph: Graph, ranks: Ranks, folder: Path) -> Mesh:
+    """What a step of a tiny model takes beyond its roofline, by op: that is what the program of a rank costs to interpret."""
+    (alone,) = [one for one in plans(graph, single(mesh), time_limit=5.0) if one.name == "data_parallel"]
+    seconds = statistics.median(timed(ranks, replace_mesh(alone, mesh), graph, folder)[0])
+    kernels = sum(not op.is_placeholder and op.alias is None for op in graph.ops)
+    launch = max((seconds - (alone.seconds - kernels * mesh.device.launch)) / kernels, mesh.device.launch)
+    return replace(mesh, device=replace(mesh.device, launch=launch))
+
+
+def single(mesh: Mesh) -> Mesh:
+    return Mesh(tuple(replace(axis, size=1, curves=()) for axis in mesh.axes), mesh.device)
+
+
+def replace_mesh(one: Planned, mesh: Mesh) -> Planned:
+    """The plan of one device, on all devices: everything is whole."""
+    return replace(one, solution=replace(one.solution, mesh=mesh))
+
+
+def timed(ranks: Ranks, one: Planned, graph: Graph, folder: Path, model: str = "") -> tuple[list[float], float]:
+    """Seconds of some steps, and bytes that left a node in each, less those of measuring. model: to run it through `parallelize`."""
+    path = folder / "plan.pkl"
+    path.write_bytes(pickle.dumps((graph, one.solution)))
+    ranks.do("load", plan=str(path), model=model, timeout=600)
+    count = int(min(9, max(3, LONGEST / max(one.seconds, 1e-3) / 4)))
+    counted = [ranks.network.bytes_sent()]
+    ranks.do("steps", count=count, idle=True, timeout=600)
+    counted.append(ranks.network.bytes_sent())
+    seconds = ranks.do("steps", count=count, timeout=600)["seconds"]
+    counted.append(ranks.network.bytes_sent())
+    sent = [c - b - (b - a) for a, b, c in zip(*counted)]
+    return seconds, statistics.mean(sent) / count
+
+
+def cell(ranks: Ranks, name: str, graph: Graph, mesh: Mesh, megabits: float, options: argparse.Namespace) -> list[dict]:
+    rows = []
+    for one in plans(graph, mesh, time_limit=options.time_limit):
+        seconds, sent = timed(ranks, one, graph, options.folder, name if options.runner == "parallelize" else "")
+        rows.append(
+            {
+                "model": name,
+                "megabits": megabits,
+                "plan": one.name,
+                "runner": options.runner,
+                "predicted_seconds": one.seconds,
+                "measured_seconds": statistics.median(seconds),
+                "predicted_link_seconds": one.link_seconds,
+                "simulated_seconds": timeline_of_solution(graph, one.solution, mesh, overlap=options.runner == "parallelize").seconds,
+                "predicted_bytes": one.link_bytes,
+                "measured_bytes": sent,
+                "peak_bytes": one.solution.peak_bytes,
+                "all_measured_seconds": seconds,
+            }
+        )
+        say(f"{name} at {megabits:g} Mbit/s, {one.name}: predicted {one.seconds:.3f} s, measured {rows[-1]['measured_seconds']:.3f} s")
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--speeds", default="20,50,100,200", help="megabits per second, each way")
+    parser.add_argument("--models", default=",".join(MODELS), help=f"some of {', '.join(MODELS)}")
+    parser.add_argument("--calibrate", type=float, default=30.0, help="seconds to measure collectives in, at each speed")
+    parser.add_argument("--largest", type=float, default=4e6, help="bytes of the largest collective measured")
+    parser.add_argument("--time-limit", type=float, default=20.0, help="seconds for the solver of each plan")
+    parser.add_argument(
+        "--runner", choices=("program", "parallelize"), default="program", help="collectives in turn, as priced, or overlapped"
+    )
+    parser.add_argument("--json", action="store_true", help="one object instead of a table")
+    parser.add_argument("--plot", help="draw predicted against measured seconds here")
+    options = parser.parse_args()
+    names, speeds = options.models.split(","), [float(speed) for speed in options.speeds.split(",")]
+    if unknown := [name for name in names if name not in MODELS]:
+        parser.error(f"unknown model {unknown[0]!r}; known are {', '.join(MODELS)}")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    rows_file = options.folder / f"rows-{options.runner}.json"
+    rows = json.loads(rows_file.read_text()) if rows_file.exists() else []
+    done = {(row["model"], row["megabits"]) for row in rows if row["plan"] == "ours"}
+    missing = {speed: [name for name in names if (name, speed) not in done] for speed in speeds}
+    if any(missing.values()):
+        if why := why_not():
+            say(f"benchmarks/cluster: {why}")
+            return 2
+        graphs = {name: graph_of(MODELS[name]) for name in names}
+        with Network() as network:
+            ranks = Ranks(network, PER_NODE, options.folder)
+            for speed, wanted in missing.items():
+                if not wanted:
+                    continue
+                say(f"measuring collectives at {speed:g} Mbit/s")
+                network.limit(speed * 1e6 / 8)
+                mesh = measured_mesh(ranks, options.calibrate, options.largest)
+                mesh = with_launch(mesh, graph_of(TINY), ranks, options.folder)
+                (options.folder / f"mesh-{speed:g}.json").write_text(json.dumps(mesh.to_dict(), indent=1))
+                for name in wanted:
+                    rows += cell(ranks, name, graphs[name], mesh, speed, options)
+                    rows_file.write_text(json.dumps(rows, indent=1))
+            ranks.stop()
+    found = judged(rows)
+    if options.plot:
+        plot(rows, options.plot)
+    print(json.dumps({"rows": rows, **found}) if options.json else table(rows) + "\n\n" + "\n".join(f"{k}: {v}" for k, v in found.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
