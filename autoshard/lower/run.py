@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.graph import replace_refs
-from autoshard.layout import is_legal, text
+from autoshard.layout import is_legal, rank_shape, text
 from autoshard.lower.collectives import Asking, Groups, Rank, exchange, take
 from autoshard.lower.literals import DENSE_INPUTS, overload
 from autoshard.lower.parts import assemble, cut, groups
@@ -32,17 +32,22 @@ Parts = list[Tensor]
 
 def ranks(mesh: Mesh, device: str = "cpu") -> tuple[Rank, ...]:
     """All ranks of a mesh, in order."""
-    return tuple(Rank(mesh, tuple(torch.tensor(c, device=device) for c in coordinate)) for coordinate in mesh.coordinates())
+    return tuple(Rank(mesh, tuple(torch.tensor(c, device=device) for c in coordinate), coordinate) for coordinate in mesh.coordinates())
 
 
-def call(record: Run, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-    """The op on tensors: its outputs, one entry per output."""
-    return as_outputs(overload(record.target)(**arguments(record, inputs)))
+def call(record: Run, inputs: Sequence[Tensor], rank: int = 0) -> tuple[Any, ...]:
+    """The op on the tensors of a rank (its number on the mesh): its outputs, one entry per output."""
+    return as_outputs(overload(record.target)(**arguments(record, inputs, rank)))
 
 
-def arguments(record: Run, inputs: Sequence[Tensor]) -> dict[str, Any]:
-    values = tuple(x.contiguous() for x in inputs) if record.target in DENSE_INPUTS else tuple(inputs)
-    return {name: replace_refs(literal, values) for name, literal in record.arguments.items()}
+def arguments(record: Run, inputs: Sequence[Tensor], rank: int = 0) -> dict[str, Any]:
+    values = tuple(map(_dense, inputs)) if record.target in DENSE_INPUTS else tuple(inputs)
+    return {name: replace_refs(literal, values) for name, literal in record.arguments_on(rank).items()}
+
+
+def _dense(x: Tensor) -> Tensor:
+    """With a last dim without gaps; other strides may stay, and the output then has them as in the whole program."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def as_outputs(result: Any) -> tuple[Any, ...]:
@@ -51,25 +56,38 @@ def as_outputs(result: Any) -> tuple[Any, ...]:
 
 def asking(record: Run, rank: Rank, inputs: Sequence[Tensor]) -> Asking:
     """The op's local program as a generator, kernel or not."""
+    number = rank.number if record.by_rank else 0
     if record.kernel is None:
-        return call(record, inputs)  # type: ignore[return-value]
-    return as_outputs((yield from record.kernel(rank, arguments(record, inputs))))  # type: ignore[return-value]
+        return call(record, inputs, number)  # type: ignore[return-value]
+    return as_outputs((yield from record.kernel(rank, arguments(record, inputs, number))))  # type: ignore[return-value]
 
 
-def taking(steps: Sequence[Step], rank: Rank, x: Tensor) -> Asking:
+def taking(steps: Sequence[Step], rank: Rank, x: Tensor, whole: tuple[int, ...] | None = None) -> Asking:
+    """The steps of a route. whole: the shape of the whole tensor, where parts may be uneven on the way."""
     for step in steps:
-        x = yield from take(step, rank, x)
+        x = yield from take(step, rank, x, whole)
     return x
 
 
-def check(slot: Slot, part: object, where: str) -> None:
-    """ValueError when a local tensor is not what was planned for it."""
+def check(slot: Slot, part: object, where: str, rank: int = 0) -> None:
+    """ValueError when a local tensor is not what was planned for it on this rank."""
     found = (tuple(part.shape), str(part.dtype).removeprefix("torch.")) if isinstance(part, Tensor) else part
-    if found != (slot.shape, slot.dtype):
+    planned = (slot.shape_on(rank), slot.dtype)
+    if found != planned:
         raise ValueError(
-            f"{where} gave {slot.name} as {found}; planned is {(slot.shape, slot.dtype)}, laid out {text(slot.layout)}: "
+            f"{where} gave {slot.name} as {found}; planned is {planned}, laid out {text(slot.layout)}: "
             "the row or a size literal of the op is wrong"
         )
+
+
+def check_all(slot: Slot, parts: Parts, where: str) -> None:
+    """`check` for what all ranks hold; a tensor that several share is looked at once."""
+    seen = set()
+    for rank, part in enumerate(parts):
+        key = (id(part), slot.shapes and slot.shapes[rank])
+        if key not in seen:
+            seen.add(key)
+            check(slot, part, where, rank)
 
 
 # -- all ranks in one process --------------------------------------------------------------------------------------------------
@@ -101,19 +119,18 @@ class World:
     def move(self, record: Move) -> Parts:
         parts = self.parts(record.source)
         for step in record.steps:
-            parts = self._step(step, parts)
-        for part in unique(parts):
-            check(record.target, part, f"the route from {text(record.source.layout)} to {text(record.target.layout)}")
+            parts = self._step(step, parts, record.whole)
+        check_all(record.target, parts, f"the route from {text(record.source.layout)} to {text(record.target.layout)}")
         return parts
 
-    def _step(self, step: Step, parts: Parts) -> Parts:
+    def _step(self, step: Step, parts: Parts, whole: tuple[int, ...] | None) -> Parts:
         """One step in every group of its axis; groups that hold the same tensors share the answer."""
         done: dict[tuple[int, ...], Parts] = {}
         out = list(parts)
         for group in groups(self.mesh, step.axis):
             key = tuple(id(parts[r]) for r in group)
             if key not in done:
-                programs = [take(step, self.ranks[r], parts[r]) for r in group]
+                programs = [take(step, self.ranks[r], parts[r], whole) for r in group]
                 done[key] = together(programs, [tuple(range(len(group)))], alike=step.collective in ("all_gather", "all_reduce"))
             for r, part in zip(group, done[key], strict=True):
                 out[r] = part
@@ -125,11 +142,13 @@ class World:
         if record.kernel is not None:
             return self._kernel([asking(record, rank, given) for rank, given in zip(self.ranks, inputs, strict=True)])
         done: dict[tuple[int, ...], tuple[Any, ...]] = {}
-        for given in inputs:
-            key = tuple(map(id, given))
+        outputs = []
+        for r, given in enumerate(inputs):
+            key = (*map(id, given), id(record.arguments_on(r)))
             if key not in done:
-                done[key] = call(record, given)
-        return [done[tuple(map(id, given))] for given in inputs]
+                done[key] = call(record, given, r)
+            outputs.append(done[key])
+        return outputs
 
     def _kernel(self, programs: list[Asking]) -> list[Any]:
         return together(programs, lambda axis: groups(self.mesh, axis))
@@ -139,13 +158,8 @@ class World:
         for k, slot in enumerate(record.outputs):
             if slot is not None:
                 parts = [out[k] for out in outputs]
-                for part in unique(parts):
-                    check(slot, part, f"op {record.name}")
+                check_all(slot, parts, f"op {record.name}")
                 self.held[slot.name] = parts
-
-
-def unique(parts: Sequence[Any]) -> list[Any]:
-    return list({id(part): part for part in parts}.values())
 
 
 def together(
@@ -187,12 +201,20 @@ def whole_input(record: Load, values: Mapping[str, Tensor], mesh: Mesh) -> Tenso
         raise ValueError(f"there is no value for {record.name!r}; expected one tensor for each parameter, buffer, input and tangent")
     whole = values[record.name].detach()
     slot = record.slot
-    if str(whole.dtype).removeprefix("torch.") != slot.dtype or not is_legal(tuple(whole.shape), slot.layout, mesh):
+    if str(whole.dtype).removeprefix("torch.") != slot.dtype or not _is_cut_into(tuple(whole.shape), slot, mesh):
         raise ValueError(
             f"the value of {record.name!r} is {tuple(whole.shape)} {whole.dtype}, which is not {slot.shape} {slot.dtype} "
             f"on each rank when laid out {text(slot.layout)}"
         )
     return whole
+
+
+def _is_cut_into(shape: tuple[int, ...], slot: Slot, mesh: Mesh) -> bool:
+    """Whether a tensor of this shape gives every rank what the slot says; the first and the last rank tell."""
+    if not is_legal(shape, slot.layout, mesh):
+        return False
+    ends = ((0, mesh.coordinates()[0]), (mesh.num_devices - 1, mesh.coordinates()[-1]))
+    return all(rank_shape(shape, slot.layout, mesh, coordinate) == slot.shape_on(rank) for rank, coordinate in ends)
 
 
 @torch.no_grad()
@@ -215,35 +237,45 @@ def run_simulated(program: Program, values: Mapping[str, Tensor]) -> dict[str, T
 
 @torch.no_grad()
 def run_rank(
-    program: Program, values: Mapping[str, Tensor], groups: Groups, coordinate: Sequence[Tensor]
+    program: Program,
+    values: Mapping[str, Tensor],
+    groups: Groups,
+    coordinate: Sequence[Tensor],
+    where: tuple[int, ...] | None = None,
+    *,
+    done: Callable[[int], None] = lambda i: None,
 ) -> dict[str, Tensor]:
     """This rank's part: local placeholders in, local results out, collectives over the process groups of the mesh axes.
 
     coordinate: a 0-d integer tensor per axis, on the device that runs. Can be traced (make_fx) into a per-rank graph.
+    where: the same as numbers, which a program with uneven parts needs; ValueError without. done: called with the index of each
+    record after it is carried out.
     """
-    rank = Rank(program.mesh, tuple(coordinate))
+    rank = Rank(program.mesh, tuple(coordinate), where)
+    number = 0 if program.is_even else rank.number
     held: dict[str, Any] = {}
     results: dict[str, Tensor] = {}
-    for record in program.records:
+    for i, record in enumerate(program.records):
         match record:
             case Load():
-                check(record.slot, values[record.name], f"placeholder {record.name}")
+                check(record.slot, values[record.name], f"placeholder {record.name}", number)
                 held[record.slot.name] = values[record.name]
             case Move():
-                part = groups.drive(taking(record.steps, rank, held[record.source.name]))
-                check(record.target, part, f"the route to {record.target.name}")
+                part = groups.drive(taking(record.steps, rank, held[record.source.name], record.whole))
+                check(record.target, part, f"the route to {record.target.name}", number)
                 held[record.target.name] = part
             case Run():
                 outputs = groups.drive(asking(record, rank, [held[slot.name] for slot in record.inputs]))
                 for slot, part in zip(record.outputs, outputs, strict=False):
                     if slot is not None:
-                        check(slot, part, f"op {record.name}")
+                        check(slot, part, f"op {record.name}", number)
                         held[slot.name] = part
             case Give():
                 results[record.key] = held[record.slot.name]
             case Free():
                 for name in record.slots:
                     held.pop(name, None)
+        done(i)
     return results
 
 
@@ -255,4 +287,4 @@ def run_on(program: Program, values: Mapping[str, Tensor], device_mesh: DeviceMe
     if where is None:
         raise ValueError("this process is not on the device mesh")
     coordinate = tuple(torch.tensor(c, device=device_mesh.device_type) for c in where)
-    return run_rank(program, values, Groups.of(device_mesh), coordinate)
+    return run_rank(program, values, Groups.of(device_mesh), coordinate, tuple(where))

@@ -27,7 +27,7 @@ from autoshard.layout import Layout, P, R, S, is_legal, local_shape, text
 from autoshard.lower.literals import UNINITIALISED
 from autoshard.lower.parts import cut, distance, gap, largest
 from autoshard.lower.program import Free, Give, Load, Move, Program, Run, Slot, lower, run_record
-from autoshard.lower.run import World, call, unique
+from autoshard.lower.run import World, call, check_all
 from autoshard.mesh import Mesh
 from autoshard.redistribute import Routes
 from autoshard.solution import Placed
@@ -216,8 +216,9 @@ class _Comparison:
 
     def _look(self, record: Run, slot: Slot, parts: list) -> None:
         """Hold an output when it is right, else note it and hold the right one."""
-        shapes = {(tuple(p.shape), str(p.dtype).removeprefix("torch.")) for p in unique(parts)}
-        if shapes != {(slot.shape, slot.dtype)}:
+        try:
+            check_all(slot, parts, f"op {record.name}")
+        except ValueError:
             self._repair(slot, self._explain(slot, parts))
             return
         skipped = self.graph.ops[record.op].target in UNINITIALISED

@@ -1,0 +1,222 @@
+"""Run a plan: a model becomes a trainable module on a device mesh.
+
+graph   = capture(model, inputs)                the program of one call, when the module is first called
+program = lower(graph, solution.layouts)        what every rank does
+graphs  = trace(program)                        this rank's forward and backward as fx graphs
+module  = a copy of the model with DTensor parameters, whose forward and backward are those graphs
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils import _pytree as pytree
+
+from autoshard.api.checkpointing import checkpointed
+from autoshard.capture import capture
+from autoshard.graph import Graph
+from autoshard.layout import Layout, parse
+from autoshard.lower import lower
+from autoshard.lower.agreement import agree, limit_waiting, patiently, share
+from autoshard.lower.collectives import Groups
+from autoshard.lower.distribute import copy_with, distributed, on_meta
+from autoshard.lower.flow import Pace
+from autoshard.lower.fx_program import trace
+from autoshard.lower.module import TENSOR, Runner, Step, parallel_class
+from autoshard.lower.overlap import scheduled
+from autoshard.solution import Solution, misfits
+
+
+def parallelize(
+    model: nn.Module,
+    solution: Solution,
+    device_mesh: DeviceMesh,
+    *,
+    example_inputs: Any = None,
+    from_first_rank: bool = True,
+    timeout: float = 50.0,
+) -> nn.Module:
+    """The model as a module that runs `solution` on `device_mesh`; every rank of the mesh calls this.
+
+    The result is a copy of the model (which is left as it is) with DTensor parameters under their own names, in the layouts of the
+    plan. Call it as the model: with DTensors, with this rank's parts (cut as the plan cuts that input), or with whole tensors of
+    the planned shape, the same on every rank. What every rank holds whole comes back as a plain tensor, anything else as a DTensor. A plan
+    made with training=True can be differentiated: `loss.backward()`, any optimizer, gradients add up over calls.
+
+    from_first_rank: rank 0's parameters count (False: all ranks hold the same ones already). A model on the meta device gets nan,
+    to be filled by `load_state_dict` or torch.distributed.checkpoint. timeout: seconds after which a rank that does not answer
+    is taken for lost. example_inputs: capture now, not with the first call.
+
+    ValueError, the same on every rank, where mesh, model and plan don't belong together; RankLost (a RuntimeError) when a rank dies.
+    """
+    agree(_complaint(model, solution, device_mesh), "comparing plan, model and mesh")
+    mesh = solution.mesh
+    limit_waiting(device_mesh, timeout)
+    layouts = {name: parse(placed.outputs[0]) for name, placed in solution.layouts.items() if not placed.inputs and placed.outputs[0]}
+    replicate: Layout = parse(",".join("R" * len(mesh.axes)))
+    sharded = copy_with(
+        model,
+        lambda name, tensor: distributed(tensor, layouts.get(name, replicate), mesh, device_mesh, from_first_rank=from_first_rank),
+    )
+    build = _Builder(on_meta(model), solution, device_mesh, timeout)
+    inputs = {name: layout for name, layout in layouts.items() if name.startswith("input_")}
+    runner = Runner(mesh, device_mesh, build, inputs, _planned(solution, example_inputs), where=tuple(device_mesh.get_coordinate() or ()))
+    sharded.__class__ = parallel_class(type(model))
+    sharded.__dict__["_runner"] = runner
+    if example_inputs is not None:
+        runner.prepare(sharded, example_inputs)
+    return sharded
+
+
+def device_mesh(solution: Solution, *, backend: str | None = None) -> DeviceMesh:
+    """The device mesh of a plan on the processes that torchrun (or another launcher) started; every rank calls this.
+
+    backend: nccl where torch sees GPUs, else gloo. A process group that is there already is used.
+    ValueError, the same on every rank, when their number isn't the plan's.
+    """
+    cuda = backend == "nccl" or (backend is None and torch.cuda.is_available())
+    if not dist.is_initialized():
+        try:
+            dist.init_process_group(backend or ("nccl" if cuda else "gloo"))
+        except ValueError as error:
+            n = solution.mesh.num_devices
+            raise ValueError(f"no processes to run on ({error}); start them with: torchrun --nproc-per-node {n} SCRIPT ...") from None
+    complaint = _wrong_number(solution)
+    if complaint is not None:  # every rank sees the same
+        raise ValueError(complaint)
+    if cuda:
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    return init_device_mesh("cuda" if cuda else "cpu", solution.mesh.shape, mesh_dim_names=solution.mesh.axis_names)
+
+
+def _wrong_number(solution: Solution) -> str | None:
+    n, mesh = solution.mesh.num_devices, "x".join(map(str, solution.mesh.shape))
+    if dist.get_world_size() == n:
+        return None
+    return f"{dist.get_world_size()} ranks run, but the plan is for {n} on a mesh of {mesh}; start {n} ranks or plan for another mesh"
+
+
+def _complaint(model: nn.Module, solution: Solution, device_mesh: DeviceMesh) -> str | None:
+    """Why this can't run, as far as it can be seen before the first call."""
+    planned = "x".join(map(str, solution.mesh.shape))
+    if (wrong := _wrong_number(solution)) is not None:
+        return wrong
+    if tuple(device_mesh.shape) != solution.mesh.shape:
+        found = "x".join(map(str, device_mesh.shape))
+        return f"the device mesh is {found}, but the plan is for a mesh of {planned}; make a mesh of that shape or plan again"
+    held = dict(model.named_parameters(remove_duplicate=False))
+    missing = [name for name in solution.parameters if name not in held]
+    extra = [name for name, p in held.items() if name not in solution.parameters and p.requires_grad and solution.training]
+    if missing:
+        return f"the solution is of another model: it has {missing[0]!r} and {len(missing) - 1} more that this model lacks; plan this model"
+    if extra:
+        return f"the solution is of another model: it lacks {extra[0]!r} and {len(extra) - 1} more of this model; plan this model"
+    for name, row in solution.parameters.items():
+        if tuple(row["shape"]) != tuple(held[name].shape):
+            return f"parameter {name!r} has shape {tuple(held[name].shape)}, planned was {tuple(row['shape'])}; plan this model"
+        if row["dtype"] != str(held[name].dtype).removeprefix("torch."):
+            return f"parameter {name!r} is {held[name].dtype}, planned was {row['dtype']}; plan this model"
+    return None
+
+
+def _planned(solution: Solution, example_inputs: Any) -> dict[str, tuple[int, ...]]:
+    """The whole shapes of the inputs, where they are known."""
+    if example_inputs is not None:
+        leaves = enumerate(pytree.tree_leaves(example_inputs))
+        return {f"input_{k}": tuple(leaf.shape) for k, leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return {name: tuple(shape) for name, shape in solution.assumptions.get("inputs", {}).items()}
+
+
+class _Builder:
+    """Makes the graphs for one kind of call."""
+
+    def __init__(self, model: nn.Module, solution: Solution, device_mesh: DeviceMesh, timeout: float):
+        self.model, self.solution, self.device_mesh = model, solution, device_mesh
+        self.groups = Groups.of(device_mesh)
+        self.patiently = partial(patiently, device_mesh, timeout)
+        self.where = tuple(device_mesh.get_coordinate() or ())
+
+    def __call__(self, spec: pytree.TreeSpec, leaves: list[Any], training: bool) -> Step:
+        with self.patiently():
+            inputs = pytree.tree_unflatten(leaves, spec)
+            graph, drops = self._graph(inputs, training)
+            step, complaint = None, None
+            try:
+                step = self._step(graph, inputs, drops)
+            except ValueError as error:
+                complaint = str(error)
+            agree(complaint, "lowering the plan")
+        assert step is not None
+        return step
+
+    def _graph(self, inputs: Any, training: bool) -> tuple[Graph, bool]:
+        """The program of the call, captured by the first rank for all: it takes seconds, and ranks may share a machine.
+
+        A plan is of a model in training mode or in eval mode. Where they differ by dropout only, eval mode runs the training
+        mode's program without it (the second value is then False).
+        """
+        found, complaint = None, None
+        if dist.get_rank() == 0:
+            try:
+                graph, reasons = self._captured(inputs, training)
+                drops = True
+                if reasons and not training:
+                    other, rest = self._captured(inputs, True)
+                    if not rest and not any("batch_norm" in op.target for op in other.ops):
+                        graph, reasons, drops = other, (), False
+                found = (graph, drops)
+                complaint = f"the solution is of another model: {'; '.join(reasons)}; plan this model" if reasons else None
+            except ValueError as error:
+                complaint = str(error)
+        return share(found, complaint, "capturing the model")
+
+    def _captured(self, inputs: Any, training: bool) -> tuple[Graph, tuple[str, ...]]:
+        """The graph, and why the plan does not fit it."""
+        with torch.enable_grad():  # whatever the call is made under
+            graph = capture(self.model.train(training), inputs, training=self.solution.training)
+        graph = checkpointed(graph, int(self.solution.assumptions.get("recompute") or 0))
+        return graph, misfits(self.solution, graph, self.solution.mesh)
+
+    def _step(self, graph: Graph, inputs: Any, drops: bool) -> Step:
+        solution, mesh = self.solution, self.solution.mesh
+        self._check_names(graph)
+        program = lower(graph, solution.layouts, solution.results, mesh, device=self.device_mesh.device_type)
+        graphs = trace(program, graph, self.groups, self.where, self.device_mesh.device_type, drops=drops)
+        inference = graphs.inference()
+        timelines = {}
+        for name, part in (("forward", graphs.forward), ("backward", graphs.backward), ("inference", inference)):
+            if part is not None and program.is_even:  # else what is cheap to move differs from rank to rank
+                timelines[name] = scheduled(part, Pace(mesh, self.groups), spare_bytes(solution))
+        structure, returned = returned_structure(self.model, inputs)
+        shapes = {f"{r.kind}:{r.name}": graph.tensor(r.value).shape for r in graph.results if r.value is not None}
+        position = [torch.tensor(c, device=self.device_mesh.device_type) for c in self.where]
+        return Step(graphs, inference, shapes, structure, returned, position, timelines, self.patiently)
+
+    def _check_names(self, graph: Graph) -> None:
+        held = set(dict(self.model.named_parameters(remove_duplicate=False)))
+        held.update(dict(self.model.named_buffers(remove_duplicate=False)))
+        for op in graph.ops:
+            if op.kind in ("parameter", "buffer") and op.name not in held:
+                raise ValueError(f"the captured program reads {op.name!r}, a constant of the model; register it as a buffer")
+
+
+def spare_bytes(solution: Solution) -> float:
+    """By how much overlap may raise the peak: 5 % of it, so that the plan's figure stays true, and never beyond its limit."""
+    if not math.isfinite(solution.peak_bytes):
+        return 0.0
+    limit = solution.assumptions.get("memory_limit")
+    return min(0.05 * solution.peak_bytes, max(limit - solution.peak_bytes, 0.0) if limit else math.inf)
+
+
+def returned_structure(model: nn.Module, inputs: Any) -> tuple[pytree.TreeSpec, list[Any]]:
+    """How the model packs what it returns: the structure, and its leaves with TENSOR for each tensor."""
+    with torch.no_grad():
+        outputs = model(**inputs) if isinstance(inputs, dict) else model(*(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
+    leaves, spec = pytree.tree_flatten(outputs)
+    return spec, [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

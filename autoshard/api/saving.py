@@ -1,0 +1,107 @@
+"""Checkpoints of a parallel module: saved from one mesh, loaded on any other, whole or not at all.
+
+All ranks write their parts into `.NAME.partial` beside the folder (torch.distributed.checkpoint); when every one of them is done,
+rank 0 gives it its name. A rank that dies on the way leaves the checkpoint before as it was.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from autoshard.lower.agreement import agree, rank_lost, share
+from autoshard.lower.module import Parallel
+from autoshard.solution.files import clear_folder, publish_folder
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str], module: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, extra: Mapping | None = None
+) -> None:
+    """Parameters, buffers, optimizer state and `extra` (plain values, the same on every rank) into the folder `path`.
+
+    Every rank calls this. ValueError on all ranks where the folder can't be written, RankLost when one of them dies.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.partial")
+    _on_first(lambda: clear_folder(partial), f"the checkpoint {path} can't be written", "beginning a checkpoint")
+    complaint = None
+    try:
+        with rank_lost(f"saving the checkpoint {path}"):
+            dcp.save(_state(module, optimizer, extra or {}), checkpoint_id=partial)
+    except (OSError, dcp.api.CheckpointException) as error:
+        complaint = f"the checkpoint {path} can't be written: {str(error).splitlines()[0]}"
+    agree(complaint, f"saving the checkpoint {path}")
+    _on_first(lambda: publish_folder(partial, path), f"the checkpoint {path} can't be written", "finishing a checkpoint")
+
+
+def load_checkpoint(path: str | os.PathLike[str], module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """The inverse, on any mesh: fills module and optimizer and returns `extra`.
+
+    ValueError on all ranks where there is no whole checkpoint, or one of another model.
+    """
+    path = Path(path)
+    found, complaint = None, None
+    if dist.get_rank() == 0:
+        try:
+            found = dcp.FileSystemReader(path).read_metadata()
+        except (OSError, EOFError, ValueError) as error:
+            complaint = f"{path} is not a whole checkpoint ({type(error).__name__}); give a folder that save_checkpoint wrote"
+    metadata = share(found, complaint, f"reading the checkpoint {path}")
+    sizes = {name: getattr(entry, "size", None) for name, entry in metadata.state_dict_metadata.items()}
+    state = _state(module, optimizer, {key.removeprefix("extra."): None for key in sizes if key.startswith("extra.")})
+    if "random" in sizes:
+        state["random"] = torch.get_rng_state()
+    agree(_misfit(path, state, sizes), f"reading the checkpoint {path}")
+    with rank_lost(f"loading the checkpoint {path}"):
+        dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(module, state["model"])
+    if optimizer is not None:
+        set_optimizer_state_dict(module, optimizer, state["optimizer"])
+    if "random" in state and isinstance(module, Parallel):
+        module.random_state = state["random"]
+    return dict(state["extra"])
+
+
+def _state(module: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping) -> dict[str, Any]:
+    state: dict[str, Any] = {"model": get_model_state_dict(module), "extra": dict(extra)}
+    if isinstance(module, Parallel) and module.random_state is not None:
+        state["random"] = module.random_state
+    if optimizer is not None:
+        state["optimizer"] = get_optimizer_state_dict(module, optimizer)
+    return state
+
+
+def _misfit(path: Path, state: Mapping, sizes: Mapping[str, Any]) -> str | None:
+    for name, tensor in state["model"].items():
+        key = f"model.{name}"
+        if key not in sizes:
+            return f"the checkpoint {path} is of another model: it lacks {name!r}"
+        if isinstance(tensor, torch.Tensor) and tuple(sizes[key] or ()) != tuple(tensor.shape):
+            return f"the checkpoint {path} is of another model: {name!r} is {tuple(sizes[key] or ())} there and {tuple(tensor.shape)} here"
+    if "optimizer" in state and not any(key.startswith("optimizer.") for key in sizes):
+        return f"the checkpoint {path} has no optimizer state; load it without the optimizer"
+    return None
+
+
+def _on_first(do: Any, complaint: str, what: str) -> None:
+    """Something that rank 0 does for all."""
+    said = None
+    if dist.get_rank() == 0:
+        try:
+            do()
+        except OSError as error:
+            said = f"{complaint}: {error.strerror or error}"
+    share(None, said, what)

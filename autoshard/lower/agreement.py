@@ -1,0 +1,95 @@
+"""What all ranks must say together: one rank's error is everybody's, in the same words, and a lost rank ends the others.
+
+A check that fails on one rank only would leave the others waiting in the next collective. So each rank says what it found, all
+hear it, and the first complaint (by rank) is raised everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+class RankLost(RuntimeError):
+    """Another rank of the mesh has died or doesn't answer."""
+
+
+def agree(complaint: str | None, what: str) -> None:
+    """Every rank calls this at the same point. ValueError on all of them when one complains; RankLost when one isn't there.
+
+    what: what the ranks are about to do, for the message.
+    """
+    complaints: list[str | None] = [complaint]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        complaints = [None] * dist.get_world_size()
+        with rank_lost(what):
+            dist.all_gather_object(complaints, complaint)
+    found = [(rank, text) for rank, text in enumerate(complaints) if text is not None]
+    if not found:
+        return
+    first = found[0][1]
+    ranks = [rank for rank, text in found if text == first]
+    who = "" if len(ranks) == len(complaints) else f" (on rank {', '.join(map(str, ranks))} of {len(complaints)})"
+    raise ValueError(f"{first}{who}")
+
+
+def share(found: Any, complaint: str | None, what: str) -> Any:
+    """What rank 0 found, on every rank; ValueError on all of them when it complains."""
+    if dist.get_world_size() > 1:
+        said = [(found, complaint)]
+        with rank_lost(what):
+            dist.broadcast_object_list(said, src=0)
+        found, complaint = said[0]
+    if complaint is not None:
+        raise ValueError(complaint)
+    return found
+
+
+# What torch's backends say when a peer is gone; they have no exception type of their own for it.
+GONE = ("connection", "timed out", "timeout", "gloo", "nccl", "peer", "socket", "broken pipe", "watchdog")
+
+
+LOST = "a rank of the mesh died or stopped answering; start all ranks again, from the last checkpoint where there is one"
+
+
+@contextmanager
+def rank_lost(what: str) -> Iterator[None]:
+    """Turns a backend's error about a peer that is gone into RankLost: the same sentence on every rank, whatever each was doing.
+
+    what: that, as a note on the error.
+    """
+    try:
+        yield
+    except RankLost:
+        raise
+    except RuntimeError as error:
+        said = str(error).lower()
+        if not isinstance(error, dist.DistError) and not any(word in said for word in GONE):
+            raise
+        lost = RankLost(LOST)
+        lost.add_note(f"noticed while {what}")
+        raise lost from error
+
+
+PREPARING = 1800.0  # seconds that one rank may need to capture or compile while the others wait
+
+
+def limit_waiting(device_mesh: DeviceMesh, seconds: float) -> None:
+    """How long a collective along an axis of the mesh waits for the others before it gives up."""
+    for k in range(device_mesh.ndim):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), device_mesh.get_group(k))
+
+
+@contextmanager
+def patiently(device_mesh: DeviceMesh, seconds: float) -> Iterator[None]:
+    """Ranks may be late here; afterwards `seconds` holds again. The group of an axis may be that of all ranks, which agree by it."""
+    limit_waiting(device_mesh, PREPARING)
+    try:
+        yield
+    finally:
+        limit_waiting(device_mesh, seconds)

@@ -1,0 +1,184 @@
+"""How collectives lie in a rank's fx graph: what starts them, what waits, and how far they may move.
+
+Nodes are anchors, which stay in program order, or lazy:
+
+    start     a functional collective                      prep      cheap, read by starts and preps only
+    wait      wait_tensor of one                           follower  cheap, of a wait or follower
+
+Anchors are numbered; -1 stands for the placeholders. For a lazy node
+
+    ready = the last anchor that it depends on             need = the first anchor that depends on it
+    depth = how many starts are on its way from there, itself included
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import getitem
+
+import torch
+from torch import fx
+
+from autoshard.lower.collectives import Groups
+from autoshard.mesh import Mesh
+
+_c10d = torch.ops._c10d_functional
+aten = torch.ops.aten
+
+STARTS = {
+    _c10d.all_reduce.default: "all_reduce",
+    _c10d.all_gather_into_tensor.default: "all_gather",
+    _c10d.reduce_scatter_tensor.default: "reduce_scatter",
+    _c10d.all_to_all_single.default: "all_to_all",
+}
+WAIT = _c10d.wait_tensor.default
+CHEAP = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
+    aten.permute.default, aten.transpose.int, aten.t.default, aten.movedim.int, aten.clone.default, aten.slice.Tensor, aten.cat.default,
+    aten.div.Tensor, aten.select.int, aten.alias.default, aten.detach.default, aten.expand.default, aten.constant_pad_nd.default,
+}  # fmt: skip
+VIEWS = {
+    aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.permute.default,
+    aten.transpose.int, aten.t.default, aten.slice.Tensor, aten.select.int, aten.alias.default, aten.detach.default, aten.expand.default,
+    aten.split.Tensor, aten.unbind.int, aten.split_with_sizes.default,
+}  # fmt: skip
+
+
+@dataclass(eq=False)
+class Flow:
+    """The anchors of a graph in order, and where its lazy nodes may go."""
+
+    anchors: list[fx.Node]
+    at: dict[fx.Node, int]  # number of an anchor
+    ready: dict[fx.Node, int]
+    need: dict[fx.Node, int]
+    depth: dict[fx.Node, int]
+    starts: list[fx.Node]
+    lazy: list[fx.Node]  # in order
+
+    @staticmethod
+    def of(graph: fx.Graph) -> Flow:
+        *nodes, output = graph.nodes
+        lazy = _lazy(nodes)
+        anchors = [node for node in nodes if node.op != "placeholder" and node not in lazy]
+        at = {node: i for i, node in enumerate(anchors)}
+        ready: dict[fx.Node, int] = {}
+        depth: dict[fx.Node, int] = {}
+        for node in nodes:
+            if node in at:
+                ready[node], depth[node] = at[node], 0
+                continue
+            inputs = node.all_input_nodes
+            ready[node] = max((ready[source] for source in inputs), default=-1)
+            depth[node] = max((depth[source] for source in inputs), default=0) + (node.target in STARTS)
+        need: dict[fx.Node, int] = {}
+        for node in reversed(nodes):
+            found = [at[user] if user in at else len(anchors) if user is output else need[user] for user in node.users]
+            need[node] = min(found, default=len(anchors))
+        return Flow(anchors, at, ready, need, depth, [n for n in nodes if n.target in STARTS], [n for n in nodes if n in lazy])
+
+    def before(self) -> dict[fx.Node, int]:
+        """For each start the starts that must come before it, as bits (bit k: starts[k]): those that it reads by way of lazy nodes,
+        and those that an anchor reads which it comes after."""
+        bit = {start: 1 << k for k, start in enumerate(self.starts)}
+        needed_by = [0] * (len(self.anchors) + 2)  # starts with need <= i
+        for start in self.starts:
+            needed_by[self.need[start] + 1] |= bit[start]
+        for i in range(1, len(needed_by)):
+            needed_by[i] |= needed_by[i - 1]
+        read: dict[fx.Node, int] = {}
+        for node in self.lazy:
+            read[node] = 0
+            for source in node.all_input_nodes:
+                read[node] |= read.get(source, 0) | bit.get(source, 0)
+        return {start: read[start] | needed_by[self.ready[start] + 1] for start in self.starts}
+
+
+def _lazy(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    lazy = {node for node in nodes if node.target in STARTS or node.target is WAIT}
+    for node in nodes:
+        if node.target in CHEAP and any(source in lazy for source in node.all_input_nodes):
+            lazy.add(node)
+    for node in reversed(nodes):
+        if node.target in CHEAP and node.users and all(user.target in STARTS or (user in lazy and _is_prep(user)) for user in node.users):
+            lazy.add(node)
+            node.meta["prep"] = True
+    return lazy
+
+
+def _is_prep(node: fx.Node) -> bool:
+    return bool(node.meta.get("prep"))
+
+
+def size(node: fx.Node) -> int:
+    """Bytes of what a node gives."""
+    values = node.meta.get("val")
+    leaves = values if isinstance(values, (tuple, list)) else [values]
+    return sum(v.numel() * v.element_size() for v in leaves if isinstance(v, torch.Tensor))
+
+
+def largest_buffer(node: fx.Node) -> int:
+    """Of a start: the larger of what a rank gives and gets."""
+    return max(size(node), *(size(source) for source in node.all_input_nodes))
+
+
+@dataclass(frozen=True, eq=False)
+class Pace:
+    """Rough seconds of nodes on this mesh, to decide an order by; prices proper are the planner's."""
+
+    mesh: Mesh
+    groups: Groups
+
+    def axis(self, node: fx.Node) -> int:
+        return self.groups.names.index(str(node.args[-1]))
+
+    def collective(self, node: fx.Node) -> float:
+        axis = self.mesh.axes[self.axis(node)]
+        n, trips = axis.size, 2 if STARTS[node.target] == "all_reduce" else 1  # type: ignore[index]
+        return trips * (n - 1) * (axis.latency + largest_buffer(node) / n / axis.device_bandwidth)
+
+    def compute(self, node: fx.Node) -> float:
+        if node.target in VIEWS or node.op != "call_function":
+            return 0.0
+        device, moved = self.mesh.device, size(node) + sum(size(source) for source in node.all_input_nodes)
+        flops = 0.0
+        if node.target in MATMULS:
+            left = node.all_input_nodes[MATMULS[node.target]].meta["val"]  # type: ignore[index]
+            flops = 2.0 * size(node) / left.element_size() * left.shape[-1]
+        return max(flops / device.flops_for(4), moved / device.memory_bandwidth) + device.launch
+
+
+MATMULS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}
+
+
+def live_bytes(nodes: Sequence[fx.Node], output: fx.Node) -> list[int]:
+    """Bytes alive while each node runs, placeholders and views left out; what the graph returns lives to its end."""
+    owner: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        shares = node.target in VIEWS or node.target is WAIT or node.target is getitem
+        owner[node] = owner.get(node.all_input_nodes[0], node) if shares and node.all_input_nodes else node
+    last = {node: i for i, node in enumerate(nodes)}
+    for i, node in enumerate(nodes):
+        for source in node.all_input_nodes:
+            last[owner[source]] = i
+    for source in output.all_input_nodes:
+        last[owner[source]] = len(nodes) - 1
+    change = [0] * (len(nodes) + 1)
+    for i, node in enumerate(nodes):
+        if owner[node] is node and node.op == "call_function":
+            change[i] += size(node)
+            change[last[node] + 1] -= size(node)
+    found, now = [], 0
+    for c in change[:-1]:
+        now += c
+        found.append(now)
+    return found
+
+
+
+def bucket_limit(mesh: Mesh, axis: int) -> float:
+    """Bytes from which on latency is under a tenth of a collective's seconds, within 64 kB and 25 MB."""
+    a = mesh.axes[axis]
+    return min(max(10 * a.latency * a.size * a.device_bandwidth, 64e3), 25e6) if math.isfinite(a.device_bandwidth) else 25e6
