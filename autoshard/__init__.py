@@ -8,10 +8,13 @@ from typing import Any
 
 _HOMES = {
     "Axis": "mesh", "Device": "mesh", "Mesh": "mesh",
-    "Infeasible": "api", "autosharding_pass": "api", "export": "api", "load": "api", "plan": "api", "verify": "api",
+    "Infeasible": "api", "autosharding_pass": "api", "export": "api", "load": "api", "parallelize": "api", "plan": "api", "verify": "api",
+    "RankLost": "api", "device_mesh": "api", "extrapolate": "api", "load_checkpoint": "api", "save_checkpoint": "api",
+    "Cluster": "simulate.pipeline_cluster", "pipeline": "api",
     "Solution": "solution",
     "Problem": "problem", "evaluate": "problem",
     "solve": "solvers",
+    "Option": "tables", "Table": "tables", "dp_proposals": "tables", "plan_tables": "tables", "plan_with_tables": "api",
     "Row": "strategies", "register_rule": "strategies",
 }  # fmt: skip
 

@@ -12,8 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autoshard.capture import capture, capture_module
 from autoshard.graph import Const, Graph, Op, Ref, Result
 from autoshard.graph import Tensor as Described
-from autoshard.layout import Layout, local_shape
-from autoshard.lower.program import Slot, run_record
+from autoshard.layout import Layout
+from autoshard.lower.program import run_record, slot_of
 from autoshard.lower.run import World
 from autoshard.mesh import Mesh
 from autoshard.strategies import Candidate
@@ -97,8 +97,9 @@ def split(whole: Tensor, layout: Layout, mesh: Mesh, generator: torch.Generator)
 
 def _split_once(part: Tensor, placement, n: int, generator: torch.Generator) -> Sequence[Tensor]:
     if placement.is_shard():
-        assert part.shape[placement.dim] % n == 0
-        return part.chunk(n, placement.dim)
+        chunks = part.chunk(n, placement.dim)
+        assert len(chunks) == n
+        return chunks
     if placement.is_replicate():
         return [part] * n
     assert placement.reduce_op == "sum"
@@ -148,11 +149,8 @@ def candidate_error(graph: Graph, tensors: list[Tensor], outputs: tuple, candida
     generator = torch.Generator().manual_seed(seed)
     i, op = len(tensors), graph.ops[-1]
 
-    def slot(name: str, value, tensor: Described, layout: Layout) -> Slot:
-        return Slot(name, value, layout, local_shape(tensor.shape, layout, mesh), tensor.dtype)
-
-    ins = tuple(slot(f"in{k}", (k, 0), described(x), candidate.inputs[k]) for k, x in enumerate(tensors))
-    outs = tuple(None if t is None else slot(f"out{k}", (i, k), t, candidate.outputs[k]) for k, t in enumerate(op.outputs))
+    ins = tuple(slot_of(f"in{k}", (k, 0), described(x), candidate.inputs[k], mesh) for k, x in enumerate(tensors))
+    outs = tuple(None if t is None else slot_of(f"out{k}", (i, k), t, candidate.outputs[k], mesh) for k, t in enumerate(op.outputs))
     world = World(mesh)
     for given, x in zip(ins, tensors, strict=True):
         world.held[given.name] = split(x, given.layout, mesh, generator)
@@ -161,7 +159,7 @@ def candidate_error(graph: Graph, tensors: list[Tensor], outputs: tuple, candida
     for k, expected in enumerate(outs):
         if expected is not None:
             parts = [rank[k] for rank in made]
-            if any(tuple(part.shape) != expected.shape for part in parts):
+            if any(tuple(part.shape) != expected.shape_on(r) for r, part in enumerate(parts)):
                 return float("inf")
             whole, apart = joined(parts, expected.layout, mesh)
             worst = max(worst, apart, difference(whole, outputs[k]))

@@ -31,15 +31,15 @@ TABLE = {
     "solution": ("graph layout mesh", "dill"),
     "lower": ("graph layout mesh redistribute solution", "torch"),
     "exports": ("graph layout mesh solution", "torch"),
-    "simulate": ("cost graph layout mesh redistribute solution", "numpy networkx"),
-    "tables": ("cost mesh problem solvers", "numpy"),
+    "simulate": ("cost formulate graph layout mesh problem redistribute solution strategies", "numpy networkx"),
+    "tables": ("cost mesh problem solvers", "numpy scipy numba torch torchrec"),
     "report": ("graph layout mesh problem simulate solution", "rich jinja2 matplotlib"),
     "api": (
         "mesh layout graph capture strategies cost redistribute problem solvers formulate baselines solution lower exports "
         "simulate tables report",
         "torch numpy",
     ),
-    "cli": ("api report mesh cost redistribute problem solvers simulate tables", "typer rich torch transformers"),
+    "cli": ("api report mesh cost redistribute problem solvers simulate tables", "typer rich torch transformers distributed"),
 }
 
 LAZY_FACADE = ("__init__.py", "__main__.py")  # directly below autoshard: they name what is public

@@ -7,9 +7,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from autoshard.cost import collective_seconds
-from autoshard.formulate import Formulation
-from autoshard.layout import local_numel, text
-from autoshard.solution import Placed
+from autoshard.formulate import KINDS, Formulation
+from autoshard.layout import Layout, local_numel, parse, text
+from autoshard.problem import NodeUsage, evaluate, held_by
+from autoshard.solution import Placed, Solution
 from autoshard.strategies import internal_collectives
 
 Choice = Sequence[int]
@@ -38,6 +39,34 @@ def results_of(formulated: Formulation, choice: Choice) -> dict[str, str]:
     return {f"{results[k].kind}:{results[k].name}": text(formulated.result(k, choice)) for k in formulated.results}
 
 
+def choice_of(formulated: Formulation, solution: Solution) -> tuple[int, ...]:
+    """The inverse of `layouts_of` and `results_of`; ValueError where the plan has a layout that is no longer a candidate."""
+    choice = [0] * len(formulated.problem.node_costs)
+    tied = dict(formulated.graph.tied)
+    for i, op in enumerate(formulated.graph.ops):
+        placed = solution.layouts[tied.get(op.name, op.name)]
+        given = tuple(None if written is None else parse(written) for written in placed.outputs)
+        taken = tuple(parse(written) for written in placed.inputs)
+        same = [k for k, c in enumerate(formulated.candidates.of[i]) if (tuple(c.inputs), tuple(c.outputs)) == (taken, given)]
+        if not same:
+            raise ValueError(f"{op.name}: no candidate of today's rules takes and gives what the plan says; plan again")
+        choice[i] = min(same, key=lambda k: float(formulated.problem.node_costs[i][k]))
+        for k, written in enumerate(placed.hubs):
+            if written is not None and (i, k) in formulated.hubs:
+                choice[formulated.hubs[i, k]] = _place(formulated.hub_layouts[i, k], written, op.name)
+    for k, node in formulated.results.items():
+        result = formulated.graph.results[k]
+        if node >= len(formulated.graph.ops):
+            choice[node] = _place(formulated.result_layouts[k], solution.results[f"{result.kind}:{result.name}"], result.name)
+    return tuple(choice)
+
+
+def _place(layouts: Sequence[Layout], written: str, name: str) -> int:
+    if parse(written) not in layouts:
+        raise ValueError(f"{name}: the plan's layout {written} is none of today's rules; plan again")
+    return list(layouts).index(parse(written))
+
+
 def parameters_of(formulated: Formulation, choice: Choice) -> dict[str, dict]:
     """Layout, shape, dtype and local bytes of every parameter, second names of tied ones included."""
     graph, mesh = formulated.graph, formulated.mesh
@@ -52,6 +81,32 @@ def parameters_of(formulated: Formulation, choice: Choice) -> dict[str, dict]:
     for other, name in second.items():
         rows[other] = {**rows[name], "tied_to": name}
     return rows
+
+
+def peak_of(formulated: Formulation, choice: Choice) -> dict:
+    """The op during which a device holds most, its bytes by kind (they add up to the peak), and the largest tensors then."""
+    problem, ops = formulated.problem, formulated.graph.ops
+    judged = evaluate(problem, choice)
+    parts = dict.fromkeys(KINDS, 0.0)
+    holders: dict[str, float] = defaultdict(float)
+    for kind, usage in zip(formulated.held, problem.usages, strict=True):
+        if usage.start <= judged.peak_time < usage.end:
+            held = held_by(problem, usage, choice)
+            parts[kind] += held
+            node = usage.node if isinstance(usage, NodeUsage) else problem.edges[usage.edge].b
+            holders[f"{problem.names[node]} ({kind.replace('_', ' ')})"] += held
+    largest = sorted(((held, name) for name, held in holders.items() if held), key=lambda pair: (-pair[0], pair[1]))[:LARGEST]
+    during = ops[judged.peak_time].name if judged.peak_time < len(ops) else "end"  # at the end results are handed over
+    return {
+        "op": during,
+        "module": ops[judged.peak_time].module if judged.peak_time < len(ops) else "",
+        "backward": ops[judged.peak_time].backward if judged.peak_time < len(ops) else formulated.trains,
+        "parts": {kind: held for kind, held in parts.items() if held},
+        "largest": [{"name": name, "bytes": held} for held, name in largest],
+    }
+
+
+LARGEST = 5  # tensors listed
 
 
 def replicated_ops(formulated: Formulation, choice: Choice) -> tuple[dict, ...]:

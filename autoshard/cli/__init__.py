@@ -1,6 +1,31 @@
 """The command line: argv, printing, exit codes."""
 
-from . import calibrate_verb, plan_verbs, redistribute_verb, solve_verb  # they add their verbs to the app
+from . import (  # they add their verbs to the app
+    calibrate_verb,
+    diff_verb,
+    doctor_verb,
+    explain_verb,
+    export_verb,
+    pipeline_verb,
+    plan_verbs,
+    redistribute_verb,
+    simulate_verb,
+    solve_verb,
+    tables_verb,
+)
 from .app import main as main
 
-__all__ = ["main", "calibrate_verb", "plan_verbs", "redistribute_verb", "solve_verb"]
+__all__ = [
+    "main",
+    "calibrate_verb",
+    "diff_verb",
+    "doctor_verb",
+    "explain_verb",
+    "export_verb",
+    "pipeline_verb",
+    "plan_verbs",
+    "redistribute_verb",
+    "simulate_verb",
+    "solve_verb",
+    "tables_verb",
+]

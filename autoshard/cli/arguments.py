@@ -62,6 +62,14 @@ def parse_pins(written: Sequence[str]) -> dict[str, str]:
     return pins
 
 
+def parse_optimizer(written: str) -> str | float:
+    """`adamw`, or `12` -> 12.0 bytes of state per parameter; which names there are is for the planner to say."""
+    try:
+        return float(written)
+    except ValueError:
+        return written
+
+
 def check_out(written: str | None) -> None:
     """Say before the work begins that its result could not be written."""
     if written is None:

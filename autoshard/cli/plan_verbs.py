@@ -1,4 +1,4 @@
-"""The verbs about plans: plan, show, verify, export."""
+"""The verbs about plans: plan, show, verify."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from autoshard.cli.app import NO, OK, app
-from autoshard.cli.arguments import check_out, parse_bytes, parse_pins, parse_settings
+from autoshard.cli.arguments import check_out, parse_bytes, parse_optimizer, parse_pins, parse_settings
 from autoshard.cli.model import load_model
 from autoshard.cli.output import Output, complain
 from autoshard.mesh import Mesh, parse_shape
@@ -62,8 +62,13 @@ def plan(
     intra_node_bandwidth: Annotated[str, typer.Option(help="Bytes per second per device, inside a node.")] = "300GB/s",
     inter_node_bandwidth: Annotated[str, typer.Option(help="Bytes per second of one node's link to the others.")] = "400GB/s",
     device: Annotated[str, typer.Option(help="a100, h100, h200 or cpu.")] = "h100",
+    prices: Annotated[
+        str | None, typer.Option(help="Take bandwidths and device from `show-prices`: a100, h100, b200, mi300x, ...", show_default=False)
+    ] = None,
     devices_per_node: Annotated[int | None, typer.Option(help="Default: all axes but the first.", show_default=False)] = None,
-    optimizer: Annotated[str, typer.Option(help="Whose state memory holds when training.")] = "adamw",
+    optimizer: Annotated[str, typer.Option(help="Whose state memory holds: adamw, sgd, momentum, or bytes per parameter.")] = "adamw",
+    master_weights: Annotated[bool, typer.Option("--master-weights", help="Hold a float32 copy of 16-bit parameters.")] = False,
+    tie_blocks: Annotated[bool, typer.Option("--tie-blocks", help="Lay all repeated blocks out alike.")] = False,
     recompute: Annotated[str, typer.Option(help="Blocks to recompute in the backward pass: a number, all, or auto.")] = "0",
     pin: Annotated[list[str], typer.Option(metavar="NAME=LAYOUT", help="Fix a layout; repeatable.", show_default=False)] = [],  # noqa: B006
     no_baselines: Annotated[bool, typer.Option("--no-baselines", help="Leave out data parallel, FSDP and Megatron.")] = False,
@@ -82,7 +87,9 @@ def plan(
         raise ValueError("Missing option '--mesh': give the sizes of the mesh, as --mesh 2x4, or a measured --cluster cluster.json")
     if mesh is not None and measured is not None and parse_shape(mesh) != measured.shape:
         raise ValueError(f"--mesh is {mesh}, but {cluster} was measured as {'x'.join(map(str, measured.shape))}; leave --mesh out")
-    devices = measured or Mesh.from_bandwidths(
+    if prices is not None and measured is not None:
+        raise ValueError(f"--prices {prices} and --cluster {cluster} both say what links cost; leave one out")
+    devices = measured or _preset(prices, parse_shape(mesh or ""), devices_per_node) or Mesh.from_bandwidths(
         parse_shape(mesh or ""),
         intra_node_bandwidth=parse_bytes(intra_node_bandwidth, "--intra-node-bandwidth"),
         inter_node_bandwidth=parse_bytes(inter_node_bandwidth, "--inter-node-bandwidth"),
@@ -107,7 +114,9 @@ def plan(
                 solver=solver,
                 time_limit=time_limit,
                 gap=gap,
-                optimizer=optimizer,
+                optimizer=parse_optimizer(optimizer),
+                master_weights=master_weights,
+                tie_blocks=tie_blocks,
                 recompute=int(recompute) if recompute.isdigit() else recompute,
                 baselines=not no_baselines,
                 progress=output.progress,
@@ -180,30 +189,10 @@ def verify(
     return OK if found["ok"] else NO
 
 
-@app.command()
-def export(
-    solution: Plan,
-    to: Annotated[str, typer.Option(help="sharding_map (DTensorSpecs by module) or json (placements by parameter).")] = "sharding_map",
-    mesh: OldMesh = None,
-    out: Annotated[
-        str | None, typer.Option(help="Write it here; a sharding map as specs to .pkl, as text to .json.", show_default=False)
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it in one line.")] = False,
-) -> int:
-    """Give a plan in the format of another tool; printed as JSON, or written with --out.
+def _preset(name: str | None, shape: tuple[int, ...], devices_per_node: int | None) -> Mesh | None:
+    from autoshard.cost import presets  # here: as below
 
-    \b
-    autoshard export gpt2.json --to sharding_map --out map.pkl
-    """
-    check_out(out)
-    with Output(as_json=as_json) as output:
-        loaded = _load(solution, mesh)
-        value = _api().export(loaded, to, out)
-        if out is not None:
-            output.note(f"wrote {out}")
-        if out is None or as_json:
-            output.answer(_report().exported(value), lambda: _report().exported_text(value))
-    return OK
+    return None if name is None else presets.mesh(name, shape, devices_per_node)
 
 
 def _measured(path: str) -> Mesh:

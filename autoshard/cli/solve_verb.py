@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -48,7 +48,7 @@ def solve(
         read = time.monotonic() - began
         if numbers is not None:
             output.progress("solving", 0.0)
-            options = {"solver": solver, "time_limit": time_limit, "gap": gap}
+            options: dict[str, Any] = {"solver": solver, "time_limit": time_limit, "gap": gap}
             answer = run(numbers, **options, progress=lambda *found: output.progress(*_progress(*found)))
         if out is not None and answer.choice is not None:
             write_choice(out, answer)

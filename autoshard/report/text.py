@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping
 
 from rich.console import Console, Group, RenderableType
@@ -26,7 +27,7 @@ PROOF = {
 }
 
 
-SAID_ELSEWHERE = ("axes", "device", "training", "solver", "gap")  # assumptions that other lines of the header hold
+SAID_ELSEWHERE = ("axes", "device", "training", "solver", "gap", "padding")  # assumptions that other lines of the header hold
 
 
 def as_text(renderable: RenderableType, width: int = WIDTH) -> str:
@@ -52,7 +53,9 @@ def header(solution: Solution) -> RenderableType:
     table.add_row("plan", f"{solution.status}, {gap}: {PROOF.get(solution.status, '')}")
     what = "step (forward, backward, optimizer)" if solution.training else "forward pass"
     table.add_row("cost", f"{seconds(solution.cost)} per {what}; no plan takes less than {seconds(solution.bound)}")
-    table.add_row("memory", f"{size(solution.peak_bytes)} per device at the peak")
+    if solution.interval is not None:
+        table.add_row("", f"{_interval(solution)}, as far as the prices are known")
+    table.add_row("memory", escape(_memory(solution)))
     table.add_row(
         "mesh", f"{'x'.join(map(str, solution.mesh.shape))} of {solution.mesh.device.name}; " + "; ".join(map(_axis, solution.mesh.axes))
     )
@@ -62,7 +65,31 @@ def header(solution: Solution) -> RenderableType:
     if assumed:
         table.add_row("assumed", escape(", ".join(f"{key} {_words(value, key)}" for key, value in assumed.items())))
     table.add_row("solved", escape(_solved(solution)))
+    for offer in solution.assumptions.get("padding") or ():
+        table.add_row("offer", escape(_padding(offer)))
     return table
+
+
+def _padding(offer: Mapping) -> str:
+    where = {0: "rows", 1: "columns"}.get(offer["dim"], f"dim {offer['dim']}")
+    saved = offer["saves_seconds"]
+    saves = f"would save {seconds(saved)}" if saved else "would save nothing"
+    return f"padding {offer['parameter']} {where} {offer['from']} -> {offer['to']} {saves}"
+
+
+def _interval(solution: Solution) -> str:
+    low, high = solution.interval or (math.nan, math.nan)
+    return f"between {seconds(low)} and {seconds(high)}"
+
+
+def _memory(solution: Solution) -> str:
+    """The peak, when it is, and what is in it."""
+    peak = f"{size(solution.peak_bytes)} per device at the peak"
+    if not solution.peak:
+        return peak
+    where = f"{solution.peak.get('op')}" + (f" of {solution.peak['module']}" if solution.peak.get("module") else "")
+    parts = ", ".join(f"{kind.replace('_', ' ')} {size(held)}" for kind, held in dict(solution.peak.get("parts", {})).items())
+    return f"{peak}, in the {'backward' if solution.peak.get('backward') else 'forward'} pass at {where}: {parts}"
 
 
 def _axis(axis: Axis) -> str:

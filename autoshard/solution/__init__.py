@@ -2,6 +2,8 @@
 
 from .compare import differences as differences
 from .compare import misfits as misfits
+from .interval import parts as parts
+from .interval import price_errors as price_errors
 from .load import load as load
 from .record import FORMAT as FORMAT
 from .record import VERSION as VERSION

@@ -14,7 +14,8 @@ from autoshard.mesh import Mesh
 from autoshard.solution.record import Placed, Solution, parsed, plain
 
 FEW = 3  # names listed before "and 12 more"
-NOT_COMPARED = ("axes", "device", "model", "set", "solver")  # assumptions that the mesh and the graph say better, or that change no layout
+# assumptions that the mesh and the graph say better, or that change no layout
+NOT_COMPARED = ("axes", "device", "inputs", "model", "set", "solver")
 
 
 def differences(

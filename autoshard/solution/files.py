@@ -10,6 +10,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -127,3 +128,23 @@ def _from_pickle(content: bytes, path: Path) -> object:
         if content[:1] != b"\x80":
             raise ValueError(f"{path} is neither JSON nor a pickle; expected a plan's file, as `autoshard plan --out` writes it") from None
         raise ValueError(f"{path} is no sound pickle ({str(error)[:80]}); expected a whole plan, so copy it or write it again") from None
+
+
+def clear_folder(path: str | os.PathLike[str]) -> None:
+    """Make an empty folder here, in place of what there is. OSError where that can't be."""
+    path = Path(path)
+    if path.exists():
+        shutil.rmtree(path)
+    path.mkdir(parents=True)
+
+
+def publish_folder(partial: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+    """Give a folder that is complete its name; one that had the name goes when the new one is in place."""
+    path, old = Path(path), Path(path).with_name(f".{Path(path).name}.old")
+    if old.exists():
+        shutil.rmtree(old)
+    if path.exists():
+        os.replace(path, old)
+    os.replace(partial, path)
+    if old.exists():
+        shutil.rmtree(old)

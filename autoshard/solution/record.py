@@ -15,12 +15,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from importlib import import_module
 from numbers import Integral, Real
 from typing import Any
 
 from autoshard.layout import parse
 from autoshard.mesh import Axis, Device, Mesh, check_shape
 from autoshard.solution.files import write
+from autoshard.solution.interval import interval, price_errors
 
 VERSION = "0.1.0"  # of autoshard; pyproject.toml reads it from here
 FORMAT = 1  # raised when an older reader would misread a newer file
@@ -65,11 +67,15 @@ class Solution:
     counts: dict = field(default_factory=dict)  # nodes, choices, edges, distinct_signatures
     fingerprint: dict[str, str] = field(default_factory=dict)  # hashes: graph, structure, mesh, prices, options
     assumptions: dict = field(default_factory=dict)  # prices and options in words
+    prices: dict = field(default_factory=dict)  # their errors, relative: {"device": e, "links": {axis: {collective: e}}}
+    peak: dict = field(default_factory=dict)  # when peak_bytes are held and what they are: op, module, parts {kind: bytes}, largest
+    modules: dict = field(default_factory=dict)  # by axis name, for launchers that know modules only: styles, dropped, seconds
     seconds: dict = field(default_factory=dict)  # {"cpu": {capture, candidates, formulate, solve, total}, "wall": ...}
     format: int = FORMAT
 
     def __post_init__(self) -> None:
-        for name in ("results", "baselines", "parameters", "breakdown", "counts", "fingerprint", "assumptions", "seconds"):
+        free = ("results", "baselines", "parameters", "breakdown", "counts", "fingerprint", "assumptions", "prices")
+        for name in (*free, "peak", "modules", "seconds"):
             object.__setattr__(self, name, plain(getattr(self, name), name))
         object.__setattr__(self, "replicated_ops", tuple(plain(list(self.replicated_ops), "replicated_ops")))
         object.__setattr__(self, "layouts", dict(self.layouts))
@@ -84,6 +90,16 @@ class Solution:
         if not (math.isfinite(self.cost) and math.isfinite(self.bound)) or self.cost == 0:
             return math.inf
         return (self.cost - self.bound) / abs(self.cost)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Least and most seconds that the cost stands for, as far as the prices are known to be off (solution.interval)."""
+        return interval(self.cost, self.breakdown, self.prices or price_errors(self.mesh))
+
+    def extrapolate(self, model: Any, example_inputs: Any, **options: Any) -> Solution:
+        """`autoshard.extrapolate(self, model, example_inputs)`: this plan of few layers on the same model with many."""
+        # Ugly: by name, because the planner knows this room and not the other way round; the method is there to be found
+        return import_module("autoshard").extrapolate(self, model, example_inputs, **options)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to `path`, whole or not at all: `.pkl` and `.dill` as a pickle of plain containers, anything else as JSON."""
@@ -128,8 +144,8 @@ def _check_keys(data: dict) -> None:
         raise ValueError(f"it lacks {missing[0]!r}")
     if unknown := [key for key in data if key not in keys]:
         raise ValueError(f"it has the unknown key {str(unknown[0])[:40]!r}")
-    for key, expected in _TYPES.items():
-        if not isinstance(data[key], expected):
+    for key, expected in {**_TYPES, "peak": dict}.items():
+        if not isinstance(data.get(key, {}), expected):
             raise ValueError(f"its {key!r} is of type {type(data[key]).__name__}, expected {expected.__name__}")
 
 

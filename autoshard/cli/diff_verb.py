@@ -1,0 +1,33 @@
+"""`autoshard diff`: what two plans say differently."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from autoshard.cli.app import NO, OK, app
+from autoshard.cli.output import Output
+from autoshard.cli.plan_verbs import Json, OldMesh, Quiet, _load
+
+
+@app.command()
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A plan.", show_default=False)],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one.", show_default=False)],
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 where they differ.")] = False,
+    mesh: OldMesh = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> int:
+    """Compare two plans: seconds, bytes, the layouts that changed, and the assumptions that did.
+
+    \b
+    autoshard diff gpt2-2x4.json gpt2-8x1.json
+    """
+    from autoshard.report.changes import changes, changes_tables  # here: as in plan_verbs
+
+    with Output(as_json=as_json, quiet=quiet) as output:
+        found = changes(_load(a, mesh), _load(b, mesh))
+        output.answer(found, lambda: changes_tables(found))
+    return NO if exit_code and not found["same"] else OK

@@ -1,0 +1,56 @@
+"""How far predicted seconds may be off, from the errors of the prices that made them.
+
+    c    = sum_j c_j                                   parts of the cost: compute, a collective on an axis     (`parts`)
+    low  = sum_j c_j / (1 + e_j)
+    high = sum_j c_j (1 + e_j)                         e_j = mean relative error of the price of part j        (`interval`)
+
+Errors are not averaged away: all prices are taken to be off in the same direction. A measured price has the error that it had on
+sizes it was not fitted to; the others have what is usual for prices of their kind (mesh.UNMEASURED_LINK, UNMEASURED_DEVICE).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autoshard.mesh import UNMEASURED_DEVICE, UNMEASURED_LINK, Mesh
+
+
+def price_errors(mesh: Mesh) -> dict:
+    """{"device": error, "links": {axis: {collective: error}}}, relative; None or absent where nothing is known."""
+    links = {axis.name: {curve.collective: curve.error or None for curve in axis.curves} for axis in mesh.axes}
+    return {"device": mesh.device.error, "links": links}
+
+
+def parts(breakdown: Mapping, errors: Mapping) -> list[dict]:
+    """Each part of a plan's cost: {"what", "seconds", "error", "measured"}, in the order of the breakdown."""
+    compute = sum(seconds for _, seconds in _flat(breakdown.get("compute", {})))
+    rows = [_row("compute", compute, errors.get("device"), UNMEASURED_DEVICE)] if compute else []
+    for what, seconds in _flat(breakdown.get("communication", {})):
+        collective, _, axis = what.partition(" ")
+        if collective == "split":  # a copy on the device itself
+            rows.append(_row(what, seconds, errors.get("device"), UNMEASURED_DEVICE))
+        else:
+            rows.append(_row(what, seconds, errors.get("links", {}).get(axis, {}).get(collective), UNMEASURED_LINK))
+    return rows
+
+
+def interval(cost: float, breakdown: Mapping, errors: Mapping) -> tuple[float, float] | None:
+    """Least and most seconds, for a cost of these parts; None where nobody said what it is made of."""
+    rows = parts(breakdown, errors)
+    total = sum(row["seconds"] for row in rows)
+    if not total > 0 or not cost < float("inf"):
+        return None
+    low = sum(row["seconds"] / (1 + row["error"]) for row in rows)
+    high = sum(row["seconds"] * (1 + row["error"]) for row in rows)
+    return cost * low / total, cost * high / total
+
+
+def _row(what: str, seconds: float, measured: float | None, otherwise: float) -> dict:
+    return {"what": what, "seconds": seconds, "error": otherwise if measured is None else measured, "measured": measured is not None}
+
+
+def _flat(tree: object, path: str = "") -> list[tuple[str, float]]:
+    """`{"all_reduce": {"axis0": 1.0}}` -> [("all_reduce axis0", 1.0)]."""
+    if isinstance(tree, Mapping):
+        return [row for key, item in tree.items() for row in _flat(item, f"{path} {key}".strip())]
+    return [(path, float(tree))] if isinstance(tree, (int, float)) else []

@@ -1,0 +1,58 @@
+"""`diff` and `doctor`."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from autoshard.cli import doctor_verb, main
+from autoshard.solution import Placed
+from autoshard.solution.changes import changes
+from autoshard.solvers import selftest
+from tests.helpers_solutions import linear_solution
+
+
+@pytest.fixture
+def plans(tmp_path):
+    """A plan, and one in which a parameter lies differently, a part takes longer and an assumption is another."""
+    a = linear_solution()
+    name, row = next(iter(a.parameters.items()))
+    b = replace(
+        a,
+        cost=2 * a.cost,
+        parameters={**a.parameters, name: {**row, "layout": "R,R"}},
+        layouts={**a.layouts, name: Placed((), ("R,R",))},
+        breakdown={**a.breakdown, "communication": {"all_reduce": {"axis0": a.cost}}},
+        assumptions={**a.assumptions, "optimizer": "sgd"},
+    )
+    paths = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
+    for plan, path in zip((a, b), paths, strict=True):
+        plan.save(path)
+    return a, b, name, paths
+
+
+def test_diff_lists_what_changed_and_nothing_else(plans, capsys):
+    a, b, name, paths = plans
+    assert main(["diff", *paths, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert not record["same"] and record["cost_seconds"] == [a.cost, b.cost]
+    assert record["parameters"] == {name: [a.parameters[name]["layout"], "R,R"]} and record["ops"] == {} and record["results"] == {}
+    assert record["assumptions"]["optimizer"] == [a.assumptions.get("optimizer"), "sgd"]
+    assert record["seconds"]["all_reduce axis0"][1] == a.cost
+
+
+def test_a_plan_is_the_same_as_itself(plans, capsys):
+    a, _, name, paths = plans
+    assert changes(a, a)["same"]
+    assert main(["diff", paths[0], paths[0], "--exit-code"]) == 0
+    assert "the same" in capsys.readouterr().out
+    assert main(["diff", *paths, "--exit-code"]) == 1
+    assert name in capsys.readouterr().out
+
+
+def test_doctor_tries_every_solver(capsys, monkeypatch):
+    assert main(["doctor", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["ok"] and record["versions"]["torch"].startswith("2.13") and set(record["solvers"].values()) == {"ok"}
+    monkeypatch.setattr(doctor_verb, "_selftest", lambda: selftest.selftest(8.0))  # negative control: 8 is not the optimum
+    assert main(["doctor"]) == 1 and "wrong" in capsys.readouterr().out
