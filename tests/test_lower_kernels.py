@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from autoshard.lower import lower
+from autoshard.lower import dropout, lower
 from autoshard.lower.kernels import KERNELS
 from autoshard.lower.program import Run
 from tests.helpers_lower import check_op, crossed, laid, mesh_of, one_op
@@ -143,7 +143,8 @@ CASES = {
 
 
 def test_every_kernel_has_a_case():
-    assert {target for target, *_ in [*CASES.values(), *MORE_CASES.values()]} >= set(KERNELS)
+    cases = {target for target, *_ in [*CASES.values(), *MORE_CASES.values()]}
+    assert cases >= set(KERNELS) - set(dropout.KERNELS)  # random ones are compared in test_parallelize
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)

@@ -193,7 +193,8 @@ class _Cut:
         for i in self.members:
             for k in range(len(graph.ops[i].outputs)):
                 readers = self._readers_outside((i, k))
-                names = dict.fromkeys(self.partial[j] for j in readers if j in self.partial)
+                summed = [j for j, _ in graph.users.get((i, k), ()) if j not in self.inside and j in self.partial]  # of it, not of a view
+                names = dict.fromkeys(self.partial[j] for j in summed)
                 results += [Result("gradient", name, place[i, k]) for name in names if name in held]
                 if any(j not in self.partial for j in readers):
                     name = f"send:{graph.ops[i].name}" + (f".{k}" if k else "")

@@ -7,6 +7,7 @@ longer; on planning problems the relaxation is integral unless memory binds. A h
 
 import math
 import threading
+import time
 from dataclasses import dataclass
 
 import highspy
@@ -21,6 +22,7 @@ OBJECTIVE = 1e5  # costs are scaled so that answers cost about this: HiGHS's tol
 FEASIBILITY = 1e-9  # HiGHS's tolerances; its defaults of 1e-6 and 1e-7 are too loose for proofs to 1e-9
 ROUNDING = TOLERANCE / 2  # relative; by this much a bound that HiGHS reports is rounded down
 LONGEST_SLICE = 1e6  # seconds
+LISTEN = 0.2  # seconds until Ctrl-C is heard
 GRACE = 1.0  # seconds: HiGHS looks at its clock, and hears that it is cancelled, now and then
 
 
@@ -142,8 +144,10 @@ class Model:
         # a thread, so that Ctrl-C and the time limit are heard meanwhile; no daemon: HiGHS aborts a process that ends before it does
         thread = threading.Thread(target=self.highs.run)
         thread.start()
+        until = time.monotonic() + left + GRACE / 10
         try:
-            thread.join(left + GRACE / 10)
+            while thread.is_alive() and time.monotonic() < until:
+                thread.join(min(LISTEN, max(until - time.monotonic(), 0.0)))  # a signal just before a wait is heard after it
         finally:
             if thread.is_alive():
                 self.highs.cancelSolve()
