@@ -22,9 +22,11 @@ from pathlib import Path
 
 import numpy as np
 
-from autoshard.tables import Option, dp_proposals
-from autoshard.tables.arrays import Devices
-from autoshard.tables.plan import plan_options
+sys.path[0] = str(Path(__file__).parent.parent)  # where benchmarks/ and tests/ lie
+
+from autoshard.tables import Option, dp_proposals  # noqa: E402
+from autoshard.tables.arrays import Devices  # noqa: E402
+from autoshard.tables.plan import plan_options  # noqa: E402
 
 SIZES = "50x8,50x16,200x8,200x16,500x16,500x64,2000x64"
 PER_NODE = 8
