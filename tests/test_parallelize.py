@@ -208,6 +208,7 @@ def faults(rank: int, solution, folder: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow  # a rank that stops answering is waited for
 def test_every_fault_is_the_same_sentence_on_every_rank_and_nothing_hangs(tmp_path):
     folder = tmp_path / "saved"
     found = run_ranks(4, faults, planned_mlp(), str(folder), dies=3)
