@@ -13,7 +13,6 @@ import gzip
 import json
 import math
 import os
-import tempfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,8 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+
+from autoshard.writing import write_whole
 
 CONTEST_FORBIDDEN = 1e18  # the contest's files write forbidden as a number
 
@@ -282,17 +283,7 @@ def write_choice(path: str | os.PathLike[str], answer: _Answered) -> None:
         "bound": _finite(answer.bound),
         "status": answer.status.value,
     }
-    path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(record, file, allow_nan=False)
-            file.write("\n")
-        os.chmod(temporary, 0o644)  # mkstemp makes it private
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_whole(json.dumps(record, allow_nan=False) + "\n", path)
 
 
 def _finite(number: float | None) -> float | None:

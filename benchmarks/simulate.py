@@ -24,7 +24,8 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from autoshard.simulate.calibration import Runs, held_out
-from autoshard.simulate.distir import DISTIR_83D7FC3, DISTIR_3386EDC, MLP, Grid, step_seconds
+from autoshard.simulate.distir import DISTIR_83D7FC3, DISTIR_3386EDC, MLP, step_seconds
+from autoshard.simulate.parallel import Parallel
 
 DEVICES = (2, 4, 8, 16, 32)
 FIGURE_3 = {"figure3_3386edc": DISTIR_3386EDC, "figure3_83d7fc3_units_fixed": DISTIR_83D7FC3}
@@ -34,14 +35,14 @@ def figure_3(data: dict) -> dict:
     """Largest relative error by commit."""
     found = {}
     for key, constants in FIGURE_3.items():
-        whole = {b: step_seconds(MLP(64, 4096, b), Grid(), constants) for b in (512, 1024, 2048, 4096)}
+        whole = {b: step_seconds(MLP(64, 4096, b), Parallel(), constants) for b in (512, 1024, 2048, 4096)}
         errors = []
         for b, t in whole.items():
             for n, published in zip(DEVICES, data[key]["dp"][str(b)]):
-                errors.append(t / step_seconds(MLP(64, 4096, b), Grid(data=n), constants, moved="inputs") / published - 1)
+                errors.append(t / step_seconds(MLP(64, 4096, b), Parallel(data=n), constants, moved="inputs") / published - 1)
         for k in (4, 8, 16, 32):
             for n, published in zip(DEVICES, data[key]["pp"][str(k)]):
-                grid = Grid(pipeline=n, microbatches=k)
+                grid = Parallel(pipeline=n, microbatches=k)
                 errors.append(whole[4096] / step_seconds(MLP(64, 4096, 4096), grid, constants, moved="inputs") / published - 1)
         found[key] = {"speedups": len(errors), "max_relative_error": max(map(abs, errors))}
     return found
@@ -49,7 +50,7 @@ def figure_3(data: dict) -> dict:
 
 def figure_4(rows: list[dict]) -> dict:
     began = time.process_time()
-    taken = [step_seconds(MLP(64, 8192, 8192), Grid(r["d"], r["h"], r["p"], r["k"]), moved="everything") for r in rows]
+    taken = [step_seconds(MLP(64, 8192, 8192), Parallel(r["d"], r["h"], r["p"], r["k"]), moved="everything") for r in rows]
     cpu = time.process_time() - began
     errors = [(r["d"] == 1, abs(8192 / t / r["ref"] - 1), abs(8192 / t / r["got"] - 1)) for r, t in zip(rows, taken)]
     alone, others = [e for e in errors if e[0]], [e for e in errors if not e[0]]

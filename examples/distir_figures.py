@@ -13,7 +13,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from autoshard.simulate.distir import DISTIR_83D7FC3, DISTIR_3386EDC, MLP, Constants, Grid, step_seconds
+from autoshard.simulate.distir import DISTIR_83D7FC3, DISTIR_3386EDC, MLP, Constants, step_seconds
+from autoshard.simulate.parallel import Parallel
 
 DEVICES = (2, 4, 8, 16, 32)
 BATCHES, MICROBATCHES = (512, 1024, 2048, 4096), (4, 8, 16, 32)
@@ -21,15 +22,15 @@ BATCHES, MICROBATCHES = (512, 1024, 2048, 4096), (4, 8, 16, 32)
 
 def data_parallel(batch: int, constants: Constants) -> list[float]:
     """Speed-ups over DEVICES of an MLP of 64 weights of 4096 x 4096."""
-    alone = step_seconds(MLP(64, 4096, batch), Grid(), constants)
-    return [alone / step_seconds(MLP(64, 4096, batch), Grid(data=n), constants, moved="inputs") for n in DEVICES]
+    alone = step_seconds(MLP(64, 4096, batch), Parallel(), constants)
+    return [alone / step_seconds(MLP(64, 4096, batch), Parallel(data=n), constants, moved="inputs") for n in DEVICES]
 
 
 def pipelined(microbatches: int, constants: Constants) -> list[float]:
     """The same for n stages and a batch of 4096."""
     mlp = MLP(64, 4096, 4096)
-    alone = step_seconds(mlp, Grid(), constants)
-    grids = [Grid(pipeline=n, microbatches=microbatches) for n in DEVICES]
+    alone = step_seconds(mlp, Parallel(), constants)
+    grids = [Parallel(pipeline=n, microbatches=microbatches) for n in DEVICES]
     return [alone / step_seconds(mlp, grid, constants, moved="inputs") for grid in grids]
 
 
@@ -56,7 +57,7 @@ def draw_figure_3(path: Path) -> None:
 def draw_figure_4(rows: list[dict], path: Path) -> None:
     """Throughput of every configuration, the simulator's beside the published one."""
     rows = sorted(rows, key=lambda r: (r["d"] * r["h"] * r["p"], r["ref"]))
-    found = [8192 / step_seconds(MLP(64, 8192, 8192), Grid(r["d"], r["h"], r["p"], r["k"]), moved="everything") for r in rows]
+    found = [8192 / step_seconds(MLP(64, 8192, 8192), Parallel(r["d"], r["h"], r["p"], r["k"]), moved="everything") for r in rows]
     figure = Figure(figsize=(14, 4.5))
     axes = figure.subplots()
     axes.bar(range(len(rows)), found, color="#4c78a8", label="simulated under the published constants")

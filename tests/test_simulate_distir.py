@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.simulate.distir import CONSTANTS, DISTIR_83D7FC3, DISTIR_3386EDC, MLP, Grid, step_seconds
+from autoshard.simulate.distir import CONSTANTS, DISTIR_83D7FC3, DISTIR_3386EDC, MLP, step_seconds
+from autoshard.simulate.parallel import Parallel
 
 DATA = Path(__file__).parent / "data" / "distir"
 FIGURE3 = json.loads((DATA / "figure3.json").read_text())
@@ -17,10 +18,13 @@ DEVICES = (2, 4, 8, 16, 32)
 
 def speedups(constants):
     """Data parallel by batch, pipeline of batch 4096 by microbatches, over DEVICES."""
-    whole = {b: step_seconds(MLP(64, 4096, b), Grid(), constants) for b in (512, 1024, 2048, 4096)}
-    dp = {b: [t / step_seconds(MLP(64, 4096, b), Grid(data=n), constants, moved="inputs") for n in DEVICES] for b, t in whole.items()}
+    whole = {b: step_seconds(MLP(64, 4096, b), Parallel(), constants) for b in (512, 1024, 2048, 4096)}
+    dp = {b: [t / step_seconds(MLP(64, 4096, b), Parallel(data=n), constants, moved="inputs") for n in DEVICES] for b, t in whole.items()}
     pp = {
-        k: [whole[4096] / step_seconds(MLP(64, 4096, 4096), Grid(pipeline=n, microbatches=k), constants, moved="inputs") for n in DEVICES]
+        k: [
+            whole[4096] / step_seconds(MLP(64, 4096, 4096), Parallel(pipeline=n, microbatches=k), constants, moved="inputs")
+            for n in DEVICES
+        ]
         for k in (4, 8, 16, 32)
     }
     return dp, pp
@@ -45,7 +49,7 @@ def test_the_speedups_depend_on_the_constants():
 def test_the_grid_of_figure_4():
     assert len(FIGURE4) == 111
     for row in FIGURE4:
-        taken = step_seconds(MLP(64, 8192, 8192), Grid(row["d"], row["h"], row["p"], row["k"]), moved="everything")
+        taken = step_seconds(MLP(64, 8192, 8192), Parallel(row["d"], row["h"], row["p"], row["k"]), moved="everything")
         assert 8192 / taken == pytest.approx(row["got"], rel=1e-9), row  # what that commit gives
         assert 8192 / taken == pytest.approx(row["ref"], rel=1e-9 if row["d"] == 1 else 0.0283), row  # what was published
     best = max((row for row in FIGURE4 if row["d"] * row["h"] * row["p"] == 16), key=lambda row: row["ref"])
@@ -55,16 +59,17 @@ def test_the_grid_of_figure_4():
 def test_a_step_of_one_device_is_the_sum_by_hand():
     """64 layers of 3 matmuls, 2 relus, and the loss twice: as written in the rules, nothing else."""
     matmul = 2 * 2 * 4096**2 / 1.2e12 + 2 * 4096**3 / 1e14
-    assert step_seconds(MLP(64, 4096, 4096), Grid()) == pytest.approx(64 * (3 * matmul + 2 * 4 * 4096**2 / 1e14) + 2 * 4 * 4096**2 / 1e14)
+    add = 2 * 4 * 4096**2 / 1e14
+    assert step_seconds(MLP(64, 4096, 4096), Parallel()) == pytest.approx(64 * (3 * matmul + add) + add)
 
 
 @pytest.mark.parametrize(
     ("grid", "moved", "said"),
     [
-        (Grid(pipeline=3), "nothing", "64 layers don't divide into 3 parts"),
-        (Grid(data=3), "nothing", "4096 batch don't divide into 3 parts"),
-        (Grid(tensor=2, pipeline=64), "nothing", "1 layers per stage"),
-        (Grid(), "some", "moved is 'some'; expected one of nothing, inputs, everything"),
+        (Parallel(pipeline=3), "nothing", "64 layers don't divide into 3 parts"),
+        (Parallel(data=3), "nothing", "4096 batch don't divide into 3 parts"),
+        (Parallel(tensor=2, pipeline=64), "nothing", "1 layers per stage"),
+        (Parallel(), "some", "moved is 'some'; expected one of nothing, inputs, everything"),
     ],
 )
 def test_what_does_not_divide_is_said(grid, moved, said):

@@ -19,6 +19,7 @@ from autoshard.api.planning import Options, Progress, Stopwatch, baseline_only, 
 from autoshard.capture import capture_deep
 from autoshard.graph import Graph
 from autoshard.mesh import Axis, Mesh
+from autoshard.simulate.parallel import Parallel
 from autoshard.simulate.pipeline_layers import Layers, layers_of
 from autoshard.simulate.pipeline_stages import partial_gradients
 from autoshard.simulate.schedules import Run, schedule_of
@@ -27,21 +28,6 @@ from autoshard.simulate.timeline import Timeline, timeline_of_solution
 from autoshard.solution import Solution
 
 SCHEMES = ("auto", "data_parallel", "fsdp", "megatron", "megatron_sp", "planned")
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """D x H x P devices and K microbatches per step."""
-
-    data: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    microbatches: int = 1
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; expected a whole number of 1 or more")
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from autoshard.cli.app import NO, OK, app
+from autoshard.cli.options import Json, OldMesh, Quiet, load_plan
 from autoshard.cli.output import Output
-from autoshard.cli.plan_verbs import Json, OldMesh, Quiet, _load
 
 
 @app.command()
@@ -25,9 +25,9 @@ def diff(
     \b
     autoshard diff gpt2-2x4.json gpt2-8x1.json
     """
-    from autoshard.report.changes import changes, changes_tables  # here: as in plan_verbs
+    from autoshard.report.changes import changes, changes_tables  # here: as in options
 
     with Output(as_json=as_json, quiet=quiet) as output:
-        found = changes(_load(a, mesh), _load(b, mesh))
+        found = changes(load_plan(a, mesh), load_plan(b, mesh))
         output.answer(found, lambda: changes_tables(found))
     return NO if exit_code and not found["same"] else OK

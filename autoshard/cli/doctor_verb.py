@@ -9,8 +9,8 @@ import sys
 from rich.table import Table
 
 from autoshard.cli.app import NO, OK, app
+from autoshard.cli.options import Json
 from autoshard.cli.output import Output
-from autoshard.cli.plan_verbs import Json
 
 NEEDED = ("torch", "numpy", "scipy", "highspy", "cvxpy", "numba", "networkx", "dill", "typer", "rich", "jinja2", "matplotlib")
 OPTIONAL = {"transformers": "models given as hf:DIR", "torchrec": "its planner with our proposer"}

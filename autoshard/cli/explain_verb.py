@@ -16,12 +16,12 @@ from rich.console import Group, RenderableType
 from autoshard.cli.app import OK, app
 from autoshard.cli.arguments import parse_settings
 from autoshard.cli.model import load_model
+from autoshard.cli.options import Json, OldMesh, OptionalModel, Plan, Quiet, Settings, load_api, load_plan, model_of
 from autoshard.cli.output import Output
-from autoshard.cli.plan_verbs import Json, OldMesh, OptionalModel, Plan, Quiet, Settings, _api, _load, _model_of
 
 
 def _report() -> ModuleType:
-    from autoshard.report import robustness  # here: as in plan_verbs
+    from autoshard.report import robustness  # here: as in options
 
     return robustness
 
@@ -51,15 +51,15 @@ def explain(
     if robust and not time_limit > 0:
         raise ValueError(f"--time-limit is {time_limit}; expected more than 0 seconds")
     with Output(as_json=as_json, quiet=quiet) as output:
-        loaded = _load(solution, mesh)
+        loaded = load_plan(solution, mesh)
         record: dict[str, Any] = {"cost_seconds": loaded.cost}
         shown: list[Callable[[], RenderableType]] = []
         _prices(loaded, record, shown)
         if robust:
-            written, keywords = _model_of(loaded, model, parse_settings(settings), solution)
+            written, keywords = model_of(loaded, model, parse_settings(settings), solution)
             output.progress("building the model", 0.0)
             module, example_inputs = load_model(written, keywords, training=loaded.training)
-            found = _api().robustness(module, example_inputs, loaded, slack=within, time_limit=time_limit, progress=output.progress)
+            found = load_api().robustness(module, example_inputs, loaded, slack=within, time_limit=time_limit, progress=output.progress)
             record["robust"] = found
             shown.append(lambda: _report().robustness_table(found))
         output.answer(record, lambda: Group(*(part() for part in shown)))

@@ -8,8 +8,8 @@ import typer
 
 from autoshard.cli.app import OK, app
 from autoshard.cli.arguments import check_out
+from autoshard.cli.options import OldMesh, Plan, Quiet, load_api, load_plan, load_report
 from autoshard.cli.output import Output
-from autoshard.cli.plan_verbs import OldMesh, Plan, Quiet, _api, _load, _report
 
 
 @app.command()
@@ -43,7 +43,7 @@ def export(
     check_out(out)
     with Output(as_json=as_json, quiet=quiet) as output:
         output.progress("reading the plan", 0.0)
-        api, loaded = _api(), _load(solution, mesh)
+        api, loaded = load_api(), load_plan(solution, mesh)
         value = api.export(loaded, kind, out, axis=axis)
         if out is not None:
             output.note(f"wrote {out}")
@@ -59,5 +59,5 @@ def export(
             "extra_seconds": value.extra_seconds,
         }
         if out is None or as_json:
-            output.answer(record, lambda: _report().exported_text(plain))
+            output.answer(record, lambda: load_report().exported_text(plain))
     return OK

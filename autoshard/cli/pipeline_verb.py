@@ -15,8 +15,8 @@ import typer
 from autoshard.cli.app import NO, OK, app
 from autoshard.cli.arguments import check_out, parse_bytes, parse_settings
 from autoshard.cli.model import load_model
+from autoshard.cli.options import Json, Model, Quiet, Settings, load_api
 from autoshard.cli.output import Output, complain
-from autoshard.cli.plan_verbs import Json, Model, Quiet, Settings, _api
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -78,7 +78,7 @@ def pipeline(
     with Output(as_json=as_json, quiet=quiet) as output:
         output.progress("building the model", 0.0)
         module, example_inputs = load_model(model, keywords, training=not inference)
-        api = _api()
+        api = load_api()
         with _executor(workers, dask) as executor:
             try:
                 found = api.pipeline(
@@ -103,7 +103,7 @@ def pipeline(
                 if as_json:
                     output.answer({"status": "infeasible", "message": str(error), "configurations": []}, str)
                 return NO
-        from autoshard.report.pipeline import pipeline_report, plot_speed_up, write_csv  # here: as in plan_verbs
+        from autoshard.report.pipeline import pipeline_report, plot_speed_up, write_csv  # here: as in options
 
         if out is not None:
             found.save(out)
@@ -118,7 +118,7 @@ def pipeline(
 
 
 def _cluster(devices: int | None, nodes: Sequence[str], device: str, per_node: int, intra: str, inter: str) -> Any:
-    from autoshard.simulate.pipeline_cluster import Cluster, Kind  # here: as in plan_verbs
+    from autoshard.simulate.pipeline_cluster import Cluster, Kind  # here: as in options
 
     prices: dict[str, Any] = {
         "intra_node_bandwidth": parse_bytes(intra, "--intra-node-bandwidth"),

@@ -2,46 +2,16 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from autoshard.cli.app import NO, OK, app
 from autoshard.cli.arguments import check_out, parse_bytes, parse_optimizer, parse_pins, parse_settings
 from autoshard.cli.model import load_model
+from autoshard.cli.options import Json, Model, OldMesh, OptionalModel, Plan, Quiet, Settings, load_api, load_plan, load_report, model_of
 from autoshard.cli.output import Output, complain
 from autoshard.mesh import Mesh, parse_shape
-
-Model = Annotated[
-    str,
-    typer.Argument(
-        help="file.py:function, which returns (module, example_inputs); or hf:DIR, a folder with a Hugging Face config.json.",
-        show_default=False,
-    ),
-]
-OptionalModel = Annotated[
-    str | None, typer.Argument(help="file.py:function; without it the one the plan was made for.", show_default=False)
-]
-Plan = Annotated[str, typer.Argument(metavar="SOLUTION", help="A plan, as `autoshard plan --out` writes it.", show_default=False)]
-Settings = Annotated[
-    list[str], typer.Option("--set", metavar="KEY=VALUE", help="A keyword for the model's function; repeatable.", show_default=False)
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, no notes.")]
-OldMesh = Annotated[str | None, typer.Option("--mesh", help="For old plans, whose files don't say: the mesh, 2x4.", show_default=False)]
-
-
-def _api() -> ModuleType:
-    from autoshard import api  # here: torch takes seconds to import, which --help and `solve` shouldn't
-
-    return api
-
-
-def _report() -> ModuleType:
-    from autoshard import report  # here: as above
-
-    return report
 
 
 @app.command()
@@ -89,12 +59,16 @@ def plan(
         raise ValueError(f"--mesh is {mesh}, but {cluster} was measured as {'x'.join(map(str, measured.shape))}; leave --mesh out")
     if prices is not None and measured is not None:
         raise ValueError(f"--prices {prices} and --cluster {cluster} both say what links cost; leave one out")
-    devices = measured or _preset(prices, parse_shape(mesh or ""), devices_per_node) or Mesh.from_bandwidths(
-        parse_shape(mesh or ""),
-        intra_node_bandwidth=parse_bytes(intra_node_bandwidth, "--intra-node-bandwidth"),
-        inter_node_bandwidth=parse_bytes(inter_node_bandwidth, "--inter-node-bandwidth"),
-        device=device,
-        devices_per_node=devices_per_node,
+    devices = (
+        measured
+        or _preset(prices, parse_shape(mesh or ""), devices_per_node)
+        or Mesh.from_bandwidths(
+            parse_shape(mesh or ""),
+            intra_node_bandwidth=parse_bytes(intra_node_bandwidth, "--intra-node-bandwidth"),
+            inter_node_bandwidth=parse_bytes(inter_node_bandwidth, "--inter-node-bandwidth"),
+            device=device,
+            devices_per_node=devices_per_node,
+        )
     )
     check_out(out)
     keywords, pins = parse_settings(settings), parse_pins(pin)
@@ -102,7 +76,7 @@ def plan(
     with Output(as_json=as_json, quiet=quiet) as output:
         output.progress("building the model", 0.0)
         module, example_inputs = load_model(model, keywords, training=train)
-        api = _api()
+        api = load_api()
         try:
             solution = api.plan(
                 module,
@@ -130,7 +104,7 @@ def plan(
         if out is not None:
             solution.save(out)
             output.note(f"wrote {out}")
-        report = _report()
+        report = load_report()
         output.answer(report.summary(solution), lambda: report.plan_report(solution))
     return OK
 
@@ -143,7 +117,7 @@ def show(solution: Plan, mesh: OldMesh = None, as_json: Json = False) -> int:
     autoshard show solutions/gpt2-small-2x4.json
     """
     with Output(as_json=as_json) as output:
-        loaded, report = _load(solution, mesh), _report()
+        loaded, report = load_plan(solution, mesh), load_report()
         output.answer(report.summary(loaded), lambda: report.plan_report(loaded))
     return OK
 
@@ -171,11 +145,11 @@ def verify(
     """
     with Output(as_json=as_json, quiet=quiet) as output:
         output.progress("reading the plan", 0.0)
-        loaded = _load(solution, mesh)
-        written, keywords = _model_of(loaded, model, parse_settings(settings), solution)
+        loaded = load_plan(solution, mesh)
+        written, keywords = model_of(loaded, model, parse_settings(settings), solution)
         output.progress("building the model", 0.0)
         module, example_inputs = load_model(written, keywords, training=loaded.training)
-        found = _api().verify(
+        found = load_api().verify(
             module,
             example_inputs,
             loaded,
@@ -185,7 +159,7 @@ def verify(
             local_tensor_mode=local_tensor_mode,
             progress=output.progress,
         )
-        output.answer(found, lambda: _report().verify_report(found))
+        output.answer(found, lambda: load_report().verify_report(found))
     return OK if found["ok"] else NO
 
 
@@ -199,17 +173,3 @@ def _measured(path: str) -> Mesh:
     from autoshard.cost.curves import load_cluster  # here: scipy takes half a second to import
 
     return load_cluster(path)
-
-
-def _load(path: str, mesh: str | None) -> Any:
-    return _api().load(path) if mesh is None else _api().load(path, Mesh.from_bandwidths(parse_shape(mesh)))
-
-
-def _model_of(solution: Any, model: str | None, settings: dict, path: str) -> tuple[str, dict]:
-    """The model given, or the one that the plan was made for with its settings, those given now on top."""
-    if model is not None:
-        return model, settings
-    named = solution.assumptions.get("model")
-    if not named:
-        raise ValueError(f"{path} does not say which model it is for; name it, for example autoshard verify {path} models/gpt2.py:small")
-    return named, {**solution.assumptions.get("set", {}), **settings}

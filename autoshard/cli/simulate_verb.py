@@ -14,8 +14,8 @@ import typer
 from autoshard.cli.app import OK, app
 from autoshard.cli.arguments import check_out, parse_bytes, parse_settings
 from autoshard.cli.model import load_model
+from autoshard.cli.options import Json, OptionalModel, Quiet, Settings, load_api, model_of
 from autoshard.cli.output import Output
-from autoshard.cli.plan_verbs import Json, OptionalModel, Quiet, Settings, _api, _model_of
 from autoshard.mesh import Mesh
 
 Target = Annotated[
@@ -97,10 +97,10 @@ def simulate(
         else:
             if configurations != [(1, 1, 1, 1)]:
                 raise ValueError(f"{target} is a plan, whose mesh is known; leave out --data, --tensor, --pipeline and --microbatches")
-            solution = _api().load(target)
-            written, keywords = _model_of(solution, model, keywords, target)
+            solution = load_api().load(target)
+            written, keywords = model_of(solution, model, keywords, target)
             output.progress("building the model", 0.0)
-            timeline = _api().simulate(*load_model(written, keywords, training=solution.training), solution, **how)
+            timeline = load_api().simulate(*load_model(written, keywords, training=solution.training), solution, **how)
             record, run = _record_of_plan(solution, timeline), None
         output.progress("writing", 0.95)
         _write(timeline, run, trace, picture, output)
@@ -192,6 +192,7 @@ def _record_of_plan(solution: Any, timeline: Any) -> dict:
 
 def _published(target: str, constants: str, keywords: dict, configurations: Sequence[tuple[int, ...]], out: str | None) -> dict:
     from autoshard.simulate import distir
+    from autoshard.simulate.parallel import Parallel
 
     if constants not in distir.CONSTANTS:
         raise ValueError(f"--constants is {constants!r}; expected physical, {' or '.join(distir.CONSTANTS)}")
@@ -208,7 +209,7 @@ def _published(target: str, constants: str, keywords: dict, configurations: Sequ
         raise ValueError(f"mlp of {sizes}; expected whole numbers of 1 or more")
     rows = []
     for d, h, p, k in configurations:
-        taken = distir.step_seconds(distir.MLP(**sizes), distir.Grid(d, h, p, k), distir.CONSTANTS[constants], moved=moved)
+        taken = distir.step_seconds(distir.MLP(**sizes), Parallel(d, h, p, k), distir.CONSTANTS[constants], moved=moved)
         shape = {"data": d, "tensor": h, "pipeline": p, "microbatches": k, "devices": d * h * p}
         rows.append({**shape, "seconds": taken, "samples_per_second": sizes["batch"] / taken})
     rows.sort(key=lambda row: row["seconds"])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
-import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +15,7 @@ from autoshard.cli.app import NO, OK, app
 from autoshard.cli.arguments import check_out, parse_bytes
 from autoshard.cli.output import Output, finite
 from autoshard.mesh import Mesh, parse_shape
+from autoshard.writing import write_whole
 
 if TYPE_CHECKING:
     from autoshard.tables import Table
@@ -67,7 +66,7 @@ def tables(
         )  # fmt: skip
         record = found.to_dict()
         if out is not None:
-            _write(out, json.dumps(finite(record), indent=1))
+            write_whole(json.dumps(finite(record), indent=1) + "\n", out)
             output.note(f"wrote {out}")
         if plot is not None and found.devices:
             _report().draw(plot, record)
@@ -97,11 +96,3 @@ def read_tables(path: str) -> list[Table]:
         return tables_of_json(json.loads(text))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is no JSON: {error}; expected {{'tables': [...]}}, or a file named .csv") from None
-
-
-def _write(path: str, text: str) -> None:
-    folder = os.path.dirname(os.path.abspath(path))
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".tables-")
-    with os.fdopen(handle, "w") as file:
-        file.write(text + "\n")
-    os.replace(temporary, path)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.solution import Solution
-from autoshard.solution.files import PICKLE_SUFFIXES, json_text, write_whole
+from autoshard.solution.files import PICKLE_SUFFIXES, json_text
+from autoshard.writing import write_whole
 
 from . import fully_shard, modules, partition
 from .record import Export as Export

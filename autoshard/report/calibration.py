@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autoshard.report.figures import save
 from autoshard.report.numbers import seconds, size
 
 COLOURS = ("#1b6ca8", "#d1495b", "#3c9d5d", "#edae49", "#66518c", "#00798c", "#8d6a4f", "#5c5c5c")
@@ -117,7 +118,7 @@ def draw(path: str, curves: Sequence[Mapping]) -> None:
         row[0].legend(fontsize=6)
         row[2].hist([100 * error for curve in members for error in curve["errors"]], bins=40, color=COLOURS[0])
         row[2].set(title=f"{name}: errors in sample", xlabel="predicted / measured - 1, percent", ylabel="sizes")
-    figure.savefig(path, dpi=110)
+    save(figure, path, dpi=110)
 
 
 def _curve(latency, bandwidth, curve: Mapping, colour: str) -> None:

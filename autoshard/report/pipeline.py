@@ -5,16 +5,16 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Sequence
-from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autoshard.report.figures import save
 from autoshard.report.numbers import percent, seconds, size
 from autoshard.simulate.pipeline_record import Pipeline
+from autoshard.writing import whole
 
 SHOWN = 12  # configurations in the table
 COLUMNS = (
@@ -80,14 +80,11 @@ def _further(found: Pipeline) -> list[RenderableType]:
 
 def write_csv(rows: Sequence[dict[str, Any]], path: str | os.PathLike[str]) -> None:
     """All configurations, one per line; devices and layers of the stages joined by "+". Whole or not at all."""
-    target = Path(path)
-    with NamedTemporaryFile("w", dir=target.parent, prefix=target.name + ".", newline="", delete=False) as file:
+    with whole(path) as beside, beside.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         for row in rows:
             writer.writerow({key: "+".join(map(str, x)) if isinstance(x := row[key], list) else "" if x is None else x for key in COLUMNS})
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, target)
 
 
 def plot_speed_up(found: Pipeline, path: str | os.PathLike[str]) -> None:
@@ -107,7 +104,4 @@ def plot_speed_up(found: Pipeline, path: str | os.PathLike[str]) -> None:
     axes.set_xlabel("devices")
     axes.set_ylabel("speed-up")
     axes.legend()
-    target = Path(path)
-    temporary = target.with_name(f".{target.stem}.tmp{target.suffix}")
-    figure.savefig(temporary)
-    os.replace(temporary, target)
+    save(figure, path)

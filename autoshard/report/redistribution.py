@@ -6,12 +6,12 @@ They take plain records: `BlockRoute.to_dict()`, and for the drawing panels of 0
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from .figures import save
 from .numbers import seconds, size
 
 COLUMNS = ("Step #", "Operation", "Distribution", "Cost [s]", "Memory Usage [MB]")
@@ -96,6 +96,5 @@ def draw(path: str, title: str, names: Sequence[str], panels: Sequence[Sequence[
         axes[row][0].set_title(name, fontsize=8, loc="left")
     figure.suptitle(title, fontsize=9)
     figure.tight_layout()
-    with Path(path).open("wb") as file:
-        figure.savefig(file, format="png", dpi=120)
+    save(figure, path, dpi=120)
     pyplot.close(figure)

@@ -6,12 +6,12 @@ They take the record that `TablePlan.to_dict()` gives.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from .figures import save
 from .numbers import percent, seconds, size
 
 BAR = 40  # characters of the slowest device
@@ -79,7 +79,4 @@ def draw(path: str, plan: Mapping) -> None:
     memory.set_ylabel("GB of device memory")
     memory.set_xlabel("device")
     memory.legend()
-    try:
-        figure.savefig(path, format=Path(path).suffix[1:] or "png")
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}; expected a name that ends in .png, .svg or .pdf") from None
+    save(figure, path)

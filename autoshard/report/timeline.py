@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -16,8 +14,9 @@ from rich.text import Text
 from autoshard.simulate.program import COMPUTE
 from autoshard.simulate.schedules import Run
 from autoshard.simulate.timeline import Timeline
-from autoshard.solution.files import write_whole
+from autoshard.writing import write_whole
 
+from .figures import save
 from .numbers import percent, seconds, size
 
 COLORS = {"F": "#4c78a8", "B": "#59a14f", "W": "#f1a340", "finish": "#9c9c9c"}
@@ -28,7 +27,7 @@ NUMBERED = 900  # boxes; more are drawn without their numbers
 
 def save_trace(trace: Mapping, path: str) -> None:
     """Write a trace of simulate.trace, for chrome://tracing or ui.perfetto.dev."""
-    write_whole(json.dumps(trace, allow_nan=False).encode(), path)
+    write_whole(json.dumps(trace, allow_nan=False), path)
 
 
 def draw_run(run: Run, path: str, title: str = "") -> None:
@@ -57,7 +56,7 @@ def draw_run(run: Run, path: str, title: str = "") -> None:
     axes.set_title(title or _title(run), fontsize=10, loc="left")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    _save(figure, path)
+    save(figure, path, dpi=130, bbox_inches="tight")
 
 
 def _box(color: str, chunk: int) -> dict:
@@ -98,13 +97,7 @@ def draw_timeline(timeline: Timeline, path: str, title: str = "") -> None:
     bottom.set_ylabel("GB")
     bottom.set_xlabel("ms")
     bottom.set_xlim(0, max(timeline.seconds * 1e3, 1e-9))
-    _save(figure, path)
-
-
-def _save(figure: Figure, path: str) -> None:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=Path(path).suffix.lstrip(".").lower() or "png", dpi=130, bbox_inches="tight")
-    write_whole(buffer.getvalue(), path)
+    save(figure, path, dpi=130, bbox_inches="tight")
 
 
 def simulation_report(record: Mapping, critical: Mapping[str, float] | None = None) -> RenderableType:

@@ -27,6 +27,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from autoshard.simulate.parallel import Parallel
+
 
 @dataclass(frozen=True)
 class Constants:
@@ -54,20 +56,6 @@ class MLP:
 
 
 @dataclass(frozen=True)
-class Grid:
-    """D x H x P devices and K microbatches."""
-
-    data: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    microbatches: int = 1
-
-    @property
-    def devices(self) -> int:
-        return self.data * self.tensor * self.pipeline
-
-
-@dataclass(frozen=True)
 class _Costs:
     """Seconds of the pieces of a step on one device, for one microbatch."""
 
@@ -84,7 +72,7 @@ class _Costs:
 MOVED = ("nothing", "inputs", "everything")
 
 
-def step_seconds(mlp: MLP, grid: Grid, constants: Constants = DISTIR_3386EDC, *, moved: str = "nothing") -> float:
+def step_seconds(mlp: MLP, grid: Parallel, constants: Constants = DISTIR_3386EDC, *, moved: str = "nothing") -> float:
     """Seconds of a training step.
 
     moved: what is not where it is needed when the step begins. "inputs" (figure 3): x and the labels lie on one more device; "everything"
@@ -136,7 +124,7 @@ def _handed_out(mlp: MLP, P: int, moved: str) -> float:
     return {"nothing": 0, "inputs": 2 * rows if P > 1 else 0, "everything": 2 * rows + weights}[moved]
 
 
-def _check(mlp: MLP, grid: Grid, moved: str) -> None:
+def _check(mlp: MLP, grid: Parallel, moved: str) -> None:
     if moved not in MOVED:
         raise ValueError(f"moved is {moved!r}; expected one of {', '.join(MOVED)}")
     for what, whole, parts in (
@@ -150,7 +138,7 @@ def _check(mlp: MLP, grid: Grid, moved: str) -> None:
         raise ValueError(f"{mlp.layers // grid.pipeline} layers per stage; cutting columns and rows in turn takes an even number")
 
 
-def _costs(mlp: MLP, grid: Grid, c: Constants) -> _Costs:
+def _costs(mlp: MLP, grid: Parallel, c: Constants) -> _Costs:
     """Weights 1, 3, 5, .. are cut by columns, the others by rows."""
     m, N, n = mlp.batch // (grid.data * grid.microbatches), mlp.width, mlp.width // grid.tensor
     layers = mlp.layers // grid.pipeline

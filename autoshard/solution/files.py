@@ -11,8 +11,9 @@ import json
 import os
 import pickle
 import shutil
-import tempfile
 from pathlib import Path
+
+from autoshard.writing import write_whole
 
 LINE = 140  # characters; what fits is written in one line
 
@@ -27,24 +28,6 @@ def write(data: dict, path: str | os.PathLike[str]) -> None:
     path = Path(path)
     content = pickle.dumps(data, protocol=4) if path.suffix in PICKLE_SUFFIXES else (json_text(data) + "\n").encode()
     write_whole(content, path)
-
-
-def write_whole(content: bytes, path: str | os.PathLike[str]) -> None:
-    """Write a file whole or not at all; OSError where that can't be."""
-    path = Path(path)
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; give the name of a file to write")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} into; make it first")
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o644)  # mkstemp makes it private
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def json_text(data: object, indent: int = 0) -> str:

@@ -10,13 +10,12 @@ all_reduce (else all_gather):  latency = a / (L ceil(log2 n)),  bandwidth = V (n
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from autoshard.mesh import Axis, Device, LinkCurve, Mesh, default_axis_names
+from autoshard.writing import write_whole
 
 from ..collectives import COLLECTIVES
 from ..compute import EFFICIENCY
@@ -100,9 +99,7 @@ def cluster(
 
 def save_cluster(path: str, record: dict) -> None:
     """Whole or not at all, so that an interruption leaves the last one."""
-    beside = Path(f"{path}.part")
-    beside.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(beside, path)
+    write_whole(json.dumps(record, indent=1) + "\n", path)
 
 
 def load_cluster(path: str) -> Mesh:

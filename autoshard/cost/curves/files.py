@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from autoshard.writing import write_whole
+
 from .errors import Errors, held_out, summary
 from .fit import PchipCurve, fit
 from .published import Sigmoid, bus_factor
@@ -80,7 +82,8 @@ def text_of(path: str) -> str:
 
 
 def save(path: str, curves: Sequence[Fitted]) -> None:
-    Path(path).write_text(json.dumps({"format": FORMAT, "curves": [_finite(one.to_dict()) for one in curves]}, indent=1) + "\n")
+    record = {"format": FORMAT, "curves": [_finite(one.to_dict()) for one in curves]}
+    write_whole(json.dumps(record, indent=1) + "\n", path)
 
 
 def _finite(value):

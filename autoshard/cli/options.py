@@ -1,0 +1,54 @@
+"""What the verbs share: their common options, and how they load plans and the parts of autoshard that are slow to import."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+
+from autoshard.mesh import Mesh, parse_shape
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="file.py:function, which returns (module, example_inputs); or hf:DIR, a folder with a Hugging Face config.json.",
+        show_default=False,
+    ),
+]
+OptionalModel = Annotated[
+    str | None, typer.Argument(help="file.py:function; without it the one the plan was made for.", show_default=False)
+]
+Plan = Annotated[str, typer.Argument(metavar="SOLUTION", help="A plan, as `autoshard plan --out` writes it.", show_default=False)]
+Settings = Annotated[
+    list[str], typer.Option("--set", metavar="KEY=VALUE", help="A keyword for the model's function; repeatable.", show_default=False)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, no notes.")]
+OldMesh = Annotated[str | None, typer.Option("--mesh", help="For old plans, whose files don't say: the mesh, 2x4.", show_default=False)]
+
+
+def load_api() -> ModuleType:
+    from autoshard import api  # here: torch takes seconds to import, which --help and `solve` shouldn't
+
+    return api
+
+
+def load_report() -> ModuleType:
+    from autoshard import report  # here: as above
+
+    return report
+
+
+def load_plan(path: str, mesh: str | None) -> Any:
+    return load_api().load(path) if mesh is None else load_api().load(path, Mesh.from_bandwidths(parse_shape(mesh)))
+
+
+def model_of(solution: Any, model: str | None, settings: dict, path: str) -> tuple[str, dict]:
+    """The model given, or the one that the plan was made for with its settings, those given now on top."""
+    if model is not None:
+        return model, settings
+    named = solution.assumptions.get("model")
+    if not named:
+        raise ValueError(f"{path} does not say which model it is for; name it, for example autoshard verify {path} models/gpt2.py:small")
+    return named, {**solution.assumptions.get("set", {}), **settings}
