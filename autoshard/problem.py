@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +26,14 @@ import numpy as np
 from autoshard.writing import write_whole
 
 CONTEST_FORBIDDEN = 1e18  # the contest's files write forbidden as a number
+
+
+FLOAT64 = np.dtype(np.float64)
+
+
+def _is_float64(array: object) -> bool:
+    """Usually so, and then cheaper to see than to convert: a deep model has a hundred thousand of these arrays."""
+    return type(array) is np.ndarray and array.dtype is FLOAT64
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +45,8 @@ class Edge:
     table: np.ndarray  # seconds, shape (choices of a, choices of b)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "table", np.asarray(self.table, dtype=np.float64))
+        if not _is_float64(self.table):
+            object.__setattr__(self, "table", np.asarray(self.table, dtype=np.float64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +59,8 @@ class NodeUsage:
     bytes: np.ndarray  # per choice
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bytes", np.asarray(self.bytes, dtype=np.float64))
+        if not _is_float64(self.bytes):
+            object.__setattr__(self, "bytes", np.asarray(self.bytes, dtype=np.float64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +73,8 @@ class EdgeUsage:
     bytes: np.ndarray  # shape of the edge's table
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bytes", np.asarray(self.bytes, dtype=np.float64))
+        if not _is_float64(self.bytes):
+            object.__setattr__(self, "bytes", np.asarray(self.bytes, dtype=np.float64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +93,14 @@ class Problem:
         object.__setattr__(self, "edges", tuple(self.edges))
         object.__setattr__(self, "usages", tuple(self.usages))
         _validate(self)
+
+    @cached_property
+    def _times(self) -> tuple[np.ndarray, np.ndarray]:
+        """Times at which a usage that is not empty begins or ends; and which of them, for all begins and then for all ends."""
+        live = [u for u in self.usages if u.start < u.end]
+        spans = np.array([[u.start for u in live], [u.end for u in live]], dtype=np.int64)
+        times, index = np.unique(spans.ravel(), return_inverse=True)
+        return times, index
 
 
 def _validate(problem: Problem) -> None:
@@ -169,15 +189,10 @@ def evaluate(problem: Problem, choice: Sequence[int] | np.ndarray) -> Evaluation
 
 def usage_profile(problem: Problem, choice: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Times at which memory can change, and the bytes held from each to the next."""
-    starts, ends, amounts = [], [], []
-    for u in problem.usages:
-        if u.start < u.end:
-            starts.append(u.start)
-            ends.append(u.end)
-            amounts.append(held_by(problem, u, choice))
-    times, index = np.unique(np.array(starts + ends, dtype=np.int64), return_inverse=True)
+    times, index = problem._times
+    held = np.array([held_by(problem, u, choice) for u in problem.usages if u.start < u.end], dtype=np.float64)
     delta = np.zeros(len(times))
-    np.add.at(delta, index, np.array(amounts + [-b for b in amounts]))
+    np.add.at(delta, index, np.concatenate([held, -held]))
     return times, np.cumsum(delta)
 
 

@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).parent.parent / "autoshard"
 
 # room: (rooms it may import, third-party packages it may import)
 TABLE = {
+    "cycles": ("", ""),
     "writing": ("", ""),
     "mesh": ("", ""),
     "layout": ("mesh", "torch"),
@@ -32,12 +33,12 @@ TABLE = {
     "solution": ("graph layout mesh writing", "dill"),
     "lower": ("graph layout mesh redistribute solution", "torch"),
     "exports": ("graph layout mesh solution writing", "torch"),
-    "simulate": ("cost formulate graph layout mesh problem redistribute solution strategies", "numpy networkx"),
+    "simulate": ("cost cycles formulate graph layout mesh problem redistribute solution strategies", "numpy networkx"),
     "tables": ("cost mesh problem solvers", "numpy scipy numba torch torchrec"),
     "report": ("graph layout mesh problem simulate solution writing", "rich jinja2 matplotlib"),
     "api": (
         "mesh layout graph capture strategies cost redistribute problem solvers formulate baselines solution lower exports "
-        "simulate tables report writing",
+        "simulate tables report writing cycles",
         "torch numpy",
     ),
     "cli": ("api report mesh cost redistribute problem solvers simulate tables writing", "typer rich torch transformers distributed"),

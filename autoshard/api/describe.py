@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import lru_cache
 
 from autoshard.cost import collective_seconds
 from autoshard.formulate import KINDS, Formulation
@@ -19,18 +20,22 @@ Choice = Sequence[int]
 def layouts_of(formulated: Formulation, choice: Choice) -> dict[str, Placed]:
     """Layouts by op name, in graph order."""
     found: dict[str, Placed] = {}
+    made: dict[tuple, Placed] = {}  # by candidate, which equal ops share, and layouts of hubs
     for i, op in enumerate(formulated.graph.ops):
         candidate = formulated.candidate(i, choice)
         hubs = [formulated.hub((i, k), choice) for k in range(len(op.outputs))]
-        found[op.name] = Placed(
-            tuple(text(layout) for layout in candidate.inputs),
-            tuple(None if layout is None else text(layout) for layout in candidate.outputs),
-            tuple(None if layout is None else text(layout) for layout in hubs),
-        )
+        key = (id(candidate), *map(id, hubs))
+        if key not in made:
+            made[key] = Placed(tuple(map(text, candidate.inputs)), _texts(candidate.outputs), _texts(hubs))
+        found[op.name] = made[key]
     for second, name in formulated.graph.tied:
         if second in found:
             found[second] = found[name]
     return found
+
+
+def _texts(layouts: Sequence[Layout | None]) -> tuple[str | None, ...]:
+    return tuple(None if layout is None else text(layout) for layout in layouts)
 
 
 def results_of(formulated: Formulation, choice: Choice) -> dict[str, str]:
@@ -125,16 +130,22 @@ def replicated_ops(formulated: Formulation, choice: Choice) -> tuple[dict, ...]:
 def breakdown(formulated: Formulation, choice: Choice) -> dict:
     """Seconds of the plan by class of op, by collective and axis, and by block; they add up to its cost."""
     graph, mesh, costs = formulated.graph, formulated.mesh, formulated.problem.node_costs
+    collectives: dict[tuple[int, int], list[tuple[str, float]]] = {}  # by candidates, which equal ops share, and choice
     compute: dict[str, float] = defaultdict(float)
     communication: dict[str, float] = defaultdict(float)
     blocks: dict[str, dict[str, float]] = defaultdict(lambda: {"compute": 0.0, "communication": 0.0})
     for i, op in enumerate(graph.ops):
         seconds = float(costs[i][choice[i]])
         block = block_of(op.name if op.is_placeholder else op.module)
-        inside = internal_collectives(op, graph.input_tensors(i), formulated.candidate(i, choice).inputs, mesh)
-        for name, axis, size in inside:
-            part = float(collective_seconds(name, mesh.axes[axis], float(size)))
-            communication[f"{name} {mesh.axes[axis].name}"] += part
+        key = (id(formulated.candidates.of[i]), choice[i])
+        if key not in collectives:
+            inside = internal_collectives(op, graph.input_tensors(i), formulated.candidate(i, choice).inputs, mesh)
+            collectives[key] = [
+                (f"{name} {mesh.axes[axis].name}", float(collective_seconds(name, mesh.axes[axis], float(size))))
+                for name, axis, size in inside
+            ]
+        for name, part in collectives[key]:
+            communication[name] += part
             blocks[block]["communication"] += part
             seconds -= part
         if seconds:
@@ -160,10 +171,12 @@ CLASSES = (
 )
 
 
+@lru_cache(maxsize=4096)
 def op_class(target: str) -> str:
     return next((name for name, pattern in CLASSES if re.search(pattern, target)), "elementwise")
 
 
+@lru_cache(maxsize=65536)
 def block_of(path: str) -> str:
     """`h.0.attn.c_attn` -> `h.0`: up to the first number; without one the first part."""
     found = re.match(r"(.*?\.\d+)(\.|$)", path)

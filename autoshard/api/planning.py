@@ -35,6 +35,7 @@ from autoshard.api.refusal import infeasible
 from autoshard.api.tying import solve_tied
 from autoshard.baselines import baselines
 from autoshard.capture import capture_deep
+from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import Formulation, Training, formulate, with_pins
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
@@ -68,7 +69,7 @@ def plan(
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"model is {type(model).__name__}; expected a torch.nn.Module")
     watch = Stopwatch(progress)
-    with watch.phase("capture", "capturing the model", 0.0):
+    with watch.phase("capture", "capturing the model", 0.0), no_search_for_cycles():
         graph, depth = capture_deep(model, example_inputs, training=checked.training, witness=checked.witness)
     noted = {**(assumptions or {}), "capture": depth.reason}
     if checked.recompute and checked.training:
@@ -109,9 +110,9 @@ def plan_graph(
     graph: Graph, mesh: Mesh, options: Options, watch: Stopwatch, assumptions: Mapping, shallow: Graph | None = None
 ) -> Solution:
     """The plan of a graph. shallow: the same model with fewer layers, whose plan then is where the search starts."""
-    with watch.phase("candidates", "listing layouts", 0.3):
+    with watch.phase("candidates", "listing layouts", 0.3), no_search_for_cycles():
         found = candidates(graph, mesh)
-    with watch.phase("formulate", "pricing layouts", 0.35):
+    with watch.phase("formulate", "pricing layouts", 0.35), no_search_for_cycles():
         formulated = formulate_for(graph, found, mesh, options)
         problem = with_pins(formulated, allowed_by_pins(formulated, options))
         few = None if shallow is None or options.solver != "auto" else stretched(formulated, shallow, options)
@@ -122,7 +123,7 @@ def plan_graph(
         answer = _solve(formulated, problem, options, watch, starts, few)
     if answer.choice is None:
         raise infeasible(formulated, problem, answer, options)
-    with watch.phase("describe", "writing the plan", 0.95):
+    with watch.phase("describe", "writing the plan", 0.95), no_search_for_cycles():
         solution = describe(formulated, answer, options, judged, assumptions)
         if options.baselines:
             solution = replace(solution, modules=modules_of(formulated, answer.choice, partial(scheme_price, formulated, few)))

@@ -6,7 +6,7 @@ import numpy as np
 
 from autoshard.cost import collective_seconds, op_seconds, optimizer_step_seconds
 from autoshard.formulate.records import Formulation, Layouts, Link, Training
-from autoshard.formulate.tables import Tables
+from autoshard.formulate.tables import Move, Tables
 from autoshard.formulate.usages import Usages
 from autoshard.graph import Graph, Op, Tensor, Value
 from autoshard.layout import all_layouts, has_partial, local_numel, local_shape
@@ -51,13 +51,12 @@ class _Builder:
         self.usages = Usages(
             self.graph, self.tables, self.training, self.trained, self.hubs, self.hub_layouts, self.gives, self.takes, self.inside
         )
-        for value, edge in waiting:
-            self.usages.add_hub(value, edge)
+        for value, edge, move in waiting:
+            self.usages.add_hub(value, edge, move)
         for i, op in enumerate(self.graph.ops):
             for a, value in enumerate(op.inputs):
                 source, gives = self._source(value)
-                edge = self._edge(value, source, i, gives, self.takes(i, a))
-                self.usages.add_input(i, a, edge, gives)
+                self.usages.add_input(i, a, *self._edge(value, source, i, gives, self.takes(i, a)))
             self.usages.add_op(i)
         for k, result in enumerate(self.graph.results):
             if result.value is not None:
@@ -131,7 +130,7 @@ class _Builder:
             return np.zeros(len(self.candidates.of[i]))
         return np.array([op_candidate_seconds(op, inputs, c, self.mesh) for c in self.candidates.of[i]])
 
-    def _add_hubs(self) -> list[tuple[Value, int]]:
+    def _add_hubs(self) -> list[tuple[Value, int, Move]]:
         """A hub for every value with two readers or more, results included; returns the edges that lead to them."""
         readers: dict[Value, int] = {value: len(users) for value, users in self.graph.users.items()}
         for result in self.graph.results:
@@ -142,15 +141,16 @@ class _Builder:
             gives, layouts = self.gives(value), self._layouts_of_hub(value)
             node = self._node(f"{self.graph.ops[value[0]].name}.{value[1]} (hub)", self._zeros(len(layouts)))
             self.hubs[value], self.hub_layouts[value] = node, layouts
-            edges.append((value, self._edge(value, value[0], node, gives, layouts)))
+            edges.append((value, *self._edge(value, value[0], node, gives, layouts)))
         return edges
 
     def _layouts_of_hub(self, value: Value) -> Layouts:
         """What its producer gives, sums completed, and what its readers take; made once per signature."""
         readers = self.graph.users.get(value, ())
-        key = (self.first[value[0]], value[1], *((self.first[i], a) for i, a in readers))
+        alike = dict.fromkeys((self.first[i], a) for i, a in readers)  # a table that all layers read has hundreds of readers
+        key = (self.first[value[0]], value[1], *alike)
         if key not in self._waits:
-            wanted = [layout for i, a in readers for layout in self.takes(i, a)]
+            wanted = [layout for i, a in alike for layout in self.takes(i, a)]
             self._waits[key] = tuple(dict.fromkeys([*(g for g in self.gives(value) if not has_partial(g)), *wanted]))
         return self._waits[key]
 
@@ -159,11 +159,12 @@ class _Builder:
             self._nothing[count] = np.zeros(count)
         return self._nothing[count]
 
-    def _edge(self, value: Value, a: int, b: int, gives: Layouts, takes: Layouts) -> int:
+    def _edge(self, value: Value, a: int, b: int, gives: Layouts, takes: Layouts) -> tuple[int, Move]:
         tensor = self.graph.tensor(value)
-        self.edges.append(Edge(a, b, self.tables.table(tensor, gives, takes)))
+        move = self.tables.move(tensor, gives, takes)
+        self.edges.append(Edge(a, b, move.seconds))
         self.links.append(Link(a, b, tensor, gives, takes, value))
-        return len(self.edges) - 1
+        return len(self.edges) - 1, move
 
     def _source(self, value: Value) -> tuple[int, Layouts]:
         return (self.hubs[value], self.hub_layouts[value]) if value in self.hubs else (value[0], self.gives(value))
@@ -179,7 +180,7 @@ class _Builder:
             node = self._node(f"{result.kind}:{result.name}", np.zeros(len(layouts)))
         self.results[k], self.result_layouts[k] = node, layouts
         source, gives = self._source(value)
-        self.usages.add_result(k, self._edge(value, source, node, gives, layouts), gives, layouts)
+        self.usages.add_result(k, *self._edge(value, source, node, gives, layouts))
 
 
 def op_candidate_seconds(op: Op, inputs: tuple[Tensor, ...], candidate: Candidate, mesh: Mesh) -> float:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +28,7 @@ class Training:
     master_weights: bool = False  # a float32 copy of parameters that are kept in less
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):  # a plain tuple: a deep model has tens of thousands
     """What one edge of the Problem means: a tensor goes from node a, laid out as `gives[choice of a]`, to node b."""
 
     a: int
@@ -70,10 +70,10 @@ class Formulation:
 
     def route(self, link: Link, choice: Sequence[int]) -> Route | None:
         """The route that the edge prices under `choice`."""
-        source, target = link.gives[choice[link.a]], link.takes[choice[link.b]]
-        key = (link.tensor.shape, link.tensor.itemsize, source, target)
+        a, b, tensor = choice[link.a], choice[link.b], link.tensor
+        key = (tensor.shape, tensor.itemsize, id(link.gives), a, id(link.takes), b)  # the links keep both alive
         if key not in self._known_routes:
-            self._known_routes[key] = self.routes.route(*key)
+            self._known_routes[key] = self.routes.route(tensor.shape, tensor.itemsize, link.gives[a], link.takes[b])
         return self._known_routes[key]
 
     @cached_property

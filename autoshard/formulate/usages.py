@@ -22,7 +22,7 @@ import numpy as np
 
 from autoshard.cost import master_bytes, optimizer_state_bytes
 from autoshard.formulate.records import Layouts, Training
-from autoshard.formulate.tables import Tables
+from autoshard.formulate.tables import Move, Tables
 from autoshard.graph import Graph, Value
 from autoshard.problem import EdgeUsage, NodeUsage
 
@@ -115,29 +115,25 @@ class Usages:
             self.usages.append(usage)
             self.held.append(kind)
 
-    def add_hub(self, value: Value, edge: int) -> None:
-        tensor, gives, layouts, node = self.graph.tensor(value), self.gives(value), self.hub_layouts[value], self.hubs[value]
+    def add_hub(self, value: Value, edge: int, move: Move) -> None:
+        """move: from what the value's op gives to what its hub takes."""
         first, end = self.first_reader(value), self.until[value]
-        copy = self.tables.copy(tensor, gives, layouts)
         if self.since[value] == math.inf:  # whoever gave it keeps it: the hub is a copy where its layout differs
-            self._hold("resharded_copies", EdgeUsage(edge, first, self._last(value) + 1, copy))
+            self._hold("resharded_copies", EdgeUsage(edge, first, self._last(value) + 1, move.copy))
             return
         since = self._hub_since(value)
         if since == first:  # what the hub was made from is still there while it is made
-            self._hold("temporaries", EdgeUsage(edge, first, first + 1, self.tables.leaving(tensor, gives, layouts)))
-        self._hold("resharded_copies", EdgeUsage(edge, first, since, copy))
-        self._hold("activations", NodeUsage(node, since, end, self.tables.bytes(tensor, layouts)))
+            self._hold("temporaries", EdgeUsage(edge, first, first + 1, move.leaving))
+        self._hold("resharded_copies", EdgeUsage(edge, first, since, move.copy))
+        self._hold("activations", NodeUsage(self.hubs[value], since, end, self.tables.bytes(move.tensor, move.takes)))
 
-    def add_input(self, i: int, a: int, edge: int, gives: Layouts) -> None:
+    def add_input(self, i: int, a: int, edge: int, move: Move) -> None:
         """The copy of what op i reads; where it is a view, as long as that lives or until it takes over."""
-        op, takes = self.graph.ops[i], self.takes(i, a)
-        tensor = self.graph.tensor(op.inputs[a])
-        if op.alias != a:
-            self._hold("resharded_copies", EdgeUsage(edge, i, i + 1, self.tables.fetched(tensor, gives, takes, self._made(i))))
+        if self.graph.ops[i].alias != a:
+            self._hold("resharded_copies", EdgeUsage(edge, i, i + 1, move.fetched(self._made(i))))
             return
-        copy = self.tables.copy(tensor, gives, takes)
-        self._hold("resharded_copies", EdgeUsage(edge, i, self.heirs.get(i, self._end(i, a) + 1), copy))
-        self._hold("temporaries", EdgeUsage(edge, i, i + 1, self.tables.buffers(tensor, gives, takes)))
+        self._hold("resharded_copies", EdgeUsage(edge, i, self.heirs.get(i, self._end(i, a) + 1), move.copy))
+        self._hold("temporaries", EdgeUsage(edge, i, i + 1, move.buffers))
 
     def _made(self, i: int) -> np.ndarray:
         """Bytes that op i allocates, per choice."""
@@ -188,12 +184,11 @@ class Usages:
                 self._hold("optimizer_state", NodeUsage(i, 0, self.end, state))
         self._hold(kind, NodeUsage(i, 0, self.end, held))
 
-    def add_result(self, k: int, edge: int, gives: Layouts, layouts: Layouts) -> None:
+    def add_result(self, k: int, edge: int, move: Move) -> None:
         result = self.graph.results[k]
         assert result.value is not None
-        tensor, made = self.graph.tensor(result.value), result.value[0]
+        made = result.value[0]
         if result.kind == "output":
-            copy = self.tables.copy(tensor, gives, layouts)
-            self._hold("resharded_copies", EdgeUsage(edge, len(self.graph.ops), self.end, copy))
+            self._hold("resharded_copies", EdgeUsage(edge, len(self.graph.ops), self.end, move.copy))
         else:  # what a gradient is reduced from is there while it is reduced
-            self._hold("temporaries", EdgeUsage(edge, made + 1, made + 2, self.tables.leaving(tensor, gives, layouts)))
+            self._hold("temporaries", EdgeUsage(edge, made + 1, made + 2, move.leaving))

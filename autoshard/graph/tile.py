@@ -79,6 +79,7 @@ class _Tiling:
         self.shifts = [0, *accumulate(grown)]  # by how much what lies between the parts moves
         self.numbers = [self._numbers(part) for part in self.parts]
         self.first_moved = self._first_moved_layer()
+        self.moves: dict[tuple[int, int], bool] = {}  # by item and input; the same for all copies
 
     def _symbols(self) -> list[int]:
         label = lambda op: self.template(op.name)  # noqa: E731
@@ -180,7 +181,9 @@ class _Tiling:
             return self.place(a, -1)
         part = self.parts[s]
         there = coordinate(part.repetition, part.sign, a)
-        if p >= 0 and self._moves(i, p, n, a):
+        if p >= 0 and (i, n) not in self.moves:
+            self.moves[i, n] = self._moves(i, p, n, a)
+        if p >= 0 and self.moves[i, n]:
             return self.place(there + m * part.repetition.period, s)
         return self.place(there + self.times * part.repetition.period * (there >= part.cut), s)
 
@@ -240,11 +243,13 @@ class _Tiling:
             P = repetition.period
             if repetition.start >= len(self.graph.ops):
                 continue
-            for b in range(cut, cut + self.times * P):
-                below = cut - P + (b - cut) % P
-                copy, source, above = (self.place(at, s) for at in (b, below, below + (self.times + 1) * P))
-                if sorted(readers[copy]) not in (sorted(readers[source]), sorted(readers[above])):
-                    raise ValueError(self._why_unread(graph.ops[source].name, {*readers[source]} ^ {*readers[copy]}))
+            for below in range(cut - P, cut):
+                source, above = (self.place(at, s) for at in (below, below + (self.times + 1) * P))
+                known = (sorted(readers[source]), sorted(readers[above]))
+                for m in range(1, self.times + 1):
+                    copy = self.place(below + m * P, s)
+                    if sorted(readers[copy]) not in known:
+                        raise ValueError(self._why_unread(graph.ops[source].name, {*readers[source]} ^ {*readers[copy]}))
 
     def _why_unread(self, name: str, readers: set[tuple[int, int, int, int]]) -> str:
         for i, values in enumerate(self.inputs):

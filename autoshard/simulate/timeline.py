@@ -11,15 +11,14 @@ With overlap off the tasks run one after the other: seconds is the plan's cost, 
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import Formulation
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
@@ -67,7 +66,7 @@ class Timeline:
     @cached_property
     def memory(self) -> dict[str, np.ndarray]:
         """`seconds` at which memory changes, and from there on the bytes held of each kind (formulate.usages.KINDS) and in `total`."""
-        with _no_search_for_cycles():
+        with no_search_for_cycles():
             return _memory(self.program, self.times, self.seconds)
 
     @property
@@ -121,20 +120,8 @@ def timeline_of(
 
 def timeline_of_solution(graph: Graph, solution: Solution, mesh: Mesh | None = None, **options) -> Timeline:
     """The time line of a plan; options as in `timeline_of`. mesh: other prices. ValueError where the plan is not of this graph."""
-    with _no_search_for_cycles():
+    with no_search_for_cycles():
         return timeline_of(*planned(graph, solution, mesh), **options)
-
-
-@contextmanager
-def _no_search_for_cycles() -> Iterator[None]:
-    """Without Python's collector: all that is made lives on, and looking through it again and again took a third of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def run_program(program: Program, links: Sequence[int] | None = None) -> Times:

@@ -80,15 +80,15 @@ class Messages:
             size += 2 * problem.edges[k].table.size
         self.pool = np.concatenate([np.zeros(0), *shared, *priced])
         self._priced_tables, self._place_of_own = self.pool[self.num_shared :].copy(), at
-        half, message = [], 0  # (node, neighbour, table, message into node, message into neighbour)
-        for k, e in enumerate(problem.edges):
-            forth = at.get(k, place[id(e.table)])
-            m, n = e.table.shape
-            half.append((e.a, e.b, forth, message, message + m))
-            half.append((e.b, e.a, forth + m * n, message + m, message))
-            message += m + n
-        self._message_size = message
-        table = np.array(sorted(half), dtype=np.int64).reshape(-1, 5)
+        a, b = _integers(e.a for e in problem.edges), _integers(e.b for e in problem.edges)
+        forth = _integers(at.get(k, place[id(e.table)]) for k, e in enumerate(problem.edges))
+        counts = _integers(map(len, problem.node_costs))
+        m, n = counts[a], counts[b]
+        self._message_size = int((m + n).sum())
+        into_a = np.cumsum(m + n) - (m + n)
+        half = [(a, b), (b, a), (forth, forth + m * n), (into_a, into_a + m), (into_a + m, into_a)]
+        table = np.stack([np.concatenate(both) for both in half], axis=1)  # node, neighbour, table, message into node, into neighbour
+        table = table[np.lexsort(table.T[::-1])]
         self.start = np.searchsorted(table[:, 0], np.arange(nodes + 1))
         self.split = self.start[:-1] + np.bincount(table[:, 0], weights=table[:, 1] < table[:, 0], minlength=nodes).astype(np.int64)
         self.neighbour, self.table, self.into, self.out = (np.ascontiguousarray(column) for column in table[:, 1:].T)
