@@ -42,6 +42,7 @@ class Planned:
     seconds: float
     link_seconds: float
     link_bytes: float
+    link_calls: int
 
 
 def graph_of(build: Callable) -> Graph:
@@ -75,21 +76,23 @@ def planned(name: str, formulated: Formulation, answer, options: Options) -> Pla
     collectives = solution.breakdown["communication"]
     slow = formulated.mesh.axes[SLOW].name
     link_seconds = sum(seconds for what, seconds in collectives.items() if what.endswith(f" {slow}"))
-    return Planned(name, solution, answer.cost, link_seconds, link_bytes(formulated, answer.choice))
+    return Planned(name, solution, answer.cost, link_seconds, *link_bytes(formulated, answer.choice))
 
 
-def link_bytes(formulated: Formulation, choice) -> float:
-    """Bytes that leave one node in a step: what its ranks send over the slow axis."""
+def link_bytes(formulated: Formulation, choice) -> tuple[float, int]:
+    """Bytes that leave one node in a step, what its ranks send over the slow axis; and how many collectives a rank does it in."""
     graph, mesh = formulated.graph, formulated.mesh
     axis = mesh.axes[SLOW]
-    total = 0.0
+    total, calls = 0.0, 0
     for link in formulated.links:
         route = formulated.route(link, choice)
         for step in route.steps if route else ():
             if step.axis == SLOW:
+                calls += step.bytes > 0
                 # gloo has an all_to_all of its own, which the program calls: no all_gather of everything
                 total += step.bytes / (axis.size if step.collective == "all_to_all" and axis.backend == "gloo" else 1)
     for i, op in enumerate(graph.ops):
         for collective, k, size in internal_collectives(op, graph.input_tensors(i), formulated.candidate(i, choice).inputs, mesh):
             total += bytes_sent(collective, axis, float(size)) if k == SLOW else 0.0
-    return total * mesh.num_devices / axis.size
+            calls += k == SLOW
+    return total * mesh.num_devices / axis.size, calls

@@ -3,7 +3,7 @@
     {"do": "measure", "seconds": 20, "largest": 4e6}      {"collectives": [[axis, name, size, seconds]], "device": [...]}
     {"do": "load", "plan": "plan.pkl"}                    {"loaded": ...}; runs a step twice, so that all is warm
     {"do": "load", "plan": "plan.pkl", "model": "mlp"}    the same through `autoshard.parallelize`, which overlaps collectives
-    {"do": "steps", "count": 5}                           {"seconds": [...]}: of the slowest rank, step by step; "idle": without the step
+    {"do": "steps", "count": 5}                           {"seconds": [...]}: of the slowest rank, step by step; "idle": without it
     {"do": "stop"}
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from plans import MODELS
+from plans import MODELS, SLOW
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autoshard
@@ -92,13 +92,17 @@ class Rank:
 
         return step
 
-    def steps(self, count: int, idle: bool = False) -> dict:
+    def steps(self, count: int, idle: int | None = None) -> dict:
+        """idle: instead of a step so many collectives of one element over the slow axis, which send what gloo says beside the data."""
         seconds = []
+        one = torch.zeros(1)
         for _ in range(count):
             dist.barrier()
             began = time.perf_counter()
-            if not idle:
+            if idle is None:
                 self.step()
+            for _ in range(idle or 0):
+                dist.all_reduce(one, group=self.device_mesh.get_group(SLOW))
             seconds.append(self.agree(time.perf_counter() - began))
         return {"seconds": seconds}
 

@@ -77,13 +77,13 @@ def replace_mesh(one: Planned, mesh: Mesh) -> Planned:
 
 
 def timed(ranks: Ranks, one: Planned, graph: Graph, folder: Path, model: str = "") -> tuple[list[float], float]:
-    """Seconds of some steps, and bytes that left a node in each, less those of measuring. model: to run it through `parallelize`."""
+    """Seconds of some steps, and bytes of data that left a node in each: less what measuring and gloo's own words take. model: to run it through `parallelize`."""
     path = folder / "plan.pkl"
     path.write_bytes(pickle.dumps((graph, one.solution)))
     ranks.do("load", plan=str(path), model=model, timeout=600)
     count = int(min(9, max(3, LONGEST / max(one.seconds, 1e-3) / 4)))
     counted = [ranks.network.bytes_sent()]
-    ranks.do("steps", count=count, idle=True, timeout=600)
+    ranks.do("steps", count=count, idle=one.link_calls, timeout=600)
     counted.append(ranks.network.bytes_sent())
     seconds = ranks.do("steps", count=count, timeout=600)["seconds"]
     counted.append(ranks.network.bytes_sent())
