@@ -1,5 +1,6 @@
 """benchmarks/cluster: its judge against rows made by hand, and the emulated network itself where it can be made."""
 
+import json
 import os
 import signal
 import subprocess
@@ -105,3 +106,14 @@ def test_a_stopped_run_leaves_no_namespace(number):
     process.send_signal(number)
     process.wait(timeout=30)
     assert namespaces(process.pid) == []
+
+
+@pytest.mark.slow
+def test_two_stages_run_under_torch_pipelining_where_autoshard_cuts(tmp_path):
+    if network.why_not() is not None:
+        return
+    command = [sys.executable, str(CLUSTER / "pipeline.py"), str(tmp_path), "--speeds", "50", "--models", "mlp", "--microbatches", "4"]
+    ran = subprocess.run([*command, "--calibrate", "5", "--json"], capture_output=True, text=True, timeout=400)
+    assert ran.returncode == 0, ran.stderr
+    (row,) = json.loads(ran.stdout)["rows"]
+    assert row["schedule"] == "1f1b" and row["microbatches"] == 4 and min(row["all_measured_seconds"]) > 0 < row["predicted_seconds"]

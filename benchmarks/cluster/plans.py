@@ -30,6 +30,12 @@ MODELS: dict[str, Callable] = {
         layers=2, heads=8, kv_heads=4, width=128, hidden=352, vocab=4096, batch=8, seq=32, loss=True, dtype="float32"
     ),
 }
+PIPELINED: dict[str, Callable] = {  # with or without the loss, which a pipeline computes on its last stage; no tied parameters
+    "mlp": lambda loss: mlp.mlp(batch=512, width=256, hidden=1024, layers=4, loss=loss),
+    "llama": lambda loss: llama.build(
+        layers=4, heads=8, kv_heads=4, width=128, hidden=352, vocab=512, batch=32, seq=32, loss=loss, dtype="float32"
+    ),
+}
 TINY = lambda: gpt2.tiny(batch=4, seq=8, vocab=64)  # noqa: E731 (as the rows above)
 
 

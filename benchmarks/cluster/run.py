@@ -77,7 +77,10 @@ def replace_mesh(one: Planned, mesh: Mesh) -> Planned:
 
 
 def timed(ranks: Ranks, one: Planned, graph: Graph, folder: Path, model: str = "") -> tuple[list[float], float]:
-    """Seconds of some steps, and bytes of data that left a node in each: less what measuring and gloo's own words take. model: to run it through `parallelize`."""
+    """Seconds of some steps, and bytes of data that left a node in each: less what measuring and gloo's own words take.
+
+    model: its name, to run it through `parallelize`.
+    """
     path = folder / "plan.pkl"
     path.write_bytes(pickle.dumps((graph, one.solution)))
     ranks.do("load", plan=str(path), model=model, timeout=600)

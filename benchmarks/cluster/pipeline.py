@@ -1,0 +1,102 @@
+"""Two-stage pipelines on an emulated cluster of two nodes with two gloo ranks each: simulated and measured seconds per step.
+
+    sudo .venv/bin/python benchmarks/cluster/pipeline.py FOLDER [--speeds 20,50] [--models mlp,llama] [--microbatches 4,8] [--json]
+
+A stage per node, the microbatch split over the node's two ranks (data parallel). torch.distributed.pipelining runs the schedule on
+modules that it cuts itself, where autoshard cuts: the gradients are added over a node's ranks at the end of the step, then AdamW.
+Predicted: `simulate_grid` with the prices measured at that link speed; activations and their gradients cross the link, which all ranks
+of a node share. Needs root and iproute2, and leaves no namespace behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+from network import Network, why_not  # noqa: E402
+from plans import PIPELINED, SLOW, TINY, graph_of  # noqa: E402
+from ranks import Ranks  # noqa: E402
+from run import PER_NODE, measured_mesh, say, with_launch  # noqa: E402
+
+from autoshard.api.simulating import divided, microbatch, simulate_grid  # noqa: E402
+from autoshard.capture import capture_deep  # noqa: E402
+from autoshard.mesh import Axis, Mesh  # noqa: E402
+from autoshard.simulate.parallel import Parallel  # noqa: E402
+from autoshard.simulate.pipeline_layers import layers_of  # noqa: E402
+
+STAGES = 2
+STEPS = 7
+
+
+def where_cut(build, microbatches: int) -> str:
+    """The module of the first forward op of the second stage: where the simulator cuts the model, and torch should."""
+    module, inputs = build(loss=True)
+    graph, _ = capture_deep(module, microbatch(inputs, microbatches, PER_NODE), training=True)
+    part_of = divided(layers_of(graph), STAGES)
+    path = next(op.module for op, part in zip(graph.ops, part_of) if part == 1 and not op.is_placeholder)
+    return ".".join(path.split(".")[:2])  # a block, not a module within it
+
+
+def predicted(build, mesh: Mesh, microbatches: int, schedule: str) -> float:
+    module, inputs = build(loss=True)
+    shape = Parallel(PER_NODE, 1, STAGES, microbatches)
+    one = Axis("tensor", 1, mesh.axes[1].bandwidth, mesh.axes[1].latency)
+    whole = Mesh((*mesh.axes, one), mesh.device)
+    return simulate_grid(module, inputs, [shape], lambda _: whole, schedule=schedule)[0].seconds
+
+
+def cell(ranks: Ranks, name: str, mesh: Mesh, megabits: float, microbatches: int, schedule: str) -> dict:
+    build = PIPELINED[name]
+    expected = predicted(build, mesh, microbatches, schedule)
+    ranks.do("pipeline", model=name, cut=where_cut(build, microbatches), microbatches=microbatches, schedule=schedule, timeout=300)
+    seconds = ranks.do("steps", count=STEPS, timeout=600)["seconds"]
+    row = {"model": name, "megabits": megabits, "microbatches": microbatches, "schedule": schedule, "predicted_seconds": expected}
+    row |= {"measured_seconds": statistics.median(seconds), "all_measured_seconds": seconds}
+    row["error"] = expected / row["measured_seconds"] - 1
+    say(f"{name} at {megabits:g} Mbit/s, K={microbatches}: predicted {expected:.3f} s, measured {row['measured_seconds']:.3f} s")
+    return row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--speeds", default="20,50", help="megabits per second, each way")
+    parser.add_argument("--models", default=",".join(PIPELINED), help=f"some of {', '.join(PIPELINED)}")
+    parser.add_argument("--microbatches", default="4,8")
+    parser.add_argument("--schedule", choices=("1f1b", "gpipe"), default="1f1b")
+    parser.add_argument("--calibrate", type=float, default=30.0, help="seconds to measure collectives in, at each speed")
+    parser.add_argument("--largest", type=float, default=4e6, help="bytes of the largest collective measured")
+    parser.add_argument("--json", action="store_true", help="one object instead of lines")
+    options = parser.parse_args()
+    names, speeds = options.models.split(","), [float(speed) for speed in options.speeds.split(",")]
+    if unknown := [name for name in names if name not in PIPELINED]:
+        parser.error(f"unknown model {unknown[0]!r}; known are {', '.join(PIPELINED)}")
+    if why := why_not():
+        say(f"benchmarks/cluster: {why}")
+        return 2
+    options.folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    with Network() as network:
+        ranks = Ranks(network, PER_NODE, options.folder)
+        for speed in speeds:
+            say(f"measuring collectives at {speed:g} Mbit/s")
+            network.limit(speed * 1e6 / 8)
+            mesh = with_launch(measured_mesh(ranks, options.calibrate, options.largest), graph_of(TINY), ranks, options.folder)
+            assert mesh.axes[SLOW].size == STAGES
+            for name in names:
+                rows += [cell(ranks, name, mesh, speed, int(k), options.schedule) for k in options.microbatches.split(",")]
+        ranks.stop()
+    errors = [abs(row["error"]) for row in rows]
+    found = {"rows": rows, "median_error": statistics.median(errors), "largest_error": max(errors)}
+    print(json.dumps(found) if options.json else f"median error {found['median_error']:.1%}, largest {found['largest_error']:.1%}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
