@@ -27,6 +27,7 @@ from autoshard.api.stage_plans import Job, options
 from autoshard.api.stage_tables import PRICES, StageTable
 from autoshard.capture import capture_deep
 from autoshard.cost import OPTIMIZERS
+from autoshard.cycles import no_search_for_cycles
 from autoshard.simulate.interop import least_bottleneck
 from autoshard.simulate.pipeline_cluster import Cluster
 from autoshard.simulate.pipeline_configurations import Configuration, Option, fastest_first, in_flight
@@ -178,6 +179,7 @@ class _Search:
             microbatch(self.inputs, count)  # refuses what the batch can't be cut into
         return sorted(counts, key=lambda k: (abs(math.log2(k / self.cluster.num_devices)), k))
 
+    @no_search_for_cycles()
     def _table(self, K: int) -> StageTable:
         inputs = microbatch(self.inputs, K)
         graph, depth = capture_deep(self.model, inputs, training=self.options.training, witness=self.options.witness)

@@ -25,6 +25,7 @@ import numpy as np
 from autoshard.api.describe import layouts_of
 from autoshard.baselines import allowed, baselines
 from autoshard.cost import collective_seconds
+from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import Formulation, Training, formulate, with_pins
 from autoshard.graph import Graph
 from autoshard.layout import Layout, local_numel
@@ -33,10 +34,10 @@ from autoshard.problem import Edge, EdgeUsage, NodeUsage, Problem, evaluate
 from autoshard.simulate.pipeline_configurations import Option
 from autoshard.simulate.program import program_of
 from autoshard.simulate.stages import parts_of
-from autoshard.solvers import solve
+from autoshard.solvers import converged, solve
 from autoshard.strategies import Candidates, candidates
 
-LAYER_GAP = 0.01  # relative: how well single layers are planned; stages that are kept are planned to the end
+LAYER_GAP, STAGE_GAP = 0.01, 0.005  # relative: how well single layers are planned, and stages that are kept
 STATIC = ("parameters", "gradients", "optimizer_state")
 
 
@@ -63,6 +64,7 @@ class Job:
         return (self.signature, self.mesh, *how)
 
 
+@no_search_for_cycles()
 def options(job: Job) -> tuple[Option, ...]:
     """One option per lambda; none where the pins forbid each other."""
     priced = Priced(job)
@@ -91,8 +93,11 @@ class Priced:
     def solved(self, price: float) -> Option | None:
         """The layouts of least t + lambda bytes."""
         preference = self.formulated.preference if self.job.layouts else None
-        gap = 0.0 if self.job.layouts else LAYER_GAP
-        answer = solve(self._with_bytes(price), time_limit=self.job.time_limit, gap=gap, preference=preference)
+        gap = STAGE_GAP if self.job.layouts else LAYER_GAP
+        problem = self._with_bytes(price)
+        choice, messages = converged(problem, gap=gap)  # proves nearly all of them, before anything is reduced
+        start = [] if choice is None else [choice]
+        answer = solve(problem, starts=start, messages=messages, time_limit=self.job.time_limit, gap=gap, preference=preference)
         if answer.choice is None or not math.isfinite(answer.cost):
             return None
         return replace(self.option(answer.choice), bound=max(answer.bound - self.dearest_arrivals, 0.0), price=price / self.unit)
