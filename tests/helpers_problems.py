@@ -47,7 +47,9 @@ def random_problem(seed: int, *, most_nodes: int = 6, most_choices: int = 4, mos
     for k, e in enumerate(edges):
         if rng.random() < 0.3:
             start = int(rng.integers(0, 12))
-            usages.append(EdgeUsage(k, start, start + int(rng.integers(0, 6)), amounts(e.table.shape)))
+            end, (rows, columns) = start + int(rng.integers(0, 6)), e.table.shape
+            separable = rng.random() < 0.5
+            usages.append(EdgeUsage(k, start, end, amounts((rows, 1)) + amounts((1, columns)) if separable else amounts(e.table.shape)))
     most = sum(u.bytes.max() for u in usages)
     limit = None if rng.random() < 0.25 else float(np.round(most * rng.choice([0.1, 0.25, 0.35, 0.5, 0.9])))
     node_costs = tuple(costs((s,), 0.05 if rng.random() < 0.3 else 0.0) for s in sizes)

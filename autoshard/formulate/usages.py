@@ -120,6 +120,7 @@ class Usages:
         first, end = self.first_reader(value), self.until[value]
         if self.since[value] == math.inf:  # whoever gave it keeps it: the hub is a copy where its layout differs
             self._hold("resharded_copies", EdgeUsage(edge, first, self._last(value) + 1, move.copy))
+            self._hold("temporaries", EdgeUsage(edge, first, first + 1, move.buffers))
             return
         since = self._hub_since(value)
         if since == first:  # what the hub was made from is still there while it is made

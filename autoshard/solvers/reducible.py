@@ -140,7 +140,7 @@ class Reducible:
         rest = []
         for first, last, b in items:
             least = float(b.min())
-            if least > 0:
+            if least != 0:  # below 0 where the other half of a separated edge took more than its own
                 self.room[first:last] -= least
                 b = self.pool.intern(b - least)
             spread = float(b.max())
