@@ -18,11 +18,6 @@ def checkpointed(graph: Graph, k: int) -> Graph:
     return recompute(graph, forward_blocks(graph)[:k]) if k else graph
 
 
-def fewer(k: int, blocks: int, few: int) -> int:
-    """How many of `few` blocks to recompute for a like of a graph in which k of `blocks` are: half of them, or as many as there are."""
-    return min(k, max(few // 2, few - (blocks - k)))
-
-
 def forward_blocks(graph: Graph) -> list[list[int]]:
     """Forward ops of each instance of the repeated block that computes most."""
     found: dict[int, dict[int, list[int]]] = {}

@@ -21,7 +21,7 @@ import torch
 
 from autoshard.api.baselining import BASELINE_SECONDS, pinned_to, scheme_price, solve_baselines
 from autoshard.api.certify import describe
-from autoshard.api.checkpointing import cheapest, checkpointed, fewer, forward_blocks
+from autoshard.api.checkpointing import cheapest, checkpointed, forward_blocks
 from autoshard.api.extrapolate import Shallow, twins
 from autoshard.api.modules import modules_of
 from autoshard.api.options import Infeasible as Infeasible
@@ -85,7 +85,9 @@ def plan_recomputed(
     refused: dict[int, Infeasible] = {}
 
     def of(k: int) -> Solution:
-        few = None if shallow is None else checkpointed(shallow, fewer(k, num_blocks, len(forward_blocks(shallow))))
+        few = None if shallow is None else checkpointed(shallow, k) if k == 0 else None
+        if shallow is not None and k == num_blocks:
+            few = checkpointed(shallow, len(forward_blocks(shallow)))
         return plan_graph(checkpointed(graph, k), mesh, replace(options, recompute=k), watch, assumptions, few)
 
     def planned(k: int) -> Solution | None:

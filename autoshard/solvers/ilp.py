@@ -23,6 +23,7 @@ FEASIBILITY = 1e-9  # HiGHS's tolerances; its defaults of 1e-6 and 1e-7 are too 
 ROUNDING = TOLERANCE / 2  # relative; by this much a bound that HiGHS reports is rounded down
 LONGEST_SLICE = 1e6  # seconds
 LISTEN = 0.2  # seconds until Ctrl-C is heard
+TELLINGS = 5
 GRACE = 1.0  # seconds: HiGHS looks at its clock, and hears that it is cancelled, now and then
 
 
@@ -142,18 +143,25 @@ class Model:
         left = min(max(incumbent.time_left(), 0.01), LONGEST_SLICE)
         self.highs.setOptionValue("time_limit", self.highs.getRunTime() + left)  # HiGHS counts all runs of a model together
         # a thread, so that Ctrl-C and the time limit are heard meanwhile; no daemon: HiGHS aborts a process that ends before it does
-        thread = threading.Thread(target=self.highs.run)
-        thread.start()
+        done = threading.Event()
         until = time.monotonic() + left + GRACE / 10
         try:
-            while thread.is_alive() and time.monotonic() < until:
-                thread.join(min(LISTEN, max(until - time.monotonic(), 0.0)))  # a signal just before a wait is heard after it
+            threading.Thread(target=self._work, args=(done,)).start()  # Ctrl-C in here leaves a thread that isn't known yet
+            while not done.is_set() and time.monotonic() < until:
+                done.wait(min(LISTEN, max(until - time.monotonic(), 0.0)))  # a signal just before a wait is heard after it
         finally:
-            if thread.is_alive():
-                self.highs.cancelSolve()
-                thread.join(GRACE)
-        self.status = None if thread.is_alive() else self.highs.getModelStatus()
+            for _ in range(TELLINGS):  # again: a run that only begins forgets that it was cancelled
+                if not done.is_set():
+                    self.highs.cancelSolve()
+                    done.wait(GRACE / TELLINGS)
+        self.status = self.highs.getModelStatus() if done.is_set() else None
         return self.status
+
+    def _work(self, done: threading.Event) -> None:
+        try:
+            self.highs.run()
+        finally:
+            done.set()
 
 
 def _magnitude(program: Program, incumbent: Incumbent) -> float:
