@@ -243,6 +243,7 @@ def test_ctrl_c_returns_the_best_so_far():
 def test_ctrl_c_while_highs_works_ends_the_search_and_not_the_process():
     code = (
         "import os, signal, sys, threading; from autoshard.problem import read_contest; from autoshard.solvers import ILP, solve; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "  # what runs in the background begins without
         "p = read_contest(sys.argv[1]); threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start(); "
         "a = solve(p, solver=ILP(time_limit=60)); print(a.status.value, a.seconds['total'])"
     )

@@ -141,7 +141,8 @@ class Usages:
         if i not in self.made:
             op = self.graph.ops[i]
             made = [self.tables.bytes(t, self.gives((i, k))) for k, t in enumerate(op.outputs) if t is not None]
-            self.made = {i: made[0] if len(made) == 1 else np.sum(made, axis=0)}  # of the last op asked for: its inputs come one after the other
+            # of the last op asked for alone: its inputs come one after the other
+            self.made = {i: made[0] if len(made) == 1 else np.sum(made, axis=0)}
         return self.made[i]
 
     def add_op(self, i: int) -> None:

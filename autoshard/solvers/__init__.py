@@ -9,6 +9,9 @@ from .dual import Dual as Dual
 from .eliminate import DP as DP
 from .exhaustive import Exhaustive as Exhaustive
 from .ilp import ILP as ILP
+from .parametric import Hull as Hull
+from .parametric import HullPoint as HullPoint
+from .parametric import hull as hull
 from .solve import certified as certified
 from .solve import converged as converged
 from .solve import frontier as frontier

@@ -26,6 +26,7 @@ REDUCE_SHARE = 0.5  # of the time left; the contest's S, the largest seen, takes
 SWEEPS = 600  # dual ascent proves in 10 to 300 sweeps what it can prove without branching
 PRICE_ROUNDS = 80  # four binding times took 15
 SMALL, LARGE = 10**5, 10**6  # table cells: HiGHS solves the relaxation in about a second, in about a minute
+MOST_PAIR_BYTES = 5 * 10**7  # numbers in the tables of bytes of edges; dual ascent takes some 50 bytes for each
 SHARES = (0.01, 0.03, 0.1)  # of the gap, the choices tried before all that are affordable
 FIRST_SLICES, MOST_DOUBLINGS = 16, 3  # of annealing: a run of about 8 seconds, then 16, 32, 64
 TRIED_BEFORE_PROOF = 1  # runs of annealing
@@ -79,6 +80,8 @@ def settle(incumbent: Incumbent, *, thorough: bool = True) -> None:
     if problem.usages and _cells(everything, problem) <= SMALL:
         prove(incumbent)
         return
+    if sum(u.bytes.size for u in problem.usages if isinstance(u, EdgeUsage)) > MOST_PAIR_BYTES:
+        return  # what is known from prices alone (limited.py) stands
     messages = Messages(problem)
     ascend(messages, incumbent, SWEEPS)
     if not thorough:

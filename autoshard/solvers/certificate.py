@@ -85,7 +85,7 @@ def level(free: Problem, clock: Callable[[], float], deadline: float) -> tuple[f
     patient_until = clock() + PATIENT_SECONDS
     for _ in range(LEVELLINGS):
         until = np.concatenate([[0.0], np.cumsum(prices)])
-        record = Record(_priced(free, until[rows.last] - until[rows.first]), deadline, 0.0, clock)
+        record = Record(priced(free, until[rows.last] - until[rows.first]), deadline, 0.0, clock)
         incumbent = Incumbent(record.problem, record)
         Auto().run(record.problem, incumbent)
         if record.choice is None:
@@ -101,7 +101,7 @@ def level(free: Problem, clock: Callable[[], float], deadline: float) -> tuple[f
     return min(low, high), high, best
 
 
-def _priced(free: Problem, prices: np.ndarray) -> Problem:
+def priced(free: Problem, prices: np.ndarray) -> Problem:
     """Bytes as costs, at a price per usage, and no limit."""
     costs, tables = list(free.node_costs), [e.table for e in free.edges]
     for u, price in zip(free.usages, prices.tolist(), strict=True):

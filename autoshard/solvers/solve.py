@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..problem import Problem, evaluate, without_limit
+from ..problem import EdgeUsage, Problem, evaluate, without_limit
 from .answer import TOLERANCE, Answer, Status
 from .auto import Auto, finish, polish
 from .certificate import explain_infeasible
@@ -23,6 +23,7 @@ from .eliminate import DP
 from .exhaustive import Exhaustive
 from .ilp import ILP
 from .incumbent import Fixed, Incumbent, Record
+from .limited import approach
 from .prices import bound_below
 
 TIME_LIMIT = 10000.0  # seconds
@@ -78,6 +79,8 @@ def solve(
     try:
         if messages is not None:
             finish(problem, incumbent, resume(problem, incumbent, messages))
+        if isinstance(chosen, Auto) and not incumbent.done and _is_limited_plan(problem):
+            approach(problem, incumbent, messages)
         carried = messages is not None and incumbent.proven  # the start was preferred where it comes from
         if not incumbent.done:
             chosen.run(problem, incumbent)
@@ -91,6 +94,11 @@ def solve(
     peak = None if record.choice is None else evaluate(problem, record.choice).peak
     name, found = type(chosen).__name__.lower(), (record.choice, record.cost, record.bound)
     return Answer(_status(incumbent), *found, name, record.seconds, record.size, peak, infeasibility, interrupted)
+
+
+def _is_limited_plan(problem: Problem) -> bool:
+    """Is there a limit, and do moves between layouts take memory? Then layers repeat, and answers lie densely near the limit."""
+    return problem.usage_limit is not None and any(isinstance(u, EdgeUsage) for u in problem.usages)
 
 
 def certified(

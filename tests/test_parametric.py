@@ -1,0 +1,210 @@
+"""Memory against cost: what is called proven is proven, by brute force; bounds hold at every limit; planted faults are seen."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autoshard.problem import Edge, Evaluation, NodeUsage, Problem, evaluate, without_limit
+from autoshard.solvers import Hull, HullPoint, exchange, hull, parametric
+from autoshard.solvers.pricing import Line, Pricing
+from autoshard.solvers.times import held, load
+from tests.helpers_problems import random_problem
+
+TIGHT = parametric.LEAST_GAP  # relative
+SEEDS = [seed for seed in range(40) if math.prod(map(len, random_problem(seed).node_costs)) <= 2000]
+
+
+def unlimited(seed: int) -> Problem:
+    return without_limit(random_problem(seed))
+
+
+def every_answer(problem: Problem) -> list[Evaluation]:
+    """All answers that are allowed, enumerated."""
+    choices = itertools.product(*(range(len(c)) for c in problem.node_costs))
+    return [found for x in choices if math.isfinite((found := evaluate(problem, x)).cost)]
+
+
+def wrong(problem: Problem, found: Hull, gap: float) -> list[str]:
+    """What brute force says against a hull: bounds too high, points that are misjudged, dominated or not as proven as they say."""
+    every = every_answer(problem)
+    faults = []
+    for limit in sorted({e.peak for e in every} | {0.0}):
+        best = min((e.cost for e in every if e.peak <= limit), default=math.inf)
+        if found.bound(limit) > best and found.bound(limit) - best > 1e-9 * abs(best):
+            faults.append(f"bound {found.bound(limit)} at {limit}, the best costs {best}")
+    for p in found.points:
+        judged = evaluate(problem, p.choice)
+        if (judged.cost, judged.peak) != (p.cost, p.memory):
+            faults.append(f"{p} costs {judged.cost} and holds {judged.peak}")
+        best = min(e.cost for e in every if e.peak <= p.memory)
+        if p.gap <= gap and judged.cost - best > max(gap, TIGHT) * abs(judged.cost):
+            faults.append(f"{p} is called proven, the best costs {best}")
+    for a, b in itertools.pairwise(found.points):
+        if not (a.memory < b.memory and a.cost > b.cost):
+            faults.append(f"{a} and {b} are out of order")
+    return faults
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_point_and_every_bound_agrees_with_brute_force(seed):
+    problem, gap = unlimited(seed), (0.0, 1e-3)[seed % 2]
+    found = hull(problem, gap=gap)
+    assert wrong(problem, found, gap) == []
+    assert all(p.gap <= max(gap, TIGHT) or p.cost == 0 for p in found.points)  # small problems are settled by branch and bound
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_prices_alone_never_claim_too_much(seed, monkeypatch):
+    monkeypatch.setattr(parametric, "SMALL", -1)
+    problem = unlimited(seed)
+    assert wrong(problem, hull(problem), 1e-3) == []
+
+
+def test_small_problems_get_their_whole_frontier():
+    seen = 0
+    for seed in SEEDS:
+        problem = unlimited(seed)
+        best, shown = math.inf, []
+        for e in sorted(every_answer(problem), key=lambda e: (e.peak, e.cost)):
+            if e.cost < best:
+                best = e.cost
+                if shown and e.peak <= shown[-1][0] * (1 + 1e-6):  # closer limits aren't told apart
+                    shown.pop()
+                shown.append((e.peak, e.cost))
+        found = [(p.memory, p.cost) for p in hull(problem, gap=0.0).points]
+        if len(shown) <= 12:
+            assert np.shape(found) == np.shape(shown) and np.allclose(found, shown, rtol=1e-9), seed
+            seen += len(shown) > 2
+    assert seen > 3
+
+
+@pytest.fixture(scope="module")
+def known():
+    problem = replace(layers(5), node_costs=(np.array([1.0, 4.0]), *(np.array([1.0, 3.0]),) * 4))
+    return problem, hull(problem, gap=0.0)
+
+
+def layers(n: int) -> Problem:
+    """n layers, each 1 s and 2 bytes or 3 s and 1 byte, one price for all; a change from layer to layer costs nothing."""
+    edges = tuple(Edge(v, v + 1, np.zeros((2, 2))) for v in range(n - 1))
+    usages = tuple(NodeUsage(v, 0, 1, np.array([2.0, 1.0])) for v in range(n))
+    return Problem(tuple(f"layer{v}" for v in range(n)), (np.array([1.0, 3.0]),) * n, edges, usages)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        lambda h: replace(h, points=(*h.points[:-1], replace(h.points[-1], cost=h.points[-1].cost - 1))),  # not what it costs
+        lambda h: replace(h, points=(h.points[1], *h.points)),  # dominated
+        lambda h: replace(h, points=(HullPoint((0, 1, 0, 1, 1), 8.0, 11.0, 11.0),)),  # as small, but dearer than it must be
+        lambda h: replace(h, lines=(*h.lines, Line(1000.0, 0.0))),  # a bound above all
+        lambda h: replace(h, limits=(*h.limits, (h.points[1].memory, h.points[1].cost + 0.1))),
+    ],
+)
+def test_the_check_by_brute_force_sees_planted_faults(known, plant):
+    problem, found = known
+    assert wrong(problem, found, 0.0) == []
+    assert wrong(problem, plant(found), 0.0) != []
+
+
+def test_parts_between_two_corners_are_exchanged_one_by_one(monkeypatch):
+    monkeypatch.setattr(parametric, "SMALL", -1)
+    found = hull(layers(30), points=31)
+    assert [p.memory for p in found.points] == list(range(30, 61))  # a layer at a time
+    assert [p.cost for p in found.points] == list(range(90, 29, -2))
+    assert all(p.gap <= TIGHT for p in found.points)
+
+
+def test_points_lie_evenly_where_there_are_more_than_asked_for(monkeypatch):
+    monkeypatch.setattr(parametric, "SMALL", -1)
+    memories = [p.memory for p in hull(layers(100), points=6).points]
+    assert 6 <= len(memories) <= 12
+    assert max(np.diff(memories)) <= parametric.EVEN * 100 / 5
+
+
+def test_prices_are_spread_where_the_peak_moves():
+    """Two nodes that peak at different times: no single time's price proves the middle."""
+    costs, held = np.array([1.0, 2.0]), np.array([4.0, 2.0])
+    problem = Problem(("a", "b"), (costs, costs), (), (NodeUsage(0, 0, 1, held), NodeUsage(1, 2, 3, held)))
+    pricing = Pricing(problem, math.inf, lambda: 0.0)
+    for choice in itertools.product(range(2), repeat=2):
+        pricing.learn(choice)
+    prices, promise = pricing.spread(1.0)
+    assert prices.tolist() == pytest.approx([0.5, 0.5]) and promise == pytest.approx(6.0)
+    found = hull(problem)
+    assert [(p.memory, p.cost) for p in found.points] == [(2.0, 4.0), (4.0, 2.0)]
+    assert wrong(problem, found, 1e-3) == []
+
+
+@pytest.mark.parametrize("seed", SEEDS[::3])
+def test_what_the_parts_cost_and_hold_adds_up(seed):
+    problem = unlimited(seed)
+    pricing = Pricing(problem, math.inf, lambda: 0.0)
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        pricing.learn([int(rng.integers(len(c))) for c in problem.node_costs])
+    known = list(pricing.found.values())
+    rows = list(range(len(pricing.rows.times)))
+    for a, b in itertools.pairwise(known):
+        x, y = np.array(a.choice), np.array(b.choice)
+        more = exchange.differences(problem, pricing.rows, rows, x, y)
+        parts = range(len(more.cost))
+        for taken in itertools.chain.from_iterable(itertools.combinations(parts, n) for n in (1, 2, len(parts))):
+            mixed = np.where(np.isin(more.part, taken), y, x)
+            assert evaluate(problem, mixed).cost == pytest.approx(a.cost + more.cost[list(taken)].sum())
+            assert load(pricing.rows, held(problem, mixed)) == pytest.approx(a.loads + more.bytes[:, list(taken)].sum(axis=1))
+
+
+def test_a_pair_that_an_edge_couples_is_one_part():
+    """Equal choices are free, others cost 5 s: apart, each of the two would cost that."""
+    table = np.array([[0.0, 5.0], [5.0, 0.0]])
+    problem = replace(layers(3), edges=(Edge(0, 1, table), Edge(1, 2, np.zeros((2, 2)))))
+    pricing = Pricing(problem, math.inf, lambda: 0.0)
+    more = exchange.differences(problem, pricing.rows, [0], np.zeros(3, int), np.ones(3, int))
+    assert more.part.tolist() == [0, 0, 1]
+    assert (more.cost.tolist(), more.bytes.tolist()) == ([4.0, 2.0], [[-2.0, -1.0]])
+
+
+def test_a_bound_above_a_cost_is_an_error():
+    sweep = parametric.Sweep(Pricing(layers(3), math.inf, lambda: 0.0), 3, 0.0)
+    sweep.ends(None)
+    sweep.pricing.lines.append(Line(1000.0, 0.0))
+    with pytest.raises(AssertionError, match="bound .* above cost"):
+        [sweep._point(f) for f in sweep.found]
+
+
+def test_without_memory_the_frontier_is_one_point():
+    found = hull(Problem(("a",), (np.array([2.0, 1.0]),), ()))
+    assert [(p.choice, p.memory, p.cost) for p in found.points] == [((1,), 0.0, 1.0)]
+
+
+def test_where_everything_is_forbidden_there_is_no_point():
+    assert hull(Problem(("a",), (np.array([np.inf]),), ())).points == ()
+
+
+@pytest.mark.parametrize("small", [-1, 10**4])
+@pytest.mark.parametrize("time_limit", [2, 3, 5, 10, 20])
+def test_time_that_runs_out_leaves_what_is_known(time_limit, small, monkeypatch):
+    monkeypatch.setattr(parametric, "SMALL", small)
+    ticks = itertools.count()
+    found = hull(layers(30), points=31, time_limit=time_limit, clock=lambda: float(next(ticks)))
+    assert 0 < len(found.points) < 31
+    assert wrong_order(found) == []
+
+
+def wrong_order(found: Hull) -> list:
+    return [(a, b) for a, b in itertools.pairwise(found.points) if not (a.memory < b.memory and a.cost > b.cost)]
+
+
+@pytest.mark.parametrize("given", [{"points": 0}, {"gap": -1.0}, {"time_limit": 0.0}])
+def test_options_that_cannot_be_are_refused(given):
+    with pytest.raises(ValueError, match="points is"):
+        hull(layers(2), **given)
+
+
+def test_below_the_least_memory_no_answer_exists():
+    found = hull(layers(3))
+    assert found.points[0].memory == 3.0 and found.bound(2.9) == math.inf
