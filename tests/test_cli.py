@@ -331,7 +331,8 @@ def test_an_impossible_pin_is_refused(capsys, pin, sentence):
 
 def test_a_memory_limit_that_nothing_fits_is_the_answer_no(capsys, tmp_path):
     out_file = tmp_path / "plan.json"
-    argv = ("plan", TINY, "--mesh", "2x2", "--train", "--set", "layers=1", "--memory", "1kB", "--out", str(out_file), "--no-baselines")
+    words = ("--mesh", "2x2", "--train", "--set", "layers=1", "--memory", "1kB", "--no-baselines", "--quiet")
+    argv = ("plan", TINY, *words, "--out", str(out_file))
     code, out, err = run(capsys, *argv)
     assert (code, out) == (1, "") and err.startswith("autoshard: ") and "smallest" in err and err.count("\n") == 1
     code, out, _ = run(capsys, *argv, "--json")

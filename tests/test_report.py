@@ -158,6 +158,15 @@ def test_a_long_report_fits_the_width_and_loses_no_layout(width):
     assert "h.0 .. h.39: same" in said and "S(0),S(1)" in said and "[red]brackets[/]" in said
 
 
+def test_at_100_columns_no_name_of_a_llama_is_folded():
+    row = {"layout": "S(0),S(1)", "shape": [128256, 4096], "dtype": "bfloat16", "local_bytes": 16416768}
+    names = ("self_attn.q_proj.weight", "post_attention_layernorm.weight", "mlp.gate_proj.weight")
+    rows = {"embed_tokens.weight": row, **{f"layers.{k}.{name}": row for k in range(32) for name in names}}
+    said = report_of(parameters=rows, breakdown={"compute": {}, "communication": {}, "blocks": {f"layers.{k}": 1.22e-2 for k in range(32)}})
+    assert max(map(len, said.splitlines())) <= 100
+    assert all(f"  {name} " in said for name in names) and "layers.0 .. layers.31: same, each " in said and "12.2 ms" in said
+
+
 def test_a_gap_of_rounding_is_none():
     assert "optimal, gap 0:" in report_of(cost=1.0, bound=1.0 - 1e-15) and "gap 0.1:" in report_of(cost=1.0, bound=0.9)
 

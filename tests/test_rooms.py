@@ -42,10 +42,14 @@ TABLE = {
         "torch numpy",
     ),
     "cli": ("api report mesh cost redistribute problem solvers simulate tables writing", "typer rich torch transformers distributed"),
+    "pytest_plugin": ("api", "pytest"),
 }
 
 # Imports that go up, each for a reason that is written beside it in the code
-UPWARD = {("solution/record.py", "autoshard")}  # the method Solution.extrapolate
+UPWARD = {
+    ("solution/record.py", "autoshard"),  # the method Solution.extrapolate
+    ("solution/record.py", "autoshard.report.html"),  # the method Solution._repr_html_
+}
 LAZY_FACADE = ("__init__.py", "__main__.py")  # directly below autoshard: they name what is public
 OPENS_FILES = ("writing", "solution", "problem", "cost/curves", "report", "cli")
 FILE_CALLS = {

@@ -2,14 +2,23 @@
 
 from autoshard.api.checking import verify as verify
 from autoshard.api.deepen import extrapolate as extrapolate
+from autoshard.api.explaining import explain as explain
+from autoshard.api.frontier import Frontier as Frontier
+from autoshard.api.frontier import FrontierPoint as FrontierPoint
+from autoshard.api.frontier import frontier as frontier
+from autoshard.api.mesh_shapes import mesh_shapes as mesh_shapes
+from autoshard.api.mesh_shapes import plan_meshes as plan_meshes
 from autoshard.api.parallel import device_mesh as device_mesh
 from autoshard.api.parallel import parallelize as parallelize
 from autoshard.api.passes import PassOptions as PassOptions
 from autoshard.api.passes import autosharding_pass as autosharding_pass
+from autoshard.api.pins import edited_layouts as edited_layouts
+from autoshard.api.pins import kept_layouts as kept_layouts
 from autoshard.api.pipelines import pipeline as pipeline
 from autoshard.api.planning import Infeasible as Infeasible
 from autoshard.api.planning import Options as Options
 from autoshard.api.planning import plan as plan
+from autoshard.api.reporting import html_report as html_report
 from autoshard.api.robustness import robustness as robustness
 from autoshard.api.saving import load_checkpoint as load_checkpoint
 from autoshard.api.saving import save_checkpoint as save_checkpoint
@@ -17,6 +26,7 @@ from autoshard.api.simulating import Parallel as Parallel
 from autoshard.api.simulating import Simulation as Simulation
 from autoshard.api.simulating import simulate as simulate
 from autoshard.api.simulating import simulate_grid as simulate_grid
+from autoshard.api.staleness import check as check
 from autoshard.api.with_tables import plan_with_tables as plan_with_tables
 from autoshard.exports import as_plain as as_plain
 from autoshard.exports import export as export

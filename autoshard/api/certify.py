@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 
 import torch
 
@@ -23,7 +22,7 @@ def describe(formulated: Formulation, answer: Answer, options: Options, judged: 
     assert answer.choice is not None
     graph, mesh, problem, choice = formulated.graph, formulated.mesh, formulated.problem, answer.choice
     noted = {
-        **{key: value for key, value in asdict(options).items() if key not in ("time_limit", "baselines")},
+        **{key: value for key, value in options.noted().items() if key not in ("time_limit", "baselines")},
         "torch_version": torch.__version__.split("+")[0],
         "autoshard_version": VERSION,
         "axes": [
@@ -63,7 +62,7 @@ def describe(formulated: Formulation, answer: Answer, options: Options, judged: 
 def fingerprint(graph: Graph, mesh: Mesh, options: Options) -> dict[str, str]:
     """Hashes of what a plan depends on; equal on every machine."""
     prices = mesh.to_dict()
-    chosen = {key: value for key, value in asdict(options).items() if key not in ("time_limit", "baselines", "solver")}
+    chosen = {key: value for key, value in options.noted().items() if key not in ("time_limit", "baselines", "solver")}
     return {
         "graph": graph.fingerprint(),
         "structure": graph.structure(),

@@ -3,23 +3,67 @@
 from __future__ import annotations
 
 import difflib
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torch.distributed.tensor.placement_types import Placement
+
 from autoshard.cost import bytes_per_parameter
+from autoshard.layout import text
 
 Progress = Callable[[str, float], None]  # (what is being done, fraction of the whole)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """One thing that was asked of a plan and can be given up by itself."""
+
+    kind: str  # pin, keep, forbid; or the option's name: memory_limit, recompute, tie_blocks, skip_fully_replicated, algo
+    name: str | None = None  # of pin, keep and forbid: the tensor, or the glob
+    value: str | float | bool = True  # a layout, bytes, a number of blocks
+
+    def __str__(self) -> str:
+        if self.kind == "memory_limit":
+            return f"memory_limit {bytes_text(float(self.value))}"
+        if self.name is not None:
+            return f"{self.kind} {self.name}={self.value}"
+        return self.kind if self.value is True else f"{self.kind}={self.value}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """kind, name, value; and `text`, the same as one reads it."""
+        return {**asdict(self), "text": str(self)}
 
 
 class Infeasible(ValueError):
     """No plan fits what was asked; the message says what would."""
 
-    def __init__(self, message: str, smallest_limit: tuple[float, float] | None = None):
+    def __init__(
+        self,
+        message: str,
+        smallest_limit: tuple[float, float] | None = None,
+        conflict: Sequence[Demand] = (),
+        minimal: bool = True,
+    ):
         super().__init__(message)
         self.smallest_limit = smallest_limit  # bytes per device: nothing fits below the first, something fits at the second
+        self.conflict = tuple(conflict)  # demands that no plan meets together; without any one of them there is a plan, if `minimal`
+        self.minimal = minimal  # False where time ran out before that was known of each
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `plan --json` prints."""
+        limit = None if self.smallest_limit is None else list(self.smallest_limit)
+        found = {"conflict": [demand.to_dict() for demand in self.conflict], "minimal": self.minimal, "smallest_limit_bytes": limit}
+        return {"status": "infeasible", "message": str(self), **found}
+
+
+def bytes_text(size: float, *, up: bool = False) -> str:
+    """Bytes to read, to a thousandth of the unit; `up`: never less than they are."""
+    unit, name = (1e9, "GB") if size >= 1e8 else (1e6, "MB") if size >= 1e5 else (1e3, "kB")
+    return f"{math.ceil(size / unit * 1e3) / 1e3 if up else size / unit:.3f} {name}"
 
 
 @dataclass(frozen=True)
@@ -30,7 +74,10 @@ class Options:
     optimizer: str | float = "adamw"  # or its bytes of state per parameter
     master_weights: bool = False  # a float32 copy of parameters that are kept in less
     memory_limit: float | None = None  # bytes per device
-    pins: Mapping[str, str] = field(default_factory=dict)  # layout by parameter, buffer, input or op name
+    pins: Mapping[str, str] = field(default_factory=dict)  # layout by parameter, buffer, input or op name, or by a glob of names
+    keep: Mapping[str, str] = field(default_factory=dict)  # layout by name, where no pin says otherwise: those of an older plan
+    forbid: Mapping[str, str | Sequence[str]] = field(default_factory=dict)  # layouts that a tensor must not have, by name or glob
+    price_pins: bool = False  # say what each pin and each forbidden layout costs
     solver: str = "auto"
     time_limit: float = 10000.0  # seconds, for the whole plan
     gap: float = 0.0  # relative
@@ -48,10 +95,26 @@ class Options:
             raise ValueError(f"time_limit is {self.time_limit!r}; expected a number above 0, in seconds")
         if not (_is_number(self.gap) and self.gap >= 0):
             raise ValueError(f"gap is {self.gap!r}; expected a number of 0 or more")
-        if not isinstance(self.pins, Mapping):
-            raise ValueError(f"pins is a {type(self.pins).__name__}; expected a dict, for example {{'wte.weight': 'S(0),R'}}")
+        for name in ("pins", "keep", "forbid"):
+            if not isinstance(given := getattr(self, name), Mapping):
+                raise ValueError(f"{name} is a {type(given).__name__}; expected a dict, for example {{'wte.weight': 'S(0),R'}}")
+            object.__setattr__(self, name, {key: _written(value) for key, value in given.items()})
+        object.__setattr__(self, "forbid", {key: _listed(value) for key, value in self.forbid.items()})
         if self.memory_limit is not None and not (_is_number(self.memory_limit) and self.memory_limit > 0):
             raise ValueError(f"memory_limit is {self.memory_limit!r}; expected a positive number of bytes per device, or None")
+
+    def noted(self) -> dict[str, Any]:
+        """The options as a plan notes them; `keep` and `forbid` only where they are used: plans from before them read as equal."""
+        return {key: value for key, value in asdict(self).items() if key != "price_pins" and (value or key not in ("keep", "forbid"))}
+
+
+def _written(layout: Any) -> Any:
+    """A layout as text, be it text or placements; anything else as it is, for those who read it to refuse."""
+    return text(layout) if isinstance(layout, tuple) and layout and all(isinstance(p, Placement) for p in layout) else layout
+
+
+def _listed(layouts: Any) -> tuple:
+    return tuple(map(_written, layouts)) if isinstance(layouts, (list, tuple)) else (layouts,)
 
 
 def _is_number(value: object) -> bool:

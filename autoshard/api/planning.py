@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,21 +19,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from autoshard.api.baselining import BASELINE_SECONDS, pinned_to, scheme_price, solve_baselines
+from autoshard.api.baselining import BASELINE_SECONDS, scheme_price, solve_baselines
 from autoshard.api.certify import describe
 from autoshard.api.checkpointing import cheapest, checkpointed, forward_blocks
+from autoshard.api.conflicts import priced
 from autoshard.api.extrapolate import Shallow, twins
 from autoshard.api.modules import modules_of
+from autoshard.api.options import Demand as Demand
 from autoshard.api.options import Infeasible as Infeasible
 from autoshard.api.options import Options as Options
 from autoshard.api.options import Progress as Progress
 from autoshard.api.options import Stopwatch as Stopwatch
 from autoshard.api.options import checked_options as checked_options
 from autoshard.api.padding import padding_offers
+from autoshard.api.pins import Demanded
 from autoshard.api.pins import allowed_by_pins as allowed_by_pins
 from autoshard.api.refusal import infeasible
 from autoshard.api.tying import solve_tied
-from autoshard.baselines import baselines
+from autoshard.baselines import allowed, baselines
 from autoshard.capture import capture_deep
 from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import Formulation, Training, formulate, with_pins
@@ -57,9 +60,10 @@ def plan(
     """The fastest layout of every tensor of `model` on `mesh` that fits in memory, with its proof.
 
     model, example_inputs: a module and what its forward takes (a tuple, or a dict of keyword arguments); the meta device
-    costs no memory. options: the fields of `Options` (training, optimizer, memory_limit in bytes per device, pins, solver,
-    time_limit in seconds, gap, baselines, recompute, tie_blocks). progress: called with (what is being done, fraction done).
-    assumptions: more facts to note in the solution. ValueError on bad input, `Infeasible` when nothing fits.
+    costs no memory. options: the fields of `Options` (training, optimizer, memory_limit in bytes per device, pins, forbid, keep,
+    price_pins, solver, time_limit in seconds, gap, baselines, recompute, tie_blocks). progress: called with (what is being done,
+    fraction done). assumptions: more facts to note in the solution. ValueError on bad input; `Infeasible` when nothing fits, with the
+    demands that conflict.
 
         solution = plan(module, (tokens, targets), Mesh.from_bandwidths((2, 4)), training=True, memory_limit=80e9)
     """
@@ -72,23 +76,29 @@ def plan(
     with watch.phase("capture", "capturing the model", 0.0), no_search_for_cycles():
         graph, depth = capture_deep(model, example_inputs, training=checked.training, witness=checked.witness)
     noted = {**(assumptions or {}), "capture": depth.reason}
-    if checked.recompute and checked.training:
-        return plan_recomputed(graph, mesh, checked, watch, noted, depth.shallow)
-    return plan_graph(graph, mesh, replace(checked, recompute=0), watch, noted, depth.shallow)
+    return plan_captured(graph, mesh, checked, watch, noted, depth.shallow)
 
 
-def plan_recomputed(
+def plan_captured(
     graph: Graph, mesh: Mesh, options: Options, watch: Stopwatch, assumptions: Mapping, shallow: Graph | None = None
 ) -> Solution:
     """The plan with as many blocks recomputed as asked for; with "auto" the cheapest of those that fit."""
+    if not (options.recompute and options.training):
+        thrifty = partial(_all_recomputed, graph) if options.training else None
+        return plan_graph(graph, mesh, replace(options, recompute=0), watch, assumptions, shallow, thrifty=thrifty)
     num_blocks = len(forward_blocks(graph))
     refused: dict[int, Infeasible] = {}
+    auto = options.recompute == "auto"
+    if auto:
+        options = replace(options, gap=max(options.gap, RECOMPUTE_GAP))
 
     def of(k: int) -> Solution:
         few = None if shallow is None else checkpointed(shallow, k) if k == 0 else None
         if shallow is not None and k == num_blocks:
             few = checkpointed(shallow, len(forward_blocks(shallow)))
-        return plan_graph(checkpointed(graph, k), mesh, replace(options, recompute=k), watch, assumptions, few)
+        thrifty = partial(_all_recomputed, graph) if k < num_blocks and not auto else None
+        chosen, explained = replace(options, recompute=k), k == num_blocks or not auto
+        return plan_graph(checkpointed(graph, k), mesh, chosen, watch, assumptions, few, thrifty=thrifty, explained=explained)
 
     def planned(k: int) -> Solution | None:
         try:
@@ -97,19 +107,37 @@ def plan_recomputed(
             refused[k] = error
             return None
 
-    if options.recompute != "auto":
+    if not auto:
         return of(num_blocks if options.recompute == "all" else min(int(options.recompute), num_blocks))
     best = cheapest(num_blocks, planned)
     if best is None:
         error = refused[num_blocks]
-        raise Infeasible(f"{error}, with all {num_blocks} blocks recomputed", error.smallest_limit)
+        raise Infeasible(f"{error}, with all {num_blocks} blocks recomputed", error.smallest_limit, error.conflict, error.minimal)
     return replace(best, seconds=watch.seconds())
 
 
+def _all_recomputed(graph: Graph) -> Graph | None:
+    """None where the model has no repeated blocks."""
+    blocks = len(forward_blocks(graph))
+    return checkpointed(graph, blocks) if blocks else None
+
+
 def plan_graph(
-    graph: Graph, mesh: Mesh, options: Options, watch: Stopwatch, assumptions: Mapping, shallow: Graph | None = None
+    graph: Graph,
+    mesh: Mesh,
+    options: Options,
+    watch: Stopwatch,
+    assumptions: Mapping,
+    shallow: Graph | None = None,
+    *,
+    thrifty: Callable[[], Graph | None] | None = None,
+    explained: bool = True,
 ) -> Solution:
-    """The plan of a graph. shallow: the same model with fewer layers, whose plan then is where the search starts."""
+    """The plan of a graph. shallow: the same model with fewer layers, whose plan then is where the search starts.
+
+    thrifty: makes the graph with every block recomputed, to see whether that would fit where nothing does. explained: False where nobody
+    will ask why nothing fits.
+    """
     with watch.phase("candidates", "listing layouts", 0.3), no_search_for_cycles():
         found = candidates(graph, mesh)
     with watch.phase("formulate", "pricing layouts", 0.35), no_search_for_cycles():
@@ -122,7 +150,7 @@ def plan_graph(
     with watch.phase("solve", "solving", 0.55):
         answer = _solve(formulated, problem, options, watch, starts, few)
     if answer.choice is None:
-        raise infeasible(formulated, problem, answer, options)
+        raise _refused(formulated, problem, answer, options, watch, thrifty=thrifty, explained=explained)
     with watch.phase("describe", "writing the plan", 0.95), no_search_for_cycles():
         solution = describe(formulated, answer, options, judged, assumptions)
         if options.baselines:
@@ -131,9 +159,43 @@ def plan_graph(
         with watch.phase("padding", "pricing padded parameters", 0.97):
             offers = padding_offers(formulated, answer.cost, lambda padded, found: _best(padded, found, mesh, options))
         solution = replace(solution, assumptions={**solution.assumptions, "padding": offers}) if offers else solution
+    if options.keep or (options.price_pins and (options.pins or options.forbid)):
+        plans = [answer.choice]
+        with watch.phase("pins", "pricing the pins", 0.98):
+            said = partial(_say, watch, "pricing the pins", 0.98)
+            rows = priced(formulated, options, answer, lambda free: _solve(formulated, free, options, watch, plans, few), said)
+        solution = replace(solution, assumptions={**solution.assumptions, "pin_prices": rows})
     return replace(solution, seconds=watch.seconds())
 
 
+def _refused(
+    formulated: Formulation,
+    problem: Problem,
+    answer: Answer,
+    options: Options,
+    watch: Stopwatch,
+    *,
+    thrifty: Callable[[], Graph | None] | None = None,
+    explained: bool = True,
+    also: Sequence[Demanded] = (),
+) -> Infeasible:
+    spared = None if thrifty is None or options.memory_limit is None or not explained else thrifty()
+    mesh = formulated.mesh
+    again = None if spared is None else lambda: formulate_for(spared, candidates(spared, mesh), mesh, options)
+    left = max(options.time_limit - (time.monotonic() - watch.began), 0.1)
+    with watch.phase("refuse", "looking for what conflicts", 0.9):
+        said = partial(_say, watch, "looking for what conflicts", 0.9)
+        return infeasible(
+            formulated, problem, answer, options, also=also, thrifty=again, explained=explained, seconds=left, tested=said
+        )  # fmt: skip
+
+
+def _say(watch: Stopwatch, what: str, fraction: float, which: object) -> None:
+    if watch.progress is not None:
+        watch.progress(f"{what}: {which}", fraction)
+
+
+RECOMPUTE_GAP = 0.005  # relative: how well the numbers of blocks that `auto` compares are planned
 PADDING_GAP = 1e-4  # relative, of the plan of a padded model
 
 
@@ -192,13 +254,14 @@ def baseline_only(graph: Graph, mesh: Mesh, options: Options, watch: Stopwatch, 
     with watch.phase("formulate", "pricing layouts", 0.35):
         formulated = formulate_for(graph, found, mesh, options)
         chosen = next(b for b in baselines(graph, mesh, found) if b.name == name)
-        limit = options.memory_limit
-        problem = replace(with_pins(formulated, allowed_by_pins(formulated, options)), usage_limit=limit)
-        pinned = replace(problem, node_costs=tuple(map(np.maximum, problem.node_costs, pinned_to(formulated, chosen).node_costs)))
+        problem = with_pins(formulated, allowed_by_pins(formulated, options))
+        kept = {node: np.array(keep) for node, keep in allowed(chosen.pins, graph, found).items()}
+        scheme = Demanded(Demand("algo", value=name), kept)
+        pinned = replace(problem, node_costs=tuple(map(np.maximum, problem.node_costs, with_pins(formulated, scheme.allowed).node_costs)))
     with watch.phase("solve", f"completing {name}", 0.5):
         answer = solve(pinned, solver=options.solver, time_limit=options.time_limit, gap=options.gap, preference=formulated.preference)
     if answer.choice is None:
-        raise infeasible(formulated, pinned, answer, options)
+        raise _refused(formulated, pinned, answer, options, watch, also=[scheme])
     solution = describe(formulated, answer, options, {}, {**assumptions, "pinned_to": name, "matched": chosen.matched})
     modules = modules_of(formulated, answer.choice, partial(scheme_price, formulated, None))
     return replace(solution, modules=modules, seconds=watch.seconds())

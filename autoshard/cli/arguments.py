@@ -52,14 +52,29 @@ def _value(written: str) -> int | float | bool | str | None:
 def parse_pins(written: Sequence[str]) -> dict[str, str]:
     """`["wte.weight=R,S(0)"]` -> {"wte.weight": "R,S(0)"}."""
     pins: dict[str, str] = {}
-    for item in written:
-        name, equals, layout = item.rpartition("=")
-        if not equals or not name.strip() or not layout.strip():
-            raise ValueError(f"--pin {item!r} is not NAME=LAYOUT; write for example --pin 'wte.weight=R,S(0)'")
-        if name.strip() in pins:
-            raise ValueError(f"--pin gives {name.strip()!r} twice; give it one layout")
-        pins[name.strip()] = layout.strip()
+    for name, layout in _named_layouts(written, "--pin"):
+        if name in pins:
+            raise ValueError(f"--pin gives {name!r} twice; give it one layout")
+        pins[name] = layout
     return pins
+
+
+def parse_forbidden(written: Sequence[str]) -> dict[str, list[str]]:
+    """`["wte.weight=R,R", "wte.weight=S(0),R"]` -> {"wte.weight": ["R,R", "S(0),R"]}."""
+    forbidden: dict[str, list[str]] = {}
+    for name, layout in _named_layouts(written, "--forbid"):
+        forbidden.setdefault(name, []).append(layout)
+    return forbidden
+
+
+def _named_layouts(written: Sequence[str], option: str) -> list[tuple[str, str]]:
+    found = []
+    for item in written:
+        name, equals, layout = (part.strip() for part in item.rpartition("="))
+        if not equals or not name or not layout:
+            raise ValueError(f"{option} {item!r} is not NAME=LAYOUT; write for example {option} 'wte.weight=R,S(0)'")
+        found.append((name, layout))
+    return found
 
 
 def parse_optimizer(written: str) -> str | float:

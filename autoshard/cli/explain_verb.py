@@ -1,7 +1,7 @@
-"""`autoshard explain`: why a plan costs what it costs, and how much of that hangs on which price.
+"""`autoshard explain`: why a plan costs what it costs, why something in it lies as it does, and how much hangs on which price.
 
-Each question is a part: a function from what is known to a record and a renderable. PARTS that need no model come first and are
-always answered; those that plan again are asked for by an option.
+Each question is a part: a function from what is known to a record and a renderable. What needs no model is answered where nothing else
+is asked; the rest plans again: about one NAME, or with an option.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from autoshard.cli.app import OK, app
 from autoshard.cli.arguments import parse_settings
 from autoshard.cli.model import load_model
-from autoshard.cli.options import Json, OldMesh, OptionalModel, Plan, Quiet, Settings, load_api, load_plan, model_of
+from autoshard.cli.options import Json, OldMesh, Plan, Quiet, Settings, load_api, load_plan, model_of
 from autoshard.cli.output import Output
 
 
@@ -29,41 +29,76 @@ def _report() -> ModuleType:
 @app.command()
 def explain(
     solution: Plan,
-    model: OptionalModel = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="A parameter, buffer, input, op, or a block: h.3, h.3.attn.", show_default=False),
+    ] = None,
+    why_not: Annotated[
+        str | None, typer.Option(metavar="LAYOUT", help="With NAME: what would this layout cost, as 'S(1),R'?", show_default=False)
+    ] = None,
+    alternatives: Annotated[int, typer.Option(help="With NAME: how many other layouts to tell.")] = 5,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="file.py:function; without it the one the plan was made for.", show_default=False)
+    ] = None,
     settings: Settings = [],  # noqa: B006 (typer makes a new one)
     robust: Annotated[
         bool, typer.Option("--robust", help="Plan again under other bandwidths: where does the plan stay best, and what is lost outside?")
     ] = False,
     within: Annotated[float, typer.Option(help="With --robust: a regret that still counts as best, relative; 0.01 is one percent.")] = 0.0,
-    time_limit: Annotated[float, typer.Option(help="With --robust: seconds for each plan made on the way.")] = 60.0,
+    time_limit: Annotated[float, typer.Option(help="Seconds for each plan made on the way.")] = 60.0,
     mesh: OldMesh = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> int:
-    """Say what a plan's seconds are made of, how far each price may be off, and with --robust how much the plan hangs on them.
+    """Say what a plan's seconds are made of and how far each price may be off; or why NAME lies as it does, and what else would cost.
 
     \b
     autoshard explain gpt2.json
+    autoshard explain gpt2.json h.3.attn.c_attn.weight
+    autoshard explain gpt2.json h.3.attn.c_attn.weight --why-not 'S(1),R'
     autoshard explain gpt2.json --robust
     """
-    if robust and not 0 <= within < 1:
-        raise ValueError(f"--within is {within}; expected a number from 0 to 1: 0.01 is one percent")
-    if robust and not time_limit > 0:
-        raise ValueError(f"--time-limit is {time_limit}; expected more than 0 seconds")
+    _check_words(name, why_not, alternatives, robust, within, time_limit)
     with Output(as_json=as_json, quiet=quiet) as output:
         loaded = load_plan(solution, mesh)
         record: dict[str, Any] = {"cost_seconds": loaded.cost}
         shown: list[Callable[[], RenderableType]] = []
-        _prices(loaded, record, shown)
-        if robust:
+        if name is None:
+            _prices(loaded, record, shown)
+        if name is not None or robust:
             written, keywords = model_of(loaded, model, parse_settings(settings), solution)
             output.progress("building the model", 0.0)
             module, example_inputs = load_model(written, keywords, training=loaded.training)
-            found = load_api().robustness(module, example_inputs, loaded, slack=within, time_limit=time_limit, progress=output.progress)
+            given: dict[str, Any] = {"time_limit": time_limit, "progress": output.progress}
+        if name is not None:
+            told = load_api().explain(module, example_inputs, loaded, name, why_not=why_not, most=alternatives, **given).to_dict()
+            record["explained"] = told
+            shown.append(lambda: _explained(told))
+        if robust:
+            found = load_api().robustness(module, example_inputs, loaded, slack=within, **given)
             record["robust"] = found
             shown.append(lambda: _report().robustness_table(found))
         output.answer(record, lambda: Group(*(part() for part in shown)))
     return OK
+
+
+def _check_words(name: str | None, why_not: str | None, alternatives: int, robust: bool, within: float, time_limit: float) -> None:
+    if name is not None and (".py:" in name or name.startswith("hf:")):
+        raise ValueError(f"NAME is {name!r}, which is a model; give it as --model {name}, and as NAME what to explain")
+    if why_not is not None and name is None:
+        raise ValueError(f"--why-not {why_not!r} asks about nothing; name a parameter, op or block before it")
+    if alternatives < 0:
+        raise ValueError(f"--alternatives is {alternatives}; expected 0 or more")
+    if robust and not 0 <= within < 1:
+        raise ValueError(f"--within is {within}; expected a number from 0 to 1: 0.01 is one percent")
+    if not time_limit > 0:
+        raise ValueError(f"--time-limit is {time_limit}; expected more than 0 seconds")
+
+
+def _explained(found: dict) -> RenderableType:
+    from autoshard.report.explained import explained  # here: as in options
+
+    return explained(found)
 
 
 def _prices(loaded: Any, record: dict, shown: list[Callable[[], RenderableType]]) -> None:

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
 from autoshard.cli.app import NO, OK, app
-from autoshard.cli.arguments import check_out, parse_bytes, parse_optimizer, parse_pins, parse_settings
+from autoshard.cli.arguments import check_out, parse_bytes, parse_forbidden, parse_optimizer, parse_pins, parse_settings
 from autoshard.cli.model import load_model
 from autoshard.cli.options import Json, Model, OldMesh, OptionalModel, Plan, Quiet, Settings, load_api, load_plan, load_report, model_of
 from autoshard.cli.output import Output, complain
-from autoshard.mesh import Mesh, parse_shape
+from autoshard.cli.plan_inputs import AUTO, NODE, check_mesh_words, edits_note, handed_on, mesh_of, one_mesh
+from autoshard.mesh import Mesh
 
 
 @app.command()
 def plan(
     model: Model,
-    mesh: Annotated[str | None, typer.Option(help="Sizes of the mesh, slowest axis first: 2x4.", show_default=False)] = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="Sizes of the mesh, slowest axis first: 2x4; or auto, to compare all shapes.", show_default=False)
+    ] = None,
     settings: Settings = [],  # noqa: B006 (typer makes a new one)
     cluster: Annotated[
         str | None, typer.Option(help="A file of `calibrate measure`, instead of a mesh and bandwidths.", show_default=False)
     ] = None,
+    devices: Annotated[int | None, typer.Option(help="With --mesh auto: how many.", show_default=False)] = None,
     train: Annotated[bool, typer.Option("--train", help="Plan a training step instead of a forward pass.")] = False,
     memory: Annotated[str | None, typer.Option(help="Memory of a device: 80GB. Default: no limit.", show_default=False)] = None,
     out: Annotated[str | None, typer.Option(help="Write the plan here: .json, or .pkl.", show_default=False)] = None,
@@ -35,12 +40,29 @@ def plan(
     prices: Annotated[
         str | None, typer.Option(help="Take bandwidths and device from `show-prices`: a100, h100, b200, mi300x, ...", show_default=False)
     ] = None,
-    devices_per_node: Annotated[int | None, typer.Option(help="Default: all axes but the first.", show_default=False)] = None,
-    optimizer: Annotated[str, typer.Option(help="Whose state memory holds: adamw, sgd, momentum, or bytes per parameter.")] = "adamw",
+    devices_per_node: Annotated[
+        int | None, typer.Option(help="Default: all axes but the first; 8 with --mesh auto.", show_default=False)
+    ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(help="Whose state memory holds: adamw (the default), sgd, momentum, or bytes per parameter.", show_default=False),
+    ] = None,
     master_weights: Annotated[bool, typer.Option("--master-weights", help="Hold a float32 copy of 16-bit parameters.")] = False,
     tie_blocks: Annotated[bool, typer.Option("--tie-blocks", help="Lay all repeated blocks out alike.")] = False,
-    recompute: Annotated[str, typer.Option(help="Blocks to recompute in the backward pass: a number, all, or auto.")] = "0",
-    pin: Annotated[list[str], typer.Option(metavar="NAME=LAYOUT", help="Fix a layout; repeatable.", show_default=False)] = [],  # noqa: B006
+    recompute: Annotated[
+        str | None, typer.Option(help="Blocks to recompute in the backward pass: a number, all, or auto. Default: 0.", show_default=False)
+    ] = None,
+    pin: Annotated[
+        list[str], typer.Option(metavar="NAME=LAYOUT", help="Fix the layout of what a name or glob means; repeatable.", show_default=False)
+    ] = [],  # noqa: B006
+    forbid: Annotated[list[str], typer.Option(metavar="NAME=LAYOUT", help="Forbid a layout; repeatable.", show_default=False)] = [],  # noqa: B006
+    keep: Annotated[
+        str | None, typer.Option(metavar="SOLUTION", help="Keep the parameters' layouts of this plan, edited perhaps.", show_default=False)
+    ] = None,
+    free: Annotated[
+        list[str], typer.Option(metavar="GLOB", help="With --keep: parameters to lay out anew; repeatable.", show_default=False)
+    ] = [],  # noqa: B006
+    price_pins: Annotated[bool, typer.Option("--price-pins", help="Say what each pin and forbidden layout costs.")] = False,
     no_baselines: Annotated[bool, typer.Option("--no-baselines", help="Leave out data parallel, FSDP and Megatron.")] = False,
     quiet: Quiet = False,
 ) -> int:
@@ -48,65 +70,86 @@ def plan(
 
     \b
     autoshard plan models/gpt2.py:small --set batch=512 --mesh 2x4 --train --memory 80GB --out gpt2.json
-    autoshard plan models/mlp.py:mlp --mesh 8 --pin 'wte.weight=S(0)' --json
+    autoshard plan models/gpt2.py:small --set batch=512 --mesh auto --devices 16 --train --out gpt2.json
+    autoshard plan models/mlp.py:mlp --mesh 8 --pin 'layers.*.up.weight=S(0)' --price-pins --json
+    autoshard plan models/mlp.py:mlp --keep edited.json --free 'layers.1.*'
     """
     if devices_per_node is not None and devices_per_node < 1:
         raise ValueError(f"--devices-per-node is {devices_per_node}; expected 1 or more")
-    measured = None if cluster is None else _measured(cluster)
-    if mesh is None and measured is None:
-        raise ValueError("Missing option '--mesh': give the sizes of the mesh, as --mesh 2x4, or a measured --cluster cluster.json")
-    if mesh is not None and measured is not None and parse_shape(mesh) != measured.shape:
-        raise ValueError(f"--mesh is {mesh}, but {cluster} was measured as {'x'.join(map(str, measured.shape))}; leave --mesh out")
-    if prices is not None and measured is not None:
-        raise ValueError(f"--prices {prices} and --cluster {cluster} both say what links cost; leave one out")
-    devices = (
-        measured
-        or _preset(prices, parse_shape(mesh or ""), devices_per_node)
-        or Mesh.from_bandwidths(
-            parse_shape(mesh or ""),
-            intra_node_bandwidth=parse_bytes(intra_node_bandwidth, "--intra-node-bandwidth"),
-            inter_node_bandwidth=parse_bytes(inter_node_bandwidth, "--inter-node-bandwidth"),
-            device=device,
-            devices_per_node=devices_per_node,
-        )
-    )
+    if free and keep is None:
+        raise ValueError(f"--free {free[0]} says which layouts of a plan not to keep; give the plan too, as --keep plan.json")
+    check_mesh_words(mesh, cluster, keep, devices, prices)
+    kept = None if keep is None else load_plan(keep, None)
+    make = _mesh_maker(prices, cluster, intra_node_bandwidth, inter_node_bandwidth, device)
+    one = None if mesh == AUTO else one_mesh(mesh, cluster, kept, keep, lambda shape: make(shape, devices_per_node))
     check_out(out)
-    keywords, pins = parse_settings(settings), parse_pins(pin)
-    memory_limit = None if memory is None else parse_bytes(memory)
+    keywords = parse_settings(settings)
+    options: dict[str, Any] = {
+        "training": train,
+        "memory_limit": None if memory is None else parse_bytes(memory),
+        "pins": parse_pins(pin),
+        "forbid": parse_forbidden(forbid),
+        "price_pins": price_pins,
+        "solver": solver,
+        "time_limit": time_limit,
+        "gap": gap,
+        "optimizer": None if optimizer is None else parse_optimizer(optimizer),
+        "master_weights": master_weights,
+        "tie_blocks": tie_blocks,
+        "recompute": int(recompute) if recompute is not None and recompute.isdigit() else recompute,
+        "baselines": not no_baselines,
+        "assumptions": {"model": model, "set": keywords},
+    }
+    options = handed_on(options, kept)
     with Output(as_json=as_json, quiet=quiet) as output:
         output.progress("building the model", 0.0)
-        module, example_inputs = load_model(model, keywords, training=train)
-        api = load_api()
-        try:
-            solution = api.plan(
-                module,
-                example_inputs,
-                devices,
-                training=train,
-                memory_limit=memory_limit,
-                pins=pins,
-                solver=solver,
-                time_limit=time_limit,
-                gap=gap,
-                optimizer=parse_optimizer(optimizer),
-                master_weights=master_weights,
-                tie_blocks=tie_blocks,
-                recompute=int(recompute) if recompute.isdigit() else recompute,
-                baselines=not no_baselines,
-                progress=output.progress,
-                assumptions={"model": model, "set": keywords},
-            )
-        except api.Infeasible as error:
-            complain(f"autoshard: {error}")
-            if as_json:
-                output.answer({"status": "infeasible", "message": str(error)}, str)
-            return NO
-        if out is not None:
-            solution.save(out)
-            output.note(f"wrote {out}")
-        report = load_report()
-        output.answer(report.summary(solution), lambda: report.plan_report(solution))
+        module, example_inputs = load_model(model, keywords, training=options["training"])
+        if kept is not None:
+            options["keep"] = load_api().kept_layouts(kept, free)
+            output.note(edits_note(options["keep"], load_api().edited_layouts(kept), keep or ""))
+        per_node = devices_per_node or NODE
+        meshes = [make(shape, per_node) for shape in load_api().mesh_shapes(devices, per_node)] if one is None else []
+        return _plan(module, example_inputs, one, meshes, options, output, out)
+
+
+def _plan(
+    module: Any, example_inputs: Any, mesh: Mesh | None, meshes: list[Mesh], options: dict[str, Any], output: Output, out: str | None
+) -> int:
+    """Plan on the one mesh, or without one on each of several, and say what came out."""
+    api, compared = load_api(), None
+    try:
+        if mesh is not None:
+            solution = api.plan(module, example_inputs, mesh, progress=output.progress, **options)
+        else:
+            found = api.plan_meshes(module, example_inputs, meshes, progress=output.progress, **options)
+            solution, compared = found.best, found.to_dicts()
+    except api.Infeasible as error:
+        complain(f"autoshard: {error}")
+        if output.as_json:
+            output.answer(error.to_dict(), str)
+        return NO
+    if out is not None:
+        solution.save(out)
+        output.note(f"wrote {out}")
+    record = _record(solution) if compared is None else {**_record(solution), "meshes": compared}
+    output.answer(record, lambda: load_report().planned_report(solution, compared))
     return OK
+
+
+def _record(solution: Any) -> dict:
+    """The plan's summary, with what its pins cost where that was asked for."""
+    prices = solution.assumptions.get("pin_prices")
+    return load_report().summary(solution) | ({"pins": prices} if prices is not None else {})
+
+
+def _mesh_maker(
+    prices: str | None, cluster: str | None, intra: str, inter: str, device: str
+) -> Callable[[tuple[int, ...] | None, int | None], Mesh]:
+    bandwidths = {
+        "intra_node_bandwidth": parse_bytes(intra, "--intra-node-bandwidth"),
+        "inter_node_bandwidth": parse_bytes(inter, "--inter-node-bandwidth"),
+    }
+    return lambda shape, per_node: mesh_of(shape, prices, cluster, per_node, device=device, **bandwidths)
 
 
 @app.command()
@@ -118,7 +161,7 @@ def show(solution: Plan, mesh: OldMesh = None, as_json: Json = False) -> int:
     """
     with Output(as_json=as_json) as output:
         loaded, report = load_plan(solution, mesh), load_report()
-        output.answer(report.summary(loaded), lambda: report.plan_report(loaded))
+        output.answer(_record(loaded), lambda: report.planned_report(loaded))
     return OK
 
 
@@ -161,15 +204,3 @@ def verify(
         )
         output.answer(found, lambda: load_report().verify_report(found))
     return OK if found["ok"] else NO
-
-
-def _preset(name: str | None, shape: tuple[int, ...], devices_per_node: int | None) -> Mesh | None:
-    from autoshard.cost import presets  # here: as below
-
-    return None if name is None else presets.mesh(name, shape, devices_per_node)
-
-
-def _measured(path: str) -> Mesh:
-    from autoshard.cost.curves import load_cluster  # here: scipy takes half a second to import
-
-    return load_cluster(path)

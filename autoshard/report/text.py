@@ -27,7 +27,8 @@ PROOF = {
 }
 
 
-SAID_ELSEWHERE = ("axes", "device", "training", "solver", "gap", "padding")  # assumptions that other lines of the header hold
+# assumptions that other parts of the report hold
+SAID_ELSEWHERE = ("axes", "device", "training", "solver", "gap", "padding", "keep", "pin_prices")
 
 
 def as_text(renderable: RenderableType, width: int = WIDTH) -> str:
@@ -60,7 +61,7 @@ def header(solution: Solution) -> RenderableType:
         "mesh", f"{'x'.join(map(str, solution.mesh.shape))} of {solution.mesh.device.name}; " + "; ".join(map(_axis, solution.mesh.axes))
     )
     assumed = {
-        key: value for key, value in solution.assumptions.items() if key not in SAID_ELSEWHERE and value not in (None, {}, [], False)
+        key: value for key, value in solution.assumptions.items() if key not in SAID_ELSEWHERE and value not in (None, {}, [], False, "")
     }
     if assumed:
         table.add_row("assumed", escape(", ".join(f"{key} {_words(value, key)}" for key, value in assumed.items())))
@@ -180,10 +181,10 @@ def layouts(solution: Solution) -> Table | None:
 
 
 def _add_section(table: Table, section: Section) -> None:
-    each = " each" if section.num_blocks > 1 else ""
     if section.title:
-        time = seconds(section.seconds) + each if section.seconds is not None else ""
-        table.add_row(escape(section.title), "", "", size(section.local_bytes) + each, time, style="bold")
+        title = section.title + (", each" if section.num_blocks > 1 else "")
+        time = seconds(section.seconds) if section.seconds is not None else ""
+        table.add_row(escape(title), "", "", size(section.local_bytes), time, style="bold")
     for name, row in section.rows.items():
         indent = "  " if section.title else ""
         shape = "x".join(map(str, row.get("shape", ()))) or "scalar"

@@ -101,6 +101,11 @@ class Solution:
         # Ugly: by name, because the planner knows this room and not the other way round; the method is there to be found
         return import_module("autoshard").extrapolate(self, model, example_inputs, **options)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: cost and proof, the usual plans, layouts."""
+        # Ugly: as above; pages are the report's to write
+        return import_module("autoshard.report.html").notebook(self)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to `path`, whole or not at all: `.pkl` and `.dill` as a pickle of plain containers, anything else as JSON."""
         write(self.to_dict(), path)

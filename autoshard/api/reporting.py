@@ -1,0 +1,35 @@
+"""The report of a plan as a page: simulate where the model is known, then say it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from autoshard.api.planning import Progress
+from autoshard.api.simulating import simulate
+from autoshard.report import html
+from autoshard.solution import Solution
+
+
+def html_report(
+    solution: Solution,
+    model: torch.nn.Module | None = None,
+    example_inputs: Any = None,
+    *,
+    frontier: Mapping | None = None,
+    no_model: str = html.NO_MODEL,
+    progress: Progress | None = None,
+) -> str:
+    """A plan as one HTML page that stands alone: no network, no library.
+
+    model, example_inputs: what the plan is for, built on the meta device; without them there is no time line, no memory over time and
+    no ops, and no_model (the end of a sentence) says why. frontier: memory against seconds, {"format": "autoshard.frontier/1",
+    "points": [{"memory_bytes", "seconds", "bound_seconds", "status"}]}. ValueError where the plan is of another model, or the
+    frontier is none.
+    """
+    report = progress or (lambda message, fraction: None)
+    timeline = None if model is None else simulate(model, example_inputs, solution, progress=lambda message, f: report(message, 0.8 * f))
+    report("writing the page", 0.9)
+    return html.html_report(solution, timeline, frontier, no_model=no_model)

@@ -1,0 +1,83 @@
+"""`autoshard check`: is a plan that was saved still good for the model as it is now?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from autoshard.cli.app import NO, OK, app
+from autoshard.cli.arguments import parse_settings
+from autoshard.cli.model import load_model
+from autoshard.cli.options import Json, OldMesh, OptionalModel, Plan, Quiet, Settings, load_api, load_plan, model_of
+from autoshard.cli.output import Output
+
+
+@app.command()
+def check(
+    solution: Plan,
+    model: OptionalModel = None,
+    settings: Settings = [],  # noqa: B006 (typer makes a new one)
+    within: Annotated[str, typer.Option(help="How far it may be above the best plan now: 5%, or 0.05.")] = "5%",
+    no_solve: Annotated[bool, typer.Option("--no-solve", help="Do not plan anew; go by a bound that is quicker found.")] = False,
+    any_graph: Annotated[
+        bool, typer.Option("--any-graph", help="Accept a graph other than the one planned, if the layouts fit it: another batch size.")
+    ] = False,
+    cluster: Annotated[
+        str | None, typer.Option(help="Today's prices: a file of `calibrate measure`. Default: those of the plan.", show_default=False)
+    ] = None,
+    time_limit: Annotated[float, typer.Option(help="Seconds for planning anew.")] = 600.0,
+    mesh: OldMesh = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> int:
+    """Check a saved plan against the model as it is now: does it fit, what does it cost today, how far is it from the best plan now?
+
+    Exit code 1, with the reasons, where it does not fit or is too far off.
+
+    \b
+    autoshard check gpt2.json
+    autoshard check gpt2.json models/gpt2.py:small --set batch=256 --any-graph --within 2%
+    """
+    share = _share(within)
+    with Output(as_json=as_json, quiet=quiet) as output:
+        loaded = load_plan(solution, mesh)
+        written, keywords = model_of(loaded, model, parse_settings(settings), solution)
+        today = None
+        if cluster is not None:
+            from autoshard.cost.curves import load_cluster  # here: scipy takes half a second to import
+
+            today = load_cluster(cluster)
+        output.progress("building the model", 0.0)
+        module, example_inputs = load_model(written, keywords, training=loaded.training)
+        found = load_api().check(
+            module,
+            example_inputs,
+            loaded,
+            within=share,
+            mesh=today,
+            solve=not no_solve,
+            same_graph=not any_graph,
+            time_limit=time_limit,
+            progress=output.progress,
+        )
+        output.answer({**found.to_dict(), "message": found.sentence(solution)}, lambda: _table(found.to_dict(), found.sentence(solution)))
+    return OK if found.ok else NO
+
+
+def _table(found: dict, sentence: str):
+    from autoshard.report.explained import check_table  # here: as in options
+
+    return check_table(found, sentence)
+
+
+def _share(written: str) -> float:
+    """`5%` or `0.05` -> 0.05."""
+    number = written.strip()
+    try:
+        share = float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < float("inf"):
+        raise ValueError(f"--within is {written!r}; expected a share of 0 or more, for example 5% or 0.05")
+    return share

@@ -1,0 +1,80 @@
+"""What `plan` is asked on the command line, as values: the mesh or the meshes, and the plan whose layouts are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autoshard.mesh import Mesh, parse_shape
+
+AUTO = "auto"  # the --mesh that compares all shapes
+NODE = 8  # devices of a node then, where nobody says
+# options that a kept plan hands on where the command line does not say otherwise
+HANDED_ON = ("training", "memory_limit", "optimizer", "master_weights", "tie_blocks", "recompute")
+
+
+def check_mesh_words(mesh: str | None, cluster: str | None, keep: str | None, devices: int | None, prices: str | None) -> None:
+    """ValueError on words that say two things about the mesh, or none."""
+    if mesh is None and cluster is None and keep is None:
+        raise ValueError("Missing option '--mesh': give the sizes of the mesh, as --mesh 2x4, or a measured --cluster cluster.json")
+    if prices is not None and cluster is not None:
+        raise ValueError(f"--prices {prices} and --cluster {cluster} both say what links cost; leave one out")
+    if mesh == AUTO and devices is None:
+        raise ValueError("--mesh auto compares the meshes of how many devices? Add for example --devices 16")
+    if mesh != AUTO and devices is not None:
+        raise ValueError(f"--devices {devices} is for --mesh auto, the mesh here is {mesh}; leave one out")
+    if mesh == AUTO and (cluster is not None or keep is not None):
+        raise ValueError("--mesh auto compares meshes, but --cluster and --keep are for one; leave out the mesh")
+
+
+def mesh_of(
+    shape: tuple[int, ...] | None, prices: str | None, cluster: str | None, devices_per_node: int | None, **bandwidths: Any
+) -> Mesh:
+    """The mesh of one shape: at published prices, as measured, or at bandwidths given."""
+    if cluster is not None:
+        measured = _measured(cluster)
+        if shape is not None and shape != measured.shape:
+            raise ValueError(f"--mesh is {_by(shape)}, but {cluster} was measured as {_by(measured.shape)}; leave --mesh out")
+        return measured
+    assert shape is not None
+    if prices is not None:
+        from autoshard.cost import presets  # here: scipy takes half a second to import
+
+        return presets.mesh(prices, shape, devices_per_node)
+    return Mesh.from_bandwidths(shape, devices_per_node=devices_per_node, **bandwidths)
+
+
+def one_mesh(
+    mesh: str | None, cluster: str | None, kept: Any, keep: str | None, make: Callable[[tuple[int, ...] | None], Mesh]
+) -> Mesh:
+    """The mesh that the words name, or that of the plan that is kept."""
+    if kept is not None and mesh is None and cluster is None:
+        return kept.mesh
+    made = make(None if mesh is None else parse_shape(mesh))
+    if kept is not None and made.shape != kept.mesh.shape:
+        raise ValueError(f"the mesh is {_by(made.shape)}, but {keep} lays tensors over {_by(kept.mesh.shape)}; leave the mesh out")
+    return made
+
+
+def handed_on(options: Mapping[str, Any], kept: Any) -> dict[str, Any]:
+    """The options, and those of the kept plan where the command line gave none."""
+    said = {} if kept is None else {**kept.assumptions, "training": kept.training}
+    open_ = [key for key in HANDED_ON if options.get(key) is None or options.get(key) is False]
+    found = {key: said[key] for key in open_ if said.get(key) is not None}
+    return {key: value for key, value in {**options, **found}.items() if value is not None}
+
+
+def edits_note(kept: Mapping[str, str], edited: Mapping[str, list], path: str) -> str:
+    """One line: how many layouts are kept, and which of them were edited."""
+    changed = [f"{name} {had} -> {now}" for name, (had, now) in edited.items() if name in kept]
+    return f"keeping {len(kept)} layouts of {path}, {len(changed)} of them edited" + (f": {'; '.join(changed)}" if changed else "")
+
+
+def _measured(path: str) -> Mesh:
+    from autoshard.cost.curves import load_cluster  # here: as above
+
+    return load_cluster(path)
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))

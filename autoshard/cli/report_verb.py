@@ -1,0 +1,74 @@
+"""`autoshard report`: a plan as one page of HTML."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from autoshard.cli.app import OK, app
+from autoshard.cli.arguments import check_out, parse_settings
+from autoshard.cli.model import load_model
+from autoshard.cli.options import Json, OldMesh, OptionalModel, Plan, Quiet, Settings, load_api, load_plan, model_of
+from autoshard.cli.output import Output
+
+
+@app.command()
+def report(
+    solution: Plan,
+    model: OptionalModel = None,
+    out: Annotated[str, typer.Option(help="Write the page here.")] = "report.html",
+    settings: Settings = [],  # noqa: B006 (typer makes a new one)
+    frontier: Annotated[str | None, typer.Option(help="Show this frontier, a file of `frontier --out`.", show_default=False)] = None,
+    no_model: Annotated[bool, typer.Option("--no-model", help="Don't build the model: no time line, no memory over time, no ops.")] = False,
+    mesh: OldMesh = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> int:
+    """Write a plan as one page of HTML that needs no network: costs, memory, layouts on the mesh, the model, the time line.
+
+    The time line needs the model: the one named, or the one that the plan says it is for. Where that one can't be built, the page is
+    written without it and says why.
+
+    \b
+    autoshard report gpt2.json --out report.html
+    autoshard report gpt2.json models/gpt2.py:small --set batch=512 --frontier frontier.json
+    """
+    from autoshard.report import html, html_frontier  # here: as in options
+
+    check_out(out)
+    if no_model and (model is not None or settings):
+        raise ValueError(f"--no-model and {model or '--set'} contradict each other; leave one out")
+    with Output(as_json=as_json, quiet=quiet) as output:
+        loaded = load_plan(solution, mesh)
+        points = None if frontier is None else html_frontier.load_frontier(frontier)
+        text, why = _page(loaded, model, parse_settings(settings), solution, no_model, points, output)
+        html.save_html(text, out)
+        output.note(f"wrote {out}")
+        if why and not no_model:
+            output.note(f"without a time line: {why}")
+        num_bytes, shown = len(text.encode()), html.shown_sections(not why, points is not None)
+        record = {"out": out, "bytes": num_bytes, "sections": shown, "no_model": why or None}
+        output.answer(record, lambda: Text(f"{out}: {num_bytes / 1e3:.0f} kB, opens in any browser"))
+    return OK
+
+
+def _page(
+    loaded: Any, model: str | None, settings: dict, path: str, no_model: bool, points: dict | None, output: Output
+) -> tuple[str, str]:
+    """The page, and why it has no time line (empty where it has one). ValueError where a model that was named can't be used."""
+    api, named = load_api(), model is not None or bool(settings)
+    if no_model or not (named or loaded.assumptions.get("model")):
+        why = "it was left out" if no_model else "the plan doesn't say which model it is for"
+        return api.html_report(loaded, frontier=points, no_model=why), why
+    try:
+        written, keywords = model_of(loaded, model, settings, path)
+        output.progress("building the model", 0.0)
+        module, inputs = load_model(written, keywords, training=loaded.training)
+        return api.html_report(loaded, module, inputs, frontier=points, progress=output.progress), ""
+    except (ValueError, OSError) as error:
+        if named:
+            raise
+        why = " ".join(str(error).split())
+        return api.html_report(loaded, frontier=points, no_model=why), why

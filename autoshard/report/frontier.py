@@ -1,0 +1,111 @@
+"""A frontier for people: its points as a table, as CSV, and as a plot with the bound below them. Reads the record of `Frontier.to_dict`."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+from collections.abc import Mapping, Sequence
+
+from matplotlib.figure import Figure
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.report.figures import save
+from autoshard.report.numbers import seconds, size
+from autoshard.writing import whole
+
+COLUMNS = ("memory_bytes", "seconds", "bound_seconds", "gap", "status")
+COLORS = {"optimal": "#2a6f3e", "proven": "#4c78a8", "feasible": "#bab0ac"}
+FAR = 1.5  # a device with more than this many times the largest memory is named beside the plot, not drawn
+TIMES, SIZES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")), ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+STEPS = 400  # of the bound's line
+
+
+def bound_at(record: Mapping, limit: float) -> float:
+    """Seconds that no plan within `limit` bytes beats; inf where there is none, -inf where nothing is known."""
+    found = [line["seconds"] - line["seconds_per_byte"] * limit for line in record["bound_lines"]]
+    for known in record["bound_limits"]:
+        if known["limit_bytes"] is None or known["limit_bytes"] >= limit:
+            found.append(math.inf if known["seconds"] is None else known["seconds"])
+    return max(found, default=-math.inf)
+
+
+def frontier_report(record: Mapping) -> RenderableType:
+    """The points as a table, and what they were made in."""
+    table = Table("memory", "per step", "slower by", "no plan is faster than", "gap", "status", box=None, padding=(0, 2, 0, 0))
+    for column in table.columns[:-1]:
+        column.justify = "right"
+    fastest = record["points"][-1]["seconds"]
+    for p in record["points"]:
+        slower = "-" if p["seconds"] == fastest or not fastest else f"{p['seconds'] / fastest - 1:.1%}"
+        gap = "-" if p["gap"] is None else f"{p['gap']:.1e}"
+        cells = (_exact(p["memory_bytes"], SIZES), _exact(p["seconds"]), slower, _exact(p["bound_seconds"]), gap, p["status"])
+        table.add_row(*cells)
+    proven = sum(p["status"] != "feasible" for p in record["points"])
+    mesh, what = "x".join(map(str, record["mesh"])), "a training step" if record["training"] else "a forward pass"
+    head = f"{what} of {record['model']} on {mesh}: {proven} points proven within {record['gap']:g}"
+    made = f"in {record['planning_seconds']:.1f} CPU seconds; a {record['device']} has {size(record['device_memory_bytes'])}"
+    return Group(Text(head), Text(made), Text(""), table)
+
+
+def _exact(value: float | None, units: Sequence[tuple[float, str]] = TIMES) -> str:
+    """Five digits: neighbouring points differ by little."""
+    if value is None:
+        return "-"
+    scale, unit = next((unit for unit in units if abs(value) >= unit[0]), units[-1])
+    return f"{value / scale:.5g} {unit}"
+
+
+def write_csv(record: Mapping, path: str | os.PathLike[str]) -> None:
+    """One line per point, columns as in the record. Whole or not at all."""
+    with whole(path) as beside, beside.open("w", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(COLUMNS)
+        table.writerows([["" if p[key] is None else p[key] for key in COLUMNS] for p in record["points"]])
+
+
+def draw(record: Mapping, path: str | os.PathLike[str]) -> None:
+    """Write the plot, whole or not at all; the format by the file's ending."""
+    save(plot(record), path, dpi=130, bbox_inches="tight")
+
+
+def svg(record: Mapping) -> str:
+    """The plot as an SVG element, for a page or a notebook."""
+    content = io.StringIO()
+    plot(record).savefig(content, format="svg", bbox_inches="tight")
+    return content.getvalue()[content.getvalue().index("<svg") :]
+
+
+def plot(record: Mapping) -> Figure:
+    """The points, memory (GB) against seconds; below them the bound, and where it lies near the memory of the device."""
+    points = record["points"]
+    figure = Figure(figsize=(8, 5))
+    axes = figure.subplots()
+    for status, color in COLORS.items():
+        some = [p for p in points if p["status"] == status]
+        if some:
+            label = {"optimal": "best", "proven": f"best within {record['gap']:g}", "feasible": "not proven"}[status]
+            axes.plot([p["memory_bytes"] / 1e9 for p in some], [p["seconds"] for p in some], "o", color=color, label=label, zorder=3)
+    least, most = points[0]["memory_bytes"], points[-1]["memory_bytes"]
+    margin = (most - least) * 0.05 or most * 0.05 or 1.0
+    steps = sorted({p["memory_bytes"] for p in points} | {least + (most + margin - least) * k / STEPS for k in range(STEPS + 1)})
+    bounds = [bound_at(record, limit) for limit in steps]
+    known = [(limit / 1e9, bound) for limit, bound in zip(steps, bounds) if math.isfinite(bound)]
+    axes.plot([x for x, _ in known], [y for _, y in known], color="#e15759", linewidth=1, label="no plan is below")
+    device = record["device_memory_bytes"]
+    told = f"{record['device']}: {size(device)}"
+    if least - margin <= device <= FAR * most:
+        axes.axvline(device / 1e9, color="#9c9c9c", linestyle="--", linewidth=1, label=told)
+    else:
+        axes.plot([], [], " ", label=f"{told}, {'beyond the right' if device > most else 'left of all'}")
+    axes.set_xlabel("memory per device (GB)")
+    axes.set_ylabel("seconds per step" if record["training"] else "seconds per forward pass")
+    mesh = "x".join(map(str, record["mesh"]))
+    axes.set_title(f"{record['model']} on {mesh}: {seconds(points[-1]['seconds'])} at best", fontsize=10, loc="left")
+    axes.legend(frameon=False, fontsize=8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return figure

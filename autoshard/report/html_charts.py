@@ -1,0 +1,185 @@
+"""Charts as SVG paths and ticks: memory over time, the time line, the frontier.
+
+Everything is drawn in a box of WIDTH x HEIGHT units that the page stretches; words stand beside it as HTML, placed in percent, so that
+they keep their size at every width of the page. Spans that are closer than a unit of the box are joined, and of samples in one column
+the largest total is kept: the peak is never lost.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from autoshard.report.numbers import seconds, size
+
+if TYPE_CHECKING:
+    from autoshard.simulate.timeline import Timeline
+
+WIDTH, HEIGHT = 6000, 1000
+COLUMNS = 600  # of memory over time
+KINDS = ("parameters", "optimizer_state", "gradients", "activations", "resharded_copies", "temporaries", "inputs")  # from below
+TASKS = ("compute", "optimizer", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "split")  # as coloured
+
+
+def ticks(low: float, high: float, say: Callable[[float], str], about: int = 5) -> list[dict]:
+    """Round numbers in [low, high] with their place in percent."""
+    if not high > low:
+        return []
+    raw = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= raw * (1 - 1e-9))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [{"at": round(100 * (k * step - low) / (high - low), 3), "text": say(k * step)} for k in range(first, last + 1)]
+
+
+def memory_chart(timeline: Timeline, limit: float | None) -> dict | None:
+    """Layers of bytes over time with ticks, and what is in the peak; None where nothing is held."""
+    held, end = timeline.memory, timeline.seconds
+    kinds = [kind for kind in KINDS if kind in held] + sorted(kind for kind in held if kind not in (*KINDS, "seconds", "total"))
+    if not kinds or not end > 0 or not timeline.peak_bytes > 0:
+        return None
+    peak, at_peak = timeline.peak_bytes, int(held["total"].argmax())
+    top = max(peak, limit) if limit is not None and limit <= 1.5 * peak else peak
+    top *= 1.06
+    chosen = _columns(held["seconds"].tolist(), held["total"].tolist(), end)
+    layers, below = [], [0.0] * COLUMNS
+    for kind in kinds:
+        above = [low + share / top for low, share in zip(below, held[kind][chosen].tolist())]
+        if held[kind].max() > 0:
+            layers.append({"kind": kind, "path": _band(below, above)})
+        below = above
+    return {
+        "layers": layers,
+        "limit": None if limit is None or limit > top else round(HEIGHT * (1 - limit / top), 1),
+        "x": ticks(0, end, seconds),
+        "y": ticks(0, top, size, 4),
+        "peak": {"x": round(100 * timeline.peak_seconds / end, 2), "y": round(100 * peak / top, 2), "seconds": timeline.peak_seconds},
+        "parts": [{"kind": kind, "bytes": float(held[kind][at_peak])} for kind in kinds if held[kind][at_peak] > 0],
+        "bytes": peak,
+    }
+
+
+def _columns(times: Sequence[float], total: Sequence[float], end: float) -> list[int]:
+    """Per column the first sample with the largest total among those that hold at some time in it; times ascend."""
+    chosen = []
+    for k in range(COLUMNS):
+        first = max(bisect_right(times, end * k / COLUMNS) - 1, 0)
+        last = bisect_right(times, end * (k + 1) / COLUMNS) if k + 1 < COLUMNS else len(times)
+        chosen.append(max(range(first, max(last, first + 1)), key=lambda i: (total[i], -i)))
+    return chosen
+
+
+def _band(below: Sequence[float], above: Sequence[float]) -> str:
+    """The area between two lines of steps."""
+    upper = _steps(above, range(len(above)))
+    lower = _steps(below, range(len(below) - 1, -1, -1))
+    return f"M0 {upper[0]}{''.join(upper[1:])}L{WIDTH} {lower[0]}{''.join(lower[1:])}Z"
+
+
+def _steps(line: Sequence[float], order: range) -> list[str]:
+    """The first height, then a move across and one up or down wherever the height changes, and the way to the end."""
+    unit = WIDTH // len(line)
+    heights = [round(HEIGHT * (1 - line[k])) for k in order]
+    found, now = [str(heights[0])], heights[0]
+    for k, height in zip(order, heights):
+        if height != now:
+            found.append(f"H{k * unit if order.step > 0 else (k + 1) * unit}V{height}")
+            now = height
+    return [*found, f"H{WIDTH if order.step > 0 else 0}"]
+
+
+def timeline_chart(timeline: Timeline) -> dict:
+    """A row per stream, in it a path per kind of task; the phases; what is on the critical path."""
+    end = timeline.seconds
+    mesh = timeline.program.formulation.mesh
+    names = ["compute", *(f"link {axis.name}" for axis in mesh.axes)] if timeline.program.overlap else ["all"]
+    spans: dict[int, dict[str, list[tuple[float, float]]]] = {row: {} for row in range(len(names))}
+    for i, task in enumerate(timeline.tasks):
+        row = task.stream if timeline.program.overlap else 0
+        spans[row].setdefault(task.kind, []).append((timeline.times.begin[i], timeline.times.end[i]))
+    rows: list[dict] = [
+        {
+            "name": names[row],
+            "busy": math.fsum(b - a for some in kinds.values() for a, b in some) / end if end > 0 else 0.0,
+            "paths": [{"kind": kind, "path": _boxes(some, end)} for kind, some in sorted(kinds.items(), key=lambda item: _place(item[0]))],
+        }
+        for row, kinds in spans.items()
+    ]
+    kinds = sorted({path["kind"] for row in rows for path in row["paths"]}, key=_place)
+    return {"rows": rows, "kinds": kinds, "x": ticks(0, end, seconds), "near": ticks(0, end, _fine, 80), "phases": _phases(timeline)}
+
+
+def _fine(value: float) -> str:
+    """For ticks that are close: milliseconds with as many digits as it takes."""
+    return f"{value * 1e3:.6g} ms" if value else "0"
+
+
+def _place(kind: str) -> tuple[int, str]:
+    return (TASKS.index(kind) if kind in TASKS else len(TASKS), kind)
+
+
+def _boxes(spans: Sequence[tuple[float, float]], end: float) -> str:
+    """Rectangles as high as the box."""
+    joined: list[list[int]] = []
+    for a, b in sorted(spans):
+        left, right = round(WIDTH * a / end), max(round(WIDTH * b / end), round(WIDTH * a / end) + 1)
+        if joined and left <= joined[-1][1]:
+            joined[-1][1] = max(joined[-1][1], right)
+        else:
+            joined.append([left, right])
+    return "".join(f"M{a} 0h{b - a}v{HEIGHT}h{a - b}z" for a, b in joined)
+
+
+def _phases(timeline: Timeline) -> list[dict]:
+    """When kernels of each phase begin; the first at 0."""
+    begins: dict[str, float] = {}
+    for i, task in enumerate(timeline.tasks):
+        if task.kind in ("compute", "optimizer"):
+            begins[task.phase] = min(begins.get(task.phase, math.inf), timeline.times.begin[i])
+    known = [name for name in ("forward", "backward", "update") if name in begins]
+    marks = [0.0, *(begins[name] for name in known[1:]), timeline.seconds]
+    return [
+        {"name": name, "at": round(100 * a / timeline.seconds, 3), "width": round(100 * (b - a) / timeline.seconds, 3)}
+        for name, a, b in zip(known, marks, marks[1:])
+    ]
+
+
+def frontier_chart(points: Sequence[Mapping], here: tuple[float, float] | None) -> dict | None:
+    """Dots of memory against seconds, the steps between them, bounds below; None with fewer than two points that have both."""
+    known = sorted(((p["memory_bytes"], p["seconds"], p["bound_seconds"]) for p in points if _both(p)), key=lambda p: p[:2])
+    if len(known) < 2:
+        return None
+    here = here if here is not None and all(map(math.isfinite, here)) else None
+    xs = [p[0] for p in known] + ([here[0]] if here else [])
+    ys = [y for p in known for y in (p[1], p[2]) if y is not None] + ([here[1]] if here else [])
+    (x0, x1), (y0, y1) = _widened(min(xs), max(xs)), _widened(min(ys), max(ys))
+
+    def at(x: float, y: float) -> tuple[int, int]:
+        return round(WIDTH * (x - x0) / (x1 - x0)), round(HEIGHT * (y1 - y) / (y1 - y0))
+
+    line, best = "", math.inf
+    for x, y, _ in known:
+        if y < best:
+            left, top = at(x, y)
+            line += f"H{left}V{top}" if line else f"M{left} {top}"
+            best = y
+    ring = None if here is None else [round(100 * part, 2) for part in ((here[0] - x0) / (x1 - x0), (here[1] - y0) / (y1 - y0))]
+    return {
+        "line": line + f"H{WIDTH}",
+        "dots": "".join(f"M{x} {y}h0" for x, y in (at(p[0], p[1]) for p in known)),
+        "bounds": "".join(f"M{x} {y}h0" for x, y in (at(p[0], p[2]) for p in known if p[2] is not None and p[2] < p[1] * (1 - 1e-6))),
+        "here": None if ring is None else dict(zip("xy", ring)),
+        "x": ticks(x0, x1, size),
+        "y": ticks(y0, y1, seconds, 4),
+    }
+
+
+def _both(point: Mapping) -> bool:
+    return point["memory_bytes"] is not None and point["seconds"] is not None
+
+
+def _widened(low: float, high: float) -> tuple[float, float]:
+    margin = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
+    return low - margin, high + margin

@@ -1,0 +1,152 @@
+"""The model as a tree: modules by the dots in the names of parameters (and of ops, where the model is known).
+
+Per module: elements and bytes per device of all parameters below (a tied one counts under its first name), seconds of the blocks
+below as the plan prices them. A module with a single module in it and nothing else is joined with it: `model.layers`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from autoshard.report.blocks import sections, split
+from autoshard.solution import Solution
+
+MANY_OPS = 6000  # more would make the file too large
+
+
+@dataclass
+class Module:
+    """One node of the tree."""
+
+    name: str  # as shown, below its parent
+    path: str
+    modules: dict[str, Module] = field(default_factory=dict)
+    parameters: list[dict] = field(default_factory=list)
+    ops: list[dict] = field(default_factory=list)
+    seconds: float | None = None
+    like: str = ""  # the first block that is laid out alike
+    ops_like: str = ""  # the first block whose ops are the same
+    elements: int = 0
+    local_bytes: float = 0.0
+    num_parameters: int = 0
+    num_ops: int = 0
+
+
+def tree(solution: Solution, picture_of: Mapping[str, int], ops: Sequence[Mapping] = ()) -> Module:
+    """The root. ops: rows with name, module, target, layout, seconds, backward; of equal blocks those of the first."""
+    root = Module("", "")
+    for name, row in solution.parameters.items():
+        path, _, leaf = name.rpartition(".")
+        shown = {"name": leaf, "full": name, "picture": picture_of.get(name), **_said(row)}
+        _at(root, path).parameters.append(shown)
+    kept, same = ops_once(ops)
+    for op in kept if len(kept) <= MANY_OPS else ():
+        _at(root, op["module"]).ops.append(dict(op))
+    for block, first in same.items():
+        _at(root, block).ops_like = first
+    for path, parts in solution.breakdown.get("blocks", {}).items():
+        known = _find(root, path)
+        if known is not None:
+            known.seconds = math.fsum(x for x in parts.values() if x) if isinstance(parts, Mapping) else parts
+    for leader, members in _alike(solution).items():
+        for path in members:
+            if (like := _find(root, path)) is not None:
+                like.like = leader
+    return _summed(_joined(root))
+
+
+def ops_once(ops: Sequence[Mapping]) -> tuple[list[Mapping], dict[str, str]]:
+    """The ops without those of blocks that have the same as an earlier one of their family, and for each such block the earlier one."""
+    blocks: dict[str, list[Mapping]] = {}
+    for op in ops:
+        blocks.setdefault(split(f"{op['module']}.")[0], []).append(op)
+    first: dict[tuple, str] = {}
+    same: dict[str, str] = {}
+    for block, rows in blocks.items():
+        does = tuple((op["module"].removeprefix(block), op["target"], op["layout"], op["backward"], op["seconds"]) for op in rows)
+        leader = first.setdefault((block.rpartition(".")[0], does), block)
+        if leader != block:
+            same[block] = leader
+    return [op for block, rows in blocks.items() if block not in same for op in rows], same
+
+
+def _said(row: Mapping) -> dict:
+    shape = row.get("shape") or ()
+    return {
+        "layout": row["layout"],
+        "shape": "x".join(map(str, shape)) or "scalar",
+        "dtype": row.get("dtype", ""),
+        "elements": 0 if "tied_to" in row else math.prod(shape),
+        "local_bytes": row.get("local_bytes"),
+        "tied_to": row.get("tied_to", ""),
+    }
+
+
+def _at(root: Module, path: str) -> Module:
+    """The module of this path, made where it is missing."""
+    node = root
+    for part in path.split(".") if path else ():
+        node = node.modules.setdefault(part, Module(part, f"{node.path}.{part}" if node.path else part))
+    return node
+
+
+def _find(root: Module, path: str) -> Module | None:
+    node: Module | None = root
+    for part in path.split("."):
+        node = node.modules.get(part) if node else None
+    return node
+
+
+def _alike(solution: Solution) -> dict[str, list[str]]:
+    """The first of blocks that are laid out alike -> the others."""
+    blocks: dict[str, dict] = {}
+    for name, row in solution.parameters.items():
+        block, rest = split(name)
+        if block:
+            blocks.setdefault(block, {})[rest] = row
+    first: dict[tuple, str] = {}
+    others: dict[str, list[str]] = {}
+    for block, rows in blocks.items():
+        leader = first.setdefault((block.rpartition(".")[0], repr(rows)), block)
+        if leader != block:
+            others.setdefault(leader, []).append(block)
+    return others
+
+
+def _joined(node: Module) -> Module:
+    modules = {key: _joined(child) for key, child in node.modules.items()}
+    if node.path and len(modules) == 1 and not node.parameters and not node.ops and node.seconds is None:
+        (child,) = modules.values()
+        return replace(child, name=f"{node.name}.{child.name}", like=child.like or node.like, ops_like=child.ops_like or node.ops_like)
+    return replace(node, modules=modules)
+
+
+def _summed(node: Module) -> Module:
+    children = {key: _summed(child) for key, child in node.modules.items()}
+    below = list(children.values())
+    known = [child.seconds for child in below if child.seconds is not None]
+    return replace(
+        node,
+        modules=children,
+        elements=sum(row["elements"] for row in node.parameters) + sum(child.elements for child in below),
+        local_bytes=sum(row["local_bytes"] or 0 for row in node.parameters if not row["tied_to"]) + sum(c.local_bytes for c in below),
+        num_parameters=len(node.parameters) + sum(child.num_parameters for child in below),
+        num_ops=len(node.ops) + sum(child.num_ops for child in below),
+        seconds=node.seconds if node.seconds is not None else math.fsum(known) if known else None,
+    )
+
+
+def users(solution: Solution, picture_of: Mapping[str, int]) -> dict[int, list[str]]:
+    """Per picture the parameters that lie so, blocks that are laid out alike folded: `h.0 .. h.11: attn.c_attn.weight`."""
+    found: dict[int, list[str]] = {}
+    for section in sections(solution.parameters, {}):
+        title = section.title.removesuffix(": same")
+        first = re.split(r" \.\. |, ", title)[0]
+        for rest in section.rows:
+            full = f"{first}.{rest}" if first else rest
+            if full in picture_of:
+                found.setdefault(picture_of[full], []).append(f"{title}: {rest}" if title else rest)
+    return found

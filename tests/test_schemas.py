@@ -1,0 +1,205 @@
+"""The JSON Schemas in docs/schemas take every file that the code writes, and refuse planted wrong ones."""
+
+import copy
+import gzip
+import json
+from functools import cache
+from pathlib import Path
+
+import jsonschema
+import pytest
+from referencing import Registry, Resource
+
+import autoshard
+from autoshard import Cluster, Mesh
+from autoshard.cli import main
+from autoshard.cost.curves.cluster import cluster, save_cluster
+from autoshard.cost.curves.rates import OpSample
+from autoshard.mesh import Device
+from autoshard.problem import read_contest, write_choice
+from autoshard.solvers import solve
+from models import mlp
+
+ROOT = Path(__file__).parent.parent
+DATA = ROOT / "tests" / "data"
+SCHEMAS = {path.name.removesuffix(".json"): json.loads(path.read_text()) for path in sorted((ROOT / "docs" / "schemas").glob("*.json"))}
+REGISTRY = Registry().with_resources((schema["$id"], Resource.from_contents(schema)) for schema in SCHEMAS.values())
+SLOW = Device("slow", 1e9, 1e9, 1e9, 1e9, launch=1e-7)
+
+
+def faults(kind: str, data: object) -> list[str]:
+    validator = jsonschema.Draft202012Validator(SCHEMAS[kind], registry=REGISTRY)
+    return [f"{'/'.join(map(str, error.absolute_path))}: {error.message[:200]}" for error in validator.iter_errors(data)]
+
+
+@cache
+def plan():
+    return autoshard.plan(*mlp.tiny(), Mesh.from_bandwidths((2,)), training=True, baselines=False)
+
+
+# -- files, written by the code that users run ----------------------------------------------------------------------------------------
+
+
+def solution(path: Path) -> None:
+    autoshard.plan(*mlp.tiny(), Mesh.from_bandwidths((2,)), training=True).save(path)
+
+
+def frontier(path: Path) -> None:
+    autoshard.frontier(*mlp.tiny(), Mesh.from_bandwidths((2,)), training=True, points=1).save(path)
+
+
+def curves(path: Path) -> None:
+    assert main(["calibrate", "fit", str(DATA / "collectives" / "measured.csv"), "--out", str(path)]) == 0
+
+
+def measured(path: Path) -> None:
+    samples = [OpSample("matmul", "float32", 1e9, 1e6, 1e-3), OpSample("matmul", "float32", 1e10, 1e7, 1e-2)]
+    samples += [OpSample("memory", "float32", 0.0, 1e6 * k, 1e-4 * k) for k in (1, 2, 4)] + [OpSample("launch", "", 0.0, 0.0, 2e-6)]
+    times = {(0, "all_reduce"): {2.0**k: 1e-4 + 2.0**k / 1e9 for k in range(10, 20)}}
+    about = {"backend": "gloo", "device": "cpu", "memory": 8e9, "complete": True, "assumptions": {"clock": "wall"}}
+    save_cluster(str(path), cluster((2,), times, samples, **about))
+
+
+def choice(path: Path) -> None:
+    write_choice(path, solve(read_contest(DATA / "iopddl" / "example.json")))
+
+
+def sharding_map(path: Path) -> None:
+    autoshard.export(plan(), "sharding_map", path)
+
+
+def placements(path: Path) -> None:
+    autoshard.export(plan(), "json", path)
+
+
+def pipeline(path: Path) -> None:
+    autoshard.pipeline(*mlp.tiny(layers=4, batch=16), Cluster.of(2, device=SLOW), microbatches=(2,), schedules=("1f1b",)).save(path)
+
+
+MADE = {
+    "solution.1": solution, "frontier.1": frontier, "curves.1": curves, "cluster.1": measured, "choice.1": choice,
+    "sharding_map.1": sharding_map, "placements.1": placements, "pipeline.1": pipeline,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder, known = tmp_path_factory.mktemp("schemas"), {}
+
+    def of(kind: str) -> dict:
+        if kind not in known:
+            MADE[kind](folder / f"{kind}.json")
+            known[kind] = json.loads((folder / f"{kind}.json").read_text())
+        return copy.deepcopy(known[kind])
+
+    return of
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_what_the_code_writes_is_as_the_schema_says(written, kind):
+    assert faults(kind, written(kind)) == []
+
+
+@pytest.mark.parametrize("name", ["example.json", "asplos-2025-iopddl-B.json.gz"])
+def test_the_contests_problems_are_as_the_schema_says(name):
+    path = DATA / "iopddl" / name
+    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    assert faults("problem.1", json.loads(content)) == []
+
+
+@pytest.mark.parametrize("path", sorted([*(DATA / "solutions").glob("*.json"), *(ROOT / "solutions").glob("*.json")]), ids=lambda p: p.name)
+def test_plans_of_older_releases_are_as_the_schema_says(path):
+    assert faults("solution.1", json.loads(path.read_text())) == []
+
+
+# -- planted faults --------------------------------------------------------------------------------------------------------------------
+
+
+def put(*where):
+    """A fault: the last of `where` in the place that the others name; `...` in its place takes the key away."""
+    *way, key, value = where
+
+    def plant(data):
+        for step in way:
+            data = data[next(iter(data))] if step is any else data[step]
+        if value is ...:
+            del data[key]
+        else:
+            data[key] = value
+
+    return plant
+
+
+FAULTS = [
+    ("solution.1", put("format", 2)),
+    ("solution.1", put("cost", ...)),
+    ("solution.1", put("status", "best")),
+    ("solution.1", put("cost", "fast")),
+    ("solution.1", put("colour", "red")),
+    ("solution.1", put("mesh", "axes", [])),
+    ("solution.1", put("mesh", "axes", 0, "size", 0)),  # behind the reference to mesh.1.json
+    ("solution.1", put("mesh", "device", "flops", ...)),
+    ("solution.1", put("layouts", any, "outputs", ["S(0),X"])),
+    ("solution.1", put("layouts", any, "inputs", [None])),
+    ("solution.1", put("parameters", any, "layout", "whole")),
+    ("frontier.1", put("format", "autoshard.frontier/2")),
+    ("frontier.1", put("points", [])),
+    ("frontier.1", put("points", 0, "status", "best")),
+    ("frontier.1", put("points", 0, "gap", -0.1)),
+    ("frontier.1", put("points", 0, "memory_bytes", ...)),
+    ("frontier.1", put("planning_seconds", None)),
+    ("curves.1", put("format", "autoshard.curves/0")),
+    ("curves.1", put("curves", 0, "method", "spline")),
+    ("curves.1", put("curves", 0, "parameters", "sizes", [1.0])),
+    ("curves.1", put("curves", 0, "parameters", "tail", ...)),
+    ("curves.1", put("curves", 0, "devices", 0)),
+    ("cluster.1", put("mesh", "axes", 0, "curves", 0, "seconds", [-1.0])),
+    ("cluster.1", put("roofline", ...)),
+    ("cluster.1", put("complete", "yes")),
+    ("choice.1", put("status", "fine")),
+    ("choice.1", put("choice", [0.5])),
+    ("sharding_map.1", put(any, "sharding", {"weight": None})),
+    ("sharding_map.1", put(any, "node", ...)),
+    ("placements.1", put("parameters", any, "placements", ["shard"])),
+    ("placements.1", put("mesh", "shape", [])),
+    ("pipeline.1", put("stages", [])),
+    ("pipeline.1", put("stages", 0, "devices", ...)),
+    ("pipeline.1", put("way", "guessed")),
+]
+
+
+@pytest.mark.parametrize(("kind", "plant"), FAULTS, ids=[f"{kind}-{k}" for k, (kind, _) in enumerate(FAULTS)])
+def test_a_planted_fault_is_refused(written, kind, plant):
+    data = written(kind)
+    plant(data)
+    assert faults(kind, data) != []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"problem": {"nodes": {"intervals": [[0]], "costs": [[1]], "usages": [[1]]}, "edges": {"nodes": [], "costs": []}}},
+        {"problem": {"nodes": {"intervals": [[0, 1]], "costs": [[]], "usages": [[1]]}, "edges": {"nodes": [], "costs": []}}},
+        {"problem": {"nodes": {"intervals": [[0, 1]], "costs": [[1]], "usages": [[1]]}, "edges": {"nodes": [[0, 1, 2]], "costs": [[1]]}}},
+        {"problem": {"nodes": {"intervals": [[0, 1]], "costs": [["1"]], "usages": [[1]]}, "edges": {"nodes": [], "costs": []}}},
+        {"problem": {"nodes": {"intervals": [], "costs": [], "usages": []}}},
+    ],
+)
+def test_a_problem_that_is_none_is_refused(data):
+    assert faults("problem.1", data) != []
+
+
+# -- the schemas themselves ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_a_schema_is_sound_and_named_as_its_file(kind):
+    jsonschema.Draft202012Validator.check_schema(SCHEMAS[kind])
+    assert SCHEMAS[kind]["$id"] == f"{kind}.json" and SCHEMAS[kind]["$schema"].endswith("2020-12/schema")
+    assert SCHEMAS[kind]["title"] and SCHEMAS[kind]["description"]
+
+
+def test_every_schema_is_linked_and_tested():
+    page = (ROOT / "docs" / "formats.md").read_text()
+    assert [kind for kind in SCHEMAS if f"schemas/{kind}.json" not in page] == []
+    assert set(SCHEMAS) == {*MADE, "problem.1", "mesh.1"}
