@@ -178,6 +178,13 @@ def test_bad_words_are_refused_in_one_sentence(capsys, argv, sentence):
     check_refused(capsys, argv, sentence)
 
 
+def test_log_level_is_one_that_logging_knows(capsys):
+    code, _, said = run(capsys, "--log-level", "loud", "doctor")
+    assert code == 2 and said == "autoshard: --log-level is loud; expected debug, info, warning, error\n"
+    script = "import logging; from autoshard.cli import main; main(['--log-level', 'info', 'doctor']); logging.getLogger('a').info('heard')"
+    assert "INFO a: heard" in subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stderr
+
+
 def test_traceback_shows_where_a_failure_came_from():
     with pytest.raises(ValueError, match="mesh is '2x'"):
         main(["--traceback", "plan", TINY, "--mesh", "2x"])

@@ -2,8 +2,8 @@
 
 k blocks recomputed, k = 0 ... n, is k graphs, each planned with its own proof under the same memory limit. More blocks mean
 more seconds and fewer bytes, but a tight limit also makes layouts dearer, so `auto` tries no block, all, and by bisection the
-fewest that fit and the middle of what is left, each to within half a percent, and takes the cheapest. The proof is that of the
-chosen k.
+fewest that fit and the middle of what is left, with the solver `prices`, and plans the cheapest of them to the end (within half a
+percent). The proof is that of the chosen k.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def forward_blocks(graph: Graph) -> list[list[int]]:
     return [largest[instance] for instance in sorted(largest) if len(largest[instance]) == whole]
 
 
-def cheapest(num_blocks: int, planned: Callable[[int], Solution | None]) -> Solution | None:
-    """The best of the tried k, or None when not even recomputing every block fits. `planned(k)` is None where nothing fits."""
+def cheapest(num_blocks: int, planned: Callable[[int], Solution | None]) -> int | None:
+    """The best of the tried k, the least of several; None where not even recomputing every block fits. `planned(k)` is None likewise."""
     tried: dict[int, Solution | None] = {}
 
     def at(k: int) -> Solution | None:
@@ -50,4 +50,4 @@ def cheapest(num_blocks: int, planned: Callable[[int], Solution | None]) -> Solu
     elif num_blocks and at(0) is not None:
         at(num_blocks)
     fits = [(solution.cost, k) for k, solution in tried.items() if solution is not None]
-    return tried[min(fits)[1]] if fits else None
+    return min(fits)[1] if fits else None

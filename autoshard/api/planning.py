@@ -87,12 +87,12 @@ def plan_captured(
         thrifty = partial(_all_recomputed, graph) if options.training else None
         return plan_graph(graph, mesh, replace(options, recompute=0), watch, assumptions, shallow, thrifty=thrifty)
     num_blocks = len(forward_blocks(graph))
-    refused: dict[int, Infeasible] = {}
     auto = options.recompute == "auto"
     if auto:
         options = replace(options, gap=max(options.gap, RECOMPUTE_GAP))
+    quick = replace(options, baselines=False, solver="prices" if options.solver == "auto" else options.solver)
 
-    def of(k: int) -> Solution:
+    def of(k: int, options: Options = options) -> Solution:
         few = None if shallow is None else checkpointed(shallow, k) if k == 0 else None
         if shallow is not None and k == num_blocks:
             few = checkpointed(shallow, len(forward_blocks(shallow)))
@@ -102,18 +102,18 @@ def plan_captured(
 
     def planned(k: int) -> Solution | None:
         try:
-            return of(k)
-        except Infeasible as error:
-            refused[k] = error
+            return of(k, quick)
+        except Infeasible:
             return None
 
     if not auto:
         return of(num_blocks if options.recompute == "all" else min(int(options.recompute), num_blocks))
     best = cheapest(num_blocks, planned)
-    if best is None:
-        error = refused[num_blocks]
-        raise Infeasible(f"{error}, with all {num_blocks} blocks recomputed", error.smallest_limit, error.conflict, error.minimal)
-    return replace(best, seconds=watch.seconds())
+    try:
+        return of(num_blocks if best is None else best)
+    except Infeasible as error:
+        said = f"{error}, with all {num_blocks} blocks recomputed"
+        raise Infeasible(said, error.smallest_limit, error.conflict, error.minimal) from None
 
 
 def _all_recomputed(graph: Graph) -> Graph | None:
@@ -195,7 +195,7 @@ def _say(watch: Stopwatch, what: str, fraction: float, which: object) -> None:
         watch.progress(f"{what}: {which}", fraction)
 
 
-RECOMPUTE_GAP = 0.005  # relative: how well the numbers of blocks that `auto` compares are planned
+RECOMPUTE_GAP = 0.005  # relative: how well `auto` plans at least, the numbers of blocks that it compares and the one that it takes
 PADDING_GAP = 1e-4  # relative, of the plan of a padded model
 
 

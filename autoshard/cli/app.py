@@ -5,6 +5,7 @@ Exit codes: 0 ok; 1 the answer is no (infeasible, mismatch); 2 bad input, with o
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -25,8 +26,15 @@ app = typer.Typer(
 
 
 @app.callback()
-def _options(traceback: bool = typer.Option(False, "--traceback", help="Show where in the code a failure came from.")) -> None:
-    pass
+def _options(
+    traceback: bool = typer.Option(False, "--traceback", help="Show where in the code a failure came from."),
+    log_level: str | None = typer.Option(None, help="Log on stderr too: debug, info, warning or error.", show_default=False),
+) -> None:
+    levels = ("debug", "info", "warning", "error")
+    if log_level is not None and log_level.lower() not in levels:
+        raise ValueError(f"--log-level is {log_level}; expected {', '.join(levels)}")
+    if log_level is not None:
+        logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

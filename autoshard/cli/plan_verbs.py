@@ -33,7 +33,7 @@ def plan(
     as_json: Json = False,
     time_limit: Annotated[float, typer.Option(help="Seconds for the solver.")] = 10000.0,
     gap: Annotated[float, typer.Option(help="Stop when proven to be within this of the best, relative.")] = 0.0,
-    solver: Annotated[str, typer.Option(help="auto, ilp, cvxpy or exhaustive.")] = "auto",
+    solver: Annotated[str, typer.Option(help="auto, prices, ilp, cvxpy or exhaustive.")] = "auto",
     intra_node_bandwidth: Annotated[str, typer.Option(help="Bytes per second per device, inside a node.")] = "300GB/s",
     inter_node_bandwidth: Annotated[str, typer.Option(help="Bytes per second of one node's link to the others.")] = "400GB/s",
     device: Annotated[str, typer.Option(help="a100, h100, h200 or cpu.")] = "h100",

@@ -23,7 +23,7 @@ def solve(
     problem: Annotated[str, typer.Argument(help="A problem in the contest's format, .json or .json.gz.", show_default=False)],
     time_limit: Annotated[float, typer.Option(help="Seconds; after them the best answer found is given, with its bound.")] = 10000.0,
     gap: Annotated[float, typer.Option(help="Stop when the answer is proven to be within this of the best, relative.")] = 0.0,
-    solver: Annotated[str, typer.Option(help="auto, ilp, cvxpy, dp, dual or exhaustive.")] = "auto",
+    solver: Annotated[str, typer.Option(help="auto, prices, ilp, cvxpy, dp, dual or exhaustive.")] = "auto",
     out: Annotated[str | None, typer.Option(help="Write the choices here, as JSON.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,

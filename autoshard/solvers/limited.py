@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..problem import Problem, without_limit
+from .auto import Auto
 from .exchange import differences
 from .incumbent import Incumbent
 from .pricing import Found, Pricing, corners
@@ -26,6 +28,20 @@ DEARER, STEEPEST = 8.0, 1e4  # until one fits, the fastest answer's memory is wo
 CHORDS = 30
 FILLINGS = 6  # of an answer with parts of another; a time at which the filled one was too large is looked at in the next
 EVEN = 1e-9  # relative to the cost: parts of equal worth go in the order of the nodes
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What prices alone give, without branch and bound: an answer within a part of the best, soon; and its bound."""
+
+    time_limit: float | None = None  # seconds
+    gap: float | None = None  # relative
+
+    def run(self, problem: Problem, incumbent: Incumbent) -> None:
+        if problem.usage_limit is None:
+            Auto().run(problem, incumbent)
+        else:
+            approach(problem, incumbent)
 
 
 def approach(problem: Problem, incumbent: Incumbent, messages: np.ndarray | None = None) -> None:

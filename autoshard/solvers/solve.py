@@ -23,7 +23,7 @@ from .eliminate import DP
 from .exhaustive import Exhaustive
 from .ilp import ILP
 from .incumbent import Fixed, Incumbent, Record
-from .limited import approach
+from .limited import Prices, approach
 from .prices import bound_below
 
 TIME_LIMIT = 10000.0  # seconds
@@ -43,7 +43,9 @@ class Solver(Protocol):
     def run(self, problem: Problem, incumbent: Incumbent) -> None: ...
 
 
-SOLVERS: dict[str, type[Solver]] = {"auto": Auto, "ilp": ILP, "cvxpy": CVX, "dp": DP, "dual": Dual, "exhaustive": Exhaustive}
+SOLVERS: dict[str, type[Solver]] = {
+    "auto": Auto, "prices": Prices, "ilp": ILP, "cvxpy": CVX, "dp": DP, "dual": Dual, "exhaustive": Exhaustive,
+}  # fmt: skip
 
 
 def solve(
