@@ -2,8 +2,8 @@
 
 k blocks recomputed, k = 0 ... n, is k graphs, each planned with its own proof under the same memory limit. More blocks mean
 more seconds and fewer bytes, but a tight limit also makes layouts dearer, so `auto` tries no block, all, and by bisection the
-fewest that fit and the middle of what is left, with the solver `prices`, and plans the cheapest of them to the end (within half a
-percent). The proof is that of the chosen k.
+fewest that fit and the middle of what is left, with the solver `prices`, and plans the cheapest of them to within one
+percent. The proof is that of the chosen k.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def _say(watch: Stopwatch, what: str, fraction: float, which: object) -> None:
         watch.progress(f"{what}: {which}", fraction)
 
 
-RECOMPUTE_GAP = 0.005  # relative: how well `auto` plans at least, the numbers of blocks that it compares and the one that it takes
+RECOMPUTE_GAP = 0.01  # relative: how well `auto` plans at least, the numbers of blocks that it compares and the one that it takes
 PADDING_GAP = 1e-4  # relative, of the plan of a padded model
 
 

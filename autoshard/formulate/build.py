@@ -49,7 +49,7 @@ class _Builder:
             self._node(op.name, costs[self.first[i]])
         waiting = self._add_hubs()
         self.usages = Usages(
-            self.graph, self.tables, self.training, self.trained, self.hubs, self.hub_layouts, self.gives, self.takes, self.inside
+            self.graph, self.tables, self.training, self.trained, self.hubs, self.gives, self.takes, self.makes, self.inside
         )
         for value, edge, move in waiting:
             self.usages.add_hub(value, edge, move)
@@ -79,7 +79,8 @@ class _Builder:
         self._takes: dict[tuple[int, int], Layouts] = {}
         self._waits: dict[tuple, Layouts] = {}
         self._nothing: dict[int, np.ndarray] = {}
-        self._inside: dict[int, np.ndarray] = {}
+        self._inside: dict[int, np.ndarray | None] = {}
+        self._made: dict[int, np.ndarray] = {}
 
     def _trained(self) -> dict[int, int]:
         """Parameters that get a gradient, with the time at which it is complete."""
@@ -104,13 +105,21 @@ class _Builder:
             self._takes[key] = tuple(c.inputs[a] for c in self.candidates.of[i])
         return self._takes[key]
 
-    def inside(self, i: int) -> np.ndarray:
-        """Bytes that the local program of op i holds beside its inputs and outputs, per choice."""
+    def makes(self, i: int) -> np.ndarray:
+        """Bytes of the outputs of op i, per choice."""
+        first = self.first[i]
+        if first not in self._made:
+            outputs = enumerate(self.graph.ops[i].outputs)
+            self._made[first] = np.sum([self.tables.bytes(t, self.gives((i, k))) for k, t in outputs if t is not None], axis=0)
+        return self._made[first]
+
+    def inside(self, i: int) -> np.ndarray | None:
+        """Bytes that the local program of op i holds beside its inputs and outputs, per choice; None where that is nothing."""
         first = self.first[i]
         if first not in self._inside:
             op, inputs = self.graph.ops[i], self.graph.input_tensors(i)
             made = [internal_bytes(op, inputs, c.inputs, self.mesh) for c in self.candidates.of[i]]
-            self._inside[first] = np.array(made, dtype=float)
+            self._inside[first] = np.array(made, dtype=float) if any(made) else None
         return self._inside[first]
 
     def _node(self, name: str, costs: np.ndarray) -> int:

@@ -41,13 +41,13 @@ class Usages:
         training: Training | None,
         trained: Mapping[int, int],  # parameter's op: the time at which its gradient is complete
         hubs: Mapping[Value, int],
-        hub_layouts: Mapping[Value, Layouts],
         gives: Callable[[Value], Layouts],
         takes: Callable[[int, int], Layouts],
-        inside: Callable[[int], np.ndarray],  # bytes that the op's local program holds beside inputs and outputs, per choice
+        makes: Callable[[int], np.ndarray],  # bytes of an op's outputs, per choice
+        inside: Callable[[int], np.ndarray | None],  # bytes that the op's local program holds beside inputs and outputs, per choice
     ):
         self.graph, self.tables, self.training, self.trained = graph, tables, training, trained
-        self.hubs, self.hub_layouts, self.gives, self.takes, self.inside = hubs, hub_layouts, gives, takes, inside
+        self.hubs, self.gives, self.takes, self.makes, self.inside = hubs, gives, takes, makes, inside
         self.usages: list[Usage] = []
         self.held: list[str] = []
         self.end = len(graph.ops) + 1
@@ -55,7 +55,6 @@ class Usages:
         self.returned = {r.value for r in graph.results if r.value is not None and r.kind == "output"}
         self.since: dict[Value, float] = {}  # from(x): when the value's own node begins to count for its storage; inf: never
         self.until: dict[Value, int] = {}  # when the node (or hub) of the value ends to count for it
-        self.made: dict[int, np.ndarray] = {}
         self.heirs: dict[int, int] = {}  # view -> from(v), for the views that take over
         for i, op in enumerate(graph.ops):
             for k, tensor in enumerate(op.outputs):
@@ -131,19 +130,10 @@ class Usages:
     def add_input(self, i: int, a: int, edge: int, move: Move) -> None:
         """The copy of what op i reads; where it is a view, as long as that lives or until it takes over."""
         if self.graph.ops[i].alias != a:
-            self._hold("resharded_copies", EdgeUsage(edge, i, i + 1, move.fetched(self._made(i))))
+            self._hold("resharded_copies", EdgeUsage(edge, i, i + 1, move.fetched(self.makes(i))))
             return
         self._hold("resharded_copies", EdgeUsage(edge, i, self.heirs.get(i, self._end(i, a) + 1), move.copy))
         self._hold("temporaries", EdgeUsage(edge, i, i + 1, move.buffers))
-
-    def _made(self, i: int) -> np.ndarray:
-        """Bytes that op i allocates, per choice."""
-        if i not in self.made:
-            op = self.graph.ops[i]
-            made = [self.tables.bytes(t, self.gives((i, k))) for k, t in enumerate(op.outputs) if t is not None]
-            # of the last op asked for alone: its inputs come one after the other
-            self.made = {i: made[0] if len(made) == 1 else np.sum(made, axis=0)}
-        return self.made[i]
 
     def add_op(self, i: int) -> None:
         """What op i allocates: outputs that are no views, the storage that a view takes over; a parameter with all that belongs to it."""
@@ -159,7 +149,7 @@ class Usages:
                 ends = [self._own_end((i, k)) for k, tensor in enumerate(op.outputs) if tensor is not None]
                 self._hold("activations", NodeUsage(i, self.heirs[i], max(ends), self.tables.bytes(base, self.takes(i, op.alias))))
             return
-        if (inside := self.inside(i)).any():
+        if (inside := self.inside(i)) is not None:
             self._hold("temporaries", NodeUsage(i, i, i + 1, inside))
         for k, output in enumerate(op.outputs):
             if output is not None:
