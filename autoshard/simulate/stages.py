@@ -19,6 +19,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from autoshard.cost import collective_seconds
 from autoshard.graph import Graph, Value
 from autoshard.layout import local_numel
 from autoshard.mesh import Axis
@@ -71,8 +72,15 @@ def run_parts(parts: Sequence[Part], schedule: Schedule, link: Axis | Sequence[A
 
 
 def _transfer(size: float, axis: Axis | None) -> float:
-    """Seconds of a point-to-point transfer, all devices of the stage sending at the same time."""
-    return axis.latency + size / axis.device_bandwidth if axis is not None and size else 0.0
+    """Seconds of a point-to-point transfer, all devices of the stage sending at the same time.
+
+    Of a measured axis those of an all_gather in which every device sends as much: x (n - 1) / n of the x that it ends up with.
+    """
+    if axis is None or not size:
+        return 0.0
+    if axis.curves and axis.size > 1:
+        return float(collective_seconds("all_gather", axis, size * axis.size / (axis.size - 1)))
+    return axis.latency + size / axis.device_bandwidth
 
 
 def parts_of(

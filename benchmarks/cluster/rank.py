@@ -4,6 +4,7 @@
     {"do": "load", "plan": "plan.pkl"}                    {"loaded": ...}; runs a step twice, so that all is warm
     {"do": "load", "plan": "plan.pkl", "model": "mlp"}    the same through `autoshard.parallelize`, which overlaps collectives
     {"do": "pipeline", "model": "mlp", "cut": "layers.2", "microbatches": 4, "schedule": "1f1b"}    a step in two stages
+    {"do": "eager"}                                       {"seconds": ...}: of a step of a tiny model
     {"do": "steps", "count": 5}                           {"seconds": [...]}: of the slowest rank, step by step; "idle": without it
     {"do": "stop"}
 """
@@ -14,6 +15,7 @@ import contextlib
 import datetime
 import json
 import pickle
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +23,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from plans import MODELS, PIPELINED, SLOW
+from plans import MODELS, PIPELINED, SLOW, TINY
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, SplitPoint, pipeline
 
@@ -95,6 +97,26 @@ class Rank:
             optimizer.step()
 
         return step
+
+    def eager(self, count: int = 20) -> dict:
+        """The median seconds of a step of a tiny model, on the ranks of the first node alone: stages wait for each other."""
+        if self.device_mesh.get_coordinate()[0] > 0:
+            return {"seconds": 0.0}
+        module, inputs = TINY()
+        module = module.to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.normal_(std=0.02)
+        given = [torch.zeros(x.shape, dtype=x.dtype) for x in inputs]
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, foreach=True)
+        seconds = []
+        for _ in range(count):
+            began = time.perf_counter()
+            optimizer.zero_grad()
+            module(*given).backward()
+            optimizer.step()
+            seconds.append(time.perf_counter() - began)
+        return {"seconds": statistics.median(seconds)}
 
     def pipeline(self, model: str, cut: str, microbatches: int, schedule: str) -> dict:
         """A step of two stages, a node each, under torch.distributed.pipelining; the node's ranks share every microbatch."""

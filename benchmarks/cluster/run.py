@@ -20,6 +20,7 @@ import json
 import pickle
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,13 +59,18 @@ def measured_mesh(ranks: Ranks, seconds: float, largest: float) -> Mesh:
     return Mesh.from_dict(record["mesh"])
 
 
-def with_launch(mesh: Mesh, graph: Graph, ranks: Ranks, folder: Path) -> Mesh:
-    """What a step of a tiny model takes beyond its roofline, by op: that is what the program of a rank costs to interpret."""
+def with_launch(mesh: Mesh, graph: Graph, seconds: Callable[[Planned], float]) -> Mesh:
+    """What a step of a tiny model takes beyond its roofline, by op: that is what Python costs. seconds: of its plan for one device."""
     (alone,) = [one for one in plans(graph, single(mesh), time_limit=5.0) if one.name == "data_parallel"]
-    seconds = statistics.median(timed(ranks, replace_mesh(alone, mesh), graph, folder)[0])
     kernels = sum(not op.is_placeholder and op.alias is None for op in graph.ops)
-    launch = max((seconds - (alone.seconds - kernels * mesh.device.launch)) / kernels, mesh.device.launch)
+    launch = max((seconds(alone) - (alone.seconds - kernels * mesh.device.launch)) / kernels, mesh.device.launch)
     return replace(mesh, device=replace(mesh.device, launch=launch))
+
+
+def interpreted(mesh: Mesh, ranks: Ranks, folder: Path) -> Mesh:
+    """With what the program of a rank costs to interpret."""
+    tiny = graph_of(TINY)
+    return with_launch(mesh, tiny, lambda one: statistics.median(timed(ranks, replace_mesh(one, mesh), tiny, folder)[0]))
 
 
 def single(mesh: Mesh) -> Mesh:
@@ -153,7 +159,7 @@ def main() -> int:
                 say(f"measuring collectives at {speed:g} Mbit/s")
                 network.limit(speed * 1e6 / 8)
                 mesh = measured_mesh(ranks, options.calibrate, options.largest)
-                mesh = with_launch(mesh, graph_of(TINY), ranks, options.folder)
+                mesh = interpreted(mesh, ranks, options.folder)
                 (options.folder / f"mesh-{speed:g}.json").write_text(json.dumps(mesh.to_dict(), indent=1))
                 for name in wanted:
                     rows += cell(ranks, name, graphs[name], mesh, speed, options)
