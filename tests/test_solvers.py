@@ -182,7 +182,7 @@ def test_options_are_fields_of_the_solver():
     assert solve(two_nodes(9.0), solver=ILP(time_limit=60, gap=0.0)).cost == 5.0
     with pytest.raises(TypeError):
         ILP(timelimit=60)
-    with pytest.raises(ValueError, match="expected one of auto, ilp"):
+    with pytest.raises(ValueError, match="expected one of auto, prices, ilp"):
         solve(two_nodes(9.0), solver="annealing")
     with pytest.raises(ValueError, match="more than 0 seconds"):
         solve(two_nodes(9.0), time_limit=0)
