@@ -1,14 +1,15 @@
 """A step of a parallel module beside DTensor's interpreter and hand-written FSDP2; its memory beside the plan's figure.
 
-    python benchmarks/parallelize.py TEXT [--steps 20] [--width 256] [--layers 4] [--only speed|memory] [--json]
+    python benchmarks/parallelize.py TEXT [--steps 20] [--sizes 2x64x8x16,4x256x16x128] [--only speed|memory] [--json]
 
 TEXT: any file, its bytes are the tokens. Four gloo ranks on this machine, no limit on the link.
 
-speed     GPT-2 in the FSDP layout (parameters and batch cut over 4). ours: autoshard.parallelize with the `fsdp` baseline's plan.
-          fsdp2: fully_shard on every block and the whole. They take turns, step by step, in the same processes, with the same
-          weights and batches; a step is forward, backward and AdamW (`step`), or without the optimizer (`pass`). interpreter:
-          every op of the same plan on DTensors, with a redistribute where layouts differ; forward and backward only.
-          `pass_cpu`: CPU seconds of one rank, which other work on the machine disturbs less.
+speed     GPT-2 (layers x width x batch x sequence length) in the FSDP layout: parameters and batch cut over 4.
+          ours: autoshard.parallelize with the `fsdp` baseline's plan. fsdp2: fully_shard on every block and the whole. They take
+          turns, step by step, in the same processes, with the same weights and batches; a step is forward, backward and AdamW
+          (`step`), or without the optimizer (`pass`). interpreter: every op of the same plan on DTensors, with a redistribute where
+          layouts differ; forward and backward only. `pass_cpu`: CPU seconds of one rank, which other work disturbs less.
+          The first size is the tests' tiny GPT-2; at the second, the same kernels are almost half of what the interpreter takes.
 memory    Tiny models on 2x2, our plan. measured: parameters, gradients and optimizer state, and on top of them the largest
           sum of live allocations that torch's CPU allocator reports during a step; the largest rank. predicted: the plan's peak.
 """
@@ -192,6 +193,30 @@ def gpt2_of(options):
     return build
 
 
+def compared(size: str, options: argparse.Namespace, text: bytes) -> dict:
+    """The slowest rank's medians at one size, and what they say."""
+    options.layers, options.width, options.batch, options.seq = map(int, size.split("x"))
+    graph = capture(*gpt2_of(options)(), training=True)
+    plan = baseline_only(graph, gloo_mesh((WORLD,)), Options(training=True), Stopwatch(None), {}, "fsdp")
+    ranks = on_ranks(speed, options, plan, text)
+    slowest = {k: {w: max(r[k][w] for r in ranks) for w in ranks[0][k]} for k in ("ours", "fsdp2", "interpreter")}
+    found = {
+        "seconds": slowest,
+        "interpreter_over_ours": {w: slowest["interpreter"][w] / slowest["ours"][w] for w in slowest["interpreter"]},
+        "overhead_over_fsdp2": {w: slowest["ours"][w] / slowest["fsdp2"][w] - 1 for w in ("pass", "step")},
+        "loss_gap": ranks[0]["loss_gap"],
+        "parameters": dict(list({n: row["layout"] for n, row in plan.parameters.items()}.items())[:4]),
+    }
+    if not options.json:
+        print(f"GPT-2 {size}", ranks[0]["timeline"], sep="\n")
+        for name, row in slowest.items():
+            print(f"{name:12} " + "  ".join(f"{what} {seconds * 1e3:9.2f} ms" for what, seconds in row.items()))
+        over = {w: f"{x:+.1%}" for w, x in found["overhead_over_fsdp2"].items()}
+        ratio = {w: f"{x:.1f}" for w, x in found["interpreter_over_ours"].items()}
+        print(f"interpreter / ours {ratio}, overhead over FSDP2 {over}, losses differ by {found['loss_gap']:.1e}")
+    return found
+
+
 # -- memory ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -256,34 +281,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--sizes", default="2x64x8x16,4x256x16x128", help="layers x width x batch x sequence length, of each GPT-2")
     parser.add_argument("--reshard", action=argparse.BooleanOptionalAction, default=True, help="FSDP2 gathers again for the backward pass")
     parser.add_argument("--only", choices=("speed", "memory"))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     text, report = options.text.read_bytes(), {}
     if options.only != "memory":
-        graph = capture(*gpt2_of(options)(), training=True)
-        plan = baseline_only(graph, gloo_mesh((WORLD,)), Options(training=True), Stopwatch(None), {}, "fsdp")
-        ranks = on_ranks(speed, options, plan, text)
-        slowest = {k: {w: max(r[k][w] for r in ranks) for w in ranks[0][k]} for k in ("ours", "fsdp2", "interpreter")}
-        report["speed"] = {
-            "seconds": slowest,
-            "interpreter_over_ours": slowest["interpreter"]["pass"] / slowest["ours"]["pass"],
-            "overhead_over_fsdp2": {w: slowest["ours"][w] / slowest["fsdp2"][w] - 1 for w in ("pass", "step")},
-            "loss_gap": ranks[0]["loss_gap"],
-            "parameters": dict(list({n: row["layout"] for n, row in plan.parameters.items()}.items())[:4]),
-        }
-        if not options.json:
-            print(ranks[0]["timeline"])
-            for name, row in slowest.items():
-                print(f"{name:12} " + "  ".join(f"{what} {seconds * 1e3:9.2f} ms" for what, seconds in row.items()))
-            over = {w: f"{x:+.1%}" for w, x in report["speed"]["overhead_over_fsdp2"].items()}
-            ratio, gap = report["speed"]["interpreter_over_ours"], ranks[0]["loss_gap"]
-            print(f"interpreter / ours {ratio:.1f}, overhead over FSDP2 {over}, losses differ by {gap:.1e}")
+        report["speed"] = {size: compared(size, options, text) for size in options.sizes.split(",")}
     if options.only != "speed":
         models = memory_models(options)
         plans = {name: autoshard.plan(*build(), gloo_mesh((2, 2)), training=True, baselines=False) for name, build in models.items()}

@@ -5,25 +5,30 @@
     x = [flat x_0 | flat x_1 | ...]  ->  one collective  ->  y = [flat y_0 | flat y_1 | ...]
 
 Kinds that carry a first dim of n parts (all_gather's result, reduce_scatter, all_to_all) are joined along the rest: (n, m_0 + m_1 ...).
-A gather that is joined to an earlier one holds its result longer: only where the limit of live bytes allows it.
+With r = max ready and d = min need a bucket holds, beside what is alive anyway, only where the limit of live bytes allows it,
+
+    x_i   from its own ready to r         y_i   from d to its own need         all x_i once more at r         all x_i and y_i once more at d
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import fx
 
-from autoshard.lower.flow import STARTS, WAIT, Flow, Pace, bucket_limit, largest_buffer, live_bytes, size
+from autoshard.lower.flow import STARTS, WAIT, Flow, Pace, bucket_limit, largest_buffer, live_bytes, owners, size
 
 aten = torch.ops.aten
 
 
 @dataclass(eq=False)
 class Bucket:
-    """ready, need: of all members together. bits: who they are; before: who comes before them (Flow.before)."""
+    """ready, need: of all members together. bits: who they are; before: who comes before them (Flow.before). held: (first, end, bytes)
+    by number of anchors, what it adds to the live bytes."""
 
     ready: int
     need: int
@@ -31,6 +36,7 @@ class Bucket:
     members: list[fx.Node]
     bits: int
     before: int
+    held: list[tuple[int, int, int]]
 
 
 def bucket(graph_module: fx.GraphModule, pace: Pace, limit: float) -> int:
@@ -51,38 +57,74 @@ def bucket(graph_module: fx.GraphModule, pace: Pace, limit: float) -> int:
 
 def _choose(graph: fx.Graph, flow: Flow, pace: Pace, limit: float) -> list[list[fx.Node]]:
     *nodes, output = graph.nodes
-    live = [now for node, now in zip(nodes, live_bytes(nodes, output), strict=True) if node in flow.at]
+    live = np.array([now for node, now in zip(nodes, live_bytes(nodes, output), strict=True) if node in flow.at], dtype=float)
     before, bit = flow.before(), {start: 1 << k for k, start in enumerate(flow.starts)}
+    owner = owners(nodes)
     last: dict[tuple, Bucket] = {}
     buckets: list[Bucket] = []
     for start in flow.starts:
-        axis, held = pace.axis(start), largest_buffer(start)
+        axis, bytes_of = pace.axis(start), largest_buffer(start)
         cap = bucket_limit(pace.mesh, axis)
-        if [user.target for user in start.users] != [WAIT] or held >= cap:
+        if [user.target for user in start.users] != [WAIT] or bytes_of >= cap:
             continue
         options = tuple(arg for arg in start.args[1:] if not isinstance(arg, (list, tuple)))
         key = (start.target, options, start.args[0].meta["val"].dtype, flow.depth[start])  # type: ignore[union-attr]
-        new = Bucket(flow.ready[start], flow.need[start], held, [start], bit[start], before[start])
+        new = Bucket(flow.ready[start], flow.need[start], bytes_of, [start], bit[start], before[start], [])
         found = last.get(key)
-        if found is not None and _fits(found, new, cap, buckets, live, limit):
-            early, late = sorted((found.need, new.need))
-            live[early:late] = [now + size(start) for now in live[early:late]]
-            found.ready, found.need, found.bytes = max(found.ready, new.ready), early, found.bytes + held
-            found.members.append(start)
-            found.bits, found.before = found.bits | new.bits, found.before | new.before
-        else:
-            last[key] = new
-            buckets.append(new)
+        both = None if found is None else _together(found, new, cap, buckets)
+        if found is not None and both is not None:
+            both.held = _held(both, flow, owner)
+            _add(live, found.held, -1)
+            _add(live, both.held, 1)
+            if all(live[first:end].max(initial=0) <= limit for first, end, _ in both.held):
+                buckets[buckets.index(found)] = last[key] = both
+                continue
+            _add(live, both.held, -1)
+            _add(live, found.held, 1)
+        last[key] = new
+        buckets.append(new)
     return [b.members for b in buckets if len(b.members) > 1]
 
 
-def _fits(found: Bucket, new: Bucket, cap: float, buckets: Sequence[Bucket], live: Sequence[int], limit: float) -> bool:
-    if max(found.ready, new.ready) >= min(found.need, new.need) or found.bytes + new.bytes > cap:
-        return False
-    early, late = sorted((found.need, new.need))
-    if any(now + size(new.members[0]) > limit for now in live[early:late]):
-        return False
-    return not (_closed(found.before, buckets) & new.bits or _closed(new.before, buckets) & found.bits)
+def _together(a: Bucket, b: Bucket, cap: float, buckets: Sequence[Bucket]) -> Bucket | None:
+    """Both as one, where neither comes before the other; None where they can't be."""
+    ready, need = max(a.ready, b.ready), min(a.need, b.need)
+    if ready >= need or a.bytes + b.bytes > cap or _closed(a.before, buckets) & b.bits or _closed(b.before, buckets) & a.bits:
+        return None
+    return Bucket(ready, need, a.bytes + b.bytes, [*a.members, *b.members], a.bits | b.bits, a.before | b.before, [])
+
+
+def _held(both: Bucket, flow: Flow, owner: dict[fx.Node, fx.Node]) -> list[tuple[int, int, int]]:
+    """What a bucket adds to the live bytes."""
+    held, given, got = [], 0, 0
+    for start in both.members:
+        source = start.all_input_nodes[0]
+        if owner[source].op != "placeholder":
+            held.append((flow.ready[start] + 1, both.ready, size(source)))
+        held.append((both.need, flow.need[start], size(start)))
+        given, got = given + size(source), got + size(start)
+    held += [(max(both.ready, 0), max(both.ready, 0) + 1, given), (both.need, both.need + 1, given + got)]
+    return _merged(held)
+
+
+def _merged(held: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """The same as intervals that do not overlap."""
+    change: dict[int, int] = {}
+    for first, end, count in held:
+        if first < end:
+            change[first] = change.get(first, 0) + count
+            change[end] = change.get(end, 0) - count
+    found, now = [], 0
+    for first, end in pairwise(sorted(change)):
+        now += change[first]
+        if now:
+            found.append((first, end, now))
+    return found
+
+
+def _add(live: np.ndarray, held: Sequence[tuple[int, int, int]], sign: int) -> None:
+    for first, end, count in held:
+        live[first:end] += sign * count
 
 
 def _closed(before: int, buckets: Sequence[Bucket]) -> int:

@@ -4,6 +4,7 @@ Nodes are anchors, which stay in program order, or lazy:
 
     start     a functional collective                      prep      cheap, read by starts and preps only
     wait      wait_tensor of one                           follower  cheap, of a wait or follower
+    given     a view of placeholders only
 
 Anchors are numbered; -1 stands for the placeholders. For a lazy node
 
@@ -98,7 +99,11 @@ class Flow:
 
 def _lazy(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     lazy = {node for node in nodes if node.target in STARTS or node.target is WAIT}
+    given = {node for node in nodes if node.op == "placeholder"}
     for node in nodes:
+        if node.target in VIEWS and given.issuperset(node.all_input_nodes):
+            given.add(node)
+            lazy.add(node)
         if node.target in CHEAP and any(source in lazy for source in node.all_input_nodes):
             lazy.add(node)
     for node in reversed(nodes):
@@ -153,12 +158,29 @@ class Pace:
 MATMULS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}
 
 
-def live_bytes(nodes: Sequence[fx.Node], output: fx.Node) -> list[int]:
-    """Bytes alive while each node runs, placeholders and views left out; what the graph returns lives to its end."""
+def owners(nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """For each node the one whose memory it is in: views and waits make none of their own; placeholders may be kept in one."""
     owner: dict[fx.Node, fx.Node] = {}
+    kept: dict[str, fx.Node] = {}
     for node in nodes:
         shares = node.target in VIEWS or node.target is WAIT or node.target is getitem
         owner[node] = owner.get(node.all_input_nodes[0], node) if shares and node.all_input_nodes else node
+        if _is_kept(node):
+            owner[node] = kept.setdefault(node.meta["kept"][0], node)
+    return owner
+
+
+def _is_kept(node: fx.Node) -> bool:
+    return node.op == "placeholder" and "kept" in node.meta
+
+
+def live_bytes(nodes: Sequence[fx.Node], output: fx.Node) -> list[int]:
+    """Bytes alive while each node runs, views left out; what the graph returns lives to its end.
+
+    Of the placeholders only those count that an earlier pass made: node.meta["kept"] names the memory that they are in and its
+    bytes, and that is free after their last reader.
+    """
+    owner = owners(nodes)
     last = {node: i for i, node in enumerate(nodes)}
     for i, node in enumerate(nodes):
         for source in node.all_input_nodes:
@@ -167,9 +189,10 @@ def live_bytes(nodes: Sequence[fx.Node], output: fx.Node) -> list[int]:
         last[owner[source]] = len(nodes) - 1
     change = [0] * (len(nodes) + 1)
     for i, node in enumerate(nodes):
-        if owner[node] is node and node.op == "call_function":
-            change[i] += size(node)
-            change[last[node] + 1] -= size(node)
+        if owner[node] is node and (node.op == "call_function" or _is_kept(node)):
+            held = node.meta["kept"][1] if _is_kept(node) else size(node)
+            change[i] += held
+            change[last[node] + 1] -= held
     found, now = [], 0
     for c in change[:-1]:
         now += c

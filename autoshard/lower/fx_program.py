@@ -23,6 +23,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 from autoshard.graph import Graph
 from autoshard.lower.collectives import Groups
+from autoshard.lower.flow import owners, size
 from autoshard.lower.program import Give, Move, Program, Run, Slot
 from autoshard.lower.run import run_rank
 
@@ -153,6 +154,10 @@ def _split(
     lost = [key for key in outputs if made[key] not in there]
     if lost:
         raise ValueError(f"{lost[0]} is made in the backward pass; a program must give its outputs before its gradients")
+    owner = owners(nodes)
+    for node in saved:
+        if owner[node].op == "call_function":  # else it is a parameter, buffer or input, or a view of one
+            node.meta["kept"] = (owner[node].name, size(owner[node]))
     forward = _copy(joint, [loads[name] for name in inputs] + position, early, [made[key] for key in outputs] + saved)
     backward = _copy(joint, saved + [loads[n] for n in tangents] + position, late, [made[k] for k in gradients]) if gradients else None
     return RankGraphs(forward, backward, tuple(inputs), tuple(outputs), len(saved), tuple(tangents), tuple(gradients), slots)

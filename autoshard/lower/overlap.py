@@ -13,7 +13,7 @@ what they hold would pass `limit`: then the oldest is waited for. The same estim
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -42,17 +42,21 @@ class Overlapped:
         return max(0.0, min(self.end, self.wait) - self.start)
 
 
-def room(graph: fx.Graph, spare: float) -> float:
-    """Live bytes that a better order may reach: what the graph reaches anyway, and `spare`."""
-    *nodes, output = graph.nodes
-    return max(live_bytes(nodes, output), default=0) + spare
+def room(graphs: Iterable[fx.Graph], spare: float) -> float:
+    """Live bytes that a better order may reach: the most that any of a step's passes reaches anyway, and `spare`."""
+    peaks = []
+    for graph in graphs:
+        *nodes, output = graph.nodes
+        peaks.append(max(live_bytes(nodes, output), default=0))
+    return max(peaks) + spare
 
 
-def scheduled(graph_module: fx.GraphModule, pace: Pace, spare: float) -> tuple[Overlapped, ...]:
-    """Buckets and reorders in place. spare: bytes by which the peak may grow."""
-    limit = room(graph_module.graph, spare)
-    bucket(graph_module, pace, limit)
-    return overlap(graph_module, pace, limit)
+def scheduled(passes: Sequence[fx.GraphModule], pace: Pace, spare: float) -> list[tuple[Overlapped, ...]]:
+    """Buckets and reorders the passes of a step in place. spare: bytes by which the step's peak may grow."""
+    limit = room([part.graph for part in passes], spare)
+    for part in passes:
+        bucket(part, pace, limit)
+    return [overlap(part, pace, limit) for part in passes]
 
 
 def overlap(graph_module: fx.GraphModule, pace: Pace, limit: float) -> tuple[Overlapped, ...]:
