@@ -98,6 +98,19 @@ def test_a_measured_cluster_prices_what_was_measured(tmp_path):
     assert mm == pytest.approx(2 * s**3 / 5e10 + 1e-6, rel=1e-6)
 
 
+@pytest.mark.parametrize("ratio, shared", [(1.0, 1), (1.3, 1), (1.6, 2), (2.1, 2), (9.0, 2), (0.5, 1)])
+def test_how_many_share_a_link_is_what_one_group_alone_says(ratio, shared):
+    size = SIZES[-1]
+    alone = {0: ("all_gather", size, TIMES[0, "all_gather"][size] / ratio)}
+    mesh, without = (Mesh.from_dict(record(**given)["mesh"]) for given in ({"alone": alone}, {}))
+    assert [axis.shared_by for axis in mesh.axes] == [shared, 1]
+    assert [axis.shared_by for axis in without.axes] == [1, 1]
+    for a, b in zip(mesh.axes, without.axes):  # prices are those of all groups at once, as before
+        assert a.device_bandwidth == pytest.approx(b.device_bandwidth) and a.bandwidth == pytest.approx(a.shared_by * b.bandwidth)
+        assert collective_seconds("all_gather", a, 1e6) == collective_seconds("all_gather", b, 1e6)
+    assert record(alone=alone)["measured"]["alone"] == [{"axis": "axis0", "collective": "all_gather", "size": size, "seconds": alone[0][2]}]
+
+
 def test_what_an_interruption_leaves_is_a_cluster_too():
     short = {key: dict(list(times.items())[:2]) for key, times in TIMES.items()}
     unfinished = cluster((2, 2), short, SAMPLES, backend="gloo", device="cpu", memory=1e9, complete=False, assumptions={})

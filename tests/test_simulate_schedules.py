@@ -5,6 +5,8 @@ import math
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autoshard.simulate.schedules import SCHEDULES, Schedule, Unit, run, schedule_of
 
@@ -132,6 +134,37 @@ def test_transfers_wait_for_their_link():
     slow = run(schedule_of("gpipe", 2, 8), forward=1, backward=1, transfer=3)  # slower than the stages: the link is the bottleneck
     assert free.seconds == pytest.approx(18 + 1.0)
     assert slow.seconds == pytest.approx(1 + 8 * 3 + 1 + 1 + 8 * 3 + 1)
+
+
+@pytest.mark.parametrize("chains", [1, 2, 3, 8])
+@pytest.mark.parametrize("latency", [0, 0.5])
+def test_pipelines_beside_each_other_take_turns_on_the_link(chains, latency):
+    f, b, t = 1.0, 2.0, 3.0
+    made = run(schedule_of("1f1b", 2, 1), forward=f, backward=b, transfer=t, latency=latency, chains=chains)
+    one = (t - latency) / chains  # what each has the link for
+    there = chains * one + latency  # the last waits for all
+    back = one + latency  # then they are apart by as much as each sends for
+    assert made.seconds == pytest.approx(2 * f + 2 * b + there + back)
+    assert made.seconds == pytest.approx(2 * (f + b) + 2 * t - (1 - 1 / chains) * (t - latency))
+
+
+@given(
+    name=st.sampled_from(sorted(SCHEDULES)), p=st.integers(1, 4), m=st.integers(1, 6), t=st.floats(0, 8), latency=st.floats(0, 1),
+    chains=st.integers(1, 4),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_pipelines_beside_each_other_lie_between_free_links_and_full_ones(name, p, m, t, latency, chains):
+    schedule = schedule_of(name, p, m)
+
+    def seconds(**given):
+        return run(schedule, forward=1, backward=2, weight=1, **given).seconds
+
+    made = seconds(transfer=t, latency=latency, chains=chains)
+    assert made == seconds(transfer=t, latency=latency) or chains > 1
+    assert made >= seconds() - 1e-9
+    if p > 1 and t > latency:  # every microbatch of every one of them crosses each link, behind the first forward
+        assert made >= m * (t - latency) + 1
+    assert seconds(transfer=0, chains=chains) == seconds()
 
 
 def test_memory_is_what_is_held():

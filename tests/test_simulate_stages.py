@@ -68,8 +68,10 @@ def test_activations_crossing_a_cut_are_sent_there_and_back(simulations):
 
 def test_seconds_follow_from_parts_and_schedule(simulations):
     one = simulations[Parallel(2, 2, 2, 4)]
-    again = run_parts(one.parts, schedule_of("1f1b", 2, 4), mesh_of((2, 2, 2)).axes[0])
-    assert one.seconds == again.seconds
+    axis = mesh_of((2, 2, 2)).axes[0]
+    assert axis.shared_by == 4  # two pipelines beside each other, of two tensor parallel devices each
+    again = run_parts(one.parts, schedule_of("1f1b", 2, 4), axis, chains=2)
+    assert one.seconds == again.seconds < run_parts(one.parts, schedule_of("1f1b", 2, 4), axis).seconds
     assert one.seconds > run_parts(one.parts, schedule_of("1f1b", 2, 4)).seconds  # without transfers
     assert 0 < one.exposed_communication_seconds < one.seconds
     assert one.bubble > 0 == simulations[Parallel(2, 2, 1, 1)].bubble

@@ -159,7 +159,8 @@ def simulate_grid(
         parts = parts_of(timeline.program, part_of, made.parts, partial=partial)
         silent = parts_of(timeline.program, part_of, made.parts, partial=partial, communication=False)
         axis: Axis | None = whole.axes[0] if one.pipeline > 1 else None
-        found.append(Simulation(one, stage, solution, timeline, schedule, parts, silent, run_parts(parts, made, axis)))
+        chains = min(one.data, max(1, axis.shared_by // one.tensor)) if axis else 1  # tensor parallel ranks keep in step
+        found.append(Simulation(one, stage, solution, timeline, schedule, parts, silent, run_parts(parts, made, axis, chains)))
     return found
 
 

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import fx
 
@@ -57,7 +56,7 @@ def bucket(graph_module: fx.GraphModule, pace: Pace, limit: float) -> int:
 
 def _choose(graph: fx.Graph, flow: Flow, pace: Pace, limit: float) -> list[list[fx.Node]]:
     *nodes, output = graph.nodes
-    live = np.array([now for node, now in zip(nodes, live_bytes(nodes, output), strict=True) if node in flow.at], dtype=float)
+    live = [now for node, now in zip(nodes, live_bytes(nodes, output), strict=True) if node in flow.at]
     before, bit = flow.before(), {start: 1 << k for k, start in enumerate(flow.starts)}
     owner = owners(nodes)
     last: dict[tuple, Bucket] = {}
@@ -76,7 +75,7 @@ def _choose(graph: fx.Graph, flow: Flow, pace: Pace, limit: float) -> list[list[
             both.held = _held(both, flow, owner)
             _add(live, found.held, -1)
             _add(live, both.held, 1)
-            if all(live[first:end].max(initial=0) <= limit for first, end, _ in both.held):
+            if all(max(live[first:end], default=0) <= limit for first, end, _ in both.held):
                 buckets[buckets.index(found)] = last[key] = both
                 continue
             _add(live, both.held, -1)
@@ -122,9 +121,9 @@ def _merged(held: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     return found
 
 
-def _add(live: np.ndarray, held: Sequence[tuple[int, int, int]], sign: int) -> None:
+def _add(live: list[int], held: Sequence[tuple[int, int, int]], sign: int) -> None:
     for first, end, count in held:
-        live[first:end] += sign * count
+        live[first:end] = [now + sign * count for now in live[first:end]]
 
 
 def _closed(before: int, buckets: Sequence[Bucket]) -> int:

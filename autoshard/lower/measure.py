@@ -2,6 +2,7 @@
 
 All groups of an axis run the collective at the same time, so a link that they share is measured as shared. What is timed is
 what a plan runs (`Groups.answer`). The slowest rank's time counts; all ranks see the same figures, so they take the same decisions.
+How many share a link shows when the first group of an axis runs the largest all_gather again while the others are idle.
 
 Sizes: a coarse grid (x4) of all collectives from small to large, so that what is there at any moment is useful; then, while time is
 left, halving of the gap whose ends bend most: the score of a gap is how far (in log seconds) its ends lie from the line through
@@ -33,6 +34,7 @@ class Measured:
 
     collectives: dict[tuple[int, str], dict[float, float]] = field(default_factory=dict)
     device: list[OpTime] = field(default_factory=list)
+    alone: dict[int, tuple[str, float, float]] = field(default_factory=dict)  # axis -> (collective, bytes, seconds) of one group alone
     complete: bool = False
 
 
@@ -75,6 +77,15 @@ def measure(
         measured.collectives[key][size] = median_seconds(lambda: groups.answer(ask), device, clock, agree)
         return f"{collective} on axis {axis}: {size:.0f} bytes"
 
+    def time_alone(axis: int, size: float) -> str:
+        n, where = device_mesh.shape[axis], device_mesh.get_coordinate()
+        assert where is not None, "every rank is in the mesh"
+        is_first = not any(c for k, c in enumerate(where) if k != axis)
+        ask = Ask("all_gather", axis, _buffer("all_gather", int(size) // 4, n, device))
+        seconds = median_seconds(lambda: groups.answer(ask) if is_first else None, device, clock, agree)
+        measured.alone[axis] = ("all_gather", size, seconds)
+        return f"all_gather on axis {axis}, one group alone: {size:.0f} bytes"
+
     def said(what: str) -> tuple[str, float, Measured]:
         return what, 1 - 0.8 * max(0.0, min(1.0, left() / (0.8 * seconds))), measured
 
@@ -85,6 +96,10 @@ def measure(
             if 5 * expected * len(keys) < max(left(), 0.0):  # large sizes must leave time for the others
                 yield said(time(key, size))
         size *= 4
+    for axis, n in enumerate(device_mesh.shape):
+        times = measured.collectives.get((axis, "all_gather"), {})
+        if times and math.prod(device_mesh.shape) > n > 1 and 5 * times[max(times)] < left():
+            yield said(time_alone(axis, max(times)))
     while (gap := _gap(measured.collectives, left())) is not None:
         yield said(time(*gap))
     measured.complete = True

@@ -7,8 +7,10 @@
     W(v, i)   comes after B(v, i) in the list of its device
 
 A device runs its list in order, one unit at a time. Transfers run beside the units; those from one device to another share
-that link and go one after the other, first made, first sent. An activation is held from the start of its F to the end of the last unit
-of its microbatch and chunk. With equal parts, t_F + t_B per device (t_W a part of t_B), transfers for nothing:
+that link and go one after the other, first made, first sent. Data parallel pipelines beside each other share it in the same way:
+what s of them send at once takes t, so each in turn has the link for (t - latency) / s, and its data is there a latency later.
+An activation is held from the start of its F to the end of the last unit of its microbatch and chunk.
+With equal parts, t_F + t_B per device (t_W a part of t_B), transfers for nothing:
 
     schedule            seconds                                                     activations of chunks that device d holds at most
     sequential          p m (t_F + t_B)                                             1
@@ -132,6 +134,8 @@ def run(
     finish: PerPart = 0.0,
     activation_bytes: PerPart = 0.0,
     fixed_bytes: PerPart = 0.0,
+    latency: PerPart = 0.0,
+    chains: int = 1,
 ) -> Run:
     """The time line of one step.
 
@@ -139,7 +143,9 @@ def run(
     seconds of backward that make weight gradients (default half), which run on their own in schedules that split it; transfer:
     seconds of part v's output on its way to part v + 1 (transfer_back: of the gradient from part v + 1 to v, default the same).
     finish: seconds per device after its last unit (gradient reduction, optimizer). activation_bytes: what F leaves for B;
-    fixed_bytes: parameters, their gradients and optimizer state. ValueError for a schedule that waits for itself.
+    fixed_bytes: parameters, their gradients and optimizer state. latency: of `transfer`, the seconds in which the link is free for others.
+    chains: pipelines beside each other that share the links, `transfer` being the seconds of all of theirs at once; the time line is of
+    the one that ends last. ValueError for a schedule that waits for itself.
     """
     n, p = schedule.parts, schedule.devices
     F, whole = _per_part(forward, n, "forward"), _per_part(backward, n, "backward")
@@ -153,7 +159,7 @@ def run(
         B = [b - w for b, w in zip(whole, W)]
     else:
         B = whole
-    spans, sends = _time(schedule, {"F": F, "B": B, "W": W}, there, back)
+    spans, sends = _time(schedule, {"F": F, "B": B, "W": W}, there, back, _per_part(latency, n, "latency"), chains)
     ends = [0.0] * p
     for span in spans:
         ends[span.device] = max(ends[span.device], span.end)
@@ -169,60 +175,68 @@ def run(
     )
 
 
-def _time(schedule: Schedule, seconds: dict[str, list[float]], there: list[float], back: list[float]) -> tuple[list[Span], list[Span]]:
-    """Units in the order of their ends; ties by device."""
+def _time(
+    schedule: Schedule, seconds: dict[str, list[float]], there: list[float], back: list[float], latency: list[float], chains: int
+) -> tuple[list[Span], list[Span]]:
+    """Units in the order of their ends, ties by device; of the chain that ends last. Device d of chain c has the number c p + d."""
     p, n = schedule.devices, schedule.parts
-    order, at, free = schedule.order, [0] * p, [0.0] * p
-    arrived: dict[tuple[str, int, int], float] = {}  # (kind, part, microbatch) -> when what it waits for is there
+    order, at, free = schedule.order * chains, [0] * (p * chains), [0.0] * (p * chains)
+    arrived: dict[tuple[int, str, int, int], float] = {}  # (chain, kind, part, microbatch) -> when what it waits for is there
     link_free: dict[tuple[int, int], float] = {}
     running: list[tuple[float, int, float]] = []  # (end, device, start)
-    spans: list[Span] = []
-    sends: list[Span] = []
-    for i in range(schedule.microbatches):
-        arrived["F", 0, i] = 0.0
+    spans: list[list[Span]] = [[] for _ in range(chains)]
+    sends: list[list[Span]] = [[] for _ in range(chains)]
+    for c in range(chains):
+        for i in range(schedule.microbatches):
+            arrived[c, "F", 0, i] = 0.0
 
-    def begin(d: int) -> None:
-        if at[d] < len(order[d]) and not waiting[d]:
-            kind, i, chunk = order[d][at[d]]
+    def begin(x: int) -> None:
+        if at[x] < len(order[x]) and not waiting[x]:
+            kind, i, chunk = order[x][at[x]]
+            c, d = divmod(x, p)
             v = chunk * p + d
-            ready = free[d] if kind == "W" else arrived.get((kind, v, i))
+            ready = free[x] if kind == "W" else arrived.get((c, kind, v, i))
             if ready is not None:
-                start = max(free[d], ready)
-                waiting[d] = True
-                heapq.heappush(running, (start + seconds[kind][v], d, start))
+                start = max(free[x], ready)
+                waiting[x] = True
+                heapq.heappush(running, (start + seconds[kind][v], x, start))
 
-    def send(kind: str, v: int, to: int, i: int, end: float, took: float) -> None:
+    def send(c: int, kind: str, v: int, to: int, i: int, end: float, took: float) -> None:
         a, b = v % p, to % p
         if a != b and took:
+            late = min(latency[min(v, to)], took)
             start = max(end, link_free.get((a, b), 0.0))
-            link_free[a, b] = end = start + took
-            sends.append(Span(a, kind, i, v, start, end, b))
-        arrived[kind, to, i] = end
+            link_free[a, b] = start + (took - late) / chains
+            end = link_free[a, b] + late
+            sends[c].append(Span(a, kind, i, v, start, end, b))
+        arrived[c, kind, to, i] = end
         if b != a:
-            begin(b)
+            begin(c * p + b)
 
-    waiting = [False] * p
-    for d in range(p):
-        begin(d)
+    waiting = [False] * len(order)
+    for x in range(len(order)):
+        begin(x)
     while running:
-        end, d, start = heapq.heappop(running)
-        kind, i, chunk = order[d][at[d]]
+        end, x, start = heapq.heappop(running)
+        kind, i, chunk = order[x][at[x]]
+        c, d = divmod(x, p)
         v = chunk * p + d
-        spans.append(Span(d, kind, i, v, start, end))
-        at[d] += 1
-        free[d], waiting[d] = end, False
+        spans[c].append(Span(d, kind, i, v, start, end))
+        at[x] += 1
+        free[x], waiting[x] = end, False
         if kind == "F" and v + 1 < n:
-            send("F", v, v + 1, i, end, there[v])
+            send(c, "F", v, v + 1, i, end, there[v])
         elif kind == "F":
-            arrived["B", v, i] = end  # the loss is in the last part
+            arrived[c, "B", v, i] = end  # the loss is in the last part
         elif kind == "B" and v > 0:
-            send("B", v, v - 1, i, end, back[v - 1])
-        begin(d)
+            send(c, "B", v, v - 1, i, end, back[v - 1])
+        begin(x)
     for d in range(p):
         if at[d] < len(order[d]):
             kind, i, chunk = order[d][at[d]]
             raise ValueError(f"schedule {schedule.name}: device {d} waits for ever to run {kind} of microbatch {i}, chunk {chunk}")
-    return spans, sends
+    last = max(range(chains), key=lambda c: max((span.end for span in spans[c]), default=0.0))
+    return spans[last], sends[last]
 
 
 def _per_part(value: PerPart, count: int, name: str) -> list[float]:

@@ -46,8 +46,9 @@ class Part:
     tied_bytes: float = 0.0
 
 
-def run_parts(parts: Sequence[Part], schedule: Schedule, link: Axis | Sequence[Axis] | None = None) -> Run:
+def run_parts(parts: Sequence[Part], schedule: Schedule, link: Axis | Sequence[Axis] | None = None, chains: int = 1) -> Run:
     """The time line of a step. link: between a part and the next, one for all or one per part; parts may be of different devices.
+    chains: pipelines that share it, each with its part of every microbatch (`schedules.run`).
 
     ValueError unless there are as many parts as the schedule has.
     """
@@ -66,6 +67,8 @@ def run_parts(parts: Sequence[Part], schedule: Schedule, link: Axis | Sequence[A
         finish=[math.fsum(finish[d::p]) for d in range(p)],
         activation_bytes=[part.activation_bytes for part in parts],
         fixed_bytes=[part.fixed_bytes for part in parts],
+        latency=[axis.latency if axis else 0.0 for axis in links],
+        chains=chains,
     )
     working = [max(part.working_bytes for part in parts[d::p]) for d in range(p)]
     return Run(made.schedule, made.seconds, made.busy, tuple(a + b for a, b in zip(made.peak_bytes, working)), made.spans, made.sends)

@@ -1,6 +1,6 @@
 """One rank: it joins the process group, then does what comes as JSON lines on stdin and answers on stdout.
 
-    {"do": "measure", "seconds": 20, "largest": 4e6}      {"collectives": [[axis, name, size, seconds]], "device": [...]}
+    {"do": "measure", "seconds": 20, "largest": 4e6}      {"collectives": [[axis, name, size, seconds]], "alone": ..., "device": ...}
     {"do": "load", "plan": "plan.pkl"}                    {"loaded": ...}; runs a step twice, so that all is warm
     {"do": "load", "plan": "plan.pkl", "model": "mlp"}    the same through `autoshard.parallelize`, which overlaps collectives
     {"do": "pipeline", "model": "mlp", "cut": "layers.2", "microbatches": 4, "schedule": "1f1b"}    a step in two stages
@@ -49,7 +49,8 @@ class Rank:
         for _, _, found in measure(self.device_mesh, clock=time.perf_counter, seconds=seconds, largest=largest):
             last = found
         rows = [[axis, name, size, t] for (axis, name), times in last.collectives.items() for size, t in times.items()]
-        return {"collectives": rows, "device": [vars(op) for op in last.device]}
+        alone = [[axis, *one] for axis, one in last.alone.items()]
+        return {"collectives": rows, "alone": alone, "device": [vars(op) for op in last.device]}
 
     def load(self, plan: str, model: str = "") -> dict:
         """The step of a plan on this rank: forward and backward, then AdamW on the parameters."""

@@ -4,12 +4,14 @@ cluster.json: {"format": "autoshard.cluster/1", "mesh": Mesh.to_dict() (axes wit
 "roofline": rates and errors by op class and dtype, "complete": whether measuring came to its end, "assumptions": backend, ...}.
 
 An axis' latency and bandwidth, which price a collective that has no curve, are those of the alpha-beta fit t = a + x/b of its
-all_reduce (else all_gather):  latency = a / (L ceil(log2 n)),  bandwidth = V (n-1)/n b, the terms of cost/collectives.py.
+all_reduce (else all_gather):  latency = a / (L ceil(log2 n)),  bandwidth = s V (n-1)/n b, the terms of cost/collectives.py, with
+s = shared_by = seconds of the largest all_gather in all groups of the axis at once / in one of them alone, rounded (1: not measured).
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -27,6 +29,7 @@ from .records import PiecewiseCurve, PNorm
 
 FORMAT = "autoshard.cluster/1"
 Times = Mapping[tuple[int, str], Mapping[float, float]]  # (axis, collective) -> size in bytes -> seconds
+Alone = Mapping[int, tuple[str, float, float]]  # axis -> (collective, size in bytes, seconds) of one group, the others idle
 
 
 def link_curve(collective: str, times: Mapping[float, float]) -> LinkCurve:
@@ -38,7 +41,17 @@ def link_curve(collective: str, times: Mapping[float, float]) -> LinkCurve:
     return LinkCurve(collective, curve.sizes, curve.times, curve.tail, float(errors.mean))
 
 
-def mesh_of(shape: Sequence[int], times: Times, device: Device, backend: str, names: Sequence[str] | None = None) -> Mesh:
+def sharing(shape: Sequence[int], axis: int, times: Times, alone: Alone) -> int:
+    """How many groups of an axis share a link: 1 to the number of groups."""
+    if axis not in alone:
+        return 1
+    collective, size, seconds = alone[axis]
+    return min(max(round(times[axis, collective][size] / seconds), 1), math.prod(shape) // shape[axis])
+
+
+def mesh_of(
+    shape: Sequence[int], times: Times, device: Device, backend: str, names: Sequence[str] | None = None, alone: Alone | None = None
+) -> Mesh:
     """The mesh of a measured cluster. ValueError while an axis has less than two sizes of any collective."""
     axes = []
     for k, (n, name) in enumerate(zip(shape, names or default_axis_names(len(shape)))):
@@ -52,8 +65,9 @@ def mesh_of(shape: Sequence[int], times: Times, device: Device, backend: str, na
         link = fit(np.array(list(measured[reference])), np.array(list(measured[reference].values())), "alpha_beta")
         assert isinstance(link, PNorm)
         rounds, volume = COLLECTIVES[reference]
-        bandwidth, latency = volume * (n - 1) / n * link.B, link.a / (rounds * (n - 1).bit_length())
-        axes.append(Axis(name, n, bandwidth, latency, backend=backend, curves=tuple(link_curve(c, t) for c, t in measured.items())))
+        shared = sharing(shape, k, times, alone or {})
+        bandwidth, latency = shared * volume * (n - 1) / n * link.B, link.a / (rounds * (n - 1).bit_length())
+        axes.append(Axis(name, n, bandwidth, latency, shared, backend, tuple(link_curve(c, t) for c, t in measured.items())))
     return Mesh(tuple(axes), device)
 
 
@@ -75,14 +89,17 @@ def cluster(
     memory: float,
     complete: bool,
     assumptions: Mapping[str, object],
+    alone: Alone | None = None,
 ) -> dict:
-    """The record of a file. ValueError while there is not enough for a mesh."""
+    """The record of a file. alone: without it every group is taken to have links of its own. ValueError while there is not enough for a
+    mesh."""
     roofline = fit_roofline(samples)
-    mesh = mesh_of(shape, times, device_of(device, roofline, memory), backend)
+    mesh = mesh_of(shape, times, device_of(device, roofline, memory), backend, alone=alone)
     raw = [
         {"axis": mesh.axes[k].name, "collective": c, "sizes": sorted(t), "seconds": [t[x] for x in sorted(t)]}
         for (k, c), t in times.items()
     ]
+    single = [{"axis": mesh.axes[k].name, "collective": c, "size": x, "seconds": t} for k, (c, x, t) in (alone or {}).items()]
     rows = [
         {"op": op, "dtype": dtype, "flops_per_second": roofline.flops.get((op, dtype)), "gmae": e.gmae, "mean": e.mean, "samples": e.num}
         for (op, dtype), e in roofline.errors.items()
@@ -92,7 +109,7 @@ def cluster(
         "complete": complete,
         "mesh": mesh.to_dict(),
         "roofline": {"memory_bytes_per_second": roofline.memory, "launch_seconds": roofline.launch, "ops": rows},
-        "measured": {"collectives": raw, "device": [vars(s) for s in samples]},
+        "measured": {"collectives": raw, "alone": single, "device": [vars(s) for s in samples]},
         "assumptions": dict(assumptions),
     }
 
