@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from autoshard.cli import main, solve_verb
-from autoshard.cli.arguments import parse_bytes, parse_pins, parse_settings
+from autoshard.cli.app import app
+from autoshard.cli.arguments import bandwidths, check_out, check_picture, parse_bytes, parse_pins, parse_recompute, parse_settings
 from autoshard.cli.model import load_model
 from autoshard.solution import load
 from autoshard.solvers import auto
@@ -62,6 +64,49 @@ def test_settings_have_types():
 
 def test_pins_have_names_and_layouts():
     assert parse_pins(["h.0.w=S(0),R", "a=b=R"]) == {"h.0.w": "S(0),R", "a=b": "R"}
+
+
+def test_bandwidths_are_read_in_bytes_per_second():
+    assert bandwidths("300GB/s", "1e9") == {"intra_node_bandwidth": 3e11, "inter_node_bandwidth": 1e9}
+    with pytest.raises(ValueError, match="^--inter-node-bandwidth is 'fast'; expected a positive number with a unit, for example 300GB/s$"):
+        bandwidths("300GB/s", "fast")
+
+
+def test_blocks_to_recompute_are_a_number_or_a_word():
+    assert [parse_recompute(written) for written in ("0", "12", "all", "-1")] == [0, 12, "all", "-1"]
+
+
+def test_files_are_refused_by_the_name_of_their_option(tmp_path):
+    check_out(None)
+    check_out(str(tmp_path / "anything"), "--csv")
+    with pytest.raises(ValueError, match=f"^--csv {tmp_path} is a folder; give the name of a file to write$"):
+        check_out(str(tmp_path), "--csv")
+    for ending in (".png", ".svg", ".pdf"):
+        check_picture(str(tmp_path / f"picture{ending}"), "--plot")
+    with pytest.raises(ValueError, match=r"^--plot .*/picture.gif ends in .gif; expected one of .png, .svg, .pdf$"):
+        check_picture(str(tmp_path / "picture.gif"), "--plot")
+    with pytest.raises(ValueError, match="^--plot nowhere/a.png: there is no folder nowhere; make it first$"):
+        check_picture("nowhere/a.png", "--plot")
+
+
+SHARED = {
+    "--intra-node-bandwidth": ("plan", "frontier", "pipeline", "simulate", "redistribute", "tables"),
+    "--inter-node-bandwidth": ("plan", "frontier", "pipeline", "simulate", "redistribute", "tables"),
+    "--device": ("plan", "frontier", "pipeline", "simulate", "tables"),
+    "--prices": ("plan", "frontier"),
+    "--cluster": ("plan", "frontier"),
+    "--train": ("plan", "frontier"),
+    "--master-weights": ("plan", "frontier"),
+    "--pin": ("plan", "frontier"),
+    "--quiet": ("plan", "frontier", "pipeline", "simulate", "redistribute", "tables", "solve"),
+}
+
+
+@pytest.mark.parametrize("option", SHARED)
+def test_an_option_of_several_verbs_is_the_same_in_each(option):
+    verbs = get_command(app).commands
+    seen = {verb: next(p for p in verbs[verb].params if option in p.opts) for verb in SHARED[option]}
+    assert len({(p.help, p.metavar, str(p.default), p.multiple) for p in seen.values()}) == 1
 
 
 # --- MODEL

@@ -166,7 +166,9 @@ def test_the_table_fits_a_hundred_columns(tiny):
     ("words", "said"),
     [
         (["--plot", "f.txt"], "ends in .txt"),
-        (["--csv", "nowhere/f.csv"], "there is no folder nowhere"),
+        (["--csv", "nowhere/f.csv"], "--csv nowhere/f.csv: there is no folder nowhere; make it first"),
+        (["--out", "models"], "--out models is a folder"),
+        (["--plot", "picture"], "--plot picture ends in nothing; expected one of .png, .svg, .pdf"),
         (["--save-dir", "models/mlp.py"], "is a file"),
         (["--points", "0"], "points is 0"),
         (["--recompute", "auto"], "recompute is 'auto'"),

@@ -1,18 +1,24 @@
 """The whole search on tiny models: never slower than what it was compared with, within memory, the same through an executor."""
 
 import csv
+import io
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 
 import pytest
+from rich.console import Console
 
+from autoshard.api.mesh_shapes import mesh_shapes
 from autoshard.api.pipeline_choices import place
 from autoshard.api.pipelines import microbatch, pipeline
 from autoshard.api.planning import Infeasible
 from autoshard.cli import main
-from autoshard.mesh import Device
+from autoshard.mesh import DEVICES_PER_NODE, Device
+from autoshard.report.numbers import seconds
+from autoshard.report.pipeline import pipeline_report, plot_speed_up
 from autoshard.simulate.interop import SubMesh
 from autoshard.simulate.pipeline_cluster import Cluster, Kind
 from autoshard.simulate.pipeline_record import Pipeline
@@ -112,14 +118,63 @@ def test_the_verb_prints_one_object_and_writes_files(tmp_path, capsys):
 def test_the_verb_says_no(capsys):
     words = ["pipeline", "models/mlp.py:tiny", "--devices", "2", "--microbatches", "2", "--workers", "1", "--no-grid"]
     assert main([*words, "--memory", "1kB"]) == 1
-    assert "raise the memory limit" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("autoshard: no pipeline fits") and "raise the memory limit" in err
+    assert main([*words, "--memory", "1kB", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"status": "infeasible", "message": err.removeprefix("autoshard: ").rstrip(), "configurations": []}
+    assert main([*words, "--plot", "speed.gif"]) == 2
+    assert "--plot speed.gif ends in .gif; expected one of .png, .svg, .pdf" in capsys.readouterr().err
     assert main(["pipeline", "models/mlp.py:tiny", "--devices", "2", "--nodes", "1x2"]) == 2
     assert "either --devices 16, or --nodes" in capsys.readouterr().err
     assert main(["pipeline", "models/mlp.py:tiny", "--devices", "2", "--schedules", "2f2b", "--workers", "1"]) == 2
     assert "expected some of" in capsys.readouterr().err
 
 
+def scaled(limit: float) -> Pipeline:
+    """Planned within `limit` bytes, in units of the least peak of all configurations."""
+    least = min(row["peak_bytes"] for row in found().configurations)
+    return pipeline(*model(), Cluster.of(4, device=SLOW), microbatches=(4,), schedules=("1f1b",), memory_limit=limit * least, grid=False)
+
+
+def said(record: Pipeline) -> str:
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(pipeline_report(record))
+    return console.export_text().partition("fewer devices")[2]
+
+
+def in_a_line(text: str) -> str:
+    return " ".join(text.split())
+
+
 def test_speed_up_is_over_the_fewest_devices():
     rows = found().speed_up
     assert [row["devices"] for row in rows] == [1, 2, 4]
     assert rows[0]["speed_up"] == pytest.approx(1.0) and all(math.isfinite(row["speed_up"]) for row in rows)
+    assert "count as" not in said(found())
+
+
+def test_speed_up_says_what_the_fewest_devices_that_fit_count_as():
+    some = scaled(2.0)
+    one, two, four = some.speed_up
+    assert (one["seconds"], one["speed_up"], two["speed_up"]) == (None, None, 2.0)
+    assert four["speed_up"] == pytest.approx(2 * two["seconds"] / four["seconds"])
+    assert "does not fit" in said(some) and "2 devices, the fewest that fit, count as 2" in in_a_line(said(some))
+
+
+def test_speed_up_is_empty_where_all_devices_are_the_fewest_that_fit(tmp_path):
+    only = scaled(1.3)
+    assert [(row["devices"], row["seconds"] is not None, row["speed_up"]) for row in only.speed_up] == [
+        (1, False, None), (2, False, None), (4, True, None),
+    ]  # fmt: skip
+    *_, last = (line for line in said(only).splitlines() if "│" in line)
+    assert [cell.strip() for cell in last.split("│")[1:-1]] == ["4", seconds(only.seconds), "-"] and "count as" not in said(only)
+    assert [row["speed_up"] for row in only.to_dict()["speed_up"]] == [None, None, None]
+    for name, record in (("only", only), ("kinds", replace(found(), speed_up=())), ("all", found())):
+        plot_speed_up(record, tmp_path / f"{name}.svg")
+        assert ("no fewer devices to compare with" in (tmp_path / f"{name}.svg").read_text()) == (name != "all")
+
+
+def test_a_node_has_as_many_devices_as_with_mesh_auto():
+    assert Cluster.of(2 * DEVICES_PER_NODE).kinds == (Kind(2, DEVICES_PER_NODE),)
+    assert mesh_shapes(2 * DEVICES_PER_NODE) == mesh_shapes(2 * DEVICES_PER_NODE, DEVICES_PER_NODE)

@@ -2,13 +2,15 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
-from autoshard.api.simulating import Parallel, divided, microbatch, simulate_grid
+from autoshard import load
+from autoshard.api.simulating import Parallel, divided, microbatch, simulate, simulate_grid
 from autoshard.capture import capture_deep
 from autoshard.cli import main
-from autoshard.mesh import Axis, Mesh
+from autoshard.mesh import Axis, LinkCurve, Mesh
 from autoshard.simulate.pipeline_layers import layers_of
 from autoshard.simulate.schedules import schedule_of
 from autoshard.simulate.stages import Part, parts_of, run_parts, weight_ops
@@ -161,6 +163,101 @@ def test_the_verb_takes_a_plan(capsys, tmp_path):
     assert record["stages"][0]["mesh"] == [2, 2] and "<svg" in picture.read_text()[:500]
     code, out, _ = run_verb(capsys, str(plan), "--quiet")
     assert code == 0 and "per step" in out and "critical path" in out
+
+
+NODES = dict(devices_per_node=2, intra_node_bandwidth=2e9, inter_node_bandwidth=1e9, device="cpu")
+AT_THESE = ["--devices-per-node", "2", "--intra-node-bandwidth", "2GB/s", "--inter-node-bandwidth", "1GB/s", "--device", "cpu"]
+LARGE = ["--set", "batch=4096"]
+
+
+def write_cluster(path, mesh) -> str:
+    path.write_text(json.dumps({"format": "autoshard.cluster/1", "mesh": mesh.to_dict()}))
+    return str(path)
+
+
+def slower(mesh):
+    """With a measured curve on its first axis: 5 ms for a collective of 1 MB."""
+    curves = tuple(LinkCurve(c, (1e3, 1e6), (1e-3, 5e-3), 4e-9) for c in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"))
+    return replace(mesh, axes=(replace(mesh.axes[0], curves=curves), *mesh.axes[1:]))
+
+
+@pytest.fixture(scope="module")
+def cut_batch(tmp_path_factory):
+    """A plan that cuts the batch over 2x2, so that the gradients of small parameters are reduced, and its mesh."""
+    path, mesh = tmp_path_factory.mktemp("plan") / "plan.json", Mesh.from_bandwidths((2, 2), **NODES)
+    pins = ["--pin", "*.weight=R,R", "--pin", "*.bias=R,R", "--pin", "input_0=S(0),S(0)"]
+    assert main(["plan", "models/mlp.py:tiny", *LARGE, "--mesh", "2x2", "--train", *AT_THESE, *pins, "--quiet", "--out", str(path)]) == 0
+    return str(path), mesh
+
+
+def answer(capsys, *arguments):
+    code, out, err = run_verb(capsys, *arguments, "--json")
+    assert code == 0, err
+    return json.loads(out), err
+
+
+def test_a_plan_under_measured_prices(capsys, tmp_path, cut_batch):
+    plan, mesh = cut_batch
+    capsys.readouterr()
+    own, _ = answer(capsys, plan)
+    same, _ = answer(capsys, plan, "--cluster", write_cluster(tmp_path / "same.json", mesh))
+    assert same.pop("cost_seconds") == pytest.approx(own.pop("cost_seconds")) and same == own
+    slow = slower(mesh)
+    record, _ = answer(capsys, plan, "--cluster", write_cluster(tmp_path / "slow.json", slow))
+    model, inputs = mlp.tiny(batch=4096)
+    assert record["seconds"] == simulate(model, inputs, load(plan), mesh=slow).seconds > 2 * own["seconds"]
+    serial, _ = answer(capsys, plan, "--no-overlap", "--cluster", str(tmp_path / "slow.json"))
+    assert serial["seconds"] == pytest.approx(serial["cost_seconds"]) and record["cost_seconds"] == serial["cost_seconds"]
+    write_cluster(tmp_path / "other.json", Mesh.from_bandwidths((4,)))
+    code, out, err = run_verb(capsys, plan, "--cluster", str(tmp_path / "other.json"))
+    assert (code, out) == (2, "") and "2x2" in err and "is 4" in err and err.count("\n") == 1
+
+
+def test_no_join_reduces_gradients_one_by_one(capsys, cut_batch):
+    plan, _ = cut_batch
+    capsys.readouterr()
+    joined, apart = (answer(capsys, plan, *flags)[0] for flags in ([], ["--no-join"]))
+    model, inputs = mlp.tiny(batch=4096)
+    assert apart["communication_seconds"] == simulate(model, inputs, load(plan), join=False).communication_seconds
+    assert apart["communication_seconds"] > 1.2 * joined["communication_seconds"]  # eight reductions pay latency, not one
+    assert apart["compute_seconds"] == joined["compute_seconds"]
+
+
+def test_a_model_fills_a_measured_cluster(capsys, tmp_path):
+    mesh = Mesh.from_bandwidths((2, 2), **NODES)
+    cluster = write_cluster(tmp_path / "cluster.json", mesh)
+    words = ["models/mlp.py:tiny", *LARGE, "--data", "1,2", "--tensor", "1,2", "--pipeline", "1,2", "--microbatches", "2"]
+    record, said = answer(capsys, *words, "--cluster", cluster)
+    assert said == f"3 of 8 combinations fill {cluster}, measured as 2x2; the others are left out\n"
+    degrees = {(row["data"], row["tensor"], row["pipeline"]): row["seconds"] for row in record["configurations"]}
+    assert set(degrees) == {(2, 2, 1), (2, 1, 2), (1, 2, 2)}
+    nominal, said = answer(capsys, *words, *AT_THESE)
+    assert said == "" and len(nominal["configurations"]) == 8
+    assert degrees == {key: row["seconds"] for row in nominal["configurations"]
+                       if (key := (row["data"], row["tensor"], row["pipeline"])) in degrees}  # fmt: skip
+    slow, _ = answer(capsys, *words, "--cluster", write_cluster(tmp_path / "slow.json", slower(mesh)))
+    for row in slow["configurations"]:  # the slow axis is the pipeline's, or the data's where there are no stages
+        assert row["seconds"] > 1.1 * degrees[row["data"], row["tensor"], row["pipeline"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--cluster", "FILE", "--data", "4"], "measured as 2x3; expected --pipeline, --data and --tensor of these sizes, in this order"),
+        (["--cluster", "FILE", "--data", "3", "--tensor", "2"], "was measured as 2x3; expected"),
+        (["--cluster", "FILE", "--devices-per-node", "2"], "both say what a node is; leave one out"),
+        (["--cluster", "nothing.json"], "nothing.json: No such file or directory"),
+        (["--no-join"], "--no-join is for a plan, but models/mlp.py:tiny is a model"),
+        (["--constants", "distir_3386edc", "--no-join"], "leave out --no-join"),
+        (["--constants", "distir_3386edc", "--cluster", "FILE"], "leave out --cluster"),
+        (["--constants", "distir_3386edc", "--picture", "p.png"], "leave out --picture"),
+    ],
+)
+def test_words_that_a_model_has_no_use_for_are_refused(capsys, tmp_path, arguments, said):
+    cluster = write_cluster(tmp_path / "cluster.json", Mesh.from_bandwidths((2, 3)))
+    target = "mlp" if "--constants" in arguments else "models/mlp.py:tiny"
+    code, out, err = run_verb(capsys, target, *(cluster if word == "FILE" else word for word in arguments))
+    assert (code, out) == (2, "") and said in err and err.count("\n") == 1
 
 
 def test_the_verb_knows_the_published_rules(capsys):

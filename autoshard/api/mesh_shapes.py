@@ -23,16 +23,15 @@ from autoshard.api.options import Infeasible, Options, Progress, Stopwatch, chec
 from autoshard.api.planning import plan_captured
 from autoshard.capture import capture_deep
 from autoshard.cycles import no_search_for_cycles
-from autoshard.mesh import Mesh
+from autoshard.mesh import DEVICES_PER_NODE, Mesh
 from autoshard.solution import Solution
 
 MOST_AXES = 3
-NODE = 8  # devices, where nobody says
 EQUAL = 1e-9  # relative: of plans this near in cost the first mesh is taken
 BY_SHAPE = ("pins", "keep", "forbid")  # options whose layouts fit meshes of as many axes only
 
 
-def mesh_shapes(devices: int, devices_per_node: int = NODE) -> list[tuple[int, ...]]:
+def mesh_shapes(devices: int, devices_per_node: int = DEVICES_PER_NODE) -> list[tuple[int, ...]]:
     """The shapes to compare, fewest axes first, one device last. ValueError where the devices don't fill the nodes.
 
     Fewer devices than a node has are one node.

@@ -197,7 +197,11 @@ def place(wanted: Sequence[SubMesh], cluster: Cluster) -> list[tuple[int, ...]]:
 
 
 def speed_ups(cluster: Cluster, tables: Sequence[StageTable], best: Configuration) -> tuple[dict[str, Any], ...]:
-    """Seconds on the first 1, 2, 4, ... devices of a cluster of one kind of nodes (from plans of single layers), and on all of them."""
+    """Seconds on the first 1, 2, 4, ... devices of a cluster of one kind of nodes (from plans of single layers), and on all of them.
+
+    seconds: None where the model does not fit. speed_up: over the fewest devices that fit, which count as so many; None where the model
+    does not fit, and everywhere where all devices are the fewest: there is nothing to compare them with.
+    """
     if len(cluster.kinds) > 1:
         return ()
     M, n = cluster.kinds[0].devices, cluster.num_devices
@@ -215,5 +219,6 @@ def speed_ups(cluster: Cluster, tables: Sequence[StageTable], best: Configuratio
     rows.append({"devices": n, "seconds": best.seconds})
     base = next(row for row in rows if row["seconds"])
     for row in rows:
-        row["speed_up"] = base["devices"] * base["seconds"] / row["seconds"] if row["seconds"] else None
+        compared = row["seconds"] and base is not rows[-1]
+        row["speed_up"] = base["devices"] * base["seconds"] / row["seconds"] if compared else None
     return tuple(rows)

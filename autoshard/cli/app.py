@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import typer
 
-from autoshard.cli.output import complain
+from autoshard.cli.output import Output, complain
 
 OK, NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -51,6 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _refuse(_sentence(error))
     return code if isinstance(code, int) else OK
+
+
+def say_no(output: Output, error: ValueError, record: Mapping[str, Any] | None = None) -> int:
+    """An `Infeasible` as the answer: its sentence on stderr, under --json an object too, with what `record` adds. Returns the exit code."""
+    output.progress_shown.stop()
+    complain(f"autoshard: {error}")
+    if output.as_json:
+        output.answer({"status": "infeasible", "message": str(error), **(record or {})}, str)
+    return NO
 
 
 def _refuse(sentence: str, code: int = BAD_INPUT) -> int:

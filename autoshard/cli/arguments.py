@@ -6,7 +6,9 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypedDict
 
+PICTURES = (".png", ".svg", ".pdf")  # endings of files that a picture can be drawn into
 _SCALE = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -22,6 +24,21 @@ def parse_bytes(written: str, what: str = "memory") -> float:
             f"{what} is {written!r}; expected a positive number with a unit, for example {'80GB' if what == 'memory' else '300GB/s'}"
         )
     return value
+
+
+class Bandwidths(TypedDict):
+    """Keywords of `Mesh.from_bandwidths`, in bytes per second."""
+
+    intra_node_bandwidth: float
+    inter_node_bandwidth: float
+
+
+def bandwidths(intra_node_bandwidth: str, inter_node_bandwidth: str) -> Bandwidths:
+    """The two options, read."""
+    return {
+        "intra_node_bandwidth": parse_bytes(intra_node_bandwidth, "--intra-node-bandwidth"),
+        "inter_node_bandwidth": parse_bytes(inter_node_bandwidth, "--inter-node-bandwidth"),
+    }
 
 
 def parse_settings(written: Sequence[str]) -> dict[str, int | float | bool | str | None]:
@@ -85,12 +102,24 @@ def parse_optimizer(written: str) -> str | float:
         return written
 
 
-def check_out(written: str | None) -> None:
+def parse_recompute(written: str) -> int | str:
+    """`4` -> 4 blocks; `all` and other words are for the planner to know."""
+    return int(written) if written.isdecimal() else written
+
+
+def check_out(written: str | None, what: str = "--out") -> None:
     """Say before the work begins that its result could not be written."""
     if written is None:
         return
     path = Path(written)
     if path.is_dir():
-        raise ValueError(f"--out {written} is a folder; give the name of a file to write")
+        raise ValueError(f"{what} {written} is a folder; give the name of a file to write")
     if not path.parent.is_dir():
-        raise ValueError(f"--out {written}: there is no folder {path.parent}; make it first")
+        raise ValueError(f"{what} {written}: there is no folder {path.parent}; make it first")
+
+
+def check_picture(written: str | None, what: str) -> None:
+    """The same of a picture, whose ending says what it is."""
+    check_out(written, what)
+    if written is not None and Path(written).suffix not in PICTURES:
+        raise ValueError(f"{what} {written} ends in {Path(written).suffix or 'nothing'}; expected one of {', '.join(PICTURES)}")

@@ -13,6 +13,7 @@ from rich.console import RenderableType
 
 from autoshard.cli.app import INTERRUPTED, OK, app
 from autoshard.cli.arguments import check_out, parse_bytes
+from autoshard.cli.options import Json, Quiet
 from autoshard.cli.output import Output
 from autoshard.mesh import parse_shape
 
@@ -25,7 +26,6 @@ app.add_typer(calibrate, name="calibrate")
 
 MANY = 24  # curves; more are shown by collective
 SAVED_EVERY = 1.0  # seconds
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
 def _report() -> ModuleType:
@@ -46,7 +46,7 @@ def fit(
     system: Annotated[str | None, typer.Option(help="A name for the cluster.", show_default=False)] = None,
     alone: Annotated[bool, typer.Option("--alone", help="Fit each curve by itself: the others don't say what lies between sizes.")] = False,
     as_json: Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    quiet: Quiet = False,
 ) -> int:
     """Fit a curve to each collective measured, and say how far each is from sizes that it has not seen.
 
@@ -128,7 +128,7 @@ def measure(
     largest: Annotated[str | None, typer.Option(help="Largest buffer. Default: 64MiB on CPUs, 1GiB on GPUs.", show_default=False)] = None,
     backend: Annotated[str, typer.Option(help="nccl, gloo, or auto.")] = "auto",
     as_json: Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    quiet: Quiet = False,
 ) -> int:
     """Measure this cluster: every collective on every axis of a mesh, and its devices. Start it with torchrun, a process per device.
 

@@ -9,7 +9,7 @@ import typer
 from autoshard.cli.app import NO, OK, app
 from autoshard.cli.arguments import parse_settings
 from autoshard.cli.model import load_model
-from autoshard.cli.options import Json, OldMesh, OptionalModel, Plan, Quiet, Settings, load_api, load_plan, model_of
+from autoshard.cli.options import Json, OldMesh, OptionalModel, Plan, Quiet, Settings, load_api, load_cluster, load_plan, model_of
 from autoshard.cli.output import Output
 
 
@@ -43,11 +43,7 @@ def check(
     with Output(as_json=as_json, quiet=quiet) as output:
         loaded = load_plan(solution, mesh)
         written, keywords = model_of(loaded, model, parse_settings(settings), solution)
-        today = None
-        if cluster is not None:
-            from autoshard.cost.curves import load_cluster  # here: scipy takes half a second to import
-
-            today = load_cluster(cluster)
+        today = None if cluster is None else load_cluster(cluster)
         output.progress("building the model", 0.0)
         module, example_inputs = load_model(written, keywords, training=loaded.training)
         found = load_api().check(

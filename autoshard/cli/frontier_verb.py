@@ -7,15 +7,30 @@ from typing import Annotated, Any
 
 import typer
 
-from autoshard.cli.app import NO, OK, app
-from autoshard.cli.arguments import check_out, parse_bytes, parse_optimizer, parse_pins, parse_settings
+from autoshard.cli.app import OK, app, say_no
+from autoshard.cli.arguments import bandwidths, check_out, check_picture, parse_settings
 from autoshard.cli.model import load_model
-from autoshard.cli.options import Json, Model, Quiet, Settings, load_api
-from autoshard.cli.output import Output, complain
-from autoshard.cli.plan_inputs import check_mesh_words, mesh_of
+from autoshard.cli.options import (
+    DEVICE,
+    INTER,
+    INTRA,
+    ClusterFile,
+    DeviceName,
+    InterNodeBandwidth,
+    IntraNodeBandwidth,
+    Json,
+    MasterWeights,
+    Model,
+    Pin,
+    Prices,
+    Quiet,
+    Settings,
+    Train,
+    load_api,
+)
+from autoshard.cli.output import Output
+from autoshard.cli.plan_inputs import check_mesh_words, mesh_of, planning_options
 from autoshard.mesh import parse_shape
-
-PICTURES = (".png", ".svg", ".pdf")
 
 
 @app.command()
@@ -23,10 +38,8 @@ def frontier(
     model: Model,
     mesh: Annotated[str | None, typer.Option(help="Sizes of the mesh, slowest axis first: 2x4.", show_default=False)] = None,
     settings: Settings = [],  # noqa: B006 (typer makes a new one)
-    cluster: Annotated[
-        str | None, typer.Option(help="A file of `calibrate measure`, instead of a mesh and bandwidths.", show_default=False)
-    ] = None,
-    train: Annotated[bool, typer.Option("--train", help="Plan a training step instead of a forward pass.")] = False,
+    cluster: ClusterFile = None,
+    train: Train = False,
     points: Annotated[int, typer.Option(help="How many proven points to look for.")] = 12,
     gap: Annotated[float, typer.Option(help="Up to which gap a point counts as proven, relative.")] = 1e-3,
     out: Annotated[str | None, typer.Option(help="Write the points and bounds here, as JSON.", show_default=False)] = None,
@@ -37,17 +50,15 @@ def frontier(
     ] = None,
     as_json: Json = False,
     time_limit: Annotated[float, typer.Option(help="Seconds for the sweep.")] = 10000.0,
-    intra_node_bandwidth: Annotated[str, typer.Option(help="Bytes per second per device, inside a node.")] = "300GB/s",
-    inter_node_bandwidth: Annotated[str, typer.Option(help="Bytes per second of one node's link to the others.")] = "400GB/s",
-    device: Annotated[str, typer.Option(help="a100, h100, h200 or cpu.")] = "h100",
-    prices: Annotated[
-        str | None, typer.Option(help="Take bandwidths and device from `show-prices`: a100, h100, b200, mi300x, ...", show_default=False)
-    ] = None,
+    intra_node_bandwidth: IntraNodeBandwidth = INTRA,
+    inter_node_bandwidth: InterNodeBandwidth = INTER,
+    device: DeviceName = DEVICE,
+    prices: Prices = None,
     devices_per_node: Annotated[int | None, typer.Option(help="Default: all axes but the first.", show_default=False)] = None,
     optimizer: Annotated[str, typer.Option(help="Whose state memory holds: adamw, sgd, momentum, or bytes per parameter.")] = "adamw",
-    master_weights: Annotated[bool, typer.Option("--master-weights", help="Hold a float32 copy of 16-bit parameters.")] = False,
+    master_weights: MasterWeights = False,
     recompute: Annotated[str, typer.Option(help="Blocks to recompute in the backward pass: a number, or all.")] = "0",
-    pin: Annotated[list[str], typer.Option(metavar="NAME=LAYOUT", help="Fix a layout; repeatable.", show_default=False)] = [],  # noqa: B006
+    pin: Pin = [],  # noqa: B006
     quiet: Quiet = False,
 ) -> int:
     """Memory against time: the fastest plans of MODEL for less and less memory per device, each with its proof.
@@ -58,24 +69,13 @@ def frontier(
     """
     check_mesh_words(mesh, cluster, None, None, prices)
     _check_files(out, csv, plot, save_dir)
-    bandwidths = {
-        "intra_node_bandwidth": parse_bytes(intra_node_bandwidth, "--intra-node-bandwidth"),
-        "inter_node_bandwidth": parse_bytes(inter_node_bandwidth, "--inter-node-bandwidth"),
-        "device": device,
-    }
-    devices = mesh_of(None if mesh is None else parse_shape(mesh), prices, cluster, devices_per_node, **bandwidths)
+    links = bandwidths(intra_node_bandwidth, inter_node_bandwidth)
+    devices = mesh_of(None if mesh is None else parse_shape(mesh), prices, cluster, devices_per_node, device=device, **links)
     keywords = parse_settings(settings)
-    options = {
-        "training": train,
-        "points": points,
-        "gap": gap,
-        "time_limit": time_limit,
-        "optimizer": parse_optimizer(optimizer),
-        "master_weights": master_weights,
-        "recompute": int(recompute) if recompute.isdigit() else recompute,
-        "pins": parse_pins(pin),
-        "assumptions": {"model": model, "set": keywords},
-    }
+    options = planning_options(
+        optimizer=optimizer, recompute=recompute, pin=pin, training=train, master_weights=master_weights,
+        points=points, gap=gap, time_limit=time_limit, assumptions={"model": model, "set": keywords},
+    )  # fmt: skip
     with Output(as_json=as_json, quiet=quiet) as output:
         output.progress("building the model", 0.0)
         module, example_inputs = load_model(model, keywords, training=train)
@@ -83,10 +83,7 @@ def frontier(
         try:
             found = api.frontier(module, example_inputs, devices, progress=output.progress, **options)
         except api.Infeasible as error:
-            complain(f"autoshard: {error}")
-            if as_json:
-                output.answer({"status": "infeasible", "message": str(error)}, str)
-            return NO
+            return say_no(output, error)
         _write(found, output, out, csv, plot, save_dir)
         record, report = found.to_dict(), _report()
         output.answer(record, lambda: report.frontier_report(record))
@@ -95,10 +92,9 @@ def frontier(
 
 def _check_files(out: str | None, csv: str | None, plot: str | None, save_dir: str | None) -> None:
     """Before the work begins: can its results be written?"""
-    for path in (out, csv, plot):
-        check_out(path)
-    if plot is not None and Path(plot).suffix not in PICTURES:
-        raise ValueError(f"--plot {plot} ends in {Path(plot).suffix or 'nothing'}; expected one of {', '.join(PICTURES)}")
+    check_out(out)
+    check_out(csv, "--csv")
+    check_picture(plot, "--plot")
     if save_dir is not None and (Path(save_dir).is_file() or not Path(save_dir).parent.is_dir()):
         raise ValueError(f"--save-dir {save_dir} is a file, or lies in no folder; give the name of a folder, new or old")
 

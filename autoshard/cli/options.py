@@ -9,6 +9,8 @@ import typer
 
 from autoshard.mesh import Mesh, parse_shape
 
+INTRA, INTER, DEVICE = "300GB/s", "400GB/s", "h100"  # an H100 node, where nobody says: as Mesh.from_bandwidths
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -20,6 +22,22 @@ OptionalModel = Annotated[
     str | None, typer.Argument(help="file.py:function; without it the one the plan was made for.", show_default=False)
 ]
 Plan = Annotated[str, typer.Argument(metavar="SOLUTION", help="A plan, as `autoshard plan --out` writes it.", show_default=False)]
+ClusterFile = Annotated[
+    str | None, typer.Option("--cluster", help="A file of `calibrate measure`, instead of a mesh and bandwidths.", show_default=False)
+]
+IntraNodeBandwidth = Annotated[str, typer.Option("--intra-node-bandwidth", help="Bytes per second per device, inside a node.")]
+InterNodeBandwidth = Annotated[str, typer.Option("--inter-node-bandwidth", help="Bytes per second of one node's link to the others.")]
+DeviceName = Annotated[str, typer.Option("--device", help="a100, h100, h200 or cpu.")]
+Prices = Annotated[
+    str | None,
+    typer.Option("--prices", help="Take bandwidths and device from `show-prices`: a100, h100, b200, mi300x, ...", show_default=False),
+]
+Train = Annotated[bool, typer.Option("--train", help="Plan a training step instead of a forward pass.")]
+MasterWeights = Annotated[bool, typer.Option("--master-weights", help="Hold a float32 copy of 16-bit parameters.")]
+Pin = Annotated[
+    list[str],
+    typer.Option("--pin", metavar="NAME=LAYOUT", help="Fix the layout of what a name or glob means; repeatable.", show_default=False),
+]
 Settings = Annotated[
     list[str], typer.Option("--set", metavar="KEY=VALUE", help="A keyword for the model's function; repeatable.", show_default=False)
 ]
@@ -38,6 +56,12 @@ def load_report() -> ModuleType:
     from autoshard import report  # here: as above
 
     return report
+
+
+def load_cluster(path: str) -> Mesh:
+    from autoshard.cost.curves import load_cluster as load  # here: scipy takes half a second to import
+
+    return load(path)
 
 
 def load_plan(path: str, mesh: str | None) -> Any:

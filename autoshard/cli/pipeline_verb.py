@@ -7,18 +7,29 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing import get_context
-from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
 
-from autoshard.cli.app import NO, OK, app
-from autoshard.cli.arguments import check_out, parse_bytes, parse_settings
+from autoshard.cli.app import OK, app, say_no
+from autoshard.cli.arguments import Bandwidths, bandwidths, check_out, check_picture, parse_bytes, parse_settings
 from autoshard.cli.model import load_model
-from autoshard.cli.options import Json, Model, Quiet, Settings, load_api
-from autoshard.cli.output import Output, complain
-
-PICTURES = (".png", ".svg", ".pdf")
+from autoshard.cli.options import (
+    DEVICE,
+    INTER,
+    INTRA,
+    DeviceName,
+    InterNodeBandwidth,
+    IntraNodeBandwidth,
+    Json,
+    Model,
+    Quiet,
+    Settings,
+    load_api,
+)
+from autoshard.cli.output import Output
+from autoshard.mesh import DEVICES_PER_NODE
 
 
 @app.command()
@@ -44,10 +55,10 @@ def pipeline(
     recompute: Annotated[str, typer.Option(help="Compute activations again in the backward pass: auto, never, always.")] = "auto",
     no_grid: Annotated[bool, typer.Option("--no-grid", help="Leave out data x tensor x pipeline with fixed layouts.")] = False,
     optimizer: Annotated[str, typer.Option(help="Whose state memory holds.")] = "adamw",
-    intra_node_bandwidth: Annotated[str, typer.Option(help="Bytes per second per device, inside a node.")] = "300GB/s",
-    inter_node_bandwidth: Annotated[str, typer.Option(help="Bytes per second of one node's link to the others.")] = "400GB/s",
-    device: Annotated[str, typer.Option(help="a100, h100, h200 or cpu.")] = "h100",
-    devices_per_node: Annotated[int, typer.Option(help="With --devices.")] = 8,
+    intra_node_bandwidth: IntraNodeBandwidth = INTRA,
+    inter_node_bandwidth: InterNodeBandwidth = INTER,
+    device: DeviceName = DEVICE,
+    devices_per_node: Annotated[int, typer.Option(help="With --devices.")] = DEVICES_PER_NODE,
     workers: Annotated[int, typer.Option(help="Processes that plan stages; 1: this one.", min=1)] = 2,
     dask: Annotated[
         str | None, typer.Option(metavar="URL", help="Plan stages on this Dask cluster: tcp://host:8786.", show_default=False)
@@ -67,73 +78,70 @@ def pipeline(
     """
     if train and inference:
         raise ValueError("--train and --inference exclude each other; give one")
-    cluster = _cluster(devices, nodes, device, devices_per_node, intra_node_bandwidth, inter_node_bandwidth)
-    for path in (out, csv, plot):
-        check_out(path)
-    if plot is not None and Path(plot).suffix not in PICTURES:
-        raise ValueError(f"--plot {plot} ends in {Path(plot).suffix or 'nothing'}; expected one of {', '.join(PICTURES)}")
+    links = bandwidths(intra_node_bandwidth, inter_node_bandwidth)
+    cluster = _cluster(devices, nodes, device, devices_per_node, links)
+    check_out(out)
+    check_out(csv, "--csv")
+    check_picture(plot, "--plot")
     limits = [parse_bytes(written) for written in memory]
-    counts = None if microbatches is None else _numbers(microbatches)
     keywords = parse_settings(settings)
+    options: dict[str, Any] = {
+        "training": not inference,
+        "memory_limit": limits[0] if limits else None,
+        "budgets": tuple(limits[1:]),
+        "microbatches": None if microbatches is None else _numbers(microbatches),
+        "schedules": tuple(name.strip() for name in schedules.split(",")),
+        "layers": layers,
+        "recompute": recompute,
+        "grid": not no_grid,
+        "optimizer": optimizer,
+        "assumptions": {"model": model, "set": keywords},
+    }
     with Output(as_json=as_json, quiet=quiet) as output:
         output.progress("building the model", 0.0)
         module, example_inputs = load_model(model, keywords, training=not inference)
         api = load_api()
         with _executor(workers, dask) as executor:
             try:
-                found = api.pipeline(
-                    module,
-                    example_inputs,
-                    cluster,
-                    executor=executor,
-                    progress=output.progress,
-                    assumptions={"model": model, "set": keywords},
-                    training=not inference,
-                    memory_limit=limits[0] if limits else None,
-                    budgets=tuple(limits[1:]),
-                    microbatches=counts,
-                    schedules=tuple(name.strip() for name in schedules.split(",")),
-                    layers=layers,
-                    recompute=recompute,
-                    grid=not no_grid,
-                    optimizer=optimizer,
-                )
+                found = api.pipeline(module, example_inputs, cluster, executor=executor, progress=output.progress, **options)
             except api.Infeasible as error:
-                complain(f"autoshard: {error}")
-                if as_json:
-                    output.answer({"status": "infeasible", "message": str(error), "configurations": []}, str)
-                return NO
-        from autoshard.report.pipeline import pipeline_report, plot_speed_up, write_csv  # here: as in options
-
-        if out is not None:
-            found.save(out)
-        if csv is not None:
-            write_csv(found.configurations, csv)
-        if plot is not None:
-            plot_speed_up(found, plot)
-        for path in filter(None, (out, csv, plot)):
-            output.note(f"wrote {path}")
-        output.answer(found.to_dict(), lambda: pipeline_report(found))
+                return say_no(output, error, {"configurations": []})
+        _write(found, output, out, csv, plot)
+        output.answer(found.to_dict(), lambda: _report().pipeline_report(found))
     return OK
 
 
-def _cluster(devices: int | None, nodes: Sequence[str], device: str, per_node: int, intra: str, inter: str) -> Any:
+def _write(found: Any, output: Output, out: str | None, csv: str | None, plot: str | None) -> None:
+    if out is not None:
+        found.save(out)
+    if csv is not None:
+        _report().write_csv(found.configurations, csv)
+    if plot is not None:
+        _report().plot_speed_up(found, plot)
+    for path in filter(None, (out, csv, plot)):
+        output.note(f"wrote {path}")
+
+
+def _report() -> ModuleType:
+    from autoshard.report import pipeline as report  # here: as in options
+
+    return report
+
+
+def _cluster(devices: int | None, nodes: Sequence[str], device: str, per_node: int, links: Bandwidths) -> Any:
+    """The cluster that the words name."""
     from autoshard.simulate.pipeline_cluster import Cluster, Kind  # here: as in options
 
-    prices: dict[str, Any] = {
-        "intra_node_bandwidth": parse_bytes(intra, "--intra-node-bandwidth"),
-        "inter_node_bandwidth": parse_bytes(inter, "--inter-node-bandwidth"),
-    }
     if (devices is None) == (not nodes):
         raise ValueError("give the cluster: either --devices 16, or --nodes 2x8:h100 once per kind of node")
     if devices is not None:
-        return Cluster.of(devices, per_node, device=device, **prices)
+        return Cluster.of(devices, per_node, device=device, **links)
     kinds = []
     for written in nodes:
         match = re.fullmatch(r"(\d+)x(\d+)(?::(\w+))?", written.strip())
         if match is None:
             raise ValueError(f"--nodes is {written!r}; expected NODESxDEVICES:DEVICE, for example 2x8:h100")
-        kinds.append(Kind(int(match[1]), int(match[2]), match[3] or device, **prices))
+        kinds.append(Kind(int(match[1]), int(match[2]), match[3] or device, **links))
     return Cluster(tuple(kinds))
 
 

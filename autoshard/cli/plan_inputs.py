@@ -1,14 +1,15 @@
-"""What `plan` is asked on the command line, as values: the mesh or the meshes, and the plan whose layouts are kept."""
+"""What `plan` and `frontier` are asked on the command line, as values: the mesh or the meshes, options, the plan whose layouts are kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from autoshard.cli.arguments import parse_bytes, parse_forbidden, parse_optimizer, parse_pins, parse_recompute
+from autoshard.cli.options import load_cluster
 from autoshard.mesh import Mesh, parse_shape
 
 AUTO = "auto"  # the --mesh that compares all shapes
-NODE = 8  # devices of a node then, where nobody says
 # options that a kept plan hands on where the command line does not say otherwise
 HANDED_ON = ("training", "memory_limit", "optimizer", "master_weights", "tie_blocks", "recompute")
 
@@ -32,7 +33,7 @@ def mesh_of(
 ) -> Mesh:
     """The mesh of one shape: at published prices, as measured, or at bandwidths given."""
     if cluster is not None:
-        measured = _measured(cluster)
+        measured = load_cluster(cluster)
         if shape is not None and shape != measured.shape:
             raise ValueError(f"--mesh is {_by(shape)}, but {cluster} was measured as {_by(measured.shape)}; leave --mesh out")
         return measured
@@ -56,6 +57,26 @@ def one_mesh(
     return made
 
 
+def planning_options(
+    *,
+    memory: str | None = None,
+    optimizer: str | None = None,
+    recompute: str | None = None,
+    pin: Sequence[str] = (),
+    forbid: Sequence[str] = (),
+    **plain: Any,
+) -> dict[str, Any]:
+    """Options of a plan: the words read, what needs no reading (`plain`) as it is. Words that nobody gave are left out."""
+    read = {
+        "memory_limit": None if memory is None else parse_bytes(memory),
+        "optimizer": None if optimizer is None else parse_optimizer(optimizer),
+        "recompute": None if recompute is None else parse_recompute(recompute),
+        "pins": parse_pins(pin),
+        "forbid": parse_forbidden(forbid),
+    }
+    return {**plain, **{key: value for key, value in read.items() if value not in (None, {})}}
+
+
 def handed_on(options: Mapping[str, Any], kept: Any) -> dict[str, Any]:
     """The options, and those of the kept plan where the command line gave none."""
     said = {} if kept is None else {**kept.assumptions, "training": kept.training}
@@ -68,12 +89,6 @@ def edits_note(kept: Mapping[str, str], edited: Mapping[str, list], path: str) -
     """One line: how many layouts are kept, and which of them were edited."""
     changed = [f"{name} {had} -> {now}" for name, (had, now) in edited.items() if name in kept]
     return f"keeping {len(kept)} layouts of {path}, {len(changed)} of them edited" + (f": {'; '.join(changed)}" if changed else "")
-
-
-def _measured(path: str) -> Mesh:
-    from autoshard.cost.curves import load_cluster  # here: as above
-
-    return load_cluster(path)
 
 
 def _by(shape: tuple[int, ...]) -> str:

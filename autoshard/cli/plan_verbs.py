@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
-from autoshard.cli.app import NO, OK, app
-from autoshard.cli.arguments import check_out, parse_bytes, parse_forbidden, parse_optimizer, parse_pins, parse_settings
+from autoshard.cli.app import NO, OK, app, say_no
+from autoshard.cli.arguments import bandwidths, check_out, parse_settings
 from autoshard.cli.model import load_model
-from autoshard.cli.options import Json, Model, OldMesh, OptionalModel, Plan, Quiet, Settings, load_api, load_plan, load_report, model_of
-from autoshard.cli.output import Output, complain
-from autoshard.cli.plan_inputs import AUTO, NODE, check_mesh_words, edits_note, handed_on, mesh_of, one_mesh
-from autoshard.mesh import Mesh
+from autoshard.cli.options import (
+    DEVICE,
+    INTER,
+    INTRA,
+    ClusterFile,
+    DeviceName,
+    InterNodeBandwidth,
+    IntraNodeBandwidth,
+    Json,
+    MasterWeights,
+    Model,
+    OldMesh,
+    OptionalModel,
+    Pin,
+    Plan,
+    Prices,
+    Quiet,
+    Settings,
+    Train,
+    load_api,
+    load_plan,
+    load_report,
+    model_of,
+)
+from autoshard.cli.output import Output
+from autoshard.cli.plan_inputs import AUTO, check_mesh_words, edits_note, handed_on, mesh_of, one_mesh, planning_options
+from autoshard.mesh import DEVICES_PER_NODE, Mesh
 
 
 @app.command()
@@ -23,23 +45,19 @@ def plan(
         str | None, typer.Option(help="Sizes of the mesh, slowest axis first: 2x4; or auto, to compare all shapes.", show_default=False)
     ] = None,
     settings: Settings = [],  # noqa: B006 (typer makes a new one)
-    cluster: Annotated[
-        str | None, typer.Option(help="A file of `calibrate measure`, instead of a mesh and bandwidths.", show_default=False)
-    ] = None,
+    cluster: ClusterFile = None,
     devices: Annotated[int | None, typer.Option(help="With --mesh auto: how many.", show_default=False)] = None,
-    train: Annotated[bool, typer.Option("--train", help="Plan a training step instead of a forward pass.")] = False,
+    train: Train = False,
     memory: Annotated[str | None, typer.Option(help="Memory of a device: 80GB. Default: no limit.", show_default=False)] = None,
     out: Annotated[str | None, typer.Option(help="Write the plan here: .json, or .pkl.", show_default=False)] = None,
     as_json: Json = False,
     time_limit: Annotated[float, typer.Option(help="Seconds for the solver.")] = 10000.0,
     gap: Annotated[float, typer.Option(help="Stop when proven to be within this of the best, relative.")] = 0.0,
     solver: Annotated[str, typer.Option(help="auto, prices, ilp, cvxpy or exhaustive.")] = "auto",
-    intra_node_bandwidth: Annotated[str, typer.Option(help="Bytes per second per device, inside a node.")] = "300GB/s",
-    inter_node_bandwidth: Annotated[str, typer.Option(help="Bytes per second of one node's link to the others.")] = "400GB/s",
-    device: Annotated[str, typer.Option(help="a100, h100, h200 or cpu.")] = "h100",
-    prices: Annotated[
-        str | None, typer.Option(help="Take bandwidths and device from `show-prices`: a100, h100, b200, mi300x, ...", show_default=False)
-    ] = None,
+    intra_node_bandwidth: IntraNodeBandwidth = INTRA,
+    inter_node_bandwidth: InterNodeBandwidth = INTER,
+    device: DeviceName = DEVICE,
+    prices: Prices = None,
     devices_per_node: Annotated[
         int | None, typer.Option(help="Default: all axes but the first; 8 with --mesh auto.", show_default=False)
     ] = None,
@@ -47,14 +65,12 @@ def plan(
         str | None,
         typer.Option(help="Whose state memory holds: adamw (the default), sgd, momentum, or bytes per parameter.", show_default=False),
     ] = None,
-    master_weights: Annotated[bool, typer.Option("--master-weights", help="Hold a float32 copy of 16-bit parameters.")] = False,
+    master_weights: MasterWeights = False,
     tie_blocks: Annotated[bool, typer.Option("--tie-blocks", help="Lay all repeated blocks out alike.")] = False,
     recompute: Annotated[
         str | None, typer.Option(help="Blocks to recompute in the backward pass: a number, all, or auto. Default: 0.", show_default=False)
     ] = None,
-    pin: Annotated[
-        list[str], typer.Option(metavar="NAME=LAYOUT", help="Fix the layout of what a name or glob means; repeatable.", show_default=False)
-    ] = [],  # noqa: B006
+    pin: Pin = [],  # noqa: B006
     forbid: Annotated[list[str], typer.Option(metavar="NAME=LAYOUT", help="Forbid a layout; repeatable.", show_default=False)] = [],  # noqa: B006
     keep: Annotated[
         str | None, typer.Option(metavar="SOLUTION", help="Keep the parameters' layouts of this plan, edited perhaps.", show_default=False)
@@ -80,26 +96,19 @@ def plan(
         raise ValueError(f"--free {free[0]} says which layouts of a plan not to keep; give the plan too, as --keep plan.json")
     check_mesh_words(mesh, cluster, keep, devices, prices)
     kept = None if keep is None else load_plan(keep, None)
-    make = _mesh_maker(prices, cluster, intra_node_bandwidth, inter_node_bandwidth, device)
-    one = None if mesh == AUTO else one_mesh(mesh, cluster, kept, keep, lambda shape: make(shape, devices_per_node))
+    links = bandwidths(intra_node_bandwidth, inter_node_bandwidth)
+
+    def make(shape: tuple[int, ...] | None, per_node: int | None = devices_per_node) -> Mesh:
+        return mesh_of(shape, prices, cluster, per_node, device=device, **links)
+
+    one = None if mesh == AUTO else one_mesh(mesh, cluster, kept, keep, make)
     check_out(out)
     keywords = parse_settings(settings)
-    options: dict[str, Any] = {
-        "training": train,
-        "memory_limit": None if memory is None else parse_bytes(memory),
-        "pins": parse_pins(pin),
-        "forbid": parse_forbidden(forbid),
-        "price_pins": price_pins,
-        "solver": solver,
-        "time_limit": time_limit,
-        "gap": gap,
-        "optimizer": None if optimizer is None else parse_optimizer(optimizer),
-        "master_weights": master_weights,
-        "tie_blocks": tie_blocks,
-        "recompute": int(recompute) if recompute is not None and recompute.isdigit() else recompute,
-        "baselines": not no_baselines,
-        "assumptions": {"model": model, "set": keywords},
-    }
+    options = planning_options(
+        memory=memory, optimizer=optimizer, recompute=recompute, pin=pin, forbid=forbid,
+        training=train, master_weights=master_weights, tie_blocks=tie_blocks, price_pins=price_pins, baselines=not no_baselines,
+        solver=solver, time_limit=time_limit, gap=gap, assumptions={"model": model, "set": keywords},
+    )  # fmt: skip
     options = handed_on(options, kept)
     with Output(as_json=as_json, quiet=quiet) as output:
         output.progress("building the model", 0.0)
@@ -107,7 +116,7 @@ def plan(
         if kept is not None:
             options["keep"] = load_api().kept_layouts(kept, free)
             output.note(edits_note(options["keep"], load_api().edited_layouts(kept), keep or ""))
-        per_node = devices_per_node or NODE
+        per_node = devices_per_node or DEVICES_PER_NODE
         meshes = [make(shape, per_node) for shape in load_api().mesh_shapes(devices, per_node)] if one is None else []
         return _plan(module, example_inputs, one, meshes, options, output, out)
 
@@ -124,10 +133,7 @@ def _plan(
             found = api.plan_meshes(module, example_inputs, meshes, progress=output.progress, **options)
             solution, compared = found.best, found.to_dicts()
     except api.Infeasible as error:
-        complain(f"autoshard: {error}")
-        if output.as_json:
-            output.answer(error.to_dict(), str)
-        return NO
+        return say_no(output, error, error.to_dict())
     if out is not None:
         solution.save(out)
         output.note(f"wrote {out}")
@@ -140,16 +146,6 @@ def _record(solution: Any) -> dict:
     """The plan's summary, with what its pins cost where that was asked for."""
     prices = solution.assumptions.get("pin_prices")
     return load_report().summary(solution) | ({"pins": prices} if prices is not None else {})
-
-
-def _mesh_maker(
-    prices: str | None, cluster: str | None, intra: str, inter: str, device: str
-) -> Callable[[tuple[int, ...] | None, int | None], Mesh]:
-    bandwidths = {
-        "intra_node_bandwidth": parse_bytes(intra, "--intra-node-bandwidth"),
-        "inter_node_bandwidth": parse_bytes(inter, "--inter-node-bandwidth"),
-    }
-    return lambda shape, per_node: mesh_of(shape, prices, cluster, per_node, device=device, **bandwidths)
 
 
 @app.command()

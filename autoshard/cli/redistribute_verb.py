@@ -12,7 +12,8 @@ from typing import Annotated
 import typer
 
 from autoshard.cli.app import NO, OK, app
-from autoshard.cli.arguments import check_out, parse_bytes
+from autoshard.cli.arguments import bandwidths, check_out, parse_bytes
+from autoshard.cli.options import INTER, INTRA, InterNodeBandwidth, IntraNodeBandwidth, Json, Quiet
 from autoshard.cli.output import Output
 from autoshard.mesh import Mesh
 
@@ -36,15 +37,15 @@ def redistribute(
         str | None, typer.Option(help="Bytes per rank, for example 1GB; default: from the ends.", show_default=False)
     ] = None,
     count: Annotated[str | None, typer.Option(help="What the limit counts: resident or buffers.", show_default=False)] = None,
-    intra_node_bandwidth: Annotated[str, typer.Option(help="Bytes per second of a device inside its node.")] = "300GB/s",
-    inter_node_bandwidth: Annotated[str, typer.Option(help="Bytes per second of a node's link to the others.")] = "400GB/s",
+    intra_node_bandwidth: IntraNodeBandwidth = INTRA,
+    inter_node_bandwidth: InterNodeBandwidth = INTER,
     max_depth: Annotated[int | None, typer.Option(help="memory_constrained: steps at most.", show_default=False)] = None,
     top_k: Annotated[int | None, typer.Option(help="memory_constrained: stop after so many ways.", show_default=False)] = None,
     table: Annotated[bool, typer.Option("--table", help="Print the table (the default without --json or --latex).")] = False,
     latex: Annotated[bool, typer.Option("--latex", help="Print the table as LaTeX.")] = False,
     draw: Annotated[str | None, typer.Option(help="Write a picture of the first problem's route, PNG.", show_default=False)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
 ) -> int:
     """Bring a tensor from one layout to another at the least cost, within a memory limit.
 
@@ -63,7 +64,7 @@ def redistribute(
         raise ValueError(f"--{next(iter(options)).replace('_', '-')} belongs to --planner memory_constrained, not to {planner}")
     check_out(draw)
     limit = None if memory_limit is None else parse_bytes(memory_limit, "memory")
-    intra, inter = (parse_bytes(given, "bandwidth") for given in (intra_node_bandwidth, inter_node_bandwidth))
+    links = bandwidths(intra_node_bandwidth, inter_node_bandwidth)
     with Output(as_json=as_json, quiet=quiet) as output:
         problems = room.read_problems(_read(problem))
         records, first = [], None
@@ -72,7 +73,7 @@ def redistribute(
             price = (
                 room.IdealPrices(item.mesh)
                 if prices == "tensorcraft"
-                else room.MeshPrices(Mesh.from_bandwidths(item.mesh, intra_node_bandwidth=intra, inter_node_bandwidth=inter), item.itemsize)
+                else room.MeshPrices(Mesh.from_bandwidths(item.mesh, **links), item.itemsize)
             )
             began = time.process_time()
             route = planners[planner](item, price, None if limit is None else limit / item.itemsize, count=count, **options)

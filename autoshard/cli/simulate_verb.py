@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from autoshard.cli.app import OK, app
-from autoshard.cli.arguments import check_out, parse_bytes, parse_settings
+from autoshard.cli.arguments import bandwidths, check_out, check_picture, parse_settings
 from autoshard.cli.model import load_model
-from autoshard.cli.options import Json, OptionalModel, Quiet, Settings, load_api, model_of
+from autoshard.cli.options import (
+    DEVICE,
+    INTER,
+    INTRA,
+    DeviceName,
+    InterNodeBandwidth,
+    IntraNodeBandwidth,
+    Json,
+    OptionalModel,
+    Quiet,
+    Settings,
+    load_api,
+    load_cluster,
+    model_of,
+)
 from autoshard.cli.output import Output
-from autoshard.mesh import Mesh
+from autoshard.cli.simulate_records import record_of_mlp, record_of_model, record_of_plan
+from autoshard.mesh import Axis, Mesh
 
 Target = Annotated[
     str,
@@ -26,7 +41,9 @@ Target = Annotated[
         show_default=False,
     ),
 ]
-PICTURES = (".png", ".svg", ".pdf")
+Grid = list[tuple[int, int, int, int]]  # data, tensor, pipeline, microbatches
+MeshMaker = Callable[[tuple[int, int, int]], Mesh]  # of (pipeline, data, tensor)
+AXES = ("pipeline", "data", "tensor")
 Numbers = "A number, or several as 1,2,4: every combination is simulated, the fastest that fits in memory comes first."
 
 
@@ -46,10 +63,15 @@ def simulate(
     ] = "auto",
     inference: Annotated[bool, typer.Option("--inference", help="The forward pass of MODEL alone.")] = False,
     no_overlap: Annotated[bool, typer.Option("--no-overlap", help="Collectives and kernels one after the other.")] = False,
+    no_join: Annotated[bool, typer.Option("--no-join", help="Of a plan: small reductions of gradients one by one.")] = False,
     prefetch: Annotated[int, typer.Option(help="Parameters fetched ahead of their use.", min=0)] = 4,
-    intra_node_bandwidth: Annotated[str, typer.Option(help="Bytes per second per device, inside a node.")] = "300GB/s",
-    inter_node_bandwidth: Annotated[str, typer.Option(help="Bytes per second of one node's link to the others.")] = "400GB/s",
-    device: Annotated[str, typer.Option(help="a100, h100, h200 or cpu.")] = "h100",
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="Prices from a file of `calibrate measure`; a model is laid over all its devices.", show_default=False),
+    ] = None,
+    intra_node_bandwidth: IntraNodeBandwidth = INTRA,
+    inter_node_bandwidth: InterNodeBandwidth = INTER,
+    device: DeviceName = DEVICE,
     devices_per_node: Annotated[int | None, typer.Option(help="Default: those of one stage.", show_default=False)] = None,
     constants: Annotated[
         str, typer.Option(help="physical; or distir_3386edc, distir_83d7fc3: a published simulator's, of its MLP alone.")
@@ -65,47 +87,72 @@ def simulate(
     autoshard simulate gpt2.json --trace trace.json --picture timeline.png
     autoshard simulate models/gpt2.py:small --set batch=64 --data 2 --tensor 2 --pipeline 4 --microbatches 8
     autoshard simulate models/gpt2.py:small --set batch=64 --data 1,2,4 --pipeline 1,2,4 --microbatches 4,8 --json
+    autoshard simulate models/gpt2.py:small --set batch=64 --data 1,2 --tensor 1,2 --pipeline 1,2 --cluster cluster.json
     autoshard simulate mlp --constants distir_3386edc --set layers=64 --set width=8192 --set batch=8192 --data 4 --tensor 4
     """
-    for path, what in ((trace, "--trace"), (picture, "--picture")):
-        _check_path(path, what)
-    if picture is not None and Path(picture).suffix not in PICTURES:
-        raise ValueError(f"--picture {picture} has no ending that says what it is; expected one of {', '.join(PICTURES)}")
+    check_out(trace, "--trace")
+    check_picture(picture, "--picture")
     keywords = parse_settings(settings)
-    configurations = _configurations(data, tensor, pipeline, microbatches)
+    grid = _configurations(data, tensor, pipeline, microbatches)
+    how: dict[str, Any] = {"overlap": not no_overlap, "prefetch": prefetch}
     with Output(as_json=as_json, quiet=quiet) as output:
         if constants != "physical":
-            record = _published(target, constants, keywords, configurations, trace or picture)
-            output.answer(record, lambda: _report().simulation_report(record))
-            return OK
-        how = {"overlap": not no_overlap, "prefetch": prefetch, "progress": output.progress}
-        if _is_model(target):
-            if model is not None:
-                raise ValueError(f"{target} is a model, and {model} too; give one of them, or a plan and its model")
-            prices = {
-                "intra_node_bandwidth": parse_bytes(intra_node_bandwidth, "--intra-node-bandwidth"),
-                "inter_node_bandwidth": parse_bytes(inter_node_bandwidth, "--inter-node-bandwidth"),
-                "device": device,
-            }
-            output.progress("building the model", 0.0)
-            module, inputs = load_model(target, keywords, training=not inference)
-            grid = [_simulating().Parallel(*numbers) for numbers in configurations]
-            how = {**how, "schedule": schedule, "chunks": chunks, "scheme": scheme, "training": not inference}
-            found = _simulating().simulate_grid(module, inputs, grid, _mesh_of(prices, devices_per_node), **how)
-            found.sort(key=lambda one: (not one.fits, one.seconds))
-            record, timeline, run = _record(found), found[0].timeline, found[0].run
+            unused = {"--trace": trace, "--picture": picture, "--cluster": cluster, "--no-join": no_join}
+            found = Found(record_of_mlp(target, constants, keywords, grid, unused))
+        elif _is_model(target):
+            _check_model_words(target, model, no_join, cluster, devices_per_node)
+            if cluster is None:
+                mesh_of = _nodes(devices_per_node, device=device, **bandwidths(intra_node_bandwidth, inter_node_bandwidth))
+            else:
+                grid, mesh_of = _measured(cluster, grid, output)
+            how |= {"schedule": schedule, "chunks": chunks, "scheme": scheme, "training": not inference}
+            found = _of_model(target, keywords, grid, mesh_of, output, how)
         else:
-            if configurations != [(1, 1, 1, 1)]:
+            if grid != [(1, 1, 1, 1)]:
                 raise ValueError(f"{target} is a plan, whose mesh is known; leave out --data, --tensor, --pipeline and --microbatches")
-            solution = load_api().load(target)
-            written, keywords = model_of(solution, model, keywords, target)
-            output.progress("building the model", 0.0)
-            timeline = load_api().simulate(*load_model(written, keywords, training=solution.training), solution, **how)
-            record, run = _record_of_plan(solution, timeline), None
-        output.progress("writing", 0.95)
-        _write(timeline, run, trace, picture, output)
-        output.answer(record, lambda: _report().simulation_report(record, timeline.critical_seconds if run is None else None))
+            found = _of_plan(target, model, keywords, cluster, output, {**how, "join": not no_join})
+        _write(found, trace, picture, output)
+        critical = None if found.timeline is None or found.run is not None else found.timeline.critical_seconds
+        output.answer(found.record, lambda: _report().simulation_report(found.record, critical))
     return OK
+
+
+class Found(NamedTuple):
+    """What was simulated: all of it as a record; of the best its time line, and its run where stages or microbatches are several."""
+
+    record: dict
+    timeline: Any = None
+    run: Any = None
+
+
+def _check_model_words(target: str, model: str | None, no_join: bool, cluster: str | None, devices_per_node: int | None) -> None:
+    """ValueError on words that say two things about a model, or nothing."""
+    if model is not None:
+        raise ValueError(f"{target} is a model, and {model} too; give one of them, or a plan and its model")
+    if no_join:
+        raise ValueError(f"--no-join is for a plan, but {target} is a model, whose reductions are never joined; leave it out")
+    if cluster is not None and devices_per_node is not None:
+        raise ValueError(f"--devices-per-node {devices_per_node} and --cluster {cluster} both say what a node is; leave one out")
+
+
+def _of_model(target: str, keywords: dict, grid: Grid, mesh_of: MeshMaker, output: Output, how: Mapping[str, Any]) -> Found:
+    from autoshard.api.simulating import Parallel, simulate_grid  # here: torch takes seconds to import
+
+    output.progress("building the model", 0.0)
+    module, inputs = load_model(target, keywords, training=how["training"])
+    simulations = simulate_grid(module, inputs, [Parallel(*numbers) for numbers in grid], mesh_of, progress=output.progress, **how)
+    simulations.sort(key=lambda one: (not one.fits, one.seconds))
+    return Found(record_of_model(simulations), simulations[0].timeline, simulations[0].run)
+
+
+def _of_plan(target: str, model: str | None, keywords: dict, cluster: str | None, output: Output, how: Mapping[str, Any]) -> Found:
+    solution = load_api().load(target)
+    measured = None if cluster is None else load_cluster(cluster)
+    written, keywords = model_of(solution, model, keywords, target)
+    output.progress("building the model", 0.0)
+    module, inputs = load_model(written, keywords, training=solution.training)
+    timeline = load_api().simulate(module, inputs, solution, mesh=measured, progress=output.progress, **how)
+    return Found(record_of_plan(solution, timeline, measured=measured is not None), timeline)
 
 
 def _report() -> ModuleType:
@@ -114,120 +161,62 @@ def _report() -> ModuleType:
     return timeline
 
 
-def _simulating() -> ModuleType:
-    from autoshard.api import simulating  # here: as above
-
-    return simulating
-
-
 def _is_model(target: str) -> bool:
     return target.startswith("hf:") or ".py:" in target
 
 
-def _check_path(path: str | None, what: str) -> None:
-    try:
-        check_out(path)
-    except ValueError as error:
-        raise ValueError(str(error).replace("--out", what, 1)) from None
-
-
-def _configurations(*written: str) -> list[tuple[int, ...]]:
+def _configurations(*written: str) -> Grid:
     lists = []
     for name, numbers in zip(("data", "tensor", "pipeline", "microbatches"), written):
         parts = [part.strip() for part in numbers.split(",")]
         if not all(part.isdecimal() and int(part) > 0 for part in parts):
             raise ValueError(f"--{name} is {numbers!r}; expected whole numbers of 1 or more, for example 4 or 1,2,4")
         lists.append([int(part) for part in parts])
-    return list(product(*lists))
+    return [(d, h, p, k) for d, h, p, k in product(*lists)]
 
 
-def _mesh_of(prices: dict, devices_per_node: int | None) -> Callable[[tuple[int, int, int]], Mesh]:
+def _nodes(devices_per_node: int | None, **prices: Any) -> MeshMaker:
+    """Meshes of nodes of so many devices; by default a stage is a node."""
+
     def made(shape: tuple[int, int, int]) -> Mesh:
         per_node = devices_per_node or math.prod(shape[1:])
-        return Mesh.from_bandwidths(shape, devices_per_node=per_node, axis_names=("pipeline", "data", "tensor"), **prices)
+        return Mesh.from_bandwidths(shape, devices_per_node=per_node, axis_names=AXES, **prices)
 
     return made
 
 
-def _record(simulations: Sequence[Any]) -> dict:
-    """Of all, the best first."""
-    best, stages = simulations[0], []
-    for d in range(best.parallel.pipeline):
-        mine = best.parts[d :: best.parallel.pipeline]
-        stages.append(
-            {
-                "mesh": list(best.mesh.shape),
-                "forward_seconds": math.fsum(part.forward for part in mine),
-                "backward_seconds": math.fsum(part.backward for part in mine),
-                "finish_seconds": math.fsum(part.finish for part in mine),
-                "peak_bytes": best.peak_bytes if best.run is None else best.run.peak_bytes[d],
-                "send_bytes": math.fsum(part.send for part in mine),
-            }
-        )
-    rows = [one.to_dict() for one in simulations]
-    top = {key: rows[0][key] for key in ("seconds", "peak_bytes", "schedule", "microbatches", "bubble", "exposed_communication_seconds")}
-    return {**top, "stages": stages, "configurations": rows}
+def _measured(cluster: str, grid: Grid, output: Output) -> tuple[Grid, MeshMaker]:
+    """The configurations that fill a measured cluster, and their meshes: degrees above 1 are its axes, pipeline before data before tensor.
+
+    ValueError where none does.
+    """
+    measured = load_cluster(cluster)
+    axes = [axis for axis in measured.axes if axis.size > 1]
+    filling = [(d, h, p, k) for d, h, p, k in grid if [n for n in (p, d, h) if n > 1] == [axis.size for axis in axes]]
+    shape = "x".join(map(str, measured.shape))
+    if not filling:
+        raise ValueError(f"{cluster} was measured as {shape}; expected --pipeline, --data and --tensor of these sizes, in this order")
+    if len(filling) < len(grid):
+        output.note(f"{len(filling)} of {len(grid)} combinations fill {cluster}, measured as {shape}; the others are left out")
+
+    def made(shape: tuple[int, int, int]) -> Mesh:
+        left = iter(axes)
+        alone = [Axis(name, 1, 1.0, 0.0, backend=measured.axes[0].backend) for name in AXES]  # one device has no link
+        return Mesh(tuple(replace(next(left), name=one.name) if n > 1 else one for n, one in zip(shape, alone)), measured.device)
+
+    return filling, made
 
 
-def _record_of_plan(solution: Any, timeline: Any) -> dict:
-    row = {
-        "seconds": timeline.seconds,
-        "peak_bytes": timeline.peak_bytes,
-        "schedule": "sequential",
-        "microbatches": 1,
-        "bubble": 0.0,
-        "exposed_communication_seconds": timeline.exposed_communication_seconds,
-    }
-    return {
-        **row,
-        "cost_seconds": solution.cost,
-        "plan_peak_bytes": solution.peak_bytes,
-        "compute_seconds": timeline.compute_seconds,
-        "communication_seconds": timeline.communication_seconds,
-        "critical_seconds": timeline.critical_seconds,
-        "stages": [{"mesh": list(solution.mesh.shape), "seconds": timeline.seconds, "peak_bytes": timeline.peak_bytes}],
-        "configurations": [row],
-    }
-
-
-def _published(target: str, constants: str, keywords: dict, configurations: Sequence[tuple[int, ...]], out: str | None) -> dict:
-    from autoshard.simulate import distir
-    from autoshard.simulate.parallel import Parallel
-
-    if constants not in distir.CONSTANTS:
-        raise ValueError(f"--constants is {constants!r}; expected physical, {' or '.join(distir.CONSTANTS)}")
-    if target != "mlp":
-        raise ValueError(f"{target} under {constants}; those rules know their MLP alone: give mlp, with --set layers, width and batch")
-    if out is not None:
-        raise ValueError(f"{constants} gives seconds alone; leave out --trace and --picture")
-    moved = str(keywords.pop("moved", "everything"))
-    known = {"layers": 64, "width": 8192, "batch": 8192}
-    if unknown := [key for key in keywords if key not in known]:
-        raise ValueError(f"mlp takes no {unknown[0]!r}; it takes layers, width, batch and moved, so correct the --set")
-    sizes = {key: keywords.get(key, value) for key, value in known.items()}
-    if any(isinstance(value, bool) or not isinstance(value, int) or value < 1 for value in sizes.values()):
-        raise ValueError(f"mlp of {sizes}; expected whole numbers of 1 or more")
-    rows = []
-    for d, h, p, k in configurations:
-        taken = distir.step_seconds(distir.MLP(**sizes), Parallel(d, h, p, k), distir.CONSTANTS[constants], moved=moved)
-        shape = {"data": d, "tensor": h, "pipeline": p, "microbatches": k, "devices": d * h * p}
-        rows.append({**shape, "seconds": taken, "samples_per_second": sizes["batch"] / taken})
-    rows.sort(key=lambda row: row["seconds"])
-    unknown_here = dict.fromkeys(("peak_bytes", "bubble", "exposed_communication_seconds"))
-    rows = [{**row, **unknown_here, "schedule": "1f1b"} for row in rows]
-    top = {key: rows[0][key] for key in ("seconds", "peak_bytes", "schedule", "microbatches", "bubble", "exposed_communication_seconds")}
-    return {**top, "constants": constants, "stages": [], "configurations": rows}
-
-
-def _write(timeline: Any, run: Any, trace: str | None, picture: str | None, output: Output) -> None:
+def _write(found: Found, trace: str | None, picture: str | None, output: Output) -> None:
+    output.progress("writing", 0.95)
     if trace is not None:
-        from autoshard.simulate.trace import trace_of, trace_of_run
+        from autoshard.simulate.trace import trace_of, trace_of_run  # here: as above
 
-        _report().save_trace(trace_of(timeline) if run is None else trace_of_run(run), trace)
+        _report().save_trace(trace_of(found.timeline) if found.run is None else trace_of_run(found.run), trace)
         output.note(f"wrote {trace}; open it in ui.perfetto.dev")
     if picture is not None:
-        if run is None:
-            _report().draw_timeline(timeline, picture)
+        if found.run is None:
+            _report().draw_timeline(found.timeline, picture)
         else:
-            _report().draw_run(run, picture)
+            _report().draw_run(found.run, picture)
         output.note(f"wrote {picture}")

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from autoshard.cli.app import NO, OK, app
 from autoshard.cli.arguments import check_out
+from autoshard.cli.options import Json, Quiet
 from autoshard.cli.output import Output
 from autoshard.problem import Problem, read_contest, write_choice
 
@@ -25,8 +26,8 @@ def solve(
     gap: Annotated[float, typer.Option(help="Stop when the answer is proven to be within this of the best, relative.")] = 0.0,
     solver: Annotated[str, typer.Option(help="auto, prices, ilp, cvxpy, dp, dual or exhaustive.")] = "auto",
     out: Annotated[str | None, typer.Option(help="Write the choices here, as JSON.", show_default=False)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
 ) -> int:
     """Pick one choice per node of a PROBLEM at the least cost within its memory limit, with a proof.
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoshard.cli.app import NO, OK, app
-from autoshard.cli.arguments import check_out, parse_bytes
+from autoshard.cli.arguments import bandwidths, check_out, parse_bytes
+from autoshard.cli.options import DEVICE, INTER, INTRA, DeviceName, InterNodeBandwidth, IntraNodeBandwidth, Json, Quiet
 from autoshard.cli.output import Output, finite
 from autoshard.mesh import Mesh, parse_shape
 from autoshard.writing import write_whole
@@ -29,10 +30,10 @@ def tables(
     host_memory: Annotated[
         str | None, typer.Option(help="Memory of a host, shared by its devices; default: no table lies there.", show_default=False)
     ] = None,
-    intra_node_bandwidth: Annotated[str, typer.Option(help="Bytes per second of a device inside its node.")] = "300GB/s",
-    inter_node_bandwidth: Annotated[str, typer.Option(help="Bytes per second of a node's link to the others.")] = "400GB/s",
+    intra_node_bandwidth: IntraNodeBandwidth = INTRA,
+    inter_node_bandwidth: InterNodeBandwidth = INTER,
     host_bandwidth: Annotated[str, typer.Option(help="Bytes per second between a device and its host's memory.")] = "32GB/s",
-    device: Annotated[str, typer.Option(help="Kind of device: a100, h100, h200, cpu.")] = "h100",
+    device: DeviceName = DEVICE,
     batch: Annotated[int, typer.Option(help="Examples per device and step.")] = 512,
     reserve: Annotated[float, typer.Option(help="Share of all memory that is kept free.")] = 0.15,
     effort: Annotated[float, typer.Option(help="Times the usual number of search moves.")] = 1.0,
@@ -40,8 +41,8 @@ def tables(
     out: Annotated[str | None, typer.Option(help="Write the plan as JSON.", show_default=False)] = None,
     plot: Annotated[str | None, typer.Option(help="Write a bar plot of the load per device, PNG or SVG.", show_default=False)] = None,
     every: Annotated[bool, typer.Option("--all", help="Print every table, not only those that take longest.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
 ) -> int:
     """Lay embedding tables over devices so that the slowest device is as fast as can be.
 
@@ -55,10 +56,10 @@ def tables(
 
     check_out(out)
     check_out(plot)
-    intra, inter, to_host = (parse_bytes(x, "bandwidth") for x in (intra_node_bandwidth, inter_node_bandwidth, host_bandwidth))
+    links, to_host = bandwidths(intra_node_bandwidth, inter_node_bandwidth), parse_bytes(host_bandwidth, "--host-bandwidth")
     memory = parse_bytes(hbm)
     host = None if host_memory is None else 0.0 if host_memory.strip() in ("0", "0GB") else parse_bytes(host_memory)
-    mesh = Mesh.from_bandwidths(parse_shape(devices), intra_node_bandwidth=intra, inter_node_bandwidth=inter, device=device)
+    mesh = Mesh.from_bandwidths(parse_shape(devices), **links, device=device)
     with Output(as_json=as_json, quiet=quiet) as output:
         found = plan_tables(
             read_tables(spec), mesh, hbm=memory, host_memory=host, reserve=reserve, batch=batch, host_bandwidth=to_host,

@@ -67,7 +67,11 @@ def _further(found: Pipeline) -> list[RenderableType]:
     if found.speed_up:
         table = Table("devices", "step", "speed-up", title="fewer devices")
         for row in found.speed_up:
-            table.add_row(str(row["devices"]), seconds(row["seconds"]), f"{row['speed_up']:.2f}" if row["speed_up"] else "does not fit")
+            said = f"{row['speed_up']:.2f}" if row["speed_up"] else "-" if row["seconds"] else "does not fit"
+            table.add_row(str(row["devices"]), seconds(row["seconds"]), said)
+        fewest = next((row["devices"] for row in found.speed_up if row["speed_up"]), 1)
+        if fewest > 1:
+            table.caption = f"{fewest} devices, the fewest that fit, count as {fewest}"
         parts.append(table)
     if found.budgets:
         table = Table("memory", "step", "stages", "microbatches", "schedule", title="other limits")
@@ -95,13 +99,16 @@ def plot_speed_up(found: Pipeline, path: str | os.PathLike[str]) -> None:
     figure = Figure(figsize=(5, 4), layout="constrained")
     axes = figure.subplots()
     counts = [row["devices"] for row in rows]
-    axes.plot(counts, counts, color="0.7", linestyle="--", label="ideal")
-    axes.plot(counts, [row["speed_up"] for row in rows], marker="o", label="pipeline")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
+    if rows:
+        axes.plot(counts, counts, color="0.7", linestyle="--", label="ideal")
+        axes.plot(counts, [row["speed_up"] for row in rows], marker="o", label="pipeline")
+        axes.set_xscale("log", base=2)  # which refuses axes without a point
+        axes.set_yscale("log", base=2)
+        axes.legend()
+    else:
+        axes.text(0.5, 0.5, "no fewer devices to compare with", ha="center", va="center", transform=axes.transAxes)
     axes.set_xticks(counts, [str(n) for n in counts])
     axes.set_yticks(counts, [str(n) for n in counts])
     axes.set_xlabel("devices")
     axes.set_ylabel("speed-up")
-    axes.legend()
     save(figure, path)

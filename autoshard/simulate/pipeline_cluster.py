@@ -18,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autoshard.mesh import INTER_LATENCY, INTRA_LATENCY, Device, Mesh
+from autoshard.mesh import DEVICES_PER_NODE, INTER_LATENCY, INTRA_LATENCY, Device, Mesh
 from autoshard.simulate.interop import Nodes, SubMesh, Tiling, submeshes
 
 
@@ -64,7 +64,7 @@ class Cluster:
             raise ValueError("a cluster has no nodes; give at least one kind of them")
 
     @staticmethod
-    def of(devices: int, devices_per_node: int = 8, **prices) -> Cluster:
+    def of(devices: int, devices_per_node: int = DEVICES_PER_NODE, **prices) -> Cluster:
         """`devices` equal devices in nodes of `devices_per_node`; fewer than that are one node. ValueError if they fill no whole nodes."""
         for name, value in (("devices", devices), ("devices_per_node", devices_per_node)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

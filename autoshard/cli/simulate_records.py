@@ -1,0 +1,90 @@
+"""What `autoshard simulate --json` holds: of configurations of a model, of a plan, of a published simulator's MLP."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+OF_THE_BEST = ("seconds", "peak_bytes", "schedule", "microbatches", "bubble", "exposed_communication_seconds")
+
+
+def record_of_model(simulations: Sequence[Any]) -> dict:
+    """Of all, the best first."""
+    best, stages = simulations[0], []
+    for d in range(best.parallel.pipeline):
+        mine = best.parts[d :: best.parallel.pipeline]
+        stages.append(
+            {
+                "mesh": list(best.mesh.shape),
+                "forward_seconds": math.fsum(part.forward for part in mine),
+                "backward_seconds": math.fsum(part.backward for part in mine),
+                "finish_seconds": math.fsum(part.finish for part in mine),
+                "peak_bytes": best.peak_bytes if best.run is None else best.run.peak_bytes[d],
+                "send_bytes": math.fsum(part.send for part in mine),
+            }
+        )
+    rows = [one.to_dict() for one in simulations]
+    top = {key: rows[0][key] for key in OF_THE_BEST}
+    return {**top, "stages": stages, "configurations": rows}
+
+
+def record_of_plan(solution: Any, timeline: Any, *, measured: bool) -> dict:
+    """Of a plan's time line. measured: under other prices than the plan's own; `cost_seconds` is then the plan's cost under those."""
+    row = {
+        "seconds": timeline.seconds,
+        "peak_bytes": timeline.peak_bytes,
+        "schedule": "sequential",
+        "microbatches": 1,
+        "bubble": 0.0,
+        "exposed_communication_seconds": timeline.exposed_communication_seconds,
+    }
+    return {
+        **row,
+        "cost_seconds": _cost(timeline.program) if measured else solution.cost,
+        "plan_peak_bytes": solution.peak_bytes,
+        "compute_seconds": timeline.compute_seconds,
+        "communication_seconds": timeline.communication_seconds,
+        "critical_seconds": timeline.critical_seconds,
+        "stages": [{"mesh": list(solution.mesh.shape), "seconds": timeline.seconds, "peak_bytes": timeline.peak_bytes}],
+        "configurations": [row],
+    }
+
+
+def _cost(program: Any) -> float:
+    """Seconds of all tasks one after the other, under the prices that the program was made with."""
+    from autoshard.problem import evaluate  # here: numpy, which --help shouldn't wait for
+
+    return float(evaluate(program.formulation.problem, program.choice).cost)
+
+
+def record_of_mlp(
+    target: str, constants: str, keywords: dict, configurations: Sequence[tuple[int, ...]], unused: Mapping[str, object]
+) -> dict:
+    """Of a published simulator's MLP under its rules; unused: options that these rules have no use for, with what was given."""
+    from autoshard.simulate import distir
+    from autoshard.simulate.parallel import Parallel
+
+    if constants not in distir.CONSTANTS:
+        raise ValueError(f"--constants is {constants!r}; expected physical, {' or '.join(distir.CONSTANTS)}")
+    if target != "mlp":
+        raise ValueError(f"{target} under {constants}; those rules know their MLP alone: give mlp, with --set layers, width and batch")
+    if given := [option for option, value in unused.items() if value]:
+        raise ValueError(f"{constants} gives seconds alone, under its own prices; leave out {given[0]}")
+    moved = str(keywords.pop("moved", "everything"))
+    known = {"layers": 64, "width": 8192, "batch": 8192}
+    if unknown := [key for key in keywords if key not in known]:
+        raise ValueError(f"mlp takes no {unknown[0]!r}; it takes layers, width, batch and moved, so correct the --set")
+    sizes = {key: keywords.get(key, value) for key, value in known.items()}
+    if any(isinstance(value, bool) or not isinstance(value, int) or value < 1 for value in sizes.values()):
+        raise ValueError(f"mlp of {sizes}; expected whole numbers of 1 or more")
+    rows = []
+    for d, h, p, k in configurations:
+        taken = distir.step_seconds(distir.MLP(**sizes), Parallel(d, h, p, k), distir.CONSTANTS[constants], moved=moved)
+        shape = {"data": d, "tensor": h, "pipeline": p, "microbatches": k, "devices": d * h * p}
+        rows.append({**shape, "seconds": taken, "samples_per_second": sizes["batch"] / taken})
+    rows.sort(key=lambda row: row["seconds"])
+    unknown_here = dict.fromkeys(("peak_bytes", "bubble", "exposed_communication_seconds"))
+    rows = [{**row, **unknown_here, "schedule": "1f1b"} for row in rows]
+    top = {key: rows[0][key] for key in OF_THE_BEST}
+    return {**top, "constants": constants, "stages": [], "configurations": rows}
