@@ -31,10 +31,12 @@ _PARTIALS = {op: Partial(op) for op in ("sum", "avg", "max", "min")}
 
 
 def S(dim: int) -> Placement:
+    """Cut dim `dim`, 0 to 15; IndexError above."""
     return _SHARDS[dim]
 
 
 def P(reduce_op: str = "sum") -> Placement:
+    """Partial: the value is the sum (avg, max, min) of what the ranks hold. KeyError on another reduction."""
     return _PARTIALS[reduce_op]
 
 
@@ -51,6 +53,7 @@ def placement_text(placement: Placement) -> str:
 
 
 def text(layout: Layout) -> str:
+    """(Shard(0), Replicate()) -> `S(0),R`; `parse` is the inverse."""
     return ",".join(placement_text(p) for p in layout)
 
 
@@ -98,7 +101,10 @@ def leaves_empty(size: int, cuts: tuple[int, ...]) -> bool:
 
 
 def local_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of the fullest part, that of the first rank; of every part, where the parts are equal (see `rank_shape`)."""
+    """The shape of the fullest part, that of the first rank; of every part, where the parts are equal (see `rank_shape`).
+
+    shape: of the whole tensor. layout: one placement per axis of the mesh; ValueError where their numbers differ.
+    """
     local = list(shape)
     for placement, axis in zip(layout, mesh.axes, strict=True):
         if isinstance(placement, Shard):
@@ -145,6 +151,7 @@ def why_illegal(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> str | Non
 
 
 def is_legal(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> bool:
+    """Whether a tensor of this shape can lie so on the mesh, no rank left without a part (`why_illegal` says what is wrong)."""
     return why_illegal(shape, layout, mesh) is None
 
 

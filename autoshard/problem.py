@@ -171,7 +171,10 @@ def without_limit(problem: Problem) -> Problem:
 
 
 def evaluate(problem: Problem, choice: Sequence[int] | np.ndarray) -> Evaluation:
-    """The one judge: cost, peak and fit of an answer, exact for integers below 2**53 and independent of order."""
+    """The one judge: cost, peak and fit of an answer, exact for integers below 2**53 and independent of order.
+
+    choice: an index per node, in the order of the problem's nodes. ValueError on too few or too many, and on an index out of range.
+    """
     if len(choice) != len(problem.node_costs):
         raise ValueError(f"the answer has {len(choice)} entries, but the problem has {len(problem.node_costs)} nodes")
     x = [int(i) for i in choice]
@@ -188,7 +191,10 @@ def evaluate(problem: Problem, choice: Sequence[int] | np.ndarray) -> Evaluation
 
 
 def usage_profile(problem: Problem, choice: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Times at which memory can change, and the bytes held from each to the next."""
+    """Times at which memory can change, and the bytes held from each to the next: two arrays of the same length.
+
+    choice: as for `evaluate`.
+    """
     times, index = problem._times
     held = np.array([held_by(problem, u, choice) for u in problem.usages if u.start < u.end], dtype=np.float64)
     delta = np.zeros(len(times))

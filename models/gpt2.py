@@ -104,3 +104,16 @@ def xl(*, batch: int = 16, seq: int = 128, vocab: int = 50257, layers: int = 48,
 def tiny(*, batch: int = 8, seq: int = 16, vocab: int = 128, layers: int = 2, loss: bool = True, dtype: str = "float32"):
     """Small enough to run on many simulated devices; heads, width, batch and vocabulary divide by 8."""
     return build(layers=layers, heads=8, width=64, positions=64, vocab=vocab, batch=batch, seq=seq, loss=loss, dtype=dtype)
+
+
+def initialised(module: GPT2, seed: int = 0) -> GPT2:
+    """The module on the CPU with its first weights, drawn as published: N(0, 0.02), norms 1, biases 0; without the scaling by depth."""
+    generator = torch.Generator().manual_seed(seed)
+    module = module.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.02, generator=generator)
+            else:
+                parameter.fill_(float("ln" in name and name.endswith("weight")))
+    return module

@@ -13,9 +13,10 @@ import pytest
 from autoshard.cli import main
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FENCE = re.compile(r"^```(python|console)([^\n]*)\n(.*?)^```$", re.M | re.S)
-LINK = re.compile(r"\]\(([^)#\s]+)\)")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(python|console|csv)([^\n]*)\n(.*?)^```$", re.M | re.S)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.M)
 
 
 def blocks(page: Path) -> list[tuple[str, str, str]]:
@@ -46,6 +47,27 @@ def is_slow(page: Path) -> bool:
     return any("slow" in words.split() for _, words, _ in blocks(page))
 
 
+def anchors(page: Path) -> set[str]:
+    """What GitHub calls the page's headings; of equal ones the later are numbered."""
+    plain = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in HEADING.findall(page.read_text())]
+    return {name + (f"-{plain[:k].count(name)}" if name in plain[:k] else "") for k, name in enumerate(plain)}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Links to a file that isn't there, or to a heading that its page lacks."""
+    found = []
+    for link in LINK.findall(page.read_text()):
+        path, _, heading = link.partition("#")
+        target = page.parent / path if path else page
+        if "://" not in link and (not target.exists() or (heading and heading not in anchors(target))):
+            found.append(link)
+    return found
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).with_suffix("").as_posix().removeprefix("docs/")
+
+
 @pytest.fixture
 def beside_the_models(tmp_path, monkeypatch):
     for folder in ("models", "tests"):
@@ -54,13 +76,13 @@ def beside_the_models(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if not is_slow(page)], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page) and not is_slow(page)], ids=name)
 def test_every_block_of_the_page_runs(page, beside_the_models):
     run_page(page)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if is_slow(page)], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in PAGES if is_slow(page)], ids=name)
 def test_every_block_of_a_slow_page_runs(page, beside_the_models):
     assert run_page(page) > 0
 
@@ -72,7 +94,12 @@ def test_a_block_that_fails_is_seen(tmp_path, beside_the_models):
             run_page(tmp_path / "page.md")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_somewhere(page):
-    missing = [link for link in LINK.findall(page.read_text()) if "://" not in link and not (page.parent / link).exists()]
-    assert not missing
+    assert not broken_links(page)
+
+
+def test_a_broken_link_is_seen(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n\n## `a.b`\n\n## `A.B`\n\n[1](page.md) [2](#ab) [3](page.md#ab-1) [4](gone.md) [5](page.md#no) [6](#ab-2)\n")
+    assert broken_links(page) == ["gone.md", "page.md#no", "#ab-2"]

@@ -67,7 +67,7 @@ def export(solution: Solution, kind: str, path: str | os.PathLike[str] | None = 
 
 
 def as_plain(value: Any, kind: str) -> Any:
-    """An export as lists, dicts and strings: what its JSON file holds."""
+    """What `export(solution, kind)` gave, as lists, dicts and strings: what its JSON file holds."""
     return KINDS[kind].plain(value)
 
 

@@ -43,7 +43,10 @@ def recipe(solution: Solution, axis: str | None = None) -> Export:
 
 
 def apply(recipe: dict, model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-    """Carry the recipe out on a model and a DeviceMesh whose axes have the recipe's names; the same module, changed."""
+    """Carry the recipe out on a model and a DeviceMesh whose axes have the recipe's names; the same module, changed.
+
+    recipe: what `export(solution, "fully_shard")` gives. Every rank calls this. ValueError where the axes have other names.
+    """
     if tuple(device_mesh.mesh_dim_names or ()) != tuple(recipe["mesh"]["axis_names"]):
         raise ValueError(f"the device mesh's axes are {device_mesh.mesh_dim_names}, the recipe's {recipe['mesh']['axis_names']}")
     tensor = recipe["parallelize_module"]

@@ -25,7 +25,8 @@ def sharding_map(solution: Solution, device_mesh: DeviceMesh | None = None) -> E
     """`{module: {"node": its first parameter, "sharding": {attribute: DTensorSpec}}}` with one entry per parameter.
 
     device_mesh: what the specs refer to; without it a mesh of the plan's shape that no process group stands behind, on
-    which specs can be read, compared and pickled but nothing can run.
+    which specs can be read, compared and pickled but nothing can run. ValueError where it has another shape than the plan's, or a
+    parameter a dtype that this torch lacks.
     """
     device_mesh = unbacked_mesh(solution.mesh) if device_mesh is None else device_mesh
     if tuple(device_mesh.shape) != solution.mesh.shape:

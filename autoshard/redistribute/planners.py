@@ -48,14 +48,18 @@ def naive(problem: BlockProblem, prices: Prices, memory_limit: float | None = No
 def astar(
     problem: BlockProblem, prices: Prices, memory_limit: float | None = None, *, count: str | None = None, most: int = MOST
 ) -> BlockRoute:
-    """The cheapest route within the limit (elements per rank; None: see BlockProblem.memory_limit)."""
+    """The cheapest route within the limit, in elements per rank (None: see BlockProblem.memory_limit).
+
+    count: what the limit counts, "resident" or "buffers"; default that of the prices. most: states to take up; beyond them the route is the
+    best known, with its bound. Where none keeps the limit, its status is "infeasible". ValueError for a limit below both ends.
+    """
     return _searched(problem, prices, memory_limit, count or prices.count, most, informed=True)
 
 
 def dijkstra(
     problem: BlockProblem, prices: Prices, memory_limit: float | None = None, *, count: str | None = None, most: int = 10**9
 ) -> BlockRoute:
-    """The cheapest route within the limit, without a heuristic."""
+    """As `astar`, without its heuristic: slower, the check."""
     return _searched(problem, prices, memory_limit, count or prices.count, most, informed=False)
 
 

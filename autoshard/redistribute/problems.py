@@ -155,7 +155,10 @@ def read_problems(data: Any) -> list[BlockProblem]:
 
 
 def read_problem(data: Any, name: str = "") -> BlockProblem:
-    """One problem from plain data."""
+    """One problem from plain data, its keys as above. ValueError, one sentence, on a key that lacks and on what can't be.
+
+    name: what to call it where the data has no "id".
+    """
     item = data.get("problem", data) if isinstance(data, Mapping) else data
     if not isinstance(item, Mapping):
         raise ValueError(f"problem {name} is {item!r}; expected an object with shape, mesh, src, src_bs, dst, dst_bs")

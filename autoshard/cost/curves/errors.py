@@ -24,6 +24,8 @@ Pairs = tuple[np.ndarray, np.ndarray]  # predicted and measured seconds
 
 
 class Errors(NamedTuple):
+    """How far predictions were from measurements, as the formulas of this module say."""
+
     gmae: float  # relative, as all here: 0.02 is 2 %
     mean: float
     std: float
@@ -31,7 +33,7 @@ class Errors(NamedTuple):
 
 
 def summary(predicted: np.ndarray, measured: np.ndarray) -> Errors:
-    """Of no pairs: nan."""
+    """The errors of predicted against measured seconds, one each; nan where there are none."""
     e = np.abs((np.asarray(predicted) - measured) / measured)
     if not e.size:
         return Errors(np.nan, np.nan, np.nan, 0)
@@ -59,7 +61,10 @@ def pooled(errors: Iterable[Errors]) -> Errors:
 
 
 def held_out(sizes: np.ndarray, seconds: np.ndarray, fitter: Fitter, *, folds: int = 3) -> Pairs:
-    """Predictions of each size but the first and last by a curve that has not seen it. ValueError where a fold can't be fitted."""
+    """(predicted, measured) seconds of each size but the first and last, by curves that have not seen it.
+
+    sizes: bytes. fitter: (sizes, seconds) -> Curve, as `fit`. ValueError where a fold can't be fitted.
+    """
     x, t = check(sizes, seconds)
     inside = np.arange(1, len(x) - 1)
     predicted = np.empty(len(x))
@@ -72,7 +77,9 @@ def held_out(sizes: np.ndarray, seconds: np.ndarray, fitter: Fitter, *, folds: i
 
 
 def extrapolated(sizes: np.ndarray, seconds: np.ndarray, fitter: Fitter, *, span: float = 16) -> Pairs:
-    """Predictions of the sizes in the top `span` by a curve that has seen those below; empty where that leaves fewer than 2."""
+    """(predicted, measured) seconds of the sizes above the last one / `span`, by a curve that has seen the others; empty where those
+    are fewer than 2. sizes: bytes. ValueError where they can't be fitted.
+    """
     x, t = check(sizes, seconds)
     seen = x <= x[-1] / span
     if seen.sum() < 2:

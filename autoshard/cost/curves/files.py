@@ -82,6 +82,7 @@ def text_of(path: str) -> str:
 
 
 def save(path: str, curves: Sequence[Fitted]) -> None:
+    """Write fitted curves as JSON (docs/formats.md), whole or not at all; OSError where that can't be."""
     record = {"format": FORMAT, "curves": [_finite(one.to_dict()) for one in curves]}
     write_whole(json.dumps(record, indent=1) + "\n", path)
 

@@ -22,9 +22,9 @@ REWEIGHTED = 30  # times; the weights have settled long before
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds per unit of each kind of work."""
+    """How long each kind of work takes."""
 
-    seconds_per: Mapping[str, float]
+    seconds_per: Mapping[str, float]  # by kind of work: seconds per FLOP, byte or launch
 
     def seconds(self, work: Mapping[str, np.ndarray]) -> np.ndarray:
         """Of runs that do `work[kind]` of each kind."""
@@ -32,7 +32,10 @@ class Rates:
 
 
 def fit_rates(work: Mapping[str, np.ndarray], seconds: np.ndarray) -> Rates:
-    """ValueError where runs are fewer than kinds, or a time is no time."""
+    """Seconds per unit of each kind of work, from runs that did `work[kind][i]` of each and took `seconds[i]`.
+
+    The least sum of relative errors, rates not below 0. ValueError where runs are fewer than kinds, or a time is no time.
+    """
     A, t = np.stack([np.asarray(column, dtype=float) for column in work.values()], axis=1), np.asarray(seconds, dtype=float)
     if not (np.isfinite(t).all() and (t > 0).all()):
         raise ValueError(f"the time of run {int(np.flatnonzero(~(t > 0))[0]) + 1} is no positive number; leave the run out")
