@@ -147,11 +147,11 @@ class _Schedule:
         while self.fetches:
             start = self.fetches[0]
             if start not in self.placed:
-                need = self.flow.need[start]
+                need, held = self.flow.need[start], size(start)
                 busy = self.idle.get(self.pace.axis(start), 0.0) > self.now or (self._unfinished(start) or 0.0) > self.now
-                if busy or any(now + size(start) > self.limit for now in self.live[i:need]):
+                if busy or max(self.live[i:need], default=0) + held > self.limit:
                     return  # those behind it are needed later
-                self.live[i:need] = [now + size(start) for now in self.live[i:need]]
+                self.live[i:need] = [now + held for now in self.live[i:need]]
                 self._need(start)
             self.fetches.popleft()
 
