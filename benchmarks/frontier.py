@@ -12,15 +12,15 @@ figure that was asked for), or when a plan beats a bound.
 # ruff: noqa: E402  (its own folder has to leave sys.path first)
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).parent]
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:] = [str(ROOT), *(entry for entry in sys.path if Path(entry).resolve() != ROOT / "benchmarks")]
 
-ROOT = Path(__file__).parent.parent
+from benchmarks.own_process import in_own_process
+
 CASES: dict[str, dict] = {
     "gpt2-small 2x4": {"model": "gpt2.py:small", "settings": {"batch": 512, "vocab": 50304}, "mesh": (2, 4), "limit": None},
     "llama3-8b 8x8": {"model": "llama.py:llama3_8b", "settings": {}, "mesh": (8, 8), "limit": 60.0},
@@ -78,17 +78,6 @@ def warm_up(api, Mesh) -> None:
 # -- the table -------------------------------------------------------------------------------------------------------------------------
 
 
-def in_own_process(order: dict) -> dict:
-    """Run one order in a fresh interpreter on one core."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    core = min(os.sched_getaffinity(0))
-    found = subprocess.run(
-        [sys.executable, __file__, "--order", json.dumps(order)], env=environment, stdout=subprocess.PIPE, text=True, check=True,
-        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-    )  # fmt: skip
-    return json.loads(found.stdout.splitlines()[-1])
-
-
 def judged(name: str, case: dict, row: dict, points: int) -> dict:
     plans = row["plans"] or []
     row = {"case": name, **row, "limit_seconds": case["limit"]}
@@ -141,7 +130,7 @@ def main() -> int:
     for name, case in CASES.items():
         if given.only is None or any(part in name for part in given.only):
             plans = None if given.no_plans else given.time_limit
-            found = in_own_process({"case": case, "folder": str(given.folder), "points": given.points, "time_limit": plans})
+            found = in_own_process(__file__, {"case": case, "folder": str(given.folder), "points": given.points, "time_limit": plans})
             rows.append(judged(name, case, found, given.points))
             if not given.json:
                 print("\n".join(lines(rows[-1])), flush=True)

@@ -11,17 +11,17 @@ process's largest, imports included. --depths plans Llama-3 8B dims at 2 to 126 
 # ruff: noqa: E402  (its own folder has to leave sys.path first)
 import argparse
 import json
-import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).parent]
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:] = [str(ROOT), *(entry for entry in sys.path if Path(entry).resolve() != ROOT / "benchmarks")]
 
-ROOT = Path(__file__).parent.parent
+from benchmarks.own_process import in_own_process
+
 LLAMA, GPT2 = "llama.py:llama3_8b", "gpt2.py:small"
 CASES: dict[str, dict] = {  # limits are CPU seconds, GiB, and the largest gap
     "llama3-8b 8x8": {"model": LLAMA, "mesh": (8, 8), "limits": (12, 1.5, 1e-3)},
@@ -117,17 +117,6 @@ def reuse_once(folder: str, path: str) -> dict:
 # -- the table -------------------------------------------------------------------------------------------------------------------------
 
 
-def in_own_process(order: dict) -> dict:
-    """Run one order in a fresh interpreter on one core."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    core = min(os.sched_getaffinity(0))
-    found = subprocess.run(
-        [sys.executable, __file__, "--order", json.dumps(order)], env=environment, stdout=subprocess.PIPE, text=True, check=True,
-        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-    )  # fmt: skip
-    return json.loads(found.stdout.splitlines()[-1])
-
-
 def judged(name: str, case: dict, row: dict) -> dict:
     seconds, gibibytes, gap = case["limits"]
     ok = (
@@ -167,7 +156,7 @@ def main() -> int:
         print(f"{'':20} {'nodes':>7} {'signs':>6} {heads} {'GiB':>6} {'status':>9} {'gap':>8}")
     for name, case in cases(given.depths).items():
         if given.only is None or any(part in name for part in given.only):
-            rows.append(judged(name, case, in_own_process({"case": case, "folder": str(given.folder)})))
+            rows.append(judged(name, case, in_own_process(__file__, {"case": case, "folder": str(given.folder)})))
             if not given.json:
                 print(line(rows[-1]), flush=True)
     ok = all(row["ok"] for row in rows)
@@ -186,8 +175,8 @@ def main() -> int:
 def reuse(folder: Path, as_json: bool) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         path = str(Path(scratch) / "plan.json")
-        planned = in_own_process({"case": CASES["llama3-8b 8x8"], "folder": str(folder), "out": path})
-        row = in_own_process({"folder": str(folder), "path": path})
+        planned = in_own_process(__file__, {"case": CASES["llama3-8b 8x8"], "folder": str(folder), "out": path})
+        row = in_own_process(__file__, {"folder": str(folder), "path": path})
     row["ok"] = all(row[key] <= limit for key, limit in REUSE_LIMITS.items())
     row["cost_seconds"] = planned["cost_seconds"]
     if as_json:

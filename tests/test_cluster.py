@@ -56,6 +56,12 @@ def test_without_root_or_iproute2_it_says_so(monkeypatch):
         network.Network()
 
 
+def skip_without_namespaces():
+    """The network is made by the kernel; a machine that doesn't let us has nothing to test, and says why."""
+    if why := network.why_not():
+        pytest.skip(why)
+
+
 def namespaces(pid):
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     return [line for line in listed.splitlines() if line.startswith(f"{network.PREFIX}-{pid}-")]
@@ -77,8 +83,7 @@ other.sendall(bytes(int(sys.argv[2])))
 
 @pytest.mark.slow
 def test_the_link_is_as_slow_as_asked_and_counts_bytes():
-    if network.why_not() is not None:
-        return  # said by the test above; a machine without namespaces can't make any
+    skip_without_namespaces()
     rate, size = 2e6, 1_000_000  # bytes per second, bytes
     with network.Network() as link:
         link.limit(rate)
@@ -96,8 +101,7 @@ def test_the_link_is_as_slow_as_asked_and_counts_bytes():
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_run_leaves_no_namespace(number):
-    if network.why_not() is not None:
-        return
+    skip_without_namespaces()
     script = f"import sys, time; sys.path.insert(0, {str(CLUSTER)!r}); from network import Network\nwith Network() as n:\n"
     script += "    n.run(0, ['sleep', '100']); print('up', flush=True); time.sleep(100)"
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -110,8 +114,7 @@ def test_a_stopped_run_leaves_no_namespace(number):
 
 @pytest.mark.slow
 def test_two_stages_run_under_torch_pipelining_where_autoshard_cuts(tmp_path):
-    if network.why_not() is not None:
-        return
+    skip_without_namespaces()
     command = [sys.executable, str(CLUSTER / "pipeline.py"), str(tmp_path), "--speeds", "50", "--models", "mlp", "--microbatches", "4"]
     ran = subprocess.run([*command, "--calibrate", "5", "--json"], capture_output=True, text=True, timeout=400)
     assert ran.returncode == 0, ran.stderr

@@ -5,6 +5,7 @@
               is straight there and nothing within B costs less than the chord at B                      (pricing.py)
     exchange  the parts in which q differs from p, put into p in the order of what they save per byte
               as long as they fit: what is left of the gap is less than one part saves, a layer's say    (exchange.py)
+    cut       where one part is too much, since something couples all layers: a beginning or an end of it  (cutting.py)
 
 Where many layers are alike this proves in seconds what branching on their choices doesn't in hours.
 """
@@ -19,14 +20,17 @@ import numpy as np
 
 from ..problem import Problem, without_limit
 from .auto import Auto
+from .cutting import cut
 from .exchange import differences
 from .incumbent import Incumbent
-from .pricing import Found, Pricing, corners
+from .pricing import Found, Pricing, corners, scale
+from .times import held, load
 
 AGREED = 1e-4  # relative: answer and bound at a price; the rest is for branch and bound
 DEARER, STEEPEST = 8.0, 1e4  # until one fits, the fastest answer's memory is worth its seconds once, 8 times, ...
 CHORDS = 30
 FILLINGS = 6  # of an answer with parts of another; a time at which the filled one was too large is looked at in the next
+CUTS = 3  # parts, those that save most, of which a beginning or an end is looked at
 EVEN = 1e-9  # relative to the cost: parts of equal worth go in the order of the nodes
 
 
@@ -59,7 +63,7 @@ def approach(problem: Problem, incumbent: Incumbent, messages: np.ndarray | None
     fastest = min(pricing.found.values(), key=lambda f: (f.cost, f.memory))
     worth = 1.0
     while not any(f.memory <= limit for f in pricing.found.values()) and worth <= STEEPEST and not incumbent.done:
-        pricing.minimise(worth * abs(fastest.cost) / fastest.memory)
+        pricing.minimise(worth * scale(pricing.problem, fastest) / fastest.memory)
         tell(pricing, incumbent, limit)
         worth *= DEARER
     for _ in range(CHORDS):
@@ -91,7 +95,7 @@ def around(pricing: Pricing, limit: float) -> tuple[Found, Found] | None:
 
 
 def fill(pricing: Pricing, incumbent: Incumbent, limit: float) -> None:
-    """Parts of the corner above the limit into the one below it."""
+    """Parts of the corner above the limit into the one below it; what is left of the room to a beginning or an end of others."""
     ends = around(pricing, limit)
     if ends is None:
         return
@@ -108,7 +112,15 @@ def fill(pricing: Pricing, incumbent: Incumbent, limit: float) -> None:
             if more.cost[k] < 0 and (more.bytes[:, k] <= room).all():
                 taken[k] = True
                 room = room - more.bytes[:, k]
-        pricing.learn(np.where(taken[more.part], y, x))
+        filled = np.where(taken[more.part], y, x)
+        pricing.learn(filled)
+        left = [k for k in np.argsort(more.cost, kind="stable").tolist() if more.cost[k] < 0 and not taken[k]]
+        for k in left[:CUTS]:
+            mixed = cut(pricing.problem, pricing.rows, peaks, filled, y, np.flatnonzero(more.part == k), room)
+            if mixed is not None:
+                filled = mixed
+                room = limit - load(pricing.rows, held(pricing.problem, filled))[peaks]
+        pricing.learn(filled)
         tell(pricing, incumbent, limit)
         if len(pricing.peaks) == len(peaks) or len(pricing.found) == known:
             return

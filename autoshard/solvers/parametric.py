@@ -23,7 +23,7 @@ import numpy as np
 from ..problem import Problem, without_limit
 from .answer import TOLERANCE, Status
 from .exchange import between
-from .pricing import Found, Line, Pricing, corners, lowered, slope, undominated
+from .pricing import Found, Line, Pricing, corners, lowered, scale, slope, undominated
 from .solve import TIME_LIMIT, solve
 
 PROVEN_GAP = 1e-3  # relative: a point counts as proven up to here, where nothing else is asked for
@@ -33,7 +33,7 @@ EVEN = 2.0  # no hole is wider than this many times what it would be if all were
 SMALL = 10**4  # table cells: limits are solved by branch and bound as well
 LESS = 1 - 1e-6  # of a limit: solvers' tolerances stay below the difference
 DESCENTS = 5  # towards the least memory of a small problem, from where the steep price has led
-LIMIT_SECONDS = 5.0  # for all of them; where they aren't enough, no further ones are tried
+LIMIT_SECONDS = 20.0  # for all of them, so that a busy machine proves as much; where they are not enough, no further ones are tried
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,7 @@ class Sweep:
             return
         fastest = min(self.found, key=lambda f: (f.cost, f.memory))
         if fastest.memory > 0:
-            scale = abs(fastest.cost) or max(float(np.ptp(c[np.isfinite(c)])) for c in self.problem.node_costs) or 1.0
-            pricing.minimise(STEEP * scale / fastest.memory)
+            pricing.minimise(STEEP * scale(self.problem, fastest) / fastest.memory)
         for _ in range(DESCENTS if self.small else 0):
             least = min(f.memory for f in self.found) * LESS
             if not self.small or not least or self.bound(least) == math.inf:

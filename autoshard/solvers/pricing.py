@@ -144,6 +144,11 @@ class Pricing:
                 return
 
 
+def scale(problem: Problem, fastest: Found) -> float:
+    """Seconds to weigh memory against: those of the fastest answer, or where that costs nothing what a node's choices differ by."""
+    return abs(fastest.cost) or max((float(np.ptp(c[np.isfinite(c)])) for c in problem.node_costs), default=0.0) or 1.0
+
+
 def lowered(bound: float) -> float:
     """A solver's bound without what it may be too high by: solvers prove to TOLERANCE."""
     return bound - TOLERANCE * abs(bound) if math.isfinite(bound) else bound

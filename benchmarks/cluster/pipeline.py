@@ -10,7 +10,6 @@ of a node share. Needs root and iproute2, and leaves no namespace behind.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -22,7 +21,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 from network import Network, why_not  # noqa: E402
 from plans import PIPELINED, SLOW, TINY, graph_of  # noqa: E402
 from ranks import Ranks  # noqa: E402
-from run import PER_NODE, measured_mesh, say, with_launch  # noqa: E402
+from run import PER_NODE, asked, measured_mesh, parser_of, say, with_launch  # noqa: E402
 
 from autoshard.api.simulating import divided, microbatch, simulate_grid  # noqa: E402
 from autoshard.capture import capture_deep  # noqa: E402
@@ -64,19 +63,10 @@ def cell(ranks: Ranks, name: str, mesh: Mesh, megabits: float, microbatches: int
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--speeds", default="20,50", help="megabits per second, each way")
-    parser.add_argument("--models", default=",".join(PIPELINED), help=f"some of {', '.join(PIPELINED)}")
+    parser = parser_of(__doc__, speeds="20,50", models=PIPELINED)
     parser.add_argument("--microbatches", default="4,8")
     parser.add_argument("--schedule", choices=("1f1b", "gpipe"), default="1f1b")
-    parser.add_argument("--calibrate", type=float, default=30.0, help="seconds to measure collectives in, at each speed")
-    parser.add_argument("--largest", type=float, default=4e6, help="bytes of the largest collective measured")
-    parser.add_argument("--json", action="store_true", help="one object instead of lines")
-    options = parser.parse_args()
-    names, speeds = options.models.split(","), [float(speed) for speed in options.speeds.split(",")]
-    if unknown := [name for name in names if name not in PIPELINED]:
-        parser.error(f"unknown model {unknown[0]!r}; known are {', '.join(PIPELINED)}")
+    options, names, speeds = asked(parser, PIPELINED)
     if why := why_not():
         say(f"benchmarks/cluster: {why}")
         return 2

@@ -20,7 +20,7 @@ import json
 import pickle
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -125,23 +125,35 @@ def cell(ranks: Ranks, name: str, graph: Graph, mesh: Mesh, megabits: float, opt
     return rows
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(description: str | None, *, speeds: str, models: Collection[str]) -> argparse.ArgumentParser:
+    """The words that every script here takes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--speeds", default="20,50,100,200", help="megabits per second, each way")
-    parser.add_argument("--models", default=",".join(MODELS), help=f"some of {', '.join(MODELS)}")
+    parser.add_argument("--speeds", default=speeds, help="megabits per second, each way")
+    parser.add_argument("--models", default=",".join(models), help=f"some of {', '.join(models)}")
     parser.add_argument("--calibrate", type=float, default=30.0, help="seconds to measure collectives in, at each speed")
     parser.add_argument("--largest", type=float, default=4e6, help="bytes of the largest collective measured")
+    parser.add_argument("--json", action="store_true", help="one object instead of text")
+    return parser
+
+
+def asked(parser: argparse.ArgumentParser, models: Collection[str]) -> tuple[argparse.Namespace, list[str], list[float]]:
+    """What was given, with the models' names and the speeds as lists; the program ends where a model is unknown."""
+    options = parser.parse_args()
+    names, speeds = options.models.split(","), [float(speed) for speed in options.speeds.split(",")]
+    if unknown := [name for name in names if name not in models]:
+        parser.error(f"unknown model {unknown[0]!r}; known are {', '.join(models)}")
+    return options, names, speeds
+
+
+def main() -> int:
+    parser = parser_of(__doc__, speeds="20,50,100,200", models=MODELS)
     parser.add_argument("--time-limit", type=float, default=20.0, help="seconds for the solver of each plan")
     parser.add_argument(
         "--runner", choices=("program", "parallelize"), default="program", help="collectives in turn, as priced, or overlapped"
     )
-    parser.add_argument("--json", action="store_true", help="one object instead of a table")
     parser.add_argument("--plot", help="draw predicted against measured seconds here")
-    options = parser.parse_args()
-    names, speeds = options.models.split(","), [float(speed) for speed in options.speeds.split(",")]
-    if unknown := [name for name in names if name not in MODELS]:
-        parser.error(f"unknown model {unknown[0]!r}; known are {', '.join(MODELS)}")
+    options, names, speeds = asked(parser, MODELS)
     options.folder.mkdir(parents=True, exist_ok=True)
     rows_file = options.folder / f"rows-{options.runner}.json"
     rows = json.loads(rows_file.read_text()) if rows_file.exists() else []
