@@ -95,7 +95,7 @@ def test_the_certificate_and_the_counts_are_there():
     solution = planned("gpt2", True, (2, 2))
     assert solution.bound <= solution.cost and solution.training
     assert set(solution.counts) == {"nodes", "choices", "edges", "distinct_signatures"}
-    assert set(solution.fingerprint) == {"graph", "structure", "mesh", "prices", "options"}
+    assert set(solution.fingerprint) == {"graph", "structure", "mesh", "prices", "options", "layouts"}
     assert solution.fingerprint["graph"] == tiny_graph("gpt2", True).fingerprint()
     assert {"capture", "candidates", "formulate", "solve", "total"} <= set(solution.seconds["cpu"])
 
@@ -110,7 +110,7 @@ def test_fingerprints_tell_what_differs():
         "options": plan(*model(), fast_mesh((2,)), training=True, optimizer="sgd"),
     }
     for key, other in others.items():
-        changed = {k for k in base.fingerprint if base.fingerprint[k] != other.fingerprint[k]}
+        changed = {k for k in base.fingerprint if base.fingerprint[k] != other.fingerprint[k]} - {"layouts"}  # what came of it
         assert changed - {"prices" if key == "mesh" else key} == ({key} if key == "mesh" else set()) and key in changed
 
 

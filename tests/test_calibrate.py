@@ -263,8 +263,8 @@ def test_plan_takes_a_measured_cluster(capsys, tmp_path):
     assert "was measured as 2x2; leave --mesh out" in capsys.readouterr().err
 
 
-def torchrun(*arguments, **options):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "autoshard"]
+def torchrun(*arguments, processes=2, **options):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", "autoshard"]
     return subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
@@ -279,6 +279,20 @@ def test_two_processes_measure_themselves(tmp_path):
     assert {curve.collective for curve in axis.curves} == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
     assert all(len(curve.sizes) >= 4 for curve in axis.curves)
     assert axis.backend == "gloo"
+
+
+@pytest.mark.slow
+def test_one_group_of_each_axis_is_measured_alone(tmp_path):
+    out = tmp_path / "cluster.json"
+    words = ["--mesh", "2x2", "--seconds", "10", "--largest", "1MiB", "--out", str(out), "--json"]
+    run = torchrun("calibrate", "measure", *words, processes=4)
+    said, errors = run.communicate(timeout=90)
+    assert run.returncode == 0, errors
+    measured = json.loads(said)["measured"]
+    assert [one["axis"] for one in measured["alone"]] == ["axis0", "axis1"]
+    largest = {row["axis"]: row["sizes"][-1] for row in measured["collectives"] if row["collective"] == "all_gather"}
+    assert all(one["size"] <= largest[one["axis"]] and one["seconds"] > 0 for one in measured["alone"])
+    assert all(axis.shared_by in (1, 2) for axis in load_cluster(str(out)).axes)
 
 
 @pytest.mark.slow

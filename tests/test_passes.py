@@ -141,6 +141,9 @@ BAD = [
     (dict(training=True), "training=True needs an nn.Module"),
     (dict(pins={"nothing": "R,R"}), "pin on 'nothing': the model has no such tensor"),
     (dict(pins=("a", "b")), "pins is a tuple"),
+    (dict(forbid={"nothing": "R,R"}), "forbid on 'nothing': the model has no such tensor"),
+    (dict(forbid={"layers.0.up.weight": "R"}), "forbid on 'layers.0.up.weight': nothing is forbidden by it, layout R has 1 placements"),
+    (dict(forbid=("a", "b")), "forbid is a tuple"),
     (dict(devices_per_node=0), "devices_per_node is 0;"),
 ]
 
@@ -227,6 +230,18 @@ def test_pins_and_limits_reach_the_planner():
         run(kind="joint", memory_limit=100.0, mesh_shape=(2,), time_limit=20.0)
 
 
+def test_forbidden_layouts_reach_the_planner():
+    free = run(kind="joint")[1]["solution"]
+    weights = [name for name, row in free.parameters.items() if len(row["shape"]) == 2]
+    had = {name: free.layouts[name].outputs[0] for name in weights}
+    one = run(kind="joint", forbid={weights[0]: had[weights[0]]})[1]["solution"]
+    assert one.layouts[weights[0]].outputs[0] != had[weights[0]] and one.cost >= free.cost * (1 - 1e-9)
+    all_of_them = run(kind="joint", forbid={"*.weight": list(dict.fromkeys(had.values()))})[1]["solution"]
+    assert not {all_of_them.layouts[name].outputs[0] for name in weights} & set(had.values())
+    with pytest.raises(Infeasible, match="no plan exists under forbid layers.0.up.weight=R,R and algo=data_parallel"):
+        run(kind="joint", algo="data_parallel", forbid={"layers.0.up.weight": "R,R"})
+
+
 # -- reading a plan instead of solving ---------------------------------------------------------------------------------------------
 
 AGAIN = """
@@ -279,6 +294,27 @@ def test_the_plan_of_another_graph_or_mesh_is_refused():
     ):
         with pytest.raises(ValueError, match=sentence):
             run(preload_solution=True, ilp_solution_file="plan.pkl", **options)
+
+
+def test_one_folder_with_and_without_forbid_gives_each_its_own_answer(tmp_path):
+    """A plan is read where it is asked for, and only if it obeys: never the one that was made without `forbid`."""
+    weight = "layers.0.up.weight"
+    free = run(kind="joint", ilp_solution_file="ilp_solution.pkl")[1]["solution"]
+    had = free.layouts[weight].outputs[0]
+    read = dict(kind="joint", preload_solution=True, ilp_solution_file="ilp_solution.pkl")
+    assert run(**read)[1]["solution"] == free  # the control: without forbid what lies there is right
+    assert run(**read, pins={weight: had})[1]["solution"] == free
+    with pytest.raises(ValueError) as refused:
+        run(**read, forbid={weight: had})
+    assert str(refused.value) == f"ilp_solution.pkl does not obey forbid {weight}={had}; plan again without preload_solution"
+    other = run(kind="joint", ilp_solution_file="ilp_solution.pkl", forbid={weight: had})[1]["solution"]
+    assert other.layouts[weight].outputs[0] != had and os.listdir(tmp_path) == ["ilp_solution.pkl"]
+    assert run(**read, forbid={weight: had})[1]["solution"] == other
+    with pytest.raises(ValueError, match="^ilp_solution.pkl does not obey pin .*; plan again without preload_solution$"):
+        run(**read, pins={weight: had})
+    with pytest.raises(ValueError, match="forbid on 'nothing': the model has no such tensor"):
+        run(**read, forbid={"nothing": "R,R"})
+    assert run(kind="joint", ilp_solution_file="ilp_solution.pkl")[1]["solution"].layouts[weight].outputs[0] == had
 
 
 def old_style(graph, layout) -> dict:

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import autoshard
+from autoshard.api.keeping import edited_layouts, kept_layouts, packed
 from autoshard.api.options import Options
-from autoshard.api.pins import allowed_by_pins, demanded, edited_layouts, kept_layouts
+from autoshard.api.pins import allowed_by_pins, demanded
 from autoshard.api.planning import formulate_for, plan
 from autoshard.capture import capture
 from autoshard.formulate import Formulation, with_pins
@@ -203,6 +204,100 @@ def test_free_and_pins_come_before_what_is_kept():
     assert "layers.1.up.weight" not in found
 
 
+def edit_rows(solution: Solution, **rows: dict) -> Solution:
+    """As a hand would edit the file: in the table of all ops."""
+    data = json.loads(json.dumps(solution.to_dict()))
+    for name, columns in rows.items():
+        data["layouts"][name].update(columns)
+    return Solution.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keep"),
+    [
+        ({"input_0": {"outputs": ["R,R"]}}, {"input_0": "R,R"}),
+        ({"gelu": {"outputs": ["R,S(0)"]}}, {"gelu": "R,S(0)"}),
+        ({"gelu": {"outputs": ["R,S(0)"]}, "input_1": {"outputs": ["S(0),R"]}}, {"gelu": "R,S(0)", "input_1": "S(0),R"}),
+        ({"add": {"inputs": ["R,R", "R,R"], "outputs": ["R,R"]}}, {"add": "R,R;R,R -> R,R"}),
+        ({"addmm": {"inputs": ["S(0),R", "S(1),R", "R,S(0)"], "outputs": ["S(1),P"]}}, None),  # P of the second axis needs a cut of k
+        ({"layers.0.up.weight": {"outputs": ["R,R"]}}, {"layers.0.up.weight": "R,R"}),  # a parameter, in the other table
+    ],
+)
+def test_an_op_edited_in_the_file_holds_as_edited(rows, keep):
+    edited = edit_rows(planned(), **rows)
+    if keep is None:
+        with pytest.raises(ValueError, match=r"^keep on 'addmm': aten.addmm.default can't take and give S\(0\),R;.* -> S\(1\),P; "):
+            plan_mlp(keep=kept_layouts(edited))
+        return
+    before = kept_layouts(planned())
+    assert kept_layouts(edited) == before | keep
+    assert {name: now for name, (_, now) in edited_layouts(edited).items()} == keep
+    assert all(had == planned().layouts[name].outputs[0] or "->" in had for name, (had, _) in edited_layouts(edited).items())
+    again = plan_mlp(keep=kept_layouts(edited))
+    for name, columns in rows.items():
+        assert list(again.layouts[name].outputs) == columns["outputs"]
+        assert list(again.layouts[name].inputs) == columns.get("inputs", list(again.layouts[name].inputs))
+    assert {name: row["layout"] for name, row in again.parameters.items()} == {n: kept_layouts(edited)[n] for n in planned().parameters}
+    assert again.cost >= planned().cost
+    assert edited_layouts(again) == {}
+
+
+def test_every_edit_is_seen_and_nothing_else():
+    """Of each op in turn, all that it could give: the table says exactly what was edited, and what stood there before."""
+    formulated, plan_ = formulated_of(), planned()
+    for i, op in enumerate(formulated.graph.ops):
+        for other in dict.fromkeys(text(c.outputs[0]) for c in formulated.candidates.of[i]):
+            had = plan_.layouts[op.name].outputs[0]
+            found = edited_layouts(edit_rows(plan_, **{op.name: {"outputs": [other]}}))
+            assert found == ({} if other == had else {op.name: [had, other]})
+
+
+def test_free_globs_release_edited_ops_too():
+    edited = edit_rows(planned(), gelu={"outputs": ["R,S(0)"]}, gelu_1={"outputs": ["R,S(0)"]}, input_0={"outputs": ["R,R"]})
+    assert kept_layouts(edited, free=["gelu*"]) == kept_layouts(planned()) | {"input_0": "R,R"}
+    assert kept_layouts(edited, free=["gelu", "*.weight", "*.bias"]) == {"gelu_1": "R,S(0)", "input_0": "R,R"}
+    with pytest.raises(ValueError, match="^free 'gelu.': no parameter of the plan matches"):
+        kept_layouts(planned(), free=["gelu*"])  # nothing of the kind was edited
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda d: d["layouts"]["gelu"].update(hubs=["S(1),R"]), "the edit of the hubs of gelu can't be kept; "),
+        (lambda d: d["results"].update({"output:0": "P,P"}), "the edit of result output:0 can't be kept; "),
+        (lambda d: d["layouts"].pop("gelu"), "the plan has 57 layouts and 9 results, it was made with 58 and 9; "),
+        (lambda d: d["fingerprint"].update(layouts="0:nonsense"), "the plan's packed layouts can't be read "),
+        (lambda d: d["fingerprint"].update(layouts=""), "the plan's packed layouts can't be read "),
+        (
+            lambda d: (
+                d["layouts"]["layers.0.up.bias"].update(outputs=["R,R"]),
+                d["parameters"]["layers.0.up.bias"].update(layout="R,S(0)"),
+            ),
+            "layers.0.up.bias is laid out as R,S(0) in parameters, but as R,R in layouts; give both the same",
+        ),
+    ],
+)
+def test_what_cannot_be_kept_is_one_sentence(spoil, sentence):
+    data = json.loads(json.dumps(planned().to_dict()))
+    spoil(data)
+    with pytest.raises(ValueError) as caught:
+        kept_layouts(Solution.from_dict(data))
+    assert str(caught.value).startswith(sentence) and "\n" not in str(caught.value)
+
+
+def test_a_plan_from_before_layouts_were_packed_is_edited_in_parameters():
+    data = json.loads(json.dumps(edit(planned(), **{"layers.0.up.weight": "R,R"}).to_dict()))
+    del data["fingerprint"]["layouts"]
+    old = Solution.from_dict(data)
+    had = planned().parameters["layers.0.up.weight"]["layout"]
+    assert edited_layouts(old) == {"layers.0.up.weight": [had, "R,R"]} and kept_layouts(old)["layers.0.up.weight"] == "R,R"
+
+
+def test_packed_layouts_take_little_room():
+    layers = {f"{k}.{name}": row for k in range(30) for name, row in planned().layouts.items()}
+    assert len(packed(layers, planned().results)) < len(layers)  # a letter per op; a row of the file has 60
+
+
 def test_a_tensor_of_two_names_is_kept_once_and_edited_in_both():
     rows = {"a": {"layout": "R,R"}, "b": {"layout": "R,R", "tied_to": "a"}, "c": {"layout": "R,S(0)"}}
     assert kept_layouts(replace(planned(), parameters=rows)) == {"a": "R,R", "c": "R,S(0)"}
@@ -312,6 +407,23 @@ def test_an_edited_file_is_kept_with_its_mesh_and_options(capsys, tmp_path):
     assert found["pins"][0]["costs_seconds"] == pytest.approx(more, abs=2e-9 * found["cost_seconds"])
     assert plan_json(capsys, "--keep", str(path), "--free", "*")["cost_seconds"] == pytest.approx(first["cost_seconds"], rel=1e-9)
     assert json.loads(run(capsys, "show", str(again), "--json")[1]) == found
+
+
+def test_an_edited_input_and_op_are_kept_on_the_command_line(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    first = plan_json(capsys, "--mesh", "2x2", "--train", "--out", str(path))
+    data = json.loads(path.read_text())
+    had = data["layouts"]["gelu"]["outputs"][0]
+    data["layouts"]["gelu"]["outputs"] = ["R,S(0)"]
+    path.write_text(json.dumps(data))
+    code, out, err = run(capsys, "plan", *SMALL[:-1], "--keep", str(path), "--json", "--out", str(tmp_path / "again.json"))
+    assert code == 0 and f"keeping 5 layouts of {path}, 1 of them edited: gelu {had} -> R,S(0)" in err
+    again = json.loads((tmp_path / "again.json").read_text())
+    assert again["layouts"]["gelu"]["outputs"] == ["R,S(0)"]
+    assert json.loads(out)["cost_seconds"] > first["cost_seconds"]
+    data["results"]["output:0"] = "R,R" if data["results"]["output:0"] != "R,R" else "S(0),R"
+    path.write_text(json.dumps(data))
+    check_refused(capsys, ("plan", *SMALL, "--keep", str(path)), "the edit of result output:0 can't be kept; take it back")
 
 
 def test_a_conflict_on_the_command_line(capsys):

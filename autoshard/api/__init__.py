@@ -6,14 +6,14 @@ from autoshard.api.explaining import explain as explain
 from autoshard.api.frontier import Frontier as Frontier
 from autoshard.api.frontier import FrontierPoint as FrontierPoint
 from autoshard.api.frontier import frontier as frontier
+from autoshard.api.keeping import edited_layouts as edited_layouts
+from autoshard.api.keeping import kept_layouts as kept_layouts
 from autoshard.api.mesh_shapes import mesh_shapes as mesh_shapes
 from autoshard.api.mesh_shapes import plan_meshes as plan_meshes
 from autoshard.api.parallel import device_mesh as device_mesh
 from autoshard.api.parallel import parallelize as parallelize
 from autoshard.api.passes import PassOptions as PassOptions
 from autoshard.api.passes import autosharding_pass as autosharding_pass
-from autoshard.api.pins import edited_layouts as edited_layouts
-from autoshard.api.pins import kept_layouts as kept_layouts
 from autoshard.api.pipelines import pipeline as pipeline
 from autoshard.api.planning import Infeasible as Infeasible
 from autoshard.api.planning import Options as Options

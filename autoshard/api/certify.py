@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from autoshard.api.describe import breakdown, layouts_of, parameters_of, peak_of, replicated_ops, results_of
+from autoshard.api.keeping import packed
 from autoshard.api.options import Options
 from autoshard.formulate import Formulation
 from autoshard.graph import Graph
@@ -32,9 +33,10 @@ def describe(formulated: Formulation, answer: Answer, options: Options, judged: 
         "inputs": {op.name: list(op.output.shape) for op in graph.ops if op.kind == "input"},  # whole shapes
         **assumptions,
     }
+    layouts, results = layouts_of(formulated, choice), results_of(formulated, choice)
     return Solution(
-        layouts=layouts_of(formulated, choice),
-        results=results_of(formulated, choice),
+        layouts=layouts,
+        results=results,
         mesh=mesh,
         cost=answer.cost,
         bound=min(answer.bound, answer.cost),
@@ -53,7 +55,7 @@ def describe(formulated: Formulation, answer: Answer, options: Options, judged: 
             "edges": len(problem.edges),
             "distinct_signatures": formulated.candidates.num_signatures,
         },
-        fingerprint=fingerprint(graph, mesh, options),
+        fingerprint={**fingerprint(graph, mesh, options), "layouts": packed(layouts, results)},
         assumptions=noted,
         prices=price_errors(mesh),
     )

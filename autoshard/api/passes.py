@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from autoshard.api.checking import verify_graph
+from autoshard.api.pins import broken_by
 from autoshard.api.planning import Options, Stopwatch, baseline_only, checked_options, plan_graph
 from autoshard.capture import Captured, capture_given, capture_module
 from autoshard.exports.sharding_map import sharding_map, unbacked_mesh
@@ -54,7 +55,8 @@ class PassOptions:
     example_inputs: Any = None  # for graphs whose placeholders carry no shapes
     training: bool = False  # nn.Module only: capture the training step
     memory_limit: float | None = None  # bytes per device
-    pins: Mapping[str, str] | None = None
+    pins: Mapping[str, str] | None = None  # layout by name or glob
+    forbid: Mapping[str, str | Sequence[str]] | None = None  # layouts that a tensor must not have, by name or glob
     optimizer: str = "adamw"
     solver: str = "auto"
     device: str | Device = "h100"
@@ -84,6 +86,7 @@ class PassOptions:
             optimizer=self.optimizer,
             memory_limit=self.memory_limit,
             pins=self.pins or {},
+            forbid=self.forbid or {},
             solver=self.solver,
             time_limit=self.time_limit,
             gap=self.mip_rel_gap / 100,
@@ -97,7 +100,9 @@ def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **opt
     options: the fields of `PassOptions`; `mesh_shape` is required, a wrong name is an error that names the right one. The
     returned dict holds `autosharding_time` (seconds), `tensor_sharding_map` (`{module: {"node", "sharding": {attribute:
     DTensorSpec}}}`, without it under skip_forward), `solution` (a Solution) and the certificate: `status`, `cost_seconds`,
-    `bound_seconds`, `gap`. With `preload_solution` the solution is read from `ilp_solution_file` and nothing is solved.
+    `bound_seconds`, `gap`. `pins` fixes layouts, `forbid` rules them out, by name or glob, as in `plan`. With `preload_solution` the
+    solution is read from `ilp_solution_file` and nothing is solved; ValueError where it is of another graph or mesh, or does not obey
+    `pins` and `forbid`.
 
         graph, info = autoshard.autosharding_pass(torch.fx.symbolic_trace(model), mesh_shape=(2, 4), example_inputs=(tokens,))
     """
@@ -110,6 +115,7 @@ def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **opt
         captured = _capture(graph, chosen)
     if chosen.preload_solution:
         solution = _preloaded(captured, chosen, mesh)
+        _check_obeys(captured.graph, solution, planning, chosen.ilp_solution_file)
         seconds = 0.0
     else:
         began = time.monotonic()
@@ -157,6 +163,12 @@ def _preloaded(captured: Captured, chosen: PassOptions, mesh: Mesh) -> Solution:
     if reasons:
         raise ValueError(f"{chosen.ilp_solution_file} does not fit this graph: {'; '.join(reasons)}; plan again without preload_solution")
     return solution
+
+
+def _check_obeys(graph: Graph, solution: Solution, planning: Options, path: str | None) -> None:
+    broken = broken_by(solution, graph, planning)
+    if broken:
+        raise ValueError(f"{path} does not obey {', '.join(map(str, broken))}; plan again without preload_solution")
 
 
 def _by_given_nodes(captured: Captured, old: Solution, path: str) -> Solution:

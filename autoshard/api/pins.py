@@ -1,7 +1,7 @@
 """Which choices the user's pins leave, demand by demand.
 
     pins      layout by name or glob: the tensor lies like this. An exact name wins over a glob, a later glob over an earlier one
-    keep      layout by name, of an older plan: where no pin says otherwise
+    keep      layout by name, of an older plan: where no pin says otherwise; or an op's whole row, `inputs -> outputs` with `;` between
     forbid    layouts by name or glob: the tensor lies otherwise. All of them hold
     layout    a placement per mesh axis; `*` stands for any:  "*,S(0)"
 
@@ -13,7 +13,7 @@ taking one away never makes less possible.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -27,6 +27,7 @@ from autoshard.layout import Layout, parse, placement_text, why_illegal
 from autoshard.solution import Solution
 
 Pattern = tuple[Placement | None, ...]  # a layout in which None stands for any placement
+ROW = "->"  # in a kept layout, between what an op takes and what it gives
 NEAR = 0.5  # how alike a name must be to be suggested
 
 
@@ -60,7 +61,8 @@ def demanded(formulated: Formulation, options: Options) -> list[Demanded]:
     for name, written in options.keep.items():
         nodes = _find(formulated.graph, name, "keep", exactly=True)
         if not pinned.intersection(nodes.values()):
-            found.append(_pinned(masks, "keep", name, written, nodes))
+            row = isinstance(written, str) and ROW in written
+            found.append(_kept_row(masks, name, written, nodes) if row else _pinned(masks, "keep", name, written, nodes))
     governed = {node for one in found for node in one.allowed}
     found += [_forbidden(masks, name, written) for name, layouts in options.forbid.items() for written in layouts]
     if options.skip_fully_replicated:
@@ -68,32 +70,23 @@ def demanded(formulated: Formulation, options: Options) -> list[Demanded]:
     return found
 
 
-def kept_layouts(solution: Solution, free: Sequence[str] = ()) -> dict[str, str]:
-    """The layouts of a plan's parameters, for `plan(..., keep=)`; those whose names match one of the globs in `free` are left out.
+def broken_by(solution: Solution, graph: Graph, options: Options) -> list[Demand]:
+    """The pins and forbidden layouts of the options that a plan of this graph does not obey; ValueError on an unknown name."""
+    layouts = [solution.layouts[op.name].outputs[0] if op.outputs else None for op in graph.ops]
 
-    Read from `parameters` of the file, which is the table to edit. ValueError where that is empty, where a glob matches no parameter,
-    or where two names of one tensor were given two layouts.
-    """
-    rows = solution.parameters
-    if not rows:
-        raise ValueError("the plan to keep has no parameters; expected one that `autoshard plan --out` wrote")
-    for glob in free:
-        if not any(fnmatchcase(name, glob) for name in rows):
-            raise ValueError(f"free {glob!r}: no parameter of the plan matches" + _near(glob, rows))
-    for name, row in rows.items():
-        owner = row.get("tied_to")
-        if owner in rows and rows[owner]["layout"] != row["layout"]:
-            raise ValueError(
-                f"{name} is laid out as {row['layout']}, but {owner}, the same tensor, as {rows[owner]['layout']}; give both the same"
-            )
-    held = {name: row["layout"] for name, row in rows.items() if not any(fnmatchcase(name, glob) for glob in free)}
-    return {name: layout for name, layout in held.items() if rows[name].get("tied_to") not in held}
+    def lies_so(node: int, pattern: Pattern) -> bool:
+        return _matches(pattern, None if (written := layouts[node]) is None else parse(written))
 
-
-def edited_layouts(solution: Solution) -> dict[str, list[str | None]]:
-    """Parameters whose layout was edited in the file: by name [what the plan had, what the file says now]."""
-    before = {name: solution.layouts[name].outputs[0] for name in solution.parameters if name in solution.layouts}
-    return {name: [had, now] for name, had in before.items() if (now := solution.parameters[name]["layout"]) != had}
+    broken = []
+    for name, nodes in _governed(graph, options.pins).items():
+        pattern = _pattern(options.pins[name], f"pin on {name!r}")
+        if not all(lies_so(node, pattern) for node in nodes.values()):
+            broken.append(Demand("pin", name, pattern_text(pattern)))
+    for name, several in options.forbid.items():
+        for pattern in (_pattern(written, f"forbid on {name!r}") for written in several):
+            if any(lies_so(node, pattern) for node in _find(graph, name, "forbid").values()):
+                broken.append(Demand("forbid", name, pattern_text(pattern)))
+    return broken
 
 
 def _pinned(masks: _Masks, kind: str, name: str, written: object, nodes: Mapping[str, int]) -> Demanded:
@@ -106,6 +99,24 @@ def _pinned(masks: _Masks, kind: str, name: str, written: object, nodes: Mapping
             raise ValueError(f"{on}: {masks.why_not(node, pattern)}")
         allowed[node] = keep
     return Demanded(Demand(kind, name, pattern_text(pattern)), allowed)
+
+
+def _kept_row(masks: _Masks, name: str, written: str, nodes: Mapping[str, int]) -> Demanded:
+    """As `_pinned`, for all that an op gives and, where that is said, takes."""
+    taken, given = (tuple(map(_layout_or_none, part.split(";"))) if part.strip() else None for part in written.split(ROW, 1))
+    allowed = {}
+    for node in nodes.values():
+        of = masks.formulated.candidates.of[node]
+        keep = np.array([(taken is None or tuple(c.inputs) == taken) and (given is None or tuple(c.outputs) == given) for c in of])
+        if not keep.any():
+            target = masks.formulated.graph.ops[node].target
+            raise ValueError(f"keep on {name!r}: {target} can't take and give {written}; edit what it gives alone, and plan the rest")
+        allowed[node] = keep
+    return Demanded(Demand("keep", name, written), allowed)
+
+
+def _layout_or_none(written: str) -> Layout | None:
+    return None if written.strip() == "None" else parse(written)
 
 
 def _forbidden(masks: _Masks, name: str, written: object) -> Demanded:
@@ -143,11 +154,11 @@ def _find(graph: Graph, name: str, kind: str, *, exactly: bool = False) -> dict[
                     nodes.setdefault(graph.index[tied.get(n, n)], n)
             if nodes:
                 return {n: node for node, n in nodes.items()}
-        raise ValueError(f"{kind} on {name!r}: no tensor of the model matches" + _near(name, stored))
-    raise ValueError(f"{kind} on {name!r}: the model has no such tensor" + _near(name, [*graph.index, *tied]))
+        raise ValueError(f"{kind} on {name!r}: no tensor of the model matches" + near_names(name, stored))
+    raise ValueError(f"{kind} on {name!r}: the model has no such tensor" + near_names(name, [*graph.index, *tied]))
 
 
-def _near(name: str, names: Iterable[str]) -> str:
+def near_names(name: str, names: Iterable[str]) -> str:
     names = list(names)
     near = difflib.get_close_matches(name, names, n=3, cutoff=NEAR)
     if not near:  # a glob is unlike any name; its last part may be like theirs
