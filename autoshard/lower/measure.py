@@ -2,7 +2,7 @@
 
 All groups of an axis run the collective at the same time, so a link that they share is measured as shared. What is timed is
 what a plan runs (`Groups.answer`). The slowest rank's time counts; all ranks see the same figures, so they take the same decisions.
-How many share a link shows when the first group of an axis runs the largest all_gather again while the others are idle.
+How many share a link shows when the first group of an axis runs some all_gathers again while the others are idle.
 
 Sizes: a coarse grid (x4) of all collectives from small to large, so that what is there at any moment is useful; then, while time is
 left, halving of the gap whose ends bend most: the score of a gap is how far (in log seconds) its ends lie from the line through
@@ -26,6 +26,7 @@ from .device_rates import OpTime, measure_device, median_seconds
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SMALLEST = 2**10  # bytes
 FINE = 1.5  # a gap between sizes below this ratio is not halved
+SHARED = 3  # sizes, the largest of the coarse grid, at which one group is measured alone
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Measured:
 
     collectives: dict[tuple[int, str], dict[float, float]] = field(default_factory=dict)
     device: list[OpTime] = field(default_factory=list)
-    alone: dict[int, tuple[str, float, float]] = field(default_factory=dict)  # axis -> (collective, bytes, seconds) of one group alone
+    alone: dict[int, dict[float, float]] = field(default_factory=dict)  # axis -> the same of an all_gather in one group alone
     complete: bool = False
 
 
@@ -83,7 +84,7 @@ def measure(
         is_first = not any(c for k, c in enumerate(where) if k != axis)
         ask = Ask("all_gather", axis, _buffer("all_gather", int(size) // 4, n, device))
         seconds = median_seconds(lambda: groups.answer(ask) if is_first else None, device, clock, agree)
-        measured.alone[axis] = ("all_gather", size, seconds)
+        measured.alone.setdefault(axis, {})[size] = seconds
         return f"all_gather on axis {axis}, one group alone: {size:.0f} bytes"
 
     def said(what: str) -> tuple[str, float, Measured]:
@@ -98,8 +99,9 @@ def measure(
         size *= 4
     for axis, n in enumerate(device_mesh.shape):
         times = measured.collectives.get((axis, "all_gather"), {})
-        if times and math.prod(device_mesh.shape) > n > 1 and 5 * times[max(times)] < left():
-            yield said(time_alone(axis, max(times)))
+        for size in sorted(times)[-SHARED:] if math.prod(device_mesh.shape) > n else ():
+            if 5 * times[size] < left():
+                yield said(time_alone(axis, size))
     while (gap := _gap(measured.collectives, left())) is not None:
         yield said(time(*gap))
     measured.complete = True

@@ -49,7 +49,7 @@ class Rank:
         for _, _, found in measure(self.device_mesh, clock=time.perf_counter, seconds=seconds, largest=largest):
             last = found
         rows = [[axis, name, size, t] for (axis, name), times in last.collectives.items() for size, t in times.items()]
-        alone = [[axis, *one] for axis, one in last.alone.items()]
+        alone = [[axis, size, t] for axis, times in last.alone.items() for size, t in times.items()]
         return {"collectives": rows, "alone": alone, "device": [vars(op) for op in last.device]}
 
     def load(self, plan: str, model: str = "") -> dict:

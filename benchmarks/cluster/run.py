@@ -53,7 +53,9 @@ def measured_mesh(ranks: Ranks, seconds: float, largest: float) -> Mesh:
     for axis, name, size, t in found["collectives"]:
         times.setdefault((axis, name), {})[size] = t
     samples = [OpSample(one["op"], one["dtype"], one["flops"], one["bytes"], one["seconds"]) for one in found["device"]]
-    alone = {axis: (name, size, t) for axis, name, size, t in found["alone"]}
+    alone: dict = {}
+    for axis, size, t in found["alone"]:
+        alone.setdefault(axis, {})[size] = t
     record = cluster(
         ranks.shape, times, samples, backend="gloo", device="cpu", memory=4e9, complete=True, assumptions={"emulated": True}, alone=alone
     )

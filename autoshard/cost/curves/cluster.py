@@ -5,7 +5,8 @@ cluster.json: {"format": "autoshard.cluster/1", "mesh": Mesh.to_dict() (axes wit
 
 An axis' latency and bandwidth, which price a collective that has no curve, are those of the alpha-beta fit t = a + x/b of its
 all_reduce (else all_gather):  latency = a / (L ceil(log2 n)),  bandwidth = s V (n-1)/n b, the terms of cost/collectives.py, with
-s = shared_by = seconds of the largest all_gather in all groups of the axis at once / in one of them alone, rounded (1: not measured).
+s = shared_by = seconds of an all_gather in all groups of the axis at once / in one of them alone, the median over sizes, rounded (1: not
+measured).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 import numpy as np
 
@@ -29,7 +31,7 @@ from .records import PiecewiseCurve, PNorm
 
 FORMAT = "autoshard.cluster/1"
 Times = Mapping[tuple[int, str], Mapping[float, float]]  # (axis, collective) -> size in bytes -> seconds
-Alone = Mapping[int, tuple[str, float, float]]  # axis -> (collective, size in bytes, seconds) of one group, the others idle
+Alone = Mapping[int, Mapping[float, float]]  # axis -> size in bytes -> seconds of an all_gather in one group, the others idle
 
 
 def link_curve(collective: str, times: Mapping[float, float]) -> LinkCurve:
@@ -43,10 +45,10 @@ def link_curve(collective: str, times: Mapping[float, float]) -> LinkCurve:
 
 def sharing(shape: Sequence[int], axis: int, times: Times, alone: Alone) -> int:
     """How many groups of an axis share a link: 1 to the number of groups."""
-    if axis not in alone:
+    if not alone.get(axis):
         return 1
-    collective, size, seconds = alone[axis]
-    return min(max(round(times[axis, collective][size] / seconds), 1), math.prod(shape) // shape[axis])
+    ratio = median(times[axis, "all_gather"][size] / seconds for size, seconds in alone[axis].items())
+    return min(max(round(ratio), 1), math.prod(shape) // shape[axis])
 
 
 def mesh_of(
@@ -99,7 +101,10 @@ def cluster(
         {"axis": mesh.axes[k].name, "collective": c, "sizes": sorted(t), "seconds": [t[x] for x in sorted(t)]}
         for (k, c), t in times.items()
     ]
-    single = [{"axis": mesh.axes[k].name, "collective": c, "size": x, "seconds": t} for k, (c, x, t) in (alone or {}).items()]
+    single = [
+        {"axis": mesh.axes[k].name, "collective": "all_gather", "sizes": sorted(t), "seconds": [t[x] for x in sorted(t)]}
+        for k, t in (alone or {}).items()
+    ]
     rows = [
         {"op": op, "dtype": dtype, "flops_per_second": roofline.flops.get((op, dtype)), "gmae": e.gmae, "mean": e.mean, "samples": e.num}
         for (op, dtype), e in roofline.errors.items()
