@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -77,8 +78,9 @@ def test_one_f_one_b_is_the_textbook_order():
 
 
 def reference_seconds(schedule: Schedule, forward, backward, weight, there, back):
-    """Ends by repeated relaxation; every transfer has a link of its own."""
+    """Ends by repeated relaxation; every transfer has a link of its own. In turn: received when nothing else is to run before."""
     p, n, end = schedule.devices, schedule.parts, {}
+    in_turn = schedule.name in ("sequential", "gpipe", "1f1b")
     while True:
         changed = False
         for d, units in enumerate(schedule.order):
@@ -87,11 +89,13 @@ def reference_seconds(schedule: Schedule, forward, backward, weight, there, back
                 v = c * p + d
                 ready = 0.0
                 if kind == "F" and v > 0:
-                    ready = end.get(("F", v - 1, i), math.inf) + (there[v - 1] if (v - 1) % p != d else 0)
+                    made = end.get(("F", v - 1, i), math.inf)
+                    ready = made if (v - 1) % p == d else max(made, free if in_turn else 0) + there[v - 1]
                 if kind == "B":
                     ready = end.get(("F", v, i), math.inf)
                     if v + 1 < n:
-                        ready = max(ready, end.get(("B", v + 1, i), math.inf) + (back[v] if (v + 1) % p != d else 0))
+                        made = end.get(("B", v + 1, i), math.inf)
+                        ready = max(ready, made if (v + 1) % p == d else max(made, free if in_turn else 0) + back[v])
                 seconds = {"F": forward[v], "B": backward[v] - (weight[v] if schedule.splits_backward else 0), "W": weight[v]}[kind]
                 free = max(free, ready) + seconds
                 if end.get((kind, v, i)) != free and free < math.inf:
@@ -130,10 +134,27 @@ def test_no_two_units_of_a_device_and_no_two_transfers_of_a_link_overlap():
 
 
 def test_transfers_wait_for_their_link():
-    free = run(schedule_of("gpipe", 2, 8), forward=1, backward=1, transfer=0.5)
-    slow = run(schedule_of("gpipe", 2, 8), forward=1, backward=1, transfer=3)  # slower than the stages: the link is the bottleneck
+    early = schedule_of("interleaved_1f1b", 2, 8)
+    early = replace(early, chunks=1, order=schedule_of("gpipe", 2, 8).order)
+    free = run(early, forward=1, backward=1, transfer=0.5)
+    slow = run(early, forward=1, backward=1, transfer=3)  # slower than the stages: the link is the bottleneck
     assert free.seconds == pytest.approx(18 + 1.0)
     assert slow.seconds == pytest.approx(1 + 8 * 3 + 1 + 1 + 8 * 3 + 1)
+
+
+@pytest.mark.parametrize("t", [0, 0.5, 3])
+def test_gpipe_receives_in_turn(t):
+    made = run(schedule_of("gpipe", 2, 8), forward=1, backward=1, transfer=t)
+    assert made.seconds == pytest.approx(1 + 8 * (t + 1) + 8 * (t + 1) + 1 if t else 18)  # a transfer before each unit that waits for one
+
+
+@pytest.mark.parametrize("t", [0.5, 2.0, 7.0])
+def test_one_f_one_b_receives_in_turn_both_ways_at_once(t):
+    m, f, b = 6, 1.0, 2.0
+    made = run(schedule_of("1f1b", 2, m), forward=f, backward=b, transfer=t)
+    # the last stage: F, B, then its gradient leaves while the next activation comes; the first stage has run that F long before
+    last = f + t + m * (f + b) + (m - 1) * t
+    assert made.seconds == pytest.approx(last + t + b)
 
 
 @pytest.mark.parametrize("chains", [1, 2, 3, 8])

@@ -7,7 +7,7 @@ a model on D x H x P devices, K          -> plan of one microbatch on D x H -> p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -121,13 +121,15 @@ def simulate_grid(
     training: bool = True,
     overlap: bool = True,
     prefetch: int = 4,
+    unit_seconds: float = 0.0,
     progress: Progress | None = None,
     **options: Any,
 ) -> list[Simulation]:
     """Each configuration simulated, in the given order. mesh_of: (P, D, H) -> Mesh with the pipeline's axis first.
 
     scheme: one of SCHEMES; auto is megatron with H > 1, else data_parallel; planned asks the solver. The batch (dim 0 of the example
-    inputs) is that of the whole step. A microbatch is captured, and planned on D x H, once for all P. ValueError on what doesn't divide.
+    inputs) is that of the whole step. A microbatch is captured, and planned on D x H, once for all P. unit_seconds: what the runtime of
+    a pipeline takes for each forward and each backward of a microbatch beside its kernels. ValueError on what doesn't divide.
     """
     if scheme not in SCHEMES:
         raise ValueError(f"scheme is {scheme!r}; expected one of {', '.join(SCHEMES)}")
@@ -157,6 +159,7 @@ def simulate_grid(
         made = schedule_of(schedule, one.pipeline, K, chunks)
         part_of, partial = divided(layers, made.parts), partial_gradients(layers)
         parts = parts_of(timeline.program, part_of, made.parts, partial=partial)
+        parts = tuple(replace(part, forward=part.forward + unit_seconds, backward=part.backward + unit_seconds) for part in parts)
         silent = parts_of(timeline.program, part_of, made.parts, partial=partial, communication=False)
         axis: Axis | None = whole.axes[0] if one.pipeline > 1 else None
         chains = min(one.data, max(1, axis.shared_by // one.tensor)) if axis else 1  # tensor parallel ranks keep in step

@@ -9,6 +9,7 @@
 A device runs its list in order, one unit at a time. Transfers run beside the units; those from one device to another share
 that link and go one after the other, first made, first sent. Data parallel pipelines beside each other share it in the same way:
 what s of them send at once takes t, so each in turn has the link for (t - latency) / s, and its data is there a latency later.
+A transfer begins when it is made or, for schedules in RECEIVES_IN_TURN, not before its receiver has nothing else to run first.
 An activation is held from the start of its F to the end of the last unit of its microbatch and chunk.
 With equal parts, t_F + t_B per device (t_W a part of t_B), transfers for nothing:
 
@@ -24,7 +25,9 @@ With equal parts, t_F + t_B per device (t_W a part of t_B), transfers for nothin
 The bubble is 1 - m (t_F + t_B) / seconds: (p - 1)/(m + p - 1) for gpipe and 1f1b.
 
 Sources: GPipe, Huang et al. 2019; 1F1B, PipeDream-Flush, Narayanan et al. 2021a; interleaved, Narayanan et al. 2021b (Megatron-LM); zb_h1,
-Qi et al., "Zero bubble pipeline parallelism" 2024, whose W of microbatch i runs after B of microbatch i + d.
+Qi et al., "Zero bubble pipeline parallelism" 2024, whose W of microbatch i runs after B of microbatch i + d. Receives: torch 2.13's
+Schedule1F1B and ScheduleGPipe (and Megatron's 1F1B) post a receive when its unit comes next, and gloo and NCCL send to a posted
+receive only; torch's interleaved and zero-bubble schedules post theirs when the sender's unit is in the list.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 PerPart = float | Sequence[float]  # one number for all, or one per part of the model
+RECEIVES_IN_TURN = ("sequential", "gpipe", "1f1b")
 
 
 class Unit(NamedTuple):
@@ -182,6 +186,7 @@ def _time(
     p, n = schedule.devices, schedule.parts
     order, at, free = schedule.order * chains, [0] * (p * chains), [0.0] * (p * chains)
     arrived: dict[tuple[int, str, int, int], float] = {}  # (chain, kind, part, microbatch) -> when what it waits for is there
+    offered: dict[tuple[int, str, int, int], tuple[float, float]] = {}  # the same -> when it was made, seconds of its transfer
     link_free: dict[tuple[int, int], float] = {}
     running: list[tuple[float, int, float]] = []  # (end, device, start)
     spans: list[list[Span]] = [[] for _ in range(chains)]
@@ -195,6 +200,8 @@ def _time(
             kind, i, chunk = order[x][at[x]]
             c, d = divmod(x, p)
             v = chunk * p + d
+            if (c, kind, v, i) in offered:
+                carry(c, kind, v, i, free[x])
             ready = free[x] if kind == "W" else arrived.get((c, kind, v, i))
             if ready is not None:
                 start = max(free[x], ready)
@@ -203,17 +210,25 @@ def _time(
 
     def send(c: int, kind: str, v: int, to: int, i: int, end: float, took: float) -> None:
         a, b = v % p, to % p
-        if a != b and took:
-            late = min(latency[min(v, to)], took)
-            start = max(end, link_free.get((a, b), 0.0))
-            link_free[a, b] = start + (took - late) / chains
-            end = link_free[a, b] + late
-            sends[c].append(Span(a, kind, i, v, start, end, b))
-        arrived[c, kind, to, i] = end
+        if a == b or not took:
+            arrived[c, kind, to, i] = end
+        else:
+            offered[c, kind, to, i] = (end, took)
+            if not in_turn:
+                carry(c, kind, to, i, 0.0)
         if b != a:
             begin(c * p + b)
 
-    waiting = [False] * len(order)
+    def carry(c: int, kind: str, to: int, i: int, received: float) -> None:
+        made, took = offered.pop((c, kind, to, i))
+        v = to - 1 if kind == "F" else to + 1
+        a, b, late = v % p, to % p, min(latency[min(v, to)], took)
+        start = max(made, received, link_free.get((a, b), 0.0))
+        link_free[a, b] = start + (took - late) / chains
+        arrived[c, kind, to, i] = link_free[a, b] + late
+        sends[c].append(Span(a, kind, i, v, start, arrived[c, kind, to, i], b))
+
+    in_turn, waiting = schedule.name in RECEIVES_IN_TURN, [False] * len(order)
     for x in range(len(order)):
         begin(x)
     while running:

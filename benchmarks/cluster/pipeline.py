@@ -5,7 +5,8 @@
 A stage per node, the microbatch split over the node's two ranks (data parallel). torch.distributed.pipelining runs the schedule on
 modules that it cuts itself, where autoshard cuts: the gradients are added over a node's ranks at the end of the step, then AdamW.
 Predicted: `simulate_grid` with the prices measured at that link speed; activations and their gradients cross the link, which all ranks
-of a node share. Needs root and iproute2, and leaves no namespace behind.
+of a node share. What torch's runtime takes per microbatch beside kernels is that of a tiny MLP whose microbatches become more.
+Needs root and iproute2, and leaves no namespace behind.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from network import Network, why_not  # noqa: E402
-from plans import PIPELINED, SLOW, TINY, graph_of  # noqa: E402
+from plans import PIPELINED, SLOW, TINY, TINY_PIPELINE, graph_of  # noqa: E402
 from ranks import Ranks  # noqa: E402
 from run import PER_NODE, asked, measured_mesh, parser_of, say, with_launch  # noqa: E402
 
@@ -31,6 +32,7 @@ from autoshard.simulate.pipeline_layers import layers_of  # noqa: E402
 
 STAGES = 2
 STEPS = 7
+FEW, MANY = 4, 16  # microbatches of the tiny model
 
 
 def where_cut(build, microbatches: int) -> str:
@@ -42,19 +44,32 @@ def where_cut(build, microbatches: int) -> str:
     return ".".join(path.split(".")[:2])  # a block, not a module within it
 
 
-def predicted(build, mesh: Mesh, microbatches: int, schedule: str) -> float:
+def unit_seconds(ranks: Ranks, mesh: Mesh, schedule: str) -> float:
+    """What the runtime takes for a forward or a backward of one microbatch: more microbatches of a tiny model, and their prediction."""
+    few, many = (
+        (measured(ranks, "tiny", k, schedule), predicted(TINY_PIPELINE, mesh, k, schedule, 0.0)) for k in (FEW, MANY)
+    )
+    return max(0.0, ((statistics.median(many[0]) - statistics.median(few[0])) - (many[1] - few[1])) / (2 * (MANY - FEW)))
+
+
+def measured(ranks: Ranks, name: str, microbatches: int, schedule: str) -> list[float]:
+    """Seconds of some steps."""
+    cut = where_cut(PIPELINED.get(name, TINY_PIPELINE), microbatches)
+    ranks.do("pipeline", model=name, cut=cut, microbatches=microbatches, schedule=schedule, timeout=300)
+    return ranks.do("steps", count=STEPS, timeout=600)["seconds"]
+
+
+def predicted(build, mesh: Mesh, microbatches: int, schedule: str, per_unit: float) -> float:
     module, inputs = build(loss=True)
     shape = Parallel(PER_NODE, 1, STAGES, microbatches)
     one = Axis("tensor", 1, mesh.axes[1].bandwidth, mesh.axes[1].latency)
     whole = Mesh((*mesh.axes, one), mesh.device)
-    return simulate_grid(module, inputs, [shape], lambda _: whole, schedule=schedule)[0].seconds
+    return simulate_grid(module, inputs, [shape], lambda _: whole, schedule=schedule, unit_seconds=per_unit)[0].seconds
 
 
-def cell(ranks: Ranks, name: str, mesh: Mesh, megabits: float, microbatches: int, schedule: str) -> dict:
-    build = PIPELINED[name]
-    expected = predicted(build, mesh, microbatches, schedule)
-    ranks.do("pipeline", model=name, cut=where_cut(build, microbatches), microbatches=microbatches, schedule=schedule, timeout=300)
-    seconds = ranks.do("steps", count=STEPS, timeout=600)["seconds"]
+def cell(ranks: Ranks, name: str, mesh: Mesh, megabits: float, microbatches: int, schedule: str, per_unit: float) -> dict:
+    expected = predicted(PIPELINED[name], mesh, microbatches, schedule, per_unit)
+    seconds = measured(ranks, name, microbatches, schedule)
     row = {"model": name, "megabits": megabits, "microbatches": microbatches, "schedule": schedule, "predicted_seconds": expected}
     row |= {"measured_seconds": statistics.median(seconds), "all_measured_seconds": seconds}
     row["error"] = expected / row["measured_seconds"] - 1
@@ -80,8 +95,10 @@ def main() -> int:
             mesh = measured_mesh(ranks, options.calibrate, options.largest)
             mesh = with_launch(mesh, graph_of(TINY), lambda _: ranks.do("eager")["seconds"])  # no program of ours: torch's own modules
             assert mesh.axes[SLOW].size == STAGES
+            per_unit = unit_seconds(ranks, mesh, options.schedule)
+            say(f"torch's runtime takes {1e3 * per_unit:.2f} ms per forward or backward of a microbatch")
             for name in names:
-                rows += [cell(ranks, name, mesh, speed, int(k), options.schedule) for k in options.microbatches.split(",")]
+                rows += [cell(ranks, name, mesh, speed, int(k), options.schedule, per_unit) for k in options.microbatches.split(",")]
         ranks.stop()
     errors = [abs(row["error"]) for row in rows]
     found = {"rows": rows, "median_error": statistics.median(errors), "largest_error": max(errors)}

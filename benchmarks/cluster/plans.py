@@ -36,6 +36,7 @@ PIPELINED: dict[str, Callable] = {  # with or without the loss, which a pipeline
         layers=4, heads=8, kv_heads=4, width=128, hidden=352, vocab=512, batch=32, seq=32, loss=loss, dtype="float32"
     ),
 }
+TINY_PIPELINE = lambda loss: mlp.mlp(batch=64, width=16, hidden=32, layers=4, loss=loss)  # noqa: E731 (as the rows above)
 TINY = lambda: gpt2.tiny(batch=4, seq=8, vocab=64)  # noqa: E731 (as the rows above)
 
 

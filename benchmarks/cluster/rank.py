@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from plans import MODELS, PIPELINED, SLOW, TINY
+from plans import MODELS, PIPELINED, SLOW, TINY, TINY_PIPELINE
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, SplitPoint, pipeline
 
@@ -122,7 +122,7 @@ class Rank:
     def pipeline(self, model: str, cut: str, microbatches: int, schedule: str) -> dict:
         """A step of two stages, a node each, under torch.distributed.pipelining; the node's ranks share every microbatch."""
         node, (nodes, local) = self.device_mesh.get_coordinate()[0], self.device_mesh.shape
-        module, (inputs, *_) = PIPELINED[model](loss=False)
+        module, (inputs, *_) = PIPELINED.get(model, TINY_PIPELINE)(loss=False)
         generator = torch.Generator().manual_seed(0)
         module = module.to_empty(device="cpu")
         with torch.no_grad():
