@@ -40,6 +40,7 @@ from autoshard.simulate.timeline import timeline_of_solution  # noqa: E402
 
 PER_NODE = 2
 LONGEST = 40.0  # seconds that the timed steps of one plan may take
+ROUNDS = 3  # in which they are run and their bytes counted
 
 
 def say(line: str) -> None:
@@ -88,19 +89,22 @@ def replace_mesh(one: Planned, mesh: Mesh) -> Planned:
 def timed(ranks: Ranks, one: Planned, graph: Graph, folder: Path, model: str = "") -> tuple[list[float], float]:
     """Seconds of some steps, and bytes of data that left a node in each: less what measuring and gloo's own words take.
 
-    model: its name, to run it through `parallelize`.
+    Of both the median of ROUNDS counts, as what TCP sends again is no data. model: its name, to run it through `parallelize`.
     """
     path = folder / "plan.pkl"
     path.write_bytes(pickle.dumps((graph, one.solution)))
     ranks.do("load", plan=str(path), model=model, timeout=600)
-    count = int(min(9, max(3, LONGEST / max(one.seconds, 1e-3) / 4)))
-    counted = [ranks.network.bytes_sent()]
-    ranks.do("steps", count=count, idle=one.link_calls, timeout=600)
-    counted.append(ranks.network.bytes_sent())
-    seconds = ranks.do("steps", count=count, timeout=600)["seconds"]
-    counted.append(ranks.network.bytes_sent())
-    sent = [c - b - (b - a) for a, b, c in zip(*counted)]
-    return seconds, statistics.mean(sent) / count
+    count = int(min(9, max(3, LONGEST / max(one.seconds, 1e-3) / 4))) // ROUNDS
+    seconds: list[float] = []
+
+    def sent(**job: int) -> float:
+        before = ranks.network.bytes_sent()
+        found = ranks.do("steps", count=count, timeout=600, **job)["seconds"]
+        seconds.extend(found if not job else [])
+        return statistics.mean(b - a for a, b in zip(before, ranks.network.bytes_sent())) / count
+
+    words = statistics.median(sent(idle=one.link_calls) for _ in range(ROUNDS))
+    return seconds, statistics.median([sent() for _ in range(ROUNDS)]) - words
 
 
 def cell(ranks: Ranks, name: str, graph: Graph, mesh: Mesh, megabits: float, options: argparse.Namespace) -> list[dict]:
