@@ -22,6 +22,7 @@ from autoshard.strategies import candidates, internal_collectives
 from models import gpt2, llama, mlp
 
 SLOW = 0  # the mesh axis that is the link between the nodes
+IDLE = 256  # floats in the largest buffer of a collective that is run for what gloo says beside its data
 
 MODELS: dict[str, Callable] = {
     "mlp": lambda: mlp.mlp(batch=256, width=256, hidden=1024, layers=4),
@@ -49,7 +50,7 @@ class Planned:
     seconds: float
     link_seconds: float
     link_bytes: float
-    link_calls: int
+    link_calls: dict[str, int]  # of a rank over the slow link, by what gloo runs
 
 
 def graph_of(build: Callable) -> Graph:
@@ -86,20 +87,25 @@ def planned(name: str, formulated: Formulation, answer, options: Options) -> Pla
     return Planned(name, solution, answer.cost, link_seconds, *link_bytes(formulated, answer.choice))
 
 
-def link_bytes(formulated: Formulation, choice) -> tuple[float, int]:
-    """Bytes that leave one node in a step, what its ranks send over the slow axis; and how many collectives a rank does it in."""
+def link_bytes(formulated: Formulation, choice) -> tuple[float, dict[str, int]]:
+    """Bytes that leave one node in a step, what its ranks send over the slow axis; and how many collectives of each kind a rank does it in."""
     graph, mesh = formulated.graph, formulated.mesh
     axis = mesh.axes[SLOW]
-    total, calls = 0.0, 0
+    total, calls = 0.0, dict.fromkeys(("all_reduce", "all_gather", "all_to_all"), 0)
+
+    def call(collective: str) -> None:
+        calls["all_reduce" if collective == "reduce_scatter" else collective] += 1  # gloo has no reduce_scatter
+
     for link in formulated.links:
         route = formulated.route(link, choice)
         for step in route.steps if route else ():
-            if step.axis == SLOW:
-                calls += step.bytes > 0
+            if step.axis == SLOW and step.bytes > 0:
+                call(step.collective)
                 # gloo has an all_to_all of its own, which the program calls: no all_gather of everything
                 total += step.bytes / (axis.size if step.collective == "all_to_all" and axis.backend == "gloo" else 1)
     for i, op in enumerate(graph.ops):
         for collective, k, size in internal_collectives(op, graph.input_tensors(i), formulated.candidate(i, choice).inputs, mesh):
-            total += bytes_sent(collective, axis, float(size)) if k == SLOW else 0.0
-            calls += k == SLOW
+            if k == SLOW:
+                total += bytes_sent(collective, axis, float(size))
+                call(collective)
     return total * mesh.num_devices / axis.size, calls

@@ -23,14 +23,15 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from plans import MODELS, PIPELINED, SLOW, TINY, TINY_PIPELINE
+from plans import IDLE, MODELS, PIPELINED, SLOW, TINY, TINY_PIPELINE
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, SplitPoint, pipeline
 
 import autoshard
 from autoshard.graph import Graph
 from autoshard.lower import lower, run_on
-from autoshard.lower.measure import agree_on, measure
+from autoshard.lower.collectives import Ask, Groups
+from autoshard.lower.measure import agree_on, buffer_of, measure
 from autoshard.solution import Solution
 
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
@@ -151,17 +152,17 @@ class Rank:
         dist.barrier()
         return {"stage": node}
 
-    def steps(self, count: int, idle: int | None = None) -> dict:
-        """idle: instead of a step so many collectives of one element over the slow axis, which send what gloo says beside the data."""
-        seconds = []
-        one = torch.zeros(1)
+    def steps(self, count: int, idle: dict[str, int] | None = None) -> dict:
+        """idle: instead of a step so many collectives of each kind over the slow axis with IDLE floats in the largest buffer."""
+        seconds, groups, n = [], Groups.of(self.device_mesh), self.device_mesh.shape[SLOW]
+        asks = [Ask(kind, SLOW, buffer_of(kind, IDLE, n, torch.device("cpu"))) for kind, calls in (idle or {}).items() for _ in range(calls)]
         for _ in range(count):
             dist.barrier()
             began = time.perf_counter()
             if idle is None:
                 self.step()
-            for _ in range(idle or 0):
-                dist.all_reduce(one, group=self.device_mesh.get_group(SLOW))
+            for ask in asks:
+                groups.answer(ask)
             seconds.append(self.agree(time.perf_counter() - began))
         return {"seconds": seconds}
 

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import pickle
 import statistics
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +30,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from judge import judged, plot, table  # noqa: E402
 from network import Network, why_not  # noqa: E402
-from plans import MODELS, TINY, Planned, graph_of, plans  # noqa: E402
+from plans import IDLE, MODELS, SLOW, TINY, Planned, graph_of, plans  # noqa: E402
 from ranks import Ranks  # noqa: E402
 
 from autoshard.cost.curves.cluster import cluster  # noqa: E402
@@ -87,7 +88,8 @@ def replace_mesh(one: Planned, mesh: Mesh) -> Planned:
 
 
 def timed(ranks: Ranks, one: Planned, graph: Graph, folder: Path, model: str = "") -> tuple[list[float], float]:
-    """Seconds of some steps, and bytes of data that left a node in each: less what measuring and gloo's own words take.
+    """Seconds of some steps, and bytes of data that left a node in each: less what measuring and gloo's own words take, which are what as
+    many small collectives send beyond their data.
 
     Of both the median of ROUNDS counts, as what TCP sends again is no data. model: its name, to run it through `parallelize`.
     """
@@ -97,14 +99,21 @@ def timed(ranks: Ranks, one: Planned, graph: Graph, folder: Path, model: str = "
     count = int(min(9, max(3, LONGEST / max(one.seconds, 1e-3) / 4))) // ROUNDS
     seconds: list[float] = []
 
-    def sent(**job: int) -> float:
+    def sent(**job: dict[str, int]) -> float:
         before = ranks.network.bytes_sent()
         found = ranks.do("steps", count=count, timeout=600, **job)["seconds"]
         seconds.extend(found if not job else [])
         return statistics.mean(b - a for a, b in zip(before, ranks.network.bytes_sent())) / count
 
-    words = statistics.median(sent(idle=one.link_calls) for _ in range(ROUNDS))
+    words = statistics.median(sent(idle=one.link_calls) for _ in range(ROUNDS)) - idle_bytes(one.link_calls, ranks.shape)
     return seconds, statistics.median([sent() for _ in range(ROUNDS)]) - words
+
+
+def idle_bytes(calls: Mapping[str, int], shape: tuple[int, ...]) -> float:
+    """Of data that leaves a node in these collectives of IDLE floats: (n - 1)/n of the largest buffer per rank, twice in an all_reduce."""
+    n = shape[SLOW]
+    times = sum(count * (2 if collective == "all_reduce" else 1) for collective, count in calls.items())
+    return times * 4 * IDLE * (n - 1) / n * math.prod(shape) / n
 
 
 def cell(ranks: Ranks, name: str, graph: Graph, mesh: Mesh, megabits: float, options: argparse.Namespace) -> list[dict]:
