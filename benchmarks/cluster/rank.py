@@ -155,7 +155,8 @@ class Rank:
     def steps(self, count: int, idle: dict[str, int] | None = None) -> dict:
         """idle: instead of a step so many collectives of each kind over the slow axis with IDLE floats in the largest buffer."""
         seconds, groups, n = [], Groups.of(self.device_mesh), self.device_mesh.shape[SLOW]
-        asks = [Ask(kind, SLOW, buffer_of(kind, IDLE, n, torch.device("cpu"))) for kind, calls in (idle or {}).items() for _ in range(calls)]
+        small = {kind: buffer_of(kind, IDLE, n, torch.device("cpu")) for kind in idle or {}}
+        asks = [Ask(kind, SLOW, small[kind]) for kind, calls in (idle or {}).items() for _ in range(calls)]
         for _ in range(count):
             dist.barrier()
             began = time.perf_counter()
