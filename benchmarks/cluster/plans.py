@@ -88,7 +88,7 @@ def planned(name: str, formulated: Formulation, answer, options: Options) -> Pla
 
 
 def link_bytes(formulated: Formulation, choice) -> tuple[float, dict[str, int]]:
-    """Bytes that leave one node in a step, what its ranks send over the slow axis; and how many collectives of each kind each runs there."""
+    """Bytes that leave one node in a step: what its ranks send over the slow axis. And how many collectives of each kind they run there."""
     graph, mesh = formulated.graph, formulated.mesh
     axis = mesh.axes[SLOW]
     total, calls = 0.0, dict.fromkeys(("all_reduce", "all_gather", "all_to_all"), 0)
