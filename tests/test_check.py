@@ -231,10 +231,11 @@ def test_the_fixture_passes_good_plans_and_fails_stale_and_worse_ones(tmp_path, 
     solution.save(tmp_path / "plans" / "plan.json")
     worse.save(tmp_path / "plans" / "worse.json")
     (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {ROOT}\n")
-    (below / "test_plans.py").write_text(f"SIZES = {SIZES}\n" + textwrap.dedent(TESTS))
+    (below / "test_kept_plans.py").write_text(f"SIZES = {SIZES}\n" + textwrap.dedent(TESTS))
     reports = Reports()
     words = ["-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-c", str(tmp_path / "pytest.ini"), str(below)]
     code = pytest.main(words, [reports])
+    sys.modules.pop("test_kept_plans", None)  # pytest imports it by this name, and refuses another file of it in the same process
     assert code == pytest.ExitCode.TESTS_FAILED
     outcomes = {name: outcome for name, (outcome, _) in reports.of.items()}
     assert outcomes == {"test_good": "passed", "test_stale": "failed", "test_worse": "failed", "test_worse_is_allowed": "passed"}
