@@ -163,7 +163,7 @@ def run(
         B = [b - w for b, w in zip(whole, W)]
     else:
         B = whole
-    spans, sends = _time(schedule, {"F": F, "B": B, "W": W}, there, back, _per_part(latency, n, "latency"), chains)
+    spans, sends = _Clock(schedule, {"F": F, "B": B, "W": W}, there, back, _per_part(latency, n, "latency"), chains).run()
     ends = [0.0] * p
     for span in spans:
         ends[span.device] = max(ends[span.device], span.end)
@@ -179,79 +179,94 @@ def run(
     )
 
 
-def _time(
-    schedule: Schedule, seconds: dict[str, list[float]], there: list[float], back: list[float], latency: list[float], chains: int
-) -> tuple[list[Span], list[Span]]:
-    """Units in the order of their ends, ties by device; of the chain that ends last. Device d of chain c has the number c p + d."""
-    p, n = schedule.devices, schedule.parts
-    order, at, free = schedule.order * chains, [0] * (p * chains), [0.0] * (p * chains)
-    arrived: dict[tuple[int, str, int, int], float] = {}  # (chain, kind, part, microbatch) -> when what it waits for is there
-    offered: dict[tuple[int, str, int, int], tuple[float, float]] = {}  # the same -> when it was made, seconds of its transfer
-    link_free: dict[tuple[int, int], float] = {}
-    running: list[tuple[float, int, float]] = []  # (end, device, start)
-    spans: list[list[Span]] = [[] for _ in range(chains)]
-    sends: list[list[Span]] = [[] for _ in range(chains)]
-    for c in range(chains):
-        for i in range(schedule.microbatches):
-            arrived[c, "F", 0, i] = 0.0
+Message = tuple[int, str, int, int]  # chain, kind, part and microbatch of the unit that waits for it
 
-    def begin(x: int) -> None:
-        if at[x] < len(order[x]) and not waiting[x]:
-            kind, i, chunk = order[x][at[x]]
-            c, d = divmod(x, p)
-            v = chunk * p + d
-            if (c, kind, v, i) in offered:
-                carry(c, kind, v, i, free[x])
-            ready = free[x] if kind == "W" else arrived.get((c, kind, v, i))
-            if ready is not None:
-                start = max(free[x], ready)
-                waiting[x] = True
-                heapq.heappush(running, (start + seconds[kind][v], x, start))
 
-    def send(c: int, kind: str, v: int, to: int, i: int, end: float, took: float) -> None:
-        a, b = v % p, to % p
-        if a == b or not took:
-            arrived[c, kind, to, i] = end
-        else:
-            offered[c, kind, to, i] = (end, took)
-            if not in_turn:
-                carry(c, kind, to, i, 0.0)
-        if b != a:
-            begin(c * p + b)
+class _Clock:
+    """Event by event. Device d of chain c has the number c p + d; there, back: `transfer` and `transfer_back` of `run`."""
 
-    def carry(c: int, kind: str, to: int, i: int, received: float) -> None:
-        made, took = offered.pop((c, kind, to, i))
-        v = to - 1 if kind == "F" else to + 1
-        a, b, late = v % p, to % p, min(latency[min(v, to)], took)
-        start = max(made, received, link_free.get((a, b), 0.0))
-        link_free[a, b] = start + (took - late) / chains
-        arrived[c, kind, to, i] = link_free[a, b] + late
-        sends[c].append(Span(a, kind, i, v, start, arrived[c, kind, to, i], b))
+    def __init__(self, schedule: Schedule, seconds: dict[str, list[float]], there: list[float], back: list[float],
+                 latency: list[float], chains: int):  # fmt: skip
+        self.schedule, self.seconds, self.there, self.back, self.latency, self.chains = schedule, seconds, there, back, latency, chains
+        self.p, self.n = schedule.devices, schedule.parts
+        self.order = schedule.order * chains
+        self.at, self.free, self.busy = [0] * len(self.order), [0.0] * len(self.order), [False] * len(self.order)
+        self.arrived: dict[Message, float] = {(c, "F", 0, i): 0.0 for c in range(chains) for i in range(schedule.microbatches)}
+        self.offered: dict[Message, tuple[float, float]] = {}  # when it was made, seconds of its transfer
+        self.link_free: dict[tuple[int, int], float] = {}
+        self.running: list[tuple[float, int, float]] = []  # (end, device, start)
+        self.spans: list[list[Span]] = [[] for _ in range(chains)]
+        self.sends: list[list[Span]] = [[] for _ in range(chains)]
 
-    in_turn, waiting = schedule.name in RECEIVES_IN_TURN, [False] * len(order)
-    for x in range(len(order)):
-        begin(x)
-    while running:
-        end, x, start = heapq.heappop(running)
-        kind, i, chunk = order[x][at[x]]
-        c, d = divmod(x, p)
-        v = chunk * p + d
-        spans[c].append(Span(d, kind, i, v, start, end))
-        at[x] += 1
-        free[x], waiting[x] = end, False
-        if kind == "F" and v + 1 < n:
-            send(c, "F", v, v + 1, i, end, there[v])
+    def run(self) -> tuple[list[Span], list[Span]]:
+        """Units in the order of their ends, ties by device, and transfers; of the chain that ends last."""
+        for x in range(len(self.order)):
+            self._begin(x)
+        while self.running:
+            self._finish(*heapq.heappop(self.running))
+        self._refuse_who_waits()
+        last = max(range(self.chains), key=lambda c: max((span.end for span in self.spans[c]), default=0.0))
+        return self.spans[last], self.sends[last]
+
+    def _next(self, x: int) -> tuple[str, int, int, int, int]:
+        """Kind and microbatch of the unit that a device runs next or runs, its part of the model, chain and device."""
+        kind, i, chunk = self.order[x][self.at[x]]
+        c, d = divmod(x, self.p)
+        return kind, i, chunk * self.p + d, c, d
+
+    def _begin(self, x: int) -> None:
+        if self.at[x] == len(self.order[x]) or self.busy[x]:
+            return
+        kind, i, v, c, _ = self._next(x)
+        if (c, kind, v, i) in self.offered:
+            self._carry((c, kind, v, i), self.free[x])
+        ready = self.free[x] if kind == "W" else self.arrived.get((c, kind, v, i))
+        if ready is not None:
+            start = max(self.free[x], ready)
+            self.busy[x] = True
+            heapq.heappush(self.running, (start + self.seconds[kind][v], x, start))
+
+    def _finish(self, end: float, x: int, start: float) -> None:
+        kind, i, v, c, d = self._next(x)
+        self.spans[c].append(Span(d, kind, i, v, start, end))
+        self.at[x] += 1
+        self.free[x], self.busy[x] = end, False
+        if kind == "F" and v + 1 < self.n:
+            self._send((c, "F", v + 1, i), v, end, self.there[v])
         elif kind == "F":
-            arrived[c, "B", v, i] = end  # the loss is in the last part
+            self.arrived[c, "B", v, i] = end  # the loss is in the last part
         elif kind == "B" and v > 0:
-            send(c, "B", v, v - 1, i, end, back[v - 1])
-        begin(x)
-    for d in range(p):
-        if at[d] < len(order[d]):
-            kind, i, chunk = order[d][at[d]]
-            raise ValueError(f"schedule {schedule.name}: device {d} waits for ever to run {kind} of microbatch {i}, chunk {chunk}")
-    last = max(range(chains), key=lambda c: max((span.end for span in spans[c]), default=0.0))
-    return spans[last], sends[last]
+            self._send((c, "B", v - 1, i), v, end, self.back[v - 1])
+        self._begin(x)
+
+    def _send(self, message: Message, v: int, end: float, took: float) -> None:
+        c, _, to, _ = message
+        a, b = v % self.p, to % self.p
+        if a == b or not took:
+            self.arrived[message] = end
+        else:
+            self.offered[message] = (end, took)
+            if self.schedule.name not in RECEIVES_IN_TURN:
+                self._carry(message, 0.0)
+        if b != a:
+            self._begin(c * self.p + b)
+
+    def _carry(self, message: Message, received: float) -> None:
+        """The transfer, begun where its receiver waits since `received`."""
+        made, took = self.offered.pop(message)
+        c, kind, to, i = message
+        v = to - 1 if kind == "F" else to + 1
+        link, late = (v % self.p, to % self.p), min(self.latency[min(v, to)], took)
+        start = max(made, received, self.link_free.get(link, 0.0))
+        self.link_free[link] = start + (took - late) / self.chains
+        self.arrived[message] = self.link_free[link] + late
+        self.sends[c].append(Span(link[0], kind, i, v, start, self.arrived[message], link[1]))
+
+    def _refuse_who_waits(self) -> None:
+        for d in range(self.p):
+            if self.at[d] < len(self.order[d]):
+                kind, i, chunk = self.order[d][self.at[d]]
+                raise ValueError(f"schedule {self.schedule.name}: device {d} waits for ever to run {kind} of microbatch {i}, chunk {chunk}")
 
 
 def _per_part(value: PerPart, count: int, name: str) -> list[float]:
