@@ -22,7 +22,8 @@ from autoshard.mesh import Axis, Mesh
 from autoshard.simulate.parallel import Parallel
 from autoshard.simulate.pipeline_layers import Layers, layers_of
 from autoshard.simulate.pipeline_stages import partial_gradients
-from autoshard.simulate.schedules import Run, schedule_of
+from autoshard.simulate.schedule_times import Run
+from autoshard.simulate.schedules import schedule_of
 from autoshard.simulate.stages import Part, parts_of, run_parts
 from autoshard.simulate.timeline import Timeline, timeline_of_solution
 from autoshard.solution import Solution

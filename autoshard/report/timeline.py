@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.simulate.program import COMPUTE
-from autoshard.simulate.schedules import Run
+from autoshard.simulate.schedule_times import Run
 from autoshard.simulate.timeline import Timeline
 from autoshard.writing import write_whole
 

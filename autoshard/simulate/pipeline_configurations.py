@@ -10,7 +10,8 @@ from typing import Any
 
 from autoshard.mesh import Mesh
 from autoshard.simulate.interop import Stage
-from autoshard.simulate.schedules import Run, Schedule, run, schedule_of
+from autoshard.simulate.schedule_times import Run, run
+from autoshard.simulate.schedules import Schedule, schedule_of
 from autoshard.solution import Placed
 
 

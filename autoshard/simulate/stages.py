@@ -10,7 +10,7 @@ The plan is of one microbatch on the devices of one stage. Ops go to parts of th
     send, send_back      bytes that a device hands to its counterpart of the next part, or of the one before
     tied_bytes           gradient of parameters that several parts hold: added between them once per step, over the same link
 
-Every microbatch takes the same, so one is simulated and `schedules.run` places them all.
+Every microbatch takes the same, so one is simulated and `schedule_times.run` places them all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from autoshard.mesh import Axis
 from autoshard.problem import NodeUsage
 from autoshard.simulate.engine import run_tasks
 from autoshard.simulate.program import Program, Task
-from autoshard.simulate.schedules import Run, Schedule, run
+from autoshard.simulate.schedule_times import Run, run
+from autoshard.simulate.schedules import Schedule
 from autoshard.simulate.timeline import shared_links
 
 
@@ -48,7 +49,7 @@ class Part:
 
 def run_parts(parts: Sequence[Part], schedule: Schedule, link: Axis | Sequence[Axis] | None = None, chains: int = 1) -> Run:
     """The time line of a step. link: between a part and the next, one for all or one per part; parts may be of different devices.
-    chains: pipelines that share it, each with its part of every microbatch (`schedules.run`).
+    chains: pipelines that share it, each with its part of every microbatch (`schedule_times.run`).
 
     ValueError unless there are as many parts as the schedule has.
     """

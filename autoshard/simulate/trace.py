@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoshard.simulate.program import COMPUTE
-from autoshard.simulate.schedules import Run
+from autoshard.simulate.schedule_times import Run
 from autoshard.simulate.timeline import Timeline
 
 MICRO = 1e6
