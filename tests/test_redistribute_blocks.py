@@ -104,11 +104,33 @@ def test_traffic_is_what_ranks_lack():
             assert sender(u, v, mesh, coordinates[r], coordinates[s]) == coordinates[s]
 
 
+def test_messages_cross_no_slower_axis_than_they_must():
+    rng, choices, messages = random.Random(2), 0, 0
+    for _ in range(80):
+        problem = random_problem(rng, most_axes=4, most_dims=2, partial=False)
+        mesh, u, v = problem.mesh, problem.source, problem.target
+        ranks = list(itertools.product(*map(range, mesh)))
+        holds = [set(itertools.product(*map(list, local_indices(problem.shape, u, mesh, c)))) for c in ranks]
+        flows = traffic(problem.shape, u, v, mesh)
+        for s, r in zip(flows.senders, flows.receivers):
+            possible = {_first_difference(c, ranks[r]) for c, held in zip(ranks, holds) if held == holds[s]}
+            assert _first_difference(ranks[s], ranks[r]) == max(possible)
+            choices, messages = choices + (len(possible) > 1), messages + 1
+    assert choices > 100 and messages > 1000
+
+
+def _first_difference(one, other):
+    return next(a for a, (x, y) in enumerate(zip(one, other)) if x != y)
+
+
 def test_an_exchange_with_a_replicated_axis_is_a_swap_of_pairs():
     mesh = (4, 4)
     u, v = BlockLayout(((0,),), (2,)), BlockLayout(((1,),), (2,))
     flows = traffic((8,), u, v, mesh)
     assert flows.most_sent() == 2 and len(flows.elements) == 12  # all but the diagonal swap their two elements
+    assert flows.crossed() == (0, 1)
+    back = traffic((8,), v, u, mesh)  # now every group along axis 1 holds everything
+    assert len(back.elements) == 12 and back.crossed() == (1,)
 
 
 # ---- text and placements

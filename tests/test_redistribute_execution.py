@@ -185,8 +185,8 @@ def gloo_rank(rank, port, meshes, number):
         ordered = BlockLayout(((0, 1),), (3,)), BlockLayout(((1, 0),), (3,))
         if mesh == (2, 2):  # a permute by send and receive
             problem = BlockProblem((12,), mesh, *ordered, 4)
-            route = astar(problem, MeshPrices(Mesh.from_bandwidths(mesh), 4))
-            assert [step.collective for step in route.steps] == ["permute"]
+            step = priced(problem, MeshPrices(Mesh.from_bandwidths(mesh), 4), "permute", *ordered)
+            route = route_of(problem, [step], "feasible", 0.0, "buffers", 0)
             expected = cut_blocks(whole_of(problem), problem.target, mesh)[rank]
             assert torch.equal(groups.run(route, cut_blocks(whole_of(problem), problem.source, mesh)[rank]), expected)
     dist.destroy_process_group()

@@ -16,7 +16,8 @@ With n = product of the axes' sizes, x elements and (l, w) a model's seconds per
 B (1 - 1/n_k) / (n of the slower axes) over axis k; an all_gather takes the slow axes first, a reduction the fast ones. Axes of equal
 bandwidth and sharing are one link, which carries the sum; different links work at the same time, the fullest decides. Shared links
 are shared; one axis alone may have a measured curve. The rounds are those of one group, each as slow as the slowest axis, or those of
-one axis after the other, each as slow as its own, whichever is less: sum_k ceil(log2 n_k) latency_k.
+one axis after the other, each as slow as its own, whichever is less: sum_k ceil(log2 n_k) latency_k. An exchange whose ranks have few
+messages may send them in turn: as many rounds as the busiest has, each as slow as the axis that they cross.
 `IdealPrices` (TensorCraft's, as published): alpha per round and beta per element, an all_to_all's volume n times too large, a
 permute's twice, a change of block size (n - 1)/n of what is held, a split free.
 """
@@ -108,15 +109,26 @@ class MeshPrices(Prices):
         if flows is None:
             return copied + self.of("exchange", axes)(max(held, needed))
         links = [self.mesh.axes[a] for a in axes]
-        latency = _latency("exchange", links)
-        seconds = [
-            _fullest([(link, self._load(link, some)) for link, some in zip(self.mesh.axes, one, strict=True)]) for one in flows.by_axis()
-        ]
-        return copied + latency + self.itemsize * max(seconds)
+        latency = min(_latency("exchange", links), self._in_turn(flows)) if links else 0.0
+        alike: dict[tuple[float, int], list[int]] = {}  # equal axes are one link
+        for a, link in enumerate(self.mesh.axes):
+            alike.setdefault((link.bandwidth, link.shared_by), []).append(a)
+        loads = [(self.mesh.axes[some[0]], elements[some].sum(axis=0)) for some in alike.values() for elements in flows.by_axis()]
+        return copied + latency + self.itemsize * max(_load(*load) for load in loads)
 
-    def _load(self, link: Axis, elements: np.ndarray) -> float:
-        shared = link.shared_by if len(elements) % link.shared_by == 0 else 1
-        return float(elements.reshape(-1, shared).mean(axis=1).max()) / link.device_bandwidth
+    def _in_turn(self, flows: Traffic) -> float:
+        """The latency of one message after the other: d rounds of swaps do where no rank sends or gets more than d (Koenig's theorem)."""
+        alike: dict[float, list[int]] = {}
+        for a, link in enumerate(self.mesh.axes):
+            alike.setdefault(link.latency, []).append(a)
+        messages = flows.by_axis(np.ones(len(flows.elements)))
+        return sum(latency * max(float(one[some].sum(axis=0).max()) for one in messages) for latency, some in alike.items())
+
+
+def _load(link: Axis, elements: np.ndarray) -> float:
+    """Seconds per byte of an element: the fullest link, each device's load given."""
+    shared = link.shared_by if len(elements) % link.shared_by == 0 else 1
+    return float(elements.reshape(-1, shared).mean(axis=1).max()) / link.device_bandwidth
 
 
 def affine(a: float, c: float) -> Seconds:

@@ -89,6 +89,9 @@ def distances(space: Space, limit: float, buffers: bool) -> list[float] | None:
         weights.append(np.where(fine, w if kind != "split" or not space.free_split else 0.0, inf))
         befores.append(before)
         afters.append(after)
+    befores.append(np.full(len(space.direct), reduced))
+    afters.append(np.array([space.code(step.state) for step in space.direct], dtype=int))
+    weights.append(np.array([step.seconds for step in space.direct]))
     before, after, w = np.concatenate(befores), np.concatenate(afters), np.concatenate(weights)
     order = np.argsort(before, kind="stable")
     after, w = after[order], w[order]
@@ -97,8 +100,6 @@ def distances(space: Space, limit: float, buffers: bool) -> list[float] | None:
     swap = _cheapest_permute(space, least)
     h = np.full(len(where), inf)
     h[target] = 0.0
-    if space.direct is not None:
-        h[reduced] = min(h[reduced], space.direct)
     return _settle(h, heads, first, after, w, groups, alike.shape[1], np.where(possible, swap, inf)).tolist()
 
 

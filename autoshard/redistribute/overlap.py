@@ -8,8 +8,9 @@ With F(x, s) = # { j < x : owner2(j) = s } = (x // P) b2 + clamp(x mod P - s b2,
 cut adds F(hi, s) - F(lo, s): no element is looked at, and the pattern repeats after lcm(b1 N1, b2 N2).
 
 A rank holds and needs products over dims, so what t needs of what c holds is the product of the C's (`traffic`). Who sends, where
-several hold the same: t itself, if it can; else the holder whose coordinate agrees with t's on the axes that neither layout cuts,
-and on the others the i-th holder serves the i-th of those who need the same (modulo their number) (`sender`).
+several hold the same: t itself, if it can; else a holder whose coordinate agrees with t's wherever it may, on the axes that neither
+layout cuts and on those before the first (the slowest) that the message crosses anyhow; on the rest the i-th holder serves the i-th
+of those who need the same (modulo their number) (`sender`).
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ def sender(before: BlockLayout, after: BlockLayout, mesh: Sizes, receiver: Sizes
     coordinate = list(receiver)
     for a in cut:
         coordinate[a] = holding[a]
-    spare = [a for a in range(len(mesh)) if a not in cut and a in cut_after]  # holders that differ here hold the same
+    slowest = min(a for a in cut if receiver[a] != holding[a])
+    spare = [a for a in range(slowest, len(mesh)) if a not in cut and a in cut_after]  # holders that differ here hold the same
     same = [a for a in range(len(mesh)) if a in cut and a not in cut_after]  # receivers that differ here need the same
     if spare and same:
         i = part_of(tuple(same), mesh, receiver) % math.prod(mesh[a] for a in spare)
@@ -127,14 +129,23 @@ class Traffic(NamedTuple):
     def num_ranks(self) -> int:
         return math.prod(self.mesh)
 
-    def by_axis(self) -> tuple[np.ndarray, np.ndarray]:
-        """(sent, got): elements by (axis, rank); a message crosses the first axis, slowest first, on which its ends differ."""
+    def by_axis(self, each: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """(sent, got): elements by (axis, rank); a message crosses the first axis, slowest first, on which its ends differ.
+
+        each: what to count for each message in place of its elements.
+        """
         ends = [np.unravel_index(end, self.mesh) for end in (self.senders, self.receivers)]
         crossed = np.argmax(np.stack([a != b for a, b in zip(*ends, strict=True)]), axis=0) if len(self.elements) else self.senders
         found = np.zeros((2, len(self.mesh), self.num_ranks))
-        np.add.at(found[0], (crossed, self.senders), self.elements)
-        np.add.at(found[1], (crossed, self.receivers), self.elements)
+        each = self.elements if each is None else each
+        np.add.at(found[0], (crossed, self.senders), each)
+        np.add.at(found[1], (crossed, self.receivers), each)
         return found[0], found[1]
+
+    def crossed(self) -> Axes:
+        """The axes on which the ends of some message differ."""
+        ends = [np.unravel_index(end, self.mesh) for end in (self.senders, self.receivers)]
+        return tuple(a for a, (one, other) in enumerate(zip(*ends, strict=True)) if (one != other).any())
 
     def most(self) -> int:
         """The most elements that one rank sends, or gets."""
@@ -149,7 +160,7 @@ def traffic(shape: Sizes, before: BlockLayout, after: BlockLayout, mesh: Sizes) 
     """The traffic of a step that moves data and reduces none: `sender` for all pairs at once."""
     along, cut, cut_after = involved(before, after), cut_axes(before), cut_axes(after)
     coordinate = np.indices(mesh).reshape(len(mesh), -1)[:, :, None]  # of receivers
-    talking = [a for a in cut if a in along]
+    talking = sorted(a for a in cut if a in along)
     holding = list(coordinate)
     if talking:
         digits = np.indices([mesh[a] for a in talking]).reshape(len(talking), -1)
@@ -163,12 +174,17 @@ def traffic(shape: Sizes, before: BlockLayout, after: BlockLayout, mesh: Sizes) 
     for a in cut:
         itself = itself & (coordinate[a] == holding[a])
     giver = list(holding)
-    spare = tuple(a for a in range(len(mesh)) if a not in cut and a in cut_after)
     same = tuple(a for a in range(len(mesh)) if a in cut and a not in cut_after)
-    if spare and same:
-        i = _parts(same, mesh, list(coordinate)) % math.prod(mesh[a] for a in spare)
+    which = _parts(same, mesh, list(coordinate))
+    for slowest in talking if same else []:  # the first axis that a message crosses
+        spare = tuple(a for a in range(slowest, len(mesh)) if a not in cut and a in cut_after)
+        there = coordinate[slowest] != holding[slowest]
+        for a in talking[: talking.index(slowest)]:
+            there = there & (coordinate[a] == holding[a])
+        i = which % math.prod(mesh[a] for a in spare)
         for a in reversed(spare):
-            i, giver[a] = i // mesh[a], i % mesh[a]
+            giver[a] = np.where(there, i % mesh[a], giver[a])
+            i = i // mesh[a]
     every = tuple(range(len(mesh)))
     receivers = np.arange(math.prod(mesh))[:, None]
     senders = np.where(itself, receivers, _parts(every, mesh, giver))

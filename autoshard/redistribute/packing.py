@@ -54,7 +54,7 @@ def group_of(rank: int, axes: Axes, mesh: Sizes) -> tuple[int, ...]:
 
 def talking(step: BlockStep) -> Axes:
     """The axes along which a step's ranks talk."""
-    return step.axes if step.collective in ("all_reduce", "reduce_scatter") else involved(step.before, step.after)
+    return step.axes if step.collective in ("all_reduce", "reduce_scatter", "exchange") else involved(step.before, step.after)
 
 
 def holds(problem: BlockProblem, layout: BlockLayout, dim: int, points: Sequence[int]) -> list[list[int]]:
@@ -84,7 +84,7 @@ def packing(shape: Sizes, mesh: Sizes, step: BlockStep, rank: int) -> Packing:
     for member in group:
         receiver = coordinate_of(member, mesh)
         for giver, holding in _givers(step, mesh, receiver, group):
-            if rank not in (giver, member):
+            if rank not in (giver, member) or giver not in sends:  # no member: it has nothing that this one needs
                 continue
             ours, theirs = _positions(shape, mesh, step.before, holding, step.after, receiver)
             if giver == rank and member == rank:

@@ -23,7 +23,7 @@ from .block_prices import Prices
 from .blocks import Axes, BlockLayout, canonical
 from .coarse import distances
 from .cuts import Found, State
-from .overlap import involved, most_scattered, traffic
+from .overlap import cut_axes, involved, most_scattered, traffic
 from .problems import BlockProblem, BlockRoute, BlockStep
 from .space import Space
 
@@ -100,18 +100,27 @@ def space_of(problem: BlockProblem, prices: Prices) -> tuple[Space, Axes]:
     ends = [_narrowed(canonical(problem.shape, layout, problem.mesh), kept) for layout in (problem.source, problem.target)]
     space = Space(problem.shape, tuple(problem.mesh[a] for a in kept), ends[0], ends[1], _OnAxes(prices, kept))
     if space.reduced != space.target:
-        space.direct = _exchange_seconds(problem, prices, replace(problem.source, partial=problem.target.partial), problem.target)
+        before = replace(problem.source, partial=problem.target.partial)
+        for state in space.exchanges():
+            after = _widened(space.layout(state, problem.source.reduce_op), kept)
+            seconds, axes = _exchange(problem, prices, before, after)
+            kind = "exchange" if axes else "split"  # where every rank holds what it is to have
+            mask = sum(1 << i for i, a in enumerate(kept) if a in (axes or set(cut_axes(after)) - set(cut_axes(before))))
+            changed = tuple(d for d, (c, t) in enumerate(zip(space.reduced[:-1], state)) if c is not t)
+            space.direct.append(Found(seconds, state, kind, mask, changed))
     return space, kept
 
 
-def _exchange_seconds(problem: BlockProblem, prices: Prices, before: BlockLayout, after: BlockLayout) -> float:
-    held, needed, flows = problem.elements(before), problem.elements(after), None
+def _exchange(problem: BlockProblem, prices: Prices, before: BlockLayout, after: BlockLayout) -> tuple[float, Axes]:
+    """(seconds, the axes that it crosses)."""
+    axes, held, needed, flows = involved(before, after), problem.elements(before), problem.elements(after), None
     if prices.honest and math.prod(problem.mesh) <= EXACT_TRAFFIC:
         flows = traffic(problem.shape, before, after, problem.mesh)
+        axes = flows.crossed()
     elif prices.honest:  # as if nothing were held, and one rank served all who need the same
         share = [math.prod(problem.mesh[a] for axes in layout.axes for a in axes) for layout in (before, after)]
         held *= max(1, math.ceil(share[0] / share[1]))
-    return prices.exchange(involved(before, after), held, needed, flows)
+    return prices.exchange(axes, held, needed, flows), axes
 
 
 class _OnAxes(Prices):
@@ -217,7 +226,8 @@ def priced(problem: BlockProblem, prices: Prices, kind: str, before: BlockLayout
         axes = tuple(sorted(set(before.partial) - set(after.partial)))
     held, got = problem.elements(before), problem.elements(after)
     if kind == "exchange":
-        return _step(problem, kind, axes, changed_dims(before, after), before, after, _exchange_seconds(problem, prices, before, after))
+        seconds, axes = _exchange(problem, prices, before, after)
+        return _step(problem, kind, axes, changed_dims(before, after), before, after, seconds)
     x: float = got if kind == "split" else max(held, got) if kind == "all_to_all" and prices.honest else held
     if kind == "change_block_size" and prices.honest:
         x = traffic(problem.shape, before, after, problem.mesh).most()

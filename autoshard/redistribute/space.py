@@ -10,7 +10,8 @@ that states compare by identity. `Space.steps` lists what leads out of a state; 
     permute            ranks swap their parts: any axes with the same number of parts and the same blocks in every dim
     change_block_size  dim i in blocks of another size
     all_reduce         any of the Partial axes;    reduce_scatter  any of them, to dim j as in split
-    exchange           from the source, reduced, straight to the target: every rank sends what others need
+    exchange           from the source, reduced, straight to the target or to one cut further by axes that the target leaves free, to be
+                       gathered (slow links then carry nothing twice): every rank sends what others need
 
 Block sizes are those that can matter: ceil(S / N), and b_target m with m any product of other axes, from which splits lead to b_target.
 """
@@ -45,7 +46,7 @@ class Space:
         self.source, self.target = self.state(source), self.state(target)
         self.reduced = (*self.source[:-1], self.target[-1])  # the source, all that is to be reduced reduced
         self.free_split = not prices.honest
-        self.direct: float | None = None  # seconds of the exchange
+        self.direct: list[Found] = []  # exchanges out of `reduced`
 
     # -- states
 
@@ -167,15 +168,28 @@ class Space:
         yield from self._block_changes(state, cuts, held)
         if partial:
             yield from self._reductions(state, cuts, partial, held)
-        if self.direct is not None and state == self.reduced:
-            mask = sum(1 << a for c, t in zip(cuts, self.target) if c is not t for a in {*c.axes, *t.axes})
-            changed = tuple(d for d, (c, t) in enumerate(zip(cuts, self.target)) if c is not t)
-            yield Found(self.direct, self.target, "exchange", mask, changed)
+        if state == self.reduced:
+            yield from self.direct
+
+    def exchanges(self) -> list[State]:
+        """What an exchange may lead to: the target, and the target cut further by axes that it leaves free, to be gathered."""
+        free = tuple(a for a in range(self.num_axes) if not self.used(self.target) >> a & 1)
+        found = {self.target: None}
+        for axes in dict.fromkeys(some for some in (free, free[1:]) if some):
+            for d, cut in enumerate(self.target[:-1]):
+                for new in self.inserts(cut, axes):
+                    found[(*self.target[:d], new, *self.target[d + 1 :])] = None
+        return [state for state in found if state != self.reduced]
+
+    def used(self, state: State) -> int:
+        """The axes, as bits, that cut a dim or are Partial."""
+        mask = state[-1]
+        for c in state[:-1]:
+            mask |= c.mask
+        return mask
 
     def _splits(self, state: State, cuts: State, partial: int, held: int) -> Iterator[Found]:
-        used = partial
-        for c in cuts:
-            used |= c.mask
+        used = self.used(state)
         write = None if self.free_split else self.price("split", 0)
         for a in range(self.num_axes):
             if not used >> a & 1:
