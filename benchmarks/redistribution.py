@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -162,15 +163,23 @@ def published_runs(problem: BlockProblem) -> dict:
 # -- 2: torch's planners -----------------------------------------------------------------------------------------------------------
 
 
-def tensor_problem(rng: random.Random) -> BlockProblem:
+LIMITS = {"default": 1.0, "2x": 2.0, "4x": 4.0, "none": math.inf}  # times the default, input and output of the larger end
+
+
+def tensor_problem(rng: random.Random, ordered: bool = True) -> BlockProblem:
     """Two layouts, axes in any order, of a tensor of 1 M to 1 G elements: sizes are powers of two, odd, or anything."""
     mesh = rng.choice(MESHES[rng.randint(1, 4)])
     ndim, shape = rng.randint(1, 4), (0,)
     while not 2**20 <= math.prod(shape) <= 2**30:
         logs = [(rng.uniform(2, 30), rng.choice(("power of two", "odd", "any"))) for _ in range(ndim)]
         shape = tuple(2 ** round(k) if kind == "power of two" else int(2**k) | (kind == "odd") for k, kind in logs)
-    layouts = [_random_layout(rng, shape, mesh, (), cyclic=False, ordered=True) for _ in range(2)]
+    layouts = [_random_layout(rng, shape, mesh, (), cyclic=False, ordered=ordered) for _ in range(2)]
     return BlockProblem(shape, mesh, *layouts, itemsize=4)
+
+
+def left_to_right(rng: random.Random) -> BlockProblem:
+    """As `tensor_problem`, axes from left to right in a dim: what torch's greedy planner can plan, all of it."""
+    return tensor_problem(rng, ordered=False)
 
 
 def small_problem(rng: random.Random) -> BlockProblem:
@@ -179,27 +188,31 @@ def small_problem(rng: random.Random) -> BlockProblem:
 
 
 def against_torch(number: int, seed: int, draw=tensor_problem, collect=gc.collect) -> dict:
-    """Random block problems with DTensor's layouts: our route and torch's, priced alike."""
+    """Random block problems with DTensor's layouts, each under every limit: our route and torch's, priced alike."""
     rng = random.Random(seed)
-    rows, above, unproven, wrong, cpu = [], 0, 0, 0, []
-    while len(cpu) < number:
+    rows: list[Against] = []
+    above, unproven, wrong, drawn, cpu = 0, 0, 0, 0, []
+    while drawn < number:
         problem = draw(rng)
         if problem.same:
             continue
+        drawn += 1
         mesh = Mesh.from_bandwidths(problem.mesh)
         prices = MeshPrices(mesh, problem.itemsize)
-        route, seconds = _timed(astar, problem, prices, collect=collect)
-        cpu.append(seconds)
-        limit = problem.memory_limit(None, "buffers")
-        above += route.peak_elements > limit
-        unproven += route.status != "optimal"
         least = least_seconds(problem, mesh)
-        wrong += least > route.seconds * (1 + 1e-9)
-        for name, plan in torch_plans(problem).items():
-            steps = [priced(problem, prices, *step) for step in plan]
-            theirs = sum(step.seconds for step in steps)
-            fits = max(problem.elements(step.before) + problem.elements(step.after) for step in steps) <= limit
-            rows.append(Against(name, fits, theirs / route.seconds, theirs / least, len(steps), len(problem.mesh), len(problem.shape)))
+        plans = {name: [priced(problem, prices, *step) for step in plan] for name, plan in torch_plans(problem).items()}
+        collect()
+        for name, times in LIMITS.items():
+            limit = times * problem.memory_limit(None, "buffers")
+            route, seconds = _timed(partial(astar, memory_limit=limit), problem, prices, collect=lambda: None)
+            cpu.append(seconds)
+            above += route.peak_elements > limit
+            unproven += route.status != "optimal"
+            wrong += least > route.seconds * (1 + 1e-9)
+            for planner, steps in plans.items():
+                theirs = sum(step.seconds for step in steps)
+                fits = max(problem.elements(step.before) + problem.elements(step.after) for step in steps) <= limit
+                rows.append(Against(name, planner, fits, theirs / route.seconds, theirs / least, len(problem.mesh)))
     within = [row for row in rows if row.fits]
     return {
         "problems": number,
@@ -208,15 +221,21 @@ def against_torch(number: int, seed: int, draw=tensor_problem, collect=gc.collec
         "our_peak_above_the_limit": above,
         "not_proven_optimal": unproven,
         "bound_above_our_route": wrong,
-        "torch_within_the_limit": _by_planner(within, len),
-        "torch_beyond_the_limit": _by_planner([row for row in rows if not row.fits], len),
-        "geometric_mean_within_the_limit": _by_planner(within, _mean),
-        "geometric_mean_within_the_limit_that_no_route_can_exceed": _by_planner(within, lambda some: _mean(some, "most")),
-        "geometric_mean_within_the_limit_where_torch_takes_several_steps": _by_planner([row for row in within if row.steps > 1], _mean),
-        "geometric_mean_within_the_limit_by_axes": _by_class(within, "axes"),
-        "geometric_mean_within_the_limit_by_dims": _by_class(within, "dims"),
-        "geometric_mean_within_the_limit_by_steps_of_torch": _by_class(within, "steps"),
-        "geometric_mean_of_all": _by_planner(rows, _mean),
+        "by_limit": [
+            {
+                "limit": name,
+                "planner": planner,
+                "plans": len(some),
+                "within_the_limit": len(kept),
+                "geometric_mean_within_the_limit": _mean(kept),
+                "that_no_route_can_exceed": _mean(kept, "most"),
+                "by_axes": {k: _mean([row for row in kept if row.axes == k]) for k in sorted({row.axes for row in kept})},
+            }
+            for name in LIMITS
+            for planner in ("greedy", "graph")
+            if (some := [row for row in rows if (row.limit, row.planner) == (name, planner)])
+            if (kept := [row for row in some if row.fits])
+        ],
         "median_cpu_seconds": statistics.median(cpu),
         "max_cpu_seconds": max(cpu),
     }
@@ -225,26 +244,16 @@ def against_torch(number: int, seed: int, draw=tensor_problem, collect=gc.collec
 class Against(NamedTuple):
     """One plan of torch's beside our route."""
 
+    limit: str
     planner: str
     fits: bool  # it keeps the limit
     ratio: float  # how many times cheaper ours is
     most: float  # how many times cheaper a route could be
-    steps: int  # of torch's plan
     axes: int
-    dims: int
 
 
 def _mean(rows: Sequence[Against], what: str = "ratio") -> float:
     return statistics.geometric_mean(getattr(row, what) for row in rows)
-
-
-def _by_planner(rows: Sequence[Against], summary) -> dict:
-    some = {name: [row for row in rows if row.planner == name] for name in ("greedy", "graph")}
-    return {name: summary(found) for name, found in some.items() if found}
-
-
-def _by_class(rows: Sequence[Against], what: str) -> dict:
-    return {k: _by_planner([row for row in rows if getattr(row, what) == k], _mean) for k in sorted({getattr(row, what) for row in rows})}
 
 
 def least_seconds(problem: BlockProblem, mesh: Mesh) -> float:
@@ -403,8 +412,9 @@ def main(argv: list[str] | None = None) -> int:
     first = next((read_problem(item) for item in items if item["problem"]["id"] == "seed_p1"), None)
     found = {"published": published(items, repeat=3), "published_runs": published_runs(first) if first else {}, "edges": edges(200)}
     if options.random:
-        found["against_torch"] = against_torch(options.random, options.seed)
-        found["against_torch_small"] = against_torch(options.random, options.seed, small_problem)
+        draws = {"any order": tensor_problem, "left to right": left_to_right, "small, left to right": small_problem}
+        for name, draw in draws.items():
+            found[f"against torch, {name}"] = against_torch(options.random, options.seed, draw)
     if options.exact:
         found["exact"] = exact(options.exact, options.seed)
     print(json.dumps(found) if options.json else "\n".join(table(found)))
@@ -422,8 +432,17 @@ def table(found: dict) -> list[str]:
     lines += [f"{key}: {value}" for key, value in found["published"].items() if key != "problems"]
     for part in found:
         if part != "published":
-            lines += ["", part, *(f"  {key}: {value}" for key, value in found[part].items())]
+            lines += ["", part, *(f"  {key}: {value}" for key, value in found[part].items() if key != "by_limit")]
+            lines += [_limit_line(row) for row in found[part].get("by_limit", ())]
     return lines
+
+
+def _limit_line(row: dict) -> str:
+    axes = ", ".join(f"{k}: {mean:.2f}" for k, mean in row["by_axes"].items())
+    return (
+        f"  limit {row['limit']:8} torch's {row['planner']:6} {row['within_the_limit']:4d} of {row['plans']:4d} within it, "
+        f"{row['geometric_mean_within_the_limit']:.3f}x ours (no route can exceed {row['that_no_route_can_exceed']:.3f}); by axes {axes}"
+    )
 
 
 if __name__ == "__main__":
