@@ -345,6 +345,14 @@ def test_five_axes_and_six_dims_get_a_route_and_a_bound():
     assert route.status in ("optimal", "feasible") and 0 < route.bound_seconds <= route.seconds * (1 + 1e-9) < math.inf
 
 
+def test_five_axes_and_six_dims_have_a_heuristic():
+    source = BlockLayout.parse("D_[2,2,2,2,2]⊥{∅,∅,(0,4,2),∅,3,1}(∅,∅,2,∅,5,30)")[1]
+    target = BlockLayout.parse("D_[2,2,2,2,2]⊥{4,0,∅,2,3,1}(5,19,∅,32,32,32)")[1]
+    problem = BlockProblem((64,) * 6, (2,) * 5, source, target, 4)
+    route = astar(problem, IdealPrices((2,) * 5), most=300)  # without it, 27464 states
+    assert route.status == "optimal" and route.seconds < 0.12 * naive(problem, IdealPrices((2,) * 5)).seconds
+
+
 def test_partial_axes_are_reduced_once():
     source = BlockLayout(((1,), ()), (4, WHOLE), (0,))
     cases = {
