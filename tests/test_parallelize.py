@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoshard
 from autoshard.api.checking import materialized
 from autoshard.lower.agreement import RankLost
+from autoshard.lower.fx_program import boxed
 from autoshard.lower.module import Parallel
 from models import gpt2, mlp
 from tests.helpers import fast_mesh
@@ -24,6 +26,7 @@ from tests.helpers_ranks import results, run_ranks
 TEXT = (Path(__file__).parent.parent / "README.md").read_bytes()
 BATCH, SEQ = 8, 16
 STEPS, SAVED_AT = 6, 3
+c10d = torch.ops._c10d_functional
 
 
 def build(layers: int = 1) -> nn.Module:
@@ -276,3 +279,22 @@ def test_dropout_is_that_of_one_process_whatever_the_seeds_of_the_ranks():
     (expected,) = results(1, dropped, None, None)
     for losses in results(4, dropped, solution, (2, 2)):
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def many_gathers(rank: int, times: int) -> int:
+    """Passes that keep four gathers of a group under way; how many gave what they should."""
+    group = dist.distributed_c10d._get_default_group().group_name
+
+    def four(*given):
+        begun = [c10d.all_gather_into_tensor(x.unsqueeze(0), 2, group) for x in given]
+        return [c10d.wait_tensor(y) for y in begun[::-1]]
+
+    run = boxed(make_fx(four, tracing_mode="fake")(*(torch.empty(n) for n in (16, 128, 1024, 16384))))
+    given = [torch.full((n,), float(rank)) for n in (16, 128, 1024, 16384)]
+    both = [torch.tensor([[0.0], [1.0]]).expand(2, n) for n in (16384, 1024, 128, 16)]
+    return sum(all(map(torch.equal, run(list(given)), both)) for _ in range(times))
+
+
+@pytest.mark.slow
+def test_many_gathers_of_a_group_may_be_under_way():  # with torch's own op a rank dies within seconds
+    assert results(2, many_gathers, 20000) == [20000, 20000]

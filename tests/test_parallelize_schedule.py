@@ -15,7 +15,7 @@ from autoshard.lower import lower
 from autoshard.lower.bucketing import bucket
 from autoshard.lower.collectives import Groups
 from autoshard.lower.flow import STARTS, WAIT, Flow, Pace, live_bytes, owners, size
-from autoshard.lower.fx_program import RankGraphs, trace
+from autoshard.lower.fx_program import RankGraphs, spare_gloo, trace
 from autoshard.lower.overlap import described, overlap, room, scheduled
 from models import gpt2
 from tests.helpers_lower import mesh_of
@@ -195,3 +195,14 @@ def test_buckets_keep_the_limit_of_live_bytes_with_what_they_add(pace):
     for part in (wide.forward, wide.backward):
         bucket(part, pace, limit + 1e9)
     assert max(live(wide.backward)) > limit  # what they would take without one
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_gathers_on_the_cpu_write_to_given_tensors_others_are_left(pace, device):
+    with FakeTensorMode():
+        module = make_fx(lambda x: gathered(x, pace.groups.names[0]) * 2)(torch.empty(8, device=device))
+    spare_gloo(module.graph)
+    targets = [node.target for node in module.graph.nodes if node.op == "call_function"]
+    plain, given = c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_out.default
+    assert (targets.count(plain), targets.count(given)) == ((0, 1) if device == "cpu" else (1, 0))
+    module.graph.lint()

@@ -27,6 +27,7 @@ from autoshard.lower.flow import owners, size
 from autoshard.lower.program import Give, Move, Program, Run, Slot
 from autoshard.lower.run import run_rank
 
+_c10d = torch.ops._c10d_functional
 aten = torch.ops.aten
 RANDOM = {
     aten.bernoulli.p, aten.rand.default, aten.rand_like.default, aten.randn.default, aten.randn_like.default, aten.native_dropout.default,
@@ -185,6 +186,7 @@ Boxed = Callable[[list], Sequence[Any]]  # empties the list, so that what it hol
 def boxed(graph_module: fx.GraphModule) -> Boxed:
     """A graph module that takes one list and empties it."""
     made = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+    spare_gloo(made.graph)
     made.graph.set_codegen(_BoxedCodeGen())
     made.recompile()
     return made.forward
@@ -196,6 +198,26 @@ def compiled(graph_module: fx.GraphModule) -> Boxed:
 
     inputs = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
     own = copy.deepcopy(graph_module)  # inductor keeps what it is given
+    spare_gloo(own.graph)
+    own.recompile()
     with torch.no_grad():
         made = compile_fx(own, inputs, config_patches={"reorder_for_peak_memory": False, "fallback_random": True})
     return lambda given: made(*given)
+
+
+def spare_gloo(graph: fx.Graph) -> None:
+    """All gathers of CPU tensors write to a tensor that is made for them.
+
+    torch 2.13 runs all_gather_into_tensor as gloo's coalesced one, and two of those under way in one group corrupt the heap: a loop that
+    keeps three under way dies within seconds, one that writes to given tensors ran 60 000 times.
+    """
+    for node in graph.find_nodes(op="call_function", target=_c10d.all_gather_into_tensor.default):
+        made = node.meta["val"]
+        if made.device.type != "cpu":
+            continue
+        with graph.inserting_before(node):
+            out = graph.call_function(aten.empty.memory_format, (tuple(made.shape),), {"dtype": made.dtype, "device": made.device})
+            filled = graph.call_function(_c10d.all_gather_into_tensor_out.default, node.args, {"out": out})
+        out.meta, filled.meta = {"val": made}, dict(node.meta)
+        node.replace_all_uses_with(filled)
+        graph.erase_node(node)
