@@ -102,7 +102,8 @@ def test_the_link_is_as_slow_as_asked_and_counts_bytes():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_run_leaves_no_namespace(number):
     skip_without_namespaces()
-    script = f"import sys, time; sys.path.insert(0, {str(CLUSTER)!r}); from network import Network\nwith Network() as n:\n"
+    script = "import signal, sys, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in the background
+    script += f"sys.path.insert(0, {str(CLUSTER)!r}); from network import Network\nwith Network() as n:\n"
     script += "    n.run(0, ['sleep', '100']); print('up', flush=True); time.sleep(100)"
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     process.stdout.readline()
