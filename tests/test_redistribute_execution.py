@@ -4,6 +4,7 @@ import math
 import random
 import socket
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from autoshard.lower.moves import BlockGroups, cut_blocks, simulate
 from autoshard.mesh import Mesh
 from autoshard.redistribute import BlockLayout, BlockProblem, IdealPrices, MeshPrices, Routes, astar, from_placements, memory_constrained
 from autoshard.redistribute.blocks import why_not
+from autoshard.redistribute.packing import packing
 from autoshard.redistribute.planners import priced, route_of, space_of
 from benchmarks.redistribution import random_problem
 
@@ -85,6 +87,15 @@ def test_every_single_move_delivers(world):
     assert set(seen) == {
         "split", "all_gather", "all_to_all", "permute", "change_block_size", "all_reduce", "reduce_scatter", "exchange"
     }  # fmt: skip
+
+
+def test_an_exchange_whose_group_is_too_small_is_refused():
+    ends = BlockLayout(((0,), (1,)), (4, 4)), BlockLayout(((1,), (0,)), (4, 4))
+    problem = BlockProblem((8, 8), (2, 2), *ends, 4)
+    step = priced(problem, MeshPrices(Mesh.from_bandwidths((2, 2)), 4), "exchange", *ends)
+    assert step.axes == (0, 1) and len(packing((8, 8), (2, 2), step, 1).group) == 4
+    with pytest.raises(AssertionError, match="not in its group"):
+        packing((8, 8), (2, 2), replace(step, axes=(1,)), 1)
 
 
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "min"])

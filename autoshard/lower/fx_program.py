@@ -208,8 +208,8 @@ def compiled(graph_module: fx.GraphModule) -> Boxed:
 def spare_gloo(graph: fx.Graph) -> None:
     """All gathers of CPU tensors write to a tensor that is made for them.
 
-    torch 2.13 runs all_gather_into_tensor as gloo's coalesced one, and two of those under way in one group corrupt the heap: a loop that
-    keeps three under way dies within seconds, one that writes to given tensors ran 60 000 times.
+    torch 2.13 runs all_gather_into_tensor as gloo's coalesced one, and two of those under way in one group corrupt the heap: without
+    this, the slow test that keeps four under way (tests/test_parallelize.py) loses a rank within seconds.
     """
     for node in graph.find_nodes(op="call_function", target=_c10d.all_gather_into_tensor.default):
         made = node.meta["val"]

@@ -110,19 +110,25 @@ class MeshPrices(Prices):
             return copied + self.of("exchange", axes)(max(held, needed))
         links = [self.mesh.axes[a] for a in axes]
         latency = min(_latency("exchange", links), self._in_turn(flows)) if links else 0.0
-        alike: dict[tuple[float, int], list[int]] = {}  # equal axes are one link
-        for a, link in enumerate(self.mesh.axes):
-            alike.setdefault((link.bandwidth, link.shared_by), []).append(a)
-        loads = [(self.mesh.axes[some[0]], elements[some].sum(axis=0)) for some in alike.values() for elements in flows.by_axis()]
-        return copied + latency + self.itemsize * max(_load(*load) for load in loads)
+        loads = [
+            _load(self.mesh.axes[some[0]], elements[some].sum(axis=0))
+            for elements in flows.by_axis()
+            for some in self._alike(lambda link: (link.bandwidth, link.shared_by))  # equal axes are one link
+        ]
+        return copied + latency + self.itemsize * max(loads)
 
     def _in_turn(self, flows: Traffic) -> float:
         """The latency of one message after the other: d rounds of swaps do where no rank sends or gets more than d (Koenig's theorem)."""
-        alike: dict[float, list[int]] = {}
-        for a, link in enumerate(self.mesh.axes):
-            alike.setdefault(link.latency, []).append(a)
         messages = flows.by_axis(np.ones(len(flows.elements)))
-        return sum(latency * max(float(one[some].sum(axis=0).max()) for one in messages) for latency, some in alike.items())
+        most = [(some, max(float(one[some].sum(axis=0).max()) for one in messages)) for some in self._alike(lambda link: link.latency)]
+        return sum(self.mesh.axes[some[0]].latency * d for some, d in most)
+
+    def _alike(self, key: Callable[[Axis], Any]) -> list[list[int]]:
+        """The mesh's axes, those with the same key together."""
+        found: dict[Any, list[int]] = {}
+        for a, link in enumerate(self.mesh.axes):
+            found.setdefault(key(link), []).append(a)
+        return list(found.values())
 
 
 def _load(link: Axis, elements: np.ndarray) -> float:

@@ -23,7 +23,7 @@ import numpy as np
 from .blocks import Axes
 from .space import Space
 
-MOST = 120_000  # coarse states (5 axes, 8 dims; 6 axes, 5 dims: 0.7 s); beyond, there is no bound but 0
+MOST = 120_000  # coarse states: 5 axes by 8 dims, 6 axes by 5; beyond, there is no bound but 0
 
 
 class _Steps(NamedTuple):

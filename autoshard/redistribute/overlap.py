@@ -134,8 +134,7 @@ class Traffic(NamedTuple):
 
         each: what to count for each message in place of its elements.
         """
-        ends = [np.unravel_index(end, self.mesh) for end in (self.senders, self.receivers)]
-        crossed = np.argmax(np.stack([a != b for a, b in zip(*ends, strict=True)]), axis=0) if len(self.elements) else self.senders
+        crossed = np.argmax(self._differ(), axis=0)
         found = np.zeros((2, len(self.mesh), self.num_ranks))
         each = self.elements if each is None else each
         np.add.at(found[0], (crossed, self.senders), each)
@@ -144,8 +143,12 @@ class Traffic(NamedTuple):
 
     def crossed(self) -> Axes:
         """The axes on which the ends of some message differ."""
-        ends = [np.unravel_index(end, self.mesh) for end in (self.senders, self.receivers)]
-        return tuple(a for a, (one, other) in enumerate(zip(*ends, strict=True)) if (one != other).any())
+        return tuple(np.flatnonzero(self._differ().any(axis=1)).tolist())
+
+    def _differ(self) -> np.ndarray:
+        """(axes, messages): whether its ends differ there."""
+        ends = [np.array(np.unravel_index(end, self.mesh)) for end in (self.senders, self.receivers)]
+        return ends[0] != ends[1]
 
     def most(self) -> int:
         """The most elements that one rank sends, or gets."""

@@ -84,9 +84,12 @@ def packing(shape: Sizes, mesh: Sizes, step: BlockStep, rank: int) -> Packing:
     for member in group:
         receiver = coordinate_of(member, mesh)
         for giver, holding in _givers(step, mesh, receiver, group):
-            if rank not in (giver, member) or giver not in sends:  # no member: it has nothing that this one needs
+            if rank not in (giver, member):
                 continue
             ours, theirs = _positions(shape, mesh, step.before, holding, step.after, receiver)
+            if giver not in sends:
+                assert not all(map(len, ours)), f"rank {giver} has what rank {member} needs and is not in its group {group}"
+                continue
             if giver == rank and member == rank:
                 kept.append((_flat(ours, mine), _flat(theirs, after)))
                 if step.collective != "reduce_scatter":

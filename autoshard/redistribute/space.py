@@ -173,7 +173,8 @@ class Space:
 
     def exchanges(self) -> list[State]:
         """What an exchange may lead to: the target, and the target cut further by axes that it leaves free, to be gathered."""
-        free = tuple(a for a in range(self.num_axes) if not self.used(self.target) >> a & 1)
+        used = self.used(self.target)
+        free = tuple(a for a in range(self.num_axes) if not used >> a & 1)
         found = {self.target: None}
         for axes in dict.fromkeys(some for some in (free, free[1:]) if some):
             for d, cut in enumerate(self.target[:-1]):
