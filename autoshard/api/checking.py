@@ -22,10 +22,11 @@ from torch.utils import _pytree as pytree
 from autoshard.api.checkpointing import checkpointed
 from autoshard.api.describe import layouts_of, results_of
 from autoshard.api.planning import Progress
-from autoshard.capture import capture
+from autoshard.capture import capture_module, constants
 from autoshard.formulate import Formulation, Training, formulate
-from autoshard.graph import Graph, Value
+from autoshard.graph import Graph, Tensor, Value
 from autoshard.lower import Verification, faults, lower, run_local_tensor, verify_program
+from autoshard.lower.dropout import DrawsInOrder, draws, first_state, from_state
 from autoshard.redistribute import Routes
 from autoshard.solution import Placed, Solution, misfits
 from autoshard.strategies import candidates
@@ -54,12 +55,21 @@ def verify(
     """
     report = progress or (lambda message, fraction: None)
     report("capturing the model", 0.0)
-    graph = checkpointed(capture(model, example_inputs, training=solution.training), int(solution.assumptions.get("recompute") or 0))
+    captured = capture_module(model, example_inputs, training=solution.training)
+    graph = checkpointed(captured.graph, int(solution.assumptions.get("recompute") or 0))
     reasons = misfits(solution, graph, solution.mesh)
     if reasons:
         raise ValueError(f"the solution does not fit this model: {'; '.join(reasons)}")
+    random_op = next((op.name for op in graph.ops if not op.is_placeholder and draws(op.target)), None)
+    if local_tensor_mode and random_op is not None:
+        raise ValueError(
+            f"{random_op} draws random numbers (dropout), for which LocalTensorMode has a generator per rank, so that its masks differ "
+            "from the model's; leave local_tensor_mode out, or turn dropout off with model.eval() and plan that"
+        )
     report("running the unsharded model", 0.1)
-    values, reference = run_unsharded(model, example_inputs, graph, training=solution.training, seed=seed)
+    values, reference = run_unsharded(
+        model, example_inputs, graph, training=solution.training, seed=seed, held=constants(captured.given)
+    )
     plans: list[tuple[int | None, dict[str, Placed], dict[str, str]]] = [(None, dict(solution.layouts), dict(solution.results))]
     if random:
         formulated = formulate(graph, candidates(graph, solution.mesh), solution.mesh, training=Training() if solution.training else None)
@@ -152,9 +162,12 @@ def _in_order(formulated: Formulation) -> list[int]:
 
 
 def run_unsharded(
-    model: nn.Module, example_inputs: Any, graph: Graph, *, training: bool, seed: int
+    model: nn.Module, example_inputs: Any, graph: Graph, *, training: bool, seed: int, held: Mapping[str, torch.Tensor] | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Values for the graph's placeholders, and what the module computes from them: "output:0", "gradient:NAME"."""
+    """Values for the graph's placeholders, and what the module computes from them: "output:0", "gradient:NAME", "buffer:NAME".
+
+    held: constants of the captured program.
+    """
     real = materialized(model, seed)
     leaves, spec = pytree.tree_flatten(example_inputs)
     bounds = index_bounds(graph)
@@ -162,24 +175,42 @@ def run_unsharded(
     inputs = pytree.tree_unflatten(leaves, spec)
     values = {f"input_{k}": leaf.clone() for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}  # the module may write into it
     named = {**dict(real.named_parameters(remove_duplicate=False)), **dict(real.named_buffers(remove_duplicate=False))}
-    values |= {name: tensor.detach().clone() for name, tensor in named.items()}
-    with torch.set_grad_enabled(training):
+    values |= {name: tensor.detach().clone() for name, tensor in named.items()} | dict(held or {})
+    for name in [op.name for op in graph.ops if op.kind == "buffer" and op.name not in values]:
+        attribute = attribute_of(real, name)  # a tensor that the module holds without registering it
+        values |= {name: attribute.clone()} if attribute is not None else {}
+    with torch.set_grad_enabled(training), from_state(first_state(seed)), DrawsInOrder():
         outputs = real(**inputs) if isinstance(inputs, dict) else real(*(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
     flat = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
     reference = {f"output:{k}": leaf.detach() for k, leaf in enumerate(flat)}
     tangents = [name for name, i in graph.index.items() if graph.ops[i].kind == "tangent"]
-    values |= {name: torch.ones(graph.tensor((graph.index[name], 0)).shape, dtype=flat[0].dtype) for name in tangents}
+    values |= {name: _ones(graph.tensor((graph.index[name], 0))) for name in tangents}
     if training:
-        torch.autograd.backward(
-            [leaf for leaf in flat if leaf.requires_grad], [torch.ones_like(leaf) for leaf in flat if leaf.requires_grad]
-        )
-        reference |= {f"gradient:{name}": p.grad for name, p in named.items() if p.grad is not None}
+        differentiable = [leaf for leaf in flat if leaf.requires_grad]
+        with DrawsInOrder():  # torch.utils.checkpoint draws again
+            torch.autograd.backward(differentiable, [torch.ones_like(leaf) for leaf in differentiable])
+        reference |= {f"gradient:{name}": p.grad for name, p in named.items() if p.is_leaf and p.grad is not None}
+    now = {**dict(real.named_parameters(remove_duplicate=False)), **dict(real.named_buffers(remove_duplicate=False))}
+    now |= {f"input_{k}": leaf for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    reference |= {f"buffer:{r.name}": now[r.name].detach() for r in graph.results if r.kind == "buffer" and r.name in now}
     missing = [op.name for op in graph.ops if op.is_placeholder and op.name not in values]
     if missing:
         raise ValueError(
             f"the captured program reads {missing[0]!r}, which is no parameter, buffer or input of the model; register it as a buffer"
         )
     return values, reference
+
+
+def attribute_of(module: nn.Module, path: str) -> torch.Tensor | None:
+    """The tensor that a module or one inside it holds under this name; None where there is none."""
+    found: Any = module
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found.detach().cpu() if isinstance(found, torch.Tensor) and not found.is_meta else None
+
+
+def _ones(tensor: Tensor) -> torch.Tensor:
+    return torch.ones(tensor.shape, dtype=getattr(torch, tensor.dtype))
 
 
 def materialized(model: nn.Module, seed: int) -> nn.Module:
@@ -196,9 +227,9 @@ def materialized(model: nn.Module, seed: int) -> nn.Module:
 
 def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Matrices of about unit gain, vectors near 1/2 (scales and shifts alike), integers 0."""
-    if not tensor.dtype.is_floating_point:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
-    noise = torch.randn(tensor.shape, generator=generator)
+    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.complex64 if tensor.is_complex() else torch.float32)
     filled = 0.5 + 0.1 * noise if tensor.dim() < 2 else noise / math.sqrt(max(math.prod(tensor.shape[1:]), 1))
     return filled.to(tensor.dtype)
 
@@ -207,8 +238,9 @@ def _input(example: torch.Tensor, bound: int | None, seed: int) -> torch.Tensor:
     if not example.is_meta:
         return example.detach().cpu().clone()
     generator = torch.Generator().manual_seed(1_000 + seed)
-    if example.dtype.is_floating_point:
-        return torch.randn(example.shape, generator=generator).to(example.dtype)
+    if example.is_floating_point() or example.is_complex():
+        real = torch.complex64 if example.is_complex() else torch.float32
+        return torch.randn(example.shape, generator=generator, dtype=real).to(example.dtype)
     if example.dtype == torch.bool:
         return torch.ones(example.shape, dtype=torch.bool)
     return torch.randint(0, bound or 2, example.shape, generator=generator).to(example.dtype)

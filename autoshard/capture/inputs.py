@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._functorch._aot_autograd import descriptors
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -26,6 +26,7 @@ class Named:
     kind: str
     name: str
     value: torch.Tensor | None = None  # of a constant that the program holds
+    fill: float | None = None  # every element, where that is known without a tensor
 
 
 def named(desc: Any) -> Named:
@@ -36,6 +37,9 @@ def named(desc: Any) -> Named:
             return Named("buffer", desc.target)
         case descriptors.PlainAOTInput():
             return Named("input", f"input_{desc.idx}")
+        case descriptors.TangentAOTInput(output=descriptors.InputMutationAOTOutput() as written):
+            # What the forward writes into a parameter or buffer is no result that the user differentiates.
+            return Named("tangent", f"tangent_of_{named(written.mutated_input).name}", fill=0.0)
         case descriptors.TangentAOTInput():
             return Named("tangent", f"tangent_{getattr(desc.output, 'idx', 0)}")
     raise ValueError(f"the captured program has an input of a kind that is not supported: {desc!r}")
@@ -112,7 +116,7 @@ def export_signature(program: ExportedProgram, mode: FakeTensorMode) -> tuple[li
         users += spec.kind == InputKind.USER_INPUT
     results, outputs = [], 0
     for out in program.graph_signature.output_specs:
-        if out.kind == OutputKind.BUFFER_MUTATION:
+        if out.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION):
             results.append(("buffer", str(out.target)))
         elif out.kind == OutputKind.USER_INPUT_MUTATION:
             results.append(("buffer", names[given.index(out.target)].name))
@@ -121,6 +125,16 @@ def export_signature(program: ExportedProgram, mode: FakeTensorMode) -> tuple[li
             outputs += 1
     fakes = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
     return names, [fake(mode, value) if isinstance(value, torch.Tensor) else value for value in fakes], results
+
+
+def constants(given: fx.GraphModule | ExportedProgram) -> dict[str, torch.Tensor]:
+    """The tensors that a captured program holds itself (`torch.tensor([1.0, 2.0])` in a forward), by the name they have in its Graph."""
+    if isinstance(given, ExportedProgram):
+        held = dict(given.constants)
+    else:
+        targets = {str(node.target) for node in given.graph.nodes if node.op == "get_attr"}
+        held = {name: getattr(given, name, None) for name in targets}
+    return {name: value for name, value in held.items() if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)}
 
 
 def placeholder_inputs(module: fx.GraphModule, example_inputs: Any, mode: FakeTensorMode) -> tuple[list[Named], list[torch.Tensor]]:

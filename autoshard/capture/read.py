@@ -38,7 +38,7 @@ def read(
     for node, named in [*zip(placeholders, names, strict=True), *constants]:
         if node.meta.get("val") is None and not node.users:  # a flag among the inputs, decided while capturing
             continue
-        filled = _filled(named)
+        filled = _filled(named, node.meta["val"])
         if filled is not None:
             made.append((node, filled))
             continue
@@ -69,16 +69,23 @@ def _held(traced: fx.GraphModule, node: fx.Node) -> torch.Tensor | None:
     return held if isinstance(held, torch.Tensor) else None
 
 
-def _filled(named: Named) -> Op | None:
-    """A constant of one value (`torch.tensor(0.5)` in a forward) as the op that makes it; None where it is not known or not one."""
-    value = named.value
-    if value is None or isinstance(value, FakeTensor) or value.is_meta or value.numel() == 0:
+def _filled(named: Named, like: torch.Tensor) -> Op | None:
+    """A constant of one value (`torch.tensor(0.5)` in a forward, an empty one) as the op that makes it; None where it is none."""
+    fill = _fill_of(named.value) if named.fill is None else named.fill
+    if fill is None:
         return None
+    literals = ((tuple(map(int, like.shape)), fill), (("device", Const("device", "cpu")), ("dtype", _constant(like.dtype, None))))
+    return Op(named.name, "aten.full.default", (), literals, (_tensor(like),))
+
+
+def _fill_of(value: torch.Tensor | None) -> Any:
+    """What every element of a constant is; None where that is not known or not one value."""
+    if value is None or (value.numel() and (isinstance(value, FakeTensor) or value.is_meta)):
+        return None
+    if value.numel() == 0:
+        return 0
     first = value.flatten()[0]
-    if not bool((value == first).all()):
-        return None
-    literals = ((tuple(value.shape), first.item()), (("device", Const("device", "cpu")), ("dtype", _constant(value.dtype, None))))
-    return Op(named.name, "aten.full.default", (), literals, (_tensor(value),))
+    return first.item() if bool(((value == first) | ((value != value) & (first != first))).all()) else None
 
 
 def _check_names(ops: list[Op]) -> None:

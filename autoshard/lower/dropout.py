@@ -3,21 +3,66 @@
     m = bernoulli(1 - p) / (1 - p), drawn for the whole shape        y = x * (this rank's part of m)
 
 With the generator in the same state everywhere, replicas drop the same elements, parts different ones, and any mesh the same as
-one process. The whole mask exists while it is drawn.
+one process. The whole mask exists while it is drawn. `from_state` puts the generator into a state for as long as one op runs,
+so that every rank of a process, and the whole program beside them, draw the same numbers.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.layout import Layout, rank_bounds
 from autoshard.lower.collectives import Rank
 from autoshard.lower.laid import Arguments, Kernel, Laid, local
+from autoshard.lower.literals import overload
 
 aten = torch.ops.aten
+
+
+@cache
+def draws(target: str) -> bool:
+    """Whether an op draws random numbers. torch tags attention likewise, for the dropout that no kernel of the CPU has."""
+    return _draws(overload(target))
+
+
+def _draws(function: torch._ops.OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in function.tags and "attention" not in function.name()
+
+
+def first_state(seed: int) -> Tensor:
+    """The state of the CPU's generator after torch.manual_seed(seed)."""
+    return torch.Generator().manual_seed(seed).get_state()
+
+
+@contextmanager
+def from_state(state: Tensor) -> Iterator[None]:
+    """torch's CPU generator goes on from `state`; afterwards it is as it was."""
+    own = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(own)
+
+
+class DrawsInOrder(TorchDispatchMode):
+    """Random ops draw in the order of dims, whatever the strides: as a captured program's do, which are called on contiguous tensors."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        given, named = pytree.tree_map_only(Tensor, Tensor.contiguous, (args, kwargs or {})) if _draws(func) else (args, kwargs or {})
+        result = func(*given, **named)
+        if func._schema.is_mutable and given is not args and given[0] is not args[0]:
+            args[0].copy_(result)
+            return args[0]
+        return result
 
 
 @local

@@ -42,7 +42,7 @@ def _faults(layouts: Mapping[str, Placed], graph: Graph, mesh: Mesh, i: int) -> 
         return
     for k, tensor in enumerate(op.outputs):
         written = layouts[op.name].outputs[k]
-        if tensor is None or written is None:
+        if tensor is None or written is None or 0 in tensor.shape:  # of nothing, every layout is right
             continue
         layout = parse(written)
         for axis in (axis for axis, a in enumerate(mesh.axes) if a.size > 1):

@@ -93,17 +93,22 @@ def reduced(parts: Sequence[Tensor], layout: Layout, mesh: Mesh) -> list[Tensor]
 
 
 def largest(x: Tensor) -> float:
-    """max |x| over finite values; 0 for an empty tensor."""
+    """max |x| over finite values; 0 for an empty tensor. Of complex numbers, the larger of the two components counts."""
     if x.numel() == 0 or x.dtype == torch.bool:
         return float(x.any()) if x.numel() else 0.0
-    found = x.detach().abs().max().item()
-    return found if math.isfinite(found) else torch.nan_to_num(x.detach(), nan=0.0, posinf=0.0, neginf=0.0).abs().max().item()
+    x = _as_real(x.detach())
+    found = x.abs().max().item()
+    return found if math.isfinite(found) else torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0).abs().max().item()
 
 
 def gap(a: Tensor, b: Tensor) -> float:
-    """max |a - b|; equal infinities and nan on both sides are 0, any other nan and a difference between integers inf."""
+    """max |a - b|; equal infinities and nan on both sides are 0, any other nan and a difference between integers inf.
+
+    Complex numbers are compared component by component.
+    """
     if a is b or torch.equal(a, b):
         return 0.0
+    a, b = _as_real(a), _as_real(b)
     if not a.dtype.is_floating_point:
         return math.inf
     found = torch.sub(a, b).abs_().max().item()
@@ -112,6 +117,11 @@ def gap(a: Tensor, b: Tensor) -> float:
     same = (a == b) | (a.isnan() & b.isnan())
     found = torch.where(same, 0.0, (a - b).abs()).max().item()
     return found if math.isfinite(found) else math.inf
+
+
+def _as_real(x: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones, in a last dim of 2; anything else as it is."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def distance(parts: Sequence[Tensor], layout: Layout, mesh: Mesh, whole: Tensor) -> float:

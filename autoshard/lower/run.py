@@ -6,7 +6,7 @@ In one process the ranks go in step, record by record. A tensor is a list of par
     run, kernel; move  the ranks' generators run until each asks, every group of the asked axis is answered, and so on
 
 After each record the local shapes and dtypes must be the planned ones. Sharing is exact: the same function of the same
-tensors, nothing writes in place, and random ops are not covered (their seeds differ by design; run with dropout off).
+tensors, nothing writes in place. Random ops start on every rank from one state of the generator, where one is given.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.graph import replace_refs
 from autoshard.layout import is_legal, rank_shape, text
 from autoshard.lower.collectives import Asking, Groups, Rank, exchange, take
+from autoshard.lower.dropout import from_state
 from autoshard.lower.literals import DENSE_INPUTS, overload
 from autoshard.lower.parts import assemble, cut, groups
 from autoshard.lower.program import Free, Give, Load, Move, Program, Run, Slot
@@ -37,7 +38,20 @@ def ranks(mesh: Mesh, device: str = "cpu") -> tuple[Rank, ...]:
 
 def call(record: Run, inputs: Sequence[Tensor], rank: int = 0) -> tuple[Any, ...]:
     """The op on the tensors of a rank (its number on the mesh): its outputs, one entry per output."""
-    return as_outputs(overload(record.target)(**arguments(record, inputs, rank)))
+    return _without_gaps(record, as_outputs(overload(record.target)(**arguments(record, inputs, rank))), rank)
+
+
+def _without_gaps(record: Run, outputs: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
+    """An empty tensor where a kernel has none and the capture had one of no elements (the workspace of a recurrent layer)."""
+    wanted = (*record.outputs, *(None for _ in outputs))
+    return tuple(_empty(record, slot, rank) if y is None and slot is not None else y for y, slot in zip(outputs, wanted, strict=False))
+
+
+def _empty(record: Run, slot: Slot, rank: int) -> Tensor:
+    shape = slot.shape_on(rank)
+    if 0 not in shape:
+        raise ValueError(f"{record.target} (op {record.name}) returned nothing where the captured program has a tensor of {shape}")
+    return torch.empty(shape, dtype=getattr(torch, slot.dtype))
 
 
 def arguments(record: Run, inputs: Sequence[Tensor], rank: int = 0) -> dict[str, Any]:
@@ -136,9 +150,11 @@ class World:
                 out[r] = part
         return out
 
-    def run(self, record: Run) -> list[tuple[Any, ...]]:
-        """For each rank the outputs of the op."""
+    def run(self, record: Run, random: Tensor | None = None) -> list[tuple[Any, ...]]:
+        """For each rank the outputs of the op. random: the generator's state that every rank draws from."""
         inputs = [tuple(self.parts(slot)[r] for slot in record.inputs) for r in range(len(self.ranks))]
+        if random is not None:
+            return self._draw(record, inputs, random)
         if record.kernel is not None:
             return self._kernel([asking(record, rank, given) for rank, given in zip(self.ranks, inputs, strict=True)])
         done: dict[tuple[int, ...], tuple[Any, ...]] = {}
@@ -148,6 +164,14 @@ class World:
             if key not in done:
                 done[key] = call(record, given, r)
             outputs.append(done[key])
+        return outputs
+
+    def _draw(self, record: Run, inputs: list[tuple[Tensor, ...]], random: Tensor) -> list[tuple[Any, ...]]:
+        """A random op, which asks for nothing, rank by rank; numbers are drawn in the order of memory, so that it must be one order."""
+        outputs = []
+        for rank, given in zip(self.ranks, inputs, strict=True):
+            with from_state(random):
+                outputs += together([asking(record, rank, [x.contiguous() for x in given])], [(0,)])
         return outputs
 
     def _kernel(self, programs: list[Asking]) -> list[Any]:

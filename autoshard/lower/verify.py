@@ -6,6 +6,9 @@ and y what the ranks' parts stand for under the PLANNED layout (replicas agree, 
     error = max |y - x| / max |x|                                       absolute where x is all zero
     error <= tolerance     or     max |y - x| <= 4 max |x~ - x|         then it is rounding
 
+A random op (dropout) draws the same numbers in every program: each of the three goes on from the state that the generator had in
+the whole one. Where an op without a program of its own is sharded, its parts are the whole one's; their shapes are looked at.
+
 The second test is for tensors that are zero but for rounding (the gradient of a key bias): what is left of terms that cancel
 can't be compared with itself; its error is given relative to 4 max |x~ - x| / tolerance. An op whose error is above
 `op_tolerance`, whose local shape differs or which fails is a placement mismatch; its output is then replaced by the right
@@ -16,14 +19,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
 from torch import Tensor
 
 from autoshard.graph import Graph, Op, Value
-from autoshard.layout import Layout, P, R, S, is_legal, local_shape, text
+from autoshard.layout import Layout, P, R, S, is_legal, rank_shape, text
+from autoshard.lower.dropout import draws, first_state, from_state
 from autoshard.lower.literals import UNINITIALISED
 from autoshard.lower.parts import cut, distance, gap, largest
 from autoshard.lower.program import Free, Give, Load, Move, Program, Run, Slot, lower, run_record
@@ -40,6 +44,7 @@ TOLERANCES = {
     "float16": (5e-3, 5e-2),
     "bfloat16": (3e-2, 2e-1),
 }
+REAL = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}  # the type of a complex number's components
 NOISE = 4  # the gradient of BERT's key bias differs by up to 1.8 times the noise (tiny GPT-2, Llama, BERT; 8 ranks, 10 random plans each)
 
 
@@ -84,17 +89,19 @@ def verify_program(
 ) -> Verification:
     """Run the planned program on all ranks of the mesh in this process, beside the whole program.
 
-    values: a whole tensor for each placeholder. reference: what the results should be ("output:0", "gradient:h.0.weight");
-    the whole program's own results where it is None. seed: of the rounding noise. ValueError for layouts that can't be lowered.
+    values: a whole tensor for each placeholder. reference: what the results should be ("output:0", "gradient:h.0.weight",
+    "buffer:count" where it has one); the whole program's own results where it is None. seed: of the rounding noise and of random
+    ops: a reference must have been computed after torch.manual_seed(seed). ValueError for layouts that can't be lowered, and
+    where the whole program's random numbers are not those of the reference.
     """
     program = lower(graph, layouts, results, mesh, routes=routes)
     return _Comparison(graph, program, values, reference, seed).run()
 
 
 @torch.no_grad()
-def run_whole(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The unsharded program: placeholders in, results out ("kind:name" -> tensor)."""
-    whole = _Whole(graph, values, None)
+def run_whole(graph: Graph, values: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
+    """The unsharded program: placeholders in, results out ("kind:name" -> tensor). seed: of what random ops draw."""
+    whole = _Whole(graph, values, None, seed)
     results: dict[str, Tensor] = {}
     wanted: dict[Value, list[str]] = {}
     for result in graph.results:
@@ -110,8 +117,9 @@ def run_whole(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class _Whole:
     """A simple interpreter of the graph on whole tensors; values are dropped when the op after their last reader runs."""
 
-    def __init__(self, graph: Graph, values: Mapping[str, Tensor], noise: tuple[float, int] | None):
+    def __init__(self, graph: Graph, values: Mapping[str, Tensor], noise: tuple[float, int] | None, seed: int):
         self.graph, self.values, self.noise = graph, values, noise
+        self.random = self.random_before = first_state(seed)  # of the generator, now and before the last op
         self.held: dict[Value, Tensor] = {}
         self.ending: dict[int, list[Value]] = {}
         for value, users in graph.users.items():
@@ -129,17 +137,26 @@ class _Whole:
         else:
             inputs, outputs = [self._slot(value) for value in op.inputs], [self._slot((i, k)) for k in range(len(op.outputs))]
             record = run_record(self.graph, i, tuple(s for s in inputs if s), tuple(outputs), ONE_DEVICE)
-            for k, y in enumerate(call(record, [self.held[value] for value in op.inputs])):
+            for k, y in enumerate(self._call(record, [self.held[value] for value in op.inputs])):
                 if isinstance(y, Tensor):
                     self.held[i, k] = y
         self.drop = self.ending.get(i, [])
 
+    def _call(self, record: Run, inputs: list[Tensor]) -> tuple:
+        if not draws(record.target):
+            return call(record, inputs)
+        self.random_before = self.random
+        with from_state(self.random):
+            outputs = call(record, [x.contiguous() for x in inputs])  # as the ranks draw: in the order of memory
+            self.random = torch.get_rng_state()
+        return outputs
+
     def _value(self, i: int, op: Op) -> Tensor:
         x = self.values[op.name].detach()
-        if self.noise is None or not x.dtype.is_floating_point:
+        if self.noise is None or not (x.is_floating_point() or x.is_complex()):
             return x
         eps, seed = self.noise
-        random = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed * 1_000_003 + i), dtype=x.dtype)
+        random = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed * 1_000_003 + i), dtype=x.dtype.to_real())
         return x * (1 + (2 * random - 1) * 2 * eps)
 
     def _slot(self, value: Value) -> Slot | None:
@@ -154,12 +171,14 @@ class _Comparison:
     def __init__(self, graph: Graph, program: Program, values: Mapping[str, Tensor], reference: Mapping[str, Tensor] | None, seed: int):
         self.graph, self.program, self.values, self.reference = graph, program, values, reference
         self.mesh = program.mesh
-        floats = [t.dtype for op in graph.ops for t in op.outputs if t is not None and t.dtype in TOLERANCES]
+        dtypes = {t.dtype for op in graph.ops for t in op.outputs if t is not None}
+        floats = [REAL.get(dtype, dtype) for dtype in dtypes if REAL.get(dtype, dtype) in TOLERANCES]
         lowest = max(floats, key=list(TOLERANCES).index, default="float32")
         self.tolerance, self.op_tolerance = TOLERANCES[lowest]
         self.eps = torch.finfo(getattr(torch, lowest)).eps
         self.world = World(self.mesh)
-        self.whole, self.near = _Whole(graph, values, None), _Whole(graph, values, (self.eps, seed))
+        self.whole, self.near = _Whole(graph, values, None, seed), _Whole(graph, values, (self.eps, seed), seed)
+        self.is_random = any(draws(op.target) for op in graph.ops if not op.is_placeholder)
         self.mismatches: list[Mismatch] = []
         self.worst = {"output": 0.0, "gradient": 0.0, "op": 0.0}
 
@@ -204,7 +223,7 @@ class _Comparison:
     def _run(self, record: Run) -> None:
         self._do_whole(record.op)
         try:
-            outputs = self.world.run(record)
+            outputs = self.world.run(record, self.whole.random_before if draws(record.target) else None)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             for slot in record.outputs:
                 if slot is not None:
@@ -221,6 +240,8 @@ class _Comparison:
         except ValueError:
             self._repair(slot, self._explain(slot, parts))
             return
+        if draws(record.target) and record.kernel is None and any(p.is_shard() for p in slot.layout):
+            parts = cut(self.whole.held[slot.value], slot.layout, self.mesh)  # each rank's own numbers, which can't be compared
         skipped = self.graph.ops[record.op].target in UNINITIALISED
         error = 0.0 if skipped else self._error(parts, slot, self.whole.held[slot.value], self.op_tolerance)
         if error > self.op_tolerance:
@@ -247,7 +268,7 @@ class _Comparison:
     def _explain(self, slot: Slot, parts: list[Tensor]) -> str:
         """A layout under which the parts are right, else their shapes."""
         whole = self.whole.held[slot.value]
-        for layout in _layouts(whole, parts[0], self.mesh):
+        for layout in _layouts(whole, parts, self.mesh):
             if distance(parts, layout, self.mesh, whole) <= self.op_tolerance * max(largest(whole), self.eps):
                 return text(layout)
         return f"no layout: {tuple(parts[0].shape)} {str(parts[0].dtype).removeprefix('torch.')} on each rank"
@@ -255,22 +276,37 @@ class _Comparison:
     def _give(self, record: Give) -> None:
         kind = record.key.split(":")[0]
         expected = self.whole.held[record.slot.value]
-        if self.reference is not None and kind in ("output", "gradient"):
+        if self.reference is not None and (kind in ("output", "gradient") or record.key in self.reference):
             if record.key not in self.reference:
                 raise ValueError(f"the reference lacks {record.key!r}; expected every output and gradient of the program")
             expected = self.reference[record.key].detach()
+            if self.is_random:
+                self._check_draws(record, expected)
         error = self._error(self.world.parts(record.slot), record.slot, expected, self.tolerance)
         kind = "gradient" if kind == "gradient" else "output"
         self.worst[kind] = max(self.worst[kind], error)
 
 
-def _layouts(whole: Tensor, part: Tensor, mesh: Mesh) -> list[Layout]:
-    """All layouts that give parts of this shape, those without P first."""
+    def _check_draws(self, record: Give, expected: Tensor) -> None:
+        """ValueError when the whole program, unsharded, does not compute the reference."""
+        slot = replace(record.slot, layout=(R,) * len(self.mesh.axes), shapes=())
+        if self._error([self.whole.held[slot.value]] * self.mesh.num_devices, slot, expected, self.tolerance) > self.tolerance:
+            raise ValueError(
+                f"the model and its captured program, both unsharded, differ in {record.key}: they don't draw random numbers (dropout) "
+                "in the same order, so that a plan can't be compared with the model; turn dropout off with model.eval(), and plan that"
+            )
+
+
+def _layouts(whole: Tensor, parts: list, mesh: Mesh) -> list[Layout]:
+    """All layouts under which the ranks hold parts of these shapes, those without P first."""
     shape = tuple(whole.shape)
     per_axis = [[R, *(S(d) for d in range(len(shape))), P()] if axis.size > 1 else [R] for axis in mesh.axes]
+    if not all(isinstance(part, Tensor) and part.dtype == whole.dtype for part in parts):
+        return []
+    held = [tuple(part.shape) for part in parts]
     possible = [layout for layout in product(*per_axis) if is_legal(shape, layout, mesh)]
     return sorted(
-        (layout for layout in possible if local_shape(shape, layout, mesh) == tuple(part.shape) and part.dtype == whole.dtype),
+        (layout for layout in possible if held == [rank_shape(shape, layout, mesh, c) for c in mesh.coordinates()]),
         key=lambda layout: sum(p == P() for p in layout),
     )
 

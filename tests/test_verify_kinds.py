@@ -1,0 +1,377 @@
+"""Kinds of models that verify has to compare right: complex numbers, dropout, parameters that the forward writes, constants, recurrence.
+
+Every kind in each of its modes: the plan and random layouts are right, and a planted fault is found.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from math import inf, nan
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from autoshard import api
+from autoshard.api.checking import run_unsharded
+from autoshard.capture import capture
+from autoshard.graph import Graph, Op, Ref, Result, Tensor
+from autoshard.lower import dropout, plant_fault, run_whole, verify_program
+from autoshard.lower.dropout import draws
+from autoshard.lower.laid import local
+from autoshard.lower.parts import gap, largest
+from autoshard.mesh import Mesh
+from autoshard.solution import Placed
+from autoshard.strategies import candidates
+from tests.helpers_lower import laid, mesh_of, one_op, random_layouts
+
+X, IMAGE, TOKENS = (4, 8, 16), (4, 4, 8, 8), (4, 8)
+
+
+class Rotary(nn.Module):
+    """Queries turned as complex numbers, the frequencies a complex buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.o = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+        self.register_buffer("turns", torch.polar(torch.ones(8, 4), 0.1 * torch.arange(32.0).reshape(8, 4)))
+
+    def forward(self, x):
+        q = torch.view_as_complex(self.q(x).view(4, 8, 4, 4, 2)) * self.turns[:, None]
+        return F.mse_loss(self.o(torch.view_as_real(q).flatten(2)), x)
+
+
+class Fourier(nn.Module):
+    """A complex parameter on the 9 frequencies of a dim of 16: parts are uneven."""
+
+    def __init__(self, device="cpu"):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(9, 16, dtype=torch.complex64, device=device))
+        self.linear = nn.Linear(16, 16, device=device)
+
+    def forward(self, x):
+        return torch.fft.irfft(torch.fft.rfft(self.linear(x).repeat(1, 2, 1), dim=1) * self.weight, n=16, dim=1).square().mean()
+
+
+def fourier_on_meta():
+    return Fourier("meta")
+
+
+class Dropout(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.drop = nn.Linear(16, 32), nn.Linear(32, 16), nn.Dropout(0.3)
+
+    def block(self, x):
+        return self.b(self.drop(F.relu(self.a(x))))
+
+    def forward(self, x):
+        return self.block(self.block(x)).square().mean()
+
+
+class Checkpointed(Dropout):
+    """Its masks are drawn again in the backward pass."""
+
+    def forward(self, x):
+        return self.block(checkpoint(self.block, x, use_reentrant=False)).square().mean()
+
+
+class Encoder(nn.Module):
+    """Dropout of attention's scores, and of a tensor whose dims are permuted in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.drop = nn.Embedding(16, 16), nn.Dropout(0.2)
+        self.layer = nn.TransformerEncoderLayer(16, 4, 32, 0.1, batch_first=True)
+
+    def forward(self, tokens):
+        return F.cross_entropy(self.drop(self.layer(self.drop(self.words(tokens)))).flatten(0, 1), tokens.flatten())
+
+
+class Channels(nn.Module):
+    """Dropout of whole channels, and one that is no op of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.drop, self.alpha = nn.Conv2d(4, 8, 3), nn.Dropout2d(0.3), nn.AlphaDropout(0.2)
+
+    def forward(self, x):
+        return self.alpha(self.drop(self.conv(x))).square().mean()
+
+
+class Noise(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return (self.linear(x + torch.randn_like(x)) * torch.rand(16)).square().mean()
+
+
+class WritesParameter(nn.Module):
+    """As RWKV, which rescales its weights in the forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.decay = nn.Linear(16, 16), nn.Parameter(torch.rand(16) + 1)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.decay.mul_(0.5)
+        return (self.linear(x) * self.decay).square().mean()
+
+
+class WritesActivation(nn.Module):
+    """A buffer that gets what a gradient flows through."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("state", torch.zeros(4, 8, 16))
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.state.copy_(y)
+        return (y * self.state).mean()
+
+
+class BatchNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        return self.norm(self.conv(x)).square().mean()
+
+
+class Constants(nn.Module):
+    """An empty constant (a cache before its first token), one of several values, and nan."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        y = self.linear(x) * torch.tensor([1.0, 2.0, 3.0, 4.0] * 4)
+        y = torch.where(torch.tensor(nan).isnan(), y, 0.0)
+        return torch.cat([torch.tensor([]), y.flatten()]).square().mean()
+
+
+class Attribute(nn.Module):
+    """A tensor that is neither parameter nor buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.steps = nn.Linear(16, 16), torch.arange(16.0)
+
+    def forward(self, x):
+        return (self.linear(x) * self.steps).square().mean()
+
+
+class Recurrent(nn.Module):
+    """Its kernel returns no workspace where the capture has an empty one."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.linear = nn.LSTM(16, 16, batch_first=True), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.linear(self.lstm(x)[0])
+
+
+@dataclass(frozen=True)
+class Kind:
+    build: type | object
+    modes: tuple[bool, ...] = (False, True)  # training?
+    shape: tuple[int, ...] = X
+
+    def inputs(self):
+        generator = torch.Generator().manual_seed(0)
+        if self.shape == TOKENS:
+            return (torch.randint(0, 16, self.shape, generator=generator),)
+        return (torch.randn(self.shape, generator=generator),)
+
+
+TRAINING = (True,)  # dropout in a forward alone can't be captured
+KINDS = {
+    "rotary": Kind(Rotary),
+    "fourier": Kind(Fourier),
+    "fourier on meta": Kind(fourier_on_meta),
+    "dropout": Kind(Dropout, TRAINING),
+    "checkpointed dropout": Kind(Checkpointed, TRAINING),
+    "encoder": Kind(Encoder, TRAINING, TOKENS),
+    "channels": Kind(Channels, TRAINING, IMAGE),
+    "noise": Kind(Noise),
+    "writes a parameter": Kind(WritesParameter),
+    "writes an activation": Kind(WritesActivation),
+    "batch norm": Kind(BatchNorm, shape=IMAGE),
+    "constants": Kind(Constants),
+    "attribute": Kind(Attribute, (False,)),  # dynamo refuses it
+    "recurrent": Kind(Recurrent, (False,)),
+}
+CASES = [(name, training) for name, kind in KINDS.items() for training in kind.modes]
+
+
+@cache
+def planned(name, training):
+    torch.manual_seed(0)
+    model, inputs = KINDS[name].build(), KINDS[name].inputs()
+    return model, inputs, api.plan(model, inputs, Mesh.from_bandwidths((2, 2)), training=training, baselines=False)
+
+
+@pytest.mark.parametrize(("name", "training"), CASES)
+def test_the_plan_and_random_layouts_are_right(name, training):
+    model, inputs, solution = planned(name, training)
+    found = api.verify(model, inputs, solution, random=3)
+    assert found["ok"], found
+
+
+@pytest.mark.parametrize(("name", "training"), CASES)
+def test_a_planted_fault_is_found(name, training):
+    model, inputs, solution = planned(name, training)
+    for seed in range(3):
+        assert not api.verify(model, inputs, solution, plant_fault=True, seed=seed)["ok"]
+
+
+# -- complex numbers ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_gap_of_complex_tensors_is_the_largest_of_a_component():
+    a = torch.tensor([1 + 2j, 3 - 4j])
+    assert gap(a, a.clone()) == 0.0
+    assert gap(a, a + 0.5j) == 0.5 and gap(a, a - 0.25) == 0.25
+    assert gap(a, a.conj()) == 8.0 and gap(a.conj(), a.conj().resolve_conj()) == 0.0
+    assert largest(a) == 4.0
+    assert gap(torch.tensor([complex(inf, nan)]), torch.tensor([complex(inf, nan)])) == 0.0
+    assert gap(torch.tensor([complex(inf, 0.0)]), torch.tensor([complex(0.0, 0.0)])) == inf
+    assert gap(torch.tensor([1]), torch.tensor([2])) == inf  # integers are equal or not
+
+
+def test_a_wrong_sign_of_the_imaginary_part_is_found():
+    """The gradient of a complex parameter, conjugated, has the right modulus everywhere."""
+    model, inputs, solution = planned("fourier", True)
+    graph = capture(model, inputs, training=True)
+    values, reference = run_unsharded(model, inputs, graph, training=True, seed=0)
+    check = lambda expected: verify_program(graph, solution.layouts, solution.results, solution.mesh, values, expected)  # noqa: E731
+    assert check(reference).ok
+    found = check({**reference, "gradient:weight": reference["gradient:weight"].conj()})
+    assert not found.ok and not found.placement_mismatches and found.max_relative_error_gradients > 0.01
+
+
+def test_the_noise_of_complex_placeholders_is_that_of_their_components():
+    x, y = torch.tensor([1 + 1j, 2 - 1j]), torch.tensor([1 + 1j, 2 - 1j])
+    graph, values = one_op("aten.sub.Tensor", x, y)  # zero but for rounding
+    layouts = laid(graph, ["S(0)", "S(0)"], ["S(0)"])
+    assert verify_program(graph, layouts, {}, mesh_of(2), values, {"output:0": torch.zeros(2, dtype=torch.complex64)}).ok
+    assert verify_program(graph, layouts, {}, mesh_of(2), {**values, "x0": x * (1 + 1e-7)}, {"output:0": torch.full((2,), 1e-9j)}).ok
+    assert not verify_program(graph, layouts, {}, mesh_of(2), values, {"output:0": torch.full((2,), 1e-3j)}).ok
+
+
+def test_layouts_that_explain_uneven_parts_are_looked_for_by_the_shapes_of_all_ranks():
+    """Rank 0 of 9 rows has 5 of them; a fault that explains itself as a sum would add 5 rows to 4."""
+    graph, values = one_op("aten.clone.default", torch.randn(9, 5))
+    found = verify_program(graph, laid(graph, ["S(0)"], ["S(1)"]), {}, mesh_of(2), values)
+    assert [(m.planned, m.found) for m in found.placement_mismatches] == [("S(1)", "S(0)")]
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_draws_another_mask_is_found(monkeypatch):
+    """Each rank draws the mask of its part alone."""
+
+    @local
+    def alone(rank, a, *, shape, layout):
+        return torch.ops.aten.native_dropout(a["input"], a["p"], True)
+
+    graph, values = one_op("aten.native_dropout.default", torch.ones(64), 0.5, True)
+    layouts = laid(graph, ["S(0)"], ["S(0)", "S(0)"])
+    assert verify_program(graph, layouts, {}, mesh_of(2), values).ok
+    monkeypatch.setattr(dropout, "native_dropout", alone)
+    found = verify_program(graph, layouts, {}, mesh_of(2), values)
+    assert [(m.op, m.output) for m in found.placement_mismatches] == [("op", 0), ("op", 1)]
+
+
+def test_random_ops_draw_one_after_the_other():
+    """Two draws of one shape differ, another seed draws others, and torch's own generator is left as it was."""
+    t = Tensor((64,), "float32")
+    ops = [Op("x", "input", (), (), (t,), "input")]
+    ops += [Op(f"bernoulli_{k}", "aten.bernoulli.p", ((0, 0),), ((Ref(0), 0.5), ()), (t,)) for k in range(2)]
+    graph = Graph(tuple(ops), tuple(Result("output", str(k), (k + 1, 0)) for k in range(2)))
+    values, state = {"x": torch.zeros(64)}, torch.get_rng_state()
+    first, again, other = run_whole(graph, values), run_whole(graph, values), run_whole(graph, values, seed=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(first["output:0"], first["output:1"]) and not torch.equal(first["output:0"], other["output:0"])
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    torch.manual_seed(0)
+    assert torch.equal(first["output:0"], torch.bernoulli(values["x"], 0.5))  # as one process does
+    layouts = {"x": Placed((), ("R",)), **{f"bernoulli_{k}": Placed(("R",), ("R",)) for k in range(2)}}
+    assert verify_program(graph, layouts, {}, mesh_of(2), values, first).ok
+    with pytest.raises(ValueError, match=r"differ in output:0.* \(dropout\) .*model\.eval\(\)"):
+        verify_program(graph, layouts, {}, mesh_of(2), values, {"output:0": first["output:1"], "output:1": first["output:0"]})
+
+
+def test_what_draws_and_what_only_passes_a_mask_on():
+    assert draws("aten.native_dropout.default") and draws("aten.rand_like.default")
+    assert not draws("aten.native_dropout_backward.default") and not draws("aten._scaled_dot_product_flash_attention_for_cpu.default")
+
+
+def test_local_tensor_mode_refuses_dropout():
+    model, inputs, solution = planned("dropout", True)
+    with pytest.raises(ValueError, match=r"^native_dropout draws random numbers \(dropout\).*model\.eval\(\)"):
+        api.verify(model, inputs, solution, local_tensor_mode=True)
+
+
+# -- what the forward writes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("build", "name"), [(WritesParameter, "decay"), (WritesActivation, "state")])
+def test_what_is_written_is_a_result_and_has_no_tangent_of_its_own(build, name, training):
+    graph = capture(build(), (torch.randn(X),), training=training)
+    assert [result.kind for result in graph.results if result.name == name and result.kind != "gradient"] == ["buffer"]
+    assert [result.name for result in graph.results if result.kind == "output"] == ["0"]
+    assert [op.name for op in graph.ops if op.kind == "tangent"] == (["tangent_0"] if training else [])
+
+
+def test_what_is_written_is_compared_with_the_model():
+    model, inputs, solution = planned("writes a parameter", True)
+    graph = capture(model, inputs, training=True)
+    values, reference = run_unsharded(model, inputs, graph, training=True, seed=0)
+    assert torch.equal(reference["buffer:decay"], model.decay.detach() * 0.5)
+    wrong = {**reference, "buffer:decay": model.decay.detach()}
+    assert not verify_program(graph, solution.layouts, solution.results, solution.mesh, values, wrong).ok
+
+
+# -- nothing to hold ---------------------------------------------------------------------------------------------------------------
+
+
+def test_no_fault_is_planted_in_an_empty_tensor():
+    """Of nothing every layout is right, so that it would not be found."""
+    graph, _ = one_op("aten.clone.default", torch.ones(0))
+    with pytest.raises(ValueError, match="there is no op whose layout can be wrong"):
+        plant_fault(laid(graph, ["R"], ["R"]), graph, mesh_of(2), 0)
+
+
+def test_an_output_that_a_kernel_lacks_is_empty_or_an_error():
+    check = Op("op", "aten._assert_async.default", ((0, 0),), ((Ref(0),), ()), (Tensor((0,), "uint8"),))  # a kernel that returns None
+    x, placed = Op("x", "input", (), (), (Tensor((), "float32"),), "input"), {"x": Placed((), ("R",)), "op": Placed(("R",), ("R",))}
+    run = lambda op: verify_program(Graph((x, op), ()), placed, {}, mesh_of(2), {"x": torch.ones(())})  # noqa: E731
+    assert run(check).ok
+    with pytest.raises(ValueError, match=r"_assert_async.* returned nothing where the captured program has a tensor of \(4,\)"):
+        run(replace(check, outputs=(Tensor((4,), "float32"),)))
+
+
+# -- on other meshes ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(8,), (2, 3)], ids=str)
+def test_dropout_in_random_layouts_on_other_meshes(sizes):
+    model, inputs, _ = planned("dropout", True)
+    graph, mesh = capture(model, inputs, training=True), mesh_of(*sizes)
+    values, reference = run_unsharded(model, inputs, graph, training=True, seed=7)
+    possible = candidates(graph, mesh)
+    for seed in range(3):
+        layouts, results = random_layouts(graph, mesh, seed, possible)
+        assert verify_program(graph, layouts, results, mesh, values, reference, seed=7).ok
