@@ -62,7 +62,8 @@ def extrapolate(
         answer = certified(deep.problem, choice, messages=messages, gap=chosen.gap, time_limit=chosen.time_limit)
     with watch.phase("describe", "writing the plan", 0.95):
         noted: Mapping[str, Any] = {key: solution.assumptions[key] for key in ("model", "set") if key in solution.assumptions}
-        found = describe(deep, answer, chosen, {}, {**noted, "extrapolated_from": depths})
+        said = {"ignored": depth.ignored} if depth.ignored else {}
+        found = describe(deep, answer, chosen, {}, {**noted, **said, "extrapolated_from": depths})
     return replace(found, seconds=watch.seconds())
 
 

@@ -172,7 +172,7 @@ def frontier(
         )  # fmt: skip
     if not shown.points:
         raise Infeasible("no plan was found at any memory: take away a pin, or raise the time limit")
-    noted = {**(assumptions or {}), "capture": depth.reason}
+    noted = {**(assumptions or {}), **depth.noted}
     gap = max(checked.gap, LEAST_GAP)
     made = tuple(_point(p, gap) for p in shown.points)
     name = str(noted.get("model") or type(model).__name__)

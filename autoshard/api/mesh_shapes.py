@@ -132,7 +132,7 @@ def plan_meshes(
     watch = Stopwatch(progress)
     with watch.phase("capture", "capturing the model", 0.0), no_search_for_cycles():
         graph, depth = capture_deep(model, example_inputs, training=checked.training, witness=checked.witness)
-    noted = {**(assumptions or {}), "capture": depth.reason}
+    noted = {**(assumptions or {}), **depth.noted}
     plans = []
     for mesh in meshes:
         if mesh not in chosen:

@@ -72,7 +72,7 @@ class Options:
 
     training: bool = False
     optimizer: str | float = "adamw"  # or its bytes of state per parameter
-    master_weights: bool = False  # a float32 copy of parameters that are kept in less
+    master_weights: bool = False  # count the float32 copy that your optimizer holds of parameters in less: no plan makes one
     memory_limit: float | None = None  # bytes per device
     pins: Mapping[str, str] = field(default_factory=dict)  # layout by parameter, buffer, input or op name, or by a glob of names
     keep: Mapping[str, str] = field(default_factory=dict)  # layout by name, where no pin says otherwise: those of an older plan

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from autoshard.api.checking import verify_graph
 from autoshard.api.pins import broken_by
 from autoshard.api.planning import Options, Stopwatch, baseline_only, checked_options, plan_graph
-from autoshard.capture import Captured, capture_given, capture_module
+from autoshard.capture import Captured, capture_given, capture_module, ignored
 from autoshard.exports.sharding_map import sharding_map, unbacked_mesh
 from autoshard.graph import Graph
 from autoshard.layout import local_numel, parse, replicated, text, why_illegal
@@ -119,7 +119,7 @@ def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **opt
         seconds = 0.0
     else:
         began = time.monotonic()
-        solution = _solve(captured.graph, mesh, planning, watch, chosen)
+        solution = _solve(captured, mesh, planning, watch, chosen)
         seconds = time.monotonic() - began
         if chosen.ilp_solution_file:
             solution.save(chosen.ilp_solution_file)
@@ -147,11 +147,12 @@ def _capture(graph: Any, chosen: PassOptions) -> Captured:
     raise ValueError(f"graph is {type(graph).__name__}; expected a torch.fx.GraphModule, a torch.export.ExportedProgram or an nn.Module")
 
 
-def _solve(graph: Graph, mesh: Mesh, planning: Options, watch: Stopwatch, chosen: PassOptions) -> Solution:
+def _solve(captured: Captured, mesh: Mesh, planning: Options, watch: Stopwatch, chosen: PassOptions) -> Solution:
     noted = {"algo": chosen.algo, "communications_backend": chosen.communications_backend}
+    noted |= {"ignored": said} if (said := ignored(captured.given)) else {}
     if chosen.algo == "alpa":
-        return plan_graph(graph, mesh, planning, watch, noted)
-    return baseline_only(graph, mesh, planning, watch, noted, chosen.algo)
+        return plan_graph(captured.graph, mesh, planning, watch, noted)
+    return baseline_only(captured.graph, mesh, planning, watch, noted, chosen.algo)
 
 
 def _preloaded(captured: Captured, chosen: PassOptions, mesh: Mesh) -> Solution:

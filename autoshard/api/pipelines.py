@@ -144,7 +144,7 @@ class _Search:
         self.watch = Stopwatch(progress)
         self.tables: dict[int, StageTable] = {}
         self.bounds: dict[int, float] = {}  # seconds, by K
-        self.captures = ""
+        self.captures: dict[str, str] = {}
         self.tight: set[int] = set()  # sub-meshes on which memory decided for an earlier K
 
     def answer(self) -> Pipeline:
@@ -183,7 +183,7 @@ class _Search:
     def _table(self, K: int) -> StageTable:
         inputs = microbatch(self.inputs, K)
         graph, depth = capture_deep(self.model, inputs, training=self.options.training, witness=self.options.witness)
-        self.captures = depth.reason
+        self.captures = depth.noted
         given = self.options
         table = StageTable(
             self.cluster, layers_of(graph, given.layers), K,
@@ -264,7 +264,7 @@ class _Search:
         layers = next(iter(self.tables.values())).layers
         return {
             "cluster": kinds, "training": self.options.training, "optimizer": self.options.optimizer, "recompute": self.options.recompute,
-            "layers": layers.count, "batch": batch_of(self.inputs), "microbatches": sorted(self.tables), "capture": self.captures,
+            "layers": layers.count, "batch": batch_of(self.inputs), "microbatches": sorted(self.tables), **self.captures,
             "schedules": list(self.options.schedules),
         }  # fmt: skip
 

@@ -75,7 +75,7 @@ def plan(
     watch = Stopwatch(progress)
     with watch.phase("capture", "capturing the model", 0.0), no_search_for_cycles():
         graph, depth = capture_deep(model, example_inputs, training=checked.training, witness=checked.witness)
-    noted = {**(assumptions or {}), "capture": depth.reason}
+    noted = {**(assumptions or {}), **depth.noted}
     return plan_captured(graph, mesh, checked, watch, noted, depth.shallow)
 
 

@@ -4,6 +4,7 @@ from autoshard.capture.depth import Container as Container
 from autoshard.capture.depth import Depth as Depth
 from autoshard.capture.depth import capture_deep as capture_deep
 from autoshard.capture.inputs import constants as constants
+from autoshard.capture.inputs import ignored as ignored
 from autoshard.capture.module import Captured as Captured
 from autoshard.capture.module import capture as capture
 from autoshard.capture.module import capture_given as capture_given

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.capture.module import capture
+from autoshard.capture.inputs import ignored
+from autoshard.capture.module import capture_module
 from autoshard.capture.witness import eager_program, grown
 from autoshard.graph import Graph, Op
 from autoshard.graph.tile import tile
@@ -53,6 +54,12 @@ class Depth:
     reason: str = ""  # why the model was captured whole
     witnessed: bool = False
     shallow: Graph | None = None  # the same with SHALLOW periods, where the graph is deeper than that: a plan can start from its
+    ignored: str = ""  # what the model asks for that a plan does not do
+
+    @property
+    def noted(self) -> dict[str, str]:
+        """What a plan notes about its capture."""
+        return {"capture": self.reason} | ({"ignored": self.ignored} if self.ignored else {})
 
 
 def capture_deep(
@@ -67,19 +74,23 @@ def capture_deep(
     captured: list[int] = []
 
     def whole(reason: str) -> tuple[Graph, Depth]:
-        graph = capture(module, example_inputs, training=training)
-        return graph, Depth(found, (*captured, sum(c.layers for c in found)) if found else (), False, reason)
+        made = capture_module(module, example_inputs, training=training)
+        layers = (*captured, sum(c.layers for c in found)) if found else ()
+        return made.graph, Depth(found, layers, False, reason, ignored=ignored(made.given))
 
     def at(periods: int) -> Graph:
         if periods not in graphs:
             depths = {c.name: c.depth(periods) for c in found}
             captured.append(sum(depths.values()))
-            graphs[periods] = capture(shrunk(module, depths), example_inputs, training=training)
+            made = capture_module(shrunk(module, depths), example_inputs, training=training)
+            graphs[periods] = made.graph
+            asked.add(ignored(made.given))
         return graphs[periods]
 
     if not found:
         return whole(_why_no_container(module))
     graphs: dict[int, Graph] = {}
+    asked: set[str] = set()
     layers = sum(c.layers for c in found)
     reasons: list[str] = []
     for periods in PERIODS:
@@ -105,7 +116,7 @@ def capture_deep(
             return whole(reason)
         few = {c.name: c.depth(SHALLOW) for c in found}
         shallow = None if all(few[c.name] == c.layers for c in found) else _tiled(small, found, periods, few)
-        return deep, Depth(found, tuple(captured), True, "", witness, shallow)
+        return deep, Depth(found, tuple(captured), True, "", witness, shallow, max(asked))
     return whole("; ".join(reasons))
 
 

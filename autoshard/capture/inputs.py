@@ -127,6 +127,13 @@ def export_signature(program: ExportedProgram, mode: FakeTensorMode) -> tuple[li
     return names, [fake(mode, value) if isinstance(value, torch.Tensor) else value for value in fakes], results
 
 
+def ignored(given: fx.GraphModule | ExportedProgram) -> str:
+    """What the model asks for that a plan of its captured program does not do, in a sentence; "" where there is nothing."""
+    if not any(node.meta.get("recompute") is not None for node in given.graph.nodes):
+        return ""
+    return "torch.utils.checkpoint in the forward (its activations are planned as kept; recompute=N, 'all' or 'auto' plans to recompute)"
+
+
 def constants(given: fx.GraphModule | ExportedProgram) -> dict[str, torch.Tensor]:
     """The tensors that a captured program holds itself (`torch.tensor([1.0, 2.0])` in a forward), by the name they have in its Graph."""
     if isinstance(given, ExportedProgram):

@@ -33,7 +33,8 @@ Prices = Annotated[
     typer.Option("--prices", help="Take bandwidths and device from `show-prices`: a100, h100, b200, mi300x, ...", show_default=False),
 ]
 Train = Annotated[bool, typer.Option("--train", help="Plan a training step instead of a forward pass.")]
-MasterWeights = Annotated[bool, typer.Option("--master-weights", help="Hold a float32 copy of 16-bit parameters.")]
+MASTER = "Count a float32 copy of 16-bit parameters that your optimizer holds: its bytes, its update's time. Running a plan makes none."
+MasterWeights = Annotated[bool, typer.Option("--master-weights", help=MASTER)]
 Pin = Annotated[
     list[str],
     typer.Option("--pin", metavar="NAME=LAYOUT", help="Fix the layout of what a name or glob means; repeatable.", show_default=False),

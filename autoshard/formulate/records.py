@@ -25,7 +25,7 @@ class Training:
     """What a training step costs beside the graph: the optimizer."""
 
     optimizer: str | float = "adamw"  # or its bytes of state per parameter
-    master_weights: bool = False  # a float32 copy of parameters that are kept in less
+    master_weights: bool = False  # counted: a float32 copy of parameters that are kept in less
 
 
 class Link(NamedTuple):  # a plain tuple: a deep model has tens of thousands
