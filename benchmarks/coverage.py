@@ -249,7 +249,7 @@ def row_of(name: str, training: bool, *, folder: Path = HF, random: int = 3, set
             if line.startswith(BEGIN):
                 row |= json.loads(line.removeprefix(BEGIN))
         if late or process.returncode:
-            stage = row.get("stage", "itself")
+            stage = row.get("stage", "plan").replace("itself", "plan")
             last = (errors.read().strip().splitlines() or [f"it ended with {process.returncode}"])[-1]
             row |= {f"{stage}_stopped": late or last, f"{stage}_kind": "time" if late else "traceback"}
     return row | {"verdict": verdict(row)}

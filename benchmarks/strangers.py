@@ -498,7 +498,7 @@ HF |= {
     "efficientnet": (
         "EfficientNetForImageClassification",
         {
-            "image_size": 32, "kernel_sizes": [3, 3], "in_channels": [8, 16], "out_channels": [16, 16], "strides": [1, 2],
+            "image_size": 32, "kernel_sizes": [3, 3], "in_channels": [32, 16], "out_channels": [16, 16], "strides": [1, 2],
             "num_block_repeats": [1, 1], "expand_ratios": [1, 2], "width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 32, "depthwise_padding": [], "num_labels": 4,
         },
         pixels,

@@ -49,7 +49,7 @@ UNIQUE = torch.randperm(8, generator=g)[:4]
 
 T2, NEAR = f(4, 8), f(8, 8, 16)
 NORMED, GAIN = f(8, 4, 4), f(8, 1, 1)
-GRADIENTS = {"softplus": (1.0, 20.0), "hardtanh": (-1.0, 1.0), "hardsigmoid": (), "hardswish": (), "leaky_relu": (0.1, False)}
+GRADIENTS = {"softplus": (1.0, 20.0), "hardtanh": (-1.0, 1.0), "hardsigmoid": (), "hardswish": (), "leaky_relu": (0.1, False), "mish": ()}
 
 
 BAG = aten._embedding_bag.default(*BAGS)
@@ -210,6 +210,11 @@ _CASES = [
     ("as_strided_scatter.default", (f(32), f(4, 8), [4, 8], [8, 1], 0)),
     ("as_strided_scatter.default, a part", (f(32), f(4, 4), [4, 4], [8, 1], 2)),
     ("addbmm.default", (f(4), f(4, 8, 16), f(4, 16, 4))),
+    ("vdot.default", (f(8), f(8))),
+    ("soft_margin_loss.default", (f(8, 4), f(8, 4).sign())),
+    ("soft_margin_loss_backward.default", (torch.tensor(2.0), f(8, 4), f(8, 4).sign(), 1)),
+    ("soft_margin_loss_backward.default, none", (f(8, 4), f(8, 4), f(8, 4).sign(), 0)),
+    ("adaptive_max_pool3d_backward.default", (f(4, 8, 1, 1, 1), DEEPER, aten.adaptive_max_pool3d.default(DEEPER, [1, 1, 1])[1])),
     ("addr.default", (f(8, 1), f(8), f(4))),
     ("_weight_norm_interface.default", (f(8, 4, 4), f(8, 1, 1))),
     ("_weight_norm_interface.default, last", (f(8, 4), f(1, 4), 1)),

@@ -246,6 +246,8 @@ KERNELS: dict[str, Callable[[Laid], Kernel | None]] = {
     "aten.smooth_l1_loss_backward.default": _loss_mean,
     "aten.huber_loss.default": _loss_mean,
     "aten.huber_loss_backward.default": _loss_mean,
+    "aten.soft_margin_loss.default": _loss_mean,
+    "aten.soft_margin_loss_backward.default": _loss_mean,
     "aten.binary_cross_entropy.default": _loss_mean,
     "aten.binary_cross_entropy_backward.default": _loss_mean,
     "aten.binary_cross_entropy_with_logits.default": _loss_mean,

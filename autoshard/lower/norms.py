@@ -76,9 +76,9 @@ def weight_norm_backward(rank: Rank, a: Arguments, *, axes: Axes) -> Asking:
     return of_v.to(a["saved_v"].dtype), (s / n).to(a["saved_g"].dtype)  # type: ignore[return-value]
 
 
-def _weight_norm(laid: Laid, *, of: str, kernel: Callable[..., Asking]) -> Kernel | None:
-    axes = laid.cutting(of, *_dims_but(laid.ndim(of), laid.arguments.get("dim", 0)))
-    return partial(kernel, axes=axes) if axes else None
+def _weight_norm(laid: Laid, *, of: str, kernel: Callable[..., Asking]) -> Kernel:
+    """Never torch's own kernel: on a CPU it reads a transposed gradient as if it were dense."""
+    return partial(kernel, axes=laid.cutting(of, *_dims_but(laid.ndim(of), laid.arguments.get("dim", 0))))
 
 
 def _batch_norm(laid: Laid) -> Kernel | None:

@@ -27,7 +27,7 @@ from autoshard.layout import Layout, P, R, S, is_legal, local_shape, text
 from autoshard.lower.literals import UNINITIALISED
 from autoshard.lower.parts import cut, distance, gap, largest
 from autoshard.lower.program import Free, Give, Load, Move, Program, Run, Slot, lower, run_record
-from autoshard.lower.run import World, call, check_all
+from autoshard.lower.run import World, alone, check_all
 from autoshard.mesh import Mesh
 from autoshard.redistribute import Routes
 from autoshard.solution import Placed
@@ -129,7 +129,7 @@ class _Whole:
         else:
             inputs, outputs = [self._slot(value) for value in op.inputs], [self._slot((i, k)) for k in range(len(op.outputs))]
             record = run_record(self.graph, i, tuple(s for s in inputs if s), tuple(outputs), ONE_DEVICE)
-            for k, y in enumerate(call(record, [self.held[value] for value in op.inputs])):
+            for k, y in enumerate(alone(record, [self.held[value] for value in op.inputs])):
                 if isinstance(y, Tensor):
                     self.held[i, k] = y
         self.drop = self.ending.get(i, [])

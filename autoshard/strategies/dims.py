@@ -259,6 +259,8 @@ LAST_DIMS = {
     "aten._adaptive_avg_pool3d_backward.default": (3, False),
     "aten.adaptive_max_pool2d.default": (2, False),
     "aten.adaptive_max_pool2d_backward.default": (2, False),
+    "aten.adaptive_max_pool3d.default": (3, False),
+    "aten.adaptive_max_pool3d_backward.default": (3, False),
     "aten.upsample_nearest1d.default": (1, True),
     "aten.upsample_nearest2d.default": (2, True),
     "aten.upsample_nearest1d.vec": (1, True),
@@ -307,7 +309,7 @@ UNTAGGED = (
 LINEAR_PER_ELEMENT = {
     **{
         f"aten.{name}_backward.default": (0,)
-        for name in ("softplus", "hardtanh", "hardsigmoid", "hardswish", "leaky_relu", "elu", "log_sigmoid", "_prelu_kernel")
+        for name in ("softplus", "hardtanh", "hardsigmoid", "hardswish", "leaky_relu", "elu", "log_sigmoid", "_prelu_kernel", "mish")
     },
     "aten.polar.default": (0,),  # the modulus
     "aten.complex.default": (0, 1),

@@ -45,6 +45,11 @@ def matrix_vector(op: Op, inputs: Inputs) -> list[Row]:
     return [row(P(), S(1), S(0)), row(S(0), S(0), R), row(P(), P(), R), row(P(), R, P())]
 
 
+@rule("aten.vdot.default")
+def vector_vector(op: Op, inputs: Inputs) -> list[Row]:
+    return [row(P(), S(0), S(0)), row(P(), P(), R), row(P(), R, P())]
+
+
 @rule("aten.addmv.default")
 def addmv(op: Op, inputs: Inputs) -> list[Row]:
     return [row(P(), R, S(1), S(0)), row(S(0), _of_bias(inputs[0], -1), S(0), R)]
@@ -113,14 +118,17 @@ def _places(scores: Tensor) -> list[tuple[int, int]]:
     return [(d, max(d - 1, 0)) for d in range(len(scores.shape)) if d != 1]
 
 
-@rule("aten.mse_loss.default", "aten.smooth_l1_loss.default", "aten.huber_loss.default")
+@rule("aten.mse_loss.default", "aten.smooth_l1_loss.default", "aten.huber_loss.default", "aten.soft_margin_loss.default")
 def mse_loss(op: Op, inputs: Inputs) -> list[Row]:
     none = argument(op, 2, "reduction", 1) == 0
     same_shape = inputs[0].shape == inputs[1].shape
     return [row(S(d) if none else P(), S(d), S(d)) for d in range(len(inputs[0].shape))] if same_shape else []
 
 
-@rule("aten.mse_loss_backward.default", "aten.smooth_l1_loss_backward.default", "aten.huber_loss_backward.default")
+@rule(
+    "aten.mse_loss_backward.default", "aten.smooth_l1_loss_backward.default", "aten.huber_loss_backward.default",
+    "aten.soft_margin_loss_backward.default",
+)  # fmt: skip
 def mse_loss_backward(op: Op, inputs: Inputs) -> list[Row]:
     if inputs[1].shape != inputs[2].shape:
         return []
