@@ -1,11 +1,19 @@
-"""Which models are understood: capture, plan on 8 and on 2x4 devices, verify on 2x2 with random layouts.
+"""Which models are understood: capture, plan on 8 and on 2x4 devices, run on 2 gloo ranks, verify on 2x2 with random layouts.
 
-    python benchmarks/coverage.py [DIR] [--only NAME ...] [--random 3] [--set experts=batched_mm] [--json]
+    python benchmarks/coverage.py [DIR] [--only NAME ...] [--mode training] [--random 3] [--limit 300] [--set experts=batched_mm] [--json]
 
-DIR holds one folder per Hugging Face model with its config.json (default: the two-layer ones that the tests use); ResNet,
-U-Net, DLRM and a mixture of experts come from models/. Nothing is downloaded. One row per model and mode. unknown: ops that
-no rule knows, by target. cpu: seconds of this process for capture and both plans, baselines left out. worst: the largest relative
-error of any output or gradient over the plan and the random layouts, all ranks; a misplaced tensor makes the row fail.
+DIR holds one folder per Hugging Face model with its config.json (default: the two-layer ones that the tests use); ResNet, U-Net,
+DLRM and a mixture of experts come from models/, all others from strangers.py. Nothing is downloaded. One row per model and mode, each
+in a process of its own that ends after --limit seconds; what stops a model is its row. unknown: ops that no rule knows, by target.
+cpu: seconds for capture and both plans, baselines left out. run: the model through `parallelize` on 2 ranks against the model itself,
+outputs, gradients and state. verify, worst: the largest relative error of any output or gradient over the plan and the random layouts,
+all ranks; a misplaced tensor makes the row fail. The last line counts by verdict:
+
+    wrong            planned, and a result differs
+    not runnable     planned, and `verify` or `parallelize` refuses it or fails (one that draws random numbers may be refused)
+    not capturable   `plan` refuses it with a sentence
+    failed           `plan` ends in a traceback or does not end
+    itself           the model does not run on this machine even without a plan; only its plan is looked at
 """
 
 # ruff: noqa: E402  (the question of who is asking comes first)
@@ -13,96 +21,306 @@ if __name__ == "coverage":
     raise ImportError("this is a script; numba, imported by a script beside it, looks for the package of that name and can do without")
 
 import argparse
+import copy
 import json
+import os
+import pickle
+import signal
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]  # it would hide a package
+if str(Path(__file__).resolve().parent.parent) not in sys.path:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
+import autoshard
 from autoshard import api
+from autoshard.api.checking import materialized, run_unsharded
+from autoshard.capture import capture
 from autoshard.cli.arguments import parse_settings
 from autoshard.cli.model import load_model
 from autoshard.mesh import Mesh
+from benchmarks import strangers
+from benchmarks.strangers import STRANGERS
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 HF = ROOT / "tests" / "data" / "hf"
 OWN = ("dlrm", "moe", "resnet", "unet")
-PLANNED, VERIFIED = ("8", "2x4"), (2, 2)
+PLANNED, VERIFIED, RANKS = ("8", "2x4"), (2, 2), 2
 SHAPES = {"8": (8,), "2x4": (2, 4)}
+# links so fast that tiny models are sharded
+FAST = {"intra_node_bandwidth": 1e14, "inter_node_bandwidth": 1e14, "intra_node_latency": 1e-9, "inter_node_latency": 1e-9}
+TOLERANCE = {"float32": 1e-4, "float64": 1e-4, "complex64": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+BEGIN = "row part: "  # of a line that holds one
 
 
 def names(folder: Path = HF) -> list[str]:
     return sorted(path.parent.name for path in folder.glob("*/config.json")) + [*OWN]
 
 
+def modes(name: str) -> tuple[bool, ...]:
+    return STRANGERS[name].modes if name in STRANGERS else (False, True)
+
+
 def build(name: str, training: bool, folder: Path = HF, settings: dict | None = None):
     """(module, example inputs)"""
+    if name in STRANGERS:
+        return strangers.build(name, training)
     if name in OWN:
         return load_model(f"{ROOT}/models/{name}.py:tiny", {"loss": training})
     return load_model(f"hf:{folder / name}", settings or {}, training=training)
 
 
-def measure(name: str, training: bool, *, folder: Path = HF, random: int = 3, settings: dict | None = None) -> dict:
-    """A row of the table."""
-    module, example_inputs = build(name, training, folder, settings)
-    row: dict = {"model": name, "mode": "training" if training else "inference"}
+# -- the columns --------------------------------------------------------------------------------------------------------------------
+
+
+def planned(module, example_inputs, training: bool) -> dict:
+    row: dict = {}
     began, unknown = time.process_time(), set()
     for mesh in PLANNED:
         solution = api.plan(module, example_inputs, Mesh.from_bandwidths(SHAPES[mesh]), training=training, baselines=False)
         row[f"status {mesh}"] = solution.status
         unknown |= {op["target"] for op in solution.replicated_ops}
     row |= {"nodes": len(solution.layouts), "signatures": solution.counts["distinct_signatures"], "unknown": sorted(unknown)}
-    row["cpu_seconds"] = time.process_time() - began
+    return row | {"cpu_seconds": time.process_time() - began}
+
+
+def verified(module, example_inputs, training: bool, random: int) -> dict:
     solution = api.plan(module, example_inputs, Mesh.from_bandwidths(VERIFIED), training=training, baselines=False)
     found = api.verify(module, example_inputs, solution, random=random)
-    row["ok"] = found["ok"]
-    row["worst_error"] = max(max(p["max_relative_error_outputs"], p["max_relative_error_gradients"]) for p in found["plans"])
-    row["misplaced"] = sum(len(p["placement_mismatches"]) for p in found["plans"])
-    return row
+    worst = max(max(p["max_relative_error_outputs"], p["max_relative_error_gradients"]) for p in found["plans"])
+    return {"ok": found["ok"], "worst_error": worst, "misplaced": sum(len(p["placement_mismatches"]) for p in found["plans"])}
 
 
-def attempt(name: str, training: bool, **options) -> dict:
-    """As `measure`; what stops a model is its row."""
+def ran(module, example_inputs, training: bool, draws: bool = False) -> dict:
+    """The largest error of the parallel module on its ranks. It forks: nothing in this process may have run backward."""
+    mesh = Mesh.from_bandwidths((RANKS,), device="cpu", **FAST)
+    solution = api.plan(module, example_inputs, mesh, training=training, baselines=False)
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            mp.get_context("fork").Process(target=_rank, args=(rank, folder, module, example_inputs, solution, draws)) for rank in range(RANKS)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        files = [Path(folder) / f"{rank}.pkl" for rank in range(RANKS)]
+        found = [pickle.loads(file.read_bytes()) if file.exists() else RuntimeError("a rank ended without a result") for file in files]
+    for made in found:
+        if isinstance(made, Exception):
+            raise made
+    return {"run_error": max(found), "run_ok": max(found) <= tolerance(module)}
+
+
+def tolerance(module: torch.nn.Module) -> float:
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in module.parameters()}
+    return max((TOLERANCE.get(dtype, 1e-4) for dtype in dtypes), default=1e-4)
+
+
+def _rank(rank: int, folder: str, module, example_inputs, solution, draws: bool) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS, store=dist.FileStore(f"{folder}/store", RANKS))
+    made: Any
     try:
-        return measure(name, training, **options)
-    except ValueError as error:
-        return {"model": name, "mode": "training" if training else "inference", "ok": False, "stopped": str(error)}
+        made = _largest_error(module, example_inputs, solution, draws)
+    except Exception as error:  # whatever it is, it is the row's
+        made = error if isinstance(error, ValueError) else RuntimeError(f"{type(error).__name__}: {error}")
+    Path(folder, f"{rank}.tmp").write_bytes(pickle.dumps(made))
+    Path(folder, f"{rank}.tmp").rename(Path(folder, f"{rank}.pkl"))
+    os._exit(0)
+
+
+def _largest_error(module, example_inputs, solution, draws: bool) -> float:
+    if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(example_inputs)):
+        graph = capture(module, example_inputs, training=solution.training)
+        values, _ = run_unsharded(module, example_inputs, graph, training=solution.training, seed=0)
+        module = materialized(module, 0)
+        leaves, spec = pytree.tree_flatten(example_inputs)
+        leaves = [values[f"input_{k}"] if isinstance(leaf, torch.Tensor) else leaf for k, leaf in enumerate(leaves)]
+        example_inputs = pytree.tree_unflatten(leaves, spec)
+    parallel = autoshard.parallelize(module, solution, init_device_mesh("cpu", (RANKS,)))
+    found = _one_call(parallel, copy.deepcopy(example_inputs), solution.training)
+    expected = _one_call(copy.deepcopy(module), copy.deepcopy(example_inputs), solution.training)
+    if found.keys() != expected.keys():
+        raise RuntimeError(f"the parallel module gives {sorted(found.keys() ^ expected.keys())[:3]} and the model does not, or the other way round")
+    if draws:
+        return 0.0 if all(bool(torch.isfinite(x).all()) for x in found.values()) else float("inf")
+    largest = max((float(x.abs().max()) for key, x in expected.items() if key.startswith("gradient") and x.numel()), default=0.0)
+    return max(_error(found[key], x, 1e-3 * (largest if key.startswith("gradient") else 1.0)) for key, x in expected.items())
+
+
+def _one_call(module, inputs, training: bool) -> dict[str, torch.Tensor]:
+    """Outputs, gradients, and what parameters and buffers hold afterwards."""
+    with torch.set_grad_enabled(training):
+        made = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
+    tensors = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+    if training:
+        torch.autograd.backward([x for x in tensors if x.requires_grad], [torch.ones_like(x) for x in tensors if x.requires_grad])
+    found = {f"output {k}": x for k, x in enumerate(tensors)}
+    found |= {f"gradient of {name}": p.grad for name, p in module.named_parameters() if p.grad is not None}
+    found |= {f"state {name}": x for name, x in [*module.named_parameters(), *module.named_buffers()]}
+    return {key: (x.full_tensor() if isinstance(x, DTensor) else x).detach() for key, x in found.items()}
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor, least: float) -> float:
+    if found.shape != expected.shape:
+        return float("inf")
+    if expected.numel() == 0 or torch.equal(found, expected):
+        return 0.0
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    a, b = found.to(wide), expected.to(wide)
+    error = float((a - b).abs().max() / b.abs().max().clamp(min=least))
+    return error if error == error else float("inf")
+
+
+def measure(name: str, training: bool, *, folder: Path = HF, random: int = 3, settings: dict | None = None) -> dict:
+    """A row of the table without `run`, in this process; ValueError is what stops it."""
+    module, example_inputs = build(name, training, folder, settings)
+    row = {"model": name, "mode": "training" if training else "inference"}
+    return row | planned(module, example_inputs, training) | verified(module, example_inputs, training, random)
+
+
+# -- a row in a process of its own ------------------------------------------------------------------------------------------------------
+
+
+def stages(order: dict) -> None:
+    """Prints the parts of a row as they are known."""
+    name, training = order["model"], order["training"]
+    module, inputs = build(name, training, Path(order["folder"]), order["settings"])
+    draws = name in STRANGERS and STRANGERS[name].draws
+
+    def report(stage: str, work: Callable[[], dict]) -> bool:
+        print(BEGIN + json.dumps({"stage": stage}), flush=True)
+        try:
+            part, ended = work(), True
+        except ValueError as error:
+            part, ended = {f"{stage}_stopped": " ".join(str(error).split()), f"{stage}_kind": "refused"}, False
+        except Exception as error:  # of whatever kind, it is the row's
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            part, ended = {f"{stage}_stopped": said, f"{stage}_kind": "traceback"}, False
+        print(BEGIN + json.dumps(part), flush=True)
+        return ended
+
+    def itself() -> dict:
+        if all(not isinstance(leaf, torch.Tensor) or not leaf.is_meta for leaf in pytree.tree_leaves(inputs)):
+            with torch.no_grad():
+                given = copy.deepcopy(inputs)
+                copied = copy.deepcopy(module)
+                copied(**given) if isinstance(given, dict) else copied(*given)
+        return {}
+
+    runs = report("itself", itself)
+    if report("plan", lambda: planned(module, inputs, training)) and runs:
+        report("run", lambda: ran(module, inputs, training, draws))
+        report("verify", lambda: verified(module, inputs, training, order["random"]))
+
+
+def row_of(name: str, training: bool, *, folder: Path = HF, random: int = 3, settings: dict | None = None, limit: float = 300) -> dict:
+    """A row, whatever happens to the process that makes it."""
+    order = {"model": name, "training": training, "folder": str(folder), "random": random, "settings": settings or {}}
+    row: dict = {"model": name, "mode": "training" if training else "inference"}
+    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as errors:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(
+            [sys.executable, __file__, "--order", json.dumps(order)], stdout=said, stderr=errors, env=environment, start_new_session=True
+        )
+        try:
+            process.wait(limit)
+            late = ""
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its ranks too
+            process.wait()
+            late = f"it did not end within {limit:.0f} s"
+        said.seek(0)
+        errors.seek(0)
+        for line in said.read().splitlines():
+            if line.startswith(BEGIN):
+                row |= json.loads(line.removeprefix(BEGIN))
+        if late or process.returncode:
+            stage = row.get("stage", "plan").replace("itself", "plan")
+            last = (errors.read().strip().splitlines() or [f"it ended with {process.returncode}"])[-1]
+            row |= {f"{stage}_stopped": late or last, f"{stage}_kind": "time" if late else "traceback"}
+    return row | {"verdict": verdict(row)}
+
+
+def verdict(row: dict) -> str:
+    known = STRANGERS.get(row["model"])
+    if "plan_stopped" in row:
+        return "not capturable" if row["plan_kind"] == "refused" else "failed"
+    if "itself_stopped" in row:
+        return "itself"
+    if not row.get("run_ok", True) or not row.get("ok", True):
+        return "wrong"
+    stopped = [stage for stage in ("run", "verify") if f"{stage}_stopped" in row]
+    expected = known is not None and known.draws and all(known.refused in row[f"{stage}_stopped"] for stage in stopped)
+    return "not runnable" if stopped and not expected else "ok"
+
+
+# -- the table --------------------------------------------------------------------------------------------------------------------
 
 
 def line(row: dict) -> str:
-    if "stopped" in row:
-        return f"{row['model']:12} {row['mode']:9}  {row['stopped']}"
-    return (
-        f"{row['model']:12} {row['mode']:9} {row['nodes']:6} {row['signatures']:6} {row['status 8']:>8} {row['status 2x4']:>8} "
-        f"{row['cpu_seconds']:6.1f} {'ok' if row['ok'] else 'WRONG':>6} {row['worst_error']:9.1e}  {', '.join(row['unknown']) or '-'}"
-    )
+    head = f"{row['model']:24} {row['mode']:9} {row['verdict']:14} "
+    said = next((f"{s}: {row[f'{s}_stopped']}" for s in ("plan", "run", "verify", "itself") if f"{s}_stopped" in row), "")
+    if "nodes" not in row:
+        return head + said
+    run = f"{row['run_error']:9.1e}" if "run_error" in row else f"{'-':>9}"
+    worst = f"{row['worst_error']:9.1e}" if "worst_error" in row else f"{'-':>9}"
+    statuses = " ".join(f"{row[f'status {mesh}']:>8}" for mesh in PLANNED)
+    unknown = ", ".join(row["unknown"]) or "-"
+    return f"{head}{row['nodes']:6} {row['signatures']:6} {statuses} {row['cpu_seconds']:6.1f} {run} {worst}  {unknown}{'  ' + said if said else ''}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=HF)
     parser.add_argument("--only", nargs="*")
+    parser.add_argument("--mode", choices=("inference", "training"))
     parser.add_argument("--random", type=int, default=3)
+    parser.add_argument("--limit", type=float, default=300, help="seconds for one row")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--order", help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.order:
+        stages(json.loads(given.order))
+        return 0
+    every = [*names(given.folder), *STRANGERS]
+    if missing := [name for name in given.only or () if name not in every]:
+        parser.error(f"there is no model {missing[0]!r}; there are {', '.join(every)}")
     settings, rows = parse_settings(given.set), []
     if not given.json:
-        print(f"{'model':12} {'mode':9} {'nodes':>6} {'signs':>6} {'8':>8} {'2x4':>8} {'cpu':>6} {'verify':>6} {'worst':>9}  unknown")
-    for name in given.only or names(given.folder):
-        for training in (False, True):
-            rows.append(attempt(name, training, folder=given.folder, random=given.random, settings=settings))
+        print(f"{'model':24} {'mode':9} {'verdict':14} {'nodes':>6} {'signs':>6} {'8':>8} {'2x4':>8} {'cpu':>6} {'run':>9} {'verify':>9}  unknown")
+    for name in given.only or every:
+        for training in modes(name):
+            if given.mode and training != (given.mode == "training"):
+                continue
+            rows.append(row_of(name, training, folder=given.folder, random=given.random, settings=settings, limit=given.limit))
             if not given.json:
                 print(line(rows[-1]), flush=True)
-    models = {row["model"] for row in rows}
-    wrong = sorted({row["model"] for row in rows if not row["ok"]})
+    verdicts = {kind: sorted({row["model"] for row in rows if row["verdict"] == kind}) for kind in sorted({row["verdict"] for row in rows})}
+    unknown = sorted({op for row in rows for op in row.get("unknown", ())})
+    bad = [kind for kind in verdicts if kind not in ("ok", "itself")]
     if given.json:
-        print(json.dumps({"rows": rows, "models": len(models), "wrong": wrong}, indent=1))
+        print(json.dumps({"rows": rows, "models": len({r["model"] for r in rows}), "verdicts": verdicts, "unknown": unknown}, indent=1))
     else:
-        print(f"{len(models)} models, {len(rows)} graphs; wrong or stopped: {', '.join(wrong) or 'none'}")
-    return bool(wrong)
+        print(f"{len({r['model'] for r in rows})} models, {len(rows)} rows; unknown ops: {', '.join(unknown) or 'none'}")
+        for kind, of in verdicts.items():
+            print(f"{kind:14} {len(of):4}  {', '.join(of) if kind != 'ok' else ''}")
+    return bool(bad)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def _split_once(part: Tensor, placement, n: int, generator: torch.Generator) -> 
         masks[0] |= ~masks.any(0)
         return list(masks & part)
     shape = (n - 1, *part.shape)
-    if part.dtype.is_floating_point:
+    if part.dtype.is_floating_point or part.dtype.is_complex:
         addends = torch.randn(shape, generator=generator).to(part.dtype)
     else:
         addends = torch.randint(-5, 5, shape, generator=generator).to(part.dtype)
@@ -136,6 +136,7 @@ def difference(a: Tensor, b: Tensor) -> float:
     """max |a - b| over max |b| or 1, inf where shapes or types differ or only one is finite."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
+    a, b = (torch.view_as_real(x) if x.is_complex() else x for x in (a, b))
     a, b = a.double(), b.double()
     a, b = torch.where(a == b, 0.0, a), torch.where(a == b, 0.0, b)  # equal infinities
     if a.isnan().equal(b.isnan()) and not a.numel() - int(a.isnan().sum()):

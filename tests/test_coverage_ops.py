@@ -47,6 +47,10 @@ OFFS = torch.tensor([3, 3, 9, 12], dtype=torch.int32)  # of 16 tokens, one exper
 FULL = torch.tensor([0, 5, 9, 16], dtype=torch.int32)
 UNIQUE = torch.randperm(8, generator=g)[:4]
 
+T2, NEAR = f(4, 8), f(8, 8, 16)
+NORMED, GAIN = f(8, 4, 4), f(8, 1, 1)
+GRADIENTS = {"softplus": (1.0, 20.0), "hardtanh": (-1.0, 1.0), "hardsigmoid": (), "hardswish": (), "leaky_relu": (0.1, False), "mish": ()}
+
 
 BAG = aten._embedding_bag.default(*BAGS)
 
@@ -146,6 +150,10 @@ _CASES = [
     ("index_put.default, add one value", (T8, [ids(8, 4)], f(16), True)),
     ("index_select.default", (T4, 1, ids(8, 4))),
     ("index_add.default", (T4, 1, ids(8, 4), f(4, 4, 8))),
+    ("index_copy.default", (T4, 1, UNIQUE, f(4, 4, 8))),
+    ("index_copy.default, all", (T4, -1, torch.randperm(8, generator=g), T4)),
+    ("index_copy.default, one", (T4, 1, torch.tensor([5]), f(4, 1, 8))),
+    ("index_copy.default, ids", (ids(9, 8), 0, UNIQUE, ids(9, 4))),
     ("_embedding_bag.default", BAGS),
     ("_embedding_bag.default, weighted", (*BAGS, False, 0, False, f(32))),
     ("_embedding_bag.default, mean", (*BAGS, False, 1)),
@@ -168,6 +176,59 @@ _CASES = [
     ("smooth_l1_loss_backward.default", (torch.tensor(2.0), f(8, 4), f(8, 4), 1, 1.0)),
     ("huber_loss_backward.default", (f(8, 4), f(8, 4), f(8, 4), 0, 1.0)),
     ("tril_indices.default", (4, 4, -1)),
+    *[(f"{name}_backward.default", (f(4, 8), f(4, 8), *more)) for name, more in GRADIENTS.items()],
+    ("elu_backward.default", (f(4, 8), 1.0, 1.0, 1.0, False, f(4, 8))),
+    ("log_sigmoid_forward.default", (f(4, 8),)),
+    ("log_sigmoid_backward.default", (f(4, 8), T2, aten.log_sigmoid_forward.default(T2)[1])),
+    ("_prelu_kernel_backward.default", (T4, f(4, 8, 8), f(1, 8, 1))),
+    ("polar.default", (f(4, 8).abs(), f(4, 8))),
+    ("polar.default, broadcast", (f(4, 8).abs(), f(8))),
+    ("complex.default", (f(4, 8), f(4, 8))),
+    ("rsub.Tensor", (f(4, 8), f(8))),
+    ("isin.Tensor_Scalar", (ids(9, 4, 8), 2)),
+    ("searchsorted.Tensor", (f(16).sort().values, f(4, 8))),
+    ("searchsorted.Tensor, rows", (f(4, 16).sort(-1).values, f(4, 8))),
+    ("all.dims", (truth(4, 8, 8), [1])),
+    ("any.dims, keep", (truth(4, 8, 8), [0, 2], True)),
+    ("rot90.default", (T4, 1, [1, 2])),
+    ("masked_scatter.default", (T4, truth(4, 8, 8), f(4, 8, 8))),
+    ("masked_scatter_backward.default", (T4, truth(4, 8, 8), [4, 8, 8])),
+    ("affine_grid_generator.default", (f(4, 2, 3), [4, 3, 8, 8], False)),
+    ("_cdist_forward.default", (T8, f(8, 8, 16), 2.0, 2)),
+    ("_cdist_backward.default", (f(8, 4, 8), T8, NEAR, 2.0, aten._cdist_forward.default(T8, NEAR, 2.0, 2))),
+    ("diagonal_backward.default", (f(4, 8), [4, 8, 8], 0, 1, 2)),
+    ("diagonal_backward.default, apart", (f(8, 4), [4, 8, 4], 0, 0, -1)),
+    ("unfold_backward.default", (f(4, 3, 8, 4), [4, 8, 8], 1, 4, 2)),
+    ("unsafe_split.Tensor", (T4, 4, 1)),
+    ("fill.Tensor", (T4, f())),
+    ("zero.default", (T4,)),
+    ("lift_fresh.default", (T4,)),
+    ("trace.default", (f(8, 8),)),
+    ("as_strided.default", (T4, [4, 64], [64, 1])),
+    ("as_strided.default, of size 1", (f(4, 8, 1, 1), [4, 8, 1, 1], [8, 1, 8, 8], 0)),
+    ("as_strided.default, a part", (T4, [4, 8], [64, 8], 3)),
+    ("as_strided_scatter.default", (f(32), f(4, 8), [4, 8], [8, 1], 0)),
+    ("as_strided_scatter.default, a part", (f(32), f(4, 4), [4, 4], [8, 1], 2)),
+    ("addbmm.default", (f(4), f(4, 8, 16), f(4, 16, 4))),
+    ("vdot.default", (f(8), f(8))),
+    ("soft_margin_loss.default", (f(8, 4), f(8, 4).sign())),
+    ("soft_margin_loss_backward.default", (torch.tensor(2.0), f(8, 4), f(8, 4).sign(), 1)),
+    ("soft_margin_loss_backward.default, none", (f(8, 4), f(8, 4), f(8, 4).sign(), 0)),
+    ("adaptive_max_pool3d_backward.default", (f(4, 8, 1, 1, 1), DEEPER, aten.adaptive_max_pool3d.default(DEEPER, [1, 1, 1])[1])),
+    ("addr.default", (f(8, 1), f(8), f(4))),
+    ("_weight_norm_interface.default", (f(8, 4, 4), f(8, 1, 1))),
+    ("_weight_norm_interface.default, last", (f(8, 4), f(1, 4), 1)),
+    ("_weight_norm_interface_backward.default", (f(8, 4, 4), NORMED, GAIN, aten._weight_norm_interface.default(NORMED, GAIN)[1], 0)),
+    *[(f"{kind}_pad{n}d.default", (f(4, 8, *[8] * n), [1] * 2 * n)) for kind in ("reflection", "replication") for n in (1, 2, 3)],
+    *[
+        (f"{kind}_pad{n}d_backward.default", (f(4, 8, *[10] * n), f(4, 8, *[8] * n), [1] * 2 * n))
+        for kind in ("reflection", "replication")
+        for n in (1, 2, 3)
+    ],
+    ("_adaptive_avg_pool3d_backward.default", (f(4, 8, 1, 1, 1), DEEPER)),
+    ("channel_shuffle.default", (X, 4)),
+    ("im2col.default", (X, [2, 2], [1, 1], [0, 0], [2, 2])),
+    ("col2im.default", (f(4, 32, 16), [8, 8], [2, 2], [1, 1], [0, 0], [2, 2])),
     ("masked_fill.Tensor", (T4, truth(1, 8, 1), torch.tensor(2.0))),
     ("_prelu_kernel.default", (T4, f(1, 8, 1))),
     ("glu.default", (T4, 1)),
@@ -254,9 +315,23 @@ def test_every_candidate_gives_the_whole_op(name):
             assert error <= tolerance, (mesh.shape, written, error)
 
 
-@pytest.mark.parametrize(
-    "name, cuts", [("convolution.default", 3), ("native_batch_norm_backward.default", 2), ("index_put.default, add", 5)]
-)
+WRONG = {  # name: how many candidates there are at least beside the replicated one
+    "convolution.default": 3,
+    "native_batch_norm_backward.default": 2,
+    "index_put.default, add": 5,
+    "index_copy.default": 4,
+    "softplus_backward.default": 3,
+    "diagonal_backward.default": 2,
+    "as_strided.default": 2,
+    "fill.Tensor": 4,
+    "_weight_norm_interface.default": 2,
+    "_weight_norm_interface_backward.default": 3,
+    "polar.default": 3,
+    "_cdist_backward.default": 4,
+}
+
+
+@pytest.mark.parametrize("name, cuts", WRONG.items())
 def test_a_wrong_row_is_caught(name, cuts):
     """The negative control: the candidates of an op with the outputs of another one of its candidates."""
     target, arguments, keywords = CASES[name]
@@ -266,7 +341,11 @@ def test_a_wrong_row_is_caught(name, cuts):
     for right, other in zip(found, found[1:]):
         if right.outputs != other.outputs:
             wrong = replace(right, outputs=other.outputs)
-            assert not candidate_error(graph, tensors, outputs, wrong, MESHES[0]) <= 1e-3
+            try:
+                error = candidate_error(graph, tensors, outputs, wrong, MESHES[0])
+            except RuntimeError:  # torch refuses the shapes: caught as well
+                continue
+            assert not error <= 1e-3
 
 
 @pytest.mark.parametrize(
@@ -284,3 +363,39 @@ def test_a_rank_that_holds_a_part_of_the_experts_does_a_part_of_the_work(name):
         return op_flops(target, described[: len(tensors)], described[len(tensors) :])
 
     assert 0 < 4 * work(1) == work(4)
+
+
+# -- whole recurrent layers: only the library knows the size of the workspace -----------------------------------------------------------
+
+
+def recurrent_layer(batch):
+    """Forward and backward of one layer as ops that a capture holds: the workspace has no elements."""
+    steps, width, hidden = 3, 4, 8
+    weights = [f(4 * hidden, width), f(4 * hidden, hidden), f(4 * hidden), f(4 * hidden)]
+    x, states = f(steps, batch, width), [f(1, batch, hidden), f(1, batch, hidden)]
+    rest = (False, [], 2, hidden, 1, True, False, False, True)
+    y, hy, cy, workspace = aten.mkldnn_rnn_layer.default(x, *weights, *states, *rest)
+    grads = (f(*y.shape), f(*hy.shape), f(*cy.shape))
+    of_modes = (False, 2, hidden, 1, True, True, False, [], False)
+    forward = ("aten.mkldnn_rnn_layer.default", (x, *weights, *states, *rest))
+    return forward, ("aten.mkldnn_rnn_layer_backward.default", (x, *weights, *states, y, hy, cy, *grads, *of_modes, workspace))
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["forward", "backward"])
+def test_a_recurrent_layer_is_sharded_along_the_batch(which):
+    target, arguments = recurrent_layer(4)[which]
+    graph, tensors, outputs = one_op(target, *arguments)
+    op = graph.ops[-1]
+    if which == 0:  # as captured: nobody knows how large the workspace is
+        outputs = (*outputs[:3], outputs[3].new_zeros(0))
+        op = replace(op, outputs=(*op.outputs[:3], replace(op.outputs[3], shape=(0,))))
+        graph = replace(graph, ops=(*graph.ops[:-1], op))
+    else:
+        tensors[-1] = tensors[-1].new_zeros(0)
+        graph = replace(graph, ops=(*graph.ops[:-2], replace(graph.ops[-2], outputs=(replace(graph.ops[-2].output, shape=(0,)),)), op))
+    made = candidates(graph, MESHES[0]).of[-1]
+    assert len(made) == 2
+    for candidate in made:
+        assert candidate_error(graph, tensors, outputs, candidate, MESHES[0]) <= 2e-5
+    wrong = replace(made[1], outputs=made[0].outputs)
+    assert not candidate_error(graph, tensors, outputs, wrong, MESHES[0]) <= 1e-3

@@ -97,6 +97,9 @@ FLOPS: dict[str, Callable[[list[Shape], list], int]] = {
     "convolution": lambda i, o: _convolution(i[0], i[1], o[0]),
     # grad y, x, weight -> grad x, grad weight, grad bias: each of the first two costs as much as the forward
     "convolution_backward": lambda i, o: _convolution(i[1], i[2], i[0]) * sum(out is not None for out in o[:2]),
+    # x (t, n, i), weights (g h, i) and (g h, h): every step multiplies both; backward twice that, and the forward once more
+    "mkldnn_rnn_layer": lambda i, o: 2 * i[0][0] * i[0][1] * (math.prod(i[1]) + math.prod(i[2])),
+    "mkldnn_rnn_layer_backward": lambda i, o: 6 * i[0][0] * i[0][1] * (math.prod(i[1]) + math.prod(i[2])),
     "attention": lambda i, o: _attention(i[0], i[1], i[2], 1, 1),  # scores; output
     # grad y, q, k, v: 2.5 times the forward. scores again, grad q, grad k; grad scores, grad v
     "attention_backward": lambda i, o: _attention(i[1], i[2], i[3], 3, 2),

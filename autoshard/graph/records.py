@@ -196,3 +196,13 @@ def leaves(literals: object) -> Iterator[object]:
             yield from leaves(item)
     else:
         yield literals
+
+
+def is_dense(shape: tuple[int, ...], size: tuple[int, ...], stride: tuple[int, ...], offset: int | None) -> bool:
+    """Whether a view by these strides is a reshape of a tensor of this shape, stored row by row: it begins there and has all of it."""
+    step = 1
+    for n, s in reversed(list(zip(size, stride, strict=True))):
+        if n != 1 and s != step:
+            return False
+        step *= n
+    return not offset and step == math.prod(shape)

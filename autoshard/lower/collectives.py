@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -222,7 +222,10 @@ class Groups:
         return Groups(tuple(device_mesh.get_group(k).group_name for k in range(device_mesh.ndim)), tuple(device_mesh.shape))
 
     def answer(self, ask: Ask) -> Tensor:
-        """The functional collective, waited for."""
+        """The functional collective, waited for. Complex numbers go as pairs of real ones, which every backend can send and add."""
+        if ask.tensor.is_complex():
+            pairs = self.answer(replace(ask, tensor=torch.view_as_real(ask.tensor.contiguous())))
+            return torch.view_as_complex(pairs.contiguous())
         functional, name, n = torch.ops._c10d_functional, self.names[ask.axis], self.sizes[ask.axis]
         x = ask.tensor.contiguous()
         mean = ask.reduce_op == "avg"  # gloo has no avg

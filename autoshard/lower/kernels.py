@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
-from autoshard.graph import Op
+from autoshard.graph import Op, is_dense
 from autoshard.layout import Layout
-from autoshard.lower import dropout, experts, lookups, norms
+from autoshard.lower import dropout, experts, lookups, norms, recurrent
 from autoshard.lower.collectives import Asking, Rank, all_reduce
 from autoshard.lower.laid import Arguments, Axes, Kernel, Laid, local, localised, wide
 from autoshard.lower.literals import by_name, overload
@@ -177,6 +177,42 @@ def _scaled_along(laid: Laid, dims: Iterable[int]) -> Kernel | None:
     return partial(scaled, target=laid.op.target, dims=cut, count=math.prod(shape[d] for d in cut)) if cut else None
 
 
+@local
+def reshaped(rank: Rank, a: Arguments) -> Tensor:
+    return a["self"].reshape(a["size"])
+
+
+@local
+def strided(rank: Rank, a: Arguments) -> Tensor:
+    """By position and not by storage: the tensor, which came from elsewhere, may be a part of a larger one."""
+    places = torch.full((), a.get("storage_offset") or 0, device=a["self"].device)
+    for n, step in zip(a["size"], a["stride"], strict=True):
+        places = places.unsqueeze(-1) + torch.arange(n, device=places.device) * step
+    return a["self"].reshape(-1)[places]
+
+
+@local
+def put_all(rank: Rank, a: Arguments) -> Tensor:
+    return a["src"].reshape(a["self"].shape).clone()
+
+
+@local
+def put_strided(rank: Rank, a: Arguments) -> Tensor:
+    return aten.as_strided_scatter.default(**{**a, "self": a["self"].clone(memory_format=torch.contiguous_format)})
+
+
+def _as_strided(laid: Laid) -> Kernel:
+    return reshaped if _is_all(laid) else strided
+
+
+def _as_strided_scatter(laid: Laid) -> Kernel:
+    return put_all if _is_all(laid) else put_strided
+
+
+def _is_all(laid: Laid) -> bool:
+    return is_dense(laid.shape("self"), *(laid.arguments.get(name) for name in ("size", "stride", "storage_offset")))
+
+
 def _mean(laid: Laid) -> Kernel | None:
     return _scaled_along(laid, laid.arguments.get("dim") or range(laid.ndim("self")))
 
@@ -199,6 +235,7 @@ KERNELS: dict[str, Callable[[Laid], Kernel | None]] = {
     "aten.addmm.default": partial(_bias_once, bias="self"),
     "aten.addmv.default": partial(_bias_once, bias="self"),
     "aten.baddbmm.default": partial(_bias_once, bias="self"),
+    "aten.addbmm.default": partial(_bias_once, bias="self"),
     "aten.linear.default": partial(_bias_once, bias="bias"),
     "aten.convolution.default": partial(_bias_once, bias="bias"),
     "aten.mean.default": _mean,
@@ -209,6 +246,8 @@ KERNELS: dict[str, Callable[[Laid], Kernel | None]] = {
     "aten.smooth_l1_loss_backward.default": _loss_mean,
     "aten.huber_loss.default": _loss_mean,
     "aten.huber_loss_backward.default": _loss_mean,
+    "aten.soft_margin_loss.default": _loss_mean,
+    "aten.soft_margin_loss_backward.default": _loss_mean,
     "aten.binary_cross_entropy.default": _loss_mean,
     "aten.binary_cross_entropy_backward.default": _loss_mean,
     "aten.binary_cross_entropy_with_logits.default": _loss_mean,
@@ -216,6 +255,9 @@ KERNELS: dict[str, Callable[[Laid], Kernel | None]] = {
     **norms.KERNELS,
     **experts.KERNELS,
     **dropout.KERNELS,
+    **recurrent.KERNELS,
+    "aten.as_strided.default": _as_strided,
+    "aten.as_strided_scatter.default": _as_strided_scatter,
 }
 
 

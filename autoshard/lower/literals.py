@@ -120,6 +120,8 @@ ROWS: dict[str, dict[str, Rule]] = {
     "aten.new_empty.default": SIZE,
     "aten.new_empty_strided.default": {"size": out_shape, "stride": out_strides},
     "aten.repeat.default": {"repeats": repeats},
+    "aten.as_strided.default": SIZE,
+    "aten.affine_grid_generator.default": {"size": lambda s: (s.out[0], *s.value[1:])},
     "aten.slice_backward.default": INPUT_SIZES,
     "aten.select_backward.default": INPUT_SIZES,
     "aten.diagonal_backward.default": INPUT_SIZES,

@@ -3,6 +3,7 @@
     index           out = x[i - s], 0 where outside                                               -> Partial
     index_put (+)   v is 0 where i is outside                                                      -> the rank's part
     ... and scatter_add, index_add: where parts of the added values make a Partial, x itself is added by the first rank
+    index_copy      values outside are dropped                                                     -> the rank's part
     embedding_bag   ids outside weigh 0                                                            -> Partial
 """
 
@@ -65,6 +66,20 @@ def added_once(rank: Rank, a: Arguments, *, target: str, axes: Axes) -> Tensor:
 
 
 @local
+def index_copy(rank: Rank, a: Arguments, *, axes: Axes, whole: int) -> Tensor:
+    """which[p]: the index that is put at place p of this rank's part, -1 where none is."""
+    x, dim, source = a["self"], a["dim"] % a["self"].dim(), a["source"]
+    size = x.shape[dim]
+    ids, outside = localised(a["index"].reshape(-1), rank, axes, whole, size)
+    numbers = torch.arange(ids.shape[0], device=ids.device)
+    which = numbers.new_full((size + 1,), -1).index_copy(0, ids.masked_fill(outside, size), numbers)[:size]
+    if source.dim() < x.dim():  # one value for one index
+        source = source.unsqueeze(dim)
+    taken = source if source.shape[dim] == 1 else source.index_select(dim, which.clamp(min=0))
+    return torch.where(_behind(which >= 0, x.dim() - dim - 1), taken, x)
+
+
+@local
 def embedding_bag(rank: Rank, a: Arguments, *, target: str, axes: Axes, words: int) -> Any:
     ids, outside = localised(a["indices"], rank, axes, words, a["weight"].shape[0])
     weights = a.get("per_sample_weights")
@@ -105,6 +120,11 @@ def _index_select(laid: Laid) -> Kernel | None:
     return partial(index_select, axes=axes, whole=laid.shape("self")[laid.arguments["dim"]]) if axes else None
 
 
+def _index_copy(laid: Laid) -> Kernel | None:
+    axes = laid.cutting("self", laid.arguments["dim"])
+    return partial(index_copy, axes=axes, whole=laid.shape("self")[laid.arguments["dim"]]) if axes else None
+
+
 def _index_put(laid: Laid) -> Kernel | None:
     dim, once = _indexed_dim(laid), _once(laid)
     axes = laid.cutting("self", dim) if dim >= 0 else ()
@@ -136,6 +156,7 @@ KERNELS = {
     "aten.index.Tensor": _index,
     "aten._unsafe_index.Tensor": _index,
     "aten.index_select.default": _index_select,
+    "aten.index_copy.default": _index_copy,
     "aten.index_put.default": _index_put,
     "aten._unsafe_index_put.default": _index_put,
     "aten.scatter_add.default": _added_once,

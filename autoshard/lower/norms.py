@@ -1,12 +1,16 @@
-"""Local programs of batch norm on a cut batch: the mean and the variance are those of the whole batch.
+"""Local programs of norms whose sums are those of all ranks: batch norm on a cut batch, the norm of a weight sharded on another dim.
 
     mean = sum over ranks of sum x / N        var = sum over ranks of sum (x - mean)^2 / N      N: elements per channel, all ranks
     y    = (x - mean) / sqrt(var + eps) * w + b
     x'   = w / sqrt(var + eps) * (y' - (b' + z w') / N),   z = (x - mean) / sqrt(var + eps),   b' = sum y',   w' = sum y' z
+
+    weight norm of v[o, i] sharded on i:     n = sqrt(sum over ranks of sum v^2),  w = v g / n
+    s = sum over ranks of sum w' v:          g' = s / n,   v' = g / n (w' - v s / n^2)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -54,6 +58,29 @@ def batch_norm_backward(rank: Rank, a: Arguments, *, axes: Axes) -> Asking:
     return tuple(part if asked else None for part, asked in zip(made, wanted, strict=True))  # type: ignore[return-value]
 
 
+def _dims_but(rank: int, dim: int) -> list[int]:
+    return [d for d in range(rank) if d != dim % rank]
+
+
+def weight_norm(rank: Rank, a: Arguments, *, axes: Axes) -> Asking:
+    v = wide(a["v"])
+    squares = yield from all_reduce(v.square().sum(_dims_but(v.dim(), a.get("dim", 0)), keepdim=True), axes)
+    norms = squares.sqrt()
+    return (v * (wide(a["g"]) / norms)).to(a["v"].dtype), norms  # type: ignore[return-value]
+
+
+def weight_norm_backward(rank: Rank, a: Arguments, *, axes: Axes) -> Asking:
+    v, grad, n = wide(a["saved_v"]), wide(a["grad_w"]), wide(a["saved_norms"])
+    s = yield from all_reduce((grad * v).sum(_dims_but(v.dim(), a["dim"]), keepdim=True), axes)
+    of_v = wide(a["saved_g"]) / n * (grad - v * (s / n.square()))
+    return of_v.to(a["saved_v"].dtype), (s / n).to(a["saved_g"].dtype)  # type: ignore[return-value]
+
+
+def _weight_norm(laid: Laid, *, of: str, kernel: Callable[..., Asking]) -> Kernel:
+    """Never torch's own kernel: on a CPU it reads a transposed gradient as if it were dense."""
+    return partial(kernel, axes=laid.cutting(of, *_dims_but(laid.ndim(of), laid.arguments.get("dim", 0))))
+
+
 def _batch_norm(laid: Laid) -> Kernel | None:
     axes = laid.cutting("input", 0)
     return partial(batch_norm, axes=axes) if axes and laid.arguments["training"] else None
@@ -67,6 +94,8 @@ def _batch_norm_backward(laid: Laid) -> Kernel | None:
 
 
 KERNELS = {
+    "aten._weight_norm_interface.default": partial(_weight_norm, of="v", kernel=weight_norm),
+    "aten._weight_norm_interface_backward.default": partial(_weight_norm, of="saved_v", kernel=weight_norm_backward),
     "aten._native_batch_norm_legit_functional.default": _batch_norm,
     "aten.native_batch_norm_backward.default": _batch_norm_backward,
 }

@@ -76,6 +76,15 @@ def asking(record: Run, rank: Rank, inputs: Sequence[Tensor]) -> Asking:
     return as_outputs((yield from record.kernel(rank, arguments(record, inputs, number))))  # type: ignore[return-value]
 
 
+def alone(record: Run, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The op on whole tensors, by its local program where it always has one of its own; on one device nobody is asked for anything."""
+    try:
+        next(asking(record, ranks(Mesh(()))[0], inputs))
+    except StopIteration as done:
+        return done.value
+    raise AssertionError(f"op {record.name} asks for a collective on one device")
+
+
 def taking(steps: Sequence[Step], rank: Rank, x: Tensor, whole: tuple[int, ...] | None = None) -> Asking:
     """The steps of a route. whole: the shape of the whole tensor, where parts may be uneven on the way."""
     for step in steps:

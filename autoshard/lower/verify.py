@@ -31,7 +31,7 @@ from autoshard.lower.dropout import draws, first_state, from_state
 from autoshard.lower.literals import UNINITIALISED
 from autoshard.lower.parts import cut, distance, gap, largest
 from autoshard.lower.program import Free, Give, Load, Move, Program, Run, Slot, lower, run_record
-from autoshard.lower.run import World, call, check_all
+from autoshard.lower.run import World, alone, check_all
 from autoshard.mesh import Mesh
 from autoshard.redistribute import Routes
 from autoshard.solution import Placed
@@ -144,10 +144,10 @@ class _Whole:
 
     def _call(self, record: Run, inputs: list[Tensor]) -> tuple:
         if not draws(record.target):
-            return call(record, inputs)
+            return alone(record, inputs)
         self.random_before = self.random
         with from_state(self.random):
-            outputs = call(record, [x.contiguous() for x in inputs])  # as the ranks draw: in the order of memory
+            outputs = alone(record, [x.contiguous() for x in inputs])  # as the ranks draw: in the order of memory
             self.random = torch.get_rng_state()
         return outputs
 

@@ -28,6 +28,7 @@ from autoshard.strategies import dims as _dims
 from autoshard.strategies import experts as _experts  # noqa: F401
 from autoshard.strategies import indexing as _indexing  # noqa: F401
 from autoshard.strategies import own as _own  # noqa: F401
+from autoshard.strategies import recurrent as _recurrent  # noqa: F401
 from autoshard.strategies import structure as _structure  # noqa: F401
 from autoshard.strategies import torch_rules
 from autoshard.strategies.rows import EVEN_ONLY, RULES, Inputs, Row, replicate_row

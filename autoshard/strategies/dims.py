@@ -95,6 +95,24 @@ def is_in(op: Op, inputs: Inputs) -> list[Row]:
     return [row(S(d), S(d), R) for d in range(len(inputs[0].shape))]
 
 
+@rule("aten.searchsorted.Tensor")
+def searched(op: Op, inputs: Inputs) -> list[Row]:
+    """The place of each value in a sorted row: one row for all values, or one for each row of values."""
+    rank = len(inputs[1].shape)
+    if len(inputs) == 2 and len(inputs[0].shape) == 1:
+        return [row(S(d), R, S(d)) for d in range(rank)]
+    return [Row((S(d),), (S(d),) * len(inputs)) for d in range(rank - 1)]
+
+
+@rule("aten.all.dims", "aten.any.dims")
+def picked_along_several(op: Op, inputs: Inputs) -> list[Row]:
+    rank = len(inputs[0].shape)
+    named = argument(op, 1, "dim")
+    dims = set(range(rank)) if named is None else {int(d) % rank for d in named}
+    keep = len(op.output.shape) == rank
+    return [row(S(d if keep else d - sum(k < d for k in dims)), S(d)) for d in range(rank) if d not in dims]
+
+
 @rule("aten.count_nonzero.dim_IntList")
 def counted_nonzero(op: Op, inputs: Inputs) -> list[Row]:
     rank = len(inputs[0].shape)
@@ -115,9 +133,43 @@ def turned(op: Op, inputs: Inputs) -> list[Row]:
     return [row(S(d), S(d)) for d in range(rank) if d not in turned_dims] + linear_rows(1, 1)
 
 
+@rule("aten.rot90.default")
+def rotated(op: Op, inputs: Inputs) -> list[Row]:
+    rank = len(inputs[0].shape)
+    dims = {int(d) % rank for d in argument(op, 2, "dims", (0, 1))}
+    return [row(S(d), S(d)) for d in range(rank) if d not in dims] + linear_rows(1, 1)
+
+
 @rule("aten.tril.default", "aten.triu.default")
 def triangle(op: Op, inputs: Inputs) -> list[Row]:
     return [row(S(d), S(d)) for d in range(len(inputs[0].shape) - 2)] + linear_rows(1, 1)
+
+
+@rule("aten.affine_grid_generator.default")
+def affine_grid(op: Op, inputs: Inputs) -> list[Row]:
+    """A grid of points for each of a batch of matrices."""
+    return [row(S(0), S(0)), *linear_rows(1, 1)]
+
+
+@rule("aten._cdist_forward.default")
+def distances(op: Op, inputs: Inputs) -> list[Row]:
+    """out[b, p, r] = |x[b, p] - y[b, r]|, with the batch dims of both alike"""
+    (x, y), rank = inputs, len(op.output.shape)
+    if len(x.shape) != rank or len(y.shape) != rank:
+        return []
+    batch = [row(S(d), S(d), S(d)) for d in range(rank - 2) if x.shape[d] == y.shape[d]]
+    return [*batch, row(S(rank - 2), S(rank - 2), R), row(S(rank - 1), R, S(rank - 2))]
+
+
+@rule("aten._cdist_backward.default")
+def distances_backward(op: Op, inputs: Inputs) -> list[Row]:
+    """The gradient of x from that of the distances, x, y and the distances."""
+    rank = len(inputs[0].shape)
+    if any(len(t.shape) != rank for t in inputs):
+        return []
+    batch = [Row((S(d),), (S(d),) * 4) for d in range(rank - 2) if len({t.shape[d] for t in inputs}) == 1]
+    p, r = S(rank - 2), S(rank - 1)
+    return [*batch, row(p, p, p, R, p), row(P(), r, R, p, r), row(P(), P(), R, R, R)]
 
 
 @rule("aten.constant_pad_nd.default")
@@ -171,6 +223,12 @@ def scatter(op: Op, inputs: Inputs) -> list[Row]:
     return rows + ([row(P(), P(), R, P())] if op.target == "aten.scatter.src" else [])
 
 
+@rule("aten.masked_scatter.default", "aten.masked_scatter_backward.default")
+def put_in_order(op: Op, inputs: Inputs) -> list[Row]:
+    """The n-th place that a mask marks gets the n-th value: which n that is follows from all places before."""
+    return [Row((P(),), tuple(R if t.dtype == "bool" else P() for t in inputs))]
+
+
 @rule("aten.slice_scatter.default", "aten.select_scatter.default", "aten.diagonal_scatter.default")
 def put_part(op: Op, inputs: Inputs) -> list[Row]:
     """x with src in place of a slice of it: the inverse of slice and select."""
@@ -198,8 +256,11 @@ LAST_DIMS = {
     "aten._adaptive_avg_pool2d.default": (2, True),
     "aten._adaptive_avg_pool2d_backward.default": (2, False),
     "aten._adaptive_avg_pool3d.default": (3, True),
+    "aten._adaptive_avg_pool3d_backward.default": (3, False),
     "aten.adaptive_max_pool2d.default": (2, False),
     "aten.adaptive_max_pool2d_backward.default": (2, False),
+    "aten.adaptive_max_pool3d.default": (3, False),
+    "aten.adaptive_max_pool3d_backward.default": (3, False),
     "aten.upsample_nearest1d.default": (1, True),
     "aten.upsample_nearest2d.default": (2, True),
     "aten.upsample_nearest1d.vec": (1, True),
@@ -218,9 +279,11 @@ LAST_DIMS = {
     "aten.upsample_bilinear2d_backward.default": (2, True),
     "aten.upsample_bicubic2d.default": (2, True),
     "aten._upsample_bilinear2d_aa.default": (2, True),
-    "aten.reflection_pad1d.default": (1, True),
-    "aten.reflection_pad2d.default": (2, True),
-    "aten.replication_pad2d.default": (2, True),
+    **{f"aten.{kind}_pad{n}d.default": (n, True) for kind in ("reflection", "replication") for n in (1, 2, 3)},
+    **{f"aten.{kind}_pad{n}d_backward.default": (n, False) for kind in ("reflection", "replication") for n in (1, 2, 3)},
+    "aten.channel_shuffle.default": (3, True),
+    "aten.im2col.default": (3, True),
+    "aten.col2im.default": (2, True),
     "aten.pixel_shuffle.default": (3, True),
     "aten.pixel_unshuffle.default": (3, True),
 }
@@ -239,15 +302,26 @@ def last_dims(op: Op, inputs: Inputs) -> list[Row]:
 
 UNTAGGED = (
     "aten.floor_divide.default", "aten.floor_divide.Scalar", "aten.true_divide.Tensor", "aten.masked_fill.Tensor",
-    "aten._prelu_kernel.default",
+    "aten._prelu_kernel.default", "aten.hardswish.default", "aten.log_sigmoid_forward.default", "aten.isin.Tensor_Scalar",
 )  # fmt: skip
+
+# target: the inputs in which it is linear together (the others replicated): of a backward, the gradient
+LINEAR_PER_ELEMENT = {
+    **{
+        f"aten.{name}_backward.default": (0,)
+        for name in ("softplus", "hardtanh", "hardsigmoid", "hardswish", "leaky_relu", "elu", "log_sigmoid", "_prelu_kernel", "mish")
+    },
+    "aten.polar.default": (0,),  # the modulus
+    "aten.complex.default": (0, 1),
+    "aten.rsub.Tensor": (0, 1),
+}
 
 
 def pointwise(op: Op, inputs: Inputs) -> list[Row] | None:
     """Rows of an op that torch tags as pointwise and that no rule knows; None when it is none, or draws random numbers."""
     namespace, name, overload = op.target.split(".", 2)
     tags = getattr(getattr(getattr(torch.ops, namespace), name), overload).tags
-    known = torch.Tag.pointwise in tags or op.target in UNTAGGED
+    known = torch.Tag.pointwise in tags or op.target in UNTAGGED or op.target in LINEAR_PER_ELEMENT
     if not known or torch.Tag.nondeterministic_seeded in tags or any(t is None for t in op.outputs):
         return None
     shape = op.output.shape
@@ -256,4 +330,7 @@ def pointwise(op: Op, inputs: Inputs) -> list[Row] | None:
         at = [len(t.shape) - len(shape) + d for t in inputs]
         cut = tuple(S(k) if k >= 0 and t.shape[k] == size else R for k, t in zip(at, inputs, strict=True))
         rows.append(Row(tuple(S(d) for _ in op.outputs), cut))
+    if op.target in LINEAR_PER_ELEMENT:
+        linear = LINEAR_PER_ELEMENT[op.target]
+        rows.append(Row(tuple(P() for _ in op.outputs), tuple(P() if k in linear else R for k in range(len(inputs)))))
     return rows

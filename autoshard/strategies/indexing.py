@@ -1,4 +1,4 @@
-"""Rows of look-ups by index tensors: index, index_put, index_select, index_add, embedding_bag.
+"""Rows of look-ups by index tensors: index, index_put, index_select, index_add, index_copy, embedding_bag.
 
     out[b, r] = x[i[b], r]        the dims b of the indices and the dims r that are not indexed may be cut; where one index goes
                                   into dim k, so may k: each rank looks up what lies in its part, the parts add up (P)
@@ -102,6 +102,17 @@ def index_add(op: Op, inputs: Inputs) -> list[Row]:
     dim = int(argument(op, 1, "dim")) % max(rank, 1)
     kept = [row(S(d), S(d), R, S(d)) for d in range(rank) if d != dim]
     return [*kept, row(P(), P(), R, P()), row(P(), R, S(0), S(dim)), row(P(), R, R, P())]
+
+
+@rule("aten.index_copy.default")
+def index_copy(op: Op, inputs: Inputs) -> list[Row]:
+    """x with source put at index along dim, each index once; with dim sharded each rank puts what belongs to its part."""
+    rank = len(inputs[0].shape)
+    if rank == 0:
+        return []
+    dim = int(argument(op, 1, "dim")) % rank
+    kept = [row(S(d), S(d), R, S(d)) for d in range(rank) if d != dim]
+    return [*kept, row(S(dim), S(dim), R, R), row(P(), P(), R, P())]
 
 
 # -- bags ---------------------------------------------------------------------------------------------------------------------------

@@ -29,6 +29,10 @@ def internal_collectives(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], me
         position, per_reduction, count = BATCH_NORMS[op.target]
         channels = local_shape(inputs[0].shape, layouts[0], mesh)[1] * 4 * per_reduction
         return [("all_reduce", axis, channels) for axis in _cutting(layouts[0], 0) for _ in range(count)] if argument(op, position) else []
+    if op.target in WEIGHT_NORMS:  # squares of v, or the products of v with the gradient
+        dim = int(argument(op, WEIGHT_NORMS[op.target], "dim", 0)) % len(inputs[0].shape)
+        norms = local_shape(inputs[0].shape, layouts[0], mesh)[dim] * 4
+        return [("all_reduce", k, norms) for k, p in enumerate(layouts[0]) if p.is_shard() and not p.is_shard(dim)]
     return []
 
 
@@ -41,6 +45,9 @@ def internal_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Me
             local = math.prod(local_shape(inputs[0].shape, layouts[0], mesh))
             narrow = inputs[0].itemsize < WIDE
             return WIDE * local * (tensors + (widened if narrow else 0))
+    if op.target == "aten.index_copy.default" and _cutting(layouts[0], int(argument(op, 1, "dim")) % len(inputs[0].shape)):
+        shape = local_shape(inputs[0].shape, layouts[0], mesh)  # a value for each place, unless there is one value only
+        return math.prod(shape) * inputs[0].itemsize if inputs[2].shape != () and max(inputs[1].shape, default=1) > 1 else 0
     if op.target == "aten.embedding.default" and _cutting(layouts[0], 0):  # what is looked up, before what is another rank's is masked
         tokens = math.prod(local_shape(inputs[1].shape, layouts[1], mesh))
         return tokens * local_shape(inputs[0].shape, layouts[0], mesh)[1] * inputs[0].itemsize
@@ -59,6 +66,8 @@ WIDE_TENSORS: dict[str, tuple[int | None, int, int, int]] = {
 }
 
 
+# target: the position of `dim`
+WEIGHT_NORMS = {"aten._weight_norm_interface.default": 2, "aten._weight_norm_interface_backward.default": 4}
 NLL_LOSSES = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
 # target: (position of `training`, numbers per channel in a reduction, reductions)
 BATCH_NORMS = {

@@ -26,9 +26,28 @@ def baddbmm(op: Op, inputs: Inputs) -> list[Row]:
     return [row(P(), R, S(2), S(1)), row(S(0), batch, S(0), S(0)), row(S(1), rows, S(1), R), row(S(2), columns, R, S(2))]
 
 
+@rule("aten.addbmm.default")
+def addbmm(op: Op, inputs: Inputs) -> list[Row]:
+    """out[m,n] = bias + sum over b of a[b,m,k] c[b,k,n]"""
+    rows, columns = _of_bias(inputs[0], -2), _of_bias(inputs[0], -1)
+    batch, contraction = row(P(), R, S(0), S(0)), row(P(), R, S(2), S(1))
+    return [batch, contraction, row(S(0), rows, S(1), R), row(S(1), columns, R, S(2))]
+
+
+@rule("aten.addr.default")
+def outer_product(op: Op, inputs: Inputs) -> list[Row]:
+    """out[m,n] = bias + a[m] b[n]"""
+    return [row(S(0), _of_bias(inputs[0], -2), S(0), R), row(S(1), _of_bias(inputs[0], -1), R, S(0))]
+
+
 @rule("aten.mv.default")
 def matrix_vector(op: Op, inputs: Inputs) -> list[Row]:
     return [row(P(), S(1), S(0)), row(S(0), S(0), R), row(P(), P(), R), row(P(), R, P())]
+
+
+@rule("aten.vdot.default")
+def vector_vector(op: Op, inputs: Inputs) -> list[Row]:
+    return [row(P(), S(0), S(0)), row(P(), P(), R), row(P(), R, P())]
 
 
 @rule("aten.addmv.default")
@@ -99,14 +118,17 @@ def _places(scores: Tensor) -> list[tuple[int, int]]:
     return [(d, max(d - 1, 0)) for d in range(len(scores.shape)) if d != 1]
 
 
-@rule("aten.mse_loss.default", "aten.smooth_l1_loss.default", "aten.huber_loss.default")
+@rule("aten.mse_loss.default", "aten.smooth_l1_loss.default", "aten.huber_loss.default", "aten.soft_margin_loss.default")
 def mse_loss(op: Op, inputs: Inputs) -> list[Row]:
     none = argument(op, 2, "reduction", 1) == 0
     same_shape = inputs[0].shape == inputs[1].shape
     return [row(S(d) if none else P(), S(d), S(d)) for d in range(len(inputs[0].shape))] if same_shape else []
 
 
-@rule("aten.mse_loss_backward.default", "aten.smooth_l1_loss_backward.default", "aten.huber_loss_backward.default")
+@rule(
+    "aten.mse_loss_backward.default", "aten.smooth_l1_loss_backward.default", "aten.huber_loss_backward.default",
+    "aten.soft_margin_loss_backward.default",
+)  # fmt: skip
 def mse_loss_backward(op: Op, inputs: Inputs) -> list[Row]:
     if inputs[1].shape != inputs[2].shape:
         return []
@@ -136,3 +158,23 @@ def binary_cross_entropy(op: Op, inputs: Inputs) -> list[Row]:
         of_loss = (S(d) if none else R,) if backward else ()
         rows.append(Row((S(d) if none or backward else P(),), (*of_loss, S(d), S(d))))
     return rows
+
+
+WEIGHT_NORM, WEIGHT_NORM_BACKWARD = "aten._weight_norm_interface.default", "aten._weight_norm_interface_backward.default"
+
+
+@rule(WEIGHT_NORM)
+def weight_norm(op: Op, inputs: Inputs) -> list[Row]:
+    """w[o, i] = g[o] v[o, i] / n[o],  n[o] = |v[o]|, for each o of a dim; v sharded on another dim adds up the squares of all ranks."""
+    rank = len(inputs[0].shape)
+    dim = int(argument(op, 2, "dim", 0)) % rank
+    return [row((S(d), S(d)), S(d), S(d)) if d == dim else row((S(d), R), S(d), R) for d in range(rank)]
+
+
+@rule(WEIGHT_NORM_BACKWARD)
+def weight_norm_backward(op: Op, inputs: Inputs) -> list[Row]:
+    """Gradient of w, v, g and n -> gradients of v and g."""
+    rank = len(inputs[0].shape)
+    dim = int(argument(op, 4, "dim")) % rank
+    rows = [row((S(d), S(d)), *[S(d)] * 4) if d == dim else row((S(d), R), S(d), S(d), R, R) for d in range(rank)]
+    return [*rows, row((P(), P()), P(), R, R, R)]

@@ -6,7 +6,7 @@ left out) keeps contiguous parts, so S(leading in) <-> S(leading out): [B,T,H] -
 
 from __future__ import annotations
 
-from autoshard.graph import Op
+from autoshard.graph import Op, is_dense
 from autoshard.layout import P, R, S
 from autoshard.strategies.rows import Inputs, Row, argument, linear_rows, row, rule, shard_rows
 
@@ -29,7 +29,7 @@ def leading_pairs(shape: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[in
     return pairs
 
 
-@rule("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten.view_copy.default")
+@rule("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten.view_copy.default", "aten._reshape_alias.default")
 def reshape(op: Op, inputs: Inputs) -> list[Row]:
     out = op.output
     if 0 in inputs[0].shape:
@@ -55,7 +55,10 @@ def permute(op: Op, inputs: Inputs) -> list[Row]:
     return shard_rows(op, inputs, [(source, o) for o, source in enumerate(order)]) + linear_rows(1, 1)
 
 
-@rule("aten.detach.default", "aten.alias.default", "aten.clone.default", "aten.lift_fresh_copy.default", "aten.contiguous.default")
+@rule(
+    "aten.detach.default", "aten.alias.default", "aten.clone.default", "aten.lift_fresh_copy.default", "aten.contiguous.default",
+    "aten.lift_fresh.default", "aten.lift.default",
+)  # fmt: skip
 def same(op: Op, inputs: Inputs) -> list[Row]:
     return shard_rows(op, inputs, [(d, d) for d in range(len(inputs[0].shape))]) + linear_rows(1, 1)
 
@@ -100,7 +103,10 @@ def expand(op: Op, inputs: Inputs) -> list[Row]:
     return rows
 
 
-@rule("aten.slice.Tensor", "aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default")
+@rule(
+    "aten.slice.Tensor", "aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.unsafe_split.Tensor",
+    "aten.unsafe_split_with_sizes.default",
+)  # fmt: skip
 def cut(op: Op, inputs: Inputs) -> list[Row]:
     """Dims other than the one that is cut up keep their shards; so does that one when nothing is cut off."""
     position = 1 if op.target == "aten.slice.Tensor" else 2
@@ -126,6 +132,42 @@ def put_back(op: Op, inputs: Inputs) -> list[Row]:
     removed = op.target == "aten.select_backward.default"
     pairs = [(d - (removed and d > dim), d) for d in range(rank) if d != dim]
     return shard_rows(op, inputs, pairs) + linear_rows(1, 1)
+
+
+@rule("aten.diagonal_backward.default")
+def diagonal_backward(op: Op, inputs: Inputs) -> list[Row]:
+    """The gradient of a diagonal, its last dim, put on the diagonal of zeros."""
+    rank = len(op.output.shape)
+    both = {int(argument(op, position)) % rank for position in (3, 4)}
+    others = [d for d in range(rank) if d not in both]
+    return shard_rows(op, inputs, list(enumerate(others))) + linear_rows(1, 1)
+
+
+@rule("aten.unfold_backward.default")
+def unfold_backward(op: Op, inputs: Inputs) -> list[Row]:
+    """The gradient of windows along a dim, their elements in a new last dim, added up where windows overlap."""
+    rank = len(op.output.shape)
+    dim = int(argument(op, 2, "dim")) % rank
+    return shard_rows(op, inputs, [(d, d) for d in range(rank) if d != dim]) + linear_rows(1, 1)
+
+
+@rule("aten.as_strided.default")
+def as_strided(op: Op, inputs: Inputs) -> list[Row]:
+    """A view by strides of whatever is stored: a reshape, where they are dense and take all; else only sums of parts survive it."""
+    size, stride, offset = (argument(op, position, name) for position, name in ((1, "size"), (2, "stride"), (3, "storage_offset")))
+    if not is_dense(inputs[0].shape, size, stride, offset):
+        return linear_rows(1, 1)
+    return reshape(op, inputs)
+
+
+@rule("aten.as_strided_scatter.default")
+def as_strided_scatter(op: Op, inputs: Inputs) -> list[Row]:
+    """The first input with the second in place of a view of it: the second reshaped, where the view is all of it."""
+    size, stride, offset = (argument(op, position, name) for position, name in ((2, "size"), (3, "stride"), (4, "storage_offset")))
+    whole, source = inputs
+    if 0 in source.shape or not is_dense(whole.shape, size, stride, offset):
+        return linear_rows(1, 2)
+    return [row(S(o), S(o), S(i)) for i, o in leading_pairs(source.shape, whole.shape)] + linear_rows(1, 2)
 
 
 @rule("aten.cat.default", "aten.stack.default")
@@ -159,12 +201,23 @@ def reduce(op: Op, inputs: Inputs) -> list[Row]:
 @rule(
     "aten.full.default", "aten.zeros.default", "aten.ones.default", "aten.empty.memory_format", "aten.zeros_like.default",
     "aten.ones_like.default", "aten.full_like.default", "aten.empty_like.default", "aten.new_zeros.default", "aten.new_ones.default",
-    "aten.new_full.default", "aten.new_empty.default", "aten.fill.Scalar",
+    "aten.new_full.default", "aten.new_empty.default", "aten.fill.Scalar", "aten.zero.default",
 )  # fmt: skip
 def constant(op: Op, inputs: Inputs) -> list[Row]:
     """A constant may be made in any layout. A template of the same shape is cut alike, another one stays whole."""
     alike = bool(inputs) and inputs[0].shape == op.output.shape
     return [Row((S(d),), ((S(d) if alike else R),) * len(inputs)) for d in range(len(op.output.shape))]
+
+
+@rule("aten.fill.Tensor")
+def filled(op: Op, inputs: Inputs) -> list[Row]:
+    """One value everywhere, in the shape of the first input."""
+    return [row(S(d), S(d), R) for d in range(len(op.output.shape))] + [row(P(), R, P())]
+
+
+@rule("aten.trace.default")
+def trace(op: Op, inputs: Inputs) -> list[Row]:
+    return linear_rows(1, 1)
 
 
 @rule("aten.arange.default", "aten.arange.start", "aten.arange.start_step", "aten.scalar_tensor.default")
