@@ -13,11 +13,12 @@ transformers would build one for packed sequences, batch * seq * seq large, inst
 from __future__ import annotations
 
 import inspect
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from autoshard.reading import FORMATS, content_of, parsed
 
 SETTINGS = ("batch", "seq", "layers", "loss", "attention", "experts", "dtype")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
@@ -49,8 +50,10 @@ def _config(transformers: Any, folder: Path, settings: Mapping[str, Any]) -> Any
     file = folder / "config.json"
     if not file.is_file():
         raise ValueError(f"there is no file {file}; hf:DIR names a folder that holds a Hugging Face config.json")
+    written = parsed(content_of(file, "config"), file, "config")
+    if not isinstance(written, dict):
+        raise ValueError(f"{file} holds a {type(written).__name__}; expected {FORMATS['config'].expected}")
     try:
-        written = json.loads(file.read_text())
         config = transformers.AutoConfig.for_model(**{"model_type": written.get("model_type"), **written})
     except (ValueError, TypeError, KeyError) as error:
         said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
