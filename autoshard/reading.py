@@ -51,6 +51,8 @@ FORMATS = {
     "problem": Format(
         "a problem", "a contest instance, problem.nodes and problem.edges, as JSON or gzipped JSON named .gz", 1000 * MB, "problem.1"
     ),
+    # inside a plan, packed: autoshard/api/keeping.py
+    "layouts": Format("packed layouts", "rows of inputs, outputs and hubs, and results", 100 * MB, "layouts.1"),
     "cluster": Format("a measured cluster", "what `autoshard calibrate measure --out` wrote", 64 * MB, "cluster.1"),
     "curves": Format("a file of curves", "what `autoshard calibrate fit --out` wrote", 64 * MB, "curves.1"),
     "frontier": Format("a frontier", "what `autoshard frontier --out` wrote", 64 * MB, "frontier.1"),
@@ -61,7 +63,7 @@ FORMATS = {
         "a redistribution problem", "one or a list of shape, mesh, src, src_bs, dst, dst_bs", 64 * MB, "redistribution.1"
     ),
     "measurements": Format("a file of measurements", "the output of nccl-tests or PARAM, nnscaler JSON, or CSV", 64 * MB),
-    "config": Format("a config", "the config.json of a Hugging Face model", 16 * MB),
+    "config": Format("a config", "the config.json of a Hugging Face model", 16 * MB, "config.1"),
 }  # fmt: skip
 
 

@@ -203,4 +203,4 @@ def test_a_schema_is_sound_and_named_as_its_file(kind):
 def test_every_schema_is_linked_and_tested():
     page = (ROOT / "docs" / "formats.md").read_text()
     assert [kind for kind in SCHEMAS if f"schemas/{kind}.json" not in page] == []
-    assert set(SCHEMAS) == {*MADE, "problem.1", "mesh.1", "tables.1", "redistribution.1"}
+    assert set(SCHEMAS) == {*MADE, "problem.1", "mesh.1", "tables.1", "redistribution.1", "config.1", "layouts.1"}
