@@ -23,6 +23,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +221,8 @@ def checked(data: Any, path: str | os.PathLike[str], kind: str) -> Any:
     """The same data, as the format's schema says. ValueError that names the place and what was found there."""
     form = FORMATS[kind]
     try:
-        error = next(_validator(form.schema).iter_errors(data), None)
+        first = islice(_validator(form.schema).iter_errors(data), 100)
+        error = min(first, key=lambda error: error.instance_path != ["format"], default=None)  # of another format, that is what to say
     except ValueError as why:  # what isn't JSON: a record of a pickle, keys that are no text; or nested too deep
         raise ValueError(f"{path} is not {form.name}: {_short(why)}; expected {form.expected}") from None
     if error is None:
@@ -237,6 +239,8 @@ def _message(error: Any) -> str:
         return f"lacks {error.kind.property!r}"
     if error.kind.name == "pattern":  # the only one that our schemas have
         return f"has {_short(error.instance)!r}, which is no layout; expected one placement per mesh axis, such as S(0),R"
+    if error.kind.name == "const":
+        return f"is {_short(error.instance)!r}; expected {error.kind.expected_value!r}"
     words = "holds " + " ".join(error.message.split())
     return words if len(words) <= 2 * SHOWN else f"{words[:SHOWN]} ... {words[-SHOWN:]}"
 

@@ -185,7 +185,7 @@ def test_csv_of_any_line_ends_is_read_and_a_field_without_end_refused(tmp_path):
     assert "a.csv is no sound CSV at line" in refusal(rows_of, 'name,rows\n"' + "a" * 200_000 + '",1\n', "a.csv")
 
 
-# -- schemas --------------------------------------------------------------------------------------------------------------------------------
+# -- schemas ------------------------------------------------------------------------------------------------------------------------------
 
 SAMPLES = {
     "plan": (DATA / "solutions" / "gpt2-tiny-2x2.format1.json").read_text(),

@@ -37,9 +37,9 @@ def _unpacked(solution: Solution) -> tuple[dict[str, Placed], dict[str, str]]:
         return solution.layouts, solution.results
     try:
         letters = bz2.BZ2Decompressor().decompress(base64.b64decode(written.partition(":")[2]), MOST_BYTES)
-        rows, results = checked(parsed(letters, "they", "layouts"), "they", "layouts")
+        rows, results = checked(parsed(letters, "it", "layouts"), "it", "layouts")
     except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"the plan's packed layouts can't be read: {error}; write it again with `autoshard plan --out`") from None
+        raise ValueError(f"the plan's packed layouts can't be read ({error}); write it again with `autoshard plan --out`") from None
     made = [Placed(*row) for row in rows]
     if (len(made), len(results)) != (len(solution.layouts), len(solution.results)):
         now, then = f"{len(solution.layouts)} layouts and {len(solution.results)} results", f"{len(made)} and {len(results)}"
