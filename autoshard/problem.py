@@ -9,20 +9,18 @@ an edge (bytes per pair of choices: a copy that exists only where two layouts di
 The file format is that of the ASPLOS/EuroSys 2025 contest (github.com/google/iopddl), where 1e18 stands for `inf`.
 """
 
-import gzip
 import json
 import math
 import os
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from autoshard.reading import data_of
 from autoshard.writing import write_whole
 
 CONTEST_FORBIDDEN = 1e18  # the contest's files write forbidden as a number
@@ -212,16 +210,10 @@ def held_by(problem: Problem, usage: NodeUsage | EdgeUsage, choice: Sequence[int
 
 def read_contest(path: str | os.PathLike[str]) -> Problem:
     """Read a contest instance (.json or .json.gz); a ValueError says in one sentence what is wrong with the file."""
-    data = _read_json(Path(path))
-    try:
-        problem = data["problem"]
-        nodes, edges = problem["nodes"], problem["edges"]
-        intervals, costs, usages = nodes["intervals"], nodes["costs"], nodes["usages"]
-        ends, tables = edges["nodes"], edges["costs"]
-    except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(
-            f"{path} lacks {error}; a contest file holds problem.nodes (intervals, costs, usages) and problem.edges (nodes, costs)"
-        ) from error
+    problem = data_of(path, "problem")["problem"]
+    nodes, edges = problem["nodes"], problem["edges"]
+    intervals, costs, usages = nodes["intervals"], nodes["costs"], nodes["usages"]
+    ends, tables = edges["nodes"], edges["costs"]
     if not len(intervals) == len(costs) == len(usages):
         counts = f"{len(intervals)} intervals, {len(costs)} costs and {len(usages)} usages"
         raise ValueError(f"{path} has {counts}; expected one of each per node")
@@ -229,23 +221,8 @@ def read_contest(path: str | os.PathLike[str]) -> Problem:
         raise ValueError(f"{path} has {len(ends)} edges and {len(tables)} edge cost tables; expected as many of each")
     try:
         return _contest_problem(intervals, costs, usages, ends, tables, problem.get("usage_limit"))
-    except (ValueError, TypeError, IndexError) as error:
+    except (ValueError, OverflowError) as error:  # the latter: whole numbers beyond a float
         raise ValueError(f"{path}: {error}") from error
-
-
-def _read_json(path: Path) -> dict:
-    raw = path.read_bytes()
-    if path.suffix == ".gz":
-        try:
-            raw = gzip.decompress(raw)
-        except EOFError as error:
-            raise ValueError(f"{path} ends early: the gzip stream is truncated; copy or download the file again") from error
-        except (gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{path} is named .gz but is no sound gzip file ({error}); drop the .gz or download it again") from error
-    try:
-        return json.loads(raw)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON ({error}); expected a contest instance in JSON, or gzipped JSON named .gz") from error
 
 
 def _contest_problem(intervals: list, costs: list, usages: list, ends: list, tables: list, limit: float | None) -> Problem:

@@ -1,8 +1,10 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all; what isn't a file, such as a device or a pipe, is written into and stays what it is."""
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,25 +13,27 @@ from pathlib import Path
 
 @contextmanager
 def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary file beside `path`, with its ending: what the block wrote there gets the name `path` when the block ends well.
+    """A temporary file, with the ending of `path`: what the block wrote there becomes the content of `path` when the block ends well.
 
         with whole("plot.png") as beside:
             figure.savefig(beside)
 
-    OSError where `path` is a folder or lies in none. A block that raises leaves what there was before, and nothing else.
+    A file is replaced, a link stays and its target is replaced, a device or a pipe gets the content. OSError where `path` is a folder,
+    something that is never a file, or lies in no folder. A block that raises leaves what there was before, and nothing else.
     """
-    path = Path(path)
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; give the name of a file to write")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} into; make it first")
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
+    path = destination(path)
+    through = is_stream(path)
+    folder = Path(tempfile.gettempdir()) if through else path.parent
+    handle, name = tempfile.mkstemp(dir=folder, prefix=f".{path.stem}.", suffix=path.suffix)
     os.close(handle)
     beside = Path(name)
     try:
         yield beside
-        beside.chmod(0o644)  # mkstemp makes it private
-        os.replace(beside, path)
+        if through:
+            _pour(beside, path)
+        else:
+            beside.chmod(0o644)  # mkstemp makes it private
+            os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
 
@@ -38,3 +42,41 @@ def write_whole(content: str | bytes, path: str | os.PathLike[str]) -> None:
     """Write text (UTF-8) or bytes whole or not at all; OSError where that can't be."""
     with whole(path) as beside:
         beside.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def destination(path: str | os.PathLike[str]) -> Path:
+    """The file that a write to `path` replaces or begins, links followed; or the device or pipe that gets it. OSError where none can be."""
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; give the name of a file to write")
+    if is_stream(path):
+        return path
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is neither a file nor a pipe; give the name of a file to write")
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():  # what remains unresolved is a circle
+        raise OSError(f"{path} is a link to itself; give the name of a file to write")
+    if not target.parent.is_dir():
+        said = path if target == path.absolute() else target
+        raise FileNotFoundError(f"there is no folder {said.parent}; make it first")
+    return target
+
+
+def is_stream(path: Path) -> bool:
+    """A pipe, a device of characters such as /dev/null, or a file that the process already has open, by its number (/dev/stdout)."""
+    if os.path.realpath(path.parent).startswith("/proc/") or (path.is_symlink() and os.readlink(path).startswith("/proc/")):
+        return path.exists()
+    return path.is_fifo() or path.is_char_device()
+
+
+def _pour(source: Path, path: Path) -> None:
+    """Write through: never a new file, and an error where nobody reads a pipe."""
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_APPEND)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise OSError(f"{path} is a pipe that nobody reads; start its reader first") from None
+        raise
+    os.set_blocking(handle, True)
+    with open(source, "rb") as content, open(handle, "wb") as stream:
+        shutil.copyfileobj(content, stream)

@@ -125,10 +125,10 @@ def test_what_an_interruption_leaves_is_a_cluster_too():
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("", "is no measured cluster"),
-        ("{}", "is no measured cluster"),
-        ('{"format": "x"}', "has the format 'x'"),
-        ("[1]", "is no measured cluster"),
+        ("", "is empty; expected what .autoshard calibrate measure"),
+        ("{}", "is not a measured cluster: the file lacks 'format'"),
+        ('{"format": "x"}', "is not a measured cluster: format is 'x'; expected 'autoshard.cluster/1'"),
+        ("[1]", "is not a measured cluster: the file holds .1. is not of type"),
     ],
 )
 def test_a_file_that_is_no_cluster_is_refused(tmp_path, content, sentence):
@@ -217,7 +217,7 @@ def test_fit_draws_and_says_errors_in_percent(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["missing.csv"], "missing.csv: No such file or directory"),
+        (["missing.csv"], "there is no file missing.csv"),
         ([str(DATA / "general_all_to_allv_4.txt"), "--method", "sigmoid"], "expected at least 6"),
         ([str(DATA / "intra_2.json"), "--method", "spline"], "unknown method 'spline'"),
         ([str(DATA / "intra_2.json"), "--out", "/no/such/folder/x.json"], "there is no folder"),

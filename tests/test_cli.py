@@ -210,7 +210,7 @@ BAD_WORDS = [
     (("show", "/"), "/ is a folder; expected a plan's file"),
     (("verify", "nothing.json"), "there is no file nothing.json"),
     (("export", "nothing.json"), "there is no file nothing.json"),
-    (("solve", "nothing.json"), "nothing.json: No such file or directory"),
+    (("solve", "nothing.json"), "there is no file nothing.json; expected a contest instance"),
     (("solve", EXAMPLE, "--solver", "magic"), "there is no solver 'magic'; expected one of auto"),
     (("solve", EXAMPLE, "--time-limit", "0"), "time_limit is 0.0"),
     (("solve", EXAMPLE, "--out", "/nowhere/choice.json"), "there is no folder /nowhere"),

@@ -126,11 +126,11 @@ def test_read_contest_shares_equal_tables():
 
 
 BAD_FILES = {
-    "is not JSON": ("p.json", b"{"),
+    "ends early": ("p.json", b"{"),
     "no sound gzip file": ("p.json.gz", b"hello"),
     "truncated": ("p.json.gz", gzip.compress(b"x" * 1000)[:-12]),
     "lacks 'problem'": ("p.json", b"{}"),
-    "lacks": ("p.json", b"[]"),
+    "holds .. is not of type .object": ("p.json", b"[]"),
     "lacks 'usages'": ("p.json", b'{"problem": {"nodes": {"intervals": [], "costs": []}, "edges": {"nodes": [], "costs": []}}}'),
     "expected one of each per node": ("p.json", json.dumps(contest(nodes={"usages": [[1, 1]]})).encode()),
     "2 costs and 1 usages": ("p.json", json.dumps(contest(nodes={"usages": [[1], [2]]})).encode()),
@@ -138,7 +138,7 @@ BAD_FILES = {
         "p.json",
         json.dumps(contest(edges={"costs": [[1, 2, 3]]})).encode(),
     ),
-    "joins 3 nodes": ("p.json", json.dumps(contest(edges={"nodes": [[0, 1, 1]]})).encode()),
+    "more than 2 items": ("p.json", json.dumps(contest(edges={"nodes": [[0, 1, 1]]})).encode()),
     "names node 7": ("p.json", json.dumps(contest(edges={"nodes": [[0, 7]]})).encode()),
     "1 edges and 2 edge cost tables": ("p.json", json.dumps(contest(edges={"costs": [[1], [2]]})).encode()),
 }

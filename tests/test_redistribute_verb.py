@@ -95,9 +95,9 @@ def test_bad_options_are_one_sentence(small, capsys, arguments, sentence):
 @pytest.mark.parametrize(
     "text, sentence",
     [
-        ("not json", "is no JSON"),
-        ("[]", "expected one problem"),
-        ('{"shape": [8]}', "lacks mesh, src, dst"),
+        ("not json", "is no sound JSON"),
+        ("[]", "has less than 1 item; expected one or a list of shape"),
+        ('{"shape": [8]}', "lacks 'mesh'"),
         (json.dumps({**SMALL, "shape": [0, 4]}), "shape is [0, 4]; expected one or more whole numbers, each at least 1"),
         (json.dumps({**SMALL, "src": [[0], [0]]}), "the layout uses mesh axis 0 twice"),
         (json.dumps({**SMALL, "dst_bs": [5, -1]}), "dim 0 of size 8 on 4 parts has block size 5; expected 1 to 2"),

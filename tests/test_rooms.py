@@ -19,29 +19,33 @@ PACKAGE = Path(__file__).parent.parent / "autoshard"
 TABLE = {
     "cycles": ("", ""),
     "writing": ("", ""),
+    "reading": ("", "jsonschema_rs"),
     "mesh": ("", ""),
     "layout": ("mesh", "torch"),
     "graph": ("", "networkx"),
     "capture": ("graph", "torch"),
     "strategies": ("graph layout mesh", "torch"),
-    "cost": ("graph layout mesh writing", "numpy scipy numba"),
+    "cost": ("graph layout mesh reading writing", "numpy scipy numba"),
     "redistribute": ("cost layout mesh", "numpy"),
-    "problem": ("writing", "numpy"),
+    "problem": ("reading writing", "numpy"),
     "solvers": ("problem", "numpy scipy highspy cvxpy networkx numba"),
     "formulate": ("cost graph layout mesh problem redistribute strategies", "numpy"),
     "baselines": ("graph layout mesh strategies", ""),
-    "solution": ("graph layout mesh writing", "dill"),
+    "solution": ("graph layout mesh reading writing", "dill"),
     "lower": ("graph layout mesh redistribute solution", "torch"),
     "exports": ("graph layout mesh solution writing", "torch"),
     "simulate": ("cost cycles formulate graph layout mesh problem redistribute solution strategies", "numpy networkx"),
     "tables": ("cost mesh problem solvers", "numpy scipy numba torch torchrec"),
-    "report": ("graph layout mesh problem simulate solution writing", "rich jinja2 matplotlib"),
+    "report": ("graph layout mesh problem reading simulate solution writing", "rich jinja2 matplotlib"),
     "api": (
         "mesh layout graph capture strategies cost redistribute problem solvers formulate baselines solution lower exports "
-        "simulate tables report writing cycles",
+        "simulate tables report reading writing cycles",
         "torch numpy",
     ),
-    "cli": ("api report mesh cost redistribute problem solvers simulate tables writing", "typer rich torch transformers distributed"),
+    "cli": (
+        "api report mesh cost redistribute problem solvers simulate tables reading writing",
+        "typer rich torch transformers distributed",
+    ),
     "pytest_plugin": ("api", "pytest"),
 }
 
@@ -51,12 +55,15 @@ UPWARD = {
     ("solution/record.py", "autoshard.report.html"),  # the method Solution._repr_html_
 }
 LAZY_FACADE = ("__init__.py", "__main__.py")  # directly below autoshard: they name what is public
-OPENS_FILES = ("writing", "solution", "problem", "cost/curves", "report", "cli")
+READS_FILES = ("reading",)  # what comes from outside passes one door, which knows sizes, soundness and schemas
+OPENS_FILES = ("writing", "reading", "solution", "report", "cli")
+READING_CALLS = {
+    "read_text", "read_bytes", "torch.load", "json.load", "pickle.load", "np.load", "np.loadtxt", "np.fromfile", "np.memmap",
+}  # fmt: skip
 FILE_CALLS = {
-    "open", "read_text", "write_text", "read_bytes", "write_bytes", "mkdir", "touch", "unlink", "rmtree", "mkstemp",
+    "open", "write_text", "write_bytes", "mkdir", "touch", "unlink", "rmtree", "mkstemp",
     "NamedTemporaryFile", "TemporaryDirectory",
-    "os.open", "os.replace", "os.remove", "os.rename", "torch.load", "torch.save",
-    "np.load", "np.save", "np.savez", "np.savez_compressed", "np.loadtxt", "np.savetxt", "np.fromfile", "np.memmap",
+    "os.open", "os.replace", "os.remove", "os.rename", "torch.save", "np.save", "np.savez", "np.savez_compressed", "np.savetxt",
 }  # fmt: skip
 PRIVATE_REGISTRIES = {
     "_op_dispatcher", "sharding_propagator", "op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules",
@@ -147,6 +154,8 @@ def broken_rules(node: ast.AST, place_name: str) -> Iterator[str]:
         yield "nobody reads the environment"
     if not is_in(place_name, *OPENS_FILES) and called and is_one_of(called, FILE_CALLS):
         yield f"files are opened in {', '.join(OPENS_FILES)} only"
+    if not is_in(place_name, *READS_FILES) and called and is_one_of(called, READING_CALLS):
+        yield f"files are read in {', '.join(READS_FILES)} only"
     if isinstance(node, ast.ExceptHandler):
         stopped_by_user = node.type is not None and dotted(node.type) == "KeyboardInterrupt"  # what is known so far may be the answer
         if node.type is None or (does_nothing(node.body) and not stopped_by_user):
@@ -259,10 +268,12 @@ def test_an_import_that_the_table_allows_passes(tmp_path, place_name, source):
         ("cli.py", "import os\nos.getenv('X')", "environment"),
         ("cli.py", "from os import environ", "environment"),
         ("lower/verify.py", "def f():\n    with open('x'): ...", "files are opened in"),
-        ("cost/compute.py", "from pathlib import Path\nPath('x').read_text()", "files are opened in"),
+        ("cost/compute.py", "from pathlib import Path\nPath('x').read_text()", "files are read in"),
+        ("cli/tables_verb.py", "from pathlib import Path\nPath('x').read_bytes()", "files are read in"),
+        ("cost/curves.py", "open('x')", "files are opened in"),
         ("simulate.py", "import gzip\ngzip.open('x')", "files are opened in"),
-        ("api.py", "import torch\ntorch.load('x')", "files are opened in"),
-        ("tables/io.py", "import numpy\nnumpy.loadtxt('x')", "files are opened in"),
+        ("api.py", "import torch\ntorch.load('x')", "files are read in"),
+        ("tables/io.py", "import numpy\nnumpy.loadtxt('x')", "files are read in"),
         ("api.py", "try:\n    f()\nexcept:\n    raise", "except"),
         ("cli.py", "try:\n    f()\nexcept ValueError:\n    pass", "except"),
         ("cli.py", "import contextlib\nwith contextlib.suppress(OSError):\n    f()", "except"),
@@ -281,7 +292,7 @@ def test_a_planted_breach_of_a_house_rule_is_caught(tmp_path, place_name, source
     [
         ("cli.py", "import sys\nprint('x', file=sys.stderr)\nopen('x')"),
         ("solution.py", "import os\nfrom pathlib import Path\nPath('x').write_text('')\nos.replace('x', 'y')"),
-        ("cost/curves.py", "open('x')"),
+        ("reading.py", "open('x')\nPath('x').read_text()"),
         ("api.py", "import logging\ntry:\n    f()\nexcept ValueError as error:\n    raise TypeError('x') from error"),
         ("solvers/solve.py", "try:\n    f()\nexcept KeyboardInterrupt:\n    pass"),
         ("strategies/torch_rules.py", "DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs"),

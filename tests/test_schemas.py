@@ -1,4 +1,4 @@
-"""The JSON Schemas in docs/schemas take every file that the code writes, and refuse planted wrong ones."""
+"""The JSON Schemas in autoshard/schemas take every file that the code writes, and refuse planted wrong ones."""
 
 import copy
 import gzip
@@ -22,7 +22,8 @@ from models import mlp
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "tests" / "data"
-SCHEMAS = {path.name.removesuffix(".json"): json.loads(path.read_text()) for path in sorted((ROOT / "docs" / "schemas").glob("*.json"))}
+FOLDER = ROOT / "autoshard" / "schemas"
+SCHEMAS = {path.name.removesuffix(".json"): json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
 REGISTRY = Registry().with_resources((schema["$id"], Resource.from_contents(schema)) for schema in SCHEMAS.values())
 SLOW = Device("slow", 1e9, 1e9, 1e9, 1e9, launch=1e-7)
 
@@ -202,4 +203,4 @@ def test_a_schema_is_sound_and_named_as_its_file(kind):
 def test_every_schema_is_linked_and_tested():
     page = (ROOT / "docs" / "formats.md").read_text()
     assert [kind for kind in SCHEMAS if f"schemas/{kind}.json" not in page] == []
-    assert set(SCHEMAS) == {*MADE, "problem.1", "mesh.1"}
+    assert set(SCHEMAS) == {*MADE, "problem.1", "mesh.1", "tables.1", "redistribution.1", "config.1", "layouts.1"}

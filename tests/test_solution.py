@@ -41,15 +41,15 @@ def test_an_op_without_hubs_has_none_per_output():
 
 # --- files: round trips
 
-names = st.text(min_size=1, max_size=12)
+letters = st.characters(codec="utf-8", exclude_characters="\0")  # a file with NUL is refused
+names = st.text(letters, min_size=1, max_size=12)
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | numbers | st.text(max_size=8),
+    st.none() | st.booleans() | st.integers(-(2**63) + 1, 2**63 - 1) | numbers | st.text(letters, max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
     max_leaves=6,
 )
 free = st.dictionaries(names, plain, max_size=3)
-rows = st.dictionaries(names, st.dictionaries(names, plain, max_size=3), max_size=3)
 
 
 @st.composite
@@ -71,20 +71,20 @@ def solutions(draw) -> Solution:
         mesh=mesh,
         cost=cost,
         bound=cost * draw(st.floats(0, 1)) if cost < math.inf else 0.0,
-        status=draw(names),
+        status=draw(st.sampled_from(["optimal", "feasible", "unjudged"])),
         solver=draw(names),
         peak_bytes=draw(st.floats(min_value=0, allow_nan=False)),
         training=draw(st.booleans()),
-        baselines=draw(rows),
+        baselines=draw(st.dictionaries(names, st.fixed_dictionaries({"cost_seconds": st.none() | numbers}), max_size=3)),
         replicated_ops=tuple(draw(st.lists(free, max_size=2))),
         parameters=draw(
             st.dictionaries(names, st.fixed_dictionaries({"layout": layout, "shape": st.lists(st.integers(1, 9))}), max_size=3)
         ),
         breakdown=draw(free),
-        counts=draw(free),
+        counts=draw(st.dictionaries(names, st.integers(0, 9), max_size=2)),
         fingerprint=draw(st.dictionaries(names, names, max_size=2)),
         assumptions=draw(free),
-        seconds=draw(free),
+        seconds=draw(st.dictionaries(names, st.dictionaries(names, st.floats(0, 9), max_size=2), max_size=2)),
     )
 
 

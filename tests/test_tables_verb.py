@@ -83,14 +83,14 @@ def with_option(**given):
     ("text", "sentence"),
     [
         ("[]", "there are no tables"),
-        ("{", "is no JSON"),
+        ("{", "ends early"),
         ('{"table": []}', "unknown key 'table'; did you mean 'tables'?"),
-        ("3", "the spec holds int where its tables should be"),
+        ("3", 'the file holds 3 is not of type "object"'),
         ('[{"rows": 1, "columns": 1}]', "table 0 of the spec has no name"),
         ('[{"name": "t", "rows": 1}]', "table 't' has no 'columns'"),
         ('[{"name": "t", "options": []}]', "table 't' has no options"),
         (with_option(seconds=-1.0), "table 't': seconds of option 'x' is -1.0"),
-        (with_option(seconds=float("nan")), "table 't': seconds of option 'x' is nan"),
+        (with_option(seconds=float("nan")), "is no sound JSON (it holds NaN)"),
         (with_option(speed=1.0), "an option of table 't' has an unknown key 'speed'"),
     ],
 )

@@ -111,7 +111,7 @@ class Frontier:
         return svg(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
-        """The record that files hold: docs/schemas/frontier.json. Lines and limits bound all plans: see `bound`."""
+        """The record that files hold: autoshard/schemas/frontier.1.json. Lines and limits bound all plans: see `bound`."""
         return {
             "format": FORMAT,
             "model": self.model,

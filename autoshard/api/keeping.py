@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from autoshard.api.pins import ROW, near_names
+from autoshard.reading import checked, parsed
 from autoshard.solution import Placed, Solution
 
 MOST_BYTES = 10**8  # that a file's packed layouts may become; those of Llama 405B are 2 MB
@@ -35,11 +36,11 @@ def _unpacked(solution: Solution) -> tuple[dict[str, Placed], dict[str, str]]:
     if written is None:
         return solution.layouts, solution.results
     try:
-        letters = base64.b64decode(written.partition(":")[2])
-        rows, results = json.loads(bz2.BZ2Decompressor().decompress(letters, MOST_BYTES))
-        made = [Placed(*row) for row in rows]
-    except (ValueError, TypeError, OSError, EOFError) as error:
+        letters = bz2.BZ2Decompressor().decompress(base64.b64decode(written.partition(":")[2]), MOST_BYTES)
+        rows, results = checked(parsed(letters, "it", "layouts"), "it", "layouts")
+    except (ValueError, OSError, EOFError) as error:
         raise ValueError(f"the plan's packed layouts can't be read ({error}); write it again with `autoshard plan --out`") from None
+    made = [Placed(*row) for row in rows]
     if (len(made), len(results)) != (len(solution.layouts), len(solution.results)):
         now, then = f"{len(solution.layouts)} layouts and {len(solution.results)} results", f"{len(made)} and {len(results)}"
         raise ValueError(f"the plan has {now}, it was made with {then}; edit layouts, but leave their rows in place")

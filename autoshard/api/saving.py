@@ -34,9 +34,9 @@ def save_checkpoint(
 
     Every rank calls this. ValueError on all ranks where the folder can't be written, RankLost when one of them dies.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))  # a link stays, the folder that it points to is replaced
     partial = path.with_name(f".{path.name}.partial")
-    _on_first(lambda: clear_folder(partial), f"the checkpoint {path} can't be written", "beginning a checkpoint")
+    _on_first(lambda: clear_folder(partial, path), f"the checkpoint {path} can't be written", "beginning a checkpoint")
     complaint = None
     try:
         with rank_lost(f"saving the checkpoint {path}"):

@@ -6,6 +6,7 @@ Exit codes: 0 ok; 1 the answer is no (infeasible, mismatch); 2 bad input, with o
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import typer
 from autoshard.cli.output import Output, complain
 
 OK, NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+LONG_WORD, LONG_SENTENCE = 300, 2000  # letters that are told whole
 
 app = typer.Typer(
     help="Plan, with a proof, how to lay the tensors of a PyTorch model over a mesh of devices, and check the plan.",
@@ -71,7 +73,16 @@ def _refuse(sentence: str, code: int = BAD_INPUT) -> int:
 def _sentence(error: ValueError | OSError) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
+    return _shortened(" ".join(str(error).split())) or type(error).__name__
+
+
+def _shortened(sentence: str) -> str:
+    """What was found can be a name of a million letters: of long words, and then of the sentence, the ends."""
+    for length, parts in ((LONG_WORD, re.findall(rf"\S{{{LONG_WORD + 1},}}", sentence)), (LONG_SENTENCE, [sentence])):
+        for part in parts:
+            if len(part) > length:
+                sentence = sentence.replace(part, f"{part[: length // 2]} ... {part[-length // 4 :]}")
+    return sentence
 
 
 def _usage_sentence(error: typer.TyperException) -> str:

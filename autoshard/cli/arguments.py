@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
+from autoshard.writing import destination
+
 PICTURES = (".png", ".svg", ".pdf")  # endings of files that a picture can be drawn into
 _SCALE = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -111,11 +113,11 @@ def check_out(written: str | None, what: str = "--out") -> None:
     """Say before the work begins that its result could not be written."""
     if written is None:
         return
-    path = Path(written)
-    if path.is_dir():
-        raise ValueError(f"{what} {written} is a folder; give the name of a file to write")
-    if not path.parent.is_dir():
-        raise ValueError(f"{what} {written}: there is no folder {path.parent}; make it first")
+    try:
+        destination(written)
+    except OSError as error:
+        said = str(error) if str(error).startswith(written) else f"{written}: {error}"
+        raise ValueError(f"{what} {said}") from None
 
 
 def check_picture(written: str | None, what: str) -> None:

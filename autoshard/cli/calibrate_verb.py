@@ -16,6 +16,7 @@ from autoshard.cli.arguments import check_out, parse_bytes
 from autoshard.cli.options import Json, Quiet
 from autoshard.cli.output import Output
 from autoshard.mesh import parse_shape
+from autoshard.reading import text_of
 
 if TYPE_CHECKING:
     from autoshard.cost.curves.files import Fitted
@@ -54,13 +55,14 @@ def fit(
     autoshard calibrate fit all_reduce_perf.txt all_gather_perf.txt --out curves.json --plot curves.png
     autoshard calibrate fit measured.csv --table
     """
-    from autoshard.cost.curves.files import fitted, save, text_of
+    from autoshard.cost.curves.files import fitted, save
     from autoshard.cost.importers import parse
 
     check_out(out)
     check_out(plot)
     with Output(as_json=as_json, quiet=quiet) as output:
-        series = [s for path in files for s in parse(text_of(path), path, collective=collective, devices=devices, system=system)]
+        said = {"collective": collective, "devices": devices, "system": system}
+        series = [one for path in files for one in parse(text_of(path, "measurements"), path, **said)]  # type: ignore[arg-type]
         curves = []
         for k, one in enumerate(series):
             output.progress(f"fitting: {one.name}", k / len(series))

@@ -95,7 +95,7 @@ def _check_files(out: str | None, csv: str | None, plot: str | None, save_dir: s
     check_out(out)
     check_out(csv, "--csv")
     check_picture(plot, "--plot")
-    if save_dir is not None and (Path(save_dir).is_file() or not Path(save_dir).parent.is_dir()):
+    if save_dir is not None and ((Path(save_dir).exists() and not Path(save_dir).is_dir()) or not Path(save_dir).parent.is_dir()):
         raise ValueError(f"--save-dir {save_dir} is a file, or lies in no folder; give the name of a folder, new or old")
 
 

@@ -13,11 +13,12 @@ transformers would build one for packed sequences, batch * seq * seq large, inst
 from __future__ import annotations
 
 import inspect
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from autoshard.reading import data_of
 
 SETTINGS = ("batch", "seq", "layers", "loss", "attention", "experts", "dtype")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
@@ -49,10 +50,10 @@ def _config(transformers: Any, folder: Path, settings: Mapping[str, Any]) -> Any
     file = folder / "config.json"
     if not file.is_file():
         raise ValueError(f"there is no file {file}; hf:DIR names a folder that holds a Hugging Face config.json")
+    written = data_of(file, "config")
     try:
-        written = json.loads(file.read_text())
         config = transformers.AutoConfig.for_model(**{"model_type": written.get("model_type"), **written})
-    except (ValueError, TypeError, KeyError) as error:
+    except Exception as error:  # transformers refuses a config with exceptions of many kinds, some of them its own
         said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"{file} can't be read as a config by transformers {transformers.__version__}: {said}") from error
     if (layers := settings.get("layers")) is not None:

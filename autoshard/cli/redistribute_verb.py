@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from pathlib import Path
 from types import ModuleType
 from typing import Annotated
 
@@ -16,6 +14,7 @@ from autoshard.cli.arguments import bandwidths, check_out, parse_bytes
 from autoshard.cli.options import INTER, INTRA, InterNodeBandwidth, IntraNodeBandwidth, Json, Quiet
 from autoshard.cli.output import Output
 from autoshard.mesh import Mesh
+from autoshard.reading import data_of
 
 SAMPLES = 96  # columns of a drawing, per dim
 
@@ -66,7 +65,7 @@ def redistribute(
     limit = None if memory_limit is None else parse_bytes(memory_limit, "memory")
     links = bandwidths(intra_node_bandwidth, inter_node_bandwidth)
     with Output(as_json=as_json, quiet=quiet) as output:
-        problems = room.read_problems(_read(problem))
+        problems = room.read_problems(data_of(problem, "redistribution"))
         records, first = [], None
         for i, item in enumerate(problems):
             output.progress(f"planning {item.name}", i / len(problems))
@@ -94,13 +93,6 @@ def redistribute(
         if as_json or table or not latex:
             output.answer(answer, lambda: report.route_table(records))
     return OK if all(math.isfinite(record["cost_seconds"]) for record in records) else NO
-
-
-def _read(path: str) -> object:
-    try:
-        return json.loads(Path(path).read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is no JSON: {error}; expected problems with shape, mesh, src, src_bs, dst, dst_bs") from None
 
 
 def _panels(problem, layouts) -> list[list[list[list[int]]]]:

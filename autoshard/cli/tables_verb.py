@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +13,7 @@ from autoshard.cli.arguments import bandwidths, check_out, parse_bytes
 from autoshard.cli.options import DEVICE, INTER, INTRA, DeviceName, InterNodeBandwidth, IntraNodeBandwidth, Json, Quiet
 from autoshard.cli.output import Output, finite
 from autoshard.mesh import Mesh, parse_shape
+from autoshard.reading import data_of, rows_of, text_of
 from autoshard.writing import write_whole
 
 if TYPE_CHECKING:
@@ -86,14 +84,7 @@ def read_tables(path: str) -> list[Table]:
     """Tables of a .csv or .json file."""
     from autoshard.tables.spec import tables_of_json, tables_of_rows
 
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text: {error}; expected CSV or JSON") from None
     if path.lower().endswith(".csv"):
-        reader = csv.DictReader(io.StringIO(text))
-        return tables_of_rows(list(reader), list(reader.fieldnames or ()))
-    try:
-        return tables_of_json(json.loads(text))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON: {error}; expected {{'tables': [...]}}, or a file named .csv") from None
+        header, rows = rows_of(text_of(path, "tables"), path)
+        return tables_of_rows([row for _, row in rows], header)
+    return tables_of_json(data_of(path, "tables"))

@@ -11,18 +11,18 @@ What a file does not say itself (collective, devices) is read from its name, as 
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from autoshard.reading import parsed, rows_of
+
 from .curves.published import EPSILON
 from .curves.records import Series
 
 MIB = 2**20
+MOST_DEVICES = 10**8  # more is a number that stands in the wrong column
 NAMES = {  # as others write them, without separators -> ours
     "allreduce": "all_reduce", "allgather": "all_gather", "allgatherbase": "all_gather", "allgatherintotensor": "all_gather",
     "reducescatter": "reduce_scatter", "reducescatterbase": "reduce_scatter", "reducescattertensor": "reduce_scatter",
@@ -101,8 +101,8 @@ def _check(row: Row, name: str) -> None:
         raise ValueError(f"{at}: size is {row.size:g} bytes; expected a positive number: leave the row out")
     if not (math.isfinite(row.seconds) and row.seconds > 0):
         raise ValueError(f"{at}: time is {row.seconds:g} s; expected a positive number: leave the row out, or measure it again")
-    if row.devices < 1 or row.nodes < 1 or row.devices % row.nodes:
-        raise ValueError(f"{at}: {row.devices} devices on {row.nodes} nodes can't be; expected as many on each node")
+    if not 1 <= row.nodes <= row.devices <= MOST_DEVICES or row.devices % row.nodes:
+        raise ValueError(f"{at}: {row.devices:g} devices on {row.nodes:g} nodes can't be; expected as many on each node")
 
 
 def known(written: str, where: str) -> str:
@@ -134,9 +134,12 @@ def _needed(value, what: str, name: str):
 
 def _number(written: str, what: str, at: str) -> float:
     try:
-        return float(written)
+        number = float(written)
     except ValueError:
-        raise ValueError(f"{at}: {what} is {written!r}; expected a number") from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{at}: {what} is {written[:40]!r}; expected a number") from None
+    return number
 
 
 def nccl_tests(text: str, name: str, collective: str | None, devices: int | None) -> list[Row]:
@@ -157,7 +160,7 @@ def nccl_tests(text: str, name: str, collective: str | None, devices: int | None
             columns = header if {"size", "time", "busbw"} <= set(header) else columns
         elif words[0].isdigit() and columns:
             finished = True
-            if len(words) < columns.index("busbw") + 1:
+            if len(words) <= max(columns.index(c) for c in ("size", "time", "busbw")):
                 raise ValueError(f"{name}:{line}: {len(words)} words under {len(columns)} columns; the line is cut off")
             at = f"{name}:{line}"
             size, time, bus = (_number(words[columns.index(c)], c, at) for c in ("size", "time", "busbw"))
@@ -192,7 +195,7 @@ def param(text: str, name: str, collective: str | None, devices: int | None) -> 
             header = [word for word in words if word != "(B)"]
             continue
         at = f"{name}:{line}"
-        if len(words) < 6:
+        if len(words) <= max(5, _latency_column(header)):
             raise ValueError(f"{at}: {len(words)} words; expected COMMS-RES, size, elements, latency and two bandwidths")
         if "-" in words[3].strip("-"):  # a number per rank: general all_to_allv, whose third word is batch-tables-dim
             latency, bus = (_mean(words[k], at) for k in (3, 5))
@@ -215,10 +218,7 @@ def _mean(written: str, at: str) -> float:
 
 def nnscaler(text: str, name: str, collective: str | None, devices: int | None) -> list[Row]:
     """A profile of communication: sizes in MB and seconds per collective. `collective` is not needed: the file has several."""
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{name}:{error.lineno}: no JSON: {error.msg}") from None
+    data = parsed(text, name, "measurements")
     expected = 'expected {"all gather": [[sizes in MB], [seconds]], ...}'
     if not isinstance(data, dict) or not data:
         raise ValueError(f"{name} holds a {type(data).__name__}; {expected}")
@@ -255,19 +255,19 @@ COLUMNS: dict[str, dict[str, float]] = {  # ours: the names it may have, with th
 
 def table(text: str, name: str, collective: str | None, devices: int | None) -> list[Row]:
     """CSV with a header. Rows whose `kind` is not "measured" (interpolated, simulated) are left out."""
-    reader = csv.DictReader(io.StringIO(text), skipinitialspace=True)
+    header, records = rows_of(text, name)
     place, scale = {}, {}
-    for column in reader.fieldnames or ():
+    for column in header:
         for ours, names in COLUMNS.items():
             if (column or "").strip().lower() in names:
                 place[ours], scale[ours] = column, names[column.strip().lower()]
     for ours in ("size", "seconds"):
         if ours not in place:
-            found = ", ".join(filter(None, reader.fieldnames or ()))
+            found = ", ".join(filter(None, header))
             raise ValueError(f"{name} has the columns {found[:200]}; expected one of {', '.join(COLUMNS[ours])}")
     rows = []
-    for record in reader:
-        at = f"{name}:{reader.line_num}"
+    for line, record in records:
+        at = f"{name}:{line}"
 
         def text_of(ours: str, record=record) -> str:
             return (record[place[ours]] or "").strip() if ours in place else ""
@@ -286,7 +286,7 @@ def table(text: str, name: str, collective: str | None, devices: int | None) -> 
         bus = number("bus") if text_of("bus") else None
         rows.append(
             Row(
-                reader.line_num, what, int(n), number("size"), number("seconds"), text_of("system"), int(nodes),
+                line, what, int(n), number("size"), number("seconds"), text_of("system"), int(nodes),
                 text_of("dtype"), text_of("source"), bus,
             )
         )  # fmt: skip

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
+
+from autoshard.reading import data_of
 
 FORMAT = "autoshard.frontier/1"
 
 
 def load_frontier(path: str) -> dict:
-    """The file's content, checked; ValueError in one sentence where it is no frontier, OSError where it can't be read."""
-    try:
-        data = json.loads(Path(path).read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON ({str(error)[:80]}); expected what `autoshard frontier --out` wrote") from None
+    """The file's content, checked; ValueError in one sentence where it is no frontier."""
+    data = data_of(path, "frontier")
     frontier_points(data, path)
     return data
 

@@ -1,7 +1,9 @@
 """Plain data to a file and back: JSON to read and compare by eye, or a pickle; whole or not at all, and never code.
 
-A pickle is a program. The reader here runs it with nothing to call: the only names that it may use are those of torch's
-placement classes, which old plans hold, and even they are not torch's classes but records that say what was written.
+A pickle is a program. The reader here looks at its opcodes first: only those that picklers write for plain data and for placements, their
+memo counted up as picklers do. Then it runs it with nothing to call: the only names that it may use are those of torch's placement
+classes, which old plans hold, and even they are not torch's classes but records that say what was written. What comes out must be as
+sound as JSON (reading.check_sound): one list that is named a thousand times counts a thousand times.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ import io
 import json
 import os
 import pickle
+import pickletools
 import shutil
 from pathlib import Path
 
+from autoshard.reading import FORMATS, MOST_VALUES, check_sound, content_of, parsed
 from autoshard.writing import write_whole
 
 LINE = 140  # characters; what fits is written in one line
@@ -48,45 +52,37 @@ def json_text(data: object, indent: int = 0) -> str:
 
 def read(path: str | os.PathLike[str]) -> dict:
     """The dict that a file holds, JSON or pickle by content; ValueError that says in one sentence what is wrong with it."""
-    path = Path(path)
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder; expected a plan's file, as `autoshard plan --out` writes it")
-    if not path.exists():
-        raise ValueError(f"there is no file {path}; expected a plan's file, as `autoshard plan --out` writes it")
-    content = path.read_bytes()
-    if not content.strip():
-        raise ValueError(f"{path} is empty; expected a plan, so write it again with `autoshard plan --out {path.name}`")
-    data = _from_json(content, path) if content.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in b"{[" else _from_pickle(content, path)
+    content = content_of(path, "plan")
+    is_json = content.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[", b"")
+    data = parsed(content, path, "plan") if is_json else _from_pickle(content, path)
     if not isinstance(data, dict):
         raise ValueError(f"{path} holds a {type(data).__name__}, not a plan; expected a file that `autoshard plan --out` wrote")
+    if not is_json:
+        check_sound(data, path, Inert)
     return data
-
-
-def _from_json(content: bytes, path: Path) -> object:
-    try:
-        return json.loads(content.decode("utf-8-sig"), parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        cut = "ends early" if error.pos >= len(error.doc.rstrip()) - 1 else f"is no sound JSON at line {error.lineno}, column {error.colno}"
-        raise ValueError(f"{path} {cut} ({error.msg}); expected a whole plan, so copy it or write it again") from None
-    except (ValueError, RecursionError) as error:  # not UTF-8, a number of thousands of digits, or nested without end
-        raise ValueError(f"{path} is no sound JSON ({str(error)[:80]}); expected a plan, so copy it or write it again") from None
-
-
-def _refuse_constant(name: str) -> object:
-    raise ValueError(f"it holds {name}")
 
 
 class Inert:
     """Stands for a placement in a pickle: what was written are its class's name and its fields, none of it trusted."""
 
 
+class _Closed(type):
+    """A class that a pickle can make records of, without arguments, but neither call nor write to."""
+
+    def __call__(cls, *args: object, **options: object) -> object:
+        raise pickle.UnpicklingError("it calls a class")
+
+    def __setstate__(cls, state: object) -> None:
+        raise pickle.UnpicklingError("it writes to a class")
+
+
 class _Reader(pickle.Unpickler):
-    """Gives a pickle nothing to call but fresh empty classes, made for this file alone."""
+    """Lets a pickle make records of fresh empty classes, made for this file alone, and call nothing."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
         self.refused = ""
-        self.stubs = {name: type(name, (Inert,), {}) for name in PLACEMENT_NAMES}
+        self.stubs = {name: _Closed(name, (Inert,), {}) for name in PLACEMENT_NAMES}
 
     def find_class(self, module: str, name: str) -> type:
         if module in PLACEMENT_MODULES and name in self.stubs:
@@ -98,9 +94,32 @@ class _Reader(pickle.Unpickler):
         raise pickle.UnpicklingError("the pickle refers to objects outside itself")
 
 
-def _from_pickle(content: bytes, path: Path) -> object:
+OPCODES = frozenset(
+    "PROTO FRAME STOP MARK POP POP_MARK PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET NONE NEWTRUE NEWFALSE INT BININT BININT1 "
+    "BININT2 LONG LONG1 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8 EMPTY_LIST LIST "
+    "APPEND APPENDS EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_DICT DICT SETITEM SETITEMS GLOBAL STACK_GLOBAL NEWOBJ BUILD "
+    "REDUCE PERSID BINPERSID".split()  # the last three are refused by the reader, which knows what they want
+)
+PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
+
+
+def _check_opcodes(content: bytes) -> None:
+    """UnpicklingError on what picklers don't write for a plan; ValueError (of pickletools) where the bytes are no opcodes or too few."""
+    saved = 0
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(content)):
+        if opcode.name not in OPCODES:
+            raise pickle.UnpicklingError(f"it uses {opcode.name}, which no plan needs")
+        if count > MOST_VALUES:
+            raise pickle.UnpicklingError(f"it has more than {MOST_VALUES} opcodes")
+        if opcode.name in PUTS and argument is not None and not 0 <= argument <= saved:
+            raise pickle.UnpicklingError(f"it saves value {argument} of {saved}")  # the memo is an array as long as the largest index
+        saved += opcode.name in PUTS or opcode.name == "MEMOIZE"
+
+
+def _from_pickle(content: bytes, path: str | os.PathLike[str]) -> object:
     reader = _Reader(content)
     try:
+        _check_opcodes(content)
         return reader.load()
     except Exception as error:  # a broken or hostile pickle can raise anything; none of it may reach the user as it is
         if reader.refused:
@@ -109,13 +128,16 @@ def _from_pickle(content: bytes, path: Path) -> object:
                 "that you trust or plan again"
             ) from None
         if content[:1] != b"\x80":
-            raise ValueError(f"{path} is neither JSON nor a pickle; expected a plan's file, as `autoshard plan --out` writes it") from None
+            raise ValueError(f"{path} is neither JSON nor a pickle; expected {FORMATS['plan'].expected}") from None
         raise ValueError(f"{path} is no sound pickle ({str(error)[:80]}); expected a whole plan, so copy it or write it again") from None
 
 
-def clear_folder(path: str | os.PathLike[str]) -> None:
-    """Make an empty folder here, in place of what there is. OSError where that can't be."""
+def clear_folder(path: str | os.PathLike[str], final: str | os.PathLike[str]) -> None:
+    """Make an empty folder here, in place of what there is. OSError where that can't be, and where `final`, which it is to become, is
+    something else than a folder."""
     path = Path(path)
+    if os.path.lexists(final) and not Path(final).is_dir():
+        raise NotADirectoryError(f"{final} is not a folder; give a folder, or a name that is free")
     if path.exists():
         shutil.rmtree(path)
     path.mkdir(parents=True)

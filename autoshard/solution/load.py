@@ -6,6 +6,7 @@ import math
 import os
 
 from autoshard.mesh import Mesh
+from autoshard.reading import checked
 from autoshard.solution.files import Inert, read
 from autoshard.solution.record import FORMAT, Placed, Solution
 
@@ -24,9 +25,10 @@ def load(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Solution:
         keys = ", ".join(repr(str(key)[:30]) for key in list(data)[:3]) or "nothing"
         raise ValueError(f"{path} is not a plan: it holds {keys} and no 'format'; expected a file that `autoshard plan --out` wrote")
     _check_format(data["format"], path)
+    data = checked(data, path, "plan")
     try:
         solution = Solution.from_dict(data)
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:  # the last three: values that a record can't hold
+    except ValueError as error:
         raise ValueError(f"{path} is not a sound plan: {error}; expected what `autoshard plan --out` wrote, so plan again") from None
     if mesh is not None and mesh.shape != solution.mesh.shape:
         raise ValueError(f"{path} was planned for mesh {_shape(solution.mesh)}, not for {_shape(mesh)}; leave out the mesh or plan again")
@@ -35,7 +37,7 @@ def load(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Solution:
 
 def _check_format(number: object, path: str | os.PathLike[str]) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(f"{path} has format {str(number)[:40]!r}; expected a whole number from 1 to {FORMAT}, so plan again")
+        raise ValueError(f"{path} has format {_word(number)}; expected a whole number from 1 to {FORMAT}, so plan again")
     if number > FORMAT:
         raise ValueError(f"{path} has format {str(number)[:40]}, this autoshard reads up to {FORMAT}; update autoshard or plan again")
 
@@ -75,7 +77,7 @@ def _old_layout(where: str, value: object, mesh: Mesh) -> str:
 
 def _old_placement(where: str, placement: object) -> str:
     dim, kind = getattr(placement, "dim", None), getattr(placement, "reduce_op", "sum")
-    name = type(placement).__name__.lstrip("_") if isinstance(placement, Inert) else repr(placement)[:40]
+    name = type(placement).__name__.lstrip("_") if isinstance(placement, Inert) else _word(placement)
     if name == "Replicate":
         return "R"
     if name == "Shard" and type(dim) is int and 0 <= dim < 16:
@@ -83,6 +85,11 @@ def _old_placement(where: str, placement: object) -> str:
     if name == "Partial" and kind in ("sum", "avg", "max", "min"):
         return "P" if kind == "sum" else f"P({kind})"
     raise ValueError(f"{where} has a placement {name} that can't be read; expected Replicate, Shard(dim) or Partial, so plan again")
+
+
+def _word(value: object) -> str:
+    """A value in a sentence; of a list or an object its type, since it may hold anything."""
+    return repr(value)[:40] if isinstance(value, (str, int, float)) or value is None else f"of type {type(value).__name__}"
 
 
 def _shape(mesh: Mesh) -> str:

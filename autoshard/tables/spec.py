@@ -99,4 +99,4 @@ def _known(given: Sequence[object], known: Sequence[str], what: str, where: str)
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-            raise ValueError(f"{where} has an unknown {what} {key!r}; {hint}")
+            raise ValueError(f"{where} has an unknown {what} {str(key)[:40]!r}; {hint}")

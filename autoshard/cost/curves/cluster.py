@@ -19,12 +19,12 @@ from statistics import median
 import numpy as np
 
 from autoshard.mesh import Axis, Device, LinkCurve, Mesh, default_axis_names
+from autoshard.reading import data_of
 from autoshard.writing import write_whole
 
 from ..collectives import COLLECTIVES
 from ..compute import EFFICIENCY
 from .errors import Errors, held_out, pooled, summary
-from .files import text_of
 from .fit import fit
 from .rates import OpSample, Roofline, fit_roofline
 from .records import PiecewiseCurve, PNorm
@@ -126,13 +126,8 @@ def save_cluster(path: str, record: dict) -> None:
 
 def load_cluster(path: str) -> Mesh:
     """The mesh that `autoshard calibrate measure` wrote, curves included. ValueError where it is something else."""
+    data = data_of(path, "cluster")
     try:
-        data = json.loads(text_of(path))
-        if data["format"] != FORMAT:
-            raise ValueError(f"{path} has the format {data['format']!r}; expected {FORMAT!r}")
         return Mesh.from_dict(data["mesh"])
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is no measured cluster ({error}); make one with: "
-            f"torchrun --nproc-per-node N -m autoshard calibrate measure --mesh SIZES --out {path}"
-        ) from None
+    except ValueError as error:
+        raise ValueError(f"{path} is no measured cluster: {error}") from None

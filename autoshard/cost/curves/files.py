@@ -10,10 +10,10 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 
+from autoshard.reading import data_of
 from autoshard.writing import write_whole
 
 from .errors import Errors, held_out, summary
@@ -73,14 +73,6 @@ def fitted(series: Series, method: str = "piecewise", others: Sequence[Series] =
     return Fitted(series, method, curve, summary(curve.seconds(x), t), unseen)
 
 
-def text_of(path: str) -> str:
-    """A text file; ValueError where it isn't text."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is no text; expected the output of nccl-tests or PARAM, nnscaler JSON, or CSV") from None
-
-
 def save(path: str, curves: Sequence[Fitted]) -> None:
     """Write fitted curves as JSON (docs/formats.md), whole or not at all; OSError where that can't be."""
     record = {"format": FORMAT, "curves": [_finite(one.to_dict()) for one in curves]}
@@ -95,13 +87,7 @@ def _finite(value):
 
 def load(path: str) -> list[tuple[dict, Curve]]:
     """What `save` wrote: (what it is, its curve). ValueError where it is something else."""
-    try:
-        data = json.loads(text_of(path))
-        if data["format"] != FORMAT:
-            raise ValueError(f"{path} has the format {data['format']!r}; expected {FORMAT!r}")
-        return [(one, curve_of(one["method"], one["parameters"])) for one in data["curves"]]
-    except (json.JSONDecodeError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is no file of curves ({error}); make one with: autoshard calibrate fit FILES --out {path}") from None
+    return [(one, curve_of(one["method"], one["parameters"])) for one in data_of(path, "curves")["curves"]]
 
 
 def curve_of(method: str, parameters: dict) -> Curve:

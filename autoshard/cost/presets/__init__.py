@@ -16,9 +16,9 @@ from functools import cache
 from pathlib import Path
 
 from autoshard.mesh import UNMEASURED_DEVICE, UNMEASURED_LINK, Device, LinkCurve, Mesh
+from autoshard.reading import text_of
 
 from ..curves.devices import Family
-from ..curves.files import text_of
 from ..curves.records import PiecewiseCurve
 
 LINK_SHARE = 0.75  # of a data sheet's link bandwidth, one direction: what large messages reach on the systems measured
@@ -119,4 +119,4 @@ def _link(row: dict) -> Link:
 
 @cache
 def _measured() -> dict:
-    return json.loads(text_of(str(Path(__file__).with_name("measured.json"))))
+    return json.loads(text_of(Path(__file__).with_name("measured.json"), "measurements"))

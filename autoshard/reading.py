@@ -1,0 +1,259 @@
+"""The one door for files from outside: what gets through has the types that the rest of autoshard counts on.
+
+    content    a regular file, no larger than its format allows; gzip unpacked up to the same size     (`content_of`)
+    text       UTF-8 without NUL; CSV as rows                                                          (`text_of`, `rows_of`)
+    data       JSON, checked in this order:                                                            (`data_of`)
+               sound      at most 64 levels deep, every number finite and within 64 bits, no text with NUL or half a character
+               schema     schemas/<format>.json, the same files that docs/formats.md describes
+
+Every refusal is a ValueError of one sentence that begins with the file's name. A contest's instance of 70 MB is read in 2.2 s, of which the
+schema takes 0.1 s (one core): jsonschema-rs was chosen for that; jsonschema takes 300 times as long, fastjsonschema 50 times.
+Problems are not walked value by value for soundness: their schema leaves nothing but numbers in the lists that are read.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import stat
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+DEEPEST = 64  # levels of lists and objects; our own files have about ten
+MOST_VALUES = 8_000_000  # in one file, shared ones of a pickle counted as often as they stand there; a plan has 10 bytes per value
+WHOLE_NUMBERS = 2**63
+SHOWN = 80  # characters of what was found
+SCHEMAS = Path(__file__).with_name("schemas")
+
+
+@dataclass(frozen=True)
+class Format:
+    """How large a kind of file may be, and how it is called in sentences."""
+
+    name: str  # "a plan"
+    expected: str  # ends the sentence "expected ..."
+    most_bytes: int  # of the file; of what a gzip file unpacks to
+    schema: str = ""  # schemas/<schema>.json; none where others define the format
+
+
+MB = 10**6
+FORMATS = {
+    # 10 kB per layer of GPT-2
+    "plan": Format("a plan", "a plan's file, as `autoshard plan --out` writes it", 64 * MB, "solution.1"),
+    # the largest instance of the contest that we know is 70 MB
+    "problem": Format(
+        "a problem", "a contest instance, problem.nodes and problem.edges, as JSON or gzipped JSON named .gz", 1000 * MB, "problem.1"
+    ),
+    # inside a plan, packed: autoshard/api/keeping.py
+    "layouts": Format("packed layouts", "rows of inputs, outputs and hubs, and results", 100 * MB, "layouts.1"),
+    "cluster": Format("a measured cluster", "what `autoshard calibrate measure --out` wrote", 64 * MB, "cluster.1"),
+    "curves": Format("a file of curves", "what `autoshard calibrate fit --out` wrote", 64 * MB, "curves.1"),
+    "frontier": Format("a frontier", "what `autoshard frontier --out` wrote", 64 * MB, "frontier.1"),
+    "tables": Format(
+        "a list of tables", "CSV (name,rows,columns,...) in a file named .csv, or JSON {'tables': [...]}", 64 * MB, "tables.1"
+    ),
+    "redistribution": Format(
+        "a redistribution problem", "one or a list of shape, mesh, src, src_bs, dst, dst_bs", 64 * MB, "redistribution.1"
+    ),
+    "measurements": Format("a file of measurements", "the output of nccl-tests or PARAM, nnscaler JSON, or CSV", 64 * MB),
+    "config": Format("a config", "the config.json of a Hugging Face model", 16 * MB, "config.1"),
+}  # fmt: skip
+
+
+# -- content -----------------------------------------------------------------------------------------------------------------------
+
+
+def content_of(path: str | os.PathLike[str], kind: str) -> bytes:
+    """The bytes of a regular file. ValueError where there is none, or where it is something else or larger than its format allows."""
+    form = FORMATS[kind]
+    try:
+        mode = os.stat(path).st_mode  # before it is opened: a pipe would wait for its writer, and opening a device can do something
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"there is no file {path}; expected {form.expected}") from None
+    except ValueError:  # a NUL in the name
+        raise ValueError(f"{_short(str(path))} can't be the name of a file; expected {form.expected}") from None
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{path} is {_kind_of_file(mode)}; expected {form.expected}, in a regular file")
+    with open(path, "rb") as file:
+        content = file.read(form.most_bytes + 1)
+    if len(content) > form.most_bytes:
+        raise ValueError(f"{path} is larger than {form.most_bytes // MB} MB, which {form.name} never is; expected {form.expected}")
+    return _unpacked(content, path, form) if Path(path).suffix == ".gz" else content
+
+
+def _kind_of_file(mode: int) -> str:
+    kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
+    return next((name for is_kind, name in kinds if is_kind(mode)), "a socket")
+
+
+def _unpacked(content: bytes, path: str | os.PathLike[str], form: Format) -> bytes:
+    """What a gzip file holds, all its members; never more than the format allows is unpacked."""
+    parts, left = [], form.most_bytes + 1
+    while content.strip(b"\0"):  # gzip may be padded with zeros
+        stream = zlib.decompressobj(wbits=31)
+        try:
+            part = stream.decompress(content, left)
+        except zlib.error as error:
+            raise ValueError(f"{path} is named .gz but is no sound gzip file ({error}); drop the .gz or download it again") from None
+        parts.append(part)
+        left -= len(part)
+        if left <= 0:
+            more = f"more than {form.most_bytes // MB} MB"
+            raise ValueError(f"{path} unpacks to {more}, which {form.name} never is; expected {form.expected}")
+        if not stream.eof:
+            raise ValueError(f"{path} ends early: the gzip stream is truncated; copy or download the file again")
+        content = stream.unused_data
+    return b"".join(parts)
+
+
+# -- text --------------------------------------------------------------------------------------------------------------------------
+
+
+def text_of(path: str | os.PathLike[str], kind: str) -> str:
+    """The text of a regular file, UTF-8 with or without its mark. ValueError where it is no text."""
+    try:
+        text = content_of(path, kind).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text ({error.reason} at byte {error.start}); expected {FORMATS[kind].expected}") from None
+    if "\0" in text:
+        raise ValueError(f"{path} is no text: it has NUL at character {text.index(chr(0))}; expected {FORMATS[kind].expected}")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def rows_of(text: str, path: str | os.PathLike[str]) -> tuple[list[str], list[tuple[int, dict]]]:
+    """The header of a CSV text, and each row with its line, texts by column. Under the key None are fields that the header lacks, None is
+    the value of a field that the row lacks. ValueError where it is no CSV."""
+    reader = csv.DictReader(io.StringIO(text), skipinitialspace=True)
+    try:
+        header = list(reader.fieldnames or ())
+        return header, [(reader.line_num, row) for row in reader]
+    except csv.Error as error:
+        raise ValueError(f"{path} is no sound CSV at line {reader.line_num}: {error}; expected rows of short fields") from None
+
+
+# -- data --------------------------------------------------------------------------------------------------------------------------
+
+
+def data_of(path: str | os.PathLike[str], kind: str) -> Any:
+    """The JSON of a file, sound and as the format's schema says. ValueError in one sentence where it isn't."""
+    data = parsed(content_of(path, kind), path, kind)
+    return checked(data, path, kind)
+
+
+def parsed(content: bytes | str, path: str | os.PathLike[str], kind: str) -> Any:
+    """JSON as plain data that is sound; nothing is known about its keys. ValueError where it can't be read."""
+    expected = FORMATS[kind].expected
+    if not content.strip():
+        raise ValueError(f"{path} is empty; expected {expected}")
+    try:
+        text = content if isinstance(content, str) else content.decode("utf-8-sig")
+        data = json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        cut = "ends early" if error.pos >= len(error.doc.rstrip()) - 1 else f"is no sound JSON at line {error.lineno}, column {error.colno}"
+        raise ValueError(f"{path} {cut} ({error.msg}); expected {expected}, so copy it or write it again") from None
+    except (ValueError, RecursionError) as error:  # not UTF-8, a number of thousands of digits, or nested without end
+        raise ValueError(f"{path} is no sound JSON ({_short(error)}); expected {expected}, so copy it or write it again") from None
+    if kind != "problem":
+        check_sound(data, path)
+    return data
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"it holds {name}")
+
+
+def check_sound(data: object, path: str | os.PathLike[str], also: type | tuple[type, ...] = ()) -> None:
+    """ValueError where the data is too deep or too much, or holds a number or a text that nothing else could hold. Each value counts as
+    often as it stands there: a pickle can name one a thousand times.
+
+    also: a type of objects that are let through, their fields looked at as an object's.
+    """
+    count = 0
+    for item, depth in _values(data, also):
+        count += 1
+        if count > MOST_VALUES or depth > DEEPEST:
+            found = f"{DEEPEST} levels" if depth > DEEPEST else f"{MOST_VALUES} values"
+            raise ValueError(f"{path} holds more than {found} of lists and objects; expected fewer, so write the file again")
+        why = _why_unsound(item, also)
+        if why:
+            raise ValueError(f"{path} holds {why}, so write the file again")
+
+
+def _values(data: object, also: type | tuple[type, ...]) -> Iterator[tuple[object, int]]:
+    """Every value and key with its depth; not recursive, since it is the depth that is in question."""
+    waiting: list[tuple[object, int]] = [(data, 0)]
+    while waiting:
+        item, depth = waiting.pop()
+        yield item, depth
+        inner = vars(item) if also and isinstance(item, also) else item
+        if isinstance(inner, dict):
+            waiting.extend((key, depth) for key in inner)
+            waiting.extend((value, depth + 1) for value in inner.values())
+        elif isinstance(inner, (list, tuple)):
+            waiting.extend((value, depth + 1) for value in inner)
+
+
+def _why_unsound(item: object, also: type | tuple[type, ...]) -> str:
+    if isinstance(item, str):
+        if "\0" in item:
+            return "a text with NUL; expected text"
+        if not item.isascii() and any("\ud800" <= letter <= "\udfff" for letter in item):
+            return "a text with half a character (a lone surrogate); expected text"
+        return ""
+    if item is None or isinstance(item, (bool, dict, list, tuple)) or (also and isinstance(item, also)):
+        return ""
+    if isinstance(item, float):
+        return "" if math.isfinite(item) else "a number too large for a float; expected finite numbers"
+    if isinstance(item, int):
+        return "" if abs(item) < WHOLE_NUMBERS else "a whole number of more than 64 bits; expected smaller ones"
+    return f"a {type(item).__name__}; expected objects, lists, text and numbers"
+
+
+def checked(data: Any, path: str | os.PathLike[str], kind: str) -> Any:
+    """The same data, as the format's schema says. ValueError that names the place and what was found there."""
+    form = FORMATS[kind]
+    try:
+        first = islice(_validator(form.schema).iter_errors(data), 100)
+        error = min(first, key=lambda error: error.instance_path != ["format"], default=None)  # of another format, that is what to say
+    except ValueError as why:  # what isn't JSON: a record of a pickle, keys that are no text; or nested too deep
+        raise ValueError(f"{path} is not {form.name}: {_short(why)}; expected {form.expected}") from None
+    if error is None:
+        return data
+    place = "/".join(str(step) for step in error.instance_path) or "the file"
+    raise ValueError(f"{path} is not {form.name}: {_short(place)} {_message(error)}; expected {form.expected}")
+
+
+def _message(error: Any) -> str:
+    """What the schema says, in words that follow the name of the place, without long values."""
+    if type(error.instance) is float and not math.isfinite(error.instance):
+        return "has a number too large for a float"
+    if error.kind.name == "required":
+        return f"lacks {error.kind.property!r}"
+    if error.kind.name == "pattern":  # the only one that our schemas have
+        return f"has {_short(error.instance)!r}, which is no layout; expected one placement per mesh axis, such as S(0),R"
+    if error.kind.name == "const":
+        return f"is {_short(error.instance)!r}; expected {error.kind.expected_value!r}"
+    words = "holds " + " ".join(error.message.split())
+    return words if len(words) <= 2 * SHOWN else f"{words[:SHOWN]} ... {words[-SHOWN:]}"
+
+
+@cache
+def _validator(schema: str) -> Any:
+    import jsonschema_rs  # here: reading text or an old plan doesn't need it
+
+    schemas = {path.name: json.loads(path.read_text()) for path in SCHEMAS.glob("*.json")}
+    registry = jsonschema_rs.Registry(list(schemas.items()))
+    return jsonschema_rs.Draft202012Validator(schemas[f"{schema}.json"], registry=registry)
+
+
+def _short(value: object) -> str:
+    """The start of a message, in one line."""
+    return " ".join(str(value).split())[:SHOWN]
