@@ -1,12 +1,13 @@
 """auto: exact reductions, dual ascent on what is left, then branch and bound on what the bound leaves affordable.
 
-Most planning problems are proven by dual ascent alone. The relaxation of a reduced problem is tight as well: the contest's B and A fall to
+Most planning problems are proven by dual ascent alone. Where it leaves a gap and memory plays no part, few choices are within that gap of
+the bound, and variable elimination over those is exact (`narrow`). The relaxation of a reduced problem is tight as well: the contest's B and A fall to
 it, or to a handful of branch and bound nodes. Which way to go is decided by measured size, never by the clock.
 """
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +16,7 @@ import numpy as np
 from ..problem import Edge, EdgeUsage, NodeUsage, Problem
 from .anneal import Annealing
 from .dual import Messages, ascend
+from .eliminate import Elimination, eliminate, elimination, lowered
 from .ilp import branch, relax
 from .incumbent import Choice, Incumbent
 from .prices import Ascent
@@ -34,6 +36,10 @@ FUTILE = 10  # neighbourhoods without a better answer before the proof is tried
 WORTH_RESTRICTING = 0.7  # of the cells: the reductions and the relaxation are done again where fewer are affordable
 WORTH_FINISHING = 0.2  # of the cells
 EXPLORED_NODES = 200  # of branch and bound among those
+NEAR_SHARES = (0.001, 0.01, 0.03, 0.1, 0.3)  # of the gap, the choices that are eliminated for the sake of a better answer
+LARGEST_TABLE, ALL_TABLES = 10**7, 10**8  # cells: 80 MB; about a second
+THOROUGH, QUICK = 6 * 10**8, 10**8  # cells worth of work (Work), before branch and bound takes over or a gap is accepted
+SWEPT, RESTRICTED = 100, 10**4  # cells worth of work: dual ascent per cell of the tables, a restriction per node and edge
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,8 @@ def settle(incumbent: Incumbent, *, thorough: bool = True) -> None:
         return  # what is known from prices alone (limited.py) stands
     messages = Messages(problem)
     ascend(messages, incumbent, SWEEPS)
+    if not problem.usages and narrow(messages, incumbent, Work(THOROUGH if thorough else QUICK)):
+        return
     if not thorough:
         return
     ascent = None
@@ -97,6 +105,87 @@ def settle(incumbent: Incumbent, *, thorough: bool = True) -> None:
         explore(messages, ascent, incumbent)
     if not incumbent.done:
         prove(restrict(problem, incumbent, messages.affordable(incumbent)))
+
+
+@dataclass
+class Work:
+    """How much elimination may still be tried, in cells of tables: counted, not timed, so that every machine does the same."""
+
+    left: float
+
+    def spend(self, cells: float) -> bool:
+        """Count the work; says whether it may be done."""
+        self.left -= cells
+        return self.left >= 0
+
+
+def narrow(messages: Messages, incumbent: Incumbent, work: Work) -> bool:
+    """Settle a problem without memory by elimination over what is affordable; says whether it is settled, or time is up.
+
+    Better answers come first, from the choices nearest to the bound: each leaves less affordable.
+    """
+    problem = incumbent.problem
+    for share in NEAR_SHARES:
+        if incumbent.done:
+            return True
+        if not work.spend(RESTRICTED * (len(problem.node_costs) + len(problem.edges))):
+            return False
+        near = restrict(problem, incumbent, messages.near(incumbent, share), complete=False)
+        if near is not None and not _eliminate(near, elimination(near.problem), work):
+            break
+    return incumbent.done or _exhaust(messages, incumbent, work)
+
+
+def _eliminate(incumbent: Incumbent, way: Elimination, work: Work) -> bool:
+    """Offer the best answer of a problem without memory, and its bound; False where that is too much work."""
+    if way.largest > LARGEST_TABLE or way.cells > ALL_TABLES or not work.spend(way.cells):
+        return False
+    found = eliminate(incumbent.problem, LARGEST_TABLE, incumbent, way)
+    if found is None:
+        return False
+    incumbent.offer(found[0])
+    incumbent.raise_bound_below(lowered(found[1]))
+    return True
+
+
+def _exhaust(messages: Messages, incumbent: Incumbent, work: Work) -> bool:
+    """Whether it is proven that nothing cheaper than the incumbent is left; where what is affordable is too wide, of each half of it."""
+    problem = incumbent.problem
+    if not work.spend(RESTRICTED * (len(problem.node_costs) + len(problem.edges))):
+        return False
+    part = restrict(problem, incumbent, messages.affordable(incumbent))
+    if part is None:
+        return True
+    way, cells = elimination(part.problem), sum(e.table.size for e in part.problem.edges)
+    if _eliminate(part, way, work):
+        return True
+    if not work.spend(SWEPT * cells):
+        return False
+    again = Messages(part.problem)
+    ascend(again, part, SWEEPS)
+    if part.done:
+        return part.proven
+    if _cells(again.affordable(part), part.problem) < WORTH_RESTRICTING * cells:
+        return _exhaust(again, part, work)
+    for half in _halves(part, again, way):
+        first = Messages(half.problem)
+        ascend(first, half, SWEEPS)
+        if not _exhaust(first, half, work):
+            return False
+    part.close()
+    return True
+
+
+def _halves(part: Incumbent, messages: Messages, way: Elimination) -> Iterator[Incumbent]:
+    """The problem with the cheaper and with the more expensive half of a node's choices: the node that makes elimination so wide."""
+    v = min(way.widest, key=lambda n: (elimination(part.problem, n).cells, n))
+    reduced = np.split(messages.reduced, messages.first[1:-1])[v]
+    for half in np.array_split(np.argsort(reduced, kind="stable"), 2):
+        keep = [np.ones(len(c), bool) for c in part.problem.node_costs]
+        keep[v] = np.isin(np.arange(len(reduced)), half)
+        inner = restrict(part.problem, part, keep, complete=False)
+        if inner is not None:
+            yield inner
 
 
 def explore(messages: Messages, ascent: Ascent | None, incumbent: Incumbent) -> None:

@@ -180,7 +180,7 @@ def ascend(messages: Messages, incumbent: Incumbent, sweeps: int) -> None:
         if best_choice is not None and (close or stuck or k % OFFER_EVERY == OFFER_EVERY - 1):
             incumbent.offer(best_choice)
             best_choice = None
-        if stuck or incumbent.done:
+        if stuck or incumbent.done or best_bound >= incumbent.cost:  # nothing cheaper is here, be it all or a part of the answers
             break
     if best_choice is not None:
         incumbent.offer(best_choice)

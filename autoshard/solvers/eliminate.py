@@ -1,12 +1,13 @@
 """Dynamic programming by variable elimination, capped: exact where the width allows, a bound and a start where not.
 
     to eliminate v:  m(rest) = min over x_v of the sum of all tables that contain v
-The node whose elimination makes the smallest table goes first. Where that table would have more than `cells` cells, the tables of v are
-dealt into buckets that stay below it, and each is minimised on its own: the total is then a lower bound (Dechter and Rish 2003).
+The node whose elimination looks at the fewest cells goes first. Where the table it leaves would have more than `cells` cells, the tables
+of v are dealt into buckets that stay below it, and each is minimised on its own: the total is then a lower bound (Dechter and Rish 2003).
 Going back, every node takes what is best for the tables it was eliminated from, given the nodes eliminated after it.
 Memory is left out: a bound it remains, and the answer counts if it fits.
 """
 
+import heapq
 import math
 from dataclasses import dataclass
 
@@ -44,10 +45,60 @@ class DP:
         if found is not None:
             choice, bound = found
             inner.offer(choice)
-            inner.raise_bound(bound - TOLERANCE / 10 * abs(bound) if math.isfinite(bound) else bound)  # floats were added
+            inner.raise_bound(lowered(bound))
 
 
-def eliminate(problem: Problem, most_cells: int, incumbent: Incumbent) -> tuple[list[int], float] | None:
+@dataclass(frozen=True)
+class Elimination:
+    """In which order the nodes go, and how many cells are looked at on the way."""
+
+    order: tuple[int, ...]
+    cells: int  # of all tables together
+    largest: int  # of one table
+    widest: tuple[int, ...]  # its nodes
+
+
+def elimination(problem: Problem, single: int | None = None) -> Elimination:
+    """The order in which each node goes when it has the smallest table; `single` counts as a node of one choice."""
+    sizes = [1 if v == single else len(c) for v, c in enumerate(problem.node_costs)]
+    near: list[set[int]] = [set() for _ in sizes]
+    for e in problem.edges:
+        near[e.a].add(e.b)
+        near[e.b].add(e.a)
+    cells = [math.prod([sizes[n] for n in near[v]], start=sizes[v]) for v in range(len(sizes))]
+    waiting = [(size, v) for v, size in enumerate(cells)]
+    heapq.heapify(waiting)
+    order: list[int] = []
+    total = largest = 0
+    widest: tuple[int, ...] = ()
+    while waiting:
+        size, v = heapq.heappop(waiting)
+        if size != cells[v]:
+            continue  # it has other neighbours since, or is gone
+        order.append(v)
+        cells[v] = -1
+        total += size
+        if size > largest:
+            largest, widest = size, (v, *sorted(near[v]))
+        for n in near[v]:
+            near[n] |= near[v]
+            near[n] -= {n, v}
+        for n in near[v]:
+            size = math.prod([sizes[m] for m in near[n]], start=sizes[n])
+            if size != cells[n]:
+                cells[n] = size
+                heapq.heappush(waiting, (size, n))
+    return Elimination(tuple(order), total, largest, widest)
+
+
+def lowered(bound: float) -> float:
+    """A bound without what it may be too high by, since floats were added."""
+    return bound - TOLERANCE / 10 * abs(bound) if math.isfinite(bound) else bound
+
+
+def eliminate(
+    problem: Problem, most_cells: int, incumbent: Incumbent, way: Elimination | None = None
+) -> tuple[list[int], float] | None:
     """(choice, bound); the choice costs the bound where no table was split. None where time ran out."""
     sizes = [len(c) for c in problem.node_costs]
     factors = {v: [Factor((v,), c)] for v, c in enumerate(problem.node_costs)}
@@ -57,10 +108,9 @@ def eliminate(problem: Problem, most_cells: int, incumbent: Incumbent) -> tuple[
             factors[v].append(factor)
     order: list[tuple[int, list[Factor]]] = []
     constant: list[float] = []
-    while factors:
+    for v in (way or elimination(problem)).order:
         if incumbent.time_left() <= 0:
             return None
-        v = min(factors, key=lambda n: (_result_cells(n, factors[n], sizes), n))
         mine = factors.pop(v)
         order.append((v, mine))
         for f in mine:
@@ -74,10 +124,6 @@ def eliminate(problem: Problem, most_cells: int, incumbent: Incumbent) -> tuple[
             for n in message.nodes:
                 factors[n].append(message)
     return _decide(order, sizes), math.fsum(constant)
-
-
-def _result_cells(v: int, factors: list[Factor], sizes: list[int]) -> int:
-    return math.prod(sizes[n] for n in {n for f in factors for n in f.nodes} - {v})
 
 
 def _deal(factors: list[Factor], sizes: list[int], most_cells: int) -> list[list[Factor]]:
@@ -96,7 +142,7 @@ def _deal(factors: list[Factor], sizes: list[int], most_cells: int) -> list[list
 
 def _minimise(v: int, bucket: list[Factor]) -> Factor:
     nodes = tuple(sorted({n for f in bucket for n in f.nodes}))
-    total = sum(_spread(f, nodes) for f in bucket)
+    total = sum(_spread(f, nodes) for f in sorted(bucket, key=lambda f: f.table.size))  # only the last sums are as large as the result
     return Factor(tuple(n for n in nodes if n != v), np.asarray(total).min(axis=nodes.index(v)))
 
 

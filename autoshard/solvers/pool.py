@@ -6,6 +6,7 @@ A 32-layer model repeats a block's tables 32 times; the contest's instance A has
 from collections.abc import Callable
 from typing import Any
 
+import numba
 import numpy as np
 
 SEPARABLE = 1e-13  # relative to the table's largest entry: a[i] + b[j] up to rounding
@@ -94,16 +95,19 @@ def graph_values(table: np.ndarray, f: np.ndarray) -> np.ndarray:
     return table[np.arange(len(f)), f]
 
 
-def worst_loss(table: np.ndarray) -> np.ndarray:
-    """[i, k]: the most that taking row k in place of row i can cost, max_j table[k, j] - table[i, j]."""
+@numba.njit(cache=True, nogil=True)
+def worst_loss(table: np.ndarray) -> np.ndarray:  # pragma: no cover
+    """[i, k]: the most that taking row k in place of row i can cost, max_j table[k, j] - table[i, j] where table[i, j] is finite."""
     n, m = table.shape
-    out = np.empty((n, n))
-    hole = np.isinf(table)
+    out = np.full((n, n), -np.inf)
+    columns = np.ascontiguousarray(table.T)
     for i in range(n):
-        loss = table - np.where(hole[i], 0.0, table[i])
-        if hole[i].any():
-            loss = np.where(hole[i], -np.inf, loss)
-        out[i] = loss.max(axis=1, initial=-np.inf)
+        for j in range(m):
+            mine = table[i, j]
+            if mine < np.inf:
+                for k in range(n):  # the innermost loop runs along memory
+                    loss = columns[j, k] - mine
+                    out[i, k] = loss if loss > out[i, k] else out[i, k]
     return out
 
 
@@ -112,10 +116,14 @@ def eliminate_leaf(costs: np.ndarray, table: np.ndarray) -> np.ndarray:
     return (costs[:, None] + table).min(axis=0)
 
 
-def eliminate_link(costs: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+@numba.njit(cache=True, nogil=True)
+def eliminate_link(costs: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:  # pragma: no cover
     """[a, b]: min_i costs[i] + left[i, a] + right[i, b]"""
-    priced = costs[:, None] + left
-    out = np.full((left.shape[1], right.shape[1]), np.inf)
+    n, m = left.shape[1], right.shape[1]
+    out = np.full((n, m), np.inf)
     for i in range(len(costs)):
-        np.minimum(out, priced[i][:, None] + right[i], out=out)
+        for a in range(n):
+            priced = costs[i] + left[i, a]
+            for b in range(m):
+                out[a, b] = min(out[a, b], priced + right[i, b])
     return out

@@ -1,0 +1,125 @@
+"""Elimination over what dual ascent leaves affordable: exact where it says so, and never a wrong bound where it doesn't."""
+
+import math
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoshard.problem import Edge, Problem
+from autoshard.solvers import auto, solve
+from autoshard.solvers.auto import Work, narrow
+from autoshard.solvers.dual import Messages, ascend
+from autoshard.solvers.eliminate import eliminate, elimination
+from autoshard.solvers.incumbent import Incumbent, Record
+from autoshard.solvers.pool import eliminate_link, worst_loss
+from tests.helpers_problems import random_problem
+
+PLENTY = 10**9
+
+
+def frustrated(seed: int, side: int = 3, num_choices: int = 3) -> Problem:
+    """A grid of random tables: cycles on which dual ascent leaves a gap."""
+    rng = np.random.default_rng(seed)
+    place = np.arange(side * side).reshape(side, side)
+    ends = [*zip(place[:, :-1].ravel(), place[:, 1:].ravel()), *zip(place[:-1].ravel(), place[1:].ravel())]
+    edges = tuple(Edge(int(a), int(b), rng.random((num_choices, num_choices))) for a, b in ends)
+    return Problem(tuple(map(str, place.ravel())), tuple(rng.random(num_choices) / 10 for _ in place.ravel()), edges)
+
+
+def stopped_ascent(problem: Problem, sweeps: int) -> tuple[Messages, Incumbent]:
+    incumbent = Incumbent(problem, Record(problem, time.monotonic() + 100, 0.0, time.monotonic))
+    messages = Messages(problem)
+    ascend(messages, incumbent, sweeps)
+    return messages, incumbent
+
+
+@pytest.mark.parametrize("largest", [4, 100, 10**7])  # nearly always, sometimes, never too wide
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), sweeps=st.integers(1, 4))
+def test_narrow_finds_what_enumeration_finds_however_small_its_tables_are(largest, seed, sweeps):
+    problem = replace(random_problem(seed), usages=(), usage_limit=None)
+    reference = solve(problem, solver="exhaustive")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto, "LARGEST_TABLE", largest)
+        messages, incumbent = stopped_ascent(problem, sweeps)
+        assert narrow(messages, incumbent, Work(PLENTY))
+    assert incumbent.proven
+    if reference.choice is None:
+        assert incumbent.bound == math.inf
+    else:
+        assert incumbent.cost == pytest.approx(reference.cost, rel=1e-9, abs=1e-9)
+        assert incumbent.bound <= reference.cost + 1e-9 * abs(reference.cost)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("work", [0, 10**6, 3 * 10**6])
+def test_where_the_work_is_not_enough_the_bound_holds_and_nothing_is_claimed(seed, work, monkeypatch):
+    monkeypatch.setattr(auto, "LARGEST_TABLE", 12)
+    problem = frustrated(seed)
+    reference = solve(problem, solver="exhaustive")
+    messages, incumbent = stopped_ascent(problem, 5)
+    settled = narrow(messages, incumbent, Work(work))
+    assert incumbent.bound <= reference.cost * (1 + 1e-9) and incumbent.cost >= reference.cost * (1 - 1e-9)
+    assert not settled or incumbent.cost == pytest.approx(reference.cost, rel=1e-9)
+
+
+def test_auto_closes_the_gap_of_dual_ascent_without_branch_and_bound(monkeypatch):
+    def called(*_, **__):
+        raise AssertionError("HiGHS was asked")
+
+    problems = [frustrated(seed, side=5, num_choices=4) for seed in range(8)]
+    gaps = []
+    for problem in problems:
+        _, incumbent = stopped_ascent(problem, 600)
+        gaps.append(incumbent.cost - incumbent.bound > 1e-3 * incumbent.cost)
+    assert sum(gaps) >= 5  # else this tests nothing
+    expected = [solve(problem, solver="ilp").cost for problem in problems]
+    monkeypatch.setattr(auto, "prove", called)
+    for largest in (300, 10**7):
+        monkeypatch.setattr(auto, "LARGEST_TABLE", largest)
+        for problem, cost in zip(problems, expected, strict=True):
+            answer = solve(problem)
+            assert answer.status == "optimal" and answer.cost == pytest.approx(cost, rel=1e-9)
+    monkeypatch.setattr(auto, "THOROUGH", 0)
+    with pytest.raises(AssertionError, match="HiGHS was asked"):  # nothing else would have closed it
+        for problem in problems:
+            solve(problem)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_an_elimination_visits_every_node_once_and_counts_the_cells_of_its_tables(seed):
+    problem = replace(random_problem(seed), usages=(), usage_limit=None)
+    way = elimination(problem)
+    sizes = [len(c) for c in problem.node_costs]
+    near = [{e.a if e.b == v else e.b for e in problem.edges if v in (e.a, e.b)} for v in range(len(sizes))]
+    tables = []
+    for v in way.order:
+        tables.append((math.prod(sizes[n] for n in near[v] | {v}), tuple(sorted(near[v] | {v}))))
+        for n in near[v]:
+            near[n] = (near[n] | near[v]) - {n, v}
+    assert sorted(way.order) == list(range(len(sizes)))
+    assert way.cells == sum(cells for cells, _ in tables) and way.largest == max(cells for cells, _ in tables)
+    assert (way.largest, tuple(sorted(way.widest))) in tables
+    _, incumbent = stopped_ascent(problem, 1)
+    choice, bound = eliminate(problem, max(way.largest, 1), incumbent, way)
+    reference = solve(problem, solver="exhaustive")
+    assert bound == pytest.approx(reference.cost, rel=1e-9, abs=1e-9)
+    assert reference.choice is None or len(choice) == len(sizes)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6), st.integers(0, 10**6))
+def test_compiled_reductions_equal_their_definitions(n, m, k, seed):
+    rng = np.random.default_rng(seed)
+    left, right, costs = (np.where(rng.random(s) < 0.2, np.inf, rng.normal(size=s)) for s in ((n, m), (n, k), (n,)))
+    for i in range(n):
+        for j in range(n):
+            finite = [left[j, c] - left[i, c] for c in range(m) if np.isfinite(left[i, c])]
+            assert worst_loss(left)[i, j] == max(finite, default=-np.inf)
+    expected = (costs[:, None, None] + left[:, :, None] + right[:, None, :]).min(axis=0)
+    assert np.array_equal(eliminate_link(costs, left, right), expected)
