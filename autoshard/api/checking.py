@@ -23,6 +23,8 @@ from autoshard.api.checkpointing import checkpointed
 from autoshard.api.describe import layouts_of, results_of
 from autoshard.api.planning import Progress
 from autoshard.capture import capture
+from autoshard.capture.held import opened
+from autoshard.capture.inputs import arguments
 from autoshard.formulate import Formulation, Training, formulate
 from autoshard.graph import Graph, Value
 from autoshard.lower import Verification, faults, lower, run_local_tensor, verify_program
@@ -155,16 +157,16 @@ def run_unsharded(
     model: nn.Module, example_inputs: Any, graph: Graph, *, training: bool, seed: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Values for the graph's placeholders, and what the module computes from them: "output:0", "gradient:NAME"."""
-    real = materialized(model, seed)
-    leaves, spec = pytree.tree_flatten(example_inputs)
+    real, args, kwargs = opened(materialized(model, seed), *arguments(example_inputs))  # objects among them: lists of tensors, as captured
+    leaves, spec = pytree.tree_flatten((args, kwargs))
     bounds = index_bounds(graph)
     leaves = [_input(leaf, bounds.get(f"input_{k}"), seed + k) if isinstance(leaf, torch.Tensor) else leaf for k, leaf in enumerate(leaves)]
-    inputs = pytree.tree_unflatten(leaves, spec)
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
     values = {f"input_{k}": leaf.clone() for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}  # the module may write into it
     named = {**dict(real.named_parameters(remove_duplicate=False)), **dict(real.named_buffers(remove_duplicate=False))}
     values |= {name: tensor.detach().clone() for name, tensor in named.items()}
     with torch.set_grad_enabled(training):
-        outputs = real(**inputs) if isinstance(inputs, dict) else real(*(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
+        outputs = real(*args, **kwargs)
     flat = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
     reference = {f"output:{k}": leaf.detach() for k, leaf in enumerate(flat)}
     tangents = [name for name, i in graph.index.items() if graph.ops[i].kind == "tangent"]

@@ -15,7 +15,6 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.functional_utils import has_data_mutation
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, dispatch_functionalize
-from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
 

@@ -78,7 +78,7 @@ def unsupported_kind(tensor: torch.Tensor) -> str:
     if tensor.is_nested:
         return "a nested tensor has no one shape to shard: pad it (torch.nested.to_padded_tensor) and give a mask"
     if tensor.is_quantized:
-        return f"a {str(tensor.dtype).removeprefix('torch.')} tensor is quantized, and no rule shards its scales: plan with tensor.dequantize()"
+        return f"a tensor of {tensor.dtype} is quantized, and no rule shards its scales: plan with tensor.dequantize()"
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {tensor.layout} is sparse: plan with tensor.to_dense()"
     return ""

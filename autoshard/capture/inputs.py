@@ -72,7 +72,8 @@ def fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 
 def to_fake(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) -> tuple[nn.Module, tuple, dict]:
     """A copy of the module whose tensors are fake CPU tensors (tied ones stay tied), and fake inputs. Nothing is allocated."""
-    direct = {id(tensor) for part in module.modules() for tensor in [*part._parameters.values(), *part._buffers.values(), *vars(part).values()]}
+    parts = [(*part._parameters.values(), *part._buffers.values(), *vars(part).values()) for part in module.modules()]
+    direct = {id(tensor) for tensors in parts for tensor in tensors}
     given = {id(tensor) for tensor in tensors_of((args, kwargs))}
 
     def replacement(tensor: torch.Tensor) -> torch.Tensor:

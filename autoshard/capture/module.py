@@ -12,6 +12,7 @@ is how layouts find their way back onto the nodes that the caller gave.
 
 from __future__ import annotations
 
+import inspect
 import io
 import warnings
 from collections.abc import Sequence
@@ -79,6 +80,8 @@ def capture_module(module: nn.Module, example_inputs: Any, *, training: bool) ->
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
     torch._dynamo.reset()  # automatic dynamic shapes would turn the second model of a process into a symbolic one
     with explained(module):
+        if not module._forward_pre_hooks:  # they may change the arguments
+            inspect.signature(module.forward).bind(*args, **kwargs)
         fake_module, fake_args, fake_kwargs = to_fake(mode, module, args, kwargs)
         if training:
             captured = _capture_training(mode, fake_module, fake_args, fake_kwargs)
