@@ -86,7 +86,7 @@ def capture_module(module: nn.Module, example_inputs: Any, *, training: bool) ->
         if training:
             captured = _capture_training(mode, fake_module, fake_args, fake_kwargs)
         else:
-            captured = capture_given(_exported(mode, fake_module, fake_args, fake_kwargs, training=False))
+            captured = _retraced(_exported(mode, fake_module, fake_args, fake_kwargs, training=False))
             if drawn := [op.name for op in captured.graph.ops if op.target == "aten.bernoulli.p"]:
                 raise ValueError(f"dropout is on (node {drawn[0]}), and inference has none: call model.eval() first")
     if not any(result.value is not None for result in captured.graph.results):
@@ -118,6 +118,11 @@ def capture_given(given: fx.GraphModule | ExportedProgram, example_inputs: Any =
     given: an ExportedProgram, a GraphModule of ATen nodes, or one from torch.fx.symbolic_trace. example_inputs: needed when
     the placeholders carry no `meta["val"]`.
     """
+    with explained(given.graph_module if isinstance(given, ExportedProgram) else given):
+        return _retraced(given, example_inputs)
+
+
+def _retraced(given: fx.GraphModule | ExportedProgram, example_inputs: Any = None) -> Captured:
     mode = mode_of(given)
     result_names: list[tuple[str, str]] | None
     if isinstance(given, ExportedProgram):
@@ -142,7 +147,7 @@ def capture_given(given: fx.GraphModule | ExportedProgram, example_inputs: Any =
         with nn.utils.stateless._reparametrize_module(module, dict(zip(params, flat, strict=False)), tie_weights=True, strict=False):
             return recorder.run(*flat[len(params) :], enable_io_processing=False)
 
-    with explained(module), mode, torch.no_grad():
+    with mode, torch.no_grad():
         traced = make_fx(functional(run, [name.name for name in names]))(*fakes)
     _check_operators(traced)
     replaced = without_equal_strides(traced)
@@ -239,6 +244,7 @@ def _forward(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict)
         try:
             with mode, warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "While compiling, we found certain side effects")
+                warnings.filterwarnings("ignore", "Dynamo detected a call to a")  # function with a cache, which it reads all the same
                 return dynamo_graph_capture_for_export(module)(*args, **kwargs)
         except (torch._dynamo.exc.TorchDynamoException, RecursionError):
             torch._dynamo.reset()  # what stops the export too is raised there, with the model's own frames
