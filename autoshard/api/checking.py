@@ -7,7 +7,6 @@ that tests the candidates themselves.
 
 from __future__ import annotations
 
-import copy
 import math
 import random as random_module
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from autoshard.api.checkpointing import checkpointed
 from autoshard.api.describe import layouts_of, results_of
 from autoshard.api.planning import Progress
 from autoshard.capture import capture
-from autoshard.capture.held import opened
+from autoshard.capture.held import copied, opened
 from autoshard.capture.inputs import arguments
 from autoshard.formulate import Formulation, Training, formulate
 from autoshard.graph import Graph, Value
@@ -193,7 +192,7 @@ def materialized(model: nn.Module, seed: int) -> nn.Module:
             if tensor is not None and id(tensor) not in memo:
                 filled = _random_like(tensor, generator) if tensor.is_meta else tensor.detach().cpu().clone()
                 memo[id(tensor)] = nn.Parameter(filled, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else filled
-    return copy.deepcopy(model, memo)
+    return copied(model, lambda tensor: tensor.detach().clone(), memo)
 
 
 def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -91,14 +91,15 @@ def _said(error: BaseException, frames: list[tuple[str, int, str]]) -> str:
 
 
 def _frames(error: BaseException) -> list[tuple[str, int, str]]:
-    """File, line and function of each frame that the error went through: its traceback's, then those that dynamo tells of."""
-    frames, trace = [], error.__traceback__
+    """File, line and function of each frame that the error went through: those that dynamo tells of, then its traceback's."""
+    frames = [(frame.filename, frame.lineno or 0, frame.name) for frame in getattr(error, "real_stack", None) or ()]
+    frames += _told(str(error))
+    trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
         frames.append((code.co_filename, trace.tb_lineno, code.co_name))
         trace = trace.tb_next
-    frames += _told(str(error))
-    return frames + [(frame.filename, frame.lineno or 0, frame.name) for frame in getattr(error, "real_stack", None) or ()]
+    return frames
 
 
 def _told(text: str) -> list[tuple[str, int, str]]:

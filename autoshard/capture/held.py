@@ -98,7 +98,7 @@ def opened(module: nn.Module, args: tuple, kwargs: dict) -> tuple[nn.Module, tup
     original = type(module)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        leaves = spec.flatten_up_to((args, kwargs)) if objects else ()
+        leaves: list[Any] = spec.flatten_up_to((args, kwargs)) if objects else []
         for k, template in objects.items():
             tensors = dict(zip(map(id, tensors_of(template)), leaves[k], strict=True))
             leaves[k] = copied(template, lambda tensor: tensors[id(tensor)])  # noqa: B023  (called at once)

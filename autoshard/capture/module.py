@@ -246,8 +246,8 @@ def _forward(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict)
                 warnings.filterwarnings("ignore", "While compiling, we found certain side effects")
                 warnings.filterwarnings("ignore", "Dynamo detected a call to a")  # function with a cache, which it reads all the same
                 return dynamo_graph_capture_for_export(module)(*args, **kwargs)
-        except (torch._dynamo.exc.TorchDynamoException, RecursionError):
-            torch._dynamo.reset()  # what stops the export too is raised there, with the model's own frames
+        except Exception:  # dynamo's own errors among them; what the model raises the export raises again, with the model's own frames
+            torch._dynamo.reset()
     return _exported(mode, module, args, kwargs, training=True).module(check_guards=False)
 
 
