@@ -26,12 +26,12 @@ from autoshard.mesh import Mesh
 Layout = tuple[Placement, ...]
 
 R = Replicate()
-_SHARDS = tuple(Shard(d) for d in range(16))
+_SHARDS = tuple(Shard(d) for d in range(64))  # torch has no tensor of more dims
 _PARTIALS = {op: Partial(op) for op in ("sum", "avg", "max", "min")}
 
 
 def S(dim: int) -> Placement:
-    """Cut dim `dim`, 0 to 15; IndexError above."""
+    """Sharded on dim `dim`, 0 to 63; IndexError above."""
     return _SHARDS[dim]
 
 

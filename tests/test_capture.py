@@ -387,7 +387,7 @@ BAD = [
     (ReturnsNumber, (X,), True, "ReturnsNumber"),
     (ReturnsNumber, (X,), False, "ReturnsNumber returns no tensor; there is nothing to plan"),
     (NoParameters, (X,), True, "the module has no parameter that gets a gradient; plan it without training"),
-    (DropsOut, (X,), False, "node bernoulli_ (aten.bernoulli_.float) writes into its input; give a functional graph"),
+    (DropsOut, (X,), False, "dropout is on (node bernoulli), and inference has none: call model.eval() first"),
     *[(Frozen, (torch.zeros(4, 9),), training, f"Frozen can't be captured at {HERE}:") for training in BOTH],
     *[(Frozen, (), training, "Frozen can't be captured: missing a required argument: 'x'") for training in BOTH],
     *[(Frozen, (X, X), training, "Frozen can't be captured: too many positional arguments") for training in BOTH],
@@ -406,10 +406,15 @@ def test_what_cannot_be_captured_is_one_sentence_with_the_models_line(make, inpu
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_graph_that_writes_in_place_is_one_sentence():
+def test_a_graph_that_writes_in_place_becomes_functional():
     graph = make_fx(lambda x: x.clone().add_(1))(X)
-    with pytest.raises(ValueError, match="node add_ .* writes into its input; give a functional graph"):
-        capture_given(graph)
+    assert [op.target for op in capture_given(graph).graph.ops] == ["input", "aten.clone.default", "aten.add.Tensor"]
+
+
+@pytest.mark.parametrize("write", [lambda x: x.add_(1), lambda x: x[0].add_(1)], ids=["whole", "view"])
+def test_a_graph_that_writes_into_its_input_is_one_sentence(write):
+    with pytest.raises(ValueError, match="the graph writes into its input input_0; give a functional graph"):
+        capture_given(make_fx(write)(X))
 
 
 def test_a_graph_of_other_functions_is_captured_again_as_aten():

@@ -114,7 +114,7 @@ def test_the_loss_is_an_output_on_its_own():
 @pytest.mark.parametrize(
     ("change", "settings", "said"),
     [
-        ({}, {"depth": 2}, "hf: models take no setting 'depth'; they take batch, seq, layers"),
+        ({}, {"depth": 2}, "hf: models take no setting 'depth'; they take batch, seq, image_size, layers"),
         ({}, {"layers": 0}, "layers is 0; expected a whole number of 1 or more"),
         ({}, {"dtype": "float99"}, "dtype is 'float99'; expected a name of torch's"),
         ({}, {"attention": "none_such"}, "can't build LlamaForCausalLM from .*none_such"),

@@ -115,7 +115,7 @@ def test_short_forms_are_read(written, layout):
     assert parse(written) == layout
 
 
-@pytest.mark.parametrize("written", ["", "S", "S()", "S(-1)", "S(16)", "T", "P(mean)", "R,,R", "S(0) R", "r", "S(0", "S0)"])
+@pytest.mark.parametrize("written", ["", "S", "S()", "S(-1)", "S(64)", "T", "P(mean)", "R,,R", "S(0) R", "r", "S(0", "S0)"])
 def test_what_is_no_layout_is_one_sentence(written):
     with pytest.raises(ValueError, match=r"^layout .* has .*; expected R, S\(dim\) or P per mesh axis, for example S\(0\),R$"):
         parse(written)

@@ -7,7 +7,6 @@ that tests the candidates themselves.
 
 from __future__ import annotations
 
-import copy
 import math
 import random as random_module
 from collections.abc import Mapping
@@ -23,6 +22,8 @@ from autoshard.api.checkpointing import checkpointed
 from autoshard.api.describe import layouts_of, results_of
 from autoshard.api.planning import Progress
 from autoshard.capture import capture_module, constants
+from autoshard.capture.held import copied, opened
+from autoshard.capture.inputs import arguments
 from autoshard.formulate import Formulation, Training, formulate
 from autoshard.graph import Graph, Tensor, Value
 from autoshard.lower import Verification, faults, lower, run_local_tensor, verify_program
@@ -168,11 +169,11 @@ def run_unsharded(
 
     held: constants of the captured program.
     """
-    real = materialized(model, seed)
-    leaves, spec = pytree.tree_flatten(example_inputs)
+    real, args, kwargs = opened(materialized(model, seed), *arguments(example_inputs))  # objects among them: lists of tensors, as captured
+    leaves, spec = pytree.tree_flatten((args, kwargs))
     bounds = index_bounds(graph)
     leaves = [_input(leaf, bounds.get(f"input_{k}"), seed + k) if isinstance(leaf, torch.Tensor) else leaf for k, leaf in enumerate(leaves)]
-    inputs = pytree.tree_unflatten(leaves, spec)
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
     values = {f"input_{k}": leaf.clone() for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}  # the module may write into it
     named = {**dict(real.named_parameters(remove_duplicate=False)), **dict(real.named_buffers(remove_duplicate=False))}
     values |= {name: tensor.detach().clone() for name, tensor in named.items()} | dict(held or {})
@@ -180,7 +181,7 @@ def run_unsharded(
         attribute = attribute_of(real, name)  # a tensor that the module holds without registering it
         values |= {name: attribute.clone()} if attribute is not None else {}
     with torch.set_grad_enabled(training), from_state(first_state(seed)), DrawsInOrder():
-        outputs = real(**inputs) if isinstance(inputs, dict) else real(*(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
+        outputs = real(*args, **kwargs)
     flat = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
     reference = {f"output:{k}": leaf.detach() for k, leaf in enumerate(flat)}
     tangents = [name for name, i in graph.index.items() if graph.ops[i].kind == "tangent"]
@@ -222,7 +223,7 @@ def materialized(model: nn.Module, seed: int) -> nn.Module:
             if tensor is not None and id(tensor) not in memo:
                 filled = _random_like(tensor, generator) if tensor.is_meta else tensor.detach().cpu().clone()
                 memo[id(tensor)] = nn.Parameter(filled, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else filled
-    return copy.deepcopy(model, memo)
+    return copied(model, lambda tensor: tensor.detach().clone(), memo)
 
 
 def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

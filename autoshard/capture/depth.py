@@ -12,7 +12,6 @@ A model for which one of these fails, or that isn't deep enough for it to pay, i
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.capture.held import copied
 from autoshard.capture.inputs import ignored
 from autoshard.capture.module import capture_module
 from autoshard.capture.witness import eager_program, grown
@@ -250,15 +250,11 @@ def shrunk(module: nn.Module, depths: Mapping[str, int]) -> nn.Module:
 
     ValueError if another part of the module holds one of the dropped layers; where a plain attribute does, its call raises.
     """
-    memo: dict[int, Any] = {}
+    dropped: dict[int, Any] = {}
     for name, depth in depths.items():
         for key, layer in list(module.get_submodule(name)._modules.items())[depth:]:
-            memo[id(layer)] = Dropped(f"{name}.{key}")
-    for part in module.modules():
-        for tensor in (*part._parameters.values(), *part._buffers.values(), *vars(part).values()):
-            if isinstance(tensor, torch.Tensor):
-                memo[id(tensor)] = tensor
-    small = copy.deepcopy(module, memo)
+            dropped[id(layer)] = Dropped(f"{name}.{key}")
+    small = copied(module, lambda tensor: tensor, dropped)
     for name, depth in depths.items():
         container = small.get_submodule(name)
         container._modules = dict(list(container._modules.items())[:depth])

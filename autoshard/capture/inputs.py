@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,8 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils import _pytree as pytree
+
+from autoshard.capture.held import copied, tensors_of, unsupported_kind
 
 CPU = torch.device("cpu")
 
@@ -67,6 +67,8 @@ def arguments(example_inputs: Any) -> tuple[tuple, dict]:
 
 
 def fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    if unsupported := unsupported_kind(tensor):
+        raise ValueError(unsupported)
     with mode:
         fake = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu")
         return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
@@ -74,15 +76,16 @@ def fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 
 def to_fake(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) -> tuple[nn.Module, tuple, dict]:
     """A copy of the module whose tensors are fake CPU tensors (tied ones stay tied), and fake inputs. Nothing is allocated."""
-    memo: dict[int, Any] = {}
-    for part in module.modules():
-        for tensor in [*part._parameters.values(), *part._buffers.values(), *vars(part).values()]:
-            if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
-                memo[id(tensor)] = fake(mode, tensor)
-    fake_module = copy.deepcopy(module, memo)
-    is_tensor = lambda leaf: isinstance(leaf, torch.Tensor)  # noqa: E731
-    fake_args, fake_kwargs = pytree.tree_map(lambda leaf: fake(mode, leaf) if is_tensor(leaf) else leaf, (args, kwargs))
-    return fake_module, fake_args, fake_kwargs
+    parts = [(*part._parameters.values(), *part._buffers.values(), *vars(part).values()) for part in module.modules()]
+    direct = {id(tensor) for tensors in parts for tensor in tensors}
+    given = {id(tensor) for tensor in tensors_of((args, kwargs))}
+
+    def replacement(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in direct or id(tensor) in given or tensor.is_meta:
+            return fake(mode, tensor)
+        return tensor.detach().clone()  # an item of a list on a module: a constant of the program, which has to be known
+
+    return copied((module, args, kwargs), replacement)
 
 
 def is_mutable(node: fx.Node) -> bool:

@@ -12,6 +12,7 @@ is how layouts find their way back onto the nodes that the caller gave.
 
 from __future__ import annotations
 
+import inspect
 import io
 import warnings
 from collections.abc import Sequence
@@ -24,13 +25,16 @@ import torch._dynamo
 from torch import fx, nn
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from autoshard.capture.explain import explained
+from autoshard.capture.explain import FLEX, explained, line_of
+from autoshard.capture.functional import functional, traced_tensor, without_equal_strides
+from autoshard.capture.held import has_objects, in_lists, opened
 from autoshard.capture.inputs import (
     CPU,
     Named,
@@ -71,16 +75,20 @@ def capture_module(module: nn.Module, example_inputs: Any, *, training: bool) ->
     ValueError says what stopped the capture, and where.
     """
     args, kwargs = arguments(example_inputs)
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+        raise ValueError(f"{type(module).__name__} is compiled by torch.jit, or a part of it is: give the module that was compiled")
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
-    fake_module, fake_args, fake_kwargs = to_fake(mode, module, args, kwargs)
     torch._dynamo.reset()  # automatic dynamic shapes would turn the second model of a process into a symbolic one
     with explained(module):
+        if not module._forward_pre_hooks:  # they may change the arguments
+            inspect.signature(module.forward).bind(*args, **kwargs)
+        fake_module, fake_args, fake_kwargs = to_fake(mode, module, args, kwargs)
         if training:
             captured = _capture_training(mode, fake_module, fake_args, fake_kwargs)
         else:
-            with mode, torch.no_grad(), redirect_stderr(io.StringIO()):  # where it fails it prints the graph so far
-                program = torch.export.export(fake_module, fake_args, fake_kwargs, strict=False)
-            captured = capture_given(program)
+            captured = _retraced(_exported(mode, fake_module, fake_args, fake_kwargs, training=False))
+            if drawn := [op.name for op in captured.graph.ops if op.target == "aten.bernoulli.p"]:
+                raise ValueError(f"dropout is on (node {drawn[0]}), and inference has none: call model.eval() first")
     if not any(result.value is not None for result in captured.graph.results):
         raise ValueError(f"{type(module).__name__} returns no tensor; there is nothing to plan")
     return replace(captured, graph=_merge_tied(captured.graph, tied_parameters(module)))
@@ -110,6 +118,11 @@ def capture_given(given: fx.GraphModule | ExportedProgram, example_inputs: Any =
     given: an ExportedProgram, a GraphModule of ATen nodes, or one from torch.fx.symbolic_trace. example_inputs: needed when
     the placeholders carry no `meta["val"]`.
     """
+    with explained(given.graph_module if isinstance(given, ExportedProgram) else given):
+        return _retraced(given, example_inputs)
+
+
+def _retraced(given: fx.GraphModule | ExportedProgram, example_inputs: Any = None) -> Captured:
     mode = mode_of(given)
     result_names: list[tuple[str, str]] | None
     if isinstance(given, ExportedProgram):
@@ -134,8 +147,11 @@ def capture_given(given: fx.GraphModule | ExportedProgram, example_inputs: Any =
         with nn.utils.stateless._reparametrize_module(module, dict(zip(params, flat, strict=False)), tie_weights=True, strict=False):
             return recorder.run(*flat[len(params) :], enable_io_processing=False)
 
-    with explained(module), mode, torch.no_grad():
-        traced = make_fx(run)(*fakes)
+    with mode, torch.no_grad():
+        traced = make_fx(functional(run, [name.name for name in names]))(*fakes)
+    _check_operators(traced)
+    replaced = without_equal_strides(traced)
+    recorder.became = pytree.tree_map(lambda leaf: replaced.get(leaf, leaf), recorder.became)
     leaves = pytree.tree_leaves(next(node for node in traced.graph.nodes if node.op == "output").args[0])
     results = list(zip(result_names or [("output", str(i)) for i in range(len(leaves))], leaves, strict=True))
     recorded = {leaf for became in recorder.became.values() for leaf in pytree.tree_leaves(became) if isinstance(leaf, fx.Node)}
@@ -153,6 +169,15 @@ def _described_results(module: fx.GraphModule) -> list[tuple[str, str]] | None:
     if "desc" not in output.meta:
         return None
     return [result_name(desc) if desc is not None else ("none", str(k)) for k, desc in enumerate(pytree.tree_leaves(output.meta["desc"]))]
+
+
+def _check_operators(traced: fx.GraphModule) -> None:
+    """ValueError where an operator of the program has a program inside."""
+    for node in traced.graph.nodes:
+        if isinstance(node.target, HigherOrderOperator):
+            change = FLEX if "flex" in node.target.name() else "write it with plain operators, cond with torch.where"
+            line = line_of(node.meta.get("stack_trace") or "")
+            raise ValueError(f"the program calls {node.target.name()}{line}, an operator with a program inside: {change}")
 
 
 class _Recorder(fx.Interpreter):
@@ -176,7 +201,7 @@ class _Recorder(fx.Interpreter):
         result = super().run_node(n)
 
         def traced(leaf: Any) -> fx.Node | None:
-            slot = get_proxy_slot(leaf, mode.tracer, None) if isinstance(leaf, torch.Tensor) else None
+            slot = get_proxy_slot(traced_tensor(leaf), mode.tracer, None) if isinstance(leaf, torch.Tensor) else None
             return None if slot is None else slot.proxy.node
 
         self.became[n] = pytree.tree_map(traced, result)
@@ -188,13 +213,20 @@ class _Recorder(fx.Interpreter):
         return result
 
 
+def _exported(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict, *, training: bool) -> ExportedProgram:
+    """The module run once by torch.export, its Python code included: that follows locks, context managers, caches, any depth."""
+    module, args, kwargs = opened(module, args, kwargs)
+    with mode, torch.set_grad_enabled(training), redirect_stderr(io.StringIO()):  # where it fails it prints the graph so far
+        return torch.export.export(module, args, kwargs, strict=False)
+
+
 def _capture_training(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) -> Captured:
-    with ExitStack() as stack, torch._dynamo.config.patch(ignore_logging_functions=_logging_functions()):
-        with mode, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "While compiling, we found certain side effects")
-            captured = dynamo_graph_capture_for_export(module)(*args, **kwargs)
-        joint = aot_export_joint_with_descriptors(stack, captured, args, kwargs)
+    with ExitStack() as stack, torch._dynamo.config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True):
+        captured = _forward(mode, module, args, kwargs)
+        joint = aot_export_joint_with_descriptors(stack, captured, *in_lists(args, kwargs))
     traced: fx.GraphModule = joint.graph_module
+    _check_operators(traced)
+    without_equal_strides(traced)
     names = [named(node.meta["desc"]) for node in traced.graph.nodes if node.op == "placeholder"]
     output = next(node for node in traced.graph.nodes if node.op == "output")
     results = [(result_name(desc), leaf) for desc, leaf in zip(output.meta["desc"], output.args[0], strict=True) if desc is not None]
@@ -204,6 +236,19 @@ def _capture_training(mode: FakeTensorMode, module: nn.Module, args: tuple, kwar
         raise ValueError("the module has no parameter that gets a gradient; plan it without training")
     mapped = {node: pytree.tree_map(lambda leaf: values.get(leaf), leaves_of(node)) for node in traced.graph.nodes if node.op != "output"}
     return Captured(graph, traced, mapped)
+
+
+def _forward(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) -> nn.Module:
+    """The module's forward as an fx graph, by dynamo; where dynamo can't read the code, by torch.export, which runs it."""
+    if not has_objects(args, kwargs):
+        try:
+            with mode, warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "While compiling, we found certain side effects")
+                warnings.filterwarnings("ignore", "Dynamo detected a call to a")  # function with a cache, which it reads all the same
+                return dynamo_graph_capture_for_export(module)(*args, **kwargs)
+        except Exception:  # dynamo's own errors among them; what the model raises the export raises again, with the model's own frames
+            torch._dynamo.reset()
+    return _exported(mode, module, args, kwargs, training=True).module(check_guards=False)
 
 
 def _logging_functions() -> set:

@@ -1,6 +1,6 @@
 """MODEL on the command line as `hf:DIR`: a Hugging Face model from the config.json in a folder, on the meta device, nothing downloaded.
 
-    settings    batch, seq        sizes of the example inputs
+    settings    batch, seq        sizes of the example inputs       image_size    where the config has none, or another one
                 layers            how many layers the model gets instead of the config's
                 loss              the module returns its loss (default: when a training step is planned), else its first output
                 attention         sdpa or eager       experts    grouped_mm or batched_mm       dtype    float32, bfloat16, ...
@@ -20,9 +20,14 @@ from typing import Any
 
 from autoshard.reading import data_of
 
-SETTINGS = ("batch", "seq", "layers", "loss", "attention", "experts", "dtype")
+SETTINGS = ("batch", "seq", "image_size", "layers", "loss", "attention", "experts", "dtype")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 UNMASKED = "sdpa_unmasked"
+OTHER_INPUTS = (
+    "hf: makes input_ids, decoder_input_ids, pixel_values, input_features and their labels only; "
+    "write a function that returns (module, example_inputs) and give file.py:function"
+)
+PER_EXAMPLE = ("Classification", "NextSentencePrediction")  # classes with one label for each example
 
 
 def load_huggingface(folder: str, settings: Mapping[str, Any], *, training: bool = False) -> tuple[Any, dict[str, Any]]:
@@ -34,8 +39,10 @@ def load_huggingface(folder: str, settings: Mapping[str, Any], *, training: bool
     config = _config(transformers, Path(folder), settings)
     loss = settings.get("loss")
     module = _build(transformers, config, folder, settings)
-    example_inputs = _example_inputs(module, config, settings, loss=training if loss is None else bool(loss))
-    return module, example_inputs
+    try:
+        return module, _example_inputs(module, config, settings, loss=training if loss is None else bool(loss))
+    except AttributeError as error:  # the sizes of its inputs are written elsewhere, or nowhere
+        raise ValueError(f"{type(module).__name__} needs inputs whose sizes its config doesn't tell ({error}): {OTHER_INPUTS}") from error
 
 
 def _transformers() -> Any:
@@ -99,16 +106,20 @@ def _build(transformers: Any, config: Any, folder: str, settings: Mapping[str, A
     dtype = getattr(torch, str(settings.get("dtype", "float32")), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype is {settings.get('dtype')!r}; expected a name of torch's, for example bfloat16")
-    attention = settings.get("attention") or _attention(transformers, config, kind, settings)
+    asked = settings.get("attention")
+    best = asked or _attention(transformers, config, kind, settings)
     make = kind._from_config if kind else transformers.AutoModel.from_config
-    options = {"attn_implementation": attention} | ({"experts_implementation": settings["experts"]} if "experts" in settings else {})
-    with torch.device("meta"):
+    options = {"experts_implementation": settings["experts"]} if "experts" in settings else {}
+    failures: list[Exception] = []
+    for attention in (best,) if asked else dict.fromkeys((best, "sdpa", "eager")):  # a part of the model may not know the best one
         try:
-            module = make(config, dtype=dtype, **options)
+            with torch.device("meta"):
+                module = make(config, dtype=dtype, attn_implementation=attention, **options)
+            return module.eval()  # dropout off: the draws of a cut tensor would not be those of the whole one
         except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
-            said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise ValueError(f"transformers can't build {named or 'a model'} from {folder}/config.json: {said}; correct it") from error
-    return module.eval()  # dropout off: the draws of a cut tensor would not be those of the whole one
+            failures.append(error)
+    said = str(failures[0]).strip().splitlines()[0] if str(failures[0]).strip() else type(failures[0]).__name__
+    raise ValueError(f"transformers can't build {named or 'a model'} from {folder}/config.json: {said}; correct it") from failures[0]
 
 
 def _attention(transformers: Any, config: Any, kind: Any, settings: Mapping[str, Any]) -> str:
@@ -165,9 +176,12 @@ def _example_inputs(module: Any, config: Any, settings: Mapping[str, Any], *, lo
     given: dict[str, Any] = {}
     if "pixel_values" in takes:
         vision = getattr(config, "vision_config", config)
-        size = vision.image_size
+        size = settings.get("image_size") or getattr(vision, "image_size", None)
+        if size is None:
+            raise ValueError(f"{type(config).__name__} tells no image_size; give one, for example --set image_size=224")
         height, width = size if isinstance(size, (tuple, list)) else (size, size)
-        given["pixel_values"] = reals(batch, vision.num_channels, height, width)
+        frames = (vision.num_frames,) if hasattr(vision, "num_frames") else ()  # a model of videos
+        given["pixel_values"] = reals(batch, *frames, getattr(vision, "num_channels", 3), height, width)
     if "input_features" in takes:
         given["input_features"] = reals(batch, config.num_mel_bins, 2 * config.max_source_positions)
     elif "input_ids" in takes:
@@ -176,14 +190,26 @@ def _example_inputs(module: Any, config: Any, settings: Mapping[str, Any], *, lo
         given["decoder_input_ids"] = ids(batch, seq)
     elif _reads_a_causal_mask(module, config, takes):
         given["attention_mask"] = _masks(module, config, settings)
+    _check_needed(module, takes, given)
     if loss:
         given |= _labels(module, takes, given, ids)
     _returns_one(module, takes, loss=loss)
     return given
 
 
+def _check_needed(module: Any, takes: Any, given: Mapping[str, Any]) -> None:
+    """ValueError that names the inputs which the model can't do without and nobody here knows the sizes of."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [name for name, p in takes.items() if name != "self" and p.default is p.empty and p.kind not in variadic]
+    if not given and module.main_input_name in takes:
+        needed.append(module.main_input_name)
+    if missing := [name for name in dict.fromkeys(needed) if name not in given]:
+        raise ValueError(f"{type(module).__name__} needs {' and '.join(missing)}, and {OTHER_INPUTS}")
+
+
 def _reads_a_causal_mask(module: Any, config: Any, takes: Any) -> bool:
-    causal = "CausalLM" in type(module).__name__ or "LMHead" in type(module).__name__
+    attends = any(getattr(part, name, None) for part in _parts(config) for name in ("num_attention_heads", "n_head"))
+    causal = attends and ("CausalLM" in type(module).__name__ or "LMHead" in type(module).__name__)
     return causal and config._attn_implementation != UNMASKED and "attention_mask" in takes and not getattr(config, "alibi", False)
 
 
@@ -211,10 +237,15 @@ def _labels(module: Any, takes: Any, given: Mapping[str, Any], ids: Any) -> dict
         return {}
     if "labels" not in takes:
         raise ValueError(f"{name} computes no loss (its forward takes no labels); name a class with a head under architectures")
+    first = next(iter(given.values()))
+    if any(part in name for part in PER_EXAMPLE) and "Token" not in name:
+        return {"labels": ids(first.shape[0])}
     text = given.get("decoder_input_ids", given.get("input_ids"))
-    if "Classification" in name and "Token" not in name:
-        return {"labels": ids(next(iter(given.values())).shape[0])}
-    return {"labels": ids(*text.shape)}
+    if text is not None:
+        return {"labels": ids(*text.shape)}
+    if "SemanticSegmentation" in name:
+        return {"labels": ids(first.shape[0], *first.shape[-2:])}
+    raise ValueError(f"{name} needs labels of its own kind, and {OTHER_INPUTS}")
 
 
 def _returns_one(module: Any, takes: Any, *, loss: bool) -> None:
@@ -224,6 +255,8 @@ def _returns_one(module: Any, takes: Any, *, loss: bool) -> None:
 
     def forward(self: Any, **inputs: Any) -> Any:
         found = original.forward(self, **inputs, **asked)
+        if loss and found.loss is None:
+            raise ValueError(f"{original.__name__} returns no loss for the inputs {', '.join(inputs)}: {OTHER_INPUTS}")
         return found.loss if loss else found.to_tuple()[0]
 
     module.__class__ = type(original.__name__, (original,), {"forward": forward, "__module__": original.__module__})

@@ -46,7 +46,7 @@ def _run_file(file: Path) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses and pickles look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's file raises is the user's to read, in one sentence
+    except (Exception, SystemExit) as error:  # whatever the user's file raises is the user's to read, in one sentence
         raise ValueError(f"{file} can't be imported: {_what_and_where(error, file)}; correct the file") from error
     return module
 
@@ -74,11 +74,11 @@ def _check_settings(function: Callable, name: str, settings: Mapping[str, Any]) 
 def _call(function: Callable, what: str, file: Path, settings: Mapping[str, Any]) -> object:
     try:
         return function(**settings)
-    except Exception as error:  # as above
+    except (Exception, SystemExit) as error:  # as above
         raise ValueError(f"{what} failed: {_what_and_where(error, file)}; correct the function or its --set values") from error
 
 
-def _what_and_where(error: Exception, file: Path) -> str:
+def _what_and_where(error: BaseException, file: Path) -> str:
     """`ValueError: seq is 4096 (line 81)`, the line being the last one in the user's file."""
     if isinstance(error, SyntaxError) and error.lineno:
         return f"{type(error).__name__}: {error.msg} (line {error.lineno})"

@@ -1,0 +1,93 @@
+"""Functional graphs: a program runs without writing into a tensor, and results that equal their input are left out.
+
+    functional              a function whose operators, once traced, write into nothing (pieces of composite operators do: rms_norm,
+                            adaptive_avg_pool2d); writing into an INPUT stays an error, a traced graph has no place for it
+    without_equal_strides   as_strided that reads the elements of its input where they are is that input; that reads the
+                            elements which as_strided_scatter wrote is what was scattered
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.functional_utils import has_data_mutation
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, dispatch_functionalize
+
+aten = torch.ops.aten
+
+
+def functional(run: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+    """`run` of flat arguments with all writes into tensors turned into new tensors; ValueError if it writes into an argument."""
+
+    def checked(*flat: Any) -> Any:
+        result = run(*flat)
+        for name, argument in zip(names, flat, strict=True):
+            if isinstance(argument, FunctionalTensor) and has_data_mutation(argument):
+                raise ValueError(f"the graph writes into its input {name}; give a functional graph (torch.export makes one)")
+        return result
+
+    return dispatch_functionalize(checked, FunctionalTensorMode())
+
+
+def traced_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that is traced where `functional` runs: the one without a record of pending writes."""
+    if not isinstance(tensor, FunctionalTensor):
+        return tensor
+    torch._sync(tensor)
+    return torch._from_functional_tensor(tensor.elem)
+
+
+def without_equal_strides(traced: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+    """Takes as_strided that moves no element out of the graph; returns which node each of them was replaced by.
+
+    Average pooling to 1x1 in channels_last writes strides of dims of size 1 this way, and its backward scatters into zeros
+    what it reads again at once; no rule shards an as_strided.
+    """
+    replaced: dict[fx.Node, fx.Node] = {}
+    for node in list(traced.graph.nodes):
+        same = _source(traced.graph, node) if node.target is aten.as_strided.default else None
+        if same is not None:
+            replaced[node] = same
+            node.replace_all_uses_with(same)
+            traced.graph.erase_node(node)
+    return replaced
+
+
+def _source(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """The node that an as_strided equals, made where it has other dims of size 1; None if it moves elements."""
+    source = node.args[0]
+    tensor = source.meta["val"]
+    size, strides, offset = [*node.args[1:], None][:3]
+    region = _region(size, strides, tensor.storage_offset() if offset is None else offset)
+    if region == _region(tensor.shape, tensor.stride(), tensor.storage_offset()):
+        return _viewed(graph, source, node)
+    if source.target is aten.as_strided_scatter.default and source.args[4:] and region == _region(*source.args[2:]):
+        scattered = source.args[1]
+        if scattered.target is aten.copy.default and _alike(scattered, scattered.args[1]):
+            scattered = scattered.args[1]
+        return _viewed(graph, scattered, node)
+    return None
+
+
+def _region(size: Sequence[int], strides: Sequence[int], offset: int) -> tuple:
+    """Which elements are addressed, in order: dims of size 1 address nothing, whatever their stride."""
+    return tuple((n, step) for n, step in zip(size, strides, strict=True) if n != 1), offset
+
+
+def _alike(node: fx.Node, other: fx.Node) -> bool:
+    tensor, another = node.meta["val"], other.meta["val"]
+    return tensor.shape == another.shape and tensor.dtype == another.dtype
+
+
+def _viewed(graph: fx.Graph, source: fx.Node, node: fx.Node) -> fx.Node:
+    """The source in the shape of `node`, which has other dims of size 1 at most."""
+    shape = list(node.meta["val"].shape)
+    if list(source.meta["val"].shape) == shape:
+        return source
+    with graph.inserting_before(node):
+        view = graph.call_function(aten.view.default, (source, shape))
+    view.meta = dict(node.meta)
+    return view

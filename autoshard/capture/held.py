@@ -1,0 +1,120 @@
+"""The tensors that modules and arguments hold anywhere: in lists, caches and other objects, not only as parameters and buffers.
+
+    reachable   every object that can be reached through attributes, items and slots, each once
+    copied      a deep copy with other tensors in it; what can't be copied (a lock, a file) is shared
+    opened      a module whose arguments and results are trees of tensors: an object among them is the list of its tensors
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+_CLOSED = (str, bytes, int, float, complex, type, type(None), types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+_PLAIN = (torch.Tensor, str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def reachable(*roots: Any) -> Iterator[Any]:
+    """Tensors and other objects, in the order in which a reader of the attributes meets them."""
+    seen: set[int] = set()
+    waiting = [*reversed(roots)]
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen or isinstance(item, _CLOSED):
+            continue
+        seen.add(id(item))
+        yield item
+        if not isinstance(item, torch.Tensor):
+            waiting += reversed(list(_parts(item)))
+
+
+def _parts(item: Any) -> Iterator[Any]:
+    if isinstance(item, Mapping):
+        yield from item.values()
+    elif isinstance(item, (list, tuple, set, frozenset)):
+        yield from item
+    elif isinstance(item, types.MethodType):
+        yield item.__self__
+    yield from getattr(item, "__dict__", {}).values()
+    for kind in type(item).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            if isinstance(kind.__dict__.get(slot), types.MemberDescriptorType) and hasattr(item, slot):
+                yield getattr(item, slot)
+
+
+def copied(item: Any, replacement: Callable[[torch.Tensor], torch.Tensor], instead: Mapping[int, Any] | None = None) -> Any:
+    """A deep copy of the item with `replacement(t)` in the place of each tensor t (one tensor stays one); instead: objects by the
+    id of those whose place they take."""
+    memo: dict[int, Any] = {}
+    for part in reachable(item):
+        if isinstance(part, torch.Tensor):
+            memo[id(part)] = replacement(part)
+        elif not _is_copyable(part):
+            memo[id(part)] = part
+    return copy.deepcopy(item, memo | dict(instead or {}))
+
+
+def _is_copyable(item: Any) -> bool:
+    if hasattr(type(item), "__deepcopy__") or isinstance(item, (nn.Module, dict, list, tuple, types.MethodType)):
+        return True
+    try:
+        item.__reduce_ex__(4)
+    except (TypeError, NotImplementedError):  # what an object raises that has no state to copy
+        return False
+    return True
+
+
+def unsupported_kind(tensor: torch.Tensor) -> str:
+    """Why there is no plan for a tensor of this kind, as a sentence; "" for a dense one."""
+    if nn.parameter.is_lazy(tensor):
+        return "a parameter has no shape yet (LazyLinear and the like): run the model on one batch first, then plan it"
+    if tensor.is_nested:
+        return "a nested tensor has no one shape to shard: pad it (torch.nested.to_padded_tensor) and give a mask"
+    if tensor.is_quantized:
+        return f"a tensor of {tensor.dtype} is quantized, and no rule shards its scales: plan with tensor.dequantize()"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout} is sparse: plan with tensor.to_dense()"
+    return ""
+
+
+def tensors_of(item: Any) -> list[torch.Tensor]:
+    return [part for part in reachable(item) if isinstance(part, torch.Tensor)]
+
+
+def opened(module: nn.Module, args: tuple, kwargs: dict) -> tuple[nn.Module, tuple, dict]:
+    """The module and arguments in which each object that is no tensor and no number is the list of the tensors that it holds.
+
+    The module is changed where it stands: give a copy. Its forward puts fresh copies of the objects together from the tensors.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    objects = {k: leaf for k, leaf in enumerate(leaves) if not isinstance(leaf, _PLAIN)}
+    original = type(module)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        leaves: list[Any] = spec.flatten_up_to((args, kwargs)) if objects else []
+        for k, template in objects.items():
+            tensors = dict(zip(map(id, tensors_of(template)), leaves[k], strict=True))
+            leaves[k] = copied(template, lambda tensor: tensors[id(tensor)])  # noqa: B023  (called at once)
+        if objects:
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
+        result = original.forward(self, *args, **kwargs)
+        return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else tensors_of(leaf), result)
+
+    module.__class__ = type(original.__name__, (original,), {"forward": forward, "__module__": original.__module__})
+    return module, *in_lists(args, kwargs)
+
+
+def in_lists(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments with the list of its tensors in the place of each object."""
+    return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else tensors_of(leaf), (args, kwargs))
+
+
+def has_objects(args: tuple, kwargs: dict) -> bool:
+    return not all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves((args, kwargs)))

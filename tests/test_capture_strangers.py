@@ -1,0 +1,424 @@
+"""Models as strangers write them: each is captured, planned and verified, or refused with a sentence that says what to change."""
+
+import contextlib
+import json
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from autoshard.api import plan, verify
+from autoshard.capture import capture, capture_given
+from autoshard.capture.depth import shrunk
+from autoshard.capture.held import copied, reachable, tensors_of
+from autoshard.cli import main
+from autoshard.cli.huggingface import load_huggingface
+from autoshard.cli.model import load_model
+from autoshard.mesh import Mesh
+
+MESH = Mesh.from_bandwidths((2, 2))
+BOTH = pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+
+
+class Model(nn.Module):
+    """`function(parts, *inputs)` as a module."""
+
+    def __init__(self, function, *parts):
+        super().__init__()
+        self.function, self.parts = function, nn.ModuleList(parts)
+
+    def forward(self, *args, **kwargs):
+        return self.function(self.parts, *args, **kwargs)
+
+
+class Loss(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args, **kwargs):
+        return self.model(*args, **kwargs).float().pow(2).mean()
+
+
+def linear(function):
+    """A case whose function gets nn.Linear(8, 8) and [4, 8]."""
+    return lambda: (Model(lambda parts, x: function(parts[0], x), nn.Linear(8, 8)), (torch.randn(4, 8),))
+
+
+def last(layer):
+    return Model(lambda parts, x: parts[0](x)[0], layer)
+
+
+# -- what works ------------------------------------------------------------------------------------------------------------------
+
+LOCK = threading.Lock()
+
+
+class Timed:
+    def __enter__(self):
+        self.began = time.monotonic()
+
+    def __exit__(self, *error):
+        return False
+
+
+class Locked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.lock = nn.Linear(8, 8), threading.Lock()
+
+    def forward(self, x):
+        with self.lock:
+            return self.linear(x)
+
+
+def under(context):
+    def function(layer, x):
+        with context():
+            return layer(x)
+
+    return linear(function)
+
+
+class ConvNext(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.LayerNorm(8)
+        self.up, self.down, self.pool = nn.Linear(8, 16), nn.Linear(16, 8), nn.AdaptiveAvgPool2d(1)
+
+    def forward(self, x):
+        y = self.down(F.gelu(self.up(self.norm(self.conv(x).permute(0, 2, 3, 1))))).permute(0, 3, 1, 2)
+        return self.pool(x + y).flatten(1)
+
+
+def pooled():
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 8))
+    return model.to(memory_format=torch.channels_last), (torch.randn(4, 4, 8, 8).to(memory_format=torch.channels_last),)
+
+
+def nested(depth):
+    model = nn.Linear(8, 8)
+    for _ in range(depth):
+        model = nn.Sequential(model)
+    return model
+
+
+def decoder(**options):
+    layer = nn.TransformerDecoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    model = Model(lambda parts, x, y, mask: parts[0](x, y, tgt_mask=mask, **options), nn.TransformerDecoder(layer, 1))
+    return model, (torch.randn(4, 4, 8), torch.randn(4, 4, 8), nn.Transformer.generate_square_subsequent_mask(4))
+
+
+class Pair:
+    """What a stranger keeps tensors in: slots, a list, and things that can't be copied."""
+
+    __slots__ = ("first", "rest", "lock")
+
+    def __init__(self, *tensors):
+        self.first, self.rest, self.lock = tensors[0], list(tensors[1:]), threading.Lock()
+
+
+class Written:
+    def __init__(self, cache):
+        self.cache, self.seen = cache, 0
+
+
+def write(parts, x, held):
+    held.seen += 1
+    held.cache[:, :1] = parts[0](x)[:, None]
+    return held.cache.sum(1)
+
+
+def pooled_dims():
+    return Model(lambda parts, x: parts[0](x).relu(), nn.Linear(4, 4)), (torch.randn([1] * 18 + [4, 4]),)
+
+
+WORKS = {
+    "rms_norm": lambda: (nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8)), (torch.randn(4, 8),)),
+    "gru": lambda: (last(nn.GRU(8, 8, batch_first=True)), (torch.randn(4, 4, 8),)),
+    "rnn": lambda: (last(nn.RNN(8, 8, batch_first=True)), (torch.randn(4, 4, 8),)),
+    "roll": linear(lambda layer, x: torch.roll(layer(x), (-1, -1), (0, 1))),
+    "pooled in channels_last": pooled,
+    "convnext": lambda: (ConvNext(), (torch.randn(4, 8, 8, 8),)),
+    "a lock": under(lambda: LOCK),
+    "a lock of the module": lambda: (Locked(), (torch.randn(4, 8),)),
+    "a context": under(Timed),
+    "a generator's context": under(contextlib.nullcontext),
+    "no_grad, then more": linear(lambda layer, x: layer(torch.no_grad()(layer)(x))),
+    "a checkpoint": linear(lambda layer, x: checkpoint(layer, x, use_reentrant=False)),
+    "100 Sequentials": lambda: (nested(100), (torch.randn(4, 8),)),
+    "20 dims": pooled_dims,
+    "a mask that is said to be causal": lambda: decoder(tgt_is_causal=True),
+    "an object of tensors": lambda: (
+        Model(lambda parts, x: parts[0](x.first) + x.rest[0], nn.Linear(8, 8)),
+        (Pair(torch.randn(4, 8), torch.randn(8)),),
+    ),
+    "an object by keyword": lambda: (
+        Model(lambda parts, x, *, pair: parts[0](x) + pair.rest[0], nn.Linear(8, 8)),
+        {"x": torch.randn(4, 8), "pair": Pair(torch.randn(4, 8), torch.randn(8))},
+    ),
+}
+
+
+def built(make, training):
+    torch.manual_seed(0)
+    model, inputs = make()
+    return (Loss(model) if training else model).eval(), inputs
+
+
+@BOTH
+@pytest.mark.parametrize("name", WORKS)
+def test_it_is_captured_planned_and_verified(name, training):
+    model, inputs = built(WORKS[name], training)
+    graph = capture(model, inputs, training=training)
+    assert set(graph.parameters) == {name for name, _ in model.named_parameters()}
+    assert not [op.target for op in graph.ops if "as_strided" in op.target]
+    solution = plan(model, inputs, MESH, training=training, baselines=False)
+    assert verify(model, inputs, solution, random=0)["ok"]
+    assert not torch._dynamo.config.allow_rnn  # set for the time of a capture only
+
+
+@BOTH
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_layers_of_many_steps_are_captured(kind, training):
+    model, inputs = built(lambda: (last(kind(8, 8, 2, bidirectional=True)), (torch.randn(4, 2, 8),)), training)
+    assert set(capture(model, inputs, training=training).parameters) == {name for name, _ in model.named_parameters()}
+
+
+def test_what_the_forward_writes_into_an_object_is_a_result_and_the_object_stays():
+    held = Written(torch.zeros(4, 2, 8))
+    graph = capture(Model(write, nn.Linear(8, 8)), (torch.randn(4, 8), held), training=False)
+    assert [(result.kind, result.name) for result in graph.results] == [("buffer", "input_1"), ("output", "0")]
+    assert held.seen == 0 and not held.cache.any()
+
+
+def test_objects_in_what_is_returned_are_their_tensors():
+    graph = capture(Model(lambda parts, x: (x, Pair(parts[0](x), x + 1)), nn.Linear(8, 8)), (torch.randn(4, 8),), training=False)
+    assert [result.name for result in graph.results] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("kind", ["DynamicCache", "StaticCache"])
+def test_caches_of_transformers_are_inputs(kind):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32}
+    config = transformers.LlamaConfig(num_hidden_layers=1, max_position_embeddings=32, **sizes)
+    model = transformers.LlamaForCausalLM(config).eval()
+    cache = getattr(transformers, kind)(config=config, **({"max_cache_len": 16} if kind == "StaticCache" else {}))
+    with torch.no_grad():
+        model(torch.zeros(4, 4, dtype=torch.int64), past_key_values=cache, use_cache=True)
+    before = [tensor.clone() for tensor in tensors_of(cache)]
+    inputs = {"input_ids": torch.zeros(4, 1, dtype=torch.int64), "past_key_values": cache, "use_cache": True}
+    solution = plan(model, inputs, MESH, training=False, baselines=False)
+    assert verify(model, inputs, solution, random=0)["ok"]
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors_of(cache), strict=True))
+
+
+def test_layers_that_hold_a_lock_are_shrunk():
+    model = nn.Sequential(nn.Sequential(*(Locked() for _ in range(6))))
+    small = shrunk(model, {"0": 2})
+    assert len(small[0]) == 2 and small[0][0].lock is model[0][0].lock and small[0][0].linear.weight is model[0][0].linear.weight
+
+
+def test_a_copy_has_its_own_tensors_and_shares_locks():
+    pair = Pair(torch.ones(2), torch.ones(3))
+    pair.rest.append(pair.first)
+    copy = copied(pair, lambda tensor: tensor * 2)
+    assert copy is not pair and copy.lock is pair.lock and copy.first is copy.rest[1] and copy.rest[0].tolist() == [2, 2, 2]
+    assert pair.first.tolist() == [1, 1] and copy.lock in list(reachable(copy))
+
+
+# -- as_strided --------------------------------------------------------------------------------------------------------------------
+
+X = torch.randn(4, 1, 8)
+STRIDED = [
+    (lambda x: x.as_strided((4, 1, 8), (8, 99, 1)), 0),
+    (lambda x: x.as_strided((4, 8), (8, 1)), 0),
+    (lambda x: x.as_strided((4, 1, 8), (8, 8, 1), 0), 0),
+    (lambda x: x.as_strided((8, 4), (1, 8)), 1),  # from here on elements move
+    (lambda x: x.as_strided((2, 1, 8), (8, 8, 1)), 1),
+    (lambda x: x.as_strided((3, 8), (8, 1), 8), 1),
+]
+
+
+@pytest.mark.parametrize(("function", "left"), STRIDED, ids=range(len(STRIDED)))
+def test_as_strided_goes_where_it_moves_no_element(function, left):
+    graph = capture_given(make_fx(lambda x: function(x).exp())(X)).graph
+    assert [op.target for op in graph.ops].count("aten.as_strided.default") == left
+    assert graph.tensor(graph.results[0].value).shape == tuple(function(X).shape)
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------------------------
+
+
+def attend(layer, x):
+    q = layer(x).view(2, 2, 1, 8).transpose(1, 2)
+    return flex_attention(q, q, q).reshape(4, 8)
+
+
+def flex_masked(layer, x):
+    return attend(layer, x).sum()
+
+
+def grouped(layer, x):
+    return F.grouped_mm(x, layer.weight.view(1, 8, 8), offs=torch.tensor([4], dtype=torch.int32))
+
+
+class Kept(nn.Module):
+    """Writes into a tensor that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.kept = nn.Linear(8, 8), [torch.zeros(4, 8)]
+
+    def forward(self, x):
+        self.kept[0].add_(self.linear(x).detach())
+        return self.linear(x) + self.kept[0]
+
+
+def script():
+    return torch.jit.script(nn.Linear(8, 8)), (torch.randn(4, 8),)
+
+
+FLEX = "no rule shards flex_attention: call F.scaled_dot_product_attention, with is_causal=True or an attn_mask"
+HERE = rf"at {__file__}:\d+"
+REFUSED = {
+    "flex_attention": (linear(attend), FLEX),
+    "a mask": (decoder, rf"{HERE}: torch compares the values of the mask with a causal one .*say what it is: tgt_is_causal=True"),
+    "grouped_mm": (linear(grouped), rf"{HERE}: torch's fake kernel of grouped_mm knows bfloat16 only .*plan in bfloat16"),
+    "a lazy layer": (lambda: (nn.LazyLinear(8), (torch.randn(4, 8),)), "a parameter has no shape yet .*run the model on one batch first"),
+    "nested": (lambda: (nn.Linear(8, 8), (torch.nested.nested_tensor([torch.randn(2, 8)]),)), "a nested tensor .*pad it"),
+    "jagged": (
+        lambda: (nn.Linear(8, 8), (torch.nested.nested_tensor([torch.randn(2, 8)], layout=torch.jagged),)),
+        "a nested tensor .*pad it",
+    ),
+    "quantized": (
+        lambda: (nn.Linear(8, 8), (torch.quantize_per_tensor(torch.randn(4, 8), 0.1, 0, torch.qint8),)),
+        "a tensor of torch.qint8 is quantized",
+    ),
+    "sparse": (lambda: (nn.Linear(8, 8), (torch.eye(8).to_sparse(),)), "a tensor of layout torch.sparse_coo is sparse"),
+    "400 Sequentials": (lambda: (nested(400), (torch.randn(4, 8),)), "nested deeper than Python's recursion limit .*setrecursionlimit"),
+    "torch.jit": (script, "is compiled by torch.jit"),
+    "cond": (
+        linear(lambda layer, x: torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (layer(x),))),
+        "the program calls cond.* cond with torch.where",
+    ),
+    "an unregistered tensor": (lambda: (Kept(), (torch.randn(4, 8),)), "writes into a tensor that is no buffer .*register_buffer"),
+    "the data decide": (
+        linear(lambda layer, x: layer(x) if x.sum() > 0 else x),
+        rf"{HERE}: its shapes or its control flow depend on the data",
+    ),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_with_what_to_change(name, training, capfd):
+    make, sentence = REFUSED[name]
+    with pytest.raises(ValueError, match=sentence) as caught:
+        model, inputs = make()
+        capture(Loss(model) if training else model, inputs, training=training)
+    assert "\n" not in str(caught.value)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+class OwnError(Exception):
+    pass
+
+
+RAISED = [
+    *[kind("what went wrong") for kind in (OwnError, ValueError, RuntimeError, KeyError, ZeroDivisionError, OSError, ImportError)],
+    *[kind("what went wrong") for kind in (StopIteration, UnicodeError, LookupError, EOFError, RecursionError, SystemExit)],
+    *[kind() for kind in (OwnError, ValueError, MemoryError, AssertionError, TypeError)],
+    SystemExit(0),
+]  # fmt: skip
+MODEL_FILE = """
+import torch
+
+class Raises(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.linear(x)
+        raise ERROR
+
+def model():
+    return Raises(), (torch.zeros(4, 8),)
+"""
+LINE = MODEL_FILE.splitlines().index("        raise ERROR") + 1
+
+
+@BOTH
+@pytest.mark.parametrize("error", RAISED, ids=lambda error: f"{type(error).__name__}-{error}")
+def test_whatever_a_forward_raises_is_a_sentence_with_its_line_below_a_loss_of_another_file(error, training, tmp_path):
+    (tmp_path / "raises.py").write_text(MODEL_FILE)
+    model, inputs = load_model(f"{tmp_path}/raises.py:model", {})
+    type(model).forward.__globals__["ERROR"] = error.with_traceback(None)  # the other mode has raised it too
+    with pytest.raises(ValueError) as caught:
+        capture(Loss(model), inputs, training=training)
+    sentence = str(caught.value)
+    assert sentence.startswith(f"Loss can't be captured at {tmp_path}/raises.py:{LINE}: ")
+    assert (str(error) or type(error).__name__) in sentence and "Observed exception" not in sentence
+
+
+def test_our_own_sentences_are_left_alone():
+    with pytest.raises(ValueError, match="^the module has no parameter that gets a gradient"):
+        capture(Model(lambda parts, x: x.sum()), (torch.zeros(4),), training=True)
+
+
+@pytest.mark.parametrize("written", ["import sys; sys.exit(0)", "def model():\n    raise SystemExit"])
+def test_a_model_file_that_exits_is_an_error(written, tmp_path, capsys):
+    (tmp_path / "exits.py").write_text(written)
+    assert main(["plan", f"{tmp_path}/exits.py:model", "--mesh", "2"]) == 2
+    assert "SystemExit" in capsys.readouterr().err
+
+
+# -- hf: -----------------------------------------------------------------------------------------------------------------------------
+
+TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+VIDEO = TINY | {"image_size": 16, "patch_size": 8, "num_frames": 2}
+SPEECH = TINY | {"conv_dim": [8, 8], "conv_kernel": [3, 3], "conv_stride": [2, 2], "num_feat_extract_layers": 2}
+OTHER = "hf: makes input_ids, .* give file.py:function"
+SEGMENTS = {"hidden_sizes": [8, 8, 8, 8], "num_attention_heads": [1, 1, 1, 1], "depths": [1, 1, 1, 1]} | {
+    "decoder_hidden_size": 8,
+    "image_size": 32,
+}
+MAMBA = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 32, "state_size": 2}
+HF = [
+    ("timesformer", "TimesformerForVideoClassification", VIDEO, {"pixel_values": (2, 2, 3, 16, 16)}, {"labels": (2,)}),
+    ("segformer", "SegformerForSemanticSegmentation", SEGMENTS, {"pixel_values": (2, 3, 32, 32)}, {"labels": (2, 32, 32)}),
+    ("mamba", "MambaForCausalLM", MAMBA, {"input_ids": (2, 4)}, {"labels": (2, 4)}),
+    ("bert", "BertForNextSentencePrediction", TINY, {"input_ids": (2, 4)}, {"labels": (2,)}),
+    ("wav2vec2", "Wav2Vec2ForCTC", SPEECH, f"Wav2Vec2ForCTC needs input_values, and {OTHER}", None),
+    ("decision_transformer", "DecisionTransformerModel", {"hidden_size": 16}, f"DecisionTransformerModel needs states, and {OTHER}", None),
+    ("resnet", "ResNetForImageClassification", {}, "ResNetConfig tells no image_size; give one, for example --set image_size=224", None),
+]  # fmt: skip
+
+
+@BOTH
+@pytest.mark.parametrize(("kind", "name", "config", "expected", "labels"), HF, ids=[row[1] for row in HF])
+def test_a_class_that_needs_other_inputs_gets_them_or_says_which(kind, name, config, expected, labels, training, tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "architectures": [name]} | config))
+    if labels is None:
+        with pytest.raises(ValueError, match=expected):
+            load_huggingface(str(tmp_path), {}, training=training)
+        return
+    model, inputs = load_huggingface(str(tmp_path), {"batch": 2, "seq": 4}, training=training)
+    assert {key: tuple(tensor.shape) for key, tensor in inputs.items()} == expected | (labels if training else {})
+    assert capture(model, inputs, training=training).results[0].value is not None
+
+
+def test_a_class_that_returns_no_loss_for_its_labels_says_so(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForPreTraining"]} | TINY))
+    model, inputs = load_huggingface(str(tmp_path), {}, training=True)
+    with pytest.raises(ValueError, match="BertForPreTraining returns no loss for the inputs input_ids, labels"):
+        capture(model, inputs, training=True)
