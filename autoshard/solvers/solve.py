@@ -16,7 +16,7 @@ import numpy as np
 from ..problem import EdgeUsage, Problem, evaluate, without_limit
 from .answer import TOLERANCE, Answer, Status
 from .auto import Auto, finish, polish
-from .certificate import explain_infeasible
+from .certificate import explain_infeasible, hopeless
 from .cvx import CVX
 from .dual import Dual, converge, resume
 from .eliminate import DP
@@ -79,7 +79,9 @@ def solve(
         incumbent.offer(start)
     infeasibility, interrupted = None, False
     try:
-        if messages is not None:
+        if hopeless(problem):
+            incumbent.raise_bound(math.inf)
+        if messages is not None and not incumbent.done:
             finish(problem, incumbent, resume(problem, incumbent, messages))
         if isinstance(chosen, Auto) and not incumbent.done and _is_limited_plan(problem):
             approach(problem, incumbent, messages)
