@@ -25,7 +25,10 @@ class Verb(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         names = {parameter.name: called(parameter) for parameter in self.params}
         check_words(str(self.name), names, ctx.params)
-        return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Abort() from None
 
 
 class Verbs(typer.Typer):
@@ -69,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = app(args=arguments, prog_name="autoshard", standalone_mode=False)
     except typer.TyperException as error:  # words that are no command line
         return _refuse(_usage_sentence(error))
-    except typer.Abort:
+    except (typer.Abort, KeyboardInterrupt):
         return _refuse("interrupted", INTERRUPTED)
     except (ValueError, OSError) as error:
         if arguments[:1] == ["--traceback"]:
