@@ -12,7 +12,7 @@ LISTEN = 0.5  # seconds between looks at the clock
 # By the beginning of what is being done; the longest one that fits.
 GIVES = {
     "": "ends it without an answer",
-    "solving": "ends the search: the best plan so far is the answer",
+    "solving": "ends the search: the best plan so far, if there is one, is the answer",
     "solving the baselines": "ends it without an answer",
     "mesh ": "ends the search on this mesh, or all of it where nothing is found yet",
     "measuring": "ends it: what was measured so far is written",

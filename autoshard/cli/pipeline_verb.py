@@ -169,8 +169,10 @@ def _executor(workers: int, dask: str | None) -> AbstractContextManager[Executor
 @contextmanager
 def _workers(count: int) -> Iterator[Executor]:
     """Processes that don't hear Ctrl-C, which this one does: it then ends them and says the one line."""
-    executor = ProcessPoolExecutor(count, mp_context=get_context("spawn"))  # torch's threads don't survive a fork
-    heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # those that start now inherit it
+    ignore = (signal.SIGINT, signal.SIG_IGN)
+    # spawn: torch's threads don't survive a fork
+    executor = ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=signal.signal, initargs=ignore)
+    heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until then: those that start now inherit it
     try:
         executor.submit(os.getpid)  # starts all of them
     finally:
