@@ -7,9 +7,9 @@ from functools import cache
 
 import pytest
 
-
 from autoshard.api.options import Options
 from autoshard.api.planning import formulate_for
+from autoshard.api.refusal import PATIENCE, searched_seconds
 from autoshard.capture import capture
 from autoshard.mesh import MOST_AXES, MOST_DEVICES, Mesh, parse_shape
 from autoshard.problem import evaluate
@@ -110,3 +110,38 @@ def test_clusters_beyond_any_size_are_refused():
 def test_tables_are_laid_over_no_more_devices_than_a_search_can_move_them_on():
     with pytest.raises(ValueError, match=f"100000 devices; tables are laid over {MOST_OF_TABLES} at most"):
         plan_tables([Table("user", 10**6, 64)], 100000)
+
+
+# -- patience --------------------------------------------------------------------------------------------------------------------------
+
+
+class Ticking:
+    """A clock on which every look takes a second."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def test_a_search_without_an_answer_ends_when_patience_does_and_one_with_an_answer_goes_on():
+    problem = formulated()[1].problem
+    record = Record(problem, 1000.0, 0.0, lambda: 200.0, patience=120.0)
+    incumbent = Incumbent(problem, record)
+    assert incumbent.done
+    answer = solve(problem)
+    incumbent.offer(answer.choice)
+    assert incumbent.time_left() == 800.0 and not incumbent.done
+    assert Incumbent(problem, replace(record, choice=None, patience=math.inf)).time_left() == 800.0
+
+
+def test_solve_without_an_answer_is_unknown_after_its_patience():
+    problem = replace(formulated()[1].problem, usage_limit=1.0005 * leveled()[0])
+    assert solve(problem, patience=5.0, clock=Ticking()).status is Status.UNKNOWN
+
+
+@pytest.mark.parametrize(("options", "seconds"), [({}, PATIENCE), ({"time_limit": 7.0}, 7.0), ({"time_limit": 500.0}, 500.0)])
+def test_a_time_limit_that_is_set_is_the_patience_too(options, seconds):
+    assert searched_seconds(Options(**options)) == seconds

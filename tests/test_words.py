@@ -113,7 +113,8 @@ def with_value(verb: str, parameter, value: str) -> list[str]:
     if parameter.param_type_name == "option":
         return [*verb.split(), *begin, f"{parameter.opts[0]}={value}"]
     place = [p.name for p in verbs()[verb] if p.param_type_name == "argument"].index(parameter.name)
-    return [*verb.split(), *begin[:place], "--", value] if place >= len(begin) else [*verb.split(), *begin[:place], value, *begin[place + 1 :]]
+    after = begin[place + 1 :] if place < len(begin) else []
+    return [*verb.split(), *begin[:place], *([] if after else ["--"]), value, *after]
 
 
 def wrong_values(verb: str, name: str) -> list[str] | None:
@@ -167,7 +168,8 @@ def test_right_words_are_not_refused():  # else any refusal would do above
         ["simulate", "mlp", "--constants", "distir_3386edc", "--data", "1,2"],
         ["check", HERE, "--within", "5%"],
         ["tables", HERE, "--devices", "2x8", "--host-memory", "0"],
-        ["pipeline", MODEL, "--nodes", "2x8:h100", "--memory", "80GB", "--memory", "40GB", "--recompute", "never", "--schedules", "1f1b, gpipe"],
+        ["pipeline", MODEL, "--nodes", "2x8:h100", "--memory", "80GB", "--memory", "40GB", "--recompute", "never"],
+        ["pipeline", MODEL, "--devices", "8", "--schedules", "1f1b, gpipe", "--microbatches", "4,8"],
         ["export", HERE, "--format", "tp_plan"],
         ["explain", HERE, "w", "--why-not", "S(1),R"],
         ["redistribute", HERE, "--prices", "tensorcraft", "--planner", "naive", "--memory-limit", "1GB"],

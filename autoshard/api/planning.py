@@ -34,7 +34,7 @@ from autoshard.api.options import checked_options as checked_options
 from autoshard.api.padding import padding_offers
 from autoshard.api.pins import Demanded
 from autoshard.api.pins import allowed_by_pins as allowed_by_pins
-from autoshard.api.refusal import infeasible
+from autoshard.api.refusal import infeasible, searched_seconds
 from autoshard.api.tying import solve_tied
 from autoshard.baselines import allowed, baselines
 from autoshard.capture import capture_deep
@@ -182,7 +182,8 @@ def _beside(
     if options.keep or (options.price_pins and (options.pins or options.forbid)):
         with watch.phase("pins", "pricing the pins", 0.98):
             said = partial(_say, watch, "pricing the pins", 0.98)
-            rows = priced(formulated, options, answer, lambda free: _solve(formulated, free, options, watch, [choice], few).in_passing(), said)
+            best = partial(_solve, options=options, watch=watch, starts=[choice], few=few)
+            rows = priced(formulated, options, answer, lambda free: best(formulated, free).in_passing(), said)
         yield lambda solution: replace(solution, assumptions={**solution.assumptions, "pin_prices": rows})
 
 
@@ -234,6 +235,7 @@ def _solve(
     given["preference"] = formulated.preference
     if options.tie_blocks:
         return solve_tied(formulated, problem, solver=options.solver, **given)
+    given["patience"] = searched_seconds(options)
     if few is not None:
         return few.solve(problem, starts=starts, **given)
     return solve(problem, solver=options.solver, starts=starts, **given)

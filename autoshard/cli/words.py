@@ -157,8 +157,8 @@ def device(name: str, value: str) -> None:
 
 
 def prices(name: str, value: str) -> None:
-    if value.lower() not in PRICES:
-        raise ValueError(f"there are no prices of {value!r}; expected one of {', '.join(PRICES)}")
+    if value not in PRICES:
+        raise ValueError(f"no prices are known for {value!r}; known are {', '.join(PRICES)}, or measure: autoshard calibrate measure")
 
 
 def percent(name: str, value: str) -> None:
