@@ -97,7 +97,7 @@ class Priced:
         problem = self._with_bytes(price)
         choice, messages = converged(problem, gap=gap)  # proves nearly all of them, before anything is reduced
         start = [] if choice is None else [choice]
-        given = {"time_limit": self.job.time_limit, "gap": gap, "preference": preference}
+        given: dict[str, Any] = {"time_limit": self.job.time_limit, "gap": gap, "preference": preference}
         answer = solve(problem, starts=start, messages=messages, **given).in_passing()
         if answer.choice is None or not math.isfinite(answer.cost):
             return None
