@@ -1,5 +1,39 @@
+"""Where the program begins: Ctrl-C is heard before anything slow is imported."""
+
+import os
+import signal
 import sys
+from types import FrameType
 
-from autoshard.cli import main
+INTERRUPTED = 130
+SHOW_CURSOR = b"\r\x1b[2K\x1b[?25h"  # a bar may have hidden it
 
-sys.exit(main())
+
+def main() -> int:
+    """Run one verb and return its exit code."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # in the background it is ignored
+        signal.signal(signal.SIGINT, _interrupted)
+    from autoshard.cli import main as run  # here: it takes a moment
+
+    code = run()
+    if signal.getsignal(signal.SIGINT) is _interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the answer is out; what is left is to end
+    return code
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    """Within an import nothing is known that could be lost, and an exception would come out as a traceback, or be swallowed."""
+    names = []
+    while frame is not None:
+        names.append((frame.f_code.co_filename, frame.f_code.co_name))
+        frame = frame.f_back
+    importing = any(file.startswith("<frozen importlib") for file, _ in names)
+    solving = any(file.endswith(os.path.join("solvers", "solve.py")) and name == "solve" for file, name in names)
+    if importing and not solving:
+        os.write(2, (SHOW_CURSOR if os.isatty(2) else b"") + b"autoshard: interrupted\n")
+        os._exit(INTERRUPTED)
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

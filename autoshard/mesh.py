@@ -78,6 +78,8 @@ class Axis:
         return self.bandwidth / self.shared_by
 
 
+MOST_DIGITS = 18  # of a number in a mesh's text; Python refuses to read thousands of digits
+
 # Mean relative error that is usual for prices that were not measured. Links: data-sheet bandwidths (the share of them that is usually
 # reached) against 36 measured NCCL curves of a100, h100 and l40s. Device: an uncalibrated roofline against 81 real training steps
 # of an MLP, as published with DistIR.
@@ -87,6 +89,7 @@ BACKENDS = ("nccl", "gloo")
 
 INTRA_LATENCY = 5e-6  # seconds; NVLink-class, order of magnitude of nccl-tests on small messages
 INTER_LATENCY = 15e-6  # seconds; InfiniBand-class
+MOST_DEVICES, MOST_AXES = 2**18, 5  # an op's candidates multiply with the axes: 7775 of a matmul on five axes, 46000 on six
 DEVICES_PER_NODE = 8  # where nobody says and no shape does: a server with A100s, H100s or H200s has as many
 
 
@@ -96,6 +99,9 @@ class Mesh:
 
     axes: tuple[Axis, ...]
     device: Device = field(default_factory=lambda: DEVICES["h100"])
+
+    def __post_init__(self) -> None:
+        check_size(self.shape)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -211,12 +217,27 @@ def check_shape(shape: object) -> tuple[int, ...]:
         sizes = ()
     if not sizes or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
         raise ValueError(f"mesh shape is {shape!r}; expected positive whole numbers, one per axis, for example (2, 4)")
+    check_size(sizes)
     return sizes
+
+
+def check_size(sizes: tuple[int, ...]) -> None:
+    """ValueError on more axes or devices than planning can list layouts for."""
+    if len(sizes) > MOST_AXES:
+        raise ValueError(f"mesh {_by(sizes)} has {len(sizes)} axes; expected {MOST_AXES} at most: join axes of the same kind of link")
+    if math.prod(sizes) > MOST_DEVICES:
+        raise ValueError(f"mesh {_by(sizes)} has too many devices; expected {MOST_DEVICES} at most: make it smaller")
+
+
+def _by(sizes: tuple[int, ...]) -> str:
+    """2x4; of a long shape its beginning."""
+    written = "x".join(str(n) if n < 10**12 else f"{float(min(n, 10**300)):.0e}" for n in sizes[:8])
+    return written if len(sizes) <= 8 else f"{written}x..."
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
     """`2x4` -> (2, 4). ValueError on anything else."""
     parts = text.lower().replace("*", "x").replace(",", "x").split("x")
-    if not all(part.strip().isdecimal() for part in parts):
+    if not all(part.strip().isdecimal() and len(part.strip()) <= MOST_DIGITS for part in parts):
         raise ValueError(f"mesh is {text!r}; expected sizes joined by x, slowest axis first, for example 2x4")
     return check_shape(tuple(int(part) for part in parts))

@@ -148,7 +148,7 @@ def model_file(tmp_path_factory) -> str:
     (folder / "net.py").write_text(MODEL_FILE)
     (folder / "neighbour.py").write_text("")
     (folder / "broken.py").write_text("x = 1\ndef f(:\n")
-    (folder / "missing.py").write_text("\nimport not_installed_anywhere\n")
+    (folder / "missing.py").write_text("\nimport not_installed_anywhere as f\n")
     return str(folder / "net.py")
 
 
@@ -212,7 +212,7 @@ BAD_WORDS = [
     (("export", "nothing.json"), "there is no file nothing.json"),
     (("solve", "nothing.json"), "there is no file nothing.json; expected a contest instance"),
     (("solve", EXAMPLE, "--solver", "magic"), "there is no solver 'magic'; expected one of auto"),
-    (("solve", EXAMPLE, "--time-limit", "0"), "time_limit is 0.0"),
+    (("solve", EXAMPLE, "--time-limit", "0"), "--time-limit is 0.0; expected more than 0"),
     (("solve", EXAMPLE, "--out", "/nowhere/choice.json"), "there is no folder /nowhere"),
     (("plane", "x"), "No such command 'plane'"),
 ]

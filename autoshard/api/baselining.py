@@ -45,7 +45,8 @@ def solve_baselines(
 def _completed(formulated: Formulation, baseline: Baseline, shallow: Shallow | None, seconds: float) -> Answer:
     """The best plan within a baseline's pins, memory aside."""
     pinned = replace(pinned_to(formulated, baseline), usage_limit=None)
-    return solve(pinned, time_limit=seconds) if shallow is None else shallow.solve(pinned, preferred=False, time_limit=seconds)
+    answer = solve(pinned, time_limit=seconds) if shallow is None else shallow.solve(pinned, preferred=False, time_limit=seconds)
+    return answer.in_passing()
 
 
 def scheme_price(formulated: Formulation, shallow: Shallow | None, baseline: Baseline) -> tuple[float, float] | None:

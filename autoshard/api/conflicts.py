@@ -28,10 +28,10 @@ from autoshard.formulate import Formulation, with_pins
 from autoshard.problem import Edge, Problem, evaluate
 from autoshard.solvers import Answer, Status
 from autoshard.solvers.auto import Auto
-from autoshard.solvers.certificate import level
+from autoshard.solvers.certificate import hopeless, level
 from autoshard.solvers.incumbent import Incumbent, Record
 
-CONFLICT_SECONDS = 120.0  # at most, to find one
+CONFLICT_SECONDS = 20.0  # at most, to find one
 QUICK_SECONDS = 2.0  # of search, which sees soon that nothing fits; then prices on bytes, which find what only just fits
 GRAPH = ("memory_limit", "recompute", "tie_blocks")  # demands that say more than which choices a node has
 
@@ -133,9 +133,9 @@ class _Tests:
         problem = free.under(layouts, self.options.memory_limit if "memory_limit" in kinds else None)
         if "tie_blocks" in kinds:
             problem = tied(problem, free.groups)
-        decided = self._searched(problem, min(self.deadline, self.clock() + QUICK_SECONDS))
+        decided = False if hopeless(problem) else self._searched(problem, min(self.deadline, self.clock() + QUICK_SECONDS))
         if decided is None and problem.usage_limit is not None:
-            low, _, choice = level(problem, self.clock, self.deadline)
+            low, _, choice = level(problem, self.clock, self.deadline, enough=problem.usage_limit)
             fits = choice is not None and evaluate(problem, choice).fits
             decided = True if fits else False if low > problem.usage_limit else None
         if decided is None:

@@ -23,6 +23,7 @@ from autoshard.graph import Graph, repeated_blocks
 from autoshard.problem import Problem, without_limit
 from autoshard.solvers import Answer, converged, solve
 
+LAST_SECONDS = 0.1  # for the deep problem, after Ctrl-C
 SHALLOW_SECONDS = 60.0  # for the shallow problem; what it lacks of a proof the deep one has to make up
 NO_TWIN = "{} of the deep graph has no like in the shallow one: the layers differ, or are too few"
 
@@ -63,9 +64,12 @@ class Shallow:
             return solve(problem, gap=gap, **options)
         preference = self.formulated.preference if preferred else None
         answer = solve(small, starts=[choice], messages=messages, gap=gap, preference=preference, time_limit=SHALLOW_SECONDS)
+        if answer.interrupted:  # what is known by now, stretched, is the answer
+            options["time_limit"] = min(options.get("time_limit", LAST_SECONDS), LAST_SECONDS)
         start = self.twins.choice(answer.choice or choice)
         starts = [start, *options.pop("starts", ())]
-        return solve(problem, gap=gap, starts=starts, messages=self.twins.messages(self.formulated, messages), **options)
+        deep = solve(problem, gap=gap, starts=starts, messages=self.twins.messages(self.formulated, messages), **options)
+        return replace(deep, interrupted=deep.interrupted or answer.interrupted)
 
     def _pinned_alike(self, problem: Problem) -> Problem:
         """The shallow problem, memory aside, without the choices that are forbidden to some node that a node stands for."""

@@ -66,6 +66,9 @@ def bytes_text(size: float, *, up: bool = False) -> str:
     return f"{math.ceil(size / unit * 1e3) / 1e3 if up else size / unit:.3f} {name}"
 
 
+TIME_LIMIT = 10000.0  # seconds, where none is set: to prove a plan; for a first one see refusal.PATIENCE
+
+
 @dataclass(frozen=True)
 class Options:
     """What a plan is made under, beside the model and the mesh."""
@@ -79,7 +82,7 @@ class Options:
     forbid: Mapping[str, str | Sequence[str]] = field(default_factory=dict)  # layouts that a tensor must not have, by name or glob
     price_pins: bool = False  # say what each pin and each forbidden layout costs
     solver: str = "auto"
-    time_limit: float = 10000.0  # seconds, for the whole plan
+    time_limit: float = TIME_LIMIT  # seconds, for the whole plan
     gap: float = 0.0  # relative
     baselines: bool = True
     skip_fully_replicated: bool = False

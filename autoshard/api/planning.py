@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ from autoshard.api.options import checked_options as checked_options
 from autoshard.api.padding import padding_offers
 from autoshard.api.pins import Demanded
 from autoshard.api.pins import allowed_by_pins as allowed_by_pins
-from autoshard.api.refusal import infeasible
+from autoshard.api.refusal import infeasible, searched_seconds
 from autoshard.api.tying import solve_tied
 from autoshard.baselines import allowed, baselines
 from autoshard.capture import capture_deep
@@ -44,7 +44,7 @@ from autoshard.graph import Graph
 from autoshard.mesh import Mesh
 from autoshard.problem import Problem
 from autoshard.solution import Solution
-from autoshard.solvers import Answer, solve
+from autoshard.solvers import Answer, Status, solve
 from autoshard.strategies import Candidates, candidates
 
 
@@ -150,22 +150,41 @@ def plan_graph(
     with watch.phase("solve", "solving", 0.55):
         answer = _solve(formulated, problem, options, watch, starts, few)
     if answer.choice is None:
+        if answer.status is not Status.INFEASIBLE:
+            answer.in_passing()  # nothing is known that could be the answer
         raise _refused(formulated, problem, answer, options, watch, thrifty=thrifty, explained=explained)
     with watch.phase("describe", "writing the plan", 0.95), no_search_for_cycles():
         solution = describe(formulated, answer, options, judged, assumptions)
-        if options.baselines:
-            solution = replace(solution, modules=modules_of(formulated, answer.choice, partial(scheme_price, formulated, few)))
+    if not answer.interrupted:
+        try:
+            for added in _beside(formulated, answer, options, watch, few):
+                solution = added(solution)
+        except KeyboardInterrupt:  # the plan is known, and this was only beside it
+            pass
+    return replace(solution, seconds=watch.seconds())
+
+
+def _beside(
+    formulated: Formulation, answer: Answer, options: Options, watch: Stopwatch, few: Shallow | None
+) -> Iterator[Callable[[Solution], Solution]]:
+    """What a plan tells beside itself: what is usual for its modules, whether padding pays, what pins cost. Each as what adds it."""
+    mesh, choice = formulated.mesh, answer.choice
+    assert choice is not None
+    if options.baselines:
+        with watch.phase("describe", "pricing schemes of modules", 0.96), no_search_for_cycles():
+            modules = modules_of(formulated, choice, partial(scheme_price, formulated, few))
+        yield lambda solution: replace(solution, modules=modules)
     if options.baselines and not options.recompute:
         with watch.phase("padding", "pricing padded parameters", 0.97):
             offers = padding_offers(formulated, answer.cost, lambda padded, found: _best(padded, found, mesh, options))
-        solution = replace(solution, assumptions={**solution.assumptions, "padding": offers}) if offers else solution
+        if offers:
+            yield lambda solution: replace(solution, assumptions={**solution.assumptions, "padding": offers})
     if options.keep or (options.price_pins and (options.pins or options.forbid)):
-        plans = [answer.choice]
         with watch.phase("pins", "pricing the pins", 0.98):
             said = partial(_say, watch, "pricing the pins", 0.98)
-            rows = priced(formulated, options, answer, lambda free: _solve(formulated, free, options, watch, plans, few), said)
-        solution = replace(solution, assumptions={**solution.assumptions, "pin_prices": rows})
-    return replace(solution, seconds=watch.seconds())
+            best = partial(_solve, options=options, watch=watch, starts=[choice], few=few)
+            rows = priced(formulated, options, answer, lambda free: best(formulated, free).in_passing(), said)
+        yield lambda solution: replace(solution, assumptions={**solution.assumptions, "pin_prices": rows})
 
 
 def _refused(
@@ -204,7 +223,7 @@ def _best(graph: Graph, found: Candidates, mesh: Mesh, options: Options) -> floa
     formulated = formulate_for(graph, found, mesh, options)
     answer = solve(
         with_pins(formulated, allowed_by_pins(formulated, options)), solver=options.solver, time_limit=BASELINE_SECONDS, gap=PADDING_GAP
-    )
+    ).in_passing()
     return answer.cost if answer.choice is not None else None
 
 
@@ -216,6 +235,7 @@ def _solve(
     given["preference"] = formulated.preference
     if options.tie_blocks:
         return solve_tied(formulated, problem, solver=options.solver, **given)
+    given["patience"] = searched_seconds(options)
     if few is not None:
         return few.solve(problem, starts=starts, **given)
     return solve(problem, solver=options.solver, starts=starts, **given)

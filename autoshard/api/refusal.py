@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 
 from autoshard.api.conflicts import CONFLICT_SECONDS, Conflict, find_conflict
-from autoshard.api.options import Infeasible, Options, bytes_text
+from autoshard.api.options import TIME_LIMIT, Infeasible, Options, bytes_text
 from autoshard.api.pins import Demanded
 from autoshard.formulate import Formulation
 from autoshard.problem import Problem
 from autoshard.solvers import Answer, Status
 from autoshard.solvers.answer import Infeasibility
 
+PATIENCE = 120.0  # seconds of search for a first plan, where no time limit is set
 FEW = 6  # demands that the sentence names
 
 
@@ -41,16 +42,23 @@ def infeasible(
     return Infeasible(why_nothing_fits(problem, answer, options, conflict), smallest, conflict.demands, conflict.minimal)
 
 
+def searched_seconds(options: Options) -> float:
+    """For how long a first plan is looked for: a time limit that was set is one for that too."""
+    return min(options.time_limit, PATIENCE) if options.time_limit == TIME_LIMIT else options.time_limit
+
+
 def why_nothing_fits(problem: Problem, answer: Answer, options: Options, conflict: Conflict) -> str:
     """One sentence: what can't be met together; of a memory limit the smallest that would do, and what holds the bytes."""
+    seconds = searched_seconds(options)
+    longer = "raise the time limit" if seconds == options.time_limit else f"set a time limit above {seconds:g} s"
     why, blamed = answer.infeasibility, [d for d in conflict.demands if d.kind == "memory_limit"]
     if answer.status is not Status.INFEASIBLE and options.memory_limit is None:
-        return f"no plan was found in {options.time_limit:g} s; raise the time limit"
+        return f"no plan was found in {seconds:g} s; {longer}"
     if options.memory_limit is None or (why is not None and math.isinf(why.smallest_limit[0])) or (conflict.demands and not blamed):
         return _forbidding(conflict)
     limit = bytes_text(options.memory_limit)
     if answer.status is not Status.INFEASIBLE:
-        return f"no plan within {limit} per device was found in {options.time_limit:g} s; raise the memory limit or the time limit"
+        return f"no plan within {limit} per device was found in {seconds:g} s; raise the memory limit or {longer.removeprefix('raise ')}"
     if why is None:
         return f"no plan fits in {limit} per device; raise the memory limit"
     others = [d for d in conflict.demands if d.kind != "memory_limit"]

@@ -109,7 +109,7 @@ class Reopened:
         if self.options.tie_blocks:
             given: dict[str, Any] = {"preference": self.formulated.preference, "progress": None}
             return solve_tied(self.formulated, problem, solver=solver, time_limit=time_limit, gap=0.0, **given)
-        return solve(problem, solver=solver, time_limit=time_limit, starts=starts, messages=self.messages)
+        return solve(problem, solver=solver, time_limit=time_limit, starts=starts, messages=self.messages).in_passing()
 
     def best_beside(self, problem: Problem, nodes: Sequence[int]) -> Choice | None:
         """The best choice for some ops and the hubs of what they give, all others as planned; None where there is none.

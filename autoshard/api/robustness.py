@@ -131,7 +131,7 @@ class _Planner:
         self.cost, self.formulated = judged.cost, formulated
         self.regret = 0.0
         if not (solution.status == "optimal" and math.isclose(judged.cost, solution.cost, rel_tol=1e-9)):  # else it is proven already
-            self.regret = judged.cost / solve(problem, time_limit=time_limit, starts=[self.choice]).cost - 1
+            self.regret = judged.cost / solve(problem, time_limit=time_limit, starts=[self.choice]).in_passing().cost - 1
 
     def row(self, link: tuple[int, ...]) -> dict:
         """What there is to say about one link."""
@@ -161,7 +161,7 @@ class _Planner:
             self.planned(" and ".join(self.mesh.axes[k].name for k in self.link), 1 / theta)
             formulated, problem = self._formulated(scaled(self.mesh, self.link, theta))
             ours = evaluate(problem, self.choice).cost
-            answer = solve(problem, solver=self.options.solver, time_limit=self.time_limit, starts=[self.choice])
+            answer = solve(problem, solver=self.options.solver, time_limit=self.time_limit, starts=[self.choice]).in_passing()
             assert answer.choice is not None  # ours is one
             slope = _moving(formulated, answer.choice, self.link) / theta
             self.plans[theta] = (answer.cost, answer.bound, _Line(theta, answer.cost, slope), ours)

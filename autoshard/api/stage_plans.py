@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -97,7 +98,8 @@ class Priced:
         problem = self._with_bytes(price)
         choice, messages = converged(problem, gap=gap)  # proves nearly all of them, before anything is reduced
         start = [] if choice is None else [choice]
-        answer = solve(problem, starts=start, messages=messages, time_limit=self.job.time_limit, gap=gap, preference=preference)
+        given: dict[str, Any] = {"time_limit": self.job.time_limit, "gap": gap, "preference": preference}
+        answer = solve(problem, starts=start, messages=messages, **given).in_passing()
         if answer.choice is None or not math.isfinite(answer.cost):
             return None
         return replace(self.option(answer.choice), bound=max(answer.bound - self.dearest_arrivals, 0.0), price=price / self.unit)

@@ -12,13 +12,40 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from autoshard.cli.output import Output, complain
+from autoshard.cli.words import check_words
 
 OK, NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 LONG_WORD, LONG_SENTENCE = 300, 2000  # letters that are told whole
 
-app = typer.Typer(
+
+class Verb(TyperCommand):
+    """A command that refuses words that it could not use before it runs: what it imports may take seconds."""
+
+    def invoke(self, ctx: Any) -> Any:
+        names = {parameter.name: called(parameter) for parameter in self.params}
+        check_words(str(self.name), names, ctx.params)
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Abort() from None
+
+
+class Verbs(typer.Typer):
+    """A Typer whose commands are Verbs."""
+
+    def command(self, name: str | None = None, **more: Any) -> Any:
+        return super().command(name, cls=Verb, **more)
+
+
+def called(parameter: Any) -> str:
+    """What the user calls it: --mesh, MODEL."""
+    return str(max(parameter.opts, key=len)) if parameter.param_type_name == "option" else str(parameter.metavar or parameter.name).upper()
+
+
+app = Verbs(
     help="Plan, with a proof, how to lay the tensors of a PyTorch model over a mesh of devices, and check the plan.",
     no_args_is_help=True,
     add_completion=False,
@@ -47,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = app(args=arguments, prog_name="autoshard", standalone_mode=False)
     except typer.TyperException as error:  # words that are no command line
         return _refuse(_usage_sentence(error))
-    except typer.Abort:
+    except (typer.Abort, KeyboardInterrupt):
         return _refuse("interrupted", INTERRUPTED)
     except (ValueError, OSError) as error:
         if arguments[:1] == ["--traceback"]:

@@ -11,20 +11,22 @@ from typing import TypedDict
 from autoshard.writing import destination
 
 PICTURES = (".png", ".svg", ".pdf")  # endings of files that a picture can be drawn into
+FORGOTTEN = 1000.0  # bytes: below them a number without a unit is one whose unit was forgotten
 _SCALE = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 def parse_bytes(written: str, what: str = "memory") -> float:
     """`80GB`, `300 GB/s`, `64GiB`, `8e10` -> bytes (per second)."""
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?\d+)?)\s*([KMGT]?I?)B?(?:/S)?\s*", written, re.IGNORECASE)
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?\d+)?)\s*([KMGT]?I?)(B?)(?:/S)?\s*", written, re.IGNORECASE)
     try:
         value = float(match[1]) * _SCALE[match[2].upper()] if match else math.nan
     except (ValueError, KeyError):
         value = math.nan
+    example = "300GB/s" if "bandwidth" in what else "80GB"
     if not 0 < value < math.inf:
-        raise ValueError(
-            f"{what} is {written!r}; expected a positive number with a unit, for example {'80GB' if what == 'memory' else '300GB/s'}"
-        )
+        raise ValueError(f"{what} is {written!r}; expected a positive number with a unit, for example {example}")
+    if value < FORGOTTEN and match is not None and not match[2] and not match[3]:
+        raise ValueError(f"{what} is {written!r}, which is {value:g} bytes; add its unit, for example {example}")
     return value
 
 

@@ -15,6 +15,8 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from autoshard.cli.patience import Patience, gives
+
 PATIENCE = 2.0  # seconds until progress is shown
 NARROW = 100  # columns, where nobody says how wide the terminal is
 
@@ -38,7 +40,7 @@ class Output(AbstractContextManager):
 
     def progress(self, what: str, fraction: float) -> None:
         """Say what is being done and how much of it is (0 to 1)."""
-        self.progress_shown.update(what, fraction)
+        self.progress_shown.update(f"{what} (Ctrl-C {gives(what)})" if isinstance(self.progress_shown, Bar) else what, fraction)
 
     def answer(self, record: dict, table: Callable[[], RenderableType]) -> None:
         """Print the answer: the record under --json, else the table."""
@@ -73,16 +75,23 @@ class Quiet:
 
 
 class Lines(Quiet):
-    """Progress where stderr is a file: one line per stage, from two seconds on."""
+    """Progress where stderr is a file: one line per stage, from two seconds on, and one where a stage takes long."""
 
     def __init__(self) -> None:
         self.began, self.stage = time.monotonic(), ""
+        self.patience = Patience(complain)
+        self.patience.start()
 
     def update(self, what: str, fraction: float) -> None:
         stage = what.partition(":")[0]
-        if stage != self.stage and time.monotonic() - self.began > PATIENCE:
+        is_new = stage != self.stage and time.monotonic() - self.began > PATIENCE
+        if is_new:
             self.stage = stage
             complain(f"{stage} ...")
+        self.patience.doing(what, said=is_new)
+
+    def stop(self) -> None:
+        self.patience.stop()
 
 
 class Bar(Quiet):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
-from multiprocessing import get_context
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from multiprocessing import active_children, get_context
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -161,4 +163,24 @@ def _executor(workers: int, dask: str | None) -> AbstractContextManager[Executor
         return Client(dask).get_executor()
     if workers == 1:
         return nullcontext()
-    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"))  # torch's threads don't survive a fork
+    return _workers(workers)
+
+
+@contextmanager
+def _workers(count: int) -> Iterator[Executor]:
+    """Processes that don't hear Ctrl-C, which this one does: it then ends them and says the one line."""
+    ignore = (signal.SIGINT, signal.SIG_IGN)
+    # spawn: torch's threads don't survive a fork
+    executor = ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=signal.signal, initargs=ignore)
+    heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until then: those that start now inherit it
+    try:
+        executor.submit(os.getpid)  # starts all of them
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, heard)
+    try:
+        yield executor
+        executor.shutdown()
+    finally:
+        executor.shutdown(wait=False, cancel_futures=True)
+        for worker in active_children():
+            worker.terminate()

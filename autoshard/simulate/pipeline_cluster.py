@@ -18,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autoshard.mesh import DEVICES_PER_NODE, INTER_LATENCY, INTRA_LATENCY, Device, Mesh
+from autoshard.mesh import DEVICES_PER_NODE, INTER_LATENCY, INTRA_LATENCY, MOST_DEVICES, Device, Mesh
 from autoshard.simulate.interop import Nodes, SubMesh, Tiling, submeshes
 
 
@@ -62,6 +62,8 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.kinds:
             raise ValueError("a cluster has no nodes; give at least one kind of them")
+        if self.num_devices > MOST_DEVICES:
+            raise ValueError(f"a cluster has {self.num_devices} devices; expected {MOST_DEVICES} at most: make it smaller")
 
     @staticmethod
     def of(devices: int, devices_per_node: int = DEVICES_PER_NODE, **prices) -> Cluster:

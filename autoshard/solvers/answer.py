@@ -52,6 +52,12 @@ class Answer:
     infeasibility: Infeasibility | None = None
     interrupted: bool = False  # by Ctrl-C, before the time was up
 
+    def in_passing(self) -> "Answer":
+        """The answer, where it is one of many on the way to something: Ctrl-C then ends the whole. KeyboardInterrupt."""
+        if self.interrupted:
+            raise KeyboardInterrupt
+        return self
+
     @property
     def gap(self) -> float:
         """(cost - bound) / |cost|; 0 where they are equal, inf where nothing is known."""

@@ -2,6 +2,7 @@
 
     floor = max over t of the sum of every usage's fewest bytes  <=  smallest limit  <=  peak of any answer
 Prices on the times narrow that from both sides: what is cheapest when bytes are paid for                -> level
+Where a limit is hopeless one of the two says so at once, before anything is searched for                 -> refute
 Between them the interval is halved: with all costs set to zero, is there an answer under this limit?   -> smallest_limit
 Whatever fits costs nothing then, so a bound above zero says that nothing fits: prices alone prove it (Record.worst).
 """
@@ -19,9 +20,11 @@ from .incumbent import Incumbent, Record
 from .times import held, load, maximal_rows
 
 TOP_NODES = 10
-MOST_SECONDS = 30.0  # for the smallest limit, when the answer is known to be no; the contest's G takes 0.3
-PATIENT_SECONDS = 5.0  # before CLOSE is close enough
-SECONDS_PER_LIMIT = 4.0
+MOST_SECONDS = 10.0  # for the smallest limit, when the answer is known to be no; the contest's G takes 0.3
+PATIENT_SECONDS = 3.0  # before CLOSE is close enough
+SECONDS_PER_LIMIT = 2.0
+REFUTE_SHARE = 0.1  # of the time left, to prove soon that nothing fits, or to find the first answer that does
+REFUTE_SECONDS = 10.0  # at most
 CLOSE = 0.01  # relative
 LEVELLINGS, SHARPEN = 8, 4.0  # rounds of prices, and the power of a time's fill by which its price grows
 RELATIVE = 1e-9  # where bytes aren't whole numbers, limits this close are equal
@@ -29,8 +32,7 @@ RELATIVE = 1e-9  # where bytes aren't whole numbers, limits this close are equal
 
 def explain_infeasible(problem: Problem, incumbent: Incumbent) -> Infeasibility:
     """The certificate for a problem of which it is proven that no answer exists, in the time that is left."""
-    free = replace(problem, node_costs=_without_prices(problem.node_costs), edges=_edges_without_prices(problem))
-    clock = incumbent.record.clock
+    free, clock = without_prices(problem), incumbent.record.clock
     low, high, choice = smallest_limit(free, clock, min(incumbent.record.deadline, clock() + MOST_SECONDS))
     if choice is None and low == math.inf:
         return Infeasibility(None, (), (math.inf, math.inf))
@@ -46,6 +48,24 @@ def explain_infeasible(problem: Problem, incumbent: Incumbent) -> Infeasibility:
         total[node] = total.get(node, 0.0) + float(amounts[k])
     top = sorted(total.items(), key=lambda item: (-item[1], item[0]))[:TOP_NODES]
     return Infeasibility(int(rows.times[at]), tuple(top), (low, high))
+
+
+def refute(problem: Problem, incumbent: Incumbent) -> None:
+    """Prove soon that nothing fits, or find something that does; neither where the limit is near the smallest that works."""
+    limit, clock = problem.usage_limit, incumbent.record.clock
+    if limit is None or incumbent.done or incumbent.choice is not None:
+        return
+    seconds = min(REFUTE_SHARE * incumbent.time_left(), REFUTE_SECONDS)
+    low, _, choice = level(replace(without_prices(problem), usage_limit=None), clock, clock() + seconds, enough=limit)
+    if low > limit:
+        incumbent.raise_bound(math.inf)
+    elif choice is not None:
+        incumbent.offer(choice)
+
+
+def hopeless(problem: Problem) -> bool:
+    """Whether the fewest bytes of every usage are too many already."""
+    return problem.usage_limit is not None and _floor(problem) * (1 - RELATIVE) > problem.usage_limit
 
 
 def smallest_limit(free: Problem, clock: Callable[[], float], deadline: float) -> tuple[float, float, tuple[int, ...] | None]:
@@ -76,14 +96,21 @@ def smallest_limit(free: Problem, clock: Callable[[], float], deadline: float) -
     return (high if whole and high <= low else low), high, best
 
 
-def level(free: Problem, clock: Callable[[], float], deadline: float) -> tuple[float, float, tuple[int, ...] | None]:
-    """(low, high, choice) by prices y on the times: min over x of y . bytes(x) <= peak * sum of y, and y follows the bytes held."""
+def level(
+    free: Problem, clock: Callable[[], float], deadline: float, *, enough: float | None = None
+) -> tuple[float, float, tuple[int, ...] | None]:
+    """(low, high, choice) by prices y on the times: min over x of y . bytes(x) <= peak * sum of y, and y follows the bytes held.
+
+    enough: a limit of which only is asked whether it lies below low or above high.
+    """
     low, high, best = _floor(free), math.inf, None
     starts, ends = (np.array([getattr(u, end) for u in free.usages], dtype=np.int64) for end in ("start", "end"))
     rows = maximal_rows(starts, ends, np.array([u.bytes.max() > 0 for u in free.usages], dtype=bool))
     prices = np.full(len(rows.times), 1.0 / max(len(rows.times), 1))
     patient_until = clock() + PATIENT_SECONDS
     for _ in range(LEVELLINGS):
+        if enough is not None and not low <= enough < high:
+            break
         until = np.concatenate([[0.0], np.cumsum(prices)])
         record = Record(priced(free, until[rows.last] - until[rows.first]), deadline, 0.0, clock)
         incumbent = Incumbent(record.problem, record)
@@ -116,6 +143,11 @@ def _floor(problem: Problem) -> float:
     fewest = np.array([u.bytes.min() for u in problem.usages])
     starts, ends = (np.array([getattr(u, end) for u in problem.usages], dtype=np.int64) for end in ("start", "end"))
     return float(load(maximal_rows(starts, ends, fewest > 0), fewest).max(initial=0.0))
+
+
+def without_prices(problem: Problem) -> Problem:
+    """The problem with every finite cost set to zero."""
+    return replace(problem, node_costs=_without_prices(problem.node_costs), edges=_edges_without_prices(problem))
 
 
 def _without_prices(tables: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:

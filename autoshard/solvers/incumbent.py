@@ -28,6 +28,7 @@ class Record:
     clock: Callable[[], float]
     progress: Callable[[float, float], None] | None = None
     tolerance: float = TOLERANCE  # relative
+    patience: float = math.inf  # seconds on the clock: the deadline while there is no answer
     worst: float = math.inf  # no answer costs more: a bound above it says that none exists
     choice: tuple[int, ...] | None = None
     cost: float = math.inf
@@ -116,7 +117,8 @@ class Incumbent:
         return self.bound == math.inf or (found and self.cost - self.bound <= self.slack)
 
     def time_left(self) -> float:
-        return self.deadline - self.record.clock()
+        until = self.deadline if self.record.choice is not None else min(self.deadline, self.record.patience)
+        return until - self.record.clock()
 
     @property
     def done(self) -> bool:

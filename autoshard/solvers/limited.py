@@ -20,6 +20,7 @@ import numpy as np
 
 from ..problem import Problem, without_limit
 from .auto import Auto
+from .certificate import refute
 from .cutting import cut
 from .exchange import differences
 from .incumbent import Incumbent
@@ -65,6 +66,10 @@ def approach(problem: Problem, incumbent: Incumbent, messages: np.ndarray | None
     while not any(f.memory <= limit for f in pricing.found.values()) and worth <= STEEPEST and not incumbent.done:
         pricing.minimise(worth * scale(pricing.problem, fastest) / fastest.memory)
         tell(pricing, incumbent, limit)
+        if worth == 1.0:
+            refute(problem, incumbent)
+            if incumbent.choice is not None:
+                pricing.learn(incumbent.choice)
         worth *= DEARER
     for _ in range(CHORDS):
         ends = around(pricing, limit)

@@ -225,7 +225,8 @@ class Sweep:
         starts = [f.choice for f in sorted(self.found, key=lambda f: f.cost) if f.memory <= limit][:1]
         began = self.left()
         given = max(min(began, self.limit_seconds), 1e-3)
-        answer = solve(replace(self.problem, usage_limit=limit), starts=starts, time_limit=given, gap=self.gap, clock=self.pricing.clock)
+        limited, clock = replace(self.problem, usage_limit=limit), self.pricing.clock
+        answer = solve(limited, starts=starts, time_limit=given, gap=self.gap, clock=clock).in_passing()
         self.limit_seconds -= began - self.left()
         self.small = answer.status in (Status.OPTIMAL, Status.INFEASIBLE) and self.limit_seconds > 0
         if answer.choice is not None:

@@ -16,7 +16,7 @@ import numpy as np
 from ..problem import EdgeUsage, Problem, evaluate, without_limit
 from .answer import TOLERANCE, Answer, Status
 from .auto import Auto, finish, polish
-from .certificate import explain_infeasible
+from .certificate import explain_infeasible, hopeless
 from .cvx import CVX
 from .dual import Dual, converge, resume
 from .eliminate import DP
@@ -54,6 +54,7 @@ def solve(
     solver: str | Solver = "auto",
     time_limit: float = TIME_LIMIT,
     gap: float = 0.0,
+    patience: float = math.inf,
     starts: Sequence[Sequence[int]] = (),
     preference: Sequence[np.ndarray] | None = None,
     messages: np.ndarray | None = None,
@@ -62,6 +63,7 @@ def solve(
 ) -> Answer:
     """The cheapest choice that fits, with its proof; `time_limit` in seconds, `gap` relative.
 
+    `patience`: seconds after which the search ends where it has no answer yet, nor a proof that there is none.
     `starts` are choices that may be feasible; those that aren't are ignored. `messages`: where dual ascent stood on a problem like
     this one (`converged`); it goes on from there before anything else is tried, and a start that it proves is not changed for
     `preference`. `progress` is told (cost, bound) whenever one improves.
@@ -73,13 +75,15 @@ def solve(
     gap = chosen.gap if chosen.gap is not None else gap
     if not time_limit > 0 or not gap >= 0:
         raise ValueError(f"time_limit is {time_limit} and gap is {gap}; expected more than 0 seconds and a gap of 0 or more")
-    record = Record(problem, began + time_limit, gap, clock, progress)
+    record = Record(problem, began + time_limit, gap, clock, progress, patience=began + patience)
     incumbent = Incumbent(problem, record)
     for start in starts:
         incumbent.offer(start)
     infeasibility, interrupted = None, False
     try:
-        if messages is not None:
+        if hopeless(problem):
+            incumbent.raise_bound(math.inf)
+        if messages is not None and not incumbent.done:
             finish(problem, incumbent, resume(problem, incumbent, messages))
         if isinstance(chosen, Auto) and not incumbent.done and _is_limited_plan(problem):
             approach(problem, incumbent, messages)

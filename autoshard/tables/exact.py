@@ -77,7 +77,8 @@ def alike_of(arrays: Arrays, devices: Devices) -> np.ndarray:
         if any(np.ptp(column[part]) > 0 for column in (arrays.seconds, arrays.hbm, arrays.host)):
             return np.arange(devices.num)
     keys = list(zip((np.arange(devices.num) // devices.per_node).tolist(), devices.hbm_limit.tolist(), devices.host_of.tolist()))
-    return np.array([keys.index(key) for key in keys])
+    first: dict[tuple, int] = {}
+    return np.array([first.setdefault(key, d) for d, key in enumerate(keys)])
 
 
 def search_all(arrays: Arrays, devices: Devices, bound: Bound, best: float, spots: Spots | None) -> tuple[float, Spots | None, bool]:

@@ -21,6 +21,8 @@ from .planner import Planner, Progress
 from .prices import Usage, nodes_of, options_of
 from .records import Load, Option, Placed, Table, TablePlan
 
+MOST_DEVICES = 4096  # a table split by rows has a shard on each, so that a move of the search takes as long as there are devices
+
 
 def plan_tables(
     tables: Sequence[Table],
@@ -54,6 +56,8 @@ def plan_tables(
         mesh = Mesh.from_bandwidths((mesh,))
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh is {mesh!r}; expected an autoshard.Mesh, or a number of devices of 1 or more")
+    if mesh.num_devices > MOST_DEVICES:
+        raise ValueError(f"the mesh has {mesh.num_devices} devices; tables are laid over {MOST_DEVICES} at most: make it smaller")
     for name, value in (("batch", batch), ("host_bandwidth", host_bandwidth), ("effort", effort)):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ValueError(f"{name} is {value!r}; expected a number above 0")

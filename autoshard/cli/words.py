@@ -1,0 +1,357 @@
+"""Words of the command line that are judged before anything slow is imported: a row per option, for all verbs.
+
+    check_words(verb, names, values)       names: of each parameter, what the user calls it (--mesh, MODEL)
+
+A row is a function of (name, value) that raises ValueError. ROWS has them by parameter, OWN by verb and parameter
+where a verb means something else by it, FREE are parameters that take any text, or whose values only a plan or a library can judge. Names
+of solvers, formats and so on are repeated here, as the rooms that own them take seconds to import; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from autoshard.cli.arguments import (
+    check_out,
+    check_picture,
+    parse_bytes,
+    parse_forbidden,
+    parse_optimizer,
+    parse_pins,
+    parse_recompute,
+    parse_settings,
+)
+from autoshard.mesh import DEVICES, parse_shape
+
+SOLVERS = ("auto", "prices", "ilp", "cvxpy", "dp", "dual", "exhaustive")
+OPTIMIZERS = ("adamw", "sgd", "momentum")
+PRICES = ("a100", "h100", "h200", "b200", "mi300x", "l40s", "rtx", "cpu")
+EXPORTS = ("sharding_map", "json", "parallelize_module", "tp_plan", "fully_shard", "distribute_module")
+SCHEDULES = ("sequential", "gpipe", "1f1b", "zb_h1", "interleaved_1f1b")
+SCHEMES = ("auto", "data_parallel", "fsdp", "megatron", "megatron_sp", "planned")
+CONSTANTS = ("physical", "distir_3386edc", "distir_83d7fc3")
+PLANNERS = ("naive", "astar", "dijkstra", "memory_constrained")
+METHODS = ("piecewise", "pchip", "p_norm", "alpha_beta", "sigmoid")
+HUGGING_FACE = ("batch", "seq", "layers", "loss", "attention", "experts", "dtype")  # settings of hf: models
+MOST_DIM = 15  # that a layout can shard
+
+Check = Callable[[str, Any], object]
+
+
+def one_of(known: tuple[str, ...], name: str, value: str, *, what: str = "") -> None:
+    if value not in known:
+        said = f"there is no {what} {value!r}" if what else f"{name} is {value!r}"
+        raise ValueError(f"{said}; expected one of {', '.join(known)}")
+
+
+def above(least: float, name: str, value: float) -> None:
+    if not least < value:
+        raise ValueError(f"{name} is {value}; expected more than {least:g}")
+
+
+def at_least(least: float, name: str, value: float) -> None:
+    if not least <= value:
+        raise ValueError(f"{name} is {value}; expected {least:g} or more")
+
+
+def share(name: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} is {value}; expected a number from 0 to 1: 0.01 is one percent")
+
+
+def readable(expected: str, name: str, value: str) -> None:
+    """A file that is there; what it holds is for its reader to say."""
+    path = Path(value)
+    if path.is_dir():
+        raise ValueError(f"{value or '.'} is a folder; expected {expected}")
+    if not path.exists():
+        raise ValueError(f"there is no file {value}; expected {expected}")
+
+
+PLAN: Check = partial(readable, "a plan's file, as `autoshard plan --out` writes it")
+
+
+def each(check: Check, name: str, values: list[Any]) -> None:
+    for value in values:
+        check(name, value)
+
+
+def size(name: str, value: str) -> None:
+    parse_bytes(value, "memory" if name == "--memory" else name)
+
+
+def size_or_none(name: str, value: str) -> None:
+    if value.strip() not in ("0", "0GB"):
+        size(name, value)
+
+
+def mesh(name: str, value: str) -> None:
+    parse_shape(value)
+
+
+def mesh_or_auto(name: str, value: str) -> None:
+    if value != "auto":
+        parse_shape(value)
+
+
+def layout(name: str, value: str, *, any_placement: bool = False) -> None:
+    """Placements as `layout.parse` reads them; any_placement: `*` is one."""
+    for part in (part.strip() for part in value.split(",")):
+        shard = re.fullmatch(r"S\((\d{1,3})\)|S(\d{1,3})", part)
+        known = part == "R" or re.fullmatch(r"P(\((sum|avg|max|min)\))?", part) or (any_placement and part == "*")
+        if not known and not (shard and int(shard[1] or shard[2]) <= MOST_DIM):
+            raise ValueError(f"{name}: layout {value!r} has {part!r}; expected R, S(dim) or P per mesh axis, for example S(0),R")
+
+
+def pins(name: str, values: list[str]) -> None:
+    for pinned, written in parse_pins(values).items():
+        layout(f"{name} {pinned}", written, any_placement=True)
+
+
+def forbidden(name: str, values: list[str]) -> None:
+    for tensor, several in parse_forbidden(values).items():
+        for written in several:
+            layout(f"{name} {tensor}", written, any_placement=True)
+
+
+def optimizer(name: str, value: str) -> None:
+    read = parse_optimizer(value)
+    if read not in OPTIMIZERS if isinstance(read, str) else not 0 <= read < math.inf:
+        known = ", ".join(OPTIMIZERS)
+        raise ValueError(f"unknown optimizer {value!r}; known are {known}, or give its bytes of state per parameter, for example 8")
+
+
+def recompute(name: str, value: str, words: tuple[str, ...] = ("all", "auto")) -> None:
+    if isinstance(parse_recompute(value), str) and value not in words:
+        raise ValueError(f"{name} is {value!r}; expected a number of blocks, {' or '.join(words)}")
+
+
+def numbers(name: str, value: str) -> None:
+    parts = [part.strip() for part in value.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"{name} is {value!r}; expected whole numbers of 1 or more, for example 4 or 1,2,4")
+
+
+def several_of(known: tuple[str, ...], name: str, value: str) -> None:
+    for word in value.split(","):
+        one_of(known, name, word.strip())
+
+
+def nodes(name: str, value: str) -> None:
+    match = re.fullmatch(r"(\d+)x(\d+)(?::(\w+))?", value.strip())
+    if match is None or not int(match[1]) or not int(match[2]):
+        raise ValueError(f"{name} is {value!r}; expected NODESxDEVICES:DEVICE, for example 2x8:h100")
+    if match[3] is not None:
+        device(name, match[3])
+
+
+def device(name: str, value: str) -> None:
+    if value not in DEVICES:
+        raise ValueError(f"unknown device {value!r}; known are {', '.join(sorted(DEVICES))}")
+
+
+def prices(name: str, value: str) -> None:
+    if value not in PRICES:
+        raise ValueError(f"no prices are known for {value!r}; known are {', '.join(PRICES)}, or measure: autoshard calibrate measure")
+
+
+def percent(name: str, value: str) -> None:
+    try:
+        known = 0 <= float(value.strip().removesuffix("%")) < math.inf
+    except ValueError:
+        known = False
+    if not known:
+        raise ValueError(f"{name} is {value!r}; expected a share of 0 or more, for example 5% or 0.05")
+
+
+def folder(name: str, value: str) -> None:
+    path = Path(value)
+    if (path.exists() and not path.is_dir()) or not path.parent.is_dir():
+        raise ValueError(f"{name} {value} is a file, or lies in no folder; give the name of a folder, new or old")
+
+
+# -- models: what their file's text says, without running it ---------------------------------------------------------------------------
+
+
+def model(name: str, value: str) -> None:
+    """There is such a file, and something in it may be called so."""
+    if value.startswith("hf:"):
+        file = Path(value.removeprefix("hf:")) / "config.json"
+        if not file.is_file():
+            raise ValueError(f"there is no file {file}; hf:DIR names a folder that holds a Hugging Face config.json")
+        return
+    path, _, function = value.rpartition(":")
+    if not path or not function.isidentifier():
+        raise ValueError(f"MODEL is {value!r}; expected file.py:function, for example models/gpt2.py:small, or hf:DIR")
+    if not Path(path).is_file():
+        raise ValueError(f"there is no file {path}; MODEL is file.py:function, for example models/gpt2.py:small")
+    tree = _tree(path)
+    if tree is not None and function not in _bound(tree):
+        own = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
+        raise ValueError(f"{path} has no function {function!r}; it has {', '.join(own) or 'none'}")
+
+
+def model_or_plan(name: str, value: str) -> None:
+    if value.startswith("hf:") or ".py:" in value:
+        model(name, value)
+    elif value != "mlp":
+        PLAN(name, value)
+
+
+def settings_of(written: str, given: Mapping[str, Any]) -> None:
+    """ValueError for a --set that the model's function has not, as far as its text says."""
+    if written.startswith("hf:"):
+        if unknown := [key for key in given if key not in HUGGING_FACE]:
+            raise ValueError(f"hf: models take no setting {unknown[0]!r}; they take {', '.join(HUGGING_FACE)}")
+        return
+    path, _, name = written.rpartition(":")
+    tree = _tree(path)
+    found = [] if tree is None else [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
+    if len(found) != 1 or found[0] not in tree.body or found[0].decorator_list or found[0].args.kwarg:  # type: ignore[union-attr]
+        return
+    named = [a.arg for a in (*found[0].args.posonlyargs, *found[0].args.args, *found[0].args.kwonlyargs)]
+    if unknown := [key for key in given if key not in named]:
+        raise ValueError(f"{name}() takes no {unknown[0]!r}; it takes {', '.join(named) or 'nothing'}, so correct the --set")
+
+
+def _tree(path: str) -> ast.Module | None:
+    """None where running the file is what says what is wrong with it."""
+    try:
+        return ast.parse(Path(path).read_bytes())
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def _bound(tree: ast.Module) -> set[str] | _All:
+    """Every name that the file binds anywhere; all names where it may bind some that its text does not show."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add((node.asname or node.name).partition(".")[0])
+    return _All() if names & {"*", "globals", "vars", "exec", "setattr", "__getattr__", "locals"} else names
+
+
+class _All:
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+# -- the rows --------------------------------------------------------------------------------------------------------------------------
+
+ROWS: dict[str, Check] = {
+    "model": model,
+    "mesh": mesh,
+    "settings": lambda name, value: parse_settings(value),
+    "cluster": partial(readable, "what `autoshard calibrate measure --out` wrote"),
+    "keep": PLAN,
+    "solution": PLAN,
+    "a": PLAN,
+    "b": PLAN,
+    "problem": partial(readable, "a contest instance, as JSON or gzipped JSON named .gz"),
+    "spec": partial(readable, "tables as CSV in a file named .csv, or JSON"),
+    "frontier": partial(readable, "what `autoshard frontier --out` wrote"),
+    "files": partial(each, partial(readable, "the output of nccl-tests or PARAM, nnscaler JSON, or CSV")),
+    "target": model_or_plan,
+    "memory": size,
+    "memory_limit": size,
+    "hbm": size,
+    "host_memory": size_or_none,
+    "host_bandwidth": size,
+    "intra_node_bandwidth": size,
+    "inter_node_bandwidth": size,
+    "largest": size,
+    "out": lambda name, value: check_out(value, name),
+    "csv": lambda name, value: check_out(value, name),
+    "trace": lambda name, value: check_out(value, name),
+    "plot": lambda name, value: check_picture(value, name),
+    "picture": lambda name, value: check_picture(value, name),
+    "draw": lambda name, value: check_picture(value, name),
+    "save_dir": folder,
+    "solver": partial(one_of, SOLVERS, what="solver"),
+    "device": device,
+    "prices": prices,
+    "optimizer": optimizer,
+    "recompute": recompute,
+    "pin": pins,
+    "forbid": forbidden,
+    "why_not": layout,
+    "time_limit": partial(above, 0),
+    "gap": partial(at_least, 0),
+    "seconds": partial(at_least, 1),
+    "effort": partial(above, 0),
+    "batch": partial(at_least, 1),
+    "reserve": share,
+    "points": partial(at_least, 1),
+    "devices": partial(at_least, 1),
+    "devices_per_node": partial(at_least, 1),
+    "workers": partial(at_least, 1),
+    "layers": partial(at_least, 1),
+    "chunks": partial(at_least, 1),
+    "max_depth": partial(at_least, 1),
+    "top_k": partial(at_least, 1),
+    "prefetch": partial(at_least, 0),
+    "random": partial(at_least, 0),
+    "alternatives": partial(at_least, 0),
+    "seed": partial(at_least, 0),
+    "within": share,
+    "kind": partial(one_of, EXPORTS, what="export"),
+    "schedule": partial(one_of, SCHEDULES),
+    "schedules": partial(several_of, SCHEDULES),
+    "scheme": partial(one_of, SCHEMES),
+    "constants": partial(one_of, CONSTANTS),
+    "data": numbers,
+    "tensor": numbers,
+    "pipeline": numbers,
+    "microbatches": numbers,
+    "nodes": partial(each, nodes),
+    "planner": partial(one_of, PLANNERS),
+    "count": partial(one_of, ("resident", "buffers")),
+    "method": partial(one_of, METHODS),
+    "backend": partial(one_of, ("auto", "nccl", "gloo")),
+}
+OWN: dict[tuple[str, str], Check] = {
+    ("plan", "mesh"): mesh_or_auto,
+    ("tables", "devices"): mesh,
+    ("pipeline", "memory"): partial(each, size),
+    ("pipeline", "recompute"): partial(one_of, ("auto", "never", "always")),
+    ("pipeline", "optimizer"): partial(one_of, OPTIMIZERS),
+    ("frontier", "recompute"): partial(recompute, words=("all",)),
+    ("redistribute", "problem"): partial(readable, "one or a list of shape, mesh, src, src_bs, dst, dst_bs"),
+    ("redistribute", "prices"): partial(one_of, ("mesh", "tensorcraft")),
+    ("check", "within"): percent,
+    ("show-prices", "name"): prices,
+}
+FREE = {"name", "free", "axis", "dask", "collective", "system"}
+
+
+def check_words(verb: str, names: Mapping[str, str], values: Mapping[str, Any]) -> None:
+    """ValueError on a value that no run of the verb could use. names: of the parameters, as the user writes them."""
+    for parameter, value in values.items():
+        check = OWN.get((verb, parameter), ROWS.get(parameter))
+        if check is not None and value is not None and not isinstance(value, bool) and value not in ([], ()):
+            check(names.get(parameter, parameter), value)
+    if (written := values.get("model") or values.get("target")) is not None and ("hf:" in written[:3] or ".py:" in written):
+        settings_of(written, parse_settings(values.get("settings") or []))
+    if (shape := values.get("mesh")) is not None and shape != "auto":
+        _pinned_to_axes(shape, [*parse_pins(values.get("pin") or []).items(), *_pairs(values.get("forbid") or [])])
+
+
+def _pairs(written: list[str]) -> list[tuple[str, str]]:
+    return [(name, layout) for name, several in parse_forbidden(written).items() for layout in several]
+
+
+def _pinned_to_axes(shape: str, pinned: list[tuple[str, str]]) -> None:
+    axes = len(parse_shape(shape))
+    for name, written in pinned:
+        if (count := written.count(",") + 1) != axes:
+            raise ValueError(f"on {name!r}: layout {written} has {count} placements, the mesh {shape} has {axes} axes")

@@ -1,0 +1,175 @@
+"""Ctrl-C at any time gives one line or the answer so far, and a verb that takes long says what it waits for and what Ctrl-C gives."""
+
+import json
+import signal
+import subprocess
+import sys
+from concurrent.futures import Executor
+from pathlib import Path
+
+import pytest
+
+from autoshard import api
+from autoshard.api import planning
+from autoshard.cli import main, pipeline_verb
+from autoshard.cli.patience import GIVES, SILENCE, Patience, gives
+from autoshard.solvers import Answer, Status
+from models import mlp
+from tests.helpers import fast_mesh
+
+ROOT = Path(__file__).parent.parent
+TINY = f"{ROOT}/models/mlp.py:tiny"
+
+
+def interrupted_at(module: str, *argv: str) -> subprocess.CompletedProcess:
+    """Runs the entry point; Ctrl-C arrives when the module is looked for."""
+    script = (
+        "import importlib.abc, os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where the tests run in the background
+        "class At(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == module:\n"
+        "            sys.meta_path.remove(self)\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, At())\n"
+        "module = sys.argv.pop(1)\n"
+        "from autoshard.__main__ import main\n"
+        "sys.exit(main())\n"
+    )
+    return subprocess.run([sys.executable, "-c", script, module, *argv], capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    ("module", "argv"),
+    [
+        ("autoshard.cli", ("doctor",)),
+        ("typer", ("doctor",)),
+        ("numpy", ("doctor",)),
+        ("autoshard.cli.words", ("plan", "nothing.py:f")),
+        ("torch", ("plan", TINY, "--mesh", "2x4")),
+        ("torch", ("redistribute", __file__)),
+        ("torch.nn", ("plan", TINY, "--mesh", "2x4")),
+        ("scipy", ("show-prices",)),
+    ],
+)
+def test_ctrl_c_during_an_import_is_one_line(module, argv):
+    done = interrupted_at(module, *argv)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "autoshard: interrupted\n")
+
+
+def test_without_ctrl_c_the_same_way_in_gives_an_answer():
+    done = interrupted_at("no.such.module", "show-prices", "h100", "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["prices"] and done.stderr == ""
+
+
+def interrupt(*_, **__):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["capture_deep", "candidates", "formulate_for", "describe", "solve_baselines"])
+def test_ctrl_c_before_there_is_a_plan_is_one_line(capsys, monkeypatch, where):
+    monkeypatch.setattr(planning, where, interrupt)
+    code = main(["plan", TINY, "--mesh", "2", "--quiet"])
+    out, err = capsys.readouterr()
+    assert (code, out, err) == (130, "", "autoshard: interrupted\n")
+
+
+@pytest.mark.parametrize("where", ["modules_of", "padding_offers", "priced"])
+def test_ctrl_c_in_what_is_told_beside_a_plan_gives_the_plan(capsys, monkeypatch, where):
+    monkeypatch.setattr(planning, where, interrupt)
+    code = main(["plan", TINY, "--mesh", "2", "--pin", "layers.0.up.weight=R", "--price-pins", "--json", "--quiet"])
+    out, err = capsys.readouterr()
+    assert code == 0 and err == "" and json.loads(out)["status"] == "optimal"
+
+
+def plan(**options):
+    module, inputs = mlp.tiny()
+    return api.plan(module, inputs, fast_mesh((2,)), **options)
+
+
+def test_ctrl_c_in_the_search_gives_the_best_plan_so_far(monkeypatch):
+    monkeypatch.setattr(planning, "padding_offers", pytest.fail)  # nothing more is searched for
+    best, real = plan(baselines=False), planning._solve
+
+    def early(*args, **more) -> Answer:
+        found = real(*args, **more)
+        return Answer(Status.FEASIBLE, found.choice, found.cost, 0.0, "auto", peak=found.peak, interrupted=True)
+
+    monkeypatch.setattr(planning, "_solve", early)
+    found = plan()
+    assert found.cost == best.cost and found.status == "feasible"
+
+
+def test_ctrl_c_in_the_search_without_a_plan_ends_it(monkeypatch):
+    none = Answer(Status.UNKNOWN, None, float("inf"), 0.0, "auto", interrupted=True)
+    monkeypatch.setattr(planning, "_solve", lambda *_, **__: none)
+    with pytest.raises(KeyboardInterrupt):
+        plan()
+
+
+def test_an_answer_in_passing_ends_what_it_is_for():
+    answer = Answer(Status.FEASIBLE, (0,), 1.0, 0.0, "auto")
+    assert answer.in_passing() is answer
+    with pytest.raises(KeyboardInterrupt):
+        Answer(Status.FEASIBLE, (0,), 1.0, 0.0, "auto", interrupted=True).in_passing()
+
+
+def test_processes_that_plan_stages_do_not_hear_ctrl_c():
+    with pipeline_verb._workers(1) as executor:
+        assert isinstance(executor, Executor) and signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
+        assert executor.submit(signal.pthread_sigmask, signal.SIG_BLOCK, set()).result() == {signal.SIGINT}  # while they start
+        assert executor.submit(signal.getsignal, signal.SIGINT).result() == signal.SIG_IGN
+
+
+# -- words while one waits -------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def lines_until(end: float, stages: dict[float, str]) -> list[tuple[float, str]]:
+    """What is said until `end`; stages: by when they begin, the first at 0."""
+    clock, said = Clock(), []
+    patience = Patience(lambda line: said.append((clock.now, line)), clock)
+    while clock.now <= end:
+        if clock.now in stages:
+            patience.doing(stages[clock.now])
+        patience.look()
+        clock.now += 0.5
+    return said
+
+
+def test_no_verb_is_silent_for_ten_seconds():
+    said = lines_until(100.0, {0.0: "capturing the model", 30.0: "solving"})
+    times = [0.0, *(at for at, _ in said), 100.0]
+    assert max(b - a for a, b in zip(times, times[1:])) < 10 and SILENCE < 10
+    assert said[0][1] == "capturing the model, 9 s so far; Ctrl-C ends it without an answer"
+    assert said[-1][1] == "solving, 99 s so far; Ctrl-C ends the search: the best plan so far, if there is one, is the answer"
+
+
+def test_nothing_is_said_where_a_line_was():
+    clock, said = Clock(), []
+    patience = Patience(said.append, clock)
+    for clock.now in range(60):
+        patience.doing("solving", said=clock.now % 5 == 0)
+        patience.look()
+    assert said == []
+
+
+def test_nothing_is_said_when_it_is_over():
+    clock, said = Clock(), []
+    patience = Patience(said.append, clock)
+    patience.stop()
+    clock.now = 60.0
+    patience.look()
+    assert said == []
+
+
+def test_each_stage_says_what_ctrl_c_gives():
+    assert gives("solving: best 3 ms") == GIVES["solving"] != gives("solving the baselines") == gives("capturing the model")
+    assert gives("mesh 2x4, 1 of 5: solving") == GIVES["mesh "]

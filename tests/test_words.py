@@ -1,0 +1,219 @@
+"""Wrong words are refused before anything slow is imported: every option of every verb, in one process that may not begin any of them."""
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from autoshard.cli import words
+from autoshard.cli.app import app
+
+ROOT = Path(__file__).parent.parent
+MODEL, HERE = f"{ROOT}/models/mlp.py:tiny", __file__
+MISSING, FOLDER = "/nowhere/file.json", str(ROOT)
+
+# What each verb needs before options are looked at; files are only asked whether they are there.
+BEGINS = {
+    "plan": [MODEL, "--mesh", "2x4"],
+    "show": [HERE],
+    "verify": [HERE, MODEL],
+    "frontier": [MODEL, "--mesh", "2x4"],
+    "pipeline": [MODEL, "--devices", "8"],
+    "simulate": [MODEL],
+    "explain": [HERE, "w"],
+    "check": [HERE],
+    "diff": [HERE, HERE],
+    "doctor": [],
+    "export": [HERE],
+    "report": [HERE],
+    "redistribute": [HERE],
+    "solve": [HERE],
+    "tables": [HERE],
+    "show-prices": [],
+    "calibrate fit": [HERE],
+    "calibrate measure": ["--mesh", "2x2"],
+}
+SIZES = ["80XB", "-1GB", "80", "nan", ""]
+SHAPES = ["2x", "x", "0x4", "2x-4", "65536x65536", "x".join("2" * 16), "9" * 5000, "1e3", "two"]
+COUNTS, LIMITS = ["0", "-1", "two", "1.5", ""], ["0", "-1", "nan", "soon"]
+LAYOUTS = ["w=Q,R", "w=S(99),R", "w", "=R,R", "w=", "w=R", "w=P(mul),R"]
+MODELS = ["nosuch.py:tiny", f"{ROOT}/models/mlp.py:nosuch", f"{ROOT}/models/mlp.py", "tiny", "hf:/nowhere", "", ":", f"{ROOT}:tiny"]
+PATHS = [MISSING, "/nowhere/a/", FOLDER]
+PICTURES = [*PATHS, "picture.doc"]
+LISTS = ["0", "1,,2", "two", "-1"]
+FILES = [MISSING, FOLDER]
+
+WRONG = {
+    "model": MODELS, "target": [MISSING, *MODELS[:2], FOLDER], "settings": ["layers", "=2", "nosuch=2", "1=2"],
+    "solution": FILES, "keep": FILES, "cluster": FILES, "a": FILES, "b": FILES, "problem": FILES, "spec": FILES, "frontier": FILES,
+    "files": FILES, "mesh": SHAPES, "devices": COUNTS, "devices_per_node": COUNTS, "memory": SIZES, "memory_limit": SIZES, "hbm": SIZES,
+    "host_memory": SIZES, "host_bandwidth": SIZES, "intra_node_bandwidth": SIZES, "inter_node_bandwidth": SIZES, "largest": SIZES,
+    "out": PATHS, "csv": PATHS, "trace": PATHS, "plot": PICTURES, "picture": PICTURES, "draw": PICTURES, "save_dir": [HERE, "/nowhere/a"],
+    "solver": ["gurobi", ""], "device": ["tpu", ""], "prices": ["tpu", ""], "optimizer": ["adam", "nan", "-1", ""],
+    "recompute": ["some", "-1", "1.5", ""], "pin": LAYOUTS, "forbid": LAYOUTS, "why_not": ["Q", "S(99)", ""],
+    "time_limit": LIMITS, "gap": ["-1", "nan", "small"], "seconds": LIMITS, "effort": LIMITS, "reserve": ["1", "-0.1", "nan"],
+    "batch": COUNTS, "points": COUNTS, "layers": COUNTS, "workers": COUNTS, "chunks": COUNTS, "max_depth": COUNTS, "top_k": COUNTS,
+    "prefetch": ["-1", "two"], "random": ["-1", "two"], "alternatives": ["-1", "two"], "seed": ["-1", "two"], "within": ["1", "-1", "nan"],
+    "kind": ["onnx", ""], "schedule": ["zigzag", ""], "schedules": ["zigzag", "1f1b,", ""], "scheme": ["zero", ""],
+    "constants": ["magic", ""], "data": LISTS, "tensor": LISTS, "pipeline": LISTS, "microbatches": LISTS,
+    "nodes": ["2", "2x", "2x8:tpu", "0x8"], "planner": ["best", ""], "count": ["all", ""], "method": ["cubic", ""], "backend": ["mpi", ""],
+}  # fmt: skip
+OWN = {
+    ("tables", "devices"): [*SHAPES, *COUNTS[:3]],
+    ("check", "within"): ["-1", "nan%", "five"],
+    ("show-prices", "name"): ["tpu"],
+}
+
+# Runs what it reads from stdin without beginning any verb: [argv, ...] -> [[code or "began", stdout, stderr], ...] and what is imported.
+HARNESS = """
+import contextlib, functools, io, json, sys
+import typer.core, typer.main
+typer.main.get_command = functools.cache(typer.main.get_command)  # else it is made anew for each
+class Began(BaseException): pass
+def begin(self, ctx): raise Began
+typer.core.TyperCommand.invoke = begin
+from autoshard.cli import main
+found = []
+for argv in json.load(sys.stdin):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try: code = main(argv)
+        except Began: code = "began"
+    found.append([code, out.getvalue(), err.getvalue()])
+json.dump([found, [name for name in ("torch", "scipy", "numba", "autoshard.api", "autoshard.capture") if name in sys.modules]], sys.stdout)
+"""
+
+
+def run_all(commands: list[list[str]]) -> tuple[list, list[str]]:
+    done = subprocess.run([sys.executable, "-c", HARNESS], input=json.dumps(commands), capture_output=True, text=True, cwd=ROOT, check=True)
+    return json.loads(done.stdout)
+
+
+@cache
+def verbs() -> dict[str, list]:
+    """The parameters of every verb, by its words."""
+    found = {}
+    for name, command in get_command(app).commands.items():
+        inner = getattr(command, "commands", None)
+        found.update({f"{name} {key}": one.params for key, one in inner.items()} if inner else {name: command.params})
+    return found
+
+
+def takes_text(parameter) -> bool:
+    return not getattr(parameter, "is_flag", False)
+
+
+def with_value(verb: str, parameter, value: str) -> list[str]:
+    """The verb's words with one value in the place of an argument, or for an option."""
+    begin = BEGINS[verb]
+    if parameter.param_type_name == "option":
+        return [*verb.split(), *begin, f"{parameter.opts[0]}={value}"]
+    place = [p.name for p in verbs()[verb] if p.param_type_name == "argument"].index(parameter.name)
+    after = begin[place + 1 :] if place < len(begin) else []
+    return [*verb.split(), *begin[:place], *([] if after else ["--"]), value, *after]
+
+
+def wrong_values(verb: str, name: str) -> list[str] | None:
+    known = OWN.get((verb.split()[-1], name), None if name in words.FREE else WRONG.get(name))
+    if name == "settings" and MODEL not in BEGINS[verb]:  # what its function takes is not known yet
+        return [value for value in WRONG[name] if value != "nosuch=2"]
+    return known
+
+
+@cache
+def refused() -> tuple[list[list[str]], list, list[str]]:
+    commands = [
+        with_value(verb, p, value)
+        for verb, parameters in verbs().items()
+        for p in parameters
+        if takes_text(p)
+        for value in wrong_values(verb, p.name) or ()
+    ]
+    commands += [[*verb.split(), *BEGINS[verb], option] for verb in verbs() for option in ("--nosuch", "--mehs=2x4", "-z")]
+    commands += [verb.split() for verb in verbs() if BEGINS[verb]] + [["plna"], ["calibrate", "mesure"], ["--nosuch"]]
+    return commands, *run_all(commands)
+
+
+def test_every_option_has_wrong_values_or_is_free():
+    for verb, parameters in verbs().items():
+        for p in parameters:
+            assert not takes_text(p) or wrong_values(verb, p.name) or p.name in words.FREE, (verb, p.name)
+
+
+def test_every_wrong_word_is_refused_in_one_sentence_and_no_verb_begins():
+    commands, results, _ = refused()
+    assert len(commands) > 500
+    wrong = [
+        (argv, result)
+        for argv, result in zip(commands, results, strict=True)
+        if result[:2] != [2, ""] or not result[2].startswith("autoshard: ") or result[2].count("\n") != 1 or "Traceback" in result[2]
+    ]
+    assert wrong == []
+
+
+def test_nothing_slow_is_imported_to_refuse_a_word():
+    assert refused()[2] == []
+
+
+def test_right_words_are_not_refused():  # else any refusal would do above
+    right = [
+        *([*verb.split(), *begin] for verb, begin in BEGINS.items()),
+        ["plan", MODEL, "--mesh", "auto", "--devices", "8", "--memory", "64GiB", "--recompute", "auto", "--optimizer", "12"],
+        ["plan", MODEL, "--mesh", "2x4", "--pin", "layers.*.up.weight=S(0),*", "--forbid", "x=R,R", "--gap", "0.01", "--prices", "h100"],
+        ["plan", MODEL, "--mesh", "2x4", "--set", "layers=2", "--solver", "ilp", "--device", "a100", "--memory", "1000"],
+        ["simulate", "mlp", "--constants", "distir_3386edc", "--data", "1,2"],
+        ["check", HERE, "--within", "5%"],
+        ["tables", HERE, "--devices", "2x8", "--host-memory", "0"],
+        ["pipeline", MODEL, "--nodes", "2x8:h100", "--memory", "80GB", "--memory", "40GB", "--recompute", "never"],
+        ["pipeline", MODEL, "--devices", "8", "--schedules", "1f1b, gpipe", "--microbatches", "4,8"],
+        ["export", HERE, "--format", "tp_plan"],
+        ["explain", HERE, "w", "--why-not", "S(1),R"],
+        ["redistribute", HERE, "--prices", "tensorcraft", "--planner", "naive", "--memory-limit", "1GB"],
+        ["show-prices", "h100"],
+    ]
+    assert [(argv, result) for argv, result in zip(right, run_all(right)[0], strict=True) if result[0] != "began"] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "there"),
+    [
+        ("def a(): pass", "a", True),
+        ("def a(): pass", "b", False),
+        ("from x import *", "b", True),
+        ("import x as b", "b", True),
+        ("globals()['b'] = 1", "b", True),
+        ("if 1:\n    b = a = 1", "b", True),
+        ("def (", "b", True),  # the file says what is wrong with it when it runs
+    ],
+)
+def test_a_function_is_missing_only_where_the_text_is_sure(tmp_path, text, name, there):
+    (tmp_path / "model.py").write_text(text)
+    written = f"{tmp_path}/model.py:{name}"
+    if there:
+        words.model("MODEL", written)
+    else:
+        with pytest.raises(ValueError, match=f"has no function '{name}'; it has a"):
+            words.model("MODEL", written)
+
+
+def test_the_names_are_those_of_the_rooms_that_own_them():
+    from autoshard import redistribute
+    from autoshard.api import simulating
+    from autoshard.cli import huggingface
+    from autoshard.cost import OPTIMIZERS, presets
+    from autoshard.cost.curves.fit import METHODS
+    from autoshard.exports import KINDS
+    from autoshard.layout import _SHARDS
+    from autoshard.simulate import distir
+    from autoshard.simulate.schedules import SCHEDULES
+    from autoshard.solvers.solve import SOLVERS
+
+    assert set(words.SOLVERS) == set(SOLVERS) and set(words.OPTIMIZERS) == set(OPTIMIZERS) and set(words.EXPORTS) == set(KINDS)
+    assert set(words.SCHEDULES) == set(SCHEDULES) and words.SCHEMES == simulating.SCHEMES and set(words.METHODS) == set(METHODS)
+    assert set(words.CONSTANTS) == {"physical", *distir.CONSTANTS} and set(words.PLANNERS) == set(redistribute.PLANNERS)
+    assert set(words.PRICES) == {one.name for one in presets.all_presets()} and words.HUGGING_FACE == huggingface.SETTINGS
+    assert words.MOST_DIM == len(_SHARDS) - 1
