@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from autoshard.api.checkpointing import checkpointed
 from autoshard.api.describe import layouts_of, results_of
 from autoshard.api.planning import Progress
-from autoshard.capture import capture
+from autoshard.capture import capture, input_names
 from autoshard.formulate import Formulation, Training, formulate
 from autoshard.graph import Graph, Value
 from autoshard.lower import Verification, faults, lower, run_local_tensor, verify_program
@@ -157,10 +157,11 @@ def run_unsharded(
     """Values for the graph's placeholders, and what the module computes from them: "output:0", "gradient:NAME"."""
     real = materialized(model, seed)
     leaves, spec = pytree.tree_flatten(example_inputs)
-    bounds = index_bounds(graph)
-    leaves = [_input(leaf, bounds.get(f"input_{k}"), seed + k) if isinstance(leaf, torch.Tensor) else leaf for k, leaf in enumerate(leaves)]
+    bounds, names = index_bounds(graph), input_names(model, example_inputs)
+    leaves = [_input(leaf, bounds.get(names[k]), seed + k) if isinstance(leaf, torch.Tensor) else leaf for k, leaf in enumerate(leaves)]
     inputs = pytree.tree_unflatten(leaves, spec)
-    values = {f"input_{k}": leaf.clone() for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}  # the module may write into it
+    pairs = zip(names, leaves, strict=True)
+    values = {name: leaf.clone() for name, leaf in pairs if isinstance(leaf, torch.Tensor)}  # the module may write into it
     named = {**dict(real.named_parameters(remove_duplicate=False)), **dict(real.named_buffers(remove_duplicate=False))}
     values |= {name: tensor.detach().clone() for name, tensor in named.items()}
     with torch.set_grad_enabled(training):
