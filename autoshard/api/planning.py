@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from autoshard.api.baselining import BASELINE_SECONDS, scheme_price, solve_baselines
+from autoshard.api.batches import alike
 from autoshard.api.certify import describe
 from autoshard.api.checkpointing import cheapest, checkpointed, forward_blocks
 from autoshard.api.conflicts import priced
@@ -151,6 +152,7 @@ def plan_graph(
         answer = _solve(formulated, problem, options, watch, starts, few)
     if answer.choice is None:
         raise _refused(formulated, problem, answer, options, watch, thrifty=thrifty, explained=explained)
+    answer = alike(formulated, problem, answer, options.gap)
     with watch.phase("describe", "writing the plan", 0.95), no_search_for_cycles():
         solution = describe(formulated, answer, options, judged, assumptions)
         if options.baselines:

@@ -76,8 +76,12 @@ class Runner:
     planned: dict[str, tuple[int, ...] | None]  # global shapes of the inputs, where the plan knows them
     steps: dict[Any, Step] = field(default_factory=dict)
     where: tuple[int, ...] = ()
+    batch_layouts: dict[str, Layout] = field(init=False)  # in which this rank's shards come
     known_names: dict[pytree.TreeSpec, list[str]] = field(default_factory=dict)
     random: Tensor | None = None  # state of the generator that dropout draws from, the same on every rank
+
+    def __post_init__(self) -> None:
+        self.batch_layouts = batch_layouts(self.inputs, self.planned)
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict, compiled: bool) -> Any:
         inputs = self._bound(module, args, kwargs)
@@ -170,17 +174,17 @@ class Runner:
         return sharded[0] if isinstance(batch, Tensor) else type(batch)(sharded) if isinstance(batch, list) else sharded
 
     def _sharded(self, name: str, given: Tensor, local: bool) -> DTensor:
-        layout = self._layout(name)
+        layout = self.batch_layouts.get(name, self._layout(name)) if local else self._layout(name)
         if isinstance(given, DTensor):
             return given.redistribute(placements=list(layout))
         device = self.device_mesh.device_type
-        whole = self._shape_of_shards(name, given) if local else tuple(given.shape)
+        whole = self._shape_of_shards(name, given, layout) if local else tuple(given.shape)
         shard = given if local else part_of(given, layout, self.mesh, self.where)
         return as_dtensor(shard.to(device).contiguous(), spec_of(whole, given.dtype, layout, self.device_mesh))
 
-    def _shape_of_shards(self, name: str, given: Tensor) -> Shape:
+    def _shape_of_shards(self, name: str, given: Tensor, layout: Layout) -> Shape:
         """The global shape of which `given` is this rank's shard: the planned one where that fits, else that of equal shards."""
-        layout, planned = self._layout(name), self.planned.get(name)
+        planned = self.planned.get(name)
         if planned is not None and part_of(torch.empty(planned, device="meta"), layout, self.mesh, self.where).shape == given.shape:
             return planned  # of uneven shards the global shape can't be told from one of them
         whole = list(given.shape)
@@ -203,7 +207,7 @@ class Runner:
         raise ValueError(
             f"{name} is a plain tensor of shape {shape}, the plan has {planned or 'no shape'} for it, sharded as {text(layout)}; a plain "
             "tensor is the whole input in its planned shape. Give model.shard_inputs(batch) of a whole batch of another shape, the same on "
-            "every rank, or model.shard_inputs(batch, local=True) of this rank's shards"
+            "every rank, or model.shard_inputs(batch, local=True) of this rank's shards, in the layouts model.input_layouts"
         )
 
     def _local(self, name: str, given: Tensor) -> Tensor:
@@ -252,6 +256,23 @@ def local(x: Tensor) -> Tensor:
     return x._local_tensor if isinstance(x, DTensor) else x
 
 
+def batch_layouts(inputs: Mapping[str, Layout], planned: Mapping[str, Shape | None]) -> dict[str, Layout]:
+    """For each input the layout in which all inputs of its batch (those with the same first dim) can be loaded: from there each of them
+    is sliced into its planned layout, nothing is sent."""
+    made: dict[str, Layout] = {}
+    for name, layout in inputs.items():
+        batch = [other for key, other in inputs.items() if (planned.get(key) or (key,))[0] == (planned.get(name) or (name,))[0]]
+        shared = list(replicated(len(layout)))
+        for placement in {p for p in layout if p.is_shard()}:  # shards of shards of one dim are counted from the left
+            axes = [[k for k, p in enumerate(other) if p == placement] for other in batch]
+            for together in zip(*axes, strict=False):
+                if len(set(together)) > 1:
+                    break
+                shared[together[0]] = placement
+        made[name] = tuple(shared)
+    return made
+
+
 @dataclass(frozen=True)
 class _Leaf:
     """In place of a leaf of a batch, to see where binding puts it."""
@@ -276,10 +297,16 @@ class Parallel(nn.Module):
         """The inputs of a call as DTensors, each in the layout that the plan has for it; what is no tensor stays as it is.
 
         batch: a tuple, a dict by the names of forward's arguments, or a tensor: whole inputs of any shape, the same on every rank.
-        local: they are what this rank holds, each sharded as the plan shards it; shards are equal, or those of the planned shape.
+        local: they are what this rank has loaded, sharded as `input_layouts` says; shards are equal, or those of the planned shape.
         Nothing is sent. A call with a batch of another shape than the planned one captures the model again, once per shape.
         """
         return self.__dict__["_runner"].shard(self, batch, local=local)
+
+    @property
+    def input_layouts(self) -> dict[str, str]:
+        """The layout in which `shard_inputs(batch, local=True)` expects each input: the same for all inputs of a batch. What the plan
+        shards further is sliced on the way."""
+        return {name: text(layout) for name, layout in self.__dict__["_runner"].batch_layouts.items()}
 
     @property
     def random_state(self) -> Tensor | None:
