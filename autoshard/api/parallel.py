@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from autoshard.api.checkpointing import checkpointed
@@ -24,7 +24,7 @@ from autoshard.capture import Returned, capture_module, input_names
 from autoshard.graph import Graph
 from autoshard.layout import Layout, parse
 from autoshard.lower import lower
-from autoshard.lower.agreement import agree, limit_waiting, patiently, share
+from autoshard.lower.agreement import agree, grouped, join, limit_waiting, patiently, share
 from autoshard.lower.collectives import Groups
 from autoshard.lower.distribute import copy_with, distributed, on_meta
 from autoshard.lower.flow import Pace
@@ -78,25 +78,25 @@ def parallelize(
     return sharded
 
 
-def device_mesh(solution: Solution, *, backend: str | None = None) -> DeviceMesh:
+def device_mesh(solution: Solution, *, backend: str | None = None, timeout: float = 40.0) -> DeviceMesh:
     """The device mesh of a plan on the processes that torchrun (or another launcher) started; every rank calls this.
 
-    backend: nccl where torch sees GPUs, else gloo. A process group that is there already is used.
-    ValueError, the same on every rank, when their number isn't the plan's.
+    backend: nccl where torch sees GPUs, else gloo. A process group that is there already is used. timeout: seconds in which all ranks
+    must come; more where they are started far apart. ValueError, the same on every rank, when their number isn't the plan's; RankLost
+    where one does not come.
     """
     cuda = backend == "nccl" or (backend is None and torch.cuda.is_available())
-    if not dist.is_initialized():
-        try:
-            dist.init_process_group(backend or ("nccl" if cuda else "gloo"))
-        except ValueError as error:
-            n = solution.mesh.num_devices
-            raise ValueError(f"no processes to run on ({error}); start them with: torchrun --nproc-per-node {n} SCRIPT ...") from None
+    try:
+        formed = join(backend or ("nccl" if cuda else "gloo"), timeout)
+    except ValueError as error:
+        n = solution.mesh.num_devices
+        raise ValueError(f"no processes to run on ({error}); start them with: torchrun --nproc-per-node {n} SCRIPT ...") from None
     complaint = _wrong_number(solution)
     if complaint is not None:  # every rank sees the same
         raise ValueError(complaint)
     if cuda:
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    return init_device_mesh("cuda" if cuda else "cpu", solution.mesh.shape, mesh_dim_names=solution.mesh.axis_names)
+    return grouped("cuda" if cuda else "cpu", solution.mesh.shape, solution.mesh.axis_names, timeout if formed else None)
 
 
 def _wrong_number(solution: Solution) -> str | None:
