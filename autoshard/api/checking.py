@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from autoshard.api.checkpointing import checkpointed
 from autoshard.api.describe import layouts_of, results_of
 from autoshard.api.planning import Progress
-from autoshard.capture import capture, input_names
+from autoshard.capture import capture, in_turn, input_names
 from autoshard.formulate import Formulation, Training, formulate
 from autoshard.graph import Graph, Value
 from autoshard.lower import Verification, faults, lower, run_local_tensor, verify_program
@@ -33,6 +33,7 @@ from autoshard.strategies import candidates
 DRAWS = 50  # tries at a random choice without a forbidden edge
 
 
+@in_turn
 def verify(
     model: nn.Module,
     example_inputs: Any,

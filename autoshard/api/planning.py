@@ -38,7 +38,7 @@ from autoshard.api.pins import allowed_by_pins as allowed_by_pins
 from autoshard.api.refusal import infeasible
 from autoshard.api.tying import solve_tied
 from autoshard.baselines import allowed, baselines
-from autoshard.capture import capture_deep
+from autoshard.capture import capture_deep, in_turn
 from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import Formulation, Training, formulate, with_pins
 from autoshard.graph import Graph
@@ -49,6 +49,7 @@ from autoshard.solvers import Answer, solve
 from autoshard.strategies import Candidates, candidates
 
 
+@in_turn
 def plan(
     model: torch.nn.Module,
     example_inputs: Any,
@@ -63,7 +64,7 @@ def plan(
     model, example_inputs: a module and what its forward takes (a tuple, or a dict of keyword arguments); the meta device
     costs no memory. options: the fields of `Options` (training, optimizer, memory_limit in bytes per device, pins, forbid, keep,
     price_pins, solver, time_limit in seconds, gap, baselines, recompute, tie_blocks). progress: called with (what is being done,
-    fraction done). assumptions: more facts to note in the solution. ValueError on bad input; `Infeasible` when nothing fits, with the
+    fraction done). assumptions: more facts to note in the solution. Threads plan in turn. ValueError on bad input; `Infeasible` when nothing fits, with the
     demands that conflict.
 
         solution = plan(module, (tokens, targets), Mesh.from_bandwidths((2, 4)), training=True, memory_limit=80e9)

@@ -10,3 +10,4 @@ from autoshard.capture.module import capture as capture
 from autoshard.capture.module import capture_given as capture_given
 from autoshard.capture.module import capture_module as capture_module
 from autoshard.capture.module import tied_parameters as tied_parameters
+from autoshard.capture.turns import in_turn as in_turn

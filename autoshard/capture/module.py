@@ -47,6 +47,7 @@ from autoshard.capture.inputs import (
     to_fake,
 )
 from autoshard.capture.read import leaves_of, module_path, read
+from autoshard.capture.turns import in_turn
 from autoshard.graph import Graph
 
 
@@ -75,6 +76,7 @@ def capture(module: nn.Module, example_inputs: Any, *, training: bool) -> Graph:
     return capture_module(module, example_inputs, training=training).graph
 
 
+@in_turn
 def capture_module(module: nn.Module, example_inputs: Any, *, training: bool) -> Captured:
     """The program of one call (or one training step up to the gradients) of `module`.
 
@@ -133,6 +135,7 @@ def _merge_tied(graph: Graph, groups: Sequence[Sequence[str]]) -> Graph:
     return replace(graph, tied=tuple(tied))
 
 
+@in_turn
 def capture_given(given: fx.GraphModule | ExportedProgram, example_inputs: Any = None) -> Captured:
     """The inference program of a graph that somebody else captured, with the value that each given node became.
 
