@@ -57,25 +57,25 @@ def _common(formulated: Formulation, problem: Problem, answer: Answer, batch: Se
     for node in batch:
         by_shape.setdefault(formulated.graph.ops[node].output.shape, []).append(node)
 
-    def priced(node: int, layout: Layout | None) -> tuple[float, float]:
-        k = layouts[node].index(layout)
-        return float(costs[node][k]), float(formulated.preference[node][k])
+    def priced(nodes: Sequence[int], layout: Layout | None) -> tuple[float, float]:
+        """What nodes cost together in one layout, and their preferences."""
+        at = [(n, layouts[n].index(layout)) for n in nodes]
+        return sum(float(costs[n][k]) for n, k in at), sum(float(formulated.preference[n][k]) for n, k in at)
 
-    def best(nodes: Sequence[int], axes: frozenset[int]) -> tuple[float, float, Layout | None] | None:
-        """Of the layouts that nodes of one shape share, sharded on dim 0 over these axes, the best for all of them."""
+    def best(nodes: Sequence[int], axes: frozenset[int]) -> list[Layout | None]:
+        """Of the layouts that nodes of one shape share, sharded on dim 0 over these axes, the best for all of them; or none."""
         shared = [layout for layout in layouts[nodes[0]] if _on_first(layout) == axes and all(layout in layouts[n] for n in nodes)]
-        rows = [(*map(sum, zip(*(priced(n, layout) for n in nodes), strict=True)), layout) for layout in shared]
-        return min(rows, key=lambda row: row[:2], default=None)
+        return sorted(shared, key=lambda layout: priced(nodes, layout))[:1]
 
     ways = []
     for axes in {_on_first(layout) for node in batch for layout in layouts[node]}:
-        rows = {shape: best(nodes, axes) for shape, nodes in by_shape.items()}
-        if all(row is not None for row in rows.values()):
-            cost, preference = (sum(row[k] for row in rows.values() if row is not None) for k in (0, 1))
-            if not math.isfinite(cost):  # a pin says otherwise
-                continue
-            choices = {n: layouts[n].index(row[2]) for shape, row in rows.items() if row is not None for n in by_shape[shape]}
-            ways.append((round(cost / max(abs(answer.cost), 1e-30) / TOLERANCE), preference, sorted(axes), choices))
+        chosen = [(nodes, layout) for nodes in by_shape.values() for layout in best(nodes, axes)]
+        cost = sum(priced(nodes, layout)[0] for nodes, layout in chosen)
+        if len(chosen) < len(by_shape) or not math.isfinite(cost):  # not finite: a pin says otherwise
+            continue
+        preference = sum(priced(nodes, layout)[1] for nodes, layout in chosen)
+        choices = {n: layouts[n].index(layout) for nodes, layout in chosen for n in nodes}
+        ways.append((round(cost / max(abs(answer.cost), 1e-30) / TOLERANCE), preference, sorted(axes), choices))
     yield from (way[-1] for way in sorted(ways, key=lambda way: way[:3])[:TRIES])
 
 

@@ -64,8 +64,8 @@ def plan(
     model, example_inputs: a module and what its forward takes (a tuple, or a dict of keyword arguments); the meta device
     costs no memory. options: the fields of `Options` (training, optimizer, memory_limit in bytes per device, pins, forbid, keep,
     price_pins, solver, time_limit in seconds, gap, baselines, recompute, tie_blocks). progress: called with (what is being done,
-    fraction done). assumptions: more facts to note in the solution. Threads plan in turn. ValueError on bad input; `Infeasible` when nothing fits, with the
-    demands that conflict.
+    fraction done). assumptions: more facts to note in the solution. Threads plan in turn. ValueError on bad input; `Infeasible` when
+    nothing fits, with the demands that conflict.
 
         solution = plan(module, (tokens, targets), Mesh.from_bandwidths((2, 4)), training=True, memory_limit=80e9)
     """
@@ -154,6 +154,7 @@ def plan_graph(
     if answer.choice is None:
         raise _refused(formulated, problem, answer, options, watch, thrifty=thrifty, explained=explained)
     answer = alike(formulated, problem, answer, options.gap)
+    assert answer.choice is not None
     with watch.phase("describe", "writing the plan", 0.95), no_search_for_cycles():
         solution = describe(formulated, answer, options, judged, assumptions)
         if options.baselines:

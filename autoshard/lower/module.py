@@ -123,9 +123,6 @@ class Runner:
             return self.steps[key]
         return self.steps.setdefault((*key, "inductor"), replace(self.steps[key], make=compiled, made={}))
 
-    def _layout(self, name: str) -> Layout:
-        return self.inputs.get(name) or replicated(len(self.mesh.axes))
-
     def _names(self, spec: pytree.TreeSpec, inputs: Any) -> list[str]:
         if spec not in self.known_names:
             self.known_names[spec] = self.names(inputs)
