@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from autoshard.capture import capture, capture_given
+from autoshard.capture import capture, capture_given, input_names
 from autoshard.graph import Graph, Op, Value
 from autoshard.lower import run_whole
 from tests.helpers import TINY, difference, given_graphs, one_op, overload, random_inputs, tiny_graph
@@ -43,7 +43,7 @@ def eager(module: nn.Module, inputs, training: bool) -> dict[str, torch.Tensor]:
 
 def values_for(graph: Graph, module: nn.Module, inputs) -> dict[str, torch.Tensor]:
     leaves = list(inputs.values()) if isinstance(inputs, dict) else list(inputs)
-    values = {f"input_{k}": x.clone() for k, x in enumerate(leaves)}
+    values = {name: x.clone() for name, x in zip(input_names(module, inputs), leaves, strict=True)}
     values |= {n: t.detach().clone() for n, t in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())}
     return values | {op.name: torch.ones(op.outputs[0].shape) for op in graph.ops if op.kind == "tangent"}
 
@@ -458,3 +458,28 @@ def test_values_and_ops_have_the_types_that_they_claim():
     assert all(isinstance(op, Op) and isinstance(op.name, str) and isinstance(op.target, str) for op in graph.ops)
     values: list[Value] = [v for op in graph.ops for v in op.inputs]
     assert all(type(i) is int and type(k) is int for i, k in values)
+
+
+class Named(nn.Module):
+    """Arguments that are called as an op of the graph, as a parameter, and as a name that a capture gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, mul, weight, masks, input_0=None):
+        return (mul * self.weight * weight * masks["full"] * input_0).sum()
+
+
+@pytest.mark.parametrize("training", BOTH)
+def test_keyword_inputs_keep_their_names(training):
+    inputs = {"mul": X, "weight": X + 1, "masks": {"full": X + 2, "none": None}, "input_0": X + 3}
+    module = filled(Named())
+    graph = capture(module, inputs, training=training)
+    names = [op.name for op in graph.ops if op.kind == "input"]
+    assert names == ["mul", "input_1", "masks.full", "input_0"]
+    assert len(graph.index) == len(graph.ops)
+    values = dict(zip(names, [X, X + 1, X + 2, X + 3])) | {"weight": module.weight.detach()}
+    values |= {op.name: torch.tensor(1.0) for op in graph.ops if op.kind == "tangent"}
+    assert_equal(run_whole(graph, values), eager(module, inputs, training))
+    assert input_names(module, (X, {"a": X})) == ["input_0", "input_1"]

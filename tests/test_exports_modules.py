@@ -93,7 +93,7 @@ def test_a_plan_that_cuts_the_batch_over_the_axis_says_what_its_loss_costs():
     """Megatron's styles can't cut a batch: every rank of the axis computes all of it."""
     model, inputs = load_huggingface("tests/data/hf/llama", {"batch": 64, "seq": 64})
     solution = autoshard.plan(model, inputs, Mesh.from_bandwidths((4,), device="cpu"))
-    assert solution.layouts["input_0"].outputs == ("S(0)",)
+    assert solution.layouts["input_ids"].outputs == ("S(0)",)
     found = export(solution, "tp_plan")
     assert set(found.values()) == {"replicate"} and found.cost_seconds > 2 * solution.cost
     assert any("inputs cut over axis0" in one.what for one in found.left)

@@ -119,7 +119,8 @@ def kinds_of_call(module: nn.Module, solution) -> dict:
     layouts = [autoshard.layout.parse(solution.layouts[f"input_{k}"].outputs[0]) for k in range(2)]
     spread = [distribute_tensor(x, device_mesh, list(layout)) for x, layout in zip(inputs, layouts)]
     other = [distribute_tensor(x, device_mesh, [Shard(1), Shard(0)]) for x in inputs]
-    for kind, given in (("whole", inputs), ("dtensor", spread), ("local", [x.to_local() for x in spread]), ("other layout", other)):
+    shards = module.shard_inputs(tuple(x.to_local() for x in spread), local=True)
+    for kind, given in (("whole", inputs), ("dtensor", spread), ("local", shards), ("other layout", other)):
         module(*given).backward()
         found[kind] = gradients_of(module)
         module.zero_grad()

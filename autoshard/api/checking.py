@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from autoshard.api.checkpointing import checkpointed
 from autoshard.api.describe import layouts_of, results_of
 from autoshard.api.planning import Progress
-from autoshard.capture import capture_module, constants
+from autoshard.capture import capture_module, constants, in_turn, input_names
 from autoshard.capture.held import copied, opened
 from autoshard.capture.inputs import arguments
 from autoshard.formulate import Formulation, Training, formulate
@@ -35,6 +35,7 @@ from autoshard.strategies import candidates
 DRAWS = 50  # tries at a random choice without a forbidden edge
 
 
+@in_turn
 def verify(
     model: nn.Module,
     example_inputs: Any,
@@ -171,10 +172,11 @@ def run_unsharded(
     """
     real, args, kwargs = opened(materialized(model, seed), *arguments(example_inputs))  # objects among them: lists of tensors, as captured
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    bounds = index_bounds(graph)
-    leaves = [_input(leaf, bounds.get(f"input_{k}"), seed + k) if isinstance(leaf, torch.Tensor) else leaf for k, leaf in enumerate(leaves)]
+    bounds, names = index_bounds(graph), input_names(model, example_inputs)
+    leaves = [_input(leaf, bounds.get(names[k]), seed + k) if isinstance(leaf, torch.Tensor) else leaf for k, leaf in enumerate(leaves)]
     args, kwargs = pytree.tree_unflatten(leaves, spec)
-    values = {f"input_{k}": leaf.clone() for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}  # the module may write into it
+    pairs = zip(names, leaves, strict=True)
+    values = {name: leaf.clone() for name, leaf in pairs if isinstance(leaf, torch.Tensor)}  # the module may write into it
     named = {**dict(real.named_parameters(remove_duplicate=False)), **dict(real.named_buffers(remove_duplicate=False))}
     values |= {name: tensor.detach().clone() for name, tensor in named.items()} | dict(held or {})
     for name in [op.name for op in graph.ops if op.kind == "buffer" and op.name not in values]:
@@ -192,7 +194,7 @@ def run_unsharded(
             torch.autograd.backward(differentiable, [torch.ones_like(leaf) for leaf in differentiable])
         reference |= {f"gradient:{name}": p.grad for name, p in named.items() if p.is_leaf and p.grad is not None}
     now = {**dict(real.named_parameters(remove_duplicate=False)), **dict(real.named_buffers(remove_duplicate=False))}
-    now |= {f"input_{k}": leaf for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    now |= {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
     reference |= {f"buffer:{r.name}": now[r.name].detach() for r in graph.results if r.kind == "buffer" and r.name in now}
     missing = [op.name for op in graph.ops if op.is_placeholder and op.name not in values]
     if missing:

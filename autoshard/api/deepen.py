@@ -18,7 +18,7 @@ from autoshard.api.describe import choice_of
 from autoshard.api.extrapolate import completed, op_choices
 from autoshard.api.options import Infeasible, Options, Progress, Stopwatch, checked_options
 from autoshard.api.planning import formulate_for, stretched
-from autoshard.capture import capture, capture_deep
+from autoshard.capture import capture, capture_deep, in_turn
 from autoshard.capture.depth import containers, shrunk
 from autoshard.problem import evaluate
 from autoshard.solution import Solution, differences
@@ -28,6 +28,7 @@ from autoshard.strategies import candidates
 KEPT = ("optimizer", "master_weights", "memory_limit")  # options of the plan that hold on, unless others are given
 
 
+@in_turn
 def extrapolate(
     solution: Solution, model: nn.Module, example_inputs: Any, *, progress: Progress | None = None, **options: Any
 ) -> Solution:

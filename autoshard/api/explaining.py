@@ -24,6 +24,7 @@ from autoshard.api.priced import held_at_once, moved, priced_edge, priced_op, to
 from autoshard.api.refusal import infeasible
 from autoshard.api.reopened import Choice, Reopened, Way, captured, nearest, reopened
 from autoshard.api.subjects import Subject, chosen, subject, wanted, ways
+from autoshard.capture import in_turn
 from autoshard.layout import text
 from autoshard.problem import Problem, evaluate
 from autoshard.solution import Solution, misfits
@@ -32,6 +33,7 @@ from autoshard.solvers import Answer, Status
 LISTED = 10  # ops and edges that differ, of each sign
 
 
+@in_turn
 def explain(
     model: nn.Module,
     example_inputs: Any,

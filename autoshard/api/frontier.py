@@ -31,7 +31,7 @@ from autoshard.api.planning import (
     formulate_for,
     stretched,
 )
-from autoshard.capture import capture_deep
+from autoshard.capture import capture_deep, in_turn
 from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import Formulation, with_pins
 from autoshard.graph import Graph
@@ -133,6 +133,7 @@ class Frontier:
         write_whole(json.dumps(self.to_dict(), allow_nan=False, indent=1) + "\n", path)
 
 
+@in_turn
 def frontier(
     model: torch.nn.Module,
     example_inputs: Any,

@@ -21,7 +21,7 @@ import torch
 
 from autoshard.api.options import Infeasible, Options, Progress, Stopwatch, checked_options
 from autoshard.api.planning import plan_captured
-from autoshard.capture import capture_deep
+from autoshard.capture import capture_deep, in_turn
 from autoshard.cycles import no_search_for_cycles
 from autoshard.mesh import DEVICES_PER_NODE, Mesh
 from autoshard.solution import Solution
@@ -103,6 +103,7 @@ class MeshPlans:
         return [{**plan.to_dict(), "best": plan.solution is self.best} for plan in self.plans]
 
 
+@in_turn
 def plan_meshes(
     model: torch.nn.Module,
     example_inputs: Any,

@@ -9,26 +9,27 @@ module  = a copy of the model with DTensor parameters, whose forward and backwar
 from __future__ import annotations
 
 import math
+import pickle
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from autoshard.api.checkpointing import checkpointed
-from autoshard.capture import capture
+from autoshard.capture import Returned, capture_module, input_names
 from autoshard.graph import Graph
 from autoshard.layout import Layout, parse
 from autoshard.lower import lower
-from autoshard.lower.agreement import agree, limit_waiting, patiently, share
+from autoshard.lower.agreement import agree, grouped, join, limit_waiting, patiently, share
 from autoshard.lower.collectives import Groups
 from autoshard.lower.distribute import copy_with, distributed, on_meta
 from autoshard.lower.flow import Pace
 from autoshard.lower.fx_program import trace
-from autoshard.lower.module import TENSOR, Runner, Step, parallel_class
+from autoshard.lower.module import Runner, Step, parallel_class, refuse_parts
 from autoshard.lower.overlap import scheduled
 from autoshard.solution import Solution, misfits
 
@@ -45,9 +46,10 @@ def parallelize(
     """The model as a module that runs `solution` on `device_mesh`; every rank of the mesh calls this.
 
     The result is a copy of the model (which is left as it is) with DTensor parameters under their own names, in the layouts of the
-    plan. Call it as the model: with DTensors, with this rank's parts (cut as the plan cuts that input), or with whole tensors of
-    the planned shape, the same on every rank. What every rank holds whole comes back as a plain tensor, anything else as a DTensor. A plan
-    made with training=True can be differentiated: `loss.backward()`, any optimizer, gradients add up over calls.
+    plan. Call it as the model, with whole tensors of the planned shape, the same on every rank, or with DTensors: `shard_inputs(batch)`
+    makes them of whole inputs of any shape, `shard_inputs(batch, local=True)` of what this rank holds. What every rank holds whole comes
+    back as a plain tensor, anything else as a DTensor. Hooks on inner modules, and calls of them, are refused: the plan's graph runs.
+    A plan made with training=True can be differentiated: `loss.backward()`, any optimizer, gradients add up over calls.
 
     from_first_rank: rank 0's parameters count (False: all ranks hold the same ones already). A model on the meta device gets nan,
     to be filled by `load_state_dict` or torch.distributed.checkpoint. timeout: seconds after which a rank that does not answer
@@ -65,8 +67,10 @@ def parallelize(
         lambda name, tensor: distributed(tensor, layouts.get(name, replicate), mesh, device_mesh, from_first_rank=from_first_rank),
     )
     build = _Builder(on_meta(model), solution, device_mesh, timeout)
-    inputs = {name: layout for name, layout in layouts.items() if name.startswith("input_")}
-    runner = Runner(mesh, device_mesh, build, inputs, _planned(solution, example_inputs), where=tuple(device_mesh.get_coordinate() or ()))
+    names = partial(input_names, build.model)
+    inputs = {name: layouts[name] for name in solution.inputs if name in layouts}
+    runner = Runner(mesh, device_mesh, build, names, inputs, solution.inputs, where=tuple(device_mesh.get_coordinate() or ()))
+    refuse_parts(sharded)
     sharded.__class__ = parallel_class(type(model))
     sharded.__dict__["_runner"] = runner
     if example_inputs is not None:
@@ -74,25 +78,25 @@ def parallelize(
     return sharded
 
 
-def device_mesh(solution: Solution, *, backend: str | None = None) -> DeviceMesh:
+def device_mesh(solution: Solution, *, backend: str | None = None, timeout: float = 40.0) -> DeviceMesh:
     """The device mesh of a plan on the processes that torchrun (or another launcher) started; every rank calls this.
 
-    backend: nccl where torch sees GPUs, else gloo. A process group that is there already is used.
-    ValueError, the same on every rank, when their number isn't the plan's.
+    backend: nccl where torch sees GPUs, else gloo. A process group that is there already is used. timeout: seconds in which all ranks
+    must come; more where they are started far apart. ValueError, the same on every rank, when their number isn't the plan's; RankLost
+    where one does not come.
     """
     cuda = backend == "nccl" or (backend is None and torch.cuda.is_available())
-    if not dist.is_initialized():
-        try:
-            dist.init_process_group(backend or ("nccl" if cuda else "gloo"))
-        except ValueError as error:
-            n = solution.mesh.num_devices
-            raise ValueError(f"no processes to run on ({error}); start them with: torchrun --nproc-per-node {n} SCRIPT ...") from None
+    try:
+        formed = join(backend or ("nccl" if cuda else "gloo"), timeout)
+    except ValueError as error:
+        n = solution.mesh.num_devices
+        raise ValueError(f"no processes to run on ({error}); start them with: torchrun --nproc-per-node {n} SCRIPT ...") from None
     complaint = _wrong_number(solution)
     if complaint is not None:  # every rank sees the same
         raise ValueError(complaint)
     if cuda:
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    return init_device_mesh("cuda" if cuda else "cpu", solution.mesh.shape, mesh_dim_names=solution.mesh.axis_names)
+    return grouped("cuda" if cuda else "cpu", solution.mesh.shape, solution.mesh.axis_names, timeout if formed else None)
 
 
 def _wrong_number(solution: Solution) -> str | None:
@@ -125,14 +129,6 @@ def _complaint(model: nn.Module, solution: Solution, device_mesh: DeviceMesh) ->
     return None
 
 
-def _planned(solution: Solution, example_inputs: Any) -> dict[str, tuple[int, ...]]:
-    """The whole shapes of the inputs, where they are known."""
-    if example_inputs is not None:
-        leaves = enumerate(pytree.tree_leaves(example_inputs))
-        return {f"input_{k}": tuple(leaf.shape) for k, leaf in leaves if isinstance(leaf, torch.Tensor)}
-    return {name: tuple(shape) for name, shape in solution.assumptions.get("inputs", {}).items()}
-
-
 class _Builder:
     """Makes the graphs for one kind of call."""
 
@@ -145,45 +141,48 @@ class _Builder:
     def __call__(self, spec: pytree.TreeSpec, leaves: list[Any], training: bool) -> Step:
         with self.patiently():
             inputs = pytree.tree_unflatten(leaves, spec)
-            graph, drops = self._graph(inputs, training)
+            graph, returned, drops = self._graph(inputs, training)
             step, complaint = None, None
             try:
-                step = self._step(graph, inputs, drops)
+                step = self._step(graph, returned, drops)
             except ValueError as error:
                 complaint = str(error)
             agree(complaint, "lowering the plan")
         assert step is not None
         return step
 
-    def _graph(self, inputs: Any, training: bool) -> tuple[Graph, bool]:
-        """The program of the call, captured by the first rank for all: it takes seconds, and ranks may share a machine.
+    def _graph(self, inputs: Any, training: bool) -> tuple[Graph, Returned, bool]:
+        """The program of the call and what it returns, captured by the first rank for all: it takes seconds, and ranks may share
+        a machine.
 
         A plan is of a model in training mode or in eval mode. Where they differ by dropout only, eval mode runs the training
-        mode's program without it (the second value is then False).
+        mode's program without it (the last value is then False).
         """
         found, complaint = None, None
         if dist.get_rank() == 0:
             try:
-                graph, reasons = self._captured(inputs, training)
+                graph, returned, reasons = self._captured(inputs, training)
                 drops = True
                 if reasons and not training:
-                    other, rest = self._captured(inputs, True)
+                    other, same, rest = self._captured(inputs, True)
                     if not rest and not any("batch_norm" in op.target for op in other.ops):
-                        graph, reasons, drops = other, (), False
-                found = (graph, drops)
+                        graph, returned, reasons, drops = other, same, (), False
+                found = (graph, returned, drops)
+                _check_shareable(returned)
                 complaint = f"the solution is of another model: {'; '.join(reasons)}; plan this model" if reasons else None
             except ValueError as error:
                 complaint = str(error)
         return share(found, complaint, "capturing the model")
 
-    def _captured(self, inputs: Any, training: bool) -> tuple[Graph, tuple[str, ...]]:
-        """The graph, and why the plan does not fit it."""
+    def _captured(self, inputs: Any, training: bool) -> tuple[Graph, Returned, tuple[str, ...]]:
+        """The graph, what the model returns, and why the plan does not fit it."""
         with torch.enable_grad():  # whatever the call is made under
-            graph = capture(self.model.train(training), inputs, training=self.solution.training)
-        graph = checkpointed(graph, int(self.solution.assumptions.get("recompute") or 0))
-        return graph, misfits(self.solution, graph, self.solution.mesh)
+            captured = capture_module(self.model.train(training), inputs, training=self.solution.training)
+        graph = checkpointed(captured.graph, int(self.solution.assumptions.get("recompute") or 0))
+        assert captured.returned is not None, "a module was captured, not a graph"
+        return graph, captured.returned, misfits(self.solution, graph, self.solution.mesh)
 
-    def _step(self, graph: Graph, inputs: Any, drops: bool) -> Step:
+    def _step(self, graph: Graph, returned: Returned, drops: bool) -> Step:
         solution, mesh = self.solution, self.solution.mesh
         self._check_names(graph)
         program = lower(graph, solution.layouts, solution.results, mesh, device=self.device_mesh.device_type)
@@ -195,10 +194,9 @@ class _Builder:
             made = {name: part for name, part in passes.items() if part is not None}
             rows = scheduled(list(made.values()), Pace(mesh, self.groups), spare_bytes(solution))
             timelines = dict(zip(made, rows, strict=True))
-        structure, returned = returned_structure(self.model, inputs)
         shapes = {f"{r.kind}:{r.name}": graph.tensor(r.value).shape for r in graph.results if r.value is not None}
         position = [torch.tensor(c, device=self.device_mesh.device_type) for c in self.where]
-        return Step(graphs, inference, shapes, structure, returned, position, timelines, self.patiently)
+        return Step(graphs, inference, shapes, returned.structure, returned.leaves, position, timelines, self.patiently)
 
     def _check_names(self, graph: Graph) -> None:
         held = set(dict(self.model.named_parameters(remove_duplicate=False)))
@@ -208,6 +206,17 @@ class _Builder:
                 raise ValueError(f"the captured program reads {op.name!r}, a constant of the model; register it as a buffer")
 
 
+def _check_shareable(returned: Returned) -> None:
+    """The first rank sends it to the others, by the names of its classes."""
+    try:
+        pickle.dumps(returned)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"the model returns something that can't be sent to other ranks ({error}); define its class at the top of a module, "
+            "or return tensors, tuples, lists and dicts"
+        ) from error
+
+
 def spare_bytes(solution: Solution) -> float:
     """By how much overlap may raise the peak: 5 % of it, so that the plan's figure stays true, or half a megabyte, which matters
     nowhere else than in models made for tests; never beyond its limit."""
@@ -215,11 +224,3 @@ def spare_bytes(solution: Solution) -> float:
         return 0.0
     limit = solution.assumptions.get("memory_limit")
     return min(max(0.05 * solution.peak_bytes, 5e5), max(limit - solution.peak_bytes, 0.0) if limit else math.inf)
-
-
-def returned_structure(model: nn.Module, inputs: Any) -> tuple[pytree.TreeSpec, list[Any]]:
-    """How the model packs what it returns: the structure, and its leaves with TENSOR for each tensor."""
-    with torch.no_grad():
-        outputs = model(**inputs) if isinstance(inputs, dict) else model(*(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
-    leaves, spec = pytree.tree_flatten(outputs)
-    return spec, [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

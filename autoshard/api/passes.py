@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from autoshard.api.checking import verify_graph
 from autoshard.api.pins import broken_by
 from autoshard.api.planning import Options, Stopwatch, baseline_only, checked_options, plan_graph
-from autoshard.capture import Captured, capture_given, capture_module, ignored
+from autoshard.capture import Captured, capture_given, capture_module, ignored, in_turn
 from autoshard.exports.sharding_map import sharding_map, unbacked_mesh
 from autoshard.graph import Graph
 from autoshard.layout import local_numel, parse, replicated, text, why_illegal
@@ -94,6 +94,7 @@ class PassOptions:
         )
 
 
+@in_turn
 def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **options: Any) -> tuple[Any, dict[str, Any]]:
     """Shard every tensor of an fx graph over a mesh: returns the annotated graph and what was found.
 

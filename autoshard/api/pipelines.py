@@ -25,7 +25,7 @@ from autoshard.api.pipeline_choices import choices_of, described, speed_ups
 from autoshard.api.planning import Infeasible, Stopwatch, checked_options
 from autoshard.api.stage_plans import Job, options
 from autoshard.api.stage_tables import PRICES, StageTable
-from autoshard.capture import capture_deep
+from autoshard.capture import capture_deep, in_turn
 from autoshard.cost import OPTIMIZERS
 from autoshard.cycles import no_search_for_cycles
 from autoshard.simulate.interop import least_bottleneck
@@ -69,6 +69,7 @@ class PipelineOptions:
                 raise ValueError(f"microbatches has {count!r}; expected whole numbers of 1 or more")
 
 
+@in_turn
 def pipeline(
     model: torch.nn.Module,
     example_inputs: Any,

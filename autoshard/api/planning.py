@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from autoshard.api.baselining import BASELINE_SECONDS, scheme_price, solve_baselines
+from autoshard.api.batches import alike
 from autoshard.api.certify import describe
 from autoshard.api.checkpointing import cheapest, checkpointed, forward_blocks
 from autoshard.api.conflicts import priced
@@ -37,7 +38,7 @@ from autoshard.api.pins import allowed_by_pins as allowed_by_pins
 from autoshard.api.refusal import infeasible, searched_seconds
 from autoshard.api.tying import solve_tied
 from autoshard.baselines import allowed, baselines
-from autoshard.capture import capture_deep
+from autoshard.capture import capture_deep, in_turn
 from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import Formulation, Training, formulate, with_pins
 from autoshard.graph import Graph
@@ -48,6 +49,7 @@ from autoshard.solvers import Answer, Status, solve
 from autoshard.strategies import Candidates, candidates
 
 
+@in_turn
 def plan(
     model: torch.nn.Module,
     example_inputs: Any,
@@ -62,8 +64,8 @@ def plan(
     model, example_inputs: a module and what its forward takes (a tuple, or a dict of keyword arguments); the meta device
     costs no memory. options: the fields of `Options` (training, optimizer, memory_limit in bytes per device, pins, forbid, keep,
     price_pins, solver, time_limit in seconds, gap, baselines, recompute, tie_blocks). progress: called with (what is being done,
-    fraction done). assumptions: more facts to note in the solution. ValueError on bad input; `Infeasible` when nothing fits, with the
-    demands that conflict.
+    fraction done). assumptions: more facts to note in the solution. Threads plan in turn. ValueError on bad input; `Infeasible` when
+    nothing fits, with the demands that conflict.
 
         solution = plan(module, (tokens, targets), Mesh.from_bandwidths((2, 4)), training=True, memory_limit=80e9)
     """
@@ -153,6 +155,8 @@ def plan_graph(
         if answer.status is not Status.INFEASIBLE:
             answer.in_passing()  # nothing is known that could be the answer
         raise _refused(formulated, problem, answer, options, watch, thrifty=thrifty, explained=explained)
+    answer = alike(formulated, problem, answer, options.gap)
+    assert answer.choice is not None
     with watch.phase("describe", "writing the plan", 0.95), no_search_for_cycles():
         solution = describe(formulated, answer, options, judged, assumptions)
     if not answer.interrupted:

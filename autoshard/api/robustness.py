@@ -24,7 +24,7 @@ from torch import nn
 from autoshard.api.checkpointing import checkpointed
 from autoshard.api.describe import choice_of
 from autoshard.api.planning import Options, Progress, allowed_by_pins, formulate_for
-from autoshard.capture import capture_deep
+from autoshard.capture import capture_deep, in_turn
 from autoshard.cost import collective_seconds
 from autoshard.formulate import Formulation, with_pins
 from autoshard.graph import Graph
@@ -43,6 +43,7 @@ TINY = 1e-9  # bytes: a collective of so little takes its latency alone
 Choice = tuple[int, ...]
 
 
+@in_turn
 def robustness(
     model: nn.Module,
     example_inputs: Any,

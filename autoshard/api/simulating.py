@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.api.checkpointing import checkpointed
 from autoshard.api.planning import Options, Progress, Stopwatch, baseline_only, plan_graph
-from autoshard.capture import capture_deep
+from autoshard.capture import capture_deep, in_turn
 from autoshard.graph import Graph
 from autoshard.mesh import Axis, Mesh
 from autoshard.simulate.parallel import Parallel
@@ -84,6 +84,7 @@ class Simulation:
         }
 
 
+@in_turn
 def simulate(
     model: torch.nn.Module,
     example_inputs: Any,

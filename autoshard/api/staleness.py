@@ -23,6 +23,7 @@ from torch import nn
 from autoshard.api.certify import fingerprint
 from autoshard.api.options import Progress, Stopwatch
 from autoshard.api.reopened import Reopened, captured, options_of, reopened
+from autoshard.capture import in_turn
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
 from autoshard.problem import evaluate
@@ -73,6 +74,7 @@ class Checked:
         return plain({**kept, **costs}, "check")
 
 
+@in_turn
 def check(
     model: nn.Module,
     example_inputs: Any,

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from autoshard.api.planning import Infeasible, plan
+from autoshard.capture import in_turn
 from autoshard.layout import parse
 from autoshard.mesh import Mesh
 from autoshard.redistribute import Routes
@@ -72,6 +73,7 @@ class Together:
         return {"together": self.best.to_dict(), "apart": apart, "tried": [one.to_dict() for one in self.tried]}
 
 
+@in_turn
 def plan_with_tables(
     dense: torch.nn.Module,
     example_inputs: tuple,

@@ -5,8 +5,11 @@ from autoshard.capture.depth import Depth as Depth
 from autoshard.capture.depth import capture_deep as capture_deep
 from autoshard.capture.inputs import constants as constants
 from autoshard.capture.inputs import ignored as ignored
+from autoshard.capture.inputs import input_names as input_names
 from autoshard.capture.module import Captured as Captured
+from autoshard.capture.module import Returned as Returned
 from autoshard.capture.module import capture as capture
 from autoshard.capture.module import capture_given as capture_given
 from autoshard.capture.module import capture_module as capture_module
 from autoshard.capture.module import tied_parameters as tied_parameters
+from autoshard.capture.turns import in_turn as in_turn

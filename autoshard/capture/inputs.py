@@ -13,8 +13,9 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
 
-from autoshard.capture.held import copied, tensors_of, unsupported_kind
+from autoshard.capture.held import copied, in_lists, tensors_of, unsupported_kind
 
 CPU = torch.device("cpu")
 
@@ -64,6 +65,18 @@ def arguments(example_inputs: Any) -> tuple[tuple, dict]:
     if isinstance(example_inputs, Sequence) and not isinstance(example_inputs, str):
         return tuple(example_inputs), {}
     raise ValueError(f"example_inputs is {type(example_inputs).__name__}; expected a tuple of arguments or a dict of keyword arguments")
+
+
+def input_names(module: nn.Module, example_inputs: Any) -> list[str]:
+    """The names of the leaves of a call's inputs: `input_0`, `input_1`, ...; of a keyword argument its own (`mask.full` of a dict in
+    it), where no parameter or buffer is called so."""
+    args, kwargs = in_lists(*arguments(example_inputs))
+    paths = [path for path, _ in pytree.tree_flatten_with_path(args or kwargs)[0]]
+    if args:
+        return [f"input_{k}" for k in range(len(paths))]
+    held = {name for name, _ in [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]}
+    names = [".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path) for path in paths]
+    return [f"input_{k}" if name in held else name for k, name in enumerate(names)]
 
 
 def fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensorMode
 from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, OutputKind
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
@@ -41,6 +42,7 @@ from autoshard.capture.inputs import (
     arguments,
     export_signature,
     fake,
+    input_names,
     is_mutable,
     mode_of,
     named,
@@ -49,17 +51,28 @@ from autoshard.capture.inputs import (
     to_fake,
 )
 from autoshard.capture.read import leaves_of, module_path, read
+from autoshard.capture.turns import in_turn
 from autoshard.graph import Graph
+
+
+@dataclass(frozen=True)
+class Returned:
+    """How a module packs what it returns: leaf k of `structure` is the graph's result `output k` where that has a value, else
+    leaves[k], a constant."""
+
+    structure: pytree.TreeSpec
+    leaves: tuple[Any, ...]  # None in place of each tensor
 
 
 @dataclass(frozen=True)
 class Captured:
     """A Graph and the fx graph that it stands for. values: for each of its nodes the Value that the node became, nested as the
-    node's result is, None where that is no tensor."""
+    node's result is, None where that is no tensor. returned: None where a graph was given instead of a module."""
 
     graph: Graph
     given: fx.GraphModule | ExportedProgram
     values: dict[fx.Node, Any] = field(default_factory=dict)
+    returned: Returned | None = None
 
 
 def capture(module: nn.Module, example_inputs: Any, *, training: bool) -> Graph:
@@ -67,6 +80,7 @@ def capture(module: nn.Module, example_inputs: Any, *, training: bool) -> Graph:
     return capture_module(module, example_inputs, training=training).graph
 
 
+@in_turn
 def capture_module(module: nn.Module, example_inputs: Any, *, training: bool) -> Captured:
     """The program of one call (or one training step up to the gradients) of `module`.
 
@@ -86,12 +100,30 @@ def capture_module(module: nn.Module, example_inputs: Any, *, training: bool) ->
         if training:
             captured = _capture_training(mode, fake_module, fake_args, fake_kwargs)
         else:
-            captured = _retraced(_exported(mode, fake_module, fake_args, fake_kwargs, training=False))
+            program = _exported(mode, fake_module, fake_args, fake_kwargs, training=False)
+            captured = replace(_retraced(program), returned=_exported_results(program))
             if drawn := [op.name for op in captured.graph.ops if op.target == "aten.bernoulli.p"]:
                 raise ValueError(f"dropout is on (node {drawn[0]}), and inference has none: call model.eval() first")
     if not any(result.value is not None for result in captured.graph.results):
         raise ValueError(f"{type(module).__name__} returns no tensor; there is nothing to plan")
-    return replace(captured, graph=_merge_tied(captured.graph, tied_parameters(module)))
+    graph = _with_input_names(captured.graph, input_names(module, example_inputs))
+    return replace(captured, graph=_merge_tied(graph, tied_parameters(module)))
+
+
+def _with_input_names(graph: Graph, names: Sequence[str]) -> Graph:
+    """The graph with input k under names[k]; an op that is called so gets a suffix."""
+    inputs = {op.name for op in graph.ops if op.kind == "input"}
+    new = {f"input_{k}": name for k, name in enumerate(names) if f"input_{k}" in inputs and name != f"input_{k}"}
+    taken = {op.name for op in graph.ops} | set(new.values())
+    for op in (op for op in graph.ops if op.kind != "input"):
+        name = op.name
+        while name in new.values() or (name != op.name and name in taken):
+            name += "_op"
+        if name != op.name:
+            new[op.name] = name
+            taken.add(name)
+    results = tuple(replace(r, name=new.get(r.name, r.name)) if r.kind in ("gradient", "buffer") else r for r in graph.results)
+    return replace(graph, ops=tuple(replace(op, name=new.get(op.name, op.name)) for op in graph.ops), results=results)
 
 
 def tied_parameters(module: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -112,6 +144,7 @@ def _merge_tied(graph: Graph, groups: Sequence[Sequence[str]]) -> Graph:
     return replace(graph, tied=tuple(tied))
 
 
+@in_turn
 def capture_given(given: fx.GraphModule | ExportedProgram, example_inputs: Any = None) -> Captured:
     """The inference program of a graph that somebody else captured, with the value that each given node became.
 
@@ -235,7 +268,21 @@ def _capture_training(mode: FakeTensorMode, module: nn.Module, args: tuple, kwar
     if not any(result.kind == "gradient" and result.value is not None for result in graph.results):
         raise ValueError("the module has no parameter that gets a gradient; plan it without training")
     mapped = {node: pytree.tree_map(lambda leaf: values.get(leaf), leaves_of(node)) for node in traced.graph.nodes if node.op != "output"}
-    return Captured(graph, traced, mapped)
+    returned = Returned(joint.out_spec, tuple(_constant(leaf) for (kind, _), leaf in results if kind == "output"))
+    return Captured(graph, traced, mapped, returned)
+
+
+def _constant(leaf: Any) -> Any:
+    """A leaf of what a traced graph returns; None in place of a tensor."""
+    return None if isinstance(leaf, fx.Node) else leaf
+
+
+def _exported_results(program: ExportedProgram) -> Returned:
+    """As `Captured.returned`, of an exported program."""
+    arguments = [spec.arg for spec in program.graph_signature.output_specs if spec.kind == OutputKind.USER_OUTPUT]
+    constants = tuple(argument.value if isinstance(argument, ConstantArgument) else None for argument in arguments)
+    assert program.call_spec.out_spec is not None
+    return Returned(program.call_spec.out_spec, constants)
 
 
 def _forward(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) -> nn.Module:

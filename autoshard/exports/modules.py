@@ -128,7 +128,7 @@ def _inputs_cut(solution: Solution, axis: int) -> bool:
     return any(
         placed.outputs and placed.outputs[0] is not None and parse(placed.outputs[0])[axis].is_shard()
         for name, placed in solution.layouts.items()
-        if name.startswith("input_") and not placed.inputs
+        if name in solution.inputs and not placed.inputs
     )
 
 

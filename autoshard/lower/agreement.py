@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 class RankLost(RuntimeError):
@@ -58,7 +58,7 @@ LOST = "a rank of the mesh died or stopped answering; start all ranks again, fro
 
 
 @contextmanager
-def rank_lost(what: str) -> Iterator[None]:
+def rank_lost(what: str, sentence: str = LOST) -> Iterator[None]:
     """Turns a backend's error about a peer that is gone into RankLost: the same sentence on every rank, whatever each was doing.
 
     what: that, as a note on the error.
@@ -71,7 +71,7 @@ def rank_lost(what: str) -> Iterator[None]:
         said = str(error).lower()
         if not isinstance(error, dist.DistError) and not any(word in said for word in GONE):
             raise
-        lost = RankLost(LOST)
+        lost = RankLost(sentence)
         lost.add_note(f"noticed while {what}")
         raise lost from error
 
@@ -93,3 +93,40 @@ def patiently(device_mesh: DeviceMesh, seconds: float) -> Iterator[None]:
         yield
     finally:
         limit_waiting(device_mesh, seconds)
+
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+def join(backend: str, timeout: float) -> bool:
+    """The default process group of the ranks that a launcher started; False where there is one already.
+
+    RankLost when not all ranks come within `timeout` seconds; ValueError, as torch's, where no launcher says which ranks there are.
+    """
+    if dist.is_initialized():
+        return False
+    with rank_lost("waiting for the other ranks to start", absent(timeout)):
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=PREPARING))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=PREPARING))
+    return True
+
+
+def absent(timeout: float) -> str:
+    return f"not all ranks came within {timeout:g} s: one died or is late; see each rank's first error, then start all of them again"
+
+
+def grouped(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], timeout: float | None) -> DeviceMesh:
+    """A device mesh on the default process group. timeout: seconds that its groups wait for their ranks, None for torch's own.
+    RankLost when one does not come."""
+    groups = {}
+    for name, size in zip(names, shape, strict=True):
+        if timeout is not None and size != dist.get_world_size():  # else the default group is the axis's
+            options = dist.ProcessGroupGloo._Options() if device_type == "cpu" else dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=timeout)
+            groups[name] = (BACKENDS[device_type], options)
+    with rank_lost("making the groups of the mesh", LOST if timeout is None else absent(timeout)):
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names, backend_override=groups)
+    if timeout is not None:
+        limit_waiting(mesh, PREPARING)
+    return mesh

@@ -38,7 +38,7 @@ def part_of(whole: Tensor, layout: Layout, mesh: Mesh, where: tuple[int, ...]) -
 
 
 def distributed(whole: Tensor, layout: Layout, mesh: Mesh, device_mesh: DeviceMesh, *, from_first_rank: bool) -> DTensor:
-    """The tensor on the mesh. A meta tensor becomes nan (0 for integers), so that a forgotten load is seen.
+    """The tensor on the mesh, in storage of its own. A meta tensor becomes nan (0 for integers), so that a forgotten load is seen.
 
     from_first_rank: what rank 0 holds counts and is sent to the others; else every rank takes its part of its own copy.
     """
@@ -47,7 +47,9 @@ def distributed(whole: Tensor, layout: Layout, mesh: Mesh, device_mesh: DeviceMe
         shape, fill = rank_shape(tuple(whole.shape), layout, mesh, where), torch.nan if whole.dtype.is_floating_point else 0
         return as_dtensor(torch.full(shape, fill, dtype=whole.dtype, device=device), spec_of(whole.shape, whole.dtype, layout, device_mesh))
     if from_first_rank:
-        return distribute_tensor(whole.detach().to(device).contiguous(), device_mesh, list(layout))
+        # a copy: distribute_tensor keeps what it is given where it is replicated, and receives the first rank's values in it
+        copied = whole.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+        return distribute_tensor(copied, device_mesh, list(layout))
     part = part_of(whole.detach(), layout, mesh, where).to(device).clone(memory_format=torch.contiguous_format)
     return as_dtensor(part, spec_of(whole.shape, whole.dtype, layout, device_mesh))
 

@@ -10,9 +10,11 @@ One set of graphs per kind of call (shapes and constants of the inputs, training
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils import _pytree as pytree
 
-from autoshard.layout import Layout, replicated
+from autoshard.layout import Layout, replicated, text
 from autoshard.lower.agreement import agree, rank_lost, share
 from autoshard.lower.distribute import as_dtensor, part_of, spec_of
 from autoshard.lower.fx_program import Boxed, RankGraphs, boxed, compiled
@@ -41,7 +43,7 @@ class Step:
     inference: fx.GraphModule  # as forward, nothing saved
     shapes: dict[str, tuple[int, ...]]  # whole shapes of what the graphs give
     structure: pytree.TreeSpec  # of what the model returns
-    leaves: list[Any]  # of that, TENSOR in place of each tensor
+    leaves: Sequence[Any]  # of that, in order; what is no constant is an output of the graphs
     position: list[Tensor]
     timelines: dict[str, tuple[Overlapped, ...]]  # by pass
     patiently: Callable[[], AbstractContextManager]  # while the passes are made
@@ -69,17 +71,26 @@ class Runner:
     mesh: Mesh
     device_mesh: DeviceMesh
     build: Callable[[pytree.TreeSpec, list[Any], bool], Step]  # from the inputs on the meta device, whole; is it in training mode
+    names: Callable[[Any], list[str]]  # of the leaves of a call's inputs
     inputs: dict[str, Layout]
-    planned: dict[str, tuple[int, ...]]  # whole shapes of the inputs, where the plan knows them
+    planned: dict[str, tuple[int, ...] | None]  # global shapes of the inputs, where the plan knows them
     steps: dict[Any, Step] = field(default_factory=dict)
     where: tuple[int, ...] = ()
+    batch_layouts: dict[str, Layout] = field(init=False)  # in which this rank's shards come
+    known_names: dict[pytree.TreeSpec, list[str]] = field(default_factory=dict)
     random: Tensor | None = None  # state of the generator that dropout draws from, the same on every rank
 
+    def __post_init__(self) -> None:
+        self.batch_layouts = batch_layouts(self.inputs, self.planned)
+
     def call(self, module: nn.Module, args: tuple, kwargs: dict, compiled: bool) -> Any:
-        leaves, spec = pytree.tree_flatten(kwargs if kwargs and not args else args if not kwargs else _bound(module, args, kwargs))
-        wholes = [self._whole_shape(f"input_{k}", leaf) if isinstance(leaf, Tensor) else None for k, leaf in enumerate(leaves)]
+        inputs = self._bound(module, args, kwargs)
+        leaves, spec = pytree.tree_flatten(inputs)
+        names = self._names(spec, inputs)
+        wholes = [self._whole_shape(name, leaf) if isinstance(leaf, Tensor) else None for name, leaf in zip(names, leaves, strict=True)]
         step = self._step(spec, leaves, wholes, module.training, compiled)
-        given = {f"input_{k}": self._local(f"input_{k}", leaf, wholes[k]) for k, leaf in enumerate(leaves) if wholes[k] is not None}
+        tensors = [(name, leaf) for name, leaf, whole in zip(names, leaves, wholes, strict=True) if whole is not None]
+        given = {name: self._local(name, leaf) for name, leaf in tensors}
         if not step.graphs.is_random:
             return self._run(step, module, given)
         generator: Any = torch.cuda if self.device_mesh.device_type == "cuda" else torch
@@ -92,8 +103,11 @@ class Runner:
             generator.set_rng_state(own)
 
     def prepare(self, module: nn.Module, inputs: Any) -> Step:
-        """The graphs for inputs like these, given whole."""
-        leaves, spec = pytree.tree_flatten(inputs if isinstance(inputs, (dict, tuple)) else (inputs,))
+        """The graphs for inputs like these, given whole: their shapes are from now on the planned ones."""
+        bound = self._bound(module, *_arguments(inputs))
+        leaves, spec = pytree.tree_flatten(bound)
+        pairs = zip(self._names(spec, bound), leaves, strict=True)
+        self.planned = self.planned | {name: tuple(leaf.shape) for name, leaf in pairs if isinstance(leaf, Tensor)}
         wholes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
         return self._step(spec, leaves, wholes, module.training, False)
 
@@ -109,31 +123,97 @@ class Runner:
             return self.steps[key]
         return self.steps.setdefault((*key, "inductor"), replace(self.steps[key], make=compiled, made={}))
 
+    def _names(self, spec: pytree.TreeSpec, inputs: Any) -> list[str]:
+        if spec not in self.known_names:
+            self.known_names[spec] = self.names(inputs)
+        return self.known_names[spec]
+
+    def _bound(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple | dict:
+        """The arguments of a call as they were planned: a dict by name in the plan's order, or a tuple by position."""
+        if not kwargs and not self.is_by_name:
+            return args
+        own: Any = next(c for c in type(module).__mro__ if "forward" in vars(c) and not issubclass(c, Parallel))
+        signature = inspect.signature(own.forward)
+        bound = signature.bind(module, *args, **kwargs)
+        if not self.is_by_name:
+            places = [p for p in list(signature.parameters.values())[1:] if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+            given = [k for k, p in enumerate(places) if p.name in kwargs]
+            if len(given) < len(kwargs):
+                name = next(name for name in kwargs if name not in {p.name for p in places})
+                raise ValueError(f"the plan's inputs came by position, {name!r} can come by name only; plan with a dict of inputs")
+            last = max(*given, len(args) - 1) if args else max(given)
+            return tuple(bound.arguments.get(p.name, p.default) for p in places[: last + 1])
+        rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
+        more = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_POSITIONAL), "")
+        if bound.arguments.get(more):
+            raise ValueError(f"the plan's inputs came by name, {len(bound.arguments[more])} of this call have none; give them by name")
+        named = {name: value for name, value in list(bound.arguments.items())[1:] if name not in (rest, more)}
+        named |= bound.arguments.get(rest, {})
+        first = {name: k for k, name in reversed(list(enumerate(name.split(".")[0] for name in self.planned)))}
+        order = sorted(named, key=lambda name: first.get(name, len(first)))
+        return {name: named[name] for name in order if named[name] is not None}
+
+    @property
+    def is_by_name(self) -> bool:
+        """Were the plan's inputs keyword arguments?"""
+        return any(re.fullmatch(r"input_\d+", name) is None for name in self.inputs)
+
+    def shard(self, module: nn.Module, batch: Any, *, local: bool) -> Any:
+        """As `Parallel.shard_inputs`."""
+        args, kwargs = _arguments(batch)
+        leaves, spec = pytree.tree_flatten(kwargs or args)
+        marks = pytree.tree_unflatten([_Leaf(k) for k in range(len(leaves))], spec)
+        bound = self._bound(module, *((), marks) if kwargs else (marks, {}))
+        flat, bound_spec = pytree.tree_flatten(bound)
+        names = {leaf.index: name for name, leaf in zip(self._names(bound_spec, bound), flat, strict=True) if isinstance(leaf, _Leaf)}
+        made = [self._sharded(names[k], leaf, local) if isinstance(leaf, Tensor) and k in names else leaf for k, leaf in enumerate(leaves)]
+        sharded = pytree.tree_unflatten(made, spec)
+        return sharded[0] if isinstance(batch, Tensor) else type(batch)(sharded) if isinstance(batch, list) else sharded
+
+    def _sharded(self, name: str, given: Tensor, local: bool) -> DTensor:
+        layout = self.batch_layouts.get(name, self._layout(name)) if local else self._layout(name)
+        if isinstance(given, DTensor):
+            return given.redistribute(placements=list(layout))
+        device = self.device_mesh.device_type
+        whole = self._shape_of_shards(name, given, layout) if local else tuple(given.shape)
+        shard = given if local else part_of(given, layout, self.mesh, self.where)
+        return as_dtensor(shard.to(device).contiguous(), spec_of(whole, given.dtype, layout, self.device_mesh))
+
+    def _shape_of_shards(self, name: str, given: Tensor, layout: Layout) -> Shape:
+        """The global shape of which `given` is this rank's shard: the planned one where that fits, else that of equal shards."""
+        planned = self.planned.get(name)
+        if planned is not None and part_of(torch.empty(planned, device="meta"), layout, self.mesh, self.where).shape == given.shape:
+            return planned  # of uneven shards the global shape can't be told from one of them
+        whole = list(given.shape)
+        for placement, axis in zip(layout, self.mesh.axes, strict=True):
+            if placement.is_shard():
+                if placement.dim >= len(whole):
+                    raise ValueError(f"{name} has shape {tuple(given.shape)}, but the plan shards it as {text(layout)}; plan this model")
+                whole[placement.dim] *= axis.size
+        return tuple(whole)
+
     def _layout(self, name: str) -> Layout:
         return self.inputs.get(name) or replicated(len(self.mesh.axes))
 
-    def _whole_shape(self, name: str, given: Tensor) -> tuple[int, ...]:
-        """Of a DTensor its own; a plain tensor is whole when it has the shape that was planned, else this rank's part."""
-        shape, layout = tuple(given.shape), self._layout(name)
-        if isinstance(given, DTensor) or self.planned.get(name) == shape:
+    def _whole_shape(self, name: str, given: Tensor) -> Shape:
+        """The global shape of an input. A plain tensor is the whole input: of another shape than the planned one it could as well be
+        a shard, so that has to be said."""
+        shape, layout, planned = tuple(given.shape), self._layout(name), self.planned.get(name)
+        if isinstance(given, DTensor) or shape == planned or all(p.is_replicate() for p in layout):
             return shape
-        whole = list(shape)
-        for placement, axis in zip(layout, self.mesh.axes, strict=True):
-            if placement.is_shard() and placement.dim < len(whole):
-                whole[placement.dim] *= axis.size
-        planned = self.planned.get(name)
-        if planned is not None and part_of(torch.empty(planned, device="meta"), layout, self.mesh, self.where).shape == given.shape:
-            return planned  # of uneven parts the whole can't be told from one of them
-        return tuple(whole)
+        raise ValueError(
+            f"{name} is a plain tensor of shape {shape}, the plan has {planned or 'no shape'} for it, sharded as {text(layout)}; a plain "
+            "tensor is the whole input in its planned shape. Give model.shard_inputs(batch) of a whole batch of another shape, the same on "
+            "every rank, or model.shard_inputs(batch, local=True) of this rank's shards, in the layouts model.input_layouts"
+        )
 
-    def _local(self, name: str, given: Any, whole: tuple[int, ...] | None) -> Tensor:
+    def _local(self, name: str, given: Tensor) -> Tensor:
         layout = self._layout(name)
         if isinstance(given, DTensor):
             if given.device_mesh != self.device_mesh:
                 raise ValueError(f"{name} is a DTensor on {given.device_mesh}, the module is on {self.device_mesh}; use one mesh for both")
             return given.redistribute(placements=list(layout)).to_local()
-        given = given.to(self.device_mesh.device_type)
-        return part_of(given, layout, self.mesh, self.where).contiguous() if tuple(given.shape) == whole else given.contiguous()
+        return part_of(given.to(self.device_mesh.device_type), layout, self.mesh, self.where).contiguous()
 
     def _run(self, step: Step, module: nn.Module, given: dict[str, Tensor]) -> Any:
         held = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False)), **given}
@@ -149,8 +229,7 @@ class Runner:
             for key, value in results.items():
                 if key.startswith("buffer:"):
                     local(held[key.removeprefix("buffer:")]).copy_(local(value))
-        outputs = iter(value for key, value in results.items() if key.startswith("output:"))
-        return pytree.tree_unflatten([next(outputs) if leaf is TENSOR else leaf for leaf in step.leaves], step.structure)
+        return pytree.tree_unflatten([results.get(f"output:{k}", leaf) for k, leaf in enumerate(step.leaves)], step.structure)
 
     def outputs(self, step: Step, made: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What the graph gave, for the user: plain where every rank holds all of it, else a DTensor."""
@@ -170,18 +249,39 @@ class Runner:
         return part_of(given, layout, self.mesh, self.where).contiguous()
 
 
-TENSOR = object()  # in place of a tensor among the leaves of what the model returns
-
-
 def local(x: Tensor) -> Tensor:
     return x._local_tensor if isinstance(x, DTensor) else x
 
 
-def _bound(module: nn.Module, args: tuple, kwargs: dict) -> dict:
-    """Positional arguments by the names of the model's own forward, then the others."""
-    own: Any = next(c for c in type(module).__mro__ if c.__name__ and "forward" in vars(c) and not issubclass(c, Parallel))
-    names = [name for name in inspect.signature(own.forward).parameters if name != "self"]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+def batch_layouts(inputs: Mapping[str, Layout], planned: Mapping[str, Shape | None]) -> dict[str, Layout]:
+    """For each input the layout in which all inputs of its batch (those with the same first dim) can be loaded: from there each of them
+    is sliced into its planned layout, nothing is sent."""
+    made: dict[str, Layout] = {}
+    for name, layout in inputs.items():
+        batch = [other for key, other in inputs.items() if (planned.get(key) or (key,))[0] == (planned.get(name) or (name,))[0]]
+        shared = list(replicated(len(layout)))
+        for placement in {p for p in layout if p.is_shard()}:  # shards of shards of one dim are counted from the left
+            axes = [[k for k, p in enumerate(other) if p == placement] for other in batch]
+            for together in zip(*axes, strict=False):
+                if len(set(together)) > 1:
+                    break
+                shared[together[0]] = placement
+        made[name] = tuple(shared)
+    return made
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """In place of a leaf of a batch, to see where binding puts it."""
+
+    index: int
+
+
+def _arguments(batch: Any) -> tuple[tuple, dict]:
+    """A batch as the arguments of a call: a mapping is by name, a tuple or list by position, anything else the only argument."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 
 class Parallel(nn.Module):
@@ -189,6 +289,21 @@ class Parallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _call(self, args, kwargs, torch.compiler.is_compiling())
+
+    def shard_inputs(self, batch: Any, *, local: bool = False) -> Any:
+        """The inputs of a call as DTensors, each in the layout that the plan has for it; what is no tensor stays as it is.
+
+        batch: a tuple, a dict by the names of forward's arguments, or a tensor: whole inputs of any shape, the same on every rank.
+        local: they are what this rank has loaded, sharded as `input_layouts` says; shards are equal, or those of the planned shape.
+        Nothing is sent. A call with a batch of another shape than the planned one captures the model again, once per shape.
+        """
+        return self.__dict__["_runner"].shard(self, batch, local=local)
+
+    @property
+    def input_layouts(self) -> dict[str, str]:
+        """The layout in which `shard_inputs(batch, local=True)` expects each input: the same for all inputs of a batch. What the plan
+        shards further is sliced on the way."""
+        return {name: text(layout) for name, layout in self.__dict__["_runner"].batch_layouts.items()}
 
     @property
     def random_state(self) -> Tensor | None:
@@ -217,7 +332,42 @@ def _call(module: nn.Module, args: tuple, kwargs: dict, compiling: bool) -> Any:
 
 
 def parallel_class(of: type) -> type:
-    return type(f"Parallel{of.__name__}", (Parallel, of), {"__module__": of.__module__, "__doc__": of.__doc__})
+    refused = {name: _refusing(name, why) for name, why in NOT_PLANNED.items() if hasattr(of, name)}
+    return type(f"Parallel{of.__name__}", (Parallel, of), {"__module__": of.__module__, "__doc__": of.__doc__, **refused})
+
+
+_GATHERED = "load the gathered parameters into the model that was given to parallelize, and call it there: docs/huggingface.md"
+NOT_PLANNED = {  # methods that a model may have and that a plan of its forward can't run; and what to do instead
+    "generate": f"it calls the model with inputs that were not planned; {_GATHERED}",
+    "save_pretrained": f"its files would hold this rank's shards; {_GATHERED}",
+    "push_to_hub": f"its files would hold this rank's shards; {_GATHERED}",
+    "resize_token_embeddings": "the plan is of another shape; resize the model, then plan it",
+}
+
+
+def _refusing(name: str, why: str) -> Callable[..., None]:
+    def refused(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        raise ValueError(f"{name}() can't run on a parallel module: {why}")
+
+    return refused
+
+
+OF_PARTS = ("forward", *(name for name in dir(nn.Module) if name.startswith("register_") and name.endswith("_hook") and "dict" not in name))
+
+
+def refuse_parts(module: nn.Module) -> None:
+    """From now on the module's inner modules can't be called, nor hooked: its forward is a graph that calls none of them."""
+    for name, part in module.named_modules():
+        if name and not isinstance(part, torch.jit.ScriptModule):
+            part.__dict__.update({method: partial(_refuse_part, name, method) for method in OF_PARTS})
+
+
+def _refuse_part(name: str, method: str, *args: Any, **kwargs: Any) -> None:
+    asked = f"{name} can't be called" if method == "forward" else f"{name}.{method}() has no effect"
+    raise ValueError(
+        f"{asked}: it is a part of a parallel module, which runs the plan's graph and calls none of its parts; use the model that was "
+        "given to parallelize, or return what you need from its forward and plan that"
+    )
 
 
 class _Train(torch.autograd.Function):

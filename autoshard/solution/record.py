@@ -92,6 +92,14 @@ class Solution:
         return (self.cost - self.bound) / abs(self.cost)
 
     @property
+    def inputs(self) -> dict[str, tuple[int, ...] | None]:
+        """The planned global shapes of the model's inputs, by name; None where the plan doesn't say."""
+        noted = self.assumptions.get("inputs")
+        if isinstance(noted, dict):
+            return {name: tuple(shape) for name, shape in noted.items() if isinstance(shape, list) and name in self.layouts}
+        return {name: None for name in self.layouts if name.startswith("input_")}
+
+    @property
     def interval(self) -> tuple[float, float] | None:
         """Least and most seconds that the cost stands for, as far as the prices are known to be off (solution.interval)."""
         return interval(self.cost, self.breakdown, self.prices or price_errors(self.mesh))

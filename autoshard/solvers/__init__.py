@@ -1,5 +1,6 @@
 """Numbers in, numbers out: pick one choice per node of a Problem, with a proof."""
 
+from .answer import TOLERANCE as TOLERANCE
 from .answer import Answer as Answer
 from .answer import Infeasibility as Infeasibility
 from .answer import Status as Status
