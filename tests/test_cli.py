@@ -394,14 +394,14 @@ def test_a_memory_limit_that_nothing_fits_is_the_answer_no(capsys, tmp_path):
 
 def test_verify_passes_for_the_model_that_the_plan_names(capsys, tiny_plan):
     capsys.readouterr()
-    code, out, _ = run(capsys, "verify", str(tiny_plan), "--random", "1", "--json")
+    code, out, _ = run(capsys, "verify", str(tiny_plan), "--trust", "--random", "1", "--json")
     record = json.loads(out)
     assert (code, record["ok"], record["ranks"], len(record["plans"])) == (0, True, 4, 2)
 
 
 def test_verify_fails_a_planted_fault(capsys, tiny_plan):
     capsys.readouterr()
-    code, out, _ = run(capsys, "verify", str(tiny_plan), "--plant-fault", "--json")
+    code, out, _ = run(capsys, "verify", str(tiny_plan), "--trust", "--plant-fault", "--json")
     assert (code, json.loads(out)["ok"]) == (1, False)
 
 

@@ -16,7 +16,8 @@ from tests.helpers_solutions import linear_solution
 KINDS = ("parallelize_module", "fully_shard", "distribute_module")
 PLANTED = "__import__('os').system('id')"
 SNIPPETS = (
-    '": 0}', "': 0}", "\n", "\r", "\x0c", "\u2028", "\\", '"""', "'''", "}", "{", f"{{{PLANTED}}}", f"\n{PLANTED}\n", "#", "\0", "\ud800", ".",
+    '": 0}', "': 0}", "\n", "\r", "\x0c", "\u2028", "\\", '"""', "'''", "}", "{", f"{{{PLANTED}}}", f"\n{PLANTED}\n", "#",
+    "\0", "\ud800", ".",
 )  # fmt: skip
 words = st.lists(st.one_of(st.sampled_from(SNIPPETS), st.text(max_size=4)), min_size=1, max_size=5).map("".join)
 EXPECTED_CALLS = {

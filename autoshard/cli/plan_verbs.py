@@ -28,6 +28,7 @@ from autoshard.cli.options import (
     Quiet,
     Settings,
     Train,
+    Trust,
     load_api,
     load_plan,
     load_report,
@@ -166,6 +167,7 @@ def verify(
     solution: Plan,
     model: OptionalModel = None,
     settings: Settings = [],  # noqa: B006 (as above)
+    trust: Trust = False,
     mesh: OldMesh = None,
     random: Annotated[int, typer.Option(help="Check this many plans drawn at random from the candidates too.", min=0)] = 0,
     seed: Annotated[int, typer.Option(help="Of the inputs and of the drawing.")] = 0,
@@ -180,12 +182,12 @@ def verify(
 
     \b
     autoshard verify gpt2.json models/gpt2.py:small --set batch=8 --set seq=16
-    autoshard verify tiny.json --random 5
+    autoshard verify tiny.json --trust --random 5
     """
     with Output(as_json=as_json, quiet=quiet) as output:
         output.progress("reading the plan", 0.0)
         loaded = load_plan(solution, mesh)
-        written, keywords = model_of(loaded, model, parse_settings(settings), solution)
+        written, keywords = model_of(loaded, model, parse_settings(settings), solution, trust)
         output.progress("building the model", 0.0)
         module, example_inputs = load_model(written, keywords, training=loaded.training)
         found = load_api().verify(

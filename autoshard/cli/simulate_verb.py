@@ -25,6 +25,7 @@ from autoshard.cli.options import (
     OptionalModel,
     Quiet,
     Settings,
+    Trust,
     load_api,
     load_cluster,
     model_of,
@@ -52,6 +53,7 @@ def simulate(
     target: Target,
     model: OptionalModel = None,
     settings: Settings = [],  # noqa: B006 (typer makes a new one)
+    trust: Trust = False,
     data: Annotated[str, typer.Option(help=f"Data-parallel degree. {Numbers}")] = "1",
     tensor: Annotated[str, typer.Option(help="Tensor-parallel degree (Megatron).")] = "1",
     pipeline: Annotated[str, typer.Option(help="Pipeline stages.")] = "1",
@@ -84,7 +86,7 @@ def simulate(
     """What a training step will take: seconds with overlap, memory, the bubble of a pipeline, and what sits on the critical path.
 
     \b
-    autoshard simulate gpt2.json --trace trace.json --picture timeline.png
+    autoshard simulate gpt2.json --trust --trace trace.json --picture timeline.png
     autoshard simulate models/gpt2.py:small --set batch=64 --data 2 --tensor 2 --pipeline 4 --microbatches 8
     autoshard simulate models/gpt2.py:small --set batch=64 --data 1,2,4 --pipeline 1,2,4 --microbatches 4,8 --json
     autoshard simulate models/gpt2.py:small --set batch=64 --data 1,2 --tensor 1,2 --pipeline 1,2 --cluster cluster.json
@@ -110,7 +112,7 @@ def simulate(
         else:
             if grid != [(1, 1, 1, 1)]:
                 raise ValueError(f"{target} is a plan, whose mesh is known; leave out --data, --tensor, --pipeline and --microbatches")
-            found = _of_plan(target, model, keywords, cluster, output, {**how, "join": not no_join})
+            found = _of_plan(target, model, keywords, trust, cluster, output, {**how, "join": not no_join})
         _write(found, trace, picture, output)
         critical = None if found.timeline is None or found.run is not None else found.timeline.critical_seconds
         output.answer(found.record, lambda: _report().simulation_report(found.record, critical))
@@ -145,10 +147,12 @@ def _of_model(target: str, keywords: dict, grid: Grid, mesh_of: MeshMaker, outpu
     return Found(record_of_model(simulations), simulations[0].timeline, simulations[0].run)
 
 
-def _of_plan(target: str, model: str | None, keywords: dict, cluster: str | None, output: Output, how: Mapping[str, Any]) -> Found:
+def _of_plan(
+    target: str, model: str | None, keywords: dict, trust: bool, cluster: str | None, output: Output, how: Mapping[str, Any]
+) -> Found:
     solution = load_api().load(target)
     measured = None if cluster is None else load_cluster(cluster)
-    written, keywords = model_of(solution, model, keywords, target)
+    written, keywords = model_of(solution, model, keywords, target, trust)
     output.progress("building the model", 0.0)
     module, inputs = load_model(written, keywords, training=solution.training)
     timeline = load_api().simulate(module, inputs, solution, mesh=measured, progress=output.progress, **how)
