@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from autoshard.cli.output import Output, complain
+from autoshard.cli.output import Output, VisibleLines, complain
 
 OK, NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -35,7 +35,9 @@ def _options(
     if log_level is not None and log_level.lower() not in levels:
         raise ValueError(f"--log-level is {log_level}; expected {', '.join(levels)}")
     if log_level is not None:
-        logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+        handler = logging.StreamHandler()
+        handler.setFormatter(VisibleLines("%(levelname)s %(name)s: %(message)s"))
+        logging.basicConfig(level=log_level.upper(), handlers=[handler])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
