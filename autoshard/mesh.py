@@ -146,7 +146,8 @@ class Mesh:
 
         intra_node_bandwidth: bytes/s per device. inter_node_bandwidth: bytes/s of one node's link to the others, shared by
         that node's devices when they talk at the same time. devices_per_node: default all but the first axis (a mesh of one
-        axis is one node). An axis that starts inside a node and leaves it is as slow as the slower of its two links.
+        axis is one node); more devices than a node has fill whole nodes. An axis that starts inside a node and leaves it is as slow as
+        the slower of its two links.
         ValueError on a shape, bandwidth or device that can't be.
         """
         shape = check_shape(shape)
@@ -167,6 +168,12 @@ class Mesh:
         if not isinstance(device, Device):
             raise ValueError(f"device is {device!r}; expected a Device or the name of one, for example 'h100'")
         per_node = devices_per_node or (math.prod(shape[1:]) if len(shape) > 1 else shape[0])
+        devices = math.prod(shape)
+        if devices > per_node and devices % per_node:
+            raise ValueError(
+                f"{'x'.join(map(str, shape))} devices do not fill nodes of {per_node}; give devices_per_node a divisor of {devices}, for "
+                f"example {math.gcd(devices, per_node)}"
+            )
         names = axis_names or default_axis_names(len(shape))
         if len(names) != len(shape) or len(set(names)) != len(names):
             raise ValueError(f"axis_names {names!r} must be {len(shape)} different names, one per axis of {shape}")

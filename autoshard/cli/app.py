@@ -11,14 +11,34 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from autoshard.cli.output import Output, VisibleLines, complain
 
 OK, NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+NO_WORDS = ([], ["calibrate"])  # a command line that names no verb asks which there are
 
-app = typer.Typer(
+
+class Verb(TyperCommand):
+    """A command that refuses numbers below what an option allows: 0, where it has no `min` of its own. ValueError before anything runs."""
+
+    def invoke(self, ctx: Any) -> Any:
+        for parameter in self.params:
+            value, least = ctx.params.get(parameter.name), getattr(parameter, "min", None) or 0
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and not value >= least:  # nan is not
+                raise ValueError(f"{max(parameter.opts, key=len)} is {value}; expected {least} or more")
+        return super().invoke(ctx)
+
+
+class Verbs(typer.Typer):
+    """A Typer whose commands are Verbs."""
+
+    def command(self, name: str | None = None, **more: Any) -> Any:
+        return super().command(name, cls=Verb, **more)
+
+
+app = Verbs(
     help="Plan, with a proof, how to lay the tensors of a PyTorch model over a mesh of devices, and check the plan.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -43,6 +63,8 @@ def _options(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments in NO_WORDS:
+        arguments = [*arguments, "--help"]
     try:
         code = app(args=arguments, prog_name="autoshard", standalone_mode=False)
     except typer.TyperException as error:  # words that are no command line

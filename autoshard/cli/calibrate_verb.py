@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import RenderableType
 
-from autoshard.cli.app import INTERRUPTED, OK, app
+from autoshard.cli.app import INTERRUPTED, OK, Verbs, app
 from autoshard.cli.arguments import check_out, parse_bytes
 from autoshard.cli.options import Json, Quiet
 from autoshard.cli.output import Output
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from autoshard.cost.curves.files import Fitted
     from autoshard.cost.presets import Preset
 
-calibrate = typer.Typer(no_args_is_help=True, help="Measure a cluster, or fit what was measured.", rich_markup_mode=None)
+calibrate = Verbs(help="Measure a cluster, or fit what was measured.", rich_markup_mode=None)
 app.add_typer(calibrate, name="calibrate")
 
 MANY = 24  # curves; more are shown by collective

@@ -40,7 +40,7 @@ def frontier(
     settings: Settings = [],  # noqa: B006 (typer makes a new one)
     cluster: ClusterFile = None,
     train: Train = False,
-    points: Annotated[int, typer.Option(help="How many proven points to look for.")] = 12,
+    points: Annotated[int, typer.Option(help="How many proven points to look for.", min=1)] = 12,
     gap: Annotated[float, typer.Option(help="Up to which gap a point counts as proven, relative.")] = 1e-3,
     out: Annotated[str | None, typer.Option(help="Write the points and bounds here, as JSON.", show_default=False)] = None,
     csv: Annotated[str | None, typer.Option(help="Write the points here, as CSV.", show_default=False)] = None,
@@ -54,7 +54,7 @@ def frontier(
     inter_node_bandwidth: InterNodeBandwidth = INTER,
     device: DeviceName = DEVICE,
     prices: Prices = None,
-    devices_per_node: Annotated[int | None, typer.Option(help="Default: all axes but the first.", show_default=False)] = None,
+    devices_per_node: Annotated[int | None, typer.Option(help="Default: all axes but the first.", min=1, show_default=False)] = None,
     optimizer: Annotated[str, typer.Option(help="Whose state memory holds: adamw, sgd, momentum, or bytes per parameter.")] = "adamw",
     master_weights: MasterWeights = False,
     recompute: Annotated[str, typer.Option(help="Blocks to recompute in the backward pass: a number, or all.")] = "0",

@@ -30,11 +30,20 @@ def load_huggingface(folder: str, settings: Mapping[str, Any], *, training: bool
     for name in settings:
         if name not in SETTINGS:
             raise ValueError(f"hf: models take no setting {name!r}; they take {', '.join(SETTINGS)}")
-    config = _config(transformers, Path(folder), settings)
+    for name in ("batch", "seq", "layers"):
+        value = settings.get(name, 1)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}; expected a whole number of 1 or more")
     loss = settings.get("loss")
-    module = _build(transformers, config, folder, settings)
-    example_inputs = _example_inputs(module, config, settings, loss=training if loss is None else bool(loss))
-    return module, example_inputs
+    try:
+        config = _config(transformers, Path(folder), settings)
+        module = _build(transformers, config, folder, settings)
+        return module, _example_inputs(module, config, settings, loss=training if loss is None else bool(loss))
+    except (ValueError, OSError):
+        raise
+    except Exception as error:  # a config's values reach all of transformers unchecked, which raises whatever it comes upon
+        what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".rstrip(": ")
+        raise ValueError(f"transformers can't use a value in {folder}/config.json ({what}); correct the config") from error
 
 
 def _transformers() -> Any:
@@ -51,9 +60,11 @@ def _config(transformers: Any, folder: Path, settings: Mapping[str, Any]) -> Any
         raise ValueError(f"there is no file {file}; hf:DIR names a folder that holds a Hugging Face config.json")
     try:
         written = json.loads(file.read_text())
+        if not isinstance(written, dict):
+            raise ValueError(f"it holds a {type(written).__name__}, not an object")
         config = transformers.AutoConfig.for_model(**{"model_type": written.get("model_type"), **written})
     except (ValueError, TypeError, KeyError) as error:
-        said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        said = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
         raise ValueError(f"{file} can't be read as a config by transformers {transformers.__version__}: {said}") from error
     if (layers := settings.get("layers")) is not None:
         _set_layers(config, layers, file)
@@ -71,8 +82,6 @@ def _parts(config: Any) -> list[Any]:
 
 
 def _set_layers(config: Any, layers: Any, file: Path) -> None:
-    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
-        raise ValueError(f"layers is {layers!r}; expected a whole number of 1 or more")
     found = False
     for part in _parts(config):
         known = part.to_dict()
@@ -89,9 +98,9 @@ def _set_layers(config: Any, layers: Any, file: Path) -> None:
 def _build(transformers: Any, config: Any, folder: str, settings: Mapping[str, Any]) -> Any:
     import torch  # here: as in transformers
 
-    named = (getattr(config, "architectures", None) or [None])[0]
+    named = _architecture(config, folder)
     kind = getattr(transformers, named, None) if named else None
-    if named and kind is None:
+    if named and not callable(getattr(kind, "_from_config", None)):
         raise ValueError(
             f"{folder}/config.json has architecture {named!r}, which transformers {transformers.__version__} has not; correct it"
         )
@@ -105,9 +114,16 @@ def _build(transformers: Any, config: Any, folder: str, settings: Mapping[str, A
         try:
             module = make(config, dtype=dtype, **options)
         except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
-            said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            said = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
             raise ValueError(f"transformers can't build {named or 'a model'} from {folder}/config.json: {said}; correct it") from error
     return module.eval()  # dropout off: the draws of a cut tensor would not be those of the whole one
+
+
+def _architecture(config: Any, folder: str) -> str | None:
+    names = getattr(config, "architectures", None) or [None]
+    if not isinstance(names, list) or not all(name is None or isinstance(name, str) for name in names):
+        raise ValueError(f"{folder}/config.json has architectures {str(names)[:80]}; expected a list with the name of a class")
+    return names[0]
 
 
 def _attention(transformers: Any, config: Any, kind: Any, settings: Mapping[str, Any]) -> str:

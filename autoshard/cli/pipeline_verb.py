@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from autoshard.cli.app import OK, app, say_no
-from autoshard.cli.arguments import Bandwidths, bandwidths, check_out, check_picture, parse_bytes, parse_settings
+from autoshard.cli.arguments import Bandwidths, bandwidths, check_out, check_picture, parse_bytes, parse_optimizer, parse_settings
 from autoshard.cli.model import load_model
 from autoshard.cli.options import (
     DEVICE,
@@ -31,11 +31,13 @@ from autoshard.cli.options import (
 from autoshard.cli.output import Output
 from autoshard.mesh import DEVICES_PER_NODE
 
+RECOMPUTE = ("auto", "never", "always")
+
 
 @app.command()
 def pipeline(
     model: Model,
-    devices: Annotated[int | None, typer.Option(help="How many devices, in equal nodes.", show_default=False)] = None,
+    devices: Annotated[int | None, typer.Option(help="How many devices, in equal nodes.", min=1, show_default=False)] = None,
     nodes: Annotated[
         list[str],
         typer.Option(metavar="NxM:DEVICE", help="Instead: N nodes of M devices, 2x8:h100; repeatable.", show_default=False),
@@ -49,7 +51,7 @@ def pipeline(
         str | None, typer.Option(help="Numbers to try: 4,8,16. Default: powers of two that divide the batch.", show_default=False)
     ] = None,
     schedules: Annotated[str, typer.Option(help="Schedules to try.")] = "1f1b,gpipe,interleaved_1f1b,zb_h1",
-    layers: Annotated[int | None, typer.Option(help="Into how many layers the model is clustered.", show_default=False)] = None,
+    layers: Annotated[int | None, typer.Option(help="Into how many layers the model is clustered.", min=1, show_default=False)] = None,
     inference: Annotated[bool, typer.Option("--inference", help="The forward pass alone.")] = False,
     train: Annotated[bool, typer.Option("--train", help="A training step (this is the default).")] = False,
     recompute: Annotated[str, typer.Option(help="Compute activations again in the backward pass: auto, never, always.")] = "auto",
@@ -58,7 +60,7 @@ def pipeline(
     intra_node_bandwidth: IntraNodeBandwidth = INTRA,
     inter_node_bandwidth: InterNodeBandwidth = INTER,
     device: DeviceName = DEVICE,
-    devices_per_node: Annotated[int, typer.Option(help="With --devices.")] = DEVICES_PER_NODE,
+    devices_per_node: Annotated[int, typer.Option(help="With --devices.", min=1)] = DEVICES_PER_NODE,
     workers: Annotated[int, typer.Option(help="Processes that plan stages; 1: this one.", min=1)] = 2,
     dask: Annotated[
         str | None, typer.Option(metavar="URL", help="Plan stages on this Dask cluster: tcp://host:8786.", show_default=False)
@@ -78,6 +80,8 @@ def pipeline(
     """
     if train and inference:
         raise ValueError("--train and --inference exclude each other; give one")
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"--recompute is {recompute!r}; expected {', '.join(RECOMPUTE)}")
     links = bandwidths(intra_node_bandwidth, inter_node_bandwidth)
     cluster = _cluster(devices, nodes, device, devices_per_node, links)
     check_out(out)
@@ -94,7 +98,7 @@ def pipeline(
         "layers": layers,
         "recompute": recompute,
         "grid": not no_grid,
-        "optimizer": optimizer,
+        "optimizer": parse_optimizer(optimizer),
         "assumptions": {"model": model, "set": keywords},
     }
     with Output(as_json=as_json, quiet=quiet) as output:
@@ -146,10 +150,10 @@ def _cluster(devices: int | None, nodes: Sequence[str], device: str, per_node: i
 
 
 def _numbers(written: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in written.split(","))
-    except ValueError:
-        raise ValueError(f"--microbatches is {written!r}; expected whole numbers, for example 4,8,16") from None
+    parts = [part.strip() for part in written.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"--microbatches is {written!r}; expected whole numbers of 1 or more, for example 4,8,16")
+    return tuple(map(int, parts))
 
 
 def _executor(workers: int, dask: str | None) -> AbstractContextManager[Executor | None]:

@@ -47,7 +47,7 @@ def plan(
     ] = None,
     settings: Settings = [],  # noqa: B006 (typer makes a new one)
     cluster: ClusterFile = None,
-    devices: Annotated[int | None, typer.Option(help="With --mesh auto: how many.", show_default=False)] = None,
+    devices: Annotated[int | None, typer.Option(help="With --mesh auto: how many.", min=1, show_default=False)] = None,
     train: Train = False,
     memory: Annotated[str | None, typer.Option(help="Memory of a device: 80GB. Default: no limit.", show_default=False)] = None,
     out: Annotated[str | None, typer.Option(help="Write the plan here: .json, or .pkl.", show_default=False)] = None,
@@ -60,7 +60,7 @@ def plan(
     device: DeviceName = DEVICE,
     prices: Prices = None,
     devices_per_node: Annotated[
-        int | None, typer.Option(help="Default: all axes but the first; 8 with --mesh auto.", show_default=False)
+        int | None, typer.Option(help="Default: all axes but the first; 8 with --mesh auto.", min=1, show_default=False)
     ] = None,
     optimizer: Annotated[
         str | None,
@@ -91,8 +91,6 @@ def plan(
     autoshard plan models/mlp.py:mlp --mesh 8 --pin 'layers.*.up.weight=S(0)' --price-pins --json
     autoshard plan models/mlp.py:mlp --keep edited.json --free 'layers.1.*'
     """
-    if devices_per_node is not None and devices_per_node < 1:
-        raise ValueError(f"--devices-per-node is {devices_per_node}; expected 1 or more")
     if free and keep is None:
         raise ValueError(f"--free {free[0]} says which layouts of a plan not to keep; give the plan too, as --keep plan.json")
     check_mesh_words(mesh, cluster, keep, devices, prices)

@@ -74,7 +74,7 @@ def simulate(
     intra_node_bandwidth: IntraNodeBandwidth = INTRA,
     inter_node_bandwidth: InterNodeBandwidth = INTER,
     device: DeviceName = DEVICE,
-    devices_per_node: Annotated[int | None, typer.Option(help="Default: those of one stage.", show_default=False)] = None,
+    devices_per_node: Annotated[int | None, typer.Option(help="Default: those of one stage.", min=1, show_default=False)] = None,
     constants: Annotated[
         str, typer.Option(help="physical; or distir_3386edc, distir_83d7fc3: a published simulator's, of its MLP alone.")
     ] = "physical",
