@@ -16,7 +16,7 @@ from rich.table import Table
 
 from autoshard.cli import main, output
 from autoshard.cli.output import Bar, Output, Visible, VisibleLines, complain, visible
-from tests.helpers_solutions import MESH, linear_solution
+from tests.helpers_solutions import linear_solution
 
 CLI = Path(output.__file__).parent
 OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -122,7 +122,8 @@ def test_only_output_writes_to_the_terminal():
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             assert not (isinstance(node, ast.Name) and node.id in ("print", "Console")), f"{path.name}:{node.lineno}"
-            assert not (isinstance(node, ast.Attribute) and node.attr in ("stdout", "stderr", "echo", "secho")), f"{path.name}:{node.lineno}"
+            writes = isinstance(node, ast.Attribute) and node.attr in ("stdout", "stderr", "echo", "secho")
+            assert not writes, f"{path.name}:{node.lineno}"
 
 
 # --- width
@@ -152,12 +153,12 @@ def shown(renderable, width):
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=10))
 def test_a_table_too_wide_is_folded_and_loses_nothing(width, fixed, lengths):
     table = Table()
-    for k, length in enumerate(lengths):
+    for k, _ in enumerate(lengths):
         table.add_column(chr(65 + k), no_wrap=fixed)
     table.add_row(*(chr(97 + k) * length for k, length in enumerate(lengths)))
     said = shown(Group(Group(table)), width)
     assert max(len(line.rstrip()) for line in said.splitlines()) <= width and "…" not in said
-    assert [said.count(chr(97 + k)) for k in range(len(lengths))] == lengths
+    assert [said.count(chr(97 + k)) for k, _ in enumerate(lengths)] == lengths
 
 
 def test_a_table_that_fits_keeps_its_lines():

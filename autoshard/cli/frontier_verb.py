@@ -25,6 +25,7 @@ from autoshard.cli.options import (
     Prices,
     Quiet,
     Settings,
+    Tf32,
     Train,
     load_api,
 )
@@ -53,6 +54,7 @@ def frontier(
     intra_node_bandwidth: IntraNodeBandwidth = INTRA,
     inter_node_bandwidth: InterNodeBandwidth = INTER,
     device: DeviceName = DEVICE,
+    tf32: Tf32 = False,
     prices: Prices = None,
     devices_per_node: Annotated[int | None, typer.Option(help="Default: all axes but the first.", min=1, show_default=False)] = None,
     optimizer: Annotated[str, typer.Option(help="Whose state memory holds: adamw, sgd, momentum, or bytes per parameter.")] = "adamw",
@@ -70,7 +72,8 @@ def frontier(
     check_mesh_words(mesh, cluster, None, None, prices)
     _check_files(out, csv, plot, save_dir)
     links = bandwidths(intra_node_bandwidth, inter_node_bandwidth)
-    devices = mesh_of(None if mesh is None else parse_shape(mesh), prices, cluster, devices_per_node, device=device, **links)
+    shape = None if mesh is None else parse_shape(mesh)
+    devices = mesh_of(shape, prices, cluster, devices_per_node, device=device, tf32=tf32, **links)
     keywords = parse_settings(settings)
     options = planning_options(
         optimizer=optimizer, recompute=recompute, pin=pin, training=train, master_weights=master_weights,

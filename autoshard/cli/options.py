@@ -30,6 +30,9 @@ ClusterFile = Annotated[
 IntraNodeBandwidth = Annotated[str, typer.Option("--intra-node-bandwidth", help="Bytes per second per device, inside a node.")]
 InterNodeBandwidth = Annotated[str, typer.Option("--inter-node-bandwidth", help="Bytes per second of one node's link to the others.")]
 DeviceName = Annotated[str, typer.Option("--device", help="a100, h100, h200 or cpu.")]
+Tf32 = Annotated[
+    bool, typer.Option("--tf32", help='Price float32 matmuls as TF32: set torch.set_float32_matmul_precision("high") where it runs.')
+]
 Prices = Annotated[
     str | None,
     typer.Option("--prices", help="Take bandwidths and device from `show-prices`: a100, h100, b200, mi300x, ...", show_default=False),

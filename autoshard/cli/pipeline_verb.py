@@ -26,6 +26,7 @@ from autoshard.cli.options import (
     Model,
     Quiet,
     Settings,
+    Tf32,
     load_api,
 )
 from autoshard.cli.output import Output
@@ -60,6 +61,7 @@ def pipeline(
     intra_node_bandwidth: IntraNodeBandwidth = INTRA,
     inter_node_bandwidth: InterNodeBandwidth = INTER,
     device: DeviceName = DEVICE,
+    tf32: Tf32 = False,
     devices_per_node: Annotated[int, typer.Option(help="With --devices.", min=1)] = DEVICES_PER_NODE,
     workers: Annotated[int, typer.Option(help="Processes that plan stages; 1: this one.", min=1)] = 2,
     dask: Annotated[
@@ -83,7 +85,7 @@ def pipeline(
     if recompute not in RECOMPUTE:
         raise ValueError(f"--recompute is {recompute!r}; expected {', '.join(RECOMPUTE)}")
     links = bandwidths(intra_node_bandwidth, inter_node_bandwidth)
-    cluster = _cluster(devices, nodes, device, devices_per_node, links)
+    cluster = _cluster(devices, nodes, device, devices_per_node, tf32, links)
     check_out(out)
     check_out(csv, "--csv")
     check_picture(plot, "--plot")
@@ -132,20 +134,20 @@ def _report() -> ModuleType:
     return report
 
 
-def _cluster(devices: int | None, nodes: Sequence[str], device: str, per_node: int, links: Bandwidths) -> Any:
+def _cluster(devices: int | None, nodes: Sequence[str], device: str, per_node: int, tf32: bool, links: Bandwidths) -> Any:
     """The cluster that the words name."""
     from autoshard.simulate.pipeline_cluster import Cluster, Kind  # here: as in options
 
     if (devices is None) == (not nodes):
         raise ValueError("give the cluster: either --devices 16, or --nodes 2x8:h100 once per kind of node")
     if devices is not None:
-        return Cluster.of(devices, per_node, device=device, **links)
+        return Cluster.of(devices, per_node, device=device, tf32=tf32, **links)
     kinds = []
     for written in nodes:
         match = re.fullmatch(r"(\d+)x(\d+)(?::(\w+))?", written.strip())
         if match is None:
             raise ValueError(f"--nodes is {written!r}; expected NODESxDEVICES:DEVICE, for example 2x8:h100")
-        kinds.append(Kind(int(match[1]), int(match[2]), match[3] or device, **links))
+        kinds.append(Kind(int(match[1]), int(match[2]), match[3] or device, tf32=tf32, **links))
     return Cluster(tuple(kinds))
 
 

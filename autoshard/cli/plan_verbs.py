@@ -27,6 +27,7 @@ from autoshard.cli.options import (
     Prices,
     Quiet,
     Settings,
+    Tf32,
     Train,
     Trust,
     load_api,
@@ -58,6 +59,7 @@ def plan(
     intra_node_bandwidth: IntraNodeBandwidth = INTRA,
     inter_node_bandwidth: InterNodeBandwidth = INTER,
     device: DeviceName = DEVICE,
+    tf32: Tf32 = False,
     prices: Prices = None,
     devices_per_node: Annotated[
         int | None, typer.Option(help="Default: all axes but the first; 8 with --mesh auto.", min=1, show_default=False)
@@ -98,7 +100,7 @@ def plan(
     links = bandwidths(intra_node_bandwidth, inter_node_bandwidth)
 
     def make(shape: tuple[int, ...] | None, per_node: int | None = devices_per_node) -> Mesh:
-        return mesh_of(shape, prices, cluster, per_node, device=device, **links)
+        return mesh_of(shape, prices, cluster, per_node, device=device, tf32=tf32, **links)
 
     one = None if mesh == AUTO else one_mesh(mesh, cluster, kept, keep, make)
     check_out(out)

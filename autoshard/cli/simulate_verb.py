@@ -25,6 +25,7 @@ from autoshard.cli.options import (
     OptionalModel,
     Quiet,
     Settings,
+    Tf32,
     Trust,
     load_api,
     load_cluster,
@@ -74,6 +75,7 @@ def simulate(
     intra_node_bandwidth: IntraNodeBandwidth = INTRA,
     inter_node_bandwidth: InterNodeBandwidth = INTER,
     device: DeviceName = DEVICE,
+    tf32: Tf32 = False,
     devices_per_node: Annotated[int | None, typer.Option(help="Default: those of one stage.", min=1, show_default=False)] = None,
     constants: Annotated[
         str, typer.Option(help="physical; or distir_3386edc, distir_83d7fc3: a published simulator's, of its MLP alone.")
@@ -94,6 +96,8 @@ def simulate(
     """
     check_out(trace, "--trace")
     check_picture(picture, "--picture")
+    if tf32 and (cluster is not None or not _is_model(target)):
+        raise ValueError("--tf32 is for a model at prices of data sheets; a plan and a --cluster bring their own, so leave it out")
     keywords = parse_settings(settings)
     grid = _configurations(data, tensor, pipeline, microbatches)
     how: dict[str, Any] = {"overlap": not no_overlap, "prefetch": prefetch}
@@ -104,7 +108,7 @@ def simulate(
         elif _is_model(target):
             _check_model_words(target, model, no_join, cluster, devices_per_node)
             if cluster is None:
-                mesh_of = _nodes(devices_per_node, device=device, **bandwidths(intra_node_bandwidth, inter_node_bandwidth))
+                mesh_of = _nodes(devices_per_node, device=device, tf32=tf32, **bandwidths(intra_node_bandwidth, inter_node_bandwidth))
             else:
                 grid, mesh_of = _measured(cluster, grid, output)
             how |= {"schedule": schedule, "chunks": chunks, "scheme": scheme, "training": not inference}

@@ -56,9 +56,8 @@ def header(solution: Solution) -> RenderableType:
     if solution.interval is not None:
         table.add_row("", f"{_interval(solution)}, as far as the prices are known")
     table.add_row("memory", _memory(solution))
-    table.add_row(
-        "mesh", f"{'x'.join(map(str, solution.mesh.shape))} of {solution.mesh.device.name}; " + "; ".join(map(_axis, solution.mesh.axes))
-    )
+    devices = f"{'x'.join(map(str, solution.mesh.shape))} of {solution.mesh.device.name}{_tf32(solution)}"
+    table.add_row("mesh", "; ".join([devices, *map(_axis, solution.mesh.axes)]))
     assumed = {
         key: value for key, value in solution.assumptions.items() if key not in SAID_ELSEWHERE and value not in (None, {}, [], False, "")
     }
@@ -90,6 +89,10 @@ def _memory(solution: Solution) -> str:
     where = f"{solution.peak.get('op')}" + (f" of {solution.peak['module']}" if solution.peak.get("module") else "")
     parts = ", ".join(f"{kind.replace('_', ' ')} {size(held)}" for kind, held in dict(solution.peak.get("parts", {})).items())
     return f"{peak}, in the {'backward' if solution.peak.get('backward') else 'forward'} pass at {where}: {parts}"
+
+
+def _tf32(solution: Solution) -> str:
+    return ", float32 matmuls as TF32" if solution.mesh.device.tf32 else ""
 
 
 def _axis(axis: Axis) -> str:
