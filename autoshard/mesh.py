@@ -13,32 +13,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise, product
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Device:
-    """What one device can do. `flops` is dense 16-bit matmul throughput; wider types run slower (`flops_for`)."""
+    """What one device can do. `flops` is dense 16-bit matmul throughput; wider types run slower (`flops_for`).
+
+    TF32 rounds float32 operands of a matmul to 10 bits of mantissa and runs on tensor cores. torch uses it for convolutions, but for
+    matmuls only after `torch.set_float32_matmul_precision("high")`; `tf32=True` prices a program that does so.
+    """
 
     name: str
     flops: float  # FLOP/s, bfloat16, dense
-    flops32: float  # FLOP/s, float32 inputs (tensor cores where the device has them)
+    flops32: float  # FLOP/s, float32 inputs at full precision: what torch's matmuls run at by default
     memory_bandwidth: float  # bytes/s
     memory: float  # bytes
     launch: float = 4e-6  # seconds per kernel
     error: float | None = None  # mean relative error of its op times, where they were measured
+    flops_tf32: float | None = None  # FLOP/s, float32 inputs as TF32, dense; None: it has no such units
+    tf32: bool = False  # float32 matmuls run as TF32, too
 
-    def flops_for(self, itemsize: int) -> float:
+    def flops_for(self, itemsize: int, *, convolution: bool = False) -> float:
+        """FLOP/s of a matmul, or of a convolution, whose first input has elements of so many bytes."""
+        if itemsize == 4 and self.flops_tf32 is not None and (self.tf32 or convolution):
+            return self.flops_tf32
         return self.flops if itemsize <= 2 else self.flops32
+
+    def with_tf32(self) -> Device:
+        """The same device running float32 matmuls as TF32. ValueError where it has no units for it."""
+        if self.flops_tf32 is None:
+            raise ValueError(f"device {self.name} has no TF32 rate; leave tf32 out, or give a Device with flops_tf32")
+        return replace(self, tf32=True)
 
 
 # Data sheets of the vendors (dense, without sparsity); launch: typical CUDA kernel launch.
 DEVICES = {
-    "a100": Device("a100", 312e12, 156e12, 2.039e12, 80e9),
-    "h100": Device("h100", 989e12, 494e12, 3.35e12, 80e9),
-    "h200": Device("h200", 989e12, 494e12, 4.8e12, 141e9),
+    "a100": Device("a100", 312e12, 19.5e12, 2.039e12, 80e9, flops_tf32=156e12),
+    "h100": Device("h100", 989e12, 67e12, 3.35e12, 80e9, flops_tf32=494e12),
+    "h200": Device("h200", 989e12, 67e12, 4.8e12, 141e9, flops_tf32=494e12),
     "cpu": Device("cpu", 50e9, 50e9, 20e9, 8e9, launch=2e-6),
 }
 
@@ -120,10 +135,11 @@ class Mesh:
         return tuple(product(*(range(n) for n in self.shape)))
 
     def to_dict(self) -> dict:
-        """Plain data for `from_dict`; axes without curves and devices without an error don't mention them."""
+        """Plain data for `from_dict`; axes without curves and devices without an error or TF32 don't mention them."""
         data = asdict(self)
-        if self.device.error is None:
-            del data["device"]["error"]
+        for key in ("error", "flops_tf32", "tf32"):
+            if data["device"][key] in (None, False):
+                del data["device"][key]
         data["axes"] = [{key: value for key, value in axis.items() if key != "curves" or value} for axis in data["axes"]]
         return data
 
@@ -147,12 +163,14 @@ class Mesh:
         intra_node_latency: float = INTRA_LATENCY,
         inter_node_latency: float = INTER_LATENCY,
         backend: str = "nccl",
+        tf32: bool = False,
     ) -> Mesh:
         """A two-level cluster: axes whose stride is within a node use the intra-node link, the others the node's own link.
 
         intra_node_bandwidth: bytes/s per device. inter_node_bandwidth: bytes/s of one node's link to the others, shared by
         that node's devices when they talk at the same time. devices_per_node: default all but the first axis (a mesh of one
-        axis is one node). An axis that starts inside a node and leaves it is as slow as the slower of its two links.
+        axis is one node); more devices than a node has fill whole nodes. An axis that starts inside a node and leaves it is as slow as
+        the slower of its two links. tf32: float32 matmuls run as TF32, which torch has to be told (`Device`).
         ValueError on a shape, bandwidth or device that can't be.
         """
         shape = check_shape(shape)
@@ -172,7 +190,15 @@ class Mesh:
             device = DEVICES[device]
         if not isinstance(device, Device):
             raise ValueError(f"device is {device!r}; expected a Device or the name of one, for example 'h100'")
+        if tf32:
+            device = device.with_tf32()
         per_node = devices_per_node or (math.prod(shape[1:]) if len(shape) > 1 else shape[0])
+        devices = math.prod(shape)
+        if devices > per_node and devices % per_node:
+            raise ValueError(
+                f"{'x'.join(map(str, shape))} devices do not fill nodes of {per_node}; give devices_per_node a divisor of {devices}, for "
+                f"example {math.gcd(devices, per_node)}"
+            )
         names = axis_names or default_axis_names(len(shape))
         if len(names) != len(shape) or len(set(names)) != len(names):
             raise ValueError(f"axis_names {names!r} must be {len(shape)} different names, one per axis of {shape}")

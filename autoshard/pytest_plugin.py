@@ -20,8 +20,9 @@ import pytest
 def autoshard_check(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """A function (solution_path, model, example_inputs, within=0.05, **options) that checks a plan (`autoshard.check`).
 
-    A relative path is taken from pytest's root folder. The options are those of `autoshard.check`. Returns its record; fails the test
-    with one sentence where the plan does not fit the model, or may be more than `within` above the best plan now.
+    The model is the test's own: the one that the plan's file names is never run. A relative path is taken from pytest's root folder.
+    The options are those of `autoshard.check`. Returns its record; fails the test with one sentence where the plan does not fit the
+    model, or may be more than `within` above the best plan now.
     """
 
     def checked(solution_path: str | os.PathLike[str], model: Any, example_inputs: Any, within: float = 0.05, **options: Any) -> Any:

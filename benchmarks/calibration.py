@@ -125,6 +125,21 @@ def runs(path: Path) -> dict:
     return {"runs": len(rows), "mape": errors[0], "mape_shuffled_mean": shuffled, "mape_worst": max(errors), "rates": rates}
 
 
+def table(rows: list[dict]) -> list[str]:
+    """All curves, a line per method; then a line per system, whose columns are those methods by number, as many as 80 columns hold."""
+    lines = [f"{'':<31} {'all':>14} {'points':>8} {'failed':>7}"]
+    lines += [f"{k:>2} {r['what']:<28} {percent(r):>14} {r['points']:>8} {r['failures']:>7}" for k, r in enumerate(rows, 1)]
+    for first in range(0, len(rows), 4):
+        some = rows[first : first + 4]
+        lines += ["", f"{'system':<20}" + "".join(f"{first + k + 1:>15}" for k in range(len(some)))]
+        lines += [f"{s[:20]:<20}" + "".join(f"{percent(r['systems'][s]):>15}" for r in some) for s in rows[0]["systems"]]
+    return lines
+
+
+def percent(errors: dict) -> str:
+    return f"{100 * errors['gmae']:.2f} / {100 * errors['mean']:.2f}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path)
@@ -149,12 +164,8 @@ def main() -> None:
         print("rates: " + ", ".join(f"{rate:.4g} {kind}/s" for kind, rate in real["rates"].items()))
     if not curves:
         return
-    systems = list(rows[0]["systems"])
     print(f"{len(curves)} curves; GMAE / mean in percent; {cpu:.1f} CPU s")
-    print(f"{'':<28} {'all':>13} {'points':>7} {'failed':>7} " + " ".join(f"{s[:20]:>20}" for s in systems))
-    for r in rows:
-        cells = [f"{100 * e['gmae']:.2f} / {100 * e['mean']:.2f}" for e in (r, *r["systems"].values())]
-        print(f"{r['what']:<28} {cells[0]:>13} {r['points']:>7} {r['failures']:>7} " + " ".join(f"{c:>20}" for c in cells[1:]))
+    print("\n".join(table(rows)))
 
 
 if __name__ == "__main__":

@@ -162,14 +162,14 @@ def files(tmp_path, solution, worse) -> tuple[str, str]:
 
 def test_the_verb_says_yes_and_no_by_its_exit_code(capsys, files):
     good, bad = files
-    code, out, _ = run(capsys, "check", good, "--json", "--quiet")
+    code, out, _ = run(capsys, "check", good, "--trust", "--json", "--quiet")
     record = json.loads(out)
     assert code == 0 and record["ok"] and record["reasons"] == [] and record["excess"] < 1e-9
     assert {"cost_seconds", "planned_seconds", "best_seconds", "bound_seconds", "within", "peak_bytes", "notes", "message"} <= set(record)
-    code, out, _ = run(capsys, "check", bad, "--json", "--quiet")
+    code, out, _ = run(capsys, "check", bad, "--trust", "--json", "--quiet")
     record = json.loads(out)
     assert code == 1 and not record["ok"] and len(record["reasons"]) == 1 and record["excess"] > 0.2
-    code, out, _ = run(capsys, "check", bad, "--no-solve", "--within", "0.01", "--quiet")
+    code, out, _ = run(capsys, "check", bad, "--trust", "--no-solve", "--within", "0.01", "--quiet")
     assert code == 1 and "not shown to be within 1%" in " ".join(out.split())
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -263,3 +264,18 @@ def test_optimizer_step_moves_parameter_gradient_and_states(optimizer, bytes_per
 def test_an_unknown_optimizer_is_named_with_the_known_ones():
     with pytest.raises(ValueError, match="unknown optimizer 'adam'; known are adamw, sgd, momentum"):
         optimizer_step_seconds(1, 4, "adam", DEVICE)
+
+
+def test_tf32_prices_matmuls_and_convolutions_as_torch_runs_them():
+    """The settings of this torch are those that the prices assume."""
+    assert (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32) == (True, False)
+    device = replace(DEVICE, flops_tf32=8e11, memory_bandwidth=1e15, launch=0.0)
+    a, image, kernel = square(30_000, "float32"), ((8, 64, 64, 64), "float32"), ((64, 64, 3, 3), "float32")
+    matmul = [op_seconds("aten.mm.default", (a, a), (a,), None, one) for one in (device, device.with_tf32())]
+    assert matmul == pytest.approx([2 * 30_000**3 / (rate * EFFICIENCY) for rate in (5e11, 8e11)], rel=1e-12)
+    convolved = [op_seconds("aten.convolution.default", (image, kernel), (image,), None, one) for one in (device, device.with_tf32())]
+    assert convolved[0] == convolved[1] == pytest.approx(2 * 8 * 64 * 64 * 9 * 64 * 64 / (8e11 * EFFICIENCY), rel=1e-12)
+    wide, narrow = ((square(30_000, dtype), square(30_000, dtype)) for dtype in ("float64", "bfloat16"))
+    for pair in (wide, narrow):
+        prices = {op_seconds("aten.mm.default", pair, pair[:1], None, one) for one in (device, device.with_tf32())}
+        assert len(prices) == 1

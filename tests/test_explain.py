@@ -233,7 +233,7 @@ def test_what_time_did_not_prove_is_said(capsys, tmp_path):
     one = explain(*model(sizes=SMALL), tight, WEIGHT, why_not="R,R", most=0, time_limit=1e-9).why_not
     assert not one.proven and 0 < one.bound < one.cost < math.inf
     tight.save(tmp_path / "tight.json")
-    out = run(capsys, "explain", str(tmp_path / "tight.json"), WEIGHT, "--why-not", "R,R", "--time-limit", "1e-9", "--quiet")[1]
+    out = run(capsys, "explain", str(tmp_path / "tight.json"), WEIGHT, "--trust", "--why-not", "R,R", "--time-limit", "1e-9", "--quiet")[1]
     assert ", or less" in out and "and at least" in " ".join(out.split())
 
 
@@ -256,7 +256,7 @@ def path(tmp_path, solution) -> str:
 
 
 def test_the_verb_prints_the_record_of_the_function(capsys, path, solution, told):
-    code, out, _ = run(capsys, "explain", path, WEIGHT, "--why-not", told.layout, "--alternatives", "99", "--json", "--quiet")
+    code, out, _ = run(capsys, "explain", path, WEIGHT, "--trust", "--why-not", told.layout, "--alternatives", "99", "--json", "--quiet")
     record = json.loads(out)
     assert code == 0 and set(record) == {"cost_seconds", "explained"}
     found, expected = record["explained"], told.to_dict()
@@ -269,7 +269,7 @@ def test_the_verb_prints_the_record_of_the_function(capsys, path, solution, told
 
 @pytest.mark.parametrize("name", [WEIGHT, "layers.1", "addmm"])
 def test_the_verb_in_words_fits_a_hundred_columns(capsys, path, name):
-    code, out, _ = run(capsys, "explain", path, name, "--why-not", "R,R", "--quiet")
+    code, out, _ = run(capsys, "explain", path, name, "--trust", "--why-not", "R,R", "--quiet")
     assert code == 0 and name in out and "Why not R,R?" in out and "changes elsewhere" in out and "the rest as it is" in out
     assert max(map(len, out.splitlines())) <= 100 and "%" in out
 
@@ -277,7 +277,7 @@ def test_the_verb_in_words_fits_a_hundred_columns(capsys, path, name):
 def test_with_robust_both_are_answered(capsys, tmp_path):
     path = str(tmp_path / "small.json")
     planned(False, SMALL).save(path)
-    code, out, _ = run(capsys, "explain", path, "layers.0.up.bias", "--robust", "--alternatives", "0", "--json", "--quiet")
+    code, out, _ = run(capsys, "explain", path, "layers.0.up.bias", "--trust", "--robust", "--alternatives", "0", "--json", "--quiet")
     assert code == 0 and set(json.loads(out)) == {"cost_seconds", "explained", "robust"}
 
 
@@ -287,7 +287,7 @@ def test_with_robust_both_are_answered(capsys, tmp_path):
         ((f"{ROOT}/models/mlp.py:mlp",), "which is a model; give it as --model"),
         (("--why-not", "R,R"), "--why-not 'R,R' asks about nothing"),
         ((WEIGHT, "--alternatives", "-2"), "--alternatives is -2"),
-        (("nothing.at.all", "--quiet"), "there is no parameter, buffer, input, op or block 'nothing.at.all'"),
+        (("nothing.at.all", "--trust", "--quiet"), "there is no parameter, buffer, input, op or block 'nothing.at.all'"),
     ],
 )
 def test_bad_words_are_refused(capsys, path, words, sentence):

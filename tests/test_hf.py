@@ -119,6 +119,16 @@ def test_the_loss_is_an_output_on_its_own():
         ({}, {"dtype": "float99"}, "dtype is 'float99'; expected a name of torch's"),
         ({}, {"attention": "none_such"}, "can't build LlamaForCausalLM from .*none_such"),
         ({"architectures": ["NoSuchModel"]}, {}, "has architecture 'NoSuchModel', which transformers .* has not"),
+        ({"architectures": "LlamaForCausalLM"}, {}, "has architectures LlamaForCausalLM; expected a list with the name of a class"),
+        ({"architectures": [3]}, {}, r"has architectures \[3\]; expected a list"),
+        ({"architectures": ["logging"]}, {}, "has architecture 'logging'"),  # a name in transformers that is no model
+        ({"vocab_size": "many"}, {}, "config.json"),
+        ({"hidden_size": [64]}, {}, "config.json"),
+        ({"num_attention_heads": 0}, {}, "config.json"),
+        ({"num_hidden_layers": None}, {}, "config.json"),
+        ({"rope_parameters": 3}, {}, "config.json"),
+        ({}, {"batch": "many"}, "batch is 'many'; expected a whole number of 1 or more"),
+        ({}, {"seq": -4}, "seq is -4; expected a whole number of 1 or more"),
         ({"model_type": "no_such_type"}, {}, "config.json can't be read as a config by transformers"),
         ({"architectures": ["LlamaModel"]}, {"loss": True}, "LlamaModel computes no loss"),
     ],
@@ -160,5 +170,5 @@ def test_the_command_line_takes_a_folder(tmp_path, capsys):
     model = f"hf:{folder('bert')}"
     assert main(["plan", model, "--set", "layers=1", "--mesh", "2x2", "--train", "--json", "--out", str(out)]) == 0
     assert json.loads(capsys.readouterr().out)["replicated_ops"] == []
-    assert main(["verify", str(out), "--json"]) == 0
+    assert main(["verify", str(out), "--trust", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"]

@@ -132,6 +132,22 @@ def test_wider_types_run_slower():
     assert [h100.flops_for(size) for size in (1, 2, 4, 8)] == [h100.flops, h100.flops, h100.flops32, h100.flops32]
 
 
+@pytest.mark.parametrize("device", list(DEVICES.values()), ids=list(DEVICES))
+def test_float32_matmuls_are_tf32_only_where_that_is_said(device):
+    """As torch runs them: convolutions in TF32 by default, matmuls not, and no other type ever."""
+    assert not device.tf32 and device.flops_for(4) == device.flops32
+    assert device.flops_for(4, convolution=True) == (device.flops_tf32 or device.flops32)
+    if device.flops_tf32 is None:
+        with pytest.raises(ValueError, match="device cpu has no TF32 rate; leave tf32 out"):
+            device.with_tf32()
+        return
+    told = Mesh.from_bandwidths((2,), device=device, tf32=True)
+    assert told.device.flops_for(4) == device.flops_tf32 > 2 * device.flops32
+    assert [told.device.flops_for(size) for size in (1, 2, 8)] == [device.flops_for(size) for size in (1, 2, 8)]
+    assert Mesh.from_dict(told.to_dict()) == told and told.to_dict()["device"]["tf32"] is True
+    assert "tf32" not in Mesh.from_bandwidths((2,), device=device).to_dict()["device"]
+
+
 def test_a_mesh_is_a_value():
     assert Mesh.from_bandwidths((2, 4)) == Mesh.from_bandwidths((2, 4))
     assert len({Mesh.from_bandwidths((2, 4)), Mesh.from_bandwidths((2, 4)), Mesh.from_bandwidths((4, 2))}) == 2

@@ -68,8 +68,8 @@ def test_the_same_plan_gives_the_same_page():
 def test_the_page_holds_the_plan_s_figures():
     said = Elements(html.html_report(load(GPT2))).text
     for words in (
-        "40.2 ms", "proven best", size(load(GPT2).peak_bytes), "1.03x", "megatron", "recognised 49 of 49 parameter matmuls",
-        "reduce_scatter axis1", "148 parameters", "124,475,904 numbers", "laid out as h.0", "between 28.1 ms and 57.7 ms", "data sheet",
+        "154 ms", "proven best", size(load(GPT2).peak_bytes), "1.01x", "megatron", "recognised 49 of 49 parameter matmuls",
+        "reduce_scatter axis1", "148 parameters", "124,475,904 numbers", "laid out as h.0", "between 106 ms and 224 ms", "data sheet",
         "every op of the model has a rule",
     ):  # fmt: skip
         assert words in said, words
@@ -151,7 +151,7 @@ def test_a_notebook_shows_a_summary_escaped():
     assert page.crossed == [] and page.open == [] and "script" not in {tag for tag, _ in page.tags}
     assert "<script>alert(1)</script>" in page.text
     said = Elements(load(GPT2)._repr_html_()).text
-    assert "40.2 ms per step, proven best" in said and "h.0 .. h.11: same" in said and "S(0),S(1)" in said and "1.70x" in said
+    assert "154 ms per step, proven best" in said and "h.0 .. h.11: same" in said and "S(0),S(1)" in said and "1.18x" in said
     assert len(load(GPT2)._repr_html_()) < 20_000
 
 
@@ -375,7 +375,7 @@ def test_report_writes_the_page_and_says_what_is_missing(plan_file, tmp_path, ca
 
 def test_a_model_that_is_gone_leaves_the_page_without_a_time_line(tmp_path, capsys):
     linear_solution(assumptions={"model": "gone.py:net", "set": {}}).save(tmp_path / "plan.json")
-    assert main(["report", str(tmp_path / "plan.json"), "--out", str(tmp_path / "r.html")]) == 0
+    assert main(["report", str(tmp_path / "plan.json"), "--trust", "--out", str(tmp_path / "r.html")]) == 0
     assert "without a time line: there is no file gone.py" in capsys.readouterr().err
     assert "needs the model, and there is no file gone.py" in (tmp_path / "r.html").read_text()
 

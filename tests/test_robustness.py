@@ -170,7 +170,7 @@ def test_explain_prints_prices_and_ranges(capsys, tmp_path, solution):
     record = json.loads(out)
     assert code == 0 and record["interval_seconds"] == list(solution.interval) and "robust" not in record
     assert sum(row["seconds"] for row in record["prices"]) == pytest.approx(solution.cost)
-    code, out, _ = run(capsys, "explain", path, "--robust", "--quiet")
+    code, out, _ = run(capsys, "explain", path, "--trust", "--robust", "--quiet")
     assert code == 0 and "Where the plan stays best" in out and "axis1" in out
 
 

@@ -156,12 +156,12 @@ def test_the_verb_takes_a_plan(capsys, tmp_path):
     plan, picture = tmp_path / "plan.json", tmp_path / "p.svg"
     assert main(["plan", "models/mlp.py:tiny", "--mesh", "2x2", "--train", "--no-baselines", "--quiet", "--out", str(plan)]) == 0
     capsys.readouterr()
-    code, out, _ = run_verb(capsys, str(plan), "--json", "--quiet", "--no-overlap", "--picture", str(picture))
+    code, out, _ = run_verb(capsys, str(plan), "--trust", "--json", "--quiet", "--no-overlap", "--picture", str(picture))
     record = json.loads(out)
     assert code == 0
     assert record["seconds"] == pytest.approx(record["cost_seconds"]) and record["peak_bytes"] == pytest.approx(record["plan_peak_bytes"])
     assert record["stages"][0]["mesh"] == [2, 2] and "<svg" in picture.read_text()[:500]
-    code, out, _ = run_verb(capsys, str(plan), "--quiet")
+    code, out, _ = run_verb(capsys, str(plan), "--trust", "--quiet")
     assert code == 0 and "per step" in out and "critical path" in out
 
 
@@ -199,24 +199,24 @@ def answer(capsys, *arguments):
 def test_a_plan_under_measured_prices(capsys, tmp_path, cut_batch):
     plan, mesh = cut_batch
     capsys.readouterr()
-    own, _ = answer(capsys, plan)
-    same, _ = answer(capsys, plan, "--cluster", write_cluster(tmp_path / "same.json", mesh))
+    own, _ = answer(capsys, plan, "--trust")
+    same, _ = answer(capsys, plan, "--trust", "--cluster", write_cluster(tmp_path / "same.json", mesh))
     assert same.pop("cost_seconds") == pytest.approx(own.pop("cost_seconds")) and same == own
     slow = slower(mesh)
-    record, _ = answer(capsys, plan, "--cluster", write_cluster(tmp_path / "slow.json", slow))
+    record, _ = answer(capsys, plan, "--trust", "--cluster", write_cluster(tmp_path / "slow.json", slow))
     model, inputs = mlp.tiny(batch=4096)
     assert record["seconds"] == simulate(model, inputs, load(plan), mesh=slow).seconds > 2 * own["seconds"]
-    serial, _ = answer(capsys, plan, "--no-overlap", "--cluster", str(tmp_path / "slow.json"))
+    serial, _ = answer(capsys, plan, "--trust", "--no-overlap", "--cluster", str(tmp_path / "slow.json"))
     assert serial["seconds"] == pytest.approx(serial["cost_seconds"]) and record["cost_seconds"] == serial["cost_seconds"]
     write_cluster(tmp_path / "other.json", Mesh.from_bandwidths((4,)))
-    code, out, err = run_verb(capsys, plan, "--cluster", str(tmp_path / "other.json"))
+    code, out, err = run_verb(capsys, plan, "--trust", "--cluster", str(tmp_path / "other.json"))
     assert (code, out) == (2, "") and "2x2" in err and "is 4" in err and err.count("\n") == 1
 
 
 def test_no_join_reduces_gradients_one_by_one(capsys, cut_batch):
     plan, _ = cut_batch
     capsys.readouterr()
-    joined, apart = (answer(capsys, plan, *flags)[0] for flags in ([], ["--no-join"]))
+    joined, apart = (answer(capsys, plan, "--trust", *flags)[0] for flags in ([], ["--no-join"]))
     model, inputs = mlp.tiny(batch=4096)
     assert apart["communication_seconds"] == simulate(model, inputs, load(plan), join=False).communication_seconds
     assert apart["communication_seconds"] > 1.2 * joined["communication_seconds"]  # eight reductions pay latency, not one

@@ -61,6 +61,7 @@ class PassOptions:
     solver: str = "auto"
     device: str | Device = "h100"
     devices_per_node: int | None = None
+    tf32: bool = False  # float32 matmuls run as TF32
 
     def __post_init__(self) -> None:
         for name, value, known in (("algo", self.algo, ALGORITHMS), ("communications_backend", self.communications_backend, BACKENDS)):
@@ -79,6 +80,7 @@ class PassOptions:
             device=self.device,
             devices_per_node=self.devices_per_node,
             backend=self.communications_backend,
+            tf32=self.tf32,
         )
 
     def planning(self) -> Options:

@@ -14,19 +14,26 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from autoshard.cli.output import Output, complain
+from autoshard.cli.output import Output, VisibleLines, complain
 from autoshard.cli.words import check_words
 
 OK, NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 LONG_WORD, LONG_SENTENCE = 300, 2000  # letters that are told whole
+NO_WORDS = ([], ["calibrate"])  # a command line that names no verb asks which there are
 
 
 class Verb(TyperCommand):
-    """A command that refuses words that it could not use before it runs: what it imports may take seconds."""
+    """A command that refuses words that it could not use before it runs: what it imports may take seconds.
+
+    A number is refused below 0, or below the option's own `min`.
+    """
 
     def invoke(self, ctx: Any) -> Any:
-        names = {parameter.name: called(parameter) for parameter in self.params}
-        check_words(str(self.name), names, ctx.params)
+        for parameter in self.params:
+            value, least = ctx.params.get(parameter.name), getattr(parameter, "min", None) or 0
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and not value >= least:  # nan is not
+                raise ValueError(f"{max(parameter.opts, key=len)} is {value}; expected {least} or more")
+        check_words(str(self.name), {parameter.name: called(parameter) for parameter in self.params}, ctx.params)
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -47,7 +54,6 @@ def called(parameter: Any) -> str:
 
 app = Verbs(
     help="Plan, with a proof, how to lay the tensors of a PyTorch model over a mesh of devices, and check the plan.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -64,12 +70,16 @@ def _options(
     if log_level is not None and log_level.lower() not in levels:
         raise ValueError(f"--log-level is {log_level}; expected {', '.join(levels)}")
     if log_level is not None:
-        logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+        handler = logging.StreamHandler()
+        handler.setFormatter(VisibleLines("%(levelname)s %(name)s: %(message)s"))
+        logging.basicConfig(level=log_level.upper(), handlers=[handler])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments in NO_WORDS:
+        arguments = [*arguments, "--help"]
     try:
         code = app(args=arguments, prog_name="autoshard", standalone_mode=False)
     except typer.TyperException as error:  # words that are no command line

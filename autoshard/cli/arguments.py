@@ -101,13 +101,18 @@ def _named_layouts(written: Sequence[str], option: str) -> list[tuple[str, str]]
 def parse_optimizer(written: str) -> str | float:
     """`adamw`, or `12` -> 12.0 bytes of state per parameter; which names there are is for the planner to say."""
     try:
-        return float(written)
+        state = float(written)
     except ValueError:
         return written
+    if not 0 <= state < math.inf:
+        raise ValueError(f"--optimizer is {written}; expected adamw, sgd, momentum, or bytes per parameter from 0 on")
+    return state
 
 
 def parse_recompute(written: str) -> int | str:
     """`4` -> 4 blocks; `all` and other words are for the planner to know."""
+    if written.startswith("-"):
+        raise ValueError(f"--recompute is {written}; expected a number of blocks from 0 on, all or auto")
     return int(written) if written.isdecimal() else written
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from autoshard.cost.curves.files import Fitted
     from autoshard.cost.presets import Preset
 
-calibrate = Verbs(no_args_is_help=True, help="Measure a cluster, or fit what was measured.", rich_markup_mode=None)
+calibrate = Verbs(help="Measure a cluster, or fit what was measured.", rich_markup_mode=None)
 app.add_typer(calibrate, name="calibrate")
 
 MANY = 24  # curves; more are shown by collective

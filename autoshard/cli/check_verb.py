@@ -9,7 +9,7 @@ import typer
 from autoshard.cli.app import NO, OK, app
 from autoshard.cli.arguments import parse_settings
 from autoshard.cli.model import load_model
-from autoshard.cli.options import Json, OldMesh, OptionalModel, Plan, Quiet, Settings, load_api, load_cluster, load_plan, model_of
+from autoshard.cli.options import Json, OldMesh, OptionalModel, Plan, Quiet, Settings, Trust, load_api, load_cluster, load_plan, model_of
 from autoshard.cli.output import Output
 
 
@@ -18,6 +18,7 @@ def check(
     solution: Plan,
     model: OptionalModel = None,
     settings: Settings = [],  # noqa: B006 (typer makes a new one)
+    trust: Trust = False,
     within: Annotated[str, typer.Option(help="How far it may be above the best plan now: 5%, or 0.05.")] = "5%",
     no_solve: Annotated[bool, typer.Option("--no-solve", help="Do not plan anew; go by a bound that is quicker found.")] = False,
     any_graph: Annotated[
@@ -36,13 +37,13 @@ def check(
     Exit code 1, with the reasons, where it does not fit or is too far off.
 
     \b
-    autoshard check gpt2.json
+    autoshard check gpt2.json --trust
     autoshard check gpt2.json models/gpt2.py:small --set batch=256 --any-graph --within 2%
     """
     share = _share(within)
     with Output(as_json=as_json, quiet=quiet) as output:
         loaded = load_plan(solution, mesh)
-        written, keywords = model_of(loaded, model, parse_settings(settings), solution)
+        written, keywords = model_of(loaded, model, parse_settings(settings), solution, trust)
         today = None if cluster is None else load_cluster(cluster)
         output.progress("building the model", 0.0)
         module, example_inputs = load_model(written, keywords, training=loaded.training)

@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 from autoshard.cli.app import OK, app
 from autoshard.cli.arguments import parse_settings
 from autoshard.cli.model import load_model
-from autoshard.cli.options import Json, OldMesh, Plan, Quiet, Settings, load_api, load_plan, model_of
+from autoshard.cli.options import Json, OldMesh, Plan, Quiet, Settings, Trust, load_api, load_plan, model_of
 from autoshard.cli.output import Output
 
 
@@ -38,9 +38,11 @@ def explain(
     ] = None,
     alternatives: Annotated[int, typer.Option(help="With NAME: how many other layouts to tell.")] = 5,
     model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="file.py:function; without it the one the plan was made for.", show_default=False)
+        str | None,
+        typer.Option(metavar="MODEL", help="file.py:function; without it and with --trust the plan's own.", show_default=False),
     ] = None,
     settings: Settings = [],  # noqa: B006 (typer makes a new one)
+    trust: Trust = False,
     robust: Annotated[
         bool, typer.Option("--robust", help="Plan again under other bandwidths: where does the plan stay best, and what is lost outside?")
     ] = False,
@@ -54,9 +56,9 @@ def explain(
 
     \b
     autoshard explain gpt2.json
-    autoshard explain gpt2.json h.3.attn.c_attn.weight
-    autoshard explain gpt2.json h.3.attn.c_attn.weight --why-not 'S(1),R'
-    autoshard explain gpt2.json --robust
+    autoshard explain gpt2.json h.3.attn.c_attn.weight --trust
+    autoshard explain gpt2.json h.3.attn.c_attn.weight --trust --why-not 'S(1),R'
+    autoshard explain gpt2.json --trust --robust
     """
     _check_words(name, why_not, alternatives, robust, within, time_limit)
     with Output(as_json=as_json, quiet=quiet) as output:
@@ -66,7 +68,7 @@ def explain(
         if name is None:
             _prices(loaded, record, shown)
         if name is not None or robust:
-            written, keywords = model_of(loaded, model, parse_settings(settings), solution)
+            written, keywords = model_of(loaded, model, parse_settings(settings), solution, trust, option="--model")
             output.progress("building the model", 0.0)
             module, example_inputs = load_model(written, keywords, training=loaded.training)
             given: dict[str, Any] = {"time_limit": time_limit, "progress": output.progress}

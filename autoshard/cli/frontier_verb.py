@@ -25,6 +25,7 @@ from autoshard.cli.options import (
     Prices,
     Quiet,
     Settings,
+    Tf32,
     Train,
     load_api,
 )
@@ -40,7 +41,7 @@ def frontier(
     settings: Settings = [],  # noqa: B006 (typer makes a new one)
     cluster: ClusterFile = None,
     train: Train = False,
-    points: Annotated[int, typer.Option(help="How many proven points to look for.")] = 12,
+    points: Annotated[int, typer.Option(help="How many proven points to look for.", min=1)] = 12,
     gap: Annotated[float, typer.Option(help="Up to which gap a point counts as proven, relative.")] = 1e-3,
     out: Annotated[str | None, typer.Option(help="Write the points and bounds here, as JSON.", show_default=False)] = None,
     csv: Annotated[str | None, typer.Option(help="Write the points here, as CSV.", show_default=False)] = None,
@@ -53,8 +54,9 @@ def frontier(
     intra_node_bandwidth: IntraNodeBandwidth = INTRA,
     inter_node_bandwidth: InterNodeBandwidth = INTER,
     device: DeviceName = DEVICE,
+    tf32: Tf32 = False,
     prices: Prices = None,
-    devices_per_node: Annotated[int | None, typer.Option(help="Default: all axes but the first.", show_default=False)] = None,
+    devices_per_node: Annotated[int | None, typer.Option(help="Default: all axes but the first.", min=1, show_default=False)] = None,
     optimizer: Annotated[str, typer.Option(help="Whose state memory holds: adamw, sgd, momentum, or bytes per parameter.")] = "adamw",
     master_weights: MasterWeights = False,
     recompute: Annotated[str, typer.Option(help="Blocks to recompute in the backward pass: a number, or all.")] = "0",
@@ -70,7 +72,8 @@ def frontier(
     check_mesh_words(mesh, cluster, None, None, prices)
     _check_files(out, csv, plot, save_dir)
     links = bandwidths(intra_node_bandwidth, inter_node_bandwidth)
-    devices = mesh_of(None if mesh is None else parse_shape(mesh), prices, cluster, devices_per_node, device=device, **links)
+    shape = None if mesh is None else parse_shape(mesh)
+    devices = mesh_of(shape, prices, cluster, devices_per_node, device=device, tf32=tf32, **links)
     keywords = parse_settings(settings)
     options = planning_options(
         optimizer=optimizer, recompute=recompute, pin=pin, training=train, master_weights=master_weights,

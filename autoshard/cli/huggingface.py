@@ -36,13 +36,23 @@ def load_huggingface(folder: str, settings: Mapping[str, Any], *, training: bool
     for name in settings:
         if name not in SETTINGS:
             raise ValueError(f"hf: models take no setting {name!r}; they take {', '.join(SETTINGS)}")
-    config = _config(transformers, Path(folder), settings)
+    for name in ("batch", "seq", "layers"):
+        value = settings.get(name, 1)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}; expected a whole number of 1 or more")
     loss = settings.get("loss")
-    module = _build(transformers, config, folder, settings)
     try:
-        return module, _example_inputs(module, config, settings, loss=training if loss is None else bool(loss))
-    except AttributeError as error:  # the sizes of its inputs are written elsewhere, or nowhere
-        raise ValueError(f"{type(module).__name__} needs inputs whose sizes its config doesn't tell ({error}): {OTHER_INPUTS}") from error
+        config = _config(transformers, Path(folder), settings)
+        module = _build(transformers, config, folder, settings)
+        try:
+            return module, _example_inputs(module, config, settings, loss=training if loss is None else bool(loss))
+        except AttributeError as error:  # the sizes of its inputs are written elsewhere, or nowhere
+            raise ValueError(f"{type(module).__name__} needs inputs whose sizes its config doesn't tell ({error}): {OTHER_INPUTS}") from error
+    except (ValueError, OSError):
+        raise
+    except Exception as error:  # a config's values reach all of transformers unchecked, which raises whatever it comes upon
+        what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".rstrip(": ")
+        raise ValueError(f"transformers can't use a value in {folder}/config.json ({what}); correct the config") from error
 
 
 def _transformers() -> Any:
@@ -61,7 +71,7 @@ def _config(transformers: Any, folder: Path, settings: Mapping[str, Any]) -> Any
     try:
         config = transformers.AutoConfig.for_model(**{"model_type": written.get("model_type"), **written})
     except Exception as error:  # transformers refuses a config with exceptions of many kinds, some of them its own
-        said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        said = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
         raise ValueError(f"{file} can't be read as a config by transformers {transformers.__version__}: {said}") from error
     if (layers := settings.get("layers")) is not None:
         _set_layers(config, layers, file)
@@ -79,8 +89,6 @@ def _parts(config: Any) -> list[Any]:
 
 
 def _set_layers(config: Any, layers: Any, file: Path) -> None:
-    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
-        raise ValueError(f"layers is {layers!r}; expected a whole number of 1 or more")
     found = False
     for part in _parts(config):
         known = part.to_dict()
@@ -97,9 +105,9 @@ def _set_layers(config: Any, layers: Any, file: Path) -> None:
 def _build(transformers: Any, config: Any, folder: str, settings: Mapping[str, Any]) -> Any:
     import torch  # here: as in transformers
 
-    named = (getattr(config, "architectures", None) or [None])[0]
+    named = _architecture(config, folder)
     kind = getattr(transformers, named, None) if named else None
-    if named and kind is None:
+    if named and not callable(getattr(kind, "_from_config", None)):
         raise ValueError(
             f"{folder}/config.json has architecture {named!r}, which transformers {transformers.__version__} has not; correct it"
         )
@@ -118,8 +126,15 @@ def _build(transformers: Any, config: Any, folder: str, settings: Mapping[str, A
             return module.eval()  # dropout off: the draws of a cut tensor would not be those of the whole one
         except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
             failures.append(error)
-    said = str(failures[0]).strip().splitlines()[0] if str(failures[0]).strip() else type(failures[0]).__name__
+    said = str(failures[0]).strip().splitlines()[0][:300] if str(failures[0]).strip() else type(failures[0]).__name__
     raise ValueError(f"transformers can't build {named or 'a model'} from {folder}/config.json: {said}; correct it") from failures[0]
+
+
+def _architecture(config: Any, folder: str) -> str | None:
+    names = getattr(config, "architectures", None) or [None]
+    if not isinstance(names, list) or not all(name is None or isinstance(name, str) for name in names):
+        raise ValueError(f"{folder}/config.json has architectures {str(names)[:80]}; expected a list with the name of a class")
+    return names[0]
 
 
 def _attention(transformers: Any, config: Any, kind: Any, settings: Mapping[str, Any]) -> str:

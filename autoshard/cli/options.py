@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -19,8 +20,9 @@ Model = Annotated[
     ),
 ]
 OptionalModel = Annotated[
-    str | None, typer.Argument(help="file.py:function; without it the one the plan was made for.", show_default=False)
+    str | None, typer.Argument(help="file.py:function; without it and with --trust the one the plan was made for.", show_default=False)
 ]
+Trust = Annotated[bool, typer.Option("--trust", help="Run the code of the model that the plan names, where no model is given.")]
 Plan = Annotated[str, typer.Argument(metavar="SOLUTION", help="A plan, as `autoshard plan --out` writes it.", show_default=False)]
 ClusterFile = Annotated[
     str | None, typer.Option("--cluster", help="A file of `calibrate measure`, instead of a mesh and bandwidths.", show_default=False)
@@ -28,6 +30,9 @@ ClusterFile = Annotated[
 IntraNodeBandwidth = Annotated[str, typer.Option("--intra-node-bandwidth", help="Bytes per second per device, inside a node.")]
 InterNodeBandwidth = Annotated[str, typer.Option("--inter-node-bandwidth", help="Bytes per second of one node's link to the others.")]
 DeviceName = Annotated[str, typer.Option("--device", help="a100, h100, h200 or cpu.")]
+Tf32 = Annotated[
+    bool, typer.Option("--tf32", help='Price float32 matmuls as TF32: set torch.set_float32_matmul_precision("high") where it runs.')
+]
 Prices = Annotated[
     str | None,
     typer.Option("--prices", help="Take bandwidths and device from `show-prices`: a100, h100, b200, mi300x, ...", show_default=False),
@@ -69,11 +74,26 @@ def load_plan(path: str, mesh: str | None) -> Any:
     return load_api().load(path) if mesh is None else load_api().load(path, Mesh.from_bandwidths(parse_shape(mesh)))
 
 
-def model_of(solution: Any, model: str | None, settings: dict, path: str) -> tuple[str, dict]:
-    """The model given, or the one that the plan was made for with its settings, those given now on top."""
+def model_of(
+    solution: Any, model: str | None, settings: dict, path: str, trust: bool, *, option: str = "", without: str = ""
+) -> tuple[str, dict]:
+    """The model that the user names; or with `trust` the one that the plan names with its settings, those given now on top.
+
+    A model is code that runs, and a plan may be anybody's file: ValueError, which shows the plan's model, where nobody said to run it.
+    option: how the verb takes a model where not as an argument; without: its words for going on without one.
+    """
     if model is not None:
         return model, settings
-    named = solution.assumptions.get("model")
+    named, given = solution.assumptions.get("model"), solution.assumptions.get("set") or {}
     if not named:
         raise ValueError(f"{path} does not say which model it is for; name it, for example autoshard verify {path} models/gpt2.py:small")
-    return named, {**solution.assumptions.get("set", {}), **settings}
+    if not isinstance(named, str) or not isinstance(given, dict):
+        raise ValueError(f"{path} says its model is {str(named)[:80]!r} with settings {str(given)[:80]!r}; expected text; name it yourself")
+    settings = {**given, **settings}
+    if not trust:
+        words = [*option.split(), named, *(word for key, value in settings.items() for word in ("--set", f"{key}={value}"))]
+        raise ValueError(
+            f"{path} is for a model whose code would run; to run it name it yourself: {shlex.join(words)[:400]}; or add --trust, which "
+            f"runs what the plan names{without}"
+        )
+    return named, settings

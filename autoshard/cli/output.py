@@ -1,24 +1,35 @@
-"""Where words go: the answer to stdout (tables, or one JSON object), progress and everything else to stderr."""
+"""Where words go: the answer to stdout (tables, or one JSON object), progress and everything else to stderr.
+
+Names in files are anybody's, and a terminal obeys what is written to it. All text goes out through `visible`, which leaves no character
+to obey, and no name is read as markup of ours.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
+import shutil
 import sys
 import threading
 import time
+import unicodedata
 from collections.abc import Callable
 from contextlib import AbstractContextManager, redirect_stdout
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.segment import Segment
+from rich.table import Table
 
 from autoshard.cli.patience import Patience, gives
 
 PATIENCE = 2.0  # seconds until progress is shown
-NARROW = 100  # columns, where nobody says how wide the terminal is
+NARROW = 80  # columns, where neither a terminal nor COLUMNS says how many
+WIDEST = 10_000  # columns: wider than any table
 
 
 class Output(AbstractContextManager):
@@ -48,17 +59,21 @@ class Output(AbstractContextManager):
         if self.as_json:
             print(json.dumps(finite(record), allow_nan=False), file=self.stdout)
         else:
-            self._print(table())
+            self._print(Visible(table()))
+
+    def plain(self, text: str) -> None:
+        """Print text as it is laid out: rich would wrap or crop long lines."""
+        print(visible(text), file=self.stdout)
 
     def _print(self, table: RenderableType) -> None:
-        console = Console(file=self.stdout, highlight=False)
+        console = Console(file=self.stdout, highlight=False, markup=False, emoji=False)
         if console.is_terminal:
             console.print(table)
             return
-        console.width = NARROW
+        console.width = shutil.get_terminal_size((NARROW, 24)).columns
         with console.capture() as captured:
             console.print(table)
-        print("\n".join(line.rstrip() for line in captured.get().splitlines()), file=self.stdout)
+        print("\n".join(line.rstrip() for line in captured.get().split("\n")[:-1]), file=self.stdout)
 
     def note(self, line: str) -> None:
         """One line to the side, not part of the answer."""
@@ -98,7 +113,7 @@ class Bar(Quiet):
     """Progress on a terminal: a bar, from two seconds on."""
 
     def __init__(self) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
         self.bar = Progress(*columns, console=Console(file=sys.stderr), transient=True, redirect_stdout=False, redirect_stderr=False)
         self.task = self.bar.add_task("", total=1.0)
         self.over, self.lock = False, threading.Lock()
@@ -112,7 +127,7 @@ class Bar(Quiet):
                 self.bar.start()
 
     def update(self, what: str, fraction: float) -> None:
-        self.bar.update(self.task, description=what, completed=fraction)
+        self.bar.update(self.task, description=" ".join(visible(what).split()), completed=fraction)
 
     def stop(self) -> None:
         with self.lock:
@@ -122,7 +137,52 @@ class Bar(Quiet):
 
 
 def complain(line: str) -> None:
-    print(line, file=sys.stderr)
+    print(visible(line), file=sys.stderr)
+
+
+def visible(text: str) -> str:
+    """The text with every character that can't be seen, but for spaces and the ends of lines, written as JSON escapes it: \\u001b."""
+    return text if text.isprintable() else "".join(map(_visible, text))
+
+
+def _visible(c: str) -> str:
+    return c if c.isprintable() or c == "\n" or unicodedata.category(c) == "Zs" else json.dumps(c)[1:-1]
+
+
+class Visible:
+    """A renderable whose text is `visible`; its styles stay."""
+
+    def __init__(self, renderable: RenderableType) -> None:
+        self.renderable = renderable
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        fit(self.renderable, console, options.max_width)
+        for segment in console.render(self.renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+
+def fit(renderable: RenderableType, console: Console, width: int) -> None:
+    """Make tables show every character of their cells within `width` columns: too wide, they lose their lines, then words are folded."""
+    for part in renderable.renderables if isinstance(renderable, Group) else (renderable,):
+        if isinstance(part, Group):
+            fit(part, console, width)
+        elif isinstance(part, Table):
+            widest = console.options.update(max_width=WIDEST)
+            if part.box is not None and part.__rich_measure__(console, widest).maximum > width:
+                part.box, part.padding = None, (0, 1, 0, 0)
+            fixed = [column for column in part.columns if column.no_wrap]
+            if sum(max(Measurement.get(console, widest, cell).maximum + 2 for cell in column.cells) for column in fixed) > width:
+                for column in fixed:
+                    column.no_wrap = False
+            for column in part.columns:
+                column.overflow = "fold"
+
+
+class VisibleLines(logging.Formatter):
+    """Lines of a log, `visible`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
 
 
 def finite(value: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from autoshard.cli.app import OK, app, say_no
-from autoshard.cli.arguments import Bandwidths, bandwidths, check_out, check_picture, parse_bytes, parse_settings
+from autoshard.cli.arguments import Bandwidths, bandwidths, check_out, check_picture, parse_bytes, parse_optimizer, parse_settings
 from autoshard.cli.model import load_model
 from autoshard.cli.options import (
     DEVICE,
@@ -28,16 +28,19 @@ from autoshard.cli.options import (
     Model,
     Quiet,
     Settings,
+    Tf32,
     load_api,
 )
 from autoshard.cli.output import Output
 from autoshard.mesh import DEVICES_PER_NODE
 
+RECOMPUTE = ("auto", "never", "always")
+
 
 @app.command()
 def pipeline(
     model: Model,
-    devices: Annotated[int | None, typer.Option(help="How many devices, in equal nodes.", show_default=False)] = None,
+    devices: Annotated[int | None, typer.Option(help="How many devices, in equal nodes.", min=1, show_default=False)] = None,
     nodes: Annotated[
         list[str],
         typer.Option(metavar="NxM:DEVICE", help="Instead: N nodes of M devices, 2x8:h100; repeatable.", show_default=False),
@@ -51,7 +54,7 @@ def pipeline(
         str | None, typer.Option(help="Numbers to try: 4,8,16. Default: powers of two that divide the batch.", show_default=False)
     ] = None,
     schedules: Annotated[str, typer.Option(help="Schedules to try.")] = "1f1b,gpipe,interleaved_1f1b,zb_h1",
-    layers: Annotated[int | None, typer.Option(help="Into how many layers the model is clustered.", show_default=False)] = None,
+    layers: Annotated[int | None, typer.Option(help="Into how many layers the model is clustered.", min=1, show_default=False)] = None,
     inference: Annotated[bool, typer.Option("--inference", help="The forward pass alone.")] = False,
     train: Annotated[bool, typer.Option("--train", help="A training step (this is the default).")] = False,
     recompute: Annotated[str, typer.Option(help="Compute activations again in the backward pass: auto, never, always.")] = "auto",
@@ -60,7 +63,8 @@ def pipeline(
     intra_node_bandwidth: IntraNodeBandwidth = INTRA,
     inter_node_bandwidth: InterNodeBandwidth = INTER,
     device: DeviceName = DEVICE,
-    devices_per_node: Annotated[int, typer.Option(help="With --devices.")] = DEVICES_PER_NODE,
+    tf32: Tf32 = False,
+    devices_per_node: Annotated[int, typer.Option(help="With --devices.", min=1)] = DEVICES_PER_NODE,
     workers: Annotated[int, typer.Option(help="Processes that plan stages; 1: this one.", min=1)] = 2,
     dask: Annotated[
         str | None, typer.Option(metavar="URL", help="Plan stages on this Dask cluster: tcp://host:8786.", show_default=False)
@@ -80,8 +84,10 @@ def pipeline(
     """
     if train and inference:
         raise ValueError("--train and --inference exclude each other; give one")
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"--recompute is {recompute!r}; expected {', '.join(RECOMPUTE)}")
     links = bandwidths(intra_node_bandwidth, inter_node_bandwidth)
-    cluster = _cluster(devices, nodes, device, devices_per_node, links)
+    cluster = _cluster(devices, nodes, device, devices_per_node, tf32, links)
     check_out(out)
     check_out(csv, "--csv")
     check_picture(plot, "--plot")
@@ -96,7 +102,7 @@ def pipeline(
         "layers": layers,
         "recompute": recompute,
         "grid": not no_grid,
-        "optimizer": optimizer,
+        "optimizer": parse_optimizer(optimizer),
         "assumptions": {"model": model, "set": keywords},
     }
     with Output(as_json=as_json, quiet=quiet) as output:
@@ -130,28 +136,28 @@ def _report() -> ModuleType:
     return report
 
 
-def _cluster(devices: int | None, nodes: Sequence[str], device: str, per_node: int, links: Bandwidths) -> Any:
+def _cluster(devices: int | None, nodes: Sequence[str], device: str, per_node: int, tf32: bool, links: Bandwidths) -> Any:
     """The cluster that the words name."""
     from autoshard.simulate.pipeline_cluster import Cluster, Kind  # here: as in options
 
     if (devices is None) == (not nodes):
         raise ValueError("give the cluster: either --devices 16, or --nodes 2x8:h100 once per kind of node")
     if devices is not None:
-        return Cluster.of(devices, per_node, device=device, **links)
+        return Cluster.of(devices, per_node, device=device, tf32=tf32, **links)
     kinds = []
     for written in nodes:
         match = re.fullmatch(r"(\d+)x(\d+)(?::(\w+))?", written.strip())
         if match is None:
             raise ValueError(f"--nodes is {written!r}; expected NODESxDEVICES:DEVICE, for example 2x8:h100")
-        kinds.append(Kind(int(match[1]), int(match[2]), match[3] or device, **links))
+        kinds.append(Kind(int(match[1]), int(match[2]), match[3] or device, tf32=tf32, **links))
     return Cluster(tuple(kinds))
 
 
 def _numbers(written: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in written.split(","))
-    except ValueError:
-        raise ValueError(f"--microbatches is {written!r}; expected whole numbers, for example 4,8,16") from None
+    parts = [part.strip() for part in written.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"--microbatches is {written!r}; expected whole numbers of 1 or more, for example 4,8,16")
+    return tuple(map(int, parts))
 
 
 def _executor(workers: int, dask: str | None) -> AbstractContextManager[Executor | None]:

@@ -29,11 +29,13 @@ def check_mesh_words(mesh: str | None, cluster: str | None, keep: str | None, de
 
 
 def mesh_of(
-    shape: tuple[int, ...] | None, prices: str | None, cluster: str | None, devices_per_node: int | None, **bandwidths: Any
+    shape: tuple[int, ...] | None, prices: str | None, cluster: str | None, devices_per_node: int | None, *, tf32: bool, **bandwidths: Any
 ) -> Mesh:
     """The mesh of one shape: at published prices, as measured, or at bandwidths given."""
     if cluster is not None:
         measured = load_cluster(cluster)
+        if tf32:
+            raise ValueError(f"--tf32 is for prices of data sheets, but {cluster} was measured, with what torch was set to; leave one out")
         if shape is not None and shape != measured.shape:
             raise ValueError(f"--mesh is {_by(shape)}, but {cluster} was measured as {_by(measured.shape)}; leave --mesh out")
         return measured
@@ -41,8 +43,8 @@ def mesh_of(
     if prices is not None:
         from autoshard.cost import presets  # here: scipy takes half a second to import
 
-        return presets.mesh(prices, shape, devices_per_node)
-    return Mesh.from_bandwidths(shape, devices_per_node=devices_per_node, **bandwidths)
+        return presets.mesh(prices, shape, devices_per_node, tf32=tf32)
+    return Mesh.from_bandwidths(shape, devices_per_node=devices_per_node, tf32=tf32, **bandwidths)
 
 
 def one_mesh(

@@ -27,7 +27,9 @@ from autoshard.cli.options import (
     Prices,
     Quiet,
     Settings,
+    Tf32,
     Train,
+    Trust,
     load_api,
     load_plan,
     load_report,
@@ -46,7 +48,7 @@ def plan(
     ] = None,
     settings: Settings = [],  # noqa: B006 (typer makes a new one)
     cluster: ClusterFile = None,
-    devices: Annotated[int | None, typer.Option(help="With --mesh auto: how many.", show_default=False)] = None,
+    devices: Annotated[int | None, typer.Option(help="With --mesh auto: how many.", min=1, show_default=False)] = None,
     train: Train = False,
     memory: Annotated[str | None, typer.Option(help="Memory of a device: 80GB. Default: no limit.", show_default=False)] = None,
     out: Annotated[str | None, typer.Option(help="Write the plan here: .json, or .pkl.", show_default=False)] = None,
@@ -57,9 +59,10 @@ def plan(
     intra_node_bandwidth: IntraNodeBandwidth = INTRA,
     inter_node_bandwidth: InterNodeBandwidth = INTER,
     device: DeviceName = DEVICE,
+    tf32: Tf32 = False,
     prices: Prices = None,
     devices_per_node: Annotated[
-        int | None, typer.Option(help="Default: all axes but the first; 8 with --mesh auto.", show_default=False)
+        int | None, typer.Option(help="Default: all axes but the first; 8 with --mesh auto.", min=1, show_default=False)
     ] = None,
     optimizer: Annotated[
         str | None,
@@ -90,8 +93,6 @@ def plan(
     autoshard plan models/mlp.py:mlp --mesh 8 --pin 'layers.*.up.weight=S(0)' --price-pins --json
     autoshard plan models/mlp.py:mlp --keep edited.json --free 'layers.1.*'
     """
-    if devices_per_node is not None and devices_per_node < 1:
-        raise ValueError(f"--devices-per-node is {devices_per_node}; expected 1 or more")
     if free and keep is None:
         raise ValueError(f"--free {free[0]} says which layouts of a plan not to keep; give the plan too, as --keep plan.json")
     check_mesh_words(mesh, cluster, keep, devices, prices)
@@ -99,7 +100,7 @@ def plan(
     links = bandwidths(intra_node_bandwidth, inter_node_bandwidth)
 
     def make(shape: tuple[int, ...] | None, per_node: int | None = devices_per_node) -> Mesh:
-        return mesh_of(shape, prices, cluster, per_node, device=device, **links)
+        return mesh_of(shape, prices, cluster, per_node, device=device, tf32=tf32, **links)
 
     one = None if mesh == AUTO else one_mesh(mesh, cluster, kept, keep, make)
     check_out(out)
@@ -166,6 +167,7 @@ def verify(
     solution: Plan,
     model: OptionalModel = None,
     settings: Settings = [],  # noqa: B006 (as above)
+    trust: Trust = False,
     mesh: OldMesh = None,
     random: Annotated[int, typer.Option(help="Check this many plans drawn at random from the candidates too.", min=0)] = 0,
     seed: Annotated[int, typer.Option(help="Of the inputs and of the drawing.")] = 0,
@@ -180,12 +182,12 @@ def verify(
 
     \b
     autoshard verify gpt2.json models/gpt2.py:small --set batch=8 --set seq=16
-    autoshard verify tiny.json --random 5
+    autoshard verify tiny.json --trust --random 5
     """
     with Output(as_json=as_json, quiet=quiet) as output:
         output.progress("reading the plan", 0.0)
         loaded = load_plan(solution, mesh)
-        written, keywords = model_of(loaded, model, parse_settings(settings), solution)
+        written, keywords = model_of(loaded, model, parse_settings(settings), solution, trust)
         output.progress("building the model", 0.0)
         module, example_inputs = load_model(written, keywords, training=loaded.training)
         found = load_api().verify(

@@ -89,7 +89,7 @@ def redistribute(
             output.note(f"wrote {draw}")
         answer = {"routes": records, "planner": planner, "prices": prices}
         if latex and not as_json:
-            print(report.latex(records), file=output.stdout)  # as it is: rich would crop long lines
+            output.plain(report.latex(records))
         if as_json or table or not latex:
             output.answer(answer, lambda: report.route_table(records))
     return OK if all(math.isfinite(record["cost_seconds"]) for record in records) else NO

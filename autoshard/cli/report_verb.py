@@ -10,7 +10,7 @@ from rich.text import Text
 from autoshard.cli.app import OK, app
 from autoshard.cli.arguments import check_out, parse_settings
 from autoshard.cli.model import load_model
-from autoshard.cli.options import Json, OldMesh, OptionalModel, Plan, Quiet, Settings, load_api, load_plan, model_of
+from autoshard.cli.options import Json, OldMesh, OptionalModel, Plan, Quiet, Settings, Trust, load_api, load_plan, model_of
 from autoshard.cli.output import Output
 
 
@@ -20,6 +20,7 @@ def report(
     model: OptionalModel = None,
     out: Annotated[str, typer.Option(help="Write the page here.")] = "report.html",
     settings: Settings = [],  # noqa: B006 (typer makes a new one)
+    trust: Trust = False,
     frontier: Annotated[str | None, typer.Option(help="Show this frontier, a file of `frontier --out`.", show_default=False)] = None,
     no_model: Annotated[bool, typer.Option("--no-model", help="Don't build the model: no time line, no memory over time, no ops.")] = False,
     mesh: OldMesh = None,
@@ -28,11 +29,11 @@ def report(
 ) -> int:
     """Write a plan as one page of HTML that needs no network: costs, memory, layouts on the mesh, the model, the time line.
 
-    The time line needs the model: the one named, or the one that the plan says it is for. Where that one can't be built, the page is
-    written without it and says why.
+    The time line needs the model: the one named, or with --trust the one that the plan says it is for. Where that one can't be built,
+    the page is written without it and says why.
 
     \b
-    autoshard report gpt2.json --out report.html
+    autoshard report gpt2.json --trust --out report.html
     autoshard report gpt2.json models/gpt2.py:small --set batch=512 --frontier frontier.json
     """
     from autoshard.report import html, html_frontier  # here: as in options
@@ -43,7 +44,7 @@ def report(
     with Output(as_json=as_json, quiet=quiet) as output:
         loaded = load_plan(solution, mesh)
         points = None if frontier is None else html_frontier.load_frontier(frontier)
-        text, why = _page(loaded, model, parse_settings(settings), solution, no_model, points, output)
+        text, why = _page(loaded, model, parse_settings(settings), solution, trust, no_model, points, output)
         html.save_html(text, out)
         output.note(f"wrote {out}")
         if why and not no_model:
@@ -55,15 +56,15 @@ def report(
 
 
 def _page(
-    loaded: Any, model: str | None, settings: dict, path: str, no_model: bool, points: dict | None, output: Output
+    loaded: Any, model: str | None, settings: dict, path: str, trust: bool, no_model: bool, points: dict | None, output: Output
 ) -> tuple[str, str]:
     """The page, and why it has no time line (empty where it has one). ValueError where a model that was named can't be used."""
     api, named = load_api(), model is not None or bool(settings)
     if no_model or not (named or loaded.assumptions.get("model")):
         why = "it was left out" if no_model else "the plan doesn't say which model it is for"
         return api.html_report(loaded, frontier=points, no_model=why), why
+    written, keywords = model_of(loaded, model, settings, path, trust, without="; or --no-model, for a page without a time line")
     try:
-        written, keywords = model_of(loaded, model, settings, path)
         output.progress("building the model", 0.0)
         module, inputs = load_model(written, keywords, training=loaded.training)
         return api.html_report(loaded, module, inputs, frontier=points, progress=output.progress), ""

@@ -25,6 +25,8 @@ from autoshard.cli.options import (
     OptionalModel,
     Quiet,
     Settings,
+    Tf32,
+    Trust,
     load_api,
     load_cluster,
     model_of,
@@ -52,6 +54,7 @@ def simulate(
     target: Target,
     model: OptionalModel = None,
     settings: Settings = [],  # noqa: B006 (typer makes a new one)
+    trust: Trust = False,
     data: Annotated[str, typer.Option(help=f"Data-parallel degree. {Numbers}")] = "1",
     tensor: Annotated[str, typer.Option(help="Tensor-parallel degree (Megatron).")] = "1",
     pipeline: Annotated[str, typer.Option(help="Pipeline stages.")] = "1",
@@ -72,7 +75,8 @@ def simulate(
     intra_node_bandwidth: IntraNodeBandwidth = INTRA,
     inter_node_bandwidth: InterNodeBandwidth = INTER,
     device: DeviceName = DEVICE,
-    devices_per_node: Annotated[int | None, typer.Option(help="Default: those of one stage.", show_default=False)] = None,
+    tf32: Tf32 = False,
+    devices_per_node: Annotated[int | None, typer.Option(help="Default: those of one stage.", min=1, show_default=False)] = None,
     constants: Annotated[
         str, typer.Option(help="physical; or distir_3386edc, distir_83d7fc3: a published simulator's, of its MLP alone.")
     ] = "physical",
@@ -84,7 +88,7 @@ def simulate(
     """What a training step will take: seconds with overlap, memory, the bubble of a pipeline, and what sits on the critical path.
 
     \b
-    autoshard simulate gpt2.json --trace trace.json --picture timeline.png
+    autoshard simulate gpt2.json --trust --trace trace.json --picture timeline.png
     autoshard simulate models/gpt2.py:small --set batch=64 --data 2 --tensor 2 --pipeline 4 --microbatches 8
     autoshard simulate models/gpt2.py:small --set batch=64 --data 1,2,4 --pipeline 1,2,4 --microbatches 4,8 --json
     autoshard simulate models/gpt2.py:small --set batch=64 --data 1,2 --tensor 1,2 --pipeline 1,2 --cluster cluster.json
@@ -92,6 +96,8 @@ def simulate(
     """
     check_out(trace, "--trace")
     check_picture(picture, "--picture")
+    if tf32 and (cluster is not None or not _is_model(target)):
+        raise ValueError("--tf32 is for a model at prices of data sheets; a plan and a --cluster bring their own, so leave it out")
     keywords = parse_settings(settings)
     grid = _configurations(data, tensor, pipeline, microbatches)
     how: dict[str, Any] = {"overlap": not no_overlap, "prefetch": prefetch}
@@ -102,7 +108,7 @@ def simulate(
         elif _is_model(target):
             _check_model_words(target, model, no_join, cluster, devices_per_node)
             if cluster is None:
-                mesh_of = _nodes(devices_per_node, device=device, **bandwidths(intra_node_bandwidth, inter_node_bandwidth))
+                mesh_of = _nodes(devices_per_node, device=device, tf32=tf32, **bandwidths(intra_node_bandwidth, inter_node_bandwidth))
             else:
                 grid, mesh_of = _measured(cluster, grid, output)
             how |= {"schedule": schedule, "chunks": chunks, "scheme": scheme, "training": not inference}
@@ -110,7 +116,7 @@ def simulate(
         else:
             if grid != [(1, 1, 1, 1)]:
                 raise ValueError(f"{target} is a plan, whose mesh is known; leave out --data, --tensor, --pipeline and --microbatches")
-            found = _of_plan(target, model, keywords, cluster, output, {**how, "join": not no_join})
+            found = _of_plan(target, model, keywords, trust, cluster, output, {**how, "join": not no_join})
         _write(found, trace, picture, output)
         critical = None if found.timeline is None or found.run is not None else found.timeline.critical_seconds
         output.answer(found.record, lambda: _report().simulation_report(found.record, critical))
@@ -145,10 +151,12 @@ def _of_model(target: str, keywords: dict, grid: Grid, mesh_of: MeshMaker, outpu
     return Found(record_of_model(simulations), simulations[0].timeline, simulations[0].run)
 
 
-def _of_plan(target: str, model: str | None, keywords: dict, cluster: str | None, output: Output, how: Mapping[str, Any]) -> Found:
+def _of_plan(
+    target: str, model: str | None, keywords: dict, trust: bool, cluster: str | None, output: Output, how: Mapping[str, Any]
+) -> Found:
     solution = load_api().load(target)
     measured = None if cluster is None else load_cluster(cluster)
-    written, keywords = model_of(solution, model, keywords, target)
+    written, keywords = model_of(solution, model, keywords, target, trust)
     output.progress("building the model", 0.0)
     module, inputs = load_model(written, keywords, training=solution.training)
     timeline = load_api().simulate(module, inputs, solution, mesh=measured, progress=output.progress, **how)

@@ -32,7 +32,7 @@ def tables(
     inter_node_bandwidth: InterNodeBandwidth = INTER,
     host_bandwidth: Annotated[str, typer.Option(help="Bytes per second between a device and its host's memory.")] = "32GB/s",
     device: DeviceName = DEVICE,
-    batch: Annotated[int, typer.Option(help="Examples per device and step.")] = 512,
+    batch: Annotated[int, typer.Option(help="Examples per device and step.", min=1)] = 512,
     reserve: Annotated[float, typer.Option(help="Share of all memory that is kept free.")] = 0.15,
     effort: Annotated[float, typer.Option(help="Times the usual number of search moves.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the search; the same seed gives the same plan.")] = 0,

@@ -3,7 +3,9 @@
     t = max( F / (peak * EFFICIENCY),  M / memory_bandwidth ) + launch            (`op_seconds`)
 
 F = FLOPs (`op_flops`, rows in FLOPS; a multiplication and an addition are two), M = bytes of inputs read and outputs written,
-peak = device.flops_for(itemsize of the first input). Views and getitem cost nothing: no kernel runs.
+peak = device.flops_for(itemsize of the first input), which for float32 is a matter of settings: torch runs convolutions as TF32, matmuls
+at full precision unless told otherwise (torch 2.13: backends.cudnn.allow_tf32 is True, backends.cuda.matmul.allow_tf32 False).
+Views and getitem cost nothing: no kernel runs.
 
 FLOPs count as torch.utils.flop_counter does (attention without the causal half), with two differences: grouped convolution
 backward counts each group once, and a convolution counts min(input, output) points, so that it needs not know whether
@@ -38,7 +40,8 @@ def op_seconds(target: str, inputs: Sequence[Described], outputs: Sequence[Descr
     made = [o for o in outputs if o is not None]
     operands = [*inputs, *made]
     itemsize = ITEMSIZE[operands[0][1]] if operands else 1
-    compute = op_flops(target, inputs, outputs) / (device.flops_for(itemsize) * EFFICIENCY)
+    peak = device.flops_for(itemsize, convolution=name.startswith("convolution"))
+    compute = op_flops(target, inputs, outputs) / (peak * EFFICIENCY)
     traffic = (_bytes_read(name, inputs, made) + sum(_bytes(o) for o in made)) / device.memory_bandwidth
     return max(compute, traffic) + device.launch
 

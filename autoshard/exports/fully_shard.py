@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from autoshard.exports.modules import generic, on_axis, parallelize_plan, styles_as_text
 from autoshard.exports.record import Export, Left, made
+from autoshard.exports.source import comments, literal, rows
 from autoshard.layout import parse
 from autoshard.solution import Solution
 
@@ -75,19 +76,19 @@ def as_text(recipe: dict) -> dict:
 
 def as_python(recipe: Any) -> str:
     """A module with one function `apply(model, device_mesh)` that does it, for a launcher without autoshard."""
-    plan = "".join(f'    "{module}": {written},\n' for module, written in as_text(recipe)["parallelize_module"]["plan"].items())
+    plan = rows(as_text(recipe)["parallelize_module"]["plan"])
     names, shape = tuple(recipe["mesh"]["axis_names"]), tuple(recipe["mesh"]["shape"])
-    said = "".join(f"# {line}\n" for line in getattr(recipe, "said", ()))
+    head = f"Written by autoshard. For init_device_mesh(device, {shape}, mesh_dim_names={names})."
     shard, whole = recipe["fully_shard"], recipe["replicate"]["axes"]
-    lines = [f"    parallelize_module(model, device_mesh[{recipe['parallelize_module']['axis']!r}], PLAN)"] if plan else []
+    lines = [f"    parallelize_module(model, device_mesh[{literal(recipe['parallelize_module']['axis'])}], PLAN)"] if plan else []
     if shard["modules"]:
-        lines += [f"    data = {_mesh_code(shard['axes'])}", f"    for name in {shard['modules']!r}:"]
+        lines += [f"    data = {_mesh_code(shard['axes'])}", f"    for name in {literal(shard['modules'])}:"]
         lines += ["        fully_shard(model.get_submodule(name), mesh=data)"]
     if whole:
         lines += ["    from torch.distributed._composable.replicate_with_fsdp import replicate", ""]
         lines += [f"    replicate(model, mesh={_mesh_code(whole)})"]
     return (
-        f"# Written by autoshard. For init_device_mesh(device, {shape}, mesh_dim_names={names}).\n{said}\n"
+        f"{comments([head, *getattr(recipe, 'said', ())])}\n"
         "from torch.distributed.fsdp import fully_shard\n"
         "from torch.distributed.tensor import Replicate\n"
         "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module\n\n"
@@ -96,7 +97,9 @@ def as_python(recipe: Any) -> str:
 
 
 def _mesh_code(axes: list[str]) -> str:
-    return f"device_mesh[{axes[0]!r}]" if len(axes) == 1 else f'device_mesh[{tuple(axes)!r}]._flatten("{"_".join(axes)}")'
+    if len(axes) == 1:
+        return f"device_mesh[{literal(axes[0])}]"
+    return f"device_mesh[tuple({literal(axes)})]._flatten({literal('_'.join(axes))})"
 
 
 def _is_sharded(solution: Solution, axes: list[int]) -> bool:

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.distributed.tensor.placement_types import Replicate
 
 from autoshard.exports.record import Export, Left, made
+from autoshard.exports.source import comments, rows
 from autoshard.layout import parse
 from autoshard.solution import Solution
 
@@ -84,13 +85,11 @@ def _written(one: Any) -> str:
 
 def as_python(plan: Export) -> str:
     """A module with PLAN, for a launcher without autoshard."""
-    rows = "".join(f'    "{module}": {written},\n' for module, written in styles_as_text(plan).items())
-    said = "".join(f"# {line}\n" for line in plan.said)
     return (
-        f"# Written by autoshard: parallelize_module(model, device_mesh, PLAN).\n{said}\n"
+        f"{comments(['Written by autoshard: parallelize_module(model, device_mesh, PLAN).', *plan.said])}\n"
         "from torch.distributed.tensor import Replicate\n"
         "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel\n\n"
-        f"PLAN = {{\n{rows}}}\n"
+        f"PLAN = {{\n{rows(styles_as_text(plan))}}}\n"
     )
 
 

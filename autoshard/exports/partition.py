@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from autoshard.exports.record import Left
+from autoshard.exports.source import comments, rows
 from autoshard.layout import Layout, parse
 from autoshard.solution import Solution
 
@@ -65,15 +67,14 @@ def as_text(partition: Partition) -> dict[str, list[str]]:
 
 def as_python(partition: Partition) -> str:
     """A module with `partition_fn`, for a launcher without autoshard."""
-    rows = "".join(f'    "{name}": [{", ".join(written)}],\n' for name, written in as_text(partition).items())
-    said = "".join(f"# {line}\n" for line in partition.said)
-    return f'''# Written by autoshard, for a device mesh of shape {partition.mesh}: distribute_module(model, device_mesh, partition_fn).
-{said}
+    layouts = {name: f"[{', '.join(_source(name, placement) for placement in layout)}]" for name, (layout, _) in partition.layouts.items()}
+    head = f"Written by autoshard, for a device mesh of shape {partition.mesh}: distribute_module(model, device_mesh, partition_fn)."
+    return f'''{comments([head, *partition.said])}
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 LAYOUTS = {{
-{rows}}}
+{rows(layouts)}}}
 
 
 def partition_fn(name, module, device_mesh):
@@ -85,3 +86,12 @@ def partition_fn(name, module, device_mesh):
             placed = distribute_tensor(parameter.data, device_mesh, layout)
             module.register_parameter(attribute, nn.Parameter(placed, requires_grad=parameter.requires_grad))
 '''
+
+
+def _source(name: str, placement: Placement) -> str:
+    """ValueError for a placement that no parameter has."""
+    if isinstance(placement, Shard):
+        return f"Shard(dim={placement.dim:d})"
+    if isinstance(placement, Replicate):
+        return "Replicate()"
+    raise ValueError(f"parameter {name!r} is planned as {placement!r}, a sum that is not done yet; expected R or S(dim), so plan again")

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -40,11 +39,11 @@ def _header(found: Mapping[str, Any]) -> Table:
     what = "x".join(map(str, found["shape"])) + f" {found['dtype']}" if found["shape"] is not None else ""
     where = [found["target"], what, f"of {found['module']}" if found["module"] else ""] if found["kind"] == "op" else [what]
     words = [found["kind"], *where]
-    table.add_row(escape(found["name"]), escape(" ".join(filter(None, words))))
+    table.add_row(found["name"], " ".join(filter(None, words)))
     if found["layout"]:
         table.add_row("layout", found["layout"])
     if found["parameters"]:
-        table.add_row("parameters", escape(", ".join(f"{name} {layout}" for name, layout in found["parameters"].items())))
+        table.add_row("parameters", ", ".join(f"{name} {layout}" for name, layout in found["parameters"].items()))
     total = found["seconds"] + found["edge_seconds"]
     itself = f"{seconds(found['seconds'])} itself, {seconds(found['edge_seconds'])} moving it"
     table.add_row("costs", f"{itself}; {100 * total / found['cost_seconds']:.2g}% of the plan's {seconds(found['cost_seconds'])}")
@@ -75,7 +74,7 @@ def _alternatives(found: Mapping[str, Any]) -> Table:
     table = _table(title, "", "the rest anew", "the rest as it is", "peak", "changes elsewhere")
     for one in found["alternatives"]:
         if one["reason"]:
-            table.add_row(one["label"], "impossible", "impossible", "", escape(one["reason"]))
+            table.add_row(one["label"], "impossible", "impossible", "", one["reason"])
             continue
         local = "impossible" if one["local_reason"] else _more(one["local_extra_seconds"])
         extra = _share(one, found) + ("" if one["proven"] else ", or less")
@@ -110,16 +109,16 @@ def _why_not(found: Mapping[str, Any]) -> RenderableType:
     table = _grid()
     table.title, table.title_justify, table.title_style = f"Why not {one['label']}?", "left", "bold"
     if one["reason"]:
-        table.add_row("impossible", escape(one["reason"]))
+        table.add_row("impossible", one["reason"])
         return table
     if len(one["pins"]) > 1:
-        table.add_row("for", escape(_named(list(one["pins"]))))
+        table.add_row("for", _named(list(one["pins"])))
     proof = "" if one["proven"] else f", and at least {seconds(one['bound_seconds'])}"
     table.add_row("the rest anew", f"{_share(one, found)}: {seconds(one['cost_seconds'])}{proof}; {size(one['peak_bytes'])} at the peak")
     as_is = f"impossible: {one['local_reason']}" if one["local_reason"] else _more(one["local_extra_seconds"])
-    table.add_row("the rest as it is", escape(as_is))
+    table.add_row("the rest as it is", as_is)
     laid = [f"{name} {before} to {after}" for name, (before, after) in one["changed"].items()]
-    table.add_row("changes elsewhere", escape(_named([*laid, *one["changed_ops"]]) or "nothing"))
+    table.add_row("changes elsewhere", _named([*laid, *one["changed_ops"]]) or "nothing")
     table.add_row("in all", f"{seconds(one['dearer_seconds'])} dearer, {seconds(-one['cheaper_seconds'])} cheaper")
     reasons = _table("", "", "as planned", "then", "time")
     for row in [*one["dearer"][:MOST_REASONS], *one["cheaper"][:MOST_REASONS]]:
@@ -142,11 +141,11 @@ def _name(row: Mapping[str, Any]) -> str:
     source, _, reader = row["name"].partition(" -> ")
     plain = (source.removesuffix(" (hub)"), reader.removesuffix(" (hub)"))
     if row["kind"] == "copy":
-        return escape(f"{source}, for its readers")
+        return f"{source}, for its readers"
     if row["kind"] in ("gradient", "buffer"):
-        return escape(f"{row['kind']} of {reader}")
+        return f"{row['kind']} of {reader}"
     name = " -> ".join(filter(None, (part.removesuffix(".0") if part != whole else part for part, whole in zip(plain, (source, reader)))))
-    return escape(name + (f" of {row['module']}" if row["kind"] == "op" and row["module"] else ""))
+    return name + (f" of {row['module']}" if row["kind"] == "op" and row["module"] else "")
 
 
 def _ends(row: Mapping[str, Any]) -> tuple[str, str]:
@@ -162,9 +161,9 @@ def _path(row: Mapping[str, Any]) -> str:
 def check_table(found: Mapping[str, Any], sentence: str) -> RenderableType:
     """The record of `check`, and its sentence."""
     table = _grid()
-    table.add_row("plan", escape(sentence))
+    table.add_row("plan", sentence)
     for k, note in enumerate(found["notes"]):
-        table.add_row("" if k else "changed since", escape(note))
+        table.add_row("" if k else "changed since", note)
     table.add_row("cost now", f"{seconds(found['cost_seconds'])}; {seconds(found['planned_seconds'])} when it was planned")
     best = f"{seconds(found['best_seconds'])} now, and " if found["best_seconds"] is not None else ""
     table.add_row("the best", f"{best}none below {seconds(found['bound_seconds'])}" if found["bound_seconds"] else "not known")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -35,7 +34,7 @@ def meshes_table(rows: Sequence[Mapping]) -> Table:
         shown = "-" if gap is None else f"{gap if gap > ROUNDING else 0:.2g}"
         status = row["status"] + (", best" if row["best"] else "")
         cells = (row["mesh"], seconds(cost), ratio, shown, size(row["peak_bytes"]), seconds(row["cpu_seconds"]), _why(row, status))
-        table.add_row(*map(escape, cells), style="bold" if row["best"] else None)
+        table.add_row(*cells, style="bold" if row["best"] else None)
     return table
 
 
@@ -56,5 +55,5 @@ def pins_table(rows: Sequence[Mapping], cost: float) -> Table:
         paid = row["costs_seconds"] if row["costs_seconds"] > ROUNDING * cost else 0.0
         about = "" if row["proven"] else "about "
         share = f"{100 * paid / cost:.2g}%" if cost else "-"
-        table.add_row(*map(escape, (row["kind"], str(row["name"]), row["layout"] or "", about + seconds(paid), share)))
+        table.add_row(row["kind"], str(row["name"]), row["layout"] or "", about + seconds(paid), share)
     return table

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -28,7 +27,7 @@ def prices_table(solution: Solution) -> RenderableType:
     for row in rows:
         known = "measured, on sizes not fitted to" if row["measured"] else "usual where nothing was measured"
         share, error = percent(row["seconds"], total), f"{100 * row['error']:.0f}%"
-        table.add_row(escape(row["what"]), seconds(row["seconds"]), share, error, known)
+        table.add_row(row["what"], seconds(row["seconds"]), share, error, known)
     if solution.interval is None:
         return Text("nothing is known about what this plan's seconds are made of; plan again")
     low, high = solution.interval
@@ -50,11 +49,11 @@ def robustness_table(found: Mapping) -> RenderableType:
         name, (least, most) = ", ".join(link["axes"]), link["searched"]
         low = f"{size(link['low'])}/s" if link["low"] is not None else f"below {size(least)}/s"
         high = f"{size(link['high'])}/s" if link["high"] is not None else f"above {size(most)}/s"
-        table.add_row(escape(name), f"{size(link['bandwidth'])}/s", low, high, seconds(link["seconds"]), "yes" if link["proven"] else "no")
+        table.add_row(name, f"{size(link['bandwidth'])}/s", low, high, seconds(link["seconds"]), "yes" if link["proven"] else "no")
         for row in link["regret"]:
             lost = f"{100 * row['regret']:.3g}%" if row["regret"] < 1 else f"{row['regret'] + 1:.3g}x"
             cells = (f"{size(row['bandwidth'])}/s", seconds(row["plan_seconds"]), seconds(row["best_seconds"]), lost)
-            regrets.add_row(escape(name), *cells)
+            regrets.add_row(name, *cells)
     times = f"{found['span']:g}"
     said = f"searched from 1/{times} to {times} times each bandwidth, one link at a time; {seconds(found['cost_seconds'])} as planned"
     if abs(found["planned_seconds"] / found["cost_seconds"] - 1) > 1e-6:

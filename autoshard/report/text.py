@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping
 
 from rich.console import Console, Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -33,7 +32,7 @@ SAID_ELSEWHERE = ("axes", "device", "training", "solver", "gap", "padding", "kee
 
 def as_text(renderable: RenderableType, width: int = WIDTH) -> str:
     """The renderable as plain text of at most `width` columns."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
+    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False, markup=False, emoji=False)
     console.print(renderable)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"  # type: ignore[attr-defined]
 
@@ -56,18 +55,17 @@ def header(solution: Solution) -> RenderableType:
     table.add_row("cost", f"{seconds(solution.cost)} per {what}; no plan takes less than {seconds(solution.bound)}")
     if solution.interval is not None:
         table.add_row("", f"{_interval(solution)}, as far as the prices are known")
-    table.add_row("memory", escape(_memory(solution)))
-    table.add_row(
-        "mesh", f"{'x'.join(map(str, solution.mesh.shape))} of {solution.mesh.device.name}; " + "; ".join(map(_axis, solution.mesh.axes))
-    )
+    table.add_row("memory", _memory(solution))
+    devices = f"{'x'.join(map(str, solution.mesh.shape))} of {solution.mesh.device.name}{_tf32(solution)}"
+    table.add_row("mesh", "; ".join([devices, *map(_axis, solution.mesh.axes)]))
     assumed = {
         key: value for key, value in solution.assumptions.items() if key not in SAID_ELSEWHERE and value not in (None, {}, [], False, "")
     }
     if assumed:
-        table.add_row("assumed", escape(", ".join(f"{key} {_words(value, key)}" for key, value in assumed.items())))
-    table.add_row("solved", escape(_solved(solution)))
+        table.add_row("assumed", ", ".join(f"{key} {_words(value, key)}" for key, value in assumed.items()))
+    table.add_row("solved", _solved(solution))
     for offer in solution.assumptions.get("padding") or ():
-        table.add_row("offer", escape(_padding(offer)))
+        table.add_row("offer", _padding(offer))
     return table
 
 
@@ -91,6 +89,10 @@ def _memory(solution: Solution) -> str:
     where = f"{solution.peak.get('op')}" + (f" of {solution.peak['module']}" if solution.peak.get("module") else "")
     parts = ", ".join(f"{kind.replace('_', ' ')} {size(held)}" for kind, held in dict(solution.peak.get("parts", {})).items())
     return f"{peak}, in the {'backward' if solution.peak.get('backward') else 'forward'} pass at {where}: {parts}"
+
+
+def _tf32(solution: Solution) -> str:
+    return ", float32 matmuls as TF32" if solution.mesh.device.tf32 else ""
 
 
 def _axis(axis: Axis) -> str:
@@ -130,7 +132,7 @@ def baselines(solution: Solution) -> Table | None:
         ratio = f"{cost / solution.cost:.2f}x" if cost is not None and 0 < solution.cost < float("inf") else "-"
         status = "over the memory limit" if row.get("fits") is False else str(row.get("status", ""))
         cells = (name, seconds(cost), ratio, size(row.get("peak_bytes")), status, str(row.get("matched") or ""))
-        table.add_row(*map(escape, cells))
+        table.add_row(*cells)
     return table
 
 
@@ -150,7 +152,7 @@ def where_time_goes(solution: Solution) -> Table | None:
             whole = sum(row[2] for row in own)
             table.add_row(kind, "", seconds(whole), percent(whole, total), style="bold")
         for _, what, value in own:
-            table.add_row("", escape(what), seconds(value), percent(value, total))
+            table.add_row("", what, seconds(value), percent(value, total))
     return table
 
 
@@ -184,14 +186,14 @@ def _add_section(table: Table, section: Section) -> None:
     if section.title:
         title = section.title + (", each" if section.num_blocks > 1 else "")
         time = seconds(section.seconds) if section.seconds is not None else ""
-        table.add_row(escape(title), "", "", size(section.local_bytes), time, style="bold")
+        table.add_row(title, "", "", size(section.local_bytes), time, style="bold")
     for name, row in section.rows.items():
         indent = "  " if section.title else ""
         shape = "x".join(map(str, row.get("shape", ()))) or "scalar"
         tied = f", is {row['tied_to']}" if "tied_to" in row else ""
         time = seconds(section.row_seconds[name]) if name in section.row_seconds else ""
         cells = (indent + name, row["layout"], f"{shape} {row.get('dtype', '')}{tied}", size(row.get("local_bytes")), time)
-        table.add_row(*map(escape, cells))
+        table.add_row(*cells)
 
 
 def replicated(solution: Solution) -> RenderableType | None:
@@ -202,7 +204,7 @@ def replicated(solution: Solution) -> RenderableType | None:
     for column in ("op", "count", "time", "bytes"):
         table.add_column(column, justify="left" if column == "op" else "right", overflow="fold")
     for row in solution.replicated_ops:
-        table.add_row(escape(str(row.get("target"))), str(row.get("count", "")), seconds(row.get("seconds")), size(row.get("bytes")))
+        table.add_row(str(row.get("target")), str(row.get("count", "")), seconds(row.get("seconds")), size(row.get("bytes")))
     return table
 
 

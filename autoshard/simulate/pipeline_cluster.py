@@ -31,6 +31,7 @@ class Kind:
     device: Device | str = "h100"
     intra_node_bandwidth: float = 300e9
     inter_node_bandwidth: float = 400e9
+    tf32: bool = False  # float32 matmuls run as TF32
 
     def __post_init__(self) -> None:
         for name in ("nodes", "devices"):
@@ -43,7 +44,7 @@ class Kind:
         """Some of its devices as a mesh; an axis of more than a node's devices leaves the node."""
         return Mesh.from_bandwidths(
             shape, intra_node_bandwidth=self.intra_node_bandwidth, inter_node_bandwidth=self.inter_node_bandwidth,
-            device=self.device, devices_per_node=min(self.devices, math.prod(shape)),
+            device=self.device, devices_per_node=min(self.devices, math.prod(shape)), tf32=self.tf32,
         )  # fmt: skip
 
     @property

@@ -171,7 +171,9 @@ def _mesh(data: dict) -> Mesh:
             value = getattr(record, f.name)
             if f.type == "str" and not isinstance(value, str):
                 raise ValueError(f"its mesh's {f.name} is {str(value)[:40]!r}, expected a word")
-            if f.type != "str" and not _number(f"its mesh's {f.name}", value) >= 0:
+            if f.type == "bool" and not isinstance(value, bool):
+                raise ValueError(f"its mesh's {f.name} is {str(value)[:40]!r}, expected true or false")
+            if f.type not in ("str", "bool") and not _number(f"its mesh's {f.name}", value) >= 0:
                 raise ValueError(f"its mesh's {f.name} is {value}, expected a positive number")
     return mesh
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from autoshard.mesh import UNMEASURED_DEVICE, UNMEASURED_LINK, Device, LinkCurve, Mesh
+from autoshard.mesh import DEVICES, UNMEASURED_DEVICE, UNMEASURED_LINK, Device, LinkCurve, Mesh
 from autoshard.reading import text_of
 
 from ..curves.devices import Family
@@ -25,16 +25,16 @@ LINK_SHARE = 0.75  # of a data sheet's link bandwidth, one direction: what large
 # The links of one node to the others: four (of 200 Gbit/s) or eight (of 400 Gbit/s) adapters, 25e9 or 50e9 bytes/s each.
 EIGHT_400, EIGHT_200, ONE_100 = 8 * 50e9, 8 * 25e9, 12.5e9
 
-# name: Device (FLOP/s dense 16-bit, float32 or TF32, bytes/s, bytes), link inside (bytes/s one way), link between nodes, source
+# name: Device (FLOP/s dense 16-bit, float32, bytes/s, bytes, TF32), link inside (bytes/s one way), link between nodes, source
 ROWS = {
-    "a100": (Device("a100", 312e12, 156e12, 2.039e12, 80e9), 300e9, EIGHT_200, "NVIDIA A100 80GB SXM data sheet"),
-    "h100": (Device("h100", 989e12, 494e12, 3.35e12, 80e9), 450e9, EIGHT_400, "NVIDIA H100 SXM data sheet"),
-    "h200": (Device("h200", 989e12, 494e12, 4.8e12, 141e9), 450e9, EIGHT_400, "NVIDIA H200 SXM data sheet"),
-    "b200": (Device("b200", 2250e12, 1100e12, 8e12, 180e9), 900e9, EIGHT_400, "NVIDIA DGX B200 data sheet"),
-    "mi300x": (Device("mi300x", 1307e12, 653e12, 5.3e12, 192e9), 448e9, EIGHT_400, "AMD Instinct MI300X data sheet"),
-    "l40s": (Device("l40s", 362e12, 183e12, 0.864e12, 48e9), 32e9, EIGHT_200, "NVIDIA L40S data sheet"),
-    "rtx": (Device("rtx", 165e12, 82.6e12, 1.008e12, 24e9), 32e9, ONE_100, "NVIDIA GeForce RTX 4090 (Ada white paper)"),
-    "cpu": (Device("cpu", 50e9, 50e9, 20e9, 8e9, launch=2e-6), 5e9, ONE_100, "order of magnitude of one core; measure yours"),
+    "a100": (DEVICES["a100"], 300e9, EIGHT_200, "NVIDIA A100 80GB SXM data sheet"),
+    "h100": (DEVICES["h100"], 450e9, EIGHT_400, "NVIDIA H100 SXM data sheet"),
+    "h200": (DEVICES["h200"], 450e9, EIGHT_400, "NVIDIA H200 SXM data sheet"),
+    "b200": (Device("b200", 2250e12, 75e12, 8e12, 180e9, flops_tf32=1100e12), 900e9, EIGHT_400, "NVIDIA HGX B200 data sheet"),
+    "mi300x": (Device("mi300x", 1307e12, 163.4e12, 5.3e12, 192e9, flops_tf32=653e12), 448e9, EIGHT_400, "AMD Instinct MI300X data sheet"),
+    "l40s": (Device("l40s", 362e12, 91.6e12, 0.864e12, 48e9, flops_tf32=183e12), 32e9, EIGHT_200, "NVIDIA L40S data sheet"),
+    "rtx": (Device("rtx", 165e12, 82.6e12, 1.008e12, 24e9, flops_tf32=82.6e12), 32e9, ONE_100, "NVIDIA GeForce RTX 4090 (Ada white paper)"),
+    "cpu": (DEVICES["cpu"], 5e9, ONE_100, "order of magnitude of one core; measure yours"),
 }
 INTRA_LATENCY, INTER_LATENCY = 5e-6, 15e-6  # seconds; as Mesh.from_bandwidths
 
@@ -82,7 +82,7 @@ def preset(name: str) -> Preset:
     return replace(bare, **measured["alpha_beta"]) if links else bare
 
 
-def mesh(name: str, shape: Sequence[int], devices_per_node: int | None = None) -> Mesh:
+def mesh(name: str, shape: Sequence[int], devices_per_node: int | None = None, *, tf32: bool = False) -> Mesh:
     """A cluster of such devices; axes inside a node take the measured curves, between the counts measured where need be."""
     one = preset(name)
     bare = Mesh.from_bandwidths(
@@ -93,6 +93,7 @@ def mesh(name: str, shape: Sequence[int], devices_per_node: int | None = None) -
         inter_node_latency=one.inter_node_latency,
         device=one.device,
         devices_per_node=devices_per_node,
+        tf32=tf32,
     )
     inside = [axis.latency == one.intra_node_latency for axis in bare.axes]
     axes = (replace(axis, curves=_curves(one, axis.size)) if here else axis for axis, here in zip(bare.axes, inside))

@@ -1,0 +1,25 @@
+"""Python source around words of a plan's file, none of which becomes code: names are literals, notes are comments of one line.
+
+    literal("h.0")             'h.0'
+    comments(["a\\nb"])         # a\\nb
+    rows({"h.0": "Shard(0)"})      'h.0': Shard(0),        a value is source that we wrote; a key is a word of the file
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+
+def literal(words: str | Iterable[str]) -> str:
+    """A string, or a list of strings, as Python reads it back."""
+    return repr(str(words)) if isinstance(words, str) else repr([str(word) for word in words])
+
+
+def comments(lines: Iterable[str]) -> str:
+    """Each line as a comment; what could end it, or can't be seen, is escaped."""
+    return "".join(f"# {''.join(c if c.isprintable() else repr(c)[1:-1] for c in line)}\n" for line in lines)
+
+
+def rows(table: Mapping[str, str]) -> str:
+    """The inside of a dict display, a row per line: the keys as literals, the values as they are."""
+    return "".join(f"    {literal(key)}: {source},\n" for key, source in table.items())

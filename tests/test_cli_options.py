@@ -1,0 +1,101 @@
+"""Options that hold numbers: every verb refuses what no number of that kind can be, before anything runs; and a line without a verb."""
+
+import pytest
+import typer
+from typer.main import get_command
+
+from autoshard.cli import main
+from autoshard.cli.app import Verb, Verbs, app
+from tests.test_cli import check_refused, run
+
+
+def verbs(group, path=()):
+    for name, command in group.commands.items():
+        yield from verbs(command, (*path, name)) if hasattr(command, "commands") else [((*path, name), command)]
+
+
+VERBS = dict(verbs(get_command(app)))
+# options whose text holds a number, or several
+WRITTEN = {
+    "memory", "optimizer", "recompute", "microbatches", "data", "tensor", "pipeline", "hbm", "host_memory", "intra_node_bandwidth",
+    "inter_node_bandwidth", "host_bandwidth", "memory_limit", "largest", "within",
+}  # fmt: skip
+GIVEN = {"mesh": ("--mesh", "2x4"), "devices": ("--devices", "8")}  # options that verbs need besides
+
+
+def is_number(parameter):
+    return parameter.type_descriptor.annotation in (int, float)
+
+
+NUMBERS = [(verb, p) for verb, command in VERBS.items() for p in command.params if is_number(p)]
+TEXTS = [(verb, p) for verb, command in VERBS.items() for p in command.params if p.name in WRITTEN and not is_number(p)]
+
+
+def words(verb, parameter, value):
+    """The verb with this option and no more than it needs to come so far; the files that it names are not there."""
+    command = VERBS[verb]
+    arguments = ["nothing.py:net" for p in command.params if p.param_type_name == "argument" and p.required]
+    needed = {"plan": "mesh", "frontier": "mesh", "measure": "mesh", "pipeline": "devices"}.get(verb[-1])
+    more = GIVEN[needed] if needed and parameter.name != needed else ()
+    return (*verb, *arguments, *more, f"{max(parameter.opts, key=len)}={value}")
+
+
+def name_of(case):
+    return f"{'-'.join(case[0])}{max(case[1].opts, key=len)}"
+
+
+def test_the_lists_are_not_empty():
+    assert len(NUMBERS) >= 30 and len(TEXTS) >= 20 and all(isinstance(command, Verb) for command in VERBS.values())
+
+
+@pytest.mark.parametrize("case", NUMBERS, ids=name_of)
+def test_a_number_below_what_an_option_allows_is_refused(capsys, case):
+    verb, parameter = case
+    option = max(parameter.opts, key=len)
+    for value in ("-1", "-1000000") if parameter.type_descriptor.annotation is int else ("-1", "-1e-9", "nan", "-inf"):
+        check_refused(capsys, words(verb, parameter, value), option)
+
+
+@pytest.mark.parametrize("case", TEXTS, ids=name_of)
+def test_a_number_in_text_is_refused_before_a_file_is_read(capsys, case):
+    verb, parameter = case
+    code, out, err = run(capsys, *words(verb, parameter, "-1"))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "-1" in err and "expected" in err and "nothing.py" not in err.partition("expected")[0]
+
+
+def test_the_check_is_what_refuses(capsys):
+    """The control: without it, typer hands a negative number on; a least of its own is kept."""
+    seen = []
+    for kind in (typer.Typer, Verbs):
+        tiny = kind()
+
+        @tiny.command()
+        def go(n: int = 3, share: float = typer.Option(0.5, min=0.25)) -> None:
+            seen.append((n, share))
+
+        @tiny.command()
+        def other() -> None: ...
+
+        get_command(tiny)(["go", "--n=3"], standalone_mode=False)
+        with pytest.raises(typer.TyperException, match="0.25"):
+            get_command(tiny)(["go", "--share=0.1"], standalone_mode=False)
+        if kind is Verbs:
+            with pytest.raises(ValueError, match="--n is -1; expected 0 or more"):
+                get_command(tiny)(["go", "--n=-1"], standalone_mode=False)
+        else:
+            get_command(tiny)(["go", "--n=-1"], standalone_mode=False)
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("argv", [[], ["calibrate"]])
+def test_a_line_without_a_verb_prints_the_help(capsys, argv):
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and out.startswith(f"Usage: {' '.join(['autoshard', *argv])} ") and "measure" in out or "plan" in out
+    assert len(out.splitlines()) > 5
+
+
+@pytest.mark.parametrize("verb", ["plan", "frontier"])
+def test_nodes_that_the_devices_do_not_fill_are_refused(capsys, verb):
+    check_refused(capsys, (verb, "nothing.py:net", "--mesh", "2x4", "--devices-per-node", "3"), "2x4 devices do not fill nodes of 3; give")
