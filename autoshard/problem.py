@@ -232,17 +232,16 @@ def _contest_problem(intervals: list, costs: list, usages: list, ends: list, tab
         a = np.array(values, dtype=np.float64)
         if a.size != math.prod(shape):
             raise ValueError(f"found a list of {a.size} costs where the choices of its nodes need {' x '.join(map(str, shape))}")
-        a = np.where(a >= CONTEST_FORBIDDEN, np.inf, a).reshape(shape)
+        a[a >= CONTEST_FORBIDDEN] = np.inf
+        a = a.reshape(shape)
         return shared.setdefault((shape, a.tobytes()), a)
 
     node_costs = [array(c, (len(c),)) for c in costs]
-    edges = []
+    num_nodes, edges = len(costs), []
     for k, (pair, table) in enumerate(zip(ends, tables, strict=True)):
-        bad = [v for v in pair if not 0 <= v < len(costs)]
+        bad = [v for v in pair if type(v) is not int or v >= num_nodes]  # 1.0 is whole to a schema
         if bad:
-            raise ValueError(f"edge {k} names node {bad[0]}, but nodes are numbered 0 to {len(costs) - 1}")
-        if len(pair) not in (1, 2):
-            raise ValueError(f"edge {k} joins {len(pair)} nodes; only edges of one or two nodes are supported")
+            raise ValueError(f"edge {k} names node {bad[0]}, but nodes are numbered 0 to {num_nodes - 1}")
         t = array(table, tuple(len(costs[v]) for v in pair))
         if len(pair) == 2 and pair[0] != pair[1]:
             edges.append(Edge(pair[0], pair[1], t))
@@ -250,8 +249,6 @@ def _contest_problem(intervals: list, costs: list, usages: list, ends: list, tab
             node_costs[pair[0]] = node_costs[pair[0]] + (t if len(pair) == 1 else np.diagonal(t))
     items = []
     for v, (interval, b) in enumerate(zip(intervals, usages, strict=True)):
-        if len(interval) != 2:
-            raise ValueError(f"node {v} has interval {interval}; expected [start, end)")
         if len(b) != len(costs[v]):
             raise ValueError(f"node {v} has {len(costs[v])} costs and {len(b)} usages; expected as many of each")
         if interval[0] < interval[1]:

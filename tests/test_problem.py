@@ -139,6 +139,7 @@ BAD_FILES = {
         json.dumps(contest(edges={"costs": [[1, 2, 3]]})).encode(),
     ),
     "more than 2 items": ("p.json", json.dumps(contest(edges={"nodes": [[0, 1, 1]]})).encode()),
+    "names node 0.0, but nodes are numbered": ("p.json", json.dumps(contest(edges={"nodes": [[0.0, 1]]})).encode()),
     "names node 7": ("p.json", json.dumps(contest(edges={"nodes": [[0, 7]]})).encode()),
     "1 edges and 2 edge cost tables": ("p.json", json.dumps(contest(edges={"costs": [[1], [2]]})).encode()),
 }

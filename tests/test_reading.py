@@ -148,6 +148,7 @@ def test_sound_json_is_let_through():
         (("nodes", "intervals", 0, 0), 0.5),
         (("edges", "nodes", 0, 0), 0.5),
         (("edges", "nodes", 0, 0), -1),
+        (("edges", "nodes", 0), [0, 1, 2]),
         (("edges", "costs", 0, 0), {"a": 1}),
         (("usage_limit",), "all"),
         (("nodes", "costs", 0, 0), "1e999"),
