@@ -47,7 +47,8 @@ def load_huggingface(folder: str, settings: Mapping[str, Any], *, training: bool
         try:
             return module, _example_inputs(module, config, settings, loss=training if loss is None else bool(loss))
         except AttributeError as error:  # the sizes of its inputs are written elsewhere, or nowhere
-            raise ValueError(f"{type(module).__name__} needs inputs whose sizes its config doesn't tell ({error}): {OTHER_INPUTS}") from error
+            name = type(module).__name__
+            raise ValueError(f"{name} needs inputs whose sizes its config doesn't tell ({error}): {OTHER_INPUTS}") from error
     except (ValueError, OSError):
         raise
     except Exception as error:  # a config's values reach all of transformers unchecked, which raises whatever it comes upon
