@@ -110,7 +110,8 @@ def ran(module, example_inputs, training: bool, draws: bool = False) -> dict:
     solution = api.plan(module, example_inputs, mesh, training=training, baselines=False)
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            mp.get_context("fork").Process(target=_rank, args=(rank, folder, module, example_inputs, solution, draws)) for rank in range(RANKS)
+            mp.get_context("fork").Process(target=_rank, args=(rank, folder, module, example_inputs, solution, draws))
+            for rank in range(RANKS)
         ]
         for process in processes:
             process.start()
@@ -154,7 +155,7 @@ def _largest_error(module, example_inputs, solution, draws: bool) -> float:
     found = _one_call(parallel, copy.deepcopy(example_inputs), solution.training)
     expected = _one_call(copy.deepcopy(module), copy.deepcopy(example_inputs), solution.training)
     if found.keys() != expected.keys():
-        raise RuntimeError(f"the parallel module gives {sorted(found.keys() ^ expected.keys())[:3]} and the model does not, or the other way round")
+        raise RuntimeError(f"only one of the parallel module and the model gives {sorted(found.keys() ^ expected.keys())[:3]}")
     if draws:
         return 0.0 if all(bool(torch.isfinite(x).all()) for x in found.values()) else float("inf")
     largest = max((float(x.abs().max()) for key, x in expected.items() if key.startswith("gradient") and x.numel()), default=0.0)
@@ -280,7 +281,8 @@ def line(row: dict) -> str:
     worst = f"{row['worst_error']:9.1e}" if "worst_error" in row else f"{'-':>9}"
     statuses = " ".join(f"{row[f'status {mesh}']:>8}" for mesh in PLANNED)
     unknown = ", ".join(row["unknown"]) or "-"
-    return f"{head}{row['nodes']:6} {row['signatures']:6} {statuses} {row['cpu_seconds']:6.1f} {run} {worst}  {unknown}{'  ' + said if said else ''}"
+    counts = f"{row['nodes']:6} {row['signatures']:6} {statuses} {row['cpu_seconds']:6.1f}"
+    return f"{head}{counts} {run} {worst}  {unknown}{'  ' + said if said else ''}"
 
 
 def main() -> int:
@@ -303,7 +305,8 @@ def main() -> int:
         parser.error(f"there is no model {missing[0]!r}; there are {', '.join(every)}")
     settings, rows = parse_settings(given.set), []
     if not given.json:
-        print(f"{'model':24} {'mode':9} {'verdict':14} {'nodes':>6} {'signs':>6} {'8':>8} {'2x4':>8} {'cpu':>6} {'run':>9} {'verify':>9}  unknown")
+        counts = f"{'nodes':>6} {'signs':>6} {'8':>8} {'2x4':>8} {'cpu':>6}"
+        print(f"{'model':24} {'mode':9} {'verdict':14} {counts} {'run':>9} {'verify':>9}  unknown")
     for name in given.only or every:
         for training in modes(name):
             if given.mode and training != (given.mode == "training"):

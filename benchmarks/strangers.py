@@ -470,7 +470,12 @@ HF |= {
     "jamba": (
         "JambaForCausalLM",
         {
-            **SMALL, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "num_experts": 2, "mamba_d_state": 4,
+            **SMALL,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "num_experts": 2,
+            "mamba_d_state": 4,
             "use_mamba_kernels": False,
         },
         text,
@@ -484,8 +489,16 @@ HF |= {
     "segformer": (
         "SegformerForSemanticSegmentation",
         {
-            "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [16, 32], "patch_sizes": [7, 3],
-            "strides": [4, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 16, "num_labels": 4,
+            "num_encoder_blocks": 2,
+            "depths": [1, 1],
+            "sr_ratios": [2, 1],
+            "hidden_sizes": [16, 32],
+            "patch_sizes": [7, 3],
+            "strides": [4, 2],
+            "num_attention_heads": [1, 2],
+            "mlp_ratios": [2, 2],
+            "decoder_hidden_size": 16,
+            "num_labels": 4,
         },
         pixels,
     ),
@@ -498,8 +511,18 @@ HF |= {
     "efficientnet": (
         "EfficientNetForImageClassification",
         {
-            "image_size": 32, "kernel_sizes": [3, 3], "in_channels": [32, 16], "out_channels": [16, 16], "strides": [1, 2],
-            "num_block_repeats": [1, 1], "expand_ratios": [1, 2], "width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 32, "depthwise_padding": [], "num_labels": 4,
+            "image_size": 32,
+            "kernel_sizes": [3, 3],
+            "in_channels": [32, 16],
+            "out_channels": [16, 16],
+            "strides": [1, 2],
+            "num_block_repeats": [1, 1],
+            "expand_ratios": [1, 2],
+            "width_coefficient": 1.0,
+            "depth_coefficient": 1.0,
+            "hidden_dim": 32,
+            "depthwise_padding": [],
+            "num_labels": 4,
         },
         pixels,
     ),
@@ -519,19 +542,39 @@ HF |= {
     "modernbert": ("ModernBertModel", {**SMALL, "global_attn_every_n_layers": 2, "local_attention": 4}, text),
     "bloom": ("BloomForCausalLM", {**SMALL, "n_layer": 2, "n_head": HEADS, "hidden_dropout": 0.0, "attention_dropout": 0.0}, text),
     "mpt": ("MptForCausalLM", {"d_model": WIDTH, "n_heads": HEADS, "n_layers": 2, "max_seq_len": 16, "vocab_size": WORDS}, text),
-    "gptj": ("GPTJForCausalLM", {"n_embd": WIDTH, "n_layer": 2, "n_head": HEADS, "rotary_dim": 4, "vocab_size": WORDS, **{"n_positions": 64}}, text),
+    "gptj": (
+        "GPTJForCausalLM",
+        {"n_embd": WIDTH, "n_layer": 2, "n_head": HEADS, "rotary_dim": 4, "vocab_size": WORDS, **{"n_positions": 64}},
+        text,
+    ),
     "codegen": ("CodeGenForCausalLM", {"n_embd": WIDTH, "n_layer": 2, "n_head": HEADS, "rotary_dim": 4, "vocab_size": WORDS}, text),
     "olmo2": ("Olmo2ForCausalLM", SMALL, text),
-    "qwen2_moe": ("Qwen2MoeForCausalLM", {**SMALL, "num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}, text),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        {**SMALL, "num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+        text,
+    ),
     "gpt_oss": ("GptOssForCausalLM", {**SMALL, "num_local_experts": 4, "sliding_window": 4}, text),
     "granitemoe": ("GraniteMoeForCausalLM", {**SMALL, "num_local_experts": 4}, text),
     "lfm2": ("Lfm2ForCausalLM", {**SMALL, "layer_types": ["conv", "full_attention"]}, text),
-    "recurrent_gemma": ("RecurrentGemmaForCausalLM", {**SMALL, "lru_width": WIDTH, "attention_window_size": 4, "block_types": ["recurrent", "attention"]}, text),
+    "recurrent_gemma": (
+        "RecurrentGemmaForCausalLM",
+        {**SMALL, "lru_width": WIDTH, "attention_window_size": 4, "block_types": ["recurrent", "attention"]},
+        text,
+    ),
     "qwen3_next": (
         "Qwen3NextForCausalLM",
         {
-            **SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+            **SMALL,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention"],
         },
         text,
     ),
@@ -541,13 +584,23 @@ HF |= {
     "m2m100": (
         "M2M100Model",
         {
-            "vocab_size": WORDS, "d_model": WIDTH, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": HEADS,
-            "decoder_attention_heads": HEADS, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
-            "dropout": 0.0, "attention_dropout": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0,
+            "vocab_size": WORDS,
+            "d_model": WIDTH,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_attention_heads": HEADS,
+            "decoder_attention_heads": HEADS,
+            "encoder_ffn_dim": 64,
+            "decoder_ffn_dim": 64,
+            "max_position_embeddings": 64,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+            "encoder_layerdrop": 0.0,
+            "decoder_layerdrop": 0.0,
         },
         pairs,
     ),
-}  # fmt: skip
+}
 
 
 def huggingface(name: str, fields: dict[str, Any], **options: Any) -> nn.Module:
@@ -574,7 +627,11 @@ def detr(training: bool) -> Built:
     import transformers
 
     backbone = transformers.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], out_features=["stage2"])
-    small = {f"{part}_{name}": value for part in ("encoder", "decoder") for name, value in (("layers", 1), ("attention_heads", HEADS), ("ffn_dim", 64))}
+    small = {
+        f"{part}_{name}": value
+        for part in ("encoder", "decoder")
+        for name, value in (("layers", 1), ("attention_heads", HEADS), ("ffn_dim", 64))
+    }
     fields = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone_config": backbone, "backbone": None, "d_model": WIDTH}
     module = huggingface("DetrForObjectDetection", {**fields, **small, "num_queries": 8, "num_labels": 4, "dropout": 0.0})
     return wrapped(module, training), {"pixel_values": image(64), "pixel_mask": torch.ones(BATCH, 64, 64, dtype=torch.int64)}

@@ -110,8 +110,8 @@ def test_an_ungrouped_convolution_may_cut_its_sum():
 
 
 def test_a_literal_that_no_row_knows_fails_loudly():
-    """as_strided has no row: its size is that of the whole tensor, and the local output is not the planned one."""
-    graph, values = one_op("aten.as_strided.default", x(8, 4), [8, 4], [4, 1])
+    """as_strided_copy has no row: its size is that of the whole tensor, and the local output is not the planned one."""
+    graph, values = one_op("aten.as_strided_copy.default", x(8, 4), [8, 4], [4, 1])
     found = verify_program(graph, laid(graph, ["S(0)"], ["S(0)"]), {}, mesh_of(2), values)
     assert [m.op for m in found.placement_mismatches] == ["op"] and not found.ok
 

@@ -13,9 +13,13 @@ from benchmarks import coverage
 from benchmarks.strangers import STRANGERS, Decode, build, features
 
 QUICK = [
-    ("weight_norm", True), ("activations", True), ("folded_patches", True), ("padded_convolutions", True), ("decode_index_copy", False),
+    ("weight_norm", True),
+    ("activations", True),
+    ("folded_patches", True),
+    ("padded_convolutions", True),
+    ("decode_index_copy", False),
     ("lstm", False),
-]  # fmt: skip
+]
 KNOWN = ["mamba", "fnet", "detr"]
 MAY_BE_REFUSED = {"transformer_decoder_mask", "flex_attention"}  # with a sentence each, which names the cure
 

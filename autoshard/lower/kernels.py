@@ -210,7 +210,7 @@ def _as_strided_scatter(laid: Laid) -> Kernel:
 
 
 def _is_all(laid: Laid) -> bool:
-    return is_dense(laid.shape("self"), *(laid.arguments.get(name) for name in ("size", "stride", "storage_offset")))
+    return is_dense(laid.shape("self"), laid.arguments["size"], laid.arguments["stride"], laid.arguments.get("storage_offset"))
 
 
 def _mean(laid: Laid) -> Kernel | None:

@@ -1,11 +1,11 @@
 """Local programs of norms whose sums are those of all ranks: batch norm on a cut batch, the norm of a weight sharded on another dim.
 
-    mean = sum over ranks of sum x / N        var = sum over ranks of sum (x - mean)^2 / N      N: elements per channel, all ranks
-    y    = (x - mean) / sqrt(var + eps) * w + b
-    x'   = w / sqrt(var + eps) * (y' - (b' + z w') / N),   z = (x - mean) / sqrt(var + eps),   b' = sum y',   w' = sum y' z
+mean = sum over ranks of sum x / N        var = sum over ranks of sum (x - mean)^2 / N      N: elements per channel, all ranks
+y    = (x - mean) / sqrt(var + eps) * w + b
+x'   = w / sqrt(var + eps) * (y' - (b' + z w') / N),   z = (x - mean) / sqrt(var + eps),   b' = sum y',   w' = sum y' z
 
-    weight norm of v[o, i] sharded on i:     n = sqrt(sum over ranks of sum v^2),  w = v g / n
-    s = sum over ranks of sum w' v:          g' = s / n,   v' = g / n (w' - v s / n^2)
+weight norm of v[o, i] sharded on i:     n = sqrt(sum over ranks of sum v^2),  w = v g / n
+s = sum over ranks of sum w' v:          g' = s / n,   v' = g / n (w' - v s / n^2)
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _batch_norm_backward(laid: Laid) -> Kernel | None:
     return partial(batch_norm_backward, axes=axes) if axes and laid.arguments["train"] else None
 
 
-KERNELS = {
+KERNELS: dict[str, Callable[[Laid], Kernel | None]] = {
     "aten._weight_norm_interface.default": partial(_weight_norm, of="v", kernel=weight_norm),
     "aten._weight_norm_interface_backward.default": partial(_weight_norm, of="saved_v", kernel=weight_norm_backward),
     "aten._native_batch_norm_legit_functional.default": _batch_norm,

@@ -1,11 +1,12 @@
 """Local programs of whole recurrent layers: the workspace that the library fills has a size that no plan knows.
 
-    forward      its workspace is dropped; in its place come zeros of the planned shape, which nobody reads
-    backward     the forward is run once more for the workspace
+forward      its workspace is dropped; in its place come zeros of the planned shape, which nobody reads
+backward     the forward is run once more for the workspace
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ aten = torch.ops.aten
 GIVEN = ("reverse", "batch_sizes", "mode", "hidden_size", "num_layers", "has_biases", "bidirectional", "batch_first", "train")
 
 
-def _forward(laid: Laid) -> Kernel | None:
+def _forward(laid: Laid) -> Kernel:
     planned = laid.op.outputs[3]
 
     @local
@@ -38,7 +39,11 @@ def layer_backward(rank: Rank, a: Arguments) -> Any:
     return aten.mkldnn_rnn_layer_backward.default(**{**a, **dense, "workspace": made[3]})
 
 
-KERNELS = {
+def _backward(laid: Laid) -> Kernel:
+    return layer_backward
+
+
+KERNELS: dict[str, Callable[[Laid], Kernel]] = {
     "aten.mkldnn_rnn_layer.default": _forward,
-    "aten.mkldnn_rnn_layer_backward.default": lambda laid: layer_backward,
+    "aten.mkldnn_rnn_layer_backward.default": _backward,
 }

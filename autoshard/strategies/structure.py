@@ -157,7 +157,7 @@ def as_strided(op: Op, inputs: Inputs) -> list[Row]:
     size, stride, offset = (argument(op, position, name) for position, name in ((1, "size"), (2, "stride"), (3, "storage_offset")))
     if not is_dense(inputs[0].shape, size, stride, offset):
         return linear_rows(1, 1)
-    return reshape(op, inputs)
+    return shard_rows(op, inputs, leading_pairs(inputs[0].shape, size)) + linear_rows(1, 1) if 0 not in size else []
 
 
 @rule("aten.as_strided_scatter.default")
