@@ -119,7 +119,9 @@ def kinds_of_call(module: nn.Module, solution) -> dict:
     layouts = [autoshard.layout.parse(solution.layouts[f"input_{k}"].outputs[0]) for k in range(2)]
     spread = [distribute_tensor(x, device_mesh, list(layout)) for x, layout in zip(inputs, layouts)]
     other = [distribute_tensor(x, device_mesh, [Shard(1), Shard(0)]) for x in inputs]
-    shards = module.shard_inputs(tuple(x.to_local() for x in spread), local=True)
+    loaded = [autoshard.layout.parse(written) for written in module.input_layouts.values()]
+    parts = tuple(distribute_tensor(x, device_mesh, list(layout)).to_local() for x, layout in zip(inputs, loaded))
+    shards = module.shard_inputs(parts, local=True)
     for kind, given in (("whole", inputs), ("dtensor", spread), ("local", shards), ("other layout", other)):
         module(*given).backward()
         found[kind] = gradients_of(module)

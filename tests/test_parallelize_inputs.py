@@ -203,23 +203,25 @@ def test_what_a_module_returns_is_packed_as_it_was_captured(kind, training):
 # -- inputs of one batch ------------------------------------------------------------------------------------------------------------
 
 
-def loaded(rank: int, solution) -> tuple[dict, float, str]:
+def loaded(rank: int, solution) -> tuple[dict, float, str, str]:
     """The loss of shards that every rank loads for itself, in one layout for all inputs."""
     device_mesh = init_device_mesh("cpu", (2, 2))
     module = autoshard.parallelize(build(), solution, device_mesh)
     rows = slice(4, 8) if device_mesh.get_coordinate()[0] else slice(0, 4)
     batch = module.shard_inputs(tuple(x[rows] for x in tokens()), local=True)
     wrong = said(lambda: module.shard_inputs((torch.tensor(1), tokens()[1]), local=True))
-    return module.input_layouts, module(*batch).item(), wrong
+    unlike = said(lambda: module.shard_inputs((tokens()[0][:4], tokens()[1][:2]), local=True))
+    return module.input_layouts, module(*batch).item(), wrong, unlike
 
 
 def test_shards_of_all_inputs_of_a_batch_are_loaded_alike_whatever_the_plan_does_with_them():
     pins = {"input_0": "S(0),S(1)", "input_1": "S(0),S(0)"}
     solution = autoshard.plan(Normed(), tokens(), fast_mesh((2, 2)), training=True, baselines=False, pins=pins)
-    for layouts, loss, wrong in results(4, loaded, solution):
+    for layouts, loss, wrong, unlike in results(4, loaded, solution):
         assert layouts == {"input_0": "S(0),R", "input_1": "S(0),R"}
         assert loss == pytest.approx(alone(tokens()), rel=1e-5)
         assert "input_0 has shape ()" in wrong
+        assert unlike.startswith("shards of input_0 and input_1 make up inputs of 8 and 4 rows") and "input_1 as S(0),R" in unlike
 
 
 def test_a_shard_of_a_batch_holds_what_the_plan_gives_the_rank_and_shards_of_one_shape_are_alike():

@@ -167,8 +167,24 @@ class Runner:
         flat, bound_spec = pytree.tree_flatten(bound)
         names = {leaf.index: name for name, leaf in zip(self._names(bound_spec, bound), flat, strict=True) if isinstance(leaf, _Leaf)}
         made = [self._sharded(names[k], leaf, local) if isinstance(leaf, Tensor) and k in names else leaf for k, leaf in enumerate(leaves)]
+        if local:
+            self._check_one_batch({names[k]: x for k, x in enumerate(made) if isinstance(x, DTensor) and k in names})
         sharded = pytree.tree_unflatten(made, spec)
         return sharded[0] if isinstance(batch, Tensor) else type(batch)(sharded) if isinstance(batch, list) else sharded
+
+    def _check_one_batch(self, sharded: Mapping[str, DTensor]) -> None:
+        """Inputs that were planned with one first dim have one: else they were sharded otherwise than was taken here."""
+        first: dict[int, str] = {}
+        for name, x in sharded.items():
+            if not (planned := self.planned.get(name)) or not x.dim():
+                continue
+            other = first.setdefault(planned[0], name)
+            if x.shape[0] != sharded[other].shape[0]:
+                layouts = ", ".join(f"{n} as {text(self.batch_layouts.get(n, self._layout(n)))}" for n in (other, name))
+                raise ValueError(
+                    f"shards of {other} and {name} make up inputs of {sharded[other].shape[0]} and {x.shape[0]} rows; they are of "
+                    f"one batch. Shard them as model.input_layouts says: {layouts}"
+                )
 
     def _sharded(self, name: str, given: Tensor, local: bool) -> DTensor:
         layout = self.batch_layouts.get(name, self._layout(name)) if local else self._layout(name)
