@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 from autoshard.cli.output import Output, VisibleLines, complain
 
 OK, NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
-NO_WORDS = ([], ["calibrate"])  # a command line that names no verb asks which there are
+NO_WORDS: tuple[list[str], ...] = ([], ["calibrate"])  # a command line that names no verb asks which there are
 
 
 class Verb(TyperCommand):
