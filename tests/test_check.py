@@ -19,7 +19,7 @@ from tests.test_cli import ROOT, check_refused, run
 
 MODEL = f"{ROOT}/models/mlp.py:mlp"
 SIZES = {"layers": 1, "batch": 16384, "width": 512, "hidden": 2048}
-MESH = Mesh.from_bandwidths((2, 2), intra_node_bandwidth=100e9, inter_node_bandwidth=50e9)
+MESH = Mesh.from_bandwidths((2, 2), intra_node_bandwidth=100e9, inter_node_bandwidth=50e9, tf32=True)
 UP = "layers.0.up.weight"
 
 
@@ -80,10 +80,10 @@ def test_another_version_is_noted_and_does_no_harm(solution):
 
 
 def test_other_prices_are_noted_and_the_cost_is_that_of_today(solution):
-    faster = Mesh.from_bandwidths((2, 2), intra_node_bandwidth=110e9, inter_node_bandwidth=55e9)
+    faster = Mesh.from_bandwidths((2, 2), intra_node_bandwidth=110e9, inter_node_bandwidth=55e9, tf32=True)
     found = check(*model(), solution, mesh=faster)
     assert found.ok and found.cost < solution.cost and found.planned_cost == solution.cost and len(found.notes) == 2
-    far = Mesh.from_bandwidths((2, 2), intra_node_bandwidth=1e9, inter_node_bandwidth=5e12)
+    far = Mesh.from_bandwidths((2, 2), intra_node_bandwidth=1e9, inter_node_bandwidth=5e12, tf32=True)
     moved = check(*model(), solution, mesh=far)
     assert not moved.ok and moved.cost > 1.05 * moved.best and "more than a plan that there is now" in moved.reasons[0]
 

@@ -23,7 +23,7 @@ from tests.test_cli import ROOT, check_refused, run
 
 MODEL = f"{ROOT}/models/mlp.py:mlp"
 SETTINGS = {"layers": 1, "batch": 16384, "width": 512, "hidden": 2048}
-MESH = Mesh.from_bandwidths((2, 2), intra_node_bandwidth=100e9, inter_node_bandwidth=50e9)
+MESH = Mesh.from_bandwidths((2, 2), intra_node_bandwidth=100e9, inter_node_bandwidth=50e9, tf32=True)
 
 
 def planned(mesh: Mesh) -> Solution:
@@ -157,7 +157,7 @@ def test_a_regret_that_is_allowed_widens_the_range(solution, found):
 
 def test_a_plan_that_is_not_the_best_says_so(solution):
     """Negative control: the best plan of another cluster, judged under this one's prices."""
-    other = planned(Mesh.from_bandwidths((2, 2), intra_node_bandwidth=1e9, inter_node_bandwidth=5e12))
+    other = planned(Mesh.from_bandwidths((2, 2), intra_node_bandwidth=1e9, inter_node_bandwidth=5e12, tf32=True))
     module, inputs = load_model(MODEL, SETTINGS, training=True)
     record = robustness(module, inputs, replace(other, mesh=MESH))
     assert record["regret"] > 0.01 and all(row["low"] == row["high"] == row["bandwidth"] for row in record["links"])

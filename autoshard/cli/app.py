@@ -19,7 +19,7 @@ from autoshard.cli.words import check_words
 
 OK, NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 LONG_WORD, LONG_SENTENCE = 300, 2000  # letters that are told whole
-NO_WORDS = ([], ["calibrate"])  # a command line that names no verb asks which there are
+NO_WORDS: tuple[list[str], ...] = ([], ["calibrate"])  # a command line that names no verb asks which there are
 
 
 class Verb(TyperCommand):
