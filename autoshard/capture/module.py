@@ -89,9 +89,13 @@ def capture_module(module: nn.Module, example_inputs: Any, *, training: bool) ->
             captured = _retraced(_exported(mode, fake_module, fake_args, fake_kwargs, training=False))
             if drawn := [op.name for op in captured.graph.ops if op.target == "aten.bernoulli.p"]:
                 raise ValueError(f"dropout is on (node {drawn[0]}), and inference has none: call model.eval() first")
-    if not any(result.value is not None for result in captured.graph.results):
-        raise ValueError(f"{type(module).__name__} returns no tensor; there is nothing to plan")
+    _check_returns(captured.graph, module)
     return replace(captured, graph=_merge_tied(captured.graph, tied_parameters(module)))
+
+
+def _check_returns(graph: Graph, module: nn.Module) -> None:
+    if not any(result.value is not None for result in graph.results):
+        raise ValueError(f"{type(module).__name__} returns no tensor; there is nothing to plan")
 
 
 def tied_parameters(module: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -232,6 +236,7 @@ def _capture_training(mode: FakeTensorMode, module: nn.Module, args: tuple, kwar
     results = [(result_name(desc), leaf) for desc, leaf in zip(output.meta["desc"], output.args[0], strict=True) if desc is not None]
     modules = {node: module_path(node) for node in traced.graph.nodes}
     graph, values = read(traced, names, results, modules)
+    _check_returns(graph, module)
     if not any(result.kind == "gradient" and result.value is not None for result in graph.results):
         raise ValueError("the module has no parameter that gets a gradient; plan it without training")
     mapped = {node: pytree.tree_map(lambda leaf: values.get(leaf), leaves_of(node)) for node in traced.graph.nodes if node.op != "output"}
