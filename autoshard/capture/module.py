@@ -104,8 +104,7 @@ def capture_module(module: nn.Module, example_inputs: Any, *, training: bool) ->
             captured = replace(_retraced(program), returned=_exported_results(program))
             if drawn := [op.name for op in captured.graph.ops if op.target == "aten.bernoulli.p"]:
                 raise ValueError(f"dropout is on (node {drawn[0]}), and inference has none: call model.eval() first")
-    if not any(result.value is not None for result in captured.graph.results):
-        raise ValueError(f"{type(module).__name__} returns no tensor; there is nothing to plan")
+    _check_returns(captured.graph, module)
     graph = _with_input_names(captured.graph, input_names(module, example_inputs))
     return replace(captured, graph=_merge_tied(graph, tied_parameters(module)))
 
@@ -124,6 +123,11 @@ def _with_input_names(graph: Graph, names: Sequence[str]) -> Graph:
             taken.add(name)
     results = tuple(replace(r, name=new.get(r.name, r.name)) if r.kind in ("gradient", "buffer") else r for r in graph.results)
     return replace(graph, ops=tuple(replace(op, name=new.get(op.name, op.name)) for op in graph.ops), results=results)
+
+
+def _check_returns(graph: Graph, module: nn.Module) -> None:
+    if not any(result.value is not None for result in graph.results):
+        raise ValueError(f"{type(module).__name__} returns no tensor; there is nothing to plan")
 
 
 def tied_parameters(module: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -265,6 +269,7 @@ def _capture_training(mode: FakeTensorMode, module: nn.Module, args: tuple, kwar
     results = [(result_name(desc), leaf) for desc, leaf in zip(output.meta["desc"], output.args[0], strict=True) if desc is not None]
     modules = {node: module_path(node) for node in traced.graph.nodes}
     graph, values = read(traced, names, results, modules)
+    _check_returns(graph, module)
     if not any(result.kind == "gradient" and result.value is not None for result in graph.results):
         raise ValueError("the module has no parameter that gets a gradient; plan it without training")
     mapped = {node: pytree.tree_map(lambda leaf: values.get(leaf), leaves_of(node)) for node in traced.graph.nodes if node.op != "output"}
