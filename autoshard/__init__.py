@@ -13,7 +13,7 @@ _HOMES = {
     "kept_layouts": "api", "mesh_shapes": "api", "plan_meshes": "api",
     "Frontier": "api", "frontier": "api",
     "RankLost": "api", "device_mesh": "api", "extrapolate": "api", "load_checkpoint": "api", "save_checkpoint": "api",
-    "Cluster": "simulate.pipeline_cluster", "pipeline": "api",
+    "Cluster": "pipeline.submeshes", "pipeline": "api",
     "Solution": "solution",
     "Problem": "problem", "evaluate": "problem",
     "solve": "solvers",

@@ -52,7 +52,7 @@ FORMATS = {
     "problem": Format(
         "a problem", "a contest instance, problem.nodes and problem.edges, as JSON or gzipped JSON named .gz", 1000 * MB, "problem.1"
     ),
-    # inside a plan, packed: autoshard/api/keeping.py
+    # inside a plan, packed: autoshard/planning/keeping.py
     "layouts": Format("packed layouts", "rows of inputs, outputs and hubs, and results", 100 * MB, "layouts.1"),
     "cluster": Format("a measured cluster", "what `autoshard calibrate measure --out` wrote", 64 * MB, "cluster.1"),
     "curves": Format("a file of curves", "what `autoshard calibrate fit --out` wrote", 64 * MB, "curves.1"),

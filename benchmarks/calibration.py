@@ -2,10 +2,10 @@
 
     python benchmarks/calibration.py MEASURED.csv [...] [--runs RUNS.csv] [--json]
 
-Errors of all measured curves and by system, relative, in percent: GMAE / mean (cost/curves/errors.py).
+Errors of all measured curves and by system, relative, in percent: GMAE / mean (calibrate/errors.py).
 
     held out          3 folds over a curve's sizes but the first and last
-    pooled            the same, with all other curves of the files known (cost/curves/pooled.py), sizes held out of this one included
+    pooled            the same, with all other curves of the files known (calibrate/pooled.py), sizes held out of this one included
     pooled, strict    the same without those of the same collective, system and devices (other dtypes, which nearly repeat it)
     extrapolated      sizes in the top 16x predicted from those below
     left out          a device count predicted from the curves of the other counts of its system, collective and dtype
@@ -26,11 +26,12 @@ from pathlib import Path
 
 import numpy as np
 
-from autoshard.cost.curves import Family, Series, bus_factor, extrapolated, fit, fit_rates, held_out, summary
-from autoshard.cost.curves.errors import Pairs, together
+from autoshard.calibrate import bus_factor, extrapolated, fit, fit_rates, held_out, summary
+from autoshard.calibrate.errors import Pairs, together
+from autoshard.calibrate.importers import parse
+from autoshard.calibrate.rates import held_out_runs
+from autoshard.cost.curves import Family, Series
 from autoshard.cost.curves.files import nearest
-from autoshard.cost.curves.rates import held_out_runs
-from autoshard.cost.importers import parse
 
 METHODS = ("piecewise", "pchip", "p_norm", "alpha_beta", "sigmoid")
 

@@ -18,7 +18,7 @@ import torch
 
 
 def load_device_rates():
-    """autoshard/lower/device_rates.py by its path: the package around it imports more than this machine may have."""
+    """autoshard/calibrate/device_rates.py by its path: the package around it imports more than this machine may have."""
     path = Path(__file__).parent.parent / "autoshard" / "lower" / "device_rates.py"
     spec = importlib.util.spec_from_file_location("device_rates", path)
     module = importlib.util.module_from_spec(spec)
@@ -28,7 +28,7 @@ def load_device_rates():
 
 
 def rate(pairs: list[tuple[float, float]], launch: float) -> float:
-    """Work per second of the largest two, the launch left out; as autoshard.cost.curves.rates."""
+    """Work per second of the largest two, the launch left out; as autoshard.calibrate.rates."""
     return statistics.median(work / max(seconds - launch, seconds / 2) for work, seconds in sorted(pairs)[-2:])
 
 

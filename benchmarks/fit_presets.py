@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from autoshard.cost.curves import Family, Series, fit, held_out, summary
-from autoshard.cost.importers import parse
+from autoshard.calibrate import fit, held_out, summary
+from autoshard.calibrate.importers import parse
+from autoshard.cost.curves import Family, Series
 
 LICENCE = "nccl-tests runs of ai-dynamo/aiconfigurator (Apache-2.0), {}"
 SYSTEMS = {"a100": "a100_sxm@nccl-2.27.3", "h100": "h100_sxm@nccl-2.27.3", "l40s": "l40s@nccl-2.27.3"}

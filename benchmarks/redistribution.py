@@ -25,12 +25,11 @@ from typing import NamedTuple
 
 from autoshard.layout import all_layouts
 from autoshard.mesh import Mesh
-from autoshard.redistribute import (
+from autoshard.relayout import (
     BlockLayout,
     BlockProblem,
     IdealPrices,
     MeshPrices,
-    Routes,
     astar,
     dijkstra,
     memory_constrained,
@@ -39,8 +38,9 @@ from autoshard.redistribute import (
     priced,
     read_problem,
     to_placements,
-)  # fmt: skip
-from autoshard.redistribute.blocks import CHUNKS, WHOLE, ceil_div, chunk_block, chunk_bounds, fits
+)
+from autoshard.relayout.blocks import CHUNKS, WHOLE, ceil_div, chunk_block, chunk_bounds, fits
+from autoshard.routes import Routes  # fmt: skip
 
 MESHES = {
     1: [(2,), (3,), (4,), (6,), (8,)],

@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import spearmanr
 
-from autoshard.simulate.calibration import Runs, held_out
+from autoshard.calibrate.mlp_runs import Runs, held_out
+from autoshard.simulate.degrees import Parallel
 from autoshard.simulate.distir import DISTIR_83D7FC3, DISTIR_3386EDC, MLP, step_seconds
-from autoshard.simulate.parallel import Parallel
 
 DEVICES = (2, 4, 8, 16, 32)
 FIGURE_3 = {"figure3_3386edc": DISTIR_3386EDC, "figure3_83d7fc3_units_fixed": DISTIR_83D7FC3}
@@ -88,9 +88,9 @@ def real_runs(path: Path) -> dict:
 
 def deep(layers: int) -> dict:
     sys.path[0] = str(Path(__file__).parent.parent)  # where models/ lies
-    from autoshard.api.planning import Options, Stopwatch, baseline_only
     from autoshard.capture import capture_deep
     from autoshard.mesh import Mesh
+    from autoshard.planning.plan import Options, Stopwatch, baseline_only
     from autoshard.simulate.timeline import timeline_of_solution
     from models import llama
 

@@ -29,10 +29,10 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
         "autoshard": "plan Infeasible Solution load verify check explain extrapolate kept_layouts mesh_shapes plan_meshes "
                      "frontier Frontier autosharding_pass",
         "autoshard.api": "Options PassOptions FrontierPoint edited_layouts html_report robustness",
-        "autoshard.api.options": "Demand",
-        "autoshard.api.explanations": "Explanation Alternative",
-        "autoshard.api.staleness": "Checked",
-        "autoshard.api.mesh_shapes": "MeshPlan MeshPlans",
+        "autoshard.planning.options": "Demand",
+        "autoshard.explain.explanations": "Explanation Alternative",
+        "autoshard.explain.staleness": "Checked",
+        "autoshard.planning.mesh_shapes": "MeshPlan MeshPlans",
         "autoshard.solution": "Placed differences misfits",
         "autoshard.solution.changes": "changes",
         "autoshard.pytest_plugin": "autoshard_check",
@@ -58,19 +58,19 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
     "simulate": ("Simulator and pipelines", "What a step will take, and how to cut a model into stages.", {
         "autoshard": "Cluster pipeline",
         "autoshard.api": "simulate simulate_grid Parallel Simulation",
-        "autoshard.api.pipelines": "PipelineOptions",
-        "autoshard.simulate.pipeline_cluster": "Kind",
-        "autoshard.simulate.pipeline_record": "Pipeline PipelineStage",
+        "autoshard.pipeline.pipelines": "PipelineOptions",
+        "autoshard.pipeline.submeshes": "Kind",
+        "autoshard.pipeline.pipeline_record": "Pipeline PipelineStage",
         "autoshard.simulate.timeline": "Timeline",
         "autoshard.simulate": "schedule_of Schedule Unit run Run Span",
-        "autoshard.simulate.trace": "trace_of trace_of_run",
+        "autoshard.report.trace": "trace_of trace_of_run",
         "autoshard.report.timeline": "save_trace draw_run draw_timeline",
         "autoshard.simulate.distir": "MLP Constants step_seconds",
     }),
     "redistribute": ("Redistribution", "The cheapest route of a tensor from one layout to another, and carrying it out.", {
         "autoshard.redistribute": "BlockProblem BlockLayout BlockRoute BlockStep read_problem read_problems Prices MeshPrices IdealPrices "
                                   "astar dijkstra naive memory_constrained from_placements to_placements",
-        "autoshard.lower.moves": "BlockGroups cut_blocks simulate",
+        "autoshard.relayout.execute": "BlockGroups cut_blocks simulate",
     }),
     "tables": ("Embedding tables", "Sharding and devices of embedding tables, by the slowest device.", {
         "autoshard": "Table Option plan_tables plan_with_tables dp_proposals",
@@ -81,8 +81,8 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
     }),
     "prices": ("Prices", "Measured seconds as curves, and meshes made of them.", {
         "autoshard.cost.curves": "fit Curve Series Errors held_out extrapolated summary Rates fit_rates save load load_cluster",
-        "autoshard.cost.curves.cluster": "mesh_of",
-        "autoshard.cost.importers": "parse",
+        "autoshard.calibrate.cluster": "mesh_of",
+        "autoshard.calibrate.importers": "parse",
     }),
 }  # fmt: skip
 

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.cost import curves, importers
-from autoshard.cost.curves.cluster import mesh_of
+from autoshard.calibrate import importers
+from autoshard.calibrate.cluster import mesh_of
+from autoshard.cost import curves
 from autoshard.mesh import DEVICES
 
 LOG = Path(__file__).parent.parent / "tests" / "data" / "collectives" / "nccl_tests_all_reduce.txt"

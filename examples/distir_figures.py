@@ -12,8 +12,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from autoshard.simulate.degrees import Parallel
 from autoshard.simulate.distir import DISTIR_83D7FC3, DISTIR_3386EDC, MLP, Constants, step_seconds
-from autoshard.simulate.parallel import Parallel
 
 DEVICES, DATA = (2, 4, 8, 16, 32), Path(__file__).parent.parent / "tests/data/distir/figure4_grid.json"
 

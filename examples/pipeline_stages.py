@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the models live beside 
 
 import autoshard
 from autoshard.mesh import Device
+from autoshard.pipeline import run, schedule_of
 from autoshard.report.timeline import draw_run
-from autoshard.simulate import run, schedule_of
 from models import mlp
 
 SMALL = Device("small", flops=1e12, flops32=1e12, memory_bandwidth=1e11, memory=8e9)

@@ -4,14 +4,14 @@
 
 A mesh of 2 x 2 x 2 devices. The rows were cut over axes 0 and 1; the columns are to be cut over axes 2 and 0. No device may ever hold
 more than twice a part, so gathering the whole weight first is no way. The ranks are simulated here; on a cluster each of them calls
-`autoshard.lower.moves.BlockGroups.of(mesh).run(route, part)` under torchrun.
+`autoshard.relayout.execute.BlockGroups.of(mesh).run(route, part)` under torchrun.
 """
 
 import torch
 
 import autoshard
-from autoshard.lower.moves import cut_blocks, simulate
-from autoshard.redistribute import BlockRoute, MeshPrices, astar, naive, read_problem
+from autoshard.relayout import BlockRoute, MeshPrices, astar, naive, read_problem
+from autoshard.relayout.execute import cut_blocks, simulate
 
 PROBLEM = {
     "id": "up.weight",

@@ -14,11 +14,11 @@ from torch import nn
 
 import autoshard
 from autoshard.api import Infeasible, plan, verify
-from autoshard.api.describe import layouts_of
 from autoshard.capture import capture
 from autoshard.formulate import Training, formulate
 from autoshard.layout import local_numel, parse
 from autoshard.mesh import Mesh
+from autoshard.planning.describe import layouts_of
 from autoshard.problem import evaluate
 from autoshard.solution import Solution
 from autoshard.solvers import solve

@@ -104,8 +104,8 @@ def test_every_name_that_docs_and_examples_import_is_listed():
 
 
 def test_an_unlisted_name_is_seen():
-    assert unlisted(["from autoshard.api.planning import plan_graph", "from autoshard.mesh import DEVICES, Device"]) == [
-        "autoshard.api.planning.plan_graph"
+    assert unlisted(["from autoshard.planning.plan import plan_graph", "from autoshard.mesh import DEVICES, Device"]) == [
+        "autoshard.planning.plan.plan_graph"
     ]
 
 

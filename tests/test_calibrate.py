@@ -14,12 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from autoshard.calibrate import fit, fit_rates, load_cluster, summary
+from autoshard.calibrate.cluster import cluster, save_cluster
+from autoshard.calibrate.errors import Errors, pooled
+from autoshard.calibrate.rates import OpSample, fit_roofline, held_out_runs
 from autoshard.cli import main
 from autoshard.cost import collective_seconds, op_seconds, presets
-from autoshard.cost.curves import fit, fit_rates, load, load_cluster, summary
-from autoshard.cost.curves.cluster import cluster, save_cluster
-from autoshard.cost.curves.errors import Errors, pooled
-from autoshard.cost.curves.rates import OpSample, fit_roofline, held_out_runs
+from autoshard.cost.curves import load
 from autoshard.mesh import Mesh
 
 DATA = Path(__file__).parent / "data" / "collectives"
@@ -192,7 +193,7 @@ def test_curves_of_a_file_are_pooled_unless_told_otherwise(capsys):
 
 
 def points(name):
-    from autoshard.cost.importers import parse
+    from autoshard.calibrate.importers import parse
 
     (series,) = parse((DATA / name).read_text(), name)
     return np.array(series.sizes), np.array(series.seconds)

@@ -5,9 +5,9 @@ import pytest
 from autoshard import Mesh
 from autoshard.api import Infeasible, plan, verify
 from autoshard.api.checking import run_unsharded
-from autoshard.api.checkpointing import checkpointed, forward_blocks
 from autoshard.capture import capture
 from autoshard.lower import run_whole
+from autoshard.planning.recomputing import checkpointed, forward_blocks
 from models import bert, gpt2, llama
 
 MESH = Mesh.from_bandwidths((2, 2), device="cpu")

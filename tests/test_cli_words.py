@@ -203,13 +203,13 @@ def test_a_function_is_missing_only_where_the_text_is_sure(tmp_path, text, name,
 def test_the_names_are_those_of_the_rooms_that_own_them():
     from autoshard import redistribute
     from autoshard.api import simulating
+    from autoshard.calibrate.fit import METHODS
     from autoshard.cli import huggingface
     from autoshard.cost import OPTIMIZERS, presets
-    from autoshard.cost.curves.fit import METHODS
     from autoshard.exports import KINDS
     from autoshard.layout import _SHARDS
+    from autoshard.pipeline.schedules import SCHEDULES
     from autoshard.simulate import distir
-    from autoshard.simulate.schedules import SCHEDULES
     from autoshard.solvers.solve import SOLVERS
 
     assert set(words.SOLVERS) == set(SOLVERS) and set(words.OPTIMIZERS) == set(OPTIMIZERS) and set(words.EXPORTS) == set(KINDS)

@@ -8,16 +8,16 @@ from itertools import combinations
 
 import pytest
 
-from autoshard.api.checkpointing import checkpointed, forward_blocks
-from autoshard.api.conflicts import find_conflict
-from autoshard.api.options import Demand, Infeasible, Options, Stopwatch
-from autoshard.api.pins import allowed_by_pins
-from autoshard.api.planning import baseline_only, formulate_for, plan_captured
-from autoshard.api.refusal import infeasible
-from autoshard.api.tying import tied, tied_groups
 from autoshard.capture import capture
 from autoshard.formulate import Formulation, with_pins
 from autoshard.layout import text
+from autoshard.planning.conflicts import find_conflict
+from autoshard.planning.demands import allowed_by_pins
+from autoshard.planning.options import Demand, Infeasible, Options, Stopwatch
+from autoshard.planning.plan import baseline_only, formulate_for, plan_captured
+from autoshard.planning.recomputing import checkpointed, forward_blocks
+from autoshard.planning.refusal import infeasible
+from autoshard.planning.tying import tied, tied_groups
 from autoshard.solvers import Answer, Status, solve
 from autoshard.solvers.ilp import ILP
 from autoshard.solvers.incumbent import Incumbent, Record

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.cost.curves import Family, fit, held_out, summary
-from autoshard.cost.curves.devices import over_nodes
-from autoshard.cost.curves.errors import extrapolated, together
-from autoshard.cost.curves.fit import increasing
-from autoshard.cost.importers import parse
+from autoshard.calibrate import fit, held_out, summary
+from autoshard.calibrate.errors import extrapolated, together
+from autoshard.calibrate.fit import increasing
+from autoshard.calibrate.importers import parse
+from autoshard.cost.curves import Family
+from autoshard.cost.curves.device_counts import over_nodes
 
 MEASURED = Path(__file__).parent / "data" / "collectives" / "measured.csv"
 OURS = ("piecewise", "pchip", "p_norm", "alpha_beta")

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from scipy.optimize import curve_fit
 
-from autoshard.cost.curves import Sigmoid, all_to_allv_bytes, best_size_rule, bus_factor, fit, turning_points
-from autoshard.cost.curves.published import fit_published
-from autoshard.cost.importers import parse
+from autoshard.calibrate import Sigmoid, all_to_allv_bytes, best_size_rule, bus_factor, fit, turning_points
+from autoshard.calibrate.importers import parse
+from autoshard.calibrate.sigmoid import fit_published
 
 MEASURED = Path(__file__).parent / "data" / "collectives" / "measured.csv"
 

@@ -8,10 +8,10 @@ import pytest
 
 import autoshard
 from autoshard.api import plan
-from autoshard.api.explaining import explain
-from autoshard.api.reopened import captured, reopened
-from autoshard.api.subjects import subject, ways
 from autoshard.cli.model import load_model
+from autoshard.explain.reopened import captured, reopened
+from autoshard.explain.subjects import subject, ways
+from autoshard.explain.why import explain
 from autoshard.mesh import Mesh
 from autoshard.solution import Solution
 from tests.test_cli import ROOT, check_refused, run

@@ -6,10 +6,10 @@ import math
 import numpy as np
 import pytest
 
-from autoshard.api.explaining import explain
-from autoshard.api.priced import moved, priced_edge, priced_op
-from autoshard.api.reopened import captured, nearest, reopened
-from autoshard.api.subjects import subject, wanted, ways
+from autoshard.explain.differences import moved, priced_edge, priced_op
+from autoshard.explain.reopened import captured, nearest, reopened
+from autoshard.explain.subjects import subject, wanted, ways
+from autoshard.explain.why import explain
 from autoshard.problem import Edge, NodeUsage, Problem, evaluate
 from tests.test_explain import SAME, WEIGHT, model, planned
 

@@ -8,10 +8,10 @@ import pytest
 
 import autoshard
 from autoshard.api import plan, verify
-from autoshard.api.extrapolate import Shallow, twin_ops, twins
-from autoshard.api.tying import tied, tied_groups
 from autoshard.capture import capture
 from autoshard.formulate import Formulation, Training, formulate
+from autoshard.planning.shallow import Shallow, twin_ops, twins
+from autoshard.planning.tying import tied, tied_groups
 from autoshard.problem import evaluate
 from autoshard.solvers import certified, converged, solve
 from autoshard.strategies import candidates

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from autoshard.api.checking import random_choice
-from autoshard.api.describe import layouts_of, results_of
-from autoshard.api.planning import Options, allowed_by_pins
 from autoshard.capture import capture
 from autoshard.cost import collective_seconds, op_seconds, optimizer_state_bytes, optimizer_step_seconds
 from autoshard.formulate import Formulation, Training, formulate, with_pins
 from autoshard.graph import Graph, Op, Ref, Result, Tensor
 from autoshard.layout import has_partial, is_legal, local_shape, parse, replicated, text
 from autoshard.mesh import Mesh
+from autoshard.planning.describe import layouts_of, results_of
+from autoshard.planning.plan import Options, allowed_by_pins
 from autoshard.problem import EdgeUsage, NodeUsage, evaluate
-from autoshard.redistribute import Routes
+from autoshard.routes import Routes
 from autoshard.solvers import solve
 from autoshard.strategies import candidates, internal_collectives
 from models import gpt2, mlp

@@ -7,13 +7,13 @@ from functools import cache
 
 import pytest
 
-from autoshard.api.options import Options
-from autoshard.api.planning import formulate_for
-from autoshard.api.refusal import PATIENCE, searched_seconds
 from autoshard.capture import capture
 from autoshard.mesh import MOST_AXES, MOST_DEVICES, Mesh, parse_shape
+from autoshard.pipeline.submeshes import Cluster
+from autoshard.planning.options import Options
+from autoshard.planning.plan import formulate_for
+from autoshard.planning.refusal import PATIENCE, searched_seconds
 from autoshard.problem import evaluate
-from autoshard.simulate.pipeline_cluster import Cluster
 from autoshard.solvers import Status, auto, certificate, solve
 from autoshard.solvers.certificate import hopeless, level, refute, without_prices
 from autoshard.solvers.incumbent import Incumbent, Record

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autoshard.cost.importers import known, parse
+from autoshard.calibrate.importers import known, parse
 
 DATA = Path(__file__).parent / "data" / "collectives"
 

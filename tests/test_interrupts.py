@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from autoshard import api
-from autoshard.api import planning
 from autoshard.cli import main, pipeline_verb
 from autoshard.cli.patience import GIVES, SILENCE, Patience, gives
+from autoshard.planning import plan as planning
 from autoshard.solvers import Answer, Status
 from models import mlp
 from tests.helpers import fast_mesh

@@ -10,7 +10,7 @@ from autoshard.lower.collectives import Ask, check_step, exchange, take
 from autoshard.lower.parts import assemble, cut, distance, gap, reduce_parts
 from autoshard.lower.program import Move, Slot
 from autoshard.lower.run import World, check, together
-from autoshard.redistribute import Routes, Step
+from autoshard.routes import Routes, Step
 from tests.helpers_lower import mesh_of
 
 

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from autoshard.lower import dropout, lower
-from autoshard.lower.kernels import KERNELS
+from autoshard.lower import lower
+from autoshard.lower.kernels import dropout
+from autoshard.lower.kernels.table import KERNELS
 from autoshard.lower.program import Run
 from tests.helpers_lower import check_op, crossed, laid, mesh_of, one_op
 from tests.test_coverage_ops import CASES as MORE_CASES

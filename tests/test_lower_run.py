@@ -17,7 +17,7 @@ from autoshard.lower import lower, run_on, run_whole
 from autoshard.lower.collectives import Groups, Rank
 from autoshard.lower.parts import cut, distance
 from autoshard.lower.run import taking
-from autoshard.redistribute import Routes
+from autoshard.routes import Routes
 from autoshard.strategies import candidates
 from models import gpt2
 from tests.helpers import tiny_graph

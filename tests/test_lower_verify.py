@@ -11,7 +11,7 @@ from autoshard.layout import parse
 from autoshard.lower import lower, plant_fault, run_simulated, run_whole, verify_program
 from autoshard.lower.program import Free, Give, Load, Move, Run
 from autoshard.lower.run import World
-from autoshard.redistribute import Routes
+from autoshard.routes import Routes
 from autoshard.solution import Placed
 from autoshard.strategies import candidates
 from tests.helpers import tiny_graph

@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 
 import autoshard
-from autoshard.api.mesh_shapes import mesh_shapes, plan_meshes
-from autoshard.api.options import Infeasible
 from autoshard.mesh import Mesh
+from autoshard.planning.mesh_shapes import mesh_shapes, plan_meshes
+from autoshard.planning.options import Infeasible
 from models import mlp
 from tests.test_cli import TINY, check_refused, run
 

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard.api.checking import materialized, random_choice
-from autoshard.api.describe import layouts_of, results_of
 from autoshard.capture import capture
 from autoshard.formulate import Training, formulate
+from autoshard.planning.describe import layouts_of, results_of
 from autoshard.strategies import candidates
 from models import bert, gpt2, llama, moe
 from tests.helpers import fast_mesh

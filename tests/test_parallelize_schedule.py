@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autoshard.api.planning import Options, Stopwatch, baseline_only
 from autoshard.capture import capture
 from autoshard.lower import lower
 from autoshard.lower.bucketing import bucket
@@ -17,6 +16,7 @@ from autoshard.lower.collectives import Groups
 from autoshard.lower.flow import STARTS, WAIT, Flow, Pace, live_bytes, owners, size
 from autoshard.lower.fx_program import RankGraphs, spare_gloo, trace
 from autoshard.lower.overlap import described, overlap, room, scheduled
+from autoshard.planning.plan import Options, Stopwatch, baseline_only
 from models import gpt2
 from tests.helpers_lower import mesh_of
 

@@ -16,9 +16,9 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from autoshard.api import PassOptions, autosharding_pass, passes
-from autoshard.api.planning import Infeasible
 from autoshard.layout import P
 from autoshard.mesh import Device
+from autoshard.planning.plan import Infeasible
 from autoshard.strategies import Row
 from autoshard.strategies.rows import RULES
 from tests.helpers import TINY, given_graphs
@@ -247,7 +247,7 @@ def test_forbidden_layouts_reach_the_planner():
 AGAIN = """
 import sys
 sys.path.insert(0, ROOT)
-import autoshard.api.planning as planning, autoshard.solvers.solve as solving
+import autoshard.planning.plan as planning, autoshard.solvers.solve as solving
 from autoshard.layout import text
 from torch.utils import _pytree as pytree
 from tests.helpers import TINY, given_graphs

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.api.keeping import edited_layouts, kept_layouts, packed
-from autoshard.api.options import Options
-from autoshard.api.pins import allowed_by_pins, demanded
-from autoshard.api.planning import formulate_for, plan
 from autoshard.capture import capture
 from autoshard.formulate import Formulation, with_pins
 from autoshard.layout import R, S, text
+from autoshard.planning.demands import allowed_by_pins, demanded
+from autoshard.planning.keeping import edited_layouts, kept_layouts, packed
+from autoshard.planning.options import Options
+from autoshard.planning.plan import formulate_for, plan
 from autoshard.solution import Solution
 from autoshard.solvers import solve
 from autoshard.strategies import candidates

@@ -11,17 +11,17 @@ from functools import cache
 import pytest
 from rich.console import Console
 
-from autoshard.api.mesh_shapes import mesh_shapes
-from autoshard.api.pipeline_choices import place
-from autoshard.api.pipelines import microbatch, pipeline
-from autoshard.api.planning import Infeasible
 from autoshard.cli import main
 from autoshard.mesh import DEVICES_PER_NODE, Device
-from autoshard.report.numbers import seconds
+from autoshard.pipeline.choices import place
+from autoshard.pipeline.interop import SubMesh
+from autoshard.pipeline.pipeline_record import Pipeline
+from autoshard.pipeline.pipelines import microbatch, pipeline
+from autoshard.pipeline.submeshes import Cluster, Kind
+from autoshard.planning.mesh_shapes import mesh_shapes
+from autoshard.planning.plan import Infeasible
 from autoshard.report.pipeline import pipeline_report, plot_speed_up
-from autoshard.simulate.interop import SubMesh
-from autoshard.simulate.pipeline_cluster import Cluster, Kind
-from autoshard.simulate.pipeline_record import Pipeline
+from autoshard.units import seconds
 from models import mlp
 
 SLOW = Device("slow", 1e9, 1e9, 1e9, 1e9, launch=1e-7)  # links are fast beside it, so that tiny models are cut

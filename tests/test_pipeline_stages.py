@@ -10,8 +10,8 @@ import torch
 from autoshard.capture import capture
 from autoshard.graph import Graph, Op, check, replace_refs
 from autoshard.lower.literals import overload, torch_constants
-from autoshard.simulate.pipeline_layers import clustered, layers_of
-from autoshard.simulate.pipeline_stages import crossing_bytes, stage_program
+from autoshard.pipeline.layers import clustered, layers_of
+from autoshard.pipeline.stage_programs import crossing_bytes, stage_program
 from models import gpt2, llama, mlp, unet
 
 MODELS = {

@@ -10,8 +10,8 @@ import pytest
 
 from autoshard.layout import P, R, S, is_legal, local_numel, placement_text
 from autoshard.mesh import Mesh
-from autoshard.redistribute import Routes, seconds_table
-from autoshard.redistribute.moves import STEPS, all_moves, decode
+from autoshard.routes import Routes, seconds_table
+from autoshard.routes.steps import STEPS, all_moves, decode
 
 REDUCE = {"sum": np.add.reduce, "avg": lambda parts: np.add.reduce(parts) / len(parts), "max": np.maximum.reduce, "min": np.minimum.reduce}
 CASES = [

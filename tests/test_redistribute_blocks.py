@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autoshard.layout import P, R, S
-from autoshard.redistribute import (
+from autoshard.relayout import (
     BlockLayout,
     BlockProblem,
     from_placements,
@@ -19,7 +19,7 @@ from autoshard.redistribute import (
     strided_factors,
     to_placements,
 )
-from autoshard.redistribute.blocks import (
+from autoshard.relayout.blocks import (
     CHUNKS,
     WHOLE,
     axis_sizes,
@@ -32,7 +32,7 @@ from autoshard.redistribute.blocks import (
     local_indices,
     part_of,
 )
-from autoshard.redistribute.overlap import common, most_leaving, sender, traffic
+from autoshard.relayout.holdings import common, most_leaving, sender, traffic
 from benchmarks.redistribution import random_problem
 
 DIMS = [(s, n) for s in (1, 2, 3, 5, 7, 8, 12, 13, 16, 30) for n in (1, 2, 3, 4, 6) if n <= s]

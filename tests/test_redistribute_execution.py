@@ -12,12 +12,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from autoshard.layout import S
-from autoshard.lower.moves import BlockGroups, cut_blocks, simulate
 from autoshard.mesh import Mesh
-from autoshard.redistribute import BlockLayout, BlockProblem, IdealPrices, MeshPrices, Routes, astar, from_placements, memory_constrained
-from autoshard.redistribute.blocks import why_not
-from autoshard.redistribute.packing import packing
-from autoshard.redistribute.planners import priced, route_of, space_of
+from autoshard.relayout import BlockLayout, BlockProblem, IdealPrices, MeshPrices, astar, from_placements, memory_constrained
+from autoshard.relayout.blocks import why_not
+from autoshard.relayout.execute import BlockGroups, cut_blocks, simulate
+from autoshard.relayout.packing import packing
+from autoshard.relayout.planners import priced, route_of, space_of
+from autoshard.routes import Routes
 from benchmarks.redistribution import random_problem
 
 MESHES = {8: [(8,), (2, 4), (4, 2), (2, 2, 2)], 12: [(12,), (3, 4), (2, 6), (2, 2, 3), (3, 2, 2)]}
@@ -160,7 +161,7 @@ def _fits(shape, layout, sizes):
 def test_local_tensor_mode_runs_the_same_routes():
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from autoshard.lower.moves_local import run_local
+    from autoshard.relayout.execute_local import run_local
 
     rng = random.Random(3)
     for mesh in [(2, 2, 2), (2, 2, 3)]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autoshard.layout import P, R, S
 from autoshard.mesh import Mesh
-from autoshard.redistribute import Route, Routes, route, seconds_table
+from autoshard.routes import Route, Routes, route, seconds_table
 from tests.test_redistribute import layouts_of, mesh_of
 
 # ---- known routes

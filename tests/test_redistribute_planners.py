@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from autoshard.mesh import Axis, Mesh
-from autoshard.redistribute import (
+from autoshard.relayout import (
     PLANNERS,
     BlockLayout,
     BlockProblem,
@@ -23,11 +23,11 @@ from autoshard.redistribute import (
     priced,
     read_problem,
 )
-from autoshard.redistribute.blocks import WHOLE
-from autoshard.redistribute.coarse import distances
-from autoshard.redistribute.overlap import traffic
-from autoshard.redistribute.planners import space_of
-from autoshard.redistribute.published import volume
+from autoshard.relayout.blocks import WHOLE
+from autoshard.relayout.coarse import distances
+from autoshard.relayout.holdings import traffic
+from autoshard.relayout.planners import space_of
+from autoshard.relayout.tensorcraft import volume
 from benchmarks.redistribution import (
     LARGE,
     LIMITS,

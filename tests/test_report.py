@@ -4,8 +4,8 @@ import pytest
 
 from autoshard.report import as_text, exported, plan_report, summary, verify_report
 from autoshard.report.blocks import sections
-from autoshard.report.numbers import percent, seconds, size
 from autoshard.solution import Placed
+from autoshard.units import percent, seconds, size
 from tests.helpers_solutions import linear_solution
 
 

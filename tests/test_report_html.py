@@ -17,9 +17,9 @@ from autoshard.cli import main
 from autoshard.layout import rank_bounds
 from autoshard.mesh import Mesh
 from autoshard.report import html, html_charts, html_frontier, html_layouts, html_tree
-from autoshard.report.numbers import size
 from autoshard.solution import Placed, Solution, load
 from autoshard.solution.record import parsed
+from autoshard.units import size
 from models import mlp
 from tests.helpers_report import HOSTILE, Elements, frontier, hostile_solution
 from tests.helpers_solutions import linear_solution

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from autoshard.api import plan, robustness
-from autoshard.api.describe import choice_of, layouts_of, results_of
-from autoshard.api.planning import Options, formulate_for
-from autoshard.api.robustness import link_groups, scaled
 from autoshard.capture import capture
 from autoshard.cli import main
 from autoshard.cli.model import load_model
 from autoshard.cost import collective_seconds
+from autoshard.explain.robustness import link_groups, scaled
 from autoshard.mesh import Axis, LinkCurve, Mesh
+from autoshard.planning.describe import choice_of, layouts_of, results_of
+from autoshard.planning.plan import Options, formulate_for
 from autoshard.problem import evaluate
 from autoshard.solution import Solution, parts, price_errors
 from autoshard.strategies import candidates

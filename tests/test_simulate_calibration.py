@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from autoshard.simulate.calibration import Runs, calibrate, held_out
+from autoshard.calibrate.mlp_runs import Runs, calibrate, held_out
 
 PATH = Path(__file__).parent / "data" / "distir" / "real_vs_simulated_mlp.csv"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from autoshard.simulate.degrees import Parallel
 from autoshard.simulate.distir import CONSTANTS, DISTIR_83D7FC3, DISTIR_3386EDC, MLP, step_seconds
-from autoshard.simulate.parallel import Parallel
 
 DATA = Path(__file__).parent / "data" / "distir"
 FIGURE3 = json.loads((DATA / "figure3.json").read_text())

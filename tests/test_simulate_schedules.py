@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.simulate.schedule_times import run
-from autoshard.simulate.schedules import SCHEDULES, Schedule, Unit, schedule_of
+from autoshard.pipeline.schedule_times import run
+from autoshard.pipeline.schedules import SCHEDULES, Schedule, Unit, schedule_of
 
 STAGES, MICROBATCHES = range(1, 9), (1, 2, 3, 4, 5, 7, 8, 12, 16, 17)
 GRID = [

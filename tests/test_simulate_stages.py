@@ -11,10 +11,10 @@ from autoshard.api.simulating import Parallel, divided, microbatch, simulate, si
 from autoshard.capture import capture_deep
 from autoshard.cli import main
 from autoshard.mesh import Axis, LinkCurve, Mesh
-from autoshard.simulate.pipeline_layers import layers_of
-from autoshard.simulate.schedules import schedule_of
-from autoshard.simulate.stages import Part, parts_of, run_parts, weight_ops
-from autoshard.simulate.trace import trace_of_run
+from autoshard.pipeline.layers import layers_of
+from autoshard.pipeline.schedules import schedule_of
+from autoshard.pipeline.stage_costs import Part, parts_of, run_parts, weight_ops
+from autoshard.report.trace import trace_of_run
 from models import gpt2, mlp
 from tests.test_simulate_timeline import check_trace
 

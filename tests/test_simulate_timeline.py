@@ -9,14 +9,14 @@ import pytest
 
 import autoshard
 from autoshard import api
-from autoshard.api.planning import Options, Stopwatch, baseline_only
 from autoshard.capture import capture_deep
 from autoshard.mesh import Mesh
+from autoshard.planning.plan import Options, Stopwatch, baseline_only
 from autoshard.problem import evaluate
+from autoshard.report.trace import trace_of
 from autoshard.simulate.planned import planned
 from autoshard.simulate.program import program_of
 from autoshard.simulate.timeline import Timeline, run_program, shared_links, timeline_of, timeline_of_solution
-from autoshard.simulate.trace import trace_of
 from models import gpt2, llama, mlp
 
 SCHEMES = ("data_parallel", "fsdp", "megatron", "megatron_sp")

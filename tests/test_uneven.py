@@ -11,7 +11,6 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 
 from autoshard.api import plan
 from autoshard.api.checking import random_choice, run_unsharded
-from autoshard.api.describe import layouts_of, results_of
 from autoshard.capture import capture
 from autoshard.formulate import Training, formulate, op_candidate_seconds
 from autoshard.layout import P, R, S, all_layouts, is_even, is_legal, parse, rank_bounds, text
@@ -21,8 +20,9 @@ from autoshard.lower.parts import cut, distance
 from autoshard.lower.program import Move, slot_of
 from autoshard.lower.run import World
 from autoshard.mesh import Mesh
-from autoshard.redistribute import Routes
+from autoshard.planning.describe import layouts_of, results_of
 from autoshard.report.text import as_text, plan_report
+from autoshard.routes import Routes
 from autoshard.strategies import Candidate, candidates, register_rule
 from autoshard.strategies.rows import EVEN_ONLY, RULES
 from models import bert, gpt2, llama, mlp

@@ -17,9 +17,10 @@ from autoshard import api
 from autoshard.api.checking import run_unsharded
 from autoshard.capture import capture
 from autoshard.graph import Graph, Op, Ref, Result, Tensor
-from autoshard.lower import dropout, plant_fault, run_whole, verify_program
-from autoshard.lower.dropout import draws
-from autoshard.lower.laid import local
+from autoshard.lower import plant_fault, run_whole, verify_program
+from autoshard.lower.kernels import dropout
+from autoshard.lower.kernels.dropout import draws
+from autoshard.lower.kernels.local_inputs import local
 from autoshard.lower.parts import gap, largest
 from autoshard.mesh import Mesh
 from autoshard.solution import Placed

@@ -18,17 +18,17 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoshard.api.checkpointing import checkpointed
-from autoshard.api.describe import layouts_of, results_of
-from autoshard.api.planning import Progress
 from autoshard.capture import capture_module, constants, in_turn, input_names
 from autoshard.capture.held import copied, opened
 from autoshard.capture.inputs import arguments
 from autoshard.formulate import Formulation, Training, formulate
 from autoshard.graph import Graph, Tensor, Value
 from autoshard.lower import Verification, faults, lower, run_local_tensor, verify_program
-from autoshard.lower.dropout import DrawsInOrder, draws, first_state, from_state
-from autoshard.redistribute import Routes
+from autoshard.lower.kernels.dropout import DrawsInOrder, draws, first_state, from_state
+from autoshard.planning.describe import layouts_of, results_of
+from autoshard.planning.plan import Progress
+from autoshard.planning.recomputing import checkpointed
+from autoshard.routes import Routes
 from autoshard.solution import Placed, Solution, misfits
 from autoshard.strategies import candidates
 

@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from autoshard.api.checkpointing import checkpointed
 from autoshard.capture import Returned, capture_module, input_names
 from autoshard.graph import Graph
 from autoshard.layout import Layout, parse
@@ -31,6 +30,7 @@ from autoshard.lower.flow import Pace
 from autoshard.lower.fx_program import trace
 from autoshard.lower.module import Runner, Step, parallel_class, refuse_parts
 from autoshard.lower.overlap import scheduled
+from autoshard.planning.recomputing import checkpointed
 from autoshard.solution import Solution, misfits
 
 

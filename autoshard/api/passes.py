@@ -21,13 +21,13 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from autoshard.api.checking import verify_graph
-from autoshard.api.pins import broken_by
-from autoshard.api.planning import Options, Stopwatch, baseline_only, checked_options, plan_graph
 from autoshard.capture import Captured, capture_given, capture_module, ignored, in_turn
 from autoshard.exports.sharding_map import sharding_map, unbacked_mesh
 from autoshard.graph import Graph
 from autoshard.layout import local_numel, parse, replicated, text, why_illegal
 from autoshard.mesh import Device, Mesh
+from autoshard.planning.demands import broken_by
+from autoshard.planning.plan import Options, Stopwatch, baseline_only, checked_options, plan_graph
 from autoshard.solution import Placed, Solution, load, misfits
 
 log = logging.getLogger("autoshard")

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from autoshard.api.planning import Progress
 from autoshard.api.simulating import simulate
+from autoshard.planning.plan import Progress
 from autoshard.report import html
 from autoshard.solution import Solution
 

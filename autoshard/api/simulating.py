@@ -14,17 +14,17 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from autoshard.api.checkpointing import checkpointed
-from autoshard.api.planning import Options, Progress, Stopwatch, baseline_only, plan_graph
 from autoshard.capture import capture_deep, in_turn
 from autoshard.graph import Graph
 from autoshard.mesh import Axis, Mesh
-from autoshard.simulate.parallel import Parallel
-from autoshard.simulate.pipeline_layers import Layers, layers_of
-from autoshard.simulate.pipeline_stages import partial_gradients
-from autoshard.simulate.schedule_times import Run
-from autoshard.simulate.schedules import schedule_of
-from autoshard.simulate.stages import Part, parts_of, run_parts
+from autoshard.pipeline.layers import Layers, layers_of
+from autoshard.pipeline.schedule_times import Run
+from autoshard.pipeline.schedules import schedule_of
+from autoshard.pipeline.stage_costs import Part, parts_of, run_parts
+from autoshard.pipeline.stage_programs import partial_gradients
+from autoshard.planning.plan import Options, Progress, Stopwatch, baseline_only, plan_graph
+from autoshard.planning.recomputing import checkpointed
+from autoshard.simulate.degrees import Parallel
 from autoshard.simulate.timeline import Timeline, timeline_of_solution
 from autoshard.solution import Solution
 

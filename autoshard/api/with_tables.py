@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from autoshard.api.planning import Infeasible, plan
 from autoshard.capture import in_turn
 from autoshard.layout import parse
 from autoshard.mesh import Mesh
-from autoshard.redistribute import Routes
+from autoshard.planning.plan import Infeasible, plan
+from autoshard.routes import Routes
 from autoshard.solution import Solution
 from autoshard.tables import Table, TablePlan, plan_tables
 

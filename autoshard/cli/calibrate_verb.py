@@ -55,8 +55,8 @@ def fit(
     autoshard calibrate fit all_reduce_perf.txt all_gather_perf.txt --out curves.json --plot curves.png
     autoshard calibrate fit measured.csv --table
     """
+    from autoshard.calibrate.importers import parse
     from autoshard.cost.curves.files import fitted, save
-    from autoshard.cost.importers import parse
 
     check_out(out)
     check_out(plot)
@@ -86,7 +86,7 @@ def _row(one: Fitted) -> dict:
 
 def _by_collective(curves: Sequence[Fitted]) -> list[dict]:
     """Errors over the points of all curves of a collective, and of all."""
-    from autoshard.cost.curves.errors import pooled
+    from autoshard.calibrate.errors import pooled
 
     names = sorted({one.series.collective for one in curves})
     groups = [(name, [one for one in curves if one.series.collective == name]) for name in names]
@@ -109,7 +109,7 @@ def _drawn(one: Fitted) -> dict:
     grid = [first * (last / first) ** (k / 200) for k in range(201)]
     turns: list[float] = []
     if len(points) >= 6:
-        from autoshard.cost.curves import turning_sizes
+        from autoshard.calibrate import turning_sizes
 
         turns = turning_sizes(*zip(*points))
     return {
@@ -139,7 +139,7 @@ def measure(
     autoshard plan models/gpt2.py:small --cluster cluster.json
     """
     from autoshard import api  # here: torch takes seconds to import
-    from autoshard.cost.curves.cluster import save_cluster
+    from autoshard.calibrate.cluster import save_cluster
 
     check_out(out)
     if backend not in ("auto", "nccl", "gloo"):
@@ -173,8 +173,8 @@ def measure(
 
 def _record(shape: tuple[int, ...], about: dict, found: Any, elapsed: float) -> dict:
     """The file's content; nothing while too little is known."""
-    from autoshard.cost.curves.cluster import cluster
-    from autoshard.cost.curves.rates import OpSample
+    from autoshard.calibrate.cluster import cluster
+    from autoshard.calibrate.rates import OpSample
 
     if not all(any(len(t) >= 2 for (axis, _), t in found.collectives.items() if axis == k) for k, n in enumerate(shape) if n > 1):
         return {}

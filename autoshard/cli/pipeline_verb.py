@@ -138,7 +138,7 @@ def _report() -> ModuleType:
 
 def _cluster(devices: int | None, nodes: Sequence[str], device: str, per_node: int, tf32: bool, links: Bandwidths) -> Any:
     """The cluster that the words name."""
-    from autoshard.simulate.pipeline_cluster import Cluster, Kind  # here: as in options
+    from autoshard.pipeline.submeshes import Cluster, Kind  # here: as in options
 
     if (devices is None) == (not nodes):
         raise ValueError("give the cluster: either --devices 16, or --nodes 2x8:h100 once per kind of node")

@@ -51,7 +51,7 @@ def redistribute(
     \b
     autoshard redistribute problems.json --prices tensorcraft --table
     """
-    from autoshard import redistribute as room  # here: it needs torch, which --help shouldn't
+    from autoshard import relayout as room  # here: it needs torch, which --help shouldn't
 
     report = _report()
     planners, kinds = room.PLANNERS, ("mesh", "tensorcraft")
@@ -97,7 +97,7 @@ def redistribute(
 
 def _panels(problem, layouts) -> list[list[list[list[int]]]]:
     """Per layout, dim, rank and sampled index, whether the rank holds it."""
-    from autoshard.redistribute import holds
+    from autoshard.relayout import holds
 
     points = [[i * n // min(n, SAMPLES) for i in range(min(n, SAMPLES))] for n in problem.shape]
     return [[holds(problem, layout, d, some) for d, some in enumerate(points)] for layout in layouts]

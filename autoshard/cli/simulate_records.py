@@ -63,7 +63,7 @@ def record_of_mlp(
 ) -> dict:
     """Of a published simulator's MLP under its rules; unused: options that these rules have no use for, with what was given."""
     from autoshard.simulate import distir
-    from autoshard.simulate.parallel import Parallel
+    from autoshard.simulate.degrees import Parallel
 
     if constants not in distir.CONSTANTS:
         raise ValueError(f"--constants is {constants!r}; expected physical, {' or '.join(distir.CONSTANTS)}")

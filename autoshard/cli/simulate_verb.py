@@ -218,7 +218,7 @@ def _measured(cluster: str, grid: Grid, output: Output) -> tuple[Grid, MeshMaker
 def _write(found: Found, trace: str | None, picture: str | None, output: Output) -> None:
     output.progress("writing", 0.95)
     if trace is not None:
-        from autoshard.simulate.trace import trace_of, trace_of_run  # here: as above
+        from autoshard.report.trace import trace_of, trace_of_run  # here: as above
 
         _report().save_trace(trace_of(found.timeline) if found.run is None else trace_of_run(found.run), trace)
         output.note(f"wrote {trace}; open it in ui.perfetto.dev")

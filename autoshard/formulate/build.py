@@ -12,7 +12,7 @@ from autoshard.graph import Graph, Op, Tensor, Value
 from autoshard.layout import all_layouts, has_partial, local_numel, local_shape
 from autoshard.mesh import Mesh
 from autoshard.problem import Edge, Problem
-from autoshard.redistribute import Routes
+from autoshard.routes import Routes
 from autoshard.strategies import Candidate, Candidates, internal_bytes, internal_collectives
 
 

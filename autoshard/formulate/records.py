@@ -14,7 +14,7 @@ from autoshard.graph import Graph, Tensor, Value
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.problem import Problem
-from autoshard.redistribute import Route, Routes
+from autoshard.routes import Route, Routes
 from autoshard.strategies import Candidate, Candidates
 
 Layouts = tuple[Layout, ...]

@@ -11,7 +11,7 @@ from autoshard.formulate.records import Layouts
 from autoshard.graph import Tensor
 from autoshard.layout import Layout, local_numel
 from autoshard.mesh import Mesh
-from autoshard.redistribute import Routes, buffer_table
+from autoshard.routes import Routes, buffer_table
 
 
 class Tables:

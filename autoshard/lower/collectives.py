@@ -29,7 +29,7 @@ from torch.distributed.tensor.placement_types import Shard
 from autoshard.layout import chunk_bounds, is_even, rank_shape
 from autoshard.lower.parts import reduce_parts
 from autoshard.mesh import Mesh
-from autoshard.redistribute import Step
+from autoshard.routes import Step
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,10 +24,10 @@ from typing import Any
 from autoshard.graph import Graph, Op, Tensor, Value
 from autoshard.layout import Layout, is_even, local_shape, parse, rank_shape, text, why_illegal
 from autoshard.lower.collectives import check_step
-from autoshard.lower.kernels import Kernel, kernel_for
+from autoshard.lower.kernels.table import Kernel, kernel_for
 from autoshard.lower.literals import INSTEAD, localise, torch_constants
 from autoshard.mesh import Mesh
-from autoshard.redistribute import Routes, Step
+from autoshard.routes import Routes, Step
 from autoshard.solution import Placed
 
 parsed = cache(parse)

@@ -21,12 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.graph import replace_refs
 from autoshard.layout import is_legal, rank_shape, text
 from autoshard.lower.collectives import Asking, Groups, Rank, exchange, take
-from autoshard.lower.dropout import from_state
+from autoshard.lower.kernels.dropout import from_state
 from autoshard.lower.literals import DENSE_INPUTS, overload
 from autoshard.lower.parts import assemble, cut, groups
 from autoshard.lower.program import Free, Give, Load, Move, Program, Run, Slot
 from autoshard.mesh import Mesh
-from autoshard.redistribute import Step
+from autoshard.routes import Step
 
 Parts = list[Tensor]
 

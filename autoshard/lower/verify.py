@@ -27,13 +27,13 @@ from torch import Tensor
 
 from autoshard.graph import Graph, Op, Value
 from autoshard.layout import Layout, P, R, S, is_legal, rank_shape, text
-from autoshard.lower.dropout import draws, first_state, from_state
+from autoshard.lower.kernels.dropout import draws, first_state, from_state
 from autoshard.lower.literals import UNINITIALISED
 from autoshard.lower.parts import cut, distance, gap, largest
 from autoshard.lower.program import Free, Give, Load, Move, Program, Run, Slot, lower, run_record
 from autoshard.lower.run import World, alone, check_all
 from autoshard.mesh import Mesh
-from autoshard.redistribute import Routes
+from autoshard.routes import Routes
 from autoshard.solution import Placed
 
 # (of results, of single ops) by the least precise float type of the graph. An op's is wider: it has to tell a wrong layout

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.report.figures import save
-from autoshard.report.numbers import seconds, size
+from autoshard.units import seconds, size
 
 COLOURS = ("#1b6ca8", "#d1495b", "#3c9d5d", "#edae49", "#66518c", "#00798c", "#8d6a4f", "#5c5c5c")
 FEW = 8  # curves of one collective drawn

@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from autoshard.report.blocks import split
-from autoshard.report.numbers import seconds, size
 from autoshard.solution.changes import changes as changes
+from autoshard.units import seconds, size
 
 MOST_ROWS = 20  # of a table; the rest is counted
 LEAST_SHARE = 0.001  # of the cost: parts that moved by less are left out

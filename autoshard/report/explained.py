@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.report.numbers import seconds, size
+from autoshard.units import seconds, size
 
 MOST_EDGES = 6  # that touch it
 MOST_REASONS = 3  # edges or ops per alternative

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.report.figures import save
-from autoshard.report.numbers import seconds, size
+from autoshard.units import seconds, size
 from autoshard.writing import whole
 
 COLUMNS = ("memory_bytes", "seconds", "bound_seconds", "gap", "status")

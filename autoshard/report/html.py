@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from autoshard.report import html_charts, html_frontier, html_layouts, html_parts, html_tree, numbers
+from autoshard import units as numbers
+from autoshard.report import html_charts, html_frontier, html_layouts, html_parts, html_tree
 from autoshard.report.blocks import seconds_elsewhere, sections
 from autoshard.solution import Solution
 from autoshard.solution.record import VERSION

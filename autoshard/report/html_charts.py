@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from autoshard.report.numbers import seconds, size
+from autoshard.units import seconds, size
 
 if TYPE_CHECKING:
     from autoshard.simulate.timeline import Timeline

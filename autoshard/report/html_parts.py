@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from autoshard.report.numbers import seconds, size
 from autoshard.report.robustness import price_parts
 from autoshard.solution import Solution
+from autoshard.units import seconds, size
 
 if TYPE_CHECKING:
     from autoshard.simulate.timeline import Timeline

@@ -11,9 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autoshard.pipeline.pipeline_record import Pipeline
 from autoshard.report.figures import save
-from autoshard.report.numbers import percent, seconds, size
-from autoshard.simulate.pipeline_record import Pipeline
+from autoshard.units import percent, seconds, size
 from autoshard.writing import whole
 
 SHOWN = 12  # configurations in the table

@@ -8,9 +8,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.report.numbers import seconds, size
 from autoshard.report.text import ROUNDING, plan_report
 from autoshard.solution import Solution
+from autoshard.units import seconds, size
 
 
 def planned_report(solution: Solution, meshes: Sequence[Mapping] | None = None) -> RenderableType:

@@ -11,8 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autoshard.units import seconds, size
+
 from .figures import save
-from .numbers import seconds, size
 
 COLUMNS = ("Step #", "Operation", "Distribution", "Cost [s]", "Memory Usage [MB]")
 COLORS = 20

@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.report.numbers import percent, seconds, size
 from autoshard.solution import Solution, parts, price_errors
+from autoshard.units import percent, seconds, size
 
 
 def price_parts(solution: Solution) -> list[dict]:

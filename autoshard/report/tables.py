@@ -11,8 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autoshard.units import percent, seconds, size
+
 from .figures import save
-from .numbers import percent, seconds, size
 
 BAR = 40  # characters of the slowest device
 ROWS = 40  # tables shown, unless all are asked for

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from autoshard.mesh import Axis
 from autoshard.report.blocks import Section, seconds_elsewhere, sections
-from autoshard.report.numbers import percent, seconds, size
 from autoshard.solution import Solution
+from autoshard.units import percent, seconds, size
 
 WIDTH = 100  # columns
 FEW = 5  # placement mismatches listed

@@ -11,13 +11,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autoshard.pipeline.schedule_times import Run
 from autoshard.simulate.program import COMPUTE
-from autoshard.simulate.schedule_times import Run
 from autoshard.simulate.timeline import Timeline
+from autoshard.units import percent, seconds, size
 from autoshard.writing import write_whole
 
 from .figures import save
-from .numbers import percent, seconds, size
 
 COLORS = {"F": "#4c78a8", "B": "#59a14f", "W": "#f1a340", "finish": "#9c9c9c"}
 OF_KIND = {"compute": "#4c78a8", "optimizer": "#9c9c9c", "split": "#bab0ac"}  # collectives by their place in COLLECTIVES
@@ -26,7 +26,7 @@ NUMBERED = 900  # boxes; more are drawn without their numbers
 
 
 def save_trace(trace: Mapping, path: str) -> None:
-    """Write a trace of simulate.trace, for chrome://tracing or ui.perfetto.dev."""
+    """Write a trace of report.trace, for chrome://tracing or ui.perfetto.dev."""
     write_whole(json.dumps(trace, allow_nan=False), path)
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from autoshard.simulate.parallel import Parallel
+from autoshard.simulate.degrees import Parallel
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from autoshard.cost import bytes_sent, collective_seconds
 from autoshard.formulate import Formulation, Link
 from autoshard.graph import Graph
 from autoshard.layout import Layout, text
-from autoshard.redistribute import Step
+from autoshard.routes import Step
 from autoshard.strategies import internal_collectives
 
 COMPUTE = 0  # stream; mesh axis k has stream k + 1

@@ -2,12 +2,12 @@
 
     y[n, o] = sum over i of x[n, i] * w[o, i] + b[o]         batch n, channels out o, channels in i (transposed: w[i, o])
 
-batch: x S(0) -> y S(0).   out: w, b S(o) -> y S(1).   in: x S(1), w S(i) -> y P, the bias added once (`lower.kernels`).
+batch: x S(0) -> y S(0).   out: w, b S(o) -> y S(1).   in: x S(1), w S(i) -> y P, the bias added once (`lower.kernels.table`).
 Backward gives (x', w', b'): batch S(0), P, P;  out P, S(o), S(0);  in S(1), S(i), R. With groups, channels in and out are cut
 together, between groups.
 
 batch norm: channels S(1) and S(0). A cut of the batch needs the mean and variance of all, two small reductions inside the op
-forward and one backward (`internal.py`, `lower.norms`). group norm: batch, or channels with their groups.
+forward and one backward (`internal.py`, `lower.kernels.norms`). group norm: batch, or channels with their groups.
 """
 
 from __future__ import annotations

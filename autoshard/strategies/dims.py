@@ -212,7 +212,7 @@ def gather(op: Op, inputs: Inputs) -> list[Row]:
     "aten.scatter.value_reduce",
 )  # fmt: skip
 def scatter(op: Op, inputs: Inputs) -> list[Row]:
-    """x with src put (or added) at index; a sum of parts may also come from a cut of what is added (`lower.kernels`)."""
+    """x with src put (or added) at index; a sum of parts may also come from a cut of what is added (`lower.kernels.table`)."""
     rank = len(inputs[0].shape)
     dim = _dim(op, 1, rank)
     alike = [d for d in range(rank) if d != dim and len({t.shape[d] for t in inputs}) == 1]

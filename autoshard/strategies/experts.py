@@ -4,7 +4,7 @@
     experts    w S(0) -> y P            expert parallelism: each rank multiplies the tokens of its experts, the others are 0
 
 Batched experts (x[e, c, k] @ w[e, k, n], a bmm) need no row here: their batch dim is the experts, and tokens that go from a
-cut of the batch to a cut of the experts go by all-to-all. Local programs with the experts cut are in `lower.experts`.
+cut of the batch to a cut of the experts go by all-to-all. Local programs with the experts cut are in `lower.kernels.experts`.
 """
 
 from __future__ import annotations

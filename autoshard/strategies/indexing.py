@@ -4,7 +4,7 @@
                                   into dim k, so may k: each rank looks up what lies in its part, the parts add up (P)
     x[i[b], r] += v[b, r]         the same, backwards: a cut of b gives sums of parts, a cut of k drops what is outside
 
-The local programs with x cut along k are in `lower.lookups`.
+The local programs with x cut along k are in `lower.kernels.lookups`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a row's local program does beside the op itself: collectives inside it, and tensors that it holds while it runs.
 
-Collectives are listed as (collective, axis, bytes that each rank puts in); `cost` prices them, `lower.kernels` runs the same ones.
-Bytes are those of the tensors of `lower.kernels` that live at once, beside the op's inputs and outputs.
+Collectives are listed as (collective, axis, bytes that each rank puts in); `cost` prices them, `lower.kernels.table` runs the same ones.
+Bytes are those of the tensors of `lower.kernels.table` that live at once, beside the op's inputs and outputs.
 """
 
 from __future__ import annotations

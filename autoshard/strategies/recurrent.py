@@ -2,7 +2,7 @@
 
 Only the batch n may be sharded: each step of the sequence needs the one before, and a step mixes all features. The workspace is
 for the backward of the same layer; its size is known only to the library that fills it, so that its local program leaves it empty
-and the backward runs the forward once more (`lower.recurrent`).
+and the backward runs the forward once more (`lower.kernels.recurrent`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 A rule is a function of (op, input tensors) that returns rows; the row in which everything is replicated is implied. None
 instead of rows says that the op is unknown: replicated and listed. The local program of a row is the op itself on local
-tensors, its size literals made local, unless `lower.kernels` has another one.
+tensors, its size literals made local, unless `lower.kernels.table` has another one.
 Partial always means a sum here, or max and min as the output of amax and amin: a mean over a cut dim is a sum of parts that
 were divided by the whole count, so there is no Partial(avg).
 """

@@ -27,8 +27,8 @@ from run import PER_NODE, asked, measured_mesh, parser_of, say, with_launch  # n
 from autoshard.api.simulating import divided, microbatch, simulate_grid  # noqa: E402
 from autoshard.capture import capture_deep  # noqa: E402
 from autoshard.mesh import Axis, Mesh  # noqa: E402
-from autoshard.simulate.parallel import Parallel  # noqa: E402
-from autoshard.simulate.pipeline_layers import layers_of  # noqa: E402
+from autoshard.pipeline.layers import layers_of  # noqa: E402
+from autoshard.simulate.degrees import Parallel  # noqa: E402
 
 STAGES = 2
 STEPS = 7

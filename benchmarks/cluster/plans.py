@@ -6,16 +6,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from autoshard.api.baselining import pinned_to
-from autoshard.api.certify import describe
-from autoshard.api.options import Options
-from autoshard.api.planning import formulate_for
 from autoshard.baselines import baselines
 from autoshard.capture import capture_deep
 from autoshard.cost import bytes_sent
 from autoshard.formulate import Formulation
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
+from autoshard.planning.baselining import pinned_to
+from autoshard.planning.certify import describe
+from autoshard.planning.options import Options
+from autoshard.planning.plan import formulate_for
 from autoshard.solution import Solution
 from autoshard.solvers import solve
 from autoshard.strategies import candidates, internal_collectives

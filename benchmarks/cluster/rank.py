@@ -28,10 +28,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, SplitPoint, pipeline
 
 import autoshard
+from autoshard.calibrate.measure import agree_on, buffer_of, measure
 from autoshard.graph import Graph
 from autoshard.lower import lower, run_on
 from autoshard.lower.collectives import Ask, Groups
-from autoshard.lower.measure import agree_on, buffer_of, measure
 from autoshard.solution import Solution
 
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}

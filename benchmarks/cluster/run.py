@@ -33,8 +33,8 @@ from network import Network, why_not  # noqa: E402
 from plans import IDLE, MODELS, SLOW, TINY, Planned, graph_of, plans  # noqa: E402
 from ranks import Ranks  # noqa: E402
 
-from autoshard.cost.curves.cluster import cluster  # noqa: E402
-from autoshard.cost.curves.rates import OpSample  # noqa: E402
+from autoshard.calibrate.cluster import cluster  # noqa: E402
+from autoshard.calibrate.rates import OpSample  # noqa: E402
 from autoshard.graph import Graph  # noqa: E402
 from autoshard.mesh import Mesh  # noqa: E402
 from autoshard.simulate.timeline import timeline_of_solution  # noqa: E402

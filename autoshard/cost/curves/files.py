@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from autoshard.calibrate.errors import Errors, held_out, summary
+from autoshard.calibrate.fit import PchipCurve, fit
+from autoshard.calibrate.sigmoid import Sigmoid, bus_factor
 from autoshard.reading import data_of
 from autoshard.writing import write_whole
 
-from .errors import Errors, held_out, summary
-from .fit import PchipCurve, fit
-from .published import Sigmoid, bus_factor
 from .records import Curve, PiecewiseCurve, PNorm, Series
 
 FORMAT = "autoshard.curves/1"

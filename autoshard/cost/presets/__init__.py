@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from autoshard.cost.curves.device_counts import Family
 from autoshard.mesh import DEVICES, UNMEASURED_DEVICE, UNMEASURED_LINK, Device, LinkCurve, Mesh
 from autoshard.reading import text_of
 
-from ..curves.devices import Family
 from ..curves.records import PiecewiseCurve
 
 LINK_SHARE = 0.75  # of a data sheet's link bandwidth, one direction: what large messages reach on the systems measured

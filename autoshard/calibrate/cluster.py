@@ -1,0 +1,132 @@
+"""What was measured on a live cluster, as a Mesh with curves and as a file.
+
+cluster.json: {"format": "autoshard.cluster/1", "mesh": Mesh.to_dict() (axes with their curves), "measured": the raw seconds,
+"roofline": rates and errors by op class and dtype, "complete": whether measuring came to its end, "assumptions": backend, ...}.
+
+An axis' latency and bandwidth, which price a collective that has no curve, are those of the alpha-beta fit t = a + x/b of its
+all_reduce (else all_gather):  latency = a / (L ceil(log2 n)),  bandwidth = s V (n-1)/n b, the terms of cost/collectives.py, with
+s = shared_by = seconds of an all_gather in all groups of the axis at once / in one of them alone, the median over sizes, rounded (1: not
+measured).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+import numpy as np
+
+from autoshard.calibrate.errors import Errors, held_out, pooled, summary
+from autoshard.calibrate.fit import fit
+from autoshard.calibrate.rates import OpSample, Roofline, fit_roofline
+from autoshard.cost.collectives import COLLECTIVES
+from autoshard.cost.compute import EFFICIENCY
+from autoshard.cost.curves.records import PiecewiseCurve, PNorm
+from autoshard.mesh import Axis, Device, LinkCurve, Mesh, default_axis_names
+from autoshard.reading import data_of
+from autoshard.writing import write_whole
+
+FORMAT = "autoshard.cluster/1"
+Times = Mapping[tuple[int, str], Mapping[float, float]]  # (axis, collective) -> size in bytes -> seconds
+Alone = Mapping[int, Mapping[float, float]]  # axis -> size in bytes -> seconds of an all_gather in one group, the others idle
+
+
+def link_curve(collective: str, times: Mapping[float, float]) -> LinkCurve:
+    """The default fit with its held-out mean error; in sample where there are too few sizes to hold any out."""
+    x, t = np.array(list(times)), np.array(list(times.values()))
+    curve = fit(x, t)
+    assert isinstance(curve, PiecewiseCurve)
+    errors = summary(*held_out(x, t, fit)) if len(x) >= 5 else Errors(0.0, 0.0, 0.0, 0)
+    return LinkCurve(collective, curve.sizes, curve.times, curve.tail, float(errors.mean))
+
+
+def sharing(shape: Sequence[int], axis: int, times: Times, alone: Alone) -> int:
+    """How many groups of an axis share a link: 1 to the number of groups."""
+    if not alone.get(axis):
+        return 1
+    ratio = median(times[axis, "all_gather"][size] / seconds for size, seconds in alone[axis].items())
+    return min(max(round(ratio), 1), math.prod(shape) // shape[axis])
+
+
+def mesh_of(
+    shape: Sequence[int], times: Times, device: Device, backend: str, names: Sequence[str] | None = None, alone: Alone | None = None
+) -> Mesh:
+    """The mesh of a measured cluster. ValueError while an axis has less than two sizes of any collective."""
+    axes = []
+    for k, (n, name) in enumerate(zip(shape, names or default_axis_names(len(shape)))):
+        measured = {c: t for (axis, c), t in times.items() if axis == k and len(t) >= 2}
+        if n == 1:
+            axes.append(Axis(name, n, 1.0, 0.0, backend=backend))
+            continue
+        if not measured:
+            raise ValueError(f"nothing is known yet about {name}; measure longer")
+        reference = next((c for c in ("all_reduce", "all_gather") if c in measured), next(iter(measured)))
+        link = fit(np.array(list(measured[reference])), np.array(list(measured[reference].values())), "alpha_beta")
+        assert isinstance(link, PNorm)
+        rounds, volume = COLLECTIVES[reference]
+        shared = sharing(shape, k, times, alone or {})
+        bandwidth, latency = shared * volume * (n - 1) / n * link.B, link.a / (rounds * (n - 1).bit_length())
+        axes.append(Axis(name, n, bandwidth, latency, shared, backend, tuple(link_curve(c, t) for c, t in measured.items())))
+    return Mesh(tuple(axes), device)
+
+
+def device_of(name: str, roofline: Roofline, memory: float) -> Device:
+    """Throughputs such that `op_seconds`, which takes EFFICIENCY of them, gives what was measured."""
+    narrow = [rate for (op, dtype), rate in roofline.flops.items() if op == "matmul" and dtype in ("bfloat16", "float16")]
+    wide = roofline.flops.get(("matmul", "float32"), max(narrow, default=0.0))
+    error = float(pooled(roofline.errors.values()).mean)
+    return Device(name, max(narrow, default=wide) / EFFICIENCY, wide / EFFICIENCY, roofline.memory, memory, roofline.launch, error)
+
+
+def cluster(
+    shape: Sequence[int],
+    times: Times,
+    samples: Sequence[OpSample],
+    *,
+    backend: str,
+    device: str,
+    memory: float,
+    complete: bool,
+    assumptions: Mapping[str, object],
+    alone: Alone | None = None,
+) -> dict:
+    """The record of a file. alone: without it every group is taken to have links of its own. ValueError while there is not enough for a
+    mesh."""
+    roofline = fit_roofline(samples)
+    mesh = mesh_of(shape, times, device_of(device, roofline, memory), backend, alone=alone)
+    raw = [
+        {"axis": mesh.axes[k].name, "collective": c, "sizes": sorted(t), "seconds": [t[x] for x in sorted(t)]}
+        for (k, c), t in times.items()
+    ]
+    single = [
+        {"axis": mesh.axes[k].name, "collective": "all_gather", "sizes": sorted(t), "seconds": [t[x] for x in sorted(t)]}
+        for k, t in (alone or {}).items()
+    ]
+    rows = [
+        {"op": op, "dtype": dtype, "flops_per_second": roofline.flops.get((op, dtype)), "gmae": e.gmae, "mean": e.mean, "samples": e.num}
+        for (op, dtype), e in roofline.errors.items()
+    ]
+    return {
+        "format": FORMAT,
+        "complete": complete,
+        "mesh": mesh.to_dict(),
+        "roofline": {"memory_bytes_per_second": roofline.memory, "launch_seconds": roofline.launch, "ops": rows},
+        "measured": {"collectives": raw, "alone": single, "device": [vars(s) for s in samples]},
+        "assumptions": dict(assumptions),
+    }
+
+
+def save_cluster(path: str, record: dict) -> None:
+    """Whole or not at all, so that an interruption leaves the last one."""
+    write_whole(json.dumps(record, indent=1) + "\n", path)
+
+
+def load_cluster(path: str) -> Mesh:
+    """The mesh that `autoshard calibrate measure` wrote, curves included. ValueError where it is something else."""
+    data = data_of(path, "cluster")
+    try:
+        return Mesh.from_dict(data["mesh"])
+    except ValueError as error:
+        raise ValueError(f"{path} is no measured cluster: {error}") from None

@@ -1,0 +1,87 @@
+"""How far predictions are from measurements.
+
+    e = |(p - r) / r|        gmae = exp( mean( ln(e + 4e-4) ) )        mean = mean(e)        std = std(e)          (`summary`)
+
+A perfect predictor has a gmae of 0.04 %: the figure is as published (calibrate.sigmoid), so that figures can be compared.
+
+    held out       the sizes but the first and the last are dealt to `folds` folds; each fold is predicted from the rest   (`held_out`)
+    extrapolated   sizes above last / `span` are predicted from the others                                             (`extrapolated`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from autoshard.cost.curves.records import Curve, check
+
+FLOOR = 4e-4
+
+Fitter = Callable[[np.ndarray, np.ndarray], Curve]
+Pairs = tuple[np.ndarray, np.ndarray]  # predicted and measured seconds
+
+
+class Errors(NamedTuple):
+    """How far predictions were from measurements, as the formulas of this module say."""
+
+    gmae: float  # relative, as all here: 0.02 is 2 %
+    mean: float
+    std: float
+    num: int  # points
+
+
+def summary(predicted: np.ndarray, measured: np.ndarray) -> Errors:
+    """The errors of predicted against measured seconds, one each; nan where there are none."""
+    e = np.abs((np.asarray(predicted) - measured) / measured)
+    if not e.size:
+        return Errors(np.nan, np.nan, np.nan, 0)
+    return Errors(float(np.exp(np.log(e + FLOOR).mean())), float(e.mean()), float(e.std()), e.size)
+
+
+def together(pairs: Iterable[Pairs]) -> Errors:
+    """The summary over the pairs of many curves."""
+    kept = list(pairs)
+    if not kept:
+        return summary(np.empty(0), np.empty(0))
+    return summary(np.concatenate([p for p, _ in kept]), np.concatenate([r for _, r in kept]))
+
+
+def pooled(errors: Iterable[Errors]) -> Errors:
+    """The summary over all points behind several summaries, exactly; those of no points count for nothing."""
+    kept = [e for e in errors if e.num]
+    if not kept:
+        return summary(np.empty(0), np.empty(0))
+    weight = np.array([e.num for e in kept]) / sum(e.num for e in kept)
+    gmae = float(np.exp(weight @ np.log([e.gmae for e in kept])))
+    mean = float(weight @ np.array([e.mean for e in kept]))
+    square = float(weight @ np.array([e.std**2 + e.mean**2 for e in kept]))
+    return Errors(gmae, mean, max(square - mean**2, 0.0) ** 0.5, sum(e.num for e in kept))
+
+
+def held_out(sizes: np.ndarray, seconds: np.ndarray, fitter: Fitter, *, folds: int = 3) -> Pairs:
+    """(predicted, measured) seconds of each size but the first and last, by curves that have not seen it.
+
+    sizes: bytes. fitter: (sizes, seconds) -> Curve, as `fit`. ValueError where a fold can't be fitted.
+    """
+    x, t = check(sizes, seconds)
+    inside = np.arange(1, len(x) - 1)
+    predicted = np.empty(len(x))
+    for fold in range(folds):
+        out = inside[inside % folds == fold]
+        if out.size:
+            seen = np.setdiff1d(np.arange(len(x)), out)
+            predicted[out] = fitter(x[seen], t[seen]).seconds(x[out])
+    return predicted[inside], t[inside]
+
+
+def extrapolated(sizes: np.ndarray, seconds: np.ndarray, fitter: Fitter, *, span: float = 16) -> Pairs:
+    """(predicted, measured) seconds of the sizes above the last one / `span`, by a curve that has seen the others; empty where those
+    are fewer than 2. sizes: bytes. ValueError where they can't be fitted.
+    """
+    x, t = check(sizes, seconds)
+    seen = x <= x[-1] / span
+    if seen.sum() < 2:
+        return np.empty(0), np.empty(0)
+    return fitter(x[seen], t[seen]).seconds(x[~seen]), t[~seen]

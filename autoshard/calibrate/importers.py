@@ -1,0 +1,292 @@
+"""Measurements of other tools to Series: text in, SI units out.
+
+    nccl-tests     its printed table: size in bytes, out-of-place time in us                                         (`nccl_tests`)
+    PARAM comms    COMMS-RES lines: bytes, us, GB/s; or, of general all_to_allv, a number per rank joined by "-"       (`param`)
+    nnscaler       {"all gather": [[MB, ...], [seconds, ...]]}, a file per device count, 1 MB = 2^20 bytes         (`nnscaler`)
+    CSV            one row per measurement, columns by name with their unit: size_bytes, latency_us ...                   (`table`)
+
+What a file does not say itself (collective, devices) is read from its name, as the tools and their users write them
+(`all_reduce_perf_8.txt`, `all_to_all_4.txt`, `intra_8.json`), or given by the caller. Every refusal is one sentence with file and line.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from autoshard.calibrate.sigmoid import EPSILON
+from autoshard.cost.curves.records import Series
+from autoshard.reading import parsed, rows_of
+
+MIB = 2**20
+MOST_DEVICES = 10**8  # more is a number that stands in the wrong column
+NAMES = {  # as others write them, without separators -> ours
+    "allreduce": "all_reduce", "allgather": "all_gather", "allgatherbase": "all_gather", "allgatherintotensor": "all_gather",
+    "reducescatter": "reduce_scatter", "reducescatterbase": "reduce_scatter", "reducescattertensor": "reduce_scatter",
+    "alltoall": "all_to_all", "alltoallv": "all_to_allv", "alltoallsingle": "all_to_all", "reduce": "reduce", "broadcast": "broadcast",
+    "sendrecv": "send_recv", "dram": "dram", "memcpy": "dram", "gather": "gather", "scatter": "scatter",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement, and where it stands."""
+
+    line: int
+    collective: str
+    devices: int
+    size: float  # bytes
+    seconds: float
+    system: str = ""
+    nodes: int = 1
+    dtype: str = ""
+    source: str = ""
+    bus_bandwidth: float | None = None  # bytes per second
+
+    @property
+    def key(self) -> tuple:
+        return (self.source, self.system, self.collective, self.nodes, self.devices, self.dtype)
+
+
+def parse(text: str, name: str, *, collective: str | None = None, devices: int | None = None, system: str | None = None) -> list[Series]:
+    """The series of one file, in the order of their first rows. The arguments fill in, or overrule, what the file says.
+
+    ValueError: one sentence, for a text that is none of the formats and for a row that is no measurement.
+    """
+    if collective is not None:
+        collective = known(collective, f"the collective given for {name}")
+    reader = sniff(text, name)
+    rows = reader(text, name, collective or from_name(name), devices or count_from_name(name))
+    fixed = {key: value for key, value in (("collective", collective), ("devices", devices), ("system", system)) if value is not None}
+    rows = [replace(row, **fixed) for row in rows]  # type: ignore[arg-type]
+    if not rows:
+        raise ValueError(f"{name} holds no measurements; expected rows of sizes and times after its header")
+    for row in rows:
+        _check(row, name)
+    return series(rows)
+
+
+def sniff(text: str, name: str):
+    """The reader for a text, by what only that format has in it."""
+    if not text.strip():
+        raise ValueError(f"{name} is empty; expected the output of nccl-tests or PARAM, nnscaler JSON, or CSV")
+    if text.lstrip()[:1] in "{[":
+        return nnscaler
+    if "COMMS-RES" in text:
+        return param
+    if re.search(r"^#.*\balgbw\b.*\bbusbw\b", text, re.MULTILINE):
+        return nccl_tests
+    return table
+
+
+def series(rows: Iterable[Row]) -> list[Series]:
+    """Rows of one curve together."""
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.key, []).append(row)
+    found = []
+    for (source, system, collective, nodes, devices, dtype), members in groups.items():
+        bus = tuple(r.bus_bandwidth for r in members if r.bus_bandwidth is not None)
+        sizes, seconds = tuple(r.size for r in members), tuple(r.seconds for r in members)
+        found.append(Series(collective, devices, sizes, seconds, system, nodes, dtype, source, bus if len(bus) == len(members) else ()))
+    return found
+
+
+def _check(row: Row, name: str) -> None:
+    at = f"{name}:{row.line}"
+    if not (math.isfinite(row.size) and row.size > 0):
+        raise ValueError(f"{at}: size is {row.size:g} bytes; expected a positive number: leave the row out")
+    if not (math.isfinite(row.seconds) and row.seconds > 0):
+        raise ValueError(f"{at}: time is {row.seconds:g} s; expected a positive number: leave the row out, or measure it again")
+    if not 1 <= row.nodes <= row.devices <= MOST_DEVICES or row.devices % row.nodes:
+        raise ValueError(f"{at}: {row.devices:g} devices on {row.nodes:g} nodes can't be; expected as many on each node")
+
+
+def known(written: str, where: str) -> str:
+    """Our name of a collective: AllReduce, all-reduce, all_reduce_perf, all reduce -> all_reduce."""
+    plain = re.sub(r"[^a-z]", "", written.lower()).removesuffix("perf")
+    if plain not in NAMES:
+        raise ValueError(f"{where} is {written!r}; expected one of {', '.join(sorted(set(NAMES.values())))}")
+    return NAMES[plain]
+
+
+def from_name(name: str) -> str | None:
+    """The collective that a file's name holds, the longest if several."""
+    plain = re.sub(r"[^a-z]", "", name.rsplit("/", 1)[-1].lower())
+    found = [key for key in NAMES if key in plain]
+    return NAMES[max(found, key=len)] if found else None
+
+
+def count_from_name(name: str) -> int | None:
+    """The last number of a file's name: `all_reduce_8.txt` -> 8."""
+    found = re.findall(r"\d+", name.rsplit("/", 1)[-1].rsplit(".", 1)[0])
+    return int(found[-1]) if found else None
+
+
+def _needed(value, what: str, name: str):
+    if value is None:
+        raise ValueError(f"{name} does not say {what}; name the file for it, as all_reduce_8.txt, or give --{what.split()[-1]}")
+    return value
+
+
+def _number(written: str, what: str, at: str) -> float:
+    try:
+        number = float(written)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{at}: {what} is {written[:40]!r}; expected a number") from None
+    return number
+
+
+def nccl_tests(text: str, name: str, collective: str | None, devices: int | None) -> list[Row]:
+    """The printed tables, also several in one file. Rows of size 0, which the tool prints for tiny counts, are left out."""
+    rows: list[Row] = []
+    columns: list[str] = []
+    hosts: list[str] = []
+    said, finished = None, False
+    for line, words in _lines(text):
+        rest = " ".join(words)
+        if starting := re.search(r"Collective test starting:\s*(\S+)", rest):
+            said, hosts, finished = known(starting[1], f"{name}:{line}: the collective"), [], False
+        elif rank := re.search(r"\bRank\s+\d+.*\bon\s+(\S+)\s+device\b", rest):
+            hosts = [] if finished else hosts
+            hosts, finished = [*hosts, rank[1]], False
+        elif words[0].startswith("#"):
+            header = [word for word in rest.lstrip("#").split() if word]
+            columns = header if {"size", "time", "busbw"} <= set(header) else columns
+        elif words[0].isdigit() and columns:
+            finished = True
+            if len(words) <= max(columns.index(c) for c in ("size", "time", "busbw")):
+                raise ValueError(f"{name}:{line}: {len(words)} words under {len(columns)} columns; the line is cut off")
+            at = f"{name}:{line}"
+            size, time, bus = (_number(words[columns.index(c)], c, at) for c in ("size", "time", "busbw"))
+            if size == 0:
+                continue
+            num = len(hosts) or _needed(devices, "its number of devices", name)
+            nodes = len(set(hosts)) or 1
+            what = said or _needed(collective, "its collective", name)
+            dtype = words[columns.index("type")] if "type" in columns else ""
+            rows.append(Row(line, what, num, size, time * 1e-6, nodes=nodes, dtype=dtype, source="nccl-tests", bus_bandwidth=bus * 1e9))
+    return rows
+
+
+def _lines(text: str) -> Iterable[tuple[int, list[str]]]:
+    for line, written in enumerate(text.splitlines(), 1):
+        words = written.split()
+        if words:
+            yield line, words
+
+
+def param(text: str, name: str, collective: str | None, devices: int | None) -> list[Row]:
+    """Lines with COMMS-RES; the first is the header. Bandwidths get the published 4e-4 GB/s on top."""
+    what, n = _needed(collective, "its collective", name), _needed(devices, "its number of devices", name)
+    rows: list[Row] = []
+    header: list[str] | None = None
+    for line, words in _lines(text):
+        if "COMMS-RES" not in words[0]:
+            words = words[next((k for k, word in enumerate(words) if "COMMS-RES" in word), len(words)) :]
+        if not words:
+            continue
+        if header is None or not words[1:2] or not re.fullmatch(r"[\d.]+", words[1]):
+            header = [word for word in words if word != "(B)"]
+            continue
+        at = f"{name}:{line}"
+        if len(words) <= max(5, _latency_column(header)):
+            raise ValueError(f"{at}: {len(words)} words; expected COMMS-RES, size, elements, latency and two bandwidths")
+        if "-" in words[3].strip("-"):  # a number per rank: general all_to_allv, whose third word is batch-tables-dim
+            latency, bus = (_mean(words[k], at) for k in (3, 5))
+        else:
+            latency = _number(words[_latency_column(header)], "latency", at)
+            bus = _number(words[-1], "bus bandwidth", at)
+        size = _number(words[1], "size", at)
+        rows.append(Row(line, what, n, size, latency * 1e-6, source="PARAM", bus_bandwidth=(bus + EPSILON) * 1e9))
+    return rows
+
+
+def _latency_column(header: Sequence[str]) -> int:
+    return next((k for k, word in enumerate(header) if word.lower().startswith("latency")), 3)
+
+
+def _mean(written: str, at: str) -> float:
+    values = [_number(part, "a rank's number", at) for part in written.strip("-").split("-")]
+    return sum(values) / len(values)
+
+
+def nnscaler(text: str, name: str, collective: str | None, devices: int | None) -> list[Row]:
+    """A profile of communication: sizes in MB and seconds per collective. `collective` is not needed: the file has several."""
+    data = parsed(text, name, "measurements")
+    expected = 'expected {"all gather": [[sizes in MB], [seconds]], ...}'
+    if not isinstance(data, dict) or not data:
+        raise ValueError(f"{name} holds a {type(data).__name__}; {expected}")
+    n = _needed(devices, "its number of devices", name)
+    rows = []
+    for key, value in data.items():
+        what = known(key, f"{name}: a key")
+        pair = value if isinstance(value, list) and all(isinstance(one, list) for one in value) else []
+        if len(pair) != 2 or len(pair[0]) != len(pair[1]):
+            raise ValueError(f"{name}: {key!r} holds something else; {expected}, as many sizes as seconds")
+        for k, (size, seconds) in enumerate(zip(*pair), 1):
+            if isinstance(size, bool) or isinstance(seconds, bool) or not all(isinstance(v, (int, float)) for v in (size, seconds)):
+                raise ValueError(f"{name}: {key!r} has {size!r}, {seconds!r} in place {k}; expected numbers")
+            share = n if what == "all_to_all" else 1  # it counts what all ranks hold, we what one does
+            rows.append(Row(k, what, n, size * MIB / share, float(seconds), source="nnscaler"))
+    return rows
+
+
+# -- CSV ---------------------------------------------------------------------------------------------------------------------------
+
+COLUMNS: dict[str, dict[str, float]] = {  # ours: the names it may have, with the factor to SI
+    "size": {"size_bytes": 1, "bytes": 1, "size_b": 1, "size_kb": 1e3, "size_kib": 2**10, "size_mb": 1e6, "size_mib": MIB},
+    "seconds": {"latency_us": 1e-6, "time_us": 1e-6, "latency_ms": 1e-3, "time_ms": 1e-3, "latency_s": 1, "seconds": 1, "time_s": 1},
+    "devices": {"gpus": 1, "devices": 1, "num_gpus": 1, "num_devices": 1, "world_size": 1, "ranks": 1},
+    "nodes": {"nodes": 1, "num_nodes": 1},
+    "collective": {"collective": 1, "op": 1, "op_name": 1},
+    "system": {"system": 1, "cluster": 1},
+    "dtype": {"dtype": 1, "type": 1},
+    "source": {"source": 1},
+    "kind": {"kind": 1},
+    "bus": {"busbw_gbps": 1e9, "bus_bw_gb_s": 1e9, "busbw_gb_s": 1e9},
+}
+
+
+def table(text: str, name: str, collective: str | None, devices: int | None) -> list[Row]:
+    """CSV with a header. Rows whose `kind` is not "measured" (interpolated, simulated) are left out."""
+    header, records = rows_of(text, name)
+    place, scale = {}, {}
+    for column in header:
+        for ours, names in COLUMNS.items():
+            if (column or "").strip().lower() in names:
+                place[ours], scale[ours] = column, names[column.strip().lower()]
+    for ours in ("size", "seconds"):
+        if ours not in place:
+            found = ", ".join(filter(None, header))
+            raise ValueError(f"{name} has the columns {found[:200]}; expected one of {', '.join(COLUMNS[ours])}")
+    rows = []
+    for line, record in records:
+        at = f"{name}:{line}"
+
+        def text_of(ours: str, record=record) -> str:
+            return (record[place[ours]] or "").strip() if ours in place else ""
+
+        def number(ours: str, at=at, text_of=text_of) -> float:
+            return _number(text_of(ours), place[ours], at) * scale[ours]
+
+        if text_of("kind") not in ("", "measured"):
+            continue
+        written = text_of("collective")
+        what = known(written, f"{at}: the collective") if "collective" in place else _needed(collective, "its collective", name)
+        n = number("devices") if "devices" in place else _needed(devices, "its number of devices", name)
+        nodes = number("nodes") if text_of("nodes") else 1
+        if n != int(n) or nodes != int(nodes):
+            raise ValueError(f"{at}: {n:g} devices on {nodes:g} nodes; expected whole numbers")
+        bus = number("bus") if text_of("bus") else None
+        rows.append(
+            Row(
+                line, what, int(n), number("size"), number("seconds"), text_of("system"), int(nodes),
+                text_of("dtype"), text_of("source"), bus,
+            )
+        )  # fmt: skip
+    return rows

@@ -1,0 +1,159 @@
+"""The published predictor of collective times (ml_perf_model), to compare with and to reproduce: its formulas, its units.
+
+x = log2(size);  sizes in bytes, latency in us, bandwidth in GB/s (1e9);  mul = `bus_factor`;  bus_bw = mul * size / latency / 1e3
+
+    sats    from the end, the first index inside with bus_bw < 0.95 max, then min(index + 2, last)           (`turning_points`)
+    ln      the first index >= 5, not the last, with |(lat[i+1] - lat[i-1]) / 2 / lat[i]| > 0.1, then i - 1; 4 where there is none
+    fit     log10(bus_bw) = L / (1 + exp(-k (x - x0))) + b  on  ln_p <= x <= sats_p, dogbox                      (`fit_sigmoid`)
+    bus_bw  size / overhead * mul / 1e3 up to ln_p;  max_bw above sats_p;  else 10^sigmoid            (`Sigmoid.predict_bus_bw`)
+    time    overhead up to ln_p;  size / max_bw * mul / 1e3 + overhead above sats_p;  else size / 10^sigmoid * mul / 1e3
+
+The two disagree above sats_p, and time jumps at both turning points and can fall as size grows. Source: owensgroup/ml_perf_model,
+analysis/memory_bw_utils.py; Lin et al., "Towards Universal Performance Modeling for Machine Learning Training on Multi-GPU Platforms".
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+from scipy.optimize import OptimizeWarning, curve_fit
+
+from autoshard.calibrate.errors import summary
+from autoshard.cost.curves.records import Curve
+
+EPSILON = 4e-4  # GB/s that the published reader of PARAM logs adds to both bandwidths: small ones are printed as 0.000
+
+# bus bandwidth = algorithm bandwidth * this, n devices; 1 for reduce, memory copies and all others
+FACTORS = {
+    "all_to_all": lambda n: (n - 1) / n,
+    "all_to_allv": lambda n: (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+}
+
+
+def bus_factor(collective: str, devices: int) -> float:
+    """Bus bandwidth over algorithm bandwidth; 1 where nothing is said about a collective, and on one device."""
+    return float(FACTORS[collective](devices)) if collective in FACTORS and devices > 1 else 1.0
+
+
+@final
+@dataclass(frozen=True)
+class Sigmoid(Curve):
+    """The published predictor with its parameters. `seconds` is its time; it is neither monotone nor continuous."""
+
+    ln_p: float  # log2 bytes
+    sats_p: float  # log2 bytes
+    max_bw: float  # GB/s
+    overhead: float  # us
+    parameters: tuple[float, float, float, float]  # L, x0, k, b
+    factor: float = 1.0  # mul
+
+    def predict_bus_bw(self, size: np.ndarray | float) -> np.ndarray:
+        """GB/s."""
+        size = np.asarray(size, dtype=float)
+        with np.errstate(divide="ignore"):
+            x = np.log2(size)
+        middle = 10 ** sigmoid(x, *self.parameters)
+        return np.where(x <= self.ln_p, size / self.overhead * self.factor / 1e3, np.where(x > self.sats_p, self.max_bw, middle))
+
+    def predict_data_movement_time(self, size: np.ndarray | float) -> np.ndarray:
+        """us."""
+        size = np.asarray(size, dtype=float)
+        with np.errstate(divide="ignore"):
+            x = np.log2(size)
+        middle = size / 10 ** sigmoid(x, *self.parameters) * self.factor / 1e3
+        above = size / self.max_bw * self.factor / 1e3 + self.overhead
+        return np.where(x <= self.ln_p, self.overhead, np.where(x > self.sats_p, above, middle))
+
+    def seconds(self, bytes: np.ndarray | float) -> np.ndarray:
+        return self.predict_data_movement_time(bytes) * 1e-6
+
+
+def sigmoid(x: np.ndarray, L: float, x0: float, k: float, b: float) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return L / (1 + np.exp(-k * (x - x0))) + b
+
+
+def turning_points(latency: np.ndarray, bus_bw: np.ndarray) -> tuple[int, int]:
+    """Indices ln, where time starts to grow, and sats, where bandwidth has saturated; of samples on a grid of doubling sizes."""
+    last = len(latency) - 1
+    sats, ln = last, 4
+    for i in range(last - 1, 0, -1):
+        if bus_bw[i] < 0.95 * bus_bw.max():
+            sats = min(i + 2, last)
+            break
+    for i in range(5, last):
+        if abs((latency[i + 1] - latency[i - 1]) / 2 / latency[i]) > 0.1:
+            ln = i - 1
+            break
+    return ln, sats
+
+
+def turning_sizes(sizes: Sequence[float], seconds: Sequence[float]) -> list[float]:
+    """The sizes (bytes, ascending, six or more) where time starts to grow and where bandwidth has saturated."""
+    x, t = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
+    return [float(x[k]) for k in turning_points(t, x / t)]
+
+
+def fit_sigmoid(x: np.ndarray, t: np.ndarray, *, factor: float = 1.0, bus_bandwidths: np.ndarray | None = None) -> Sigmoid:
+    """`fit_published` of ascending sizes (bytes), their seconds, and their bus bandwidths in bytes/s where a tool reported them."""
+    latency = t * 1e6
+    bus_bw = x / latency / 1e3 * factor if bus_bandwidths is None else bus_bandwidths / 1e9
+    return fit_published(x, latency, bus_bw, factor)
+
+
+def fit_published(size: np.ndarray, latency: np.ndarray, bus_bw: np.ndarray, factor: float = 1.0) -> Sigmoid:
+    """The published fit in its own units: bytes on a grid of doubling sizes, us, GB/s. ValueError where it has no answer.
+
+    Bit for bit only from bit-equal input: the last digit of one bandwidth moves its parameters by 1e-7.
+    """
+    ln, sats = turning_points(latency, bus_bw)
+    log_size = np.log2(size)
+    ln_p, sats_p = log_size[ln], log_size[sats]
+    inside = (log_size >= ln_p) & (log_size <= sats_p)
+    if inside.sum() < 2:
+        raise ValueError(f"the published sigmoid has nothing to fit: time grows from 2^{ln_p:g} bytes, bandwidth stays from 2^{sats_p:g}")
+    x, y = log_size[inside], np.log10(bus_bw[inside])
+    start = [log_size.max(), np.median(x), 1, y.min()]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", OptimizeWarning)  # about the covariance, which nobody reads
+            L, x0, k, b = curve_fit(sigmoid, x, y, start, method="dogbox")[0].tolist()
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise ValueError(f"the published sigmoid can't be fitted to these {inside.sum()} samples: {error}") from error
+    return Sigmoid(float(ln_p), float(sats_p), float(bus_bw.max()), float(latency[max(ln - 1, 0)]), (L, x0, k, b), factor)
+
+
+# -- all_to_allv: tables of embeddings, unevenly spread ---------------------------------------------------------------------
+
+# The size that a device's time follows, of t_i tables on device i of n, S = sum t.
+SIZE_RULES = {
+    "sum": lambda t: sum(t),
+    "max_of_max": lambda t: max(max(sum(t) - ti, ti * (len(t) - 1)) for ti in t),
+    "max_of_sum": lambda t: max(sum(t) - ti + ti * (len(t) - 1) for ti in t),
+}
+
+
+def all_to_allv_bytes(batch: int, dim: int, tables: Sequence[int], rule: str) -> float:
+    """B/n * T * D * 4: bytes of an all_to_allv of `tables[i]` tables on device i, D = `dim` floats wide, batch B."""
+    if rule not in SIZE_RULES:
+        raise ValueError(f"unknown size rule {rule!r}; known are {', '.join(SIZE_RULES)}")
+    return batch / len(tables) * SIZE_RULES[rule](list(tables)) * dim * 4
+
+
+Case = tuple[int, int, Sequence[int]]  # batch, dim, tables per device
+
+
+def best_size_rule(cases: Sequence[Case], seconds: Sequence[float], curve: Curve) -> tuple[str, Mapping[str, float]]:
+    """The rule whose sizes predict the measured seconds of the (batch, dim, tables) best, and every rule's GMAE."""
+    measured = np.asarray(seconds, dtype=float)
+    gmae = {
+        rule: summary(curve.seconds(np.array([all_to_allv_bytes(*case, rule) for case in cases])), measured).gmae for rule in SIZE_RULES
+    }
+    return min(gmae, key=lambda rule: gmae[rule]), gmae

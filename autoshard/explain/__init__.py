@@ -1,0 +1,1 @@
+"""Reopen a plan: why, why not, robustness, staleness."""

@@ -1,0 +1,218 @@
+"""A saved plan's problem, made again from the model as it is now: `explain` and `check` ask it their questions.
+
+    problem  = the candidates, priced, under the plan's own options and pins                          (`reopened`)
+    x        = the plan's choice in it                                                                (`choice_of`)
+    M        = the messages at which dual ascent ends on it, memory aside                              (`Reopened.messages`)
+    V(K)     = min cost(x') over the x' with x'_v in K_v for the nodes v of K, that fit                (`Reopened.best`)
+    low_v(i) <= V({v: {i}}), from one sweep over M                                                     (`Reopened.floors`)
+
+Messages are valid for any costs, hence every V(K) is sought from M on: what K forbids is all that ascent still has to learn. K is asked
+for as pins are, `plan(pins={**pins, name: layout})`; where pins can't say it, K replaces the plan's own demands on its nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from autoshard.capture import capture_deep
+from autoshard.formulate import Formulation, with_pins
+from autoshard.graph import Graph
+from autoshard.mesh import Mesh
+from autoshard.planning.describe import choice_of
+from autoshard.planning.plan import Options, allowed_by_pins, formulate_for
+from autoshard.planning.recomputing import checkpointed
+from autoshard.planning.tying import solve_tied
+from autoshard.problem import Evaluation, Problem, evaluate, without_limit
+from autoshard.solution import Solution
+from autoshard.solvers import Answer, converged, solve
+from autoshard.solvers.dual import Messages
+from autoshard.strategies import candidates
+
+Choice = tuple[int, ...]
+Kept = Mapping[int, np.ndarray]  # node -> which of its choices are allowed
+NOT_OPTIONS = {"time_limit", "baselines", "gap", "recompute"}  # of a plan's: set here
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """One way to lay something out: the choices that it leaves to each node, or why there is none."""
+
+    label: str  # a layout; of a block also a scheme, `fsdp`
+    kept: Kept = field(default_factory=dict)
+    pins: Mapping[str, str] = field(default_factory=dict)  # the same for `plan`, where pins can say it
+    reason: str = ""  # why it can't be
+
+
+def options_of(solution: Solution) -> Options:
+    """The options that a plan says it was made under; to be solved to the optimum, on a graph whose recomputed blocks are ops."""
+    known = {key: value for key, value in solution.assumptions.items() if key in Options.__dataclass_fields__}
+    known["training"] = solution.training
+    return Options(**{key: value for key, value in known.items() if key not in NOT_OPTIONS}, baselines=False)
+
+
+def captured(model: nn.Module, example_inputs: Any, solution: Solution) -> Graph:
+    """The model's graph as the plan's options ask for it."""
+    graph, _ = capture_deep(model, example_inputs, training=solution.training)
+    return checkpointed(graph, int(solution.assumptions.get("recompute") or 0))
+
+
+@dataclass(frozen=True, eq=False)
+class Reopened:
+    """A plan and its problem."""
+
+    formulated: Formulation
+    options: Options
+    pinned: Kept  # by the plan's own pins
+    choice: Choice  # of the plan
+
+    @cached_property
+    def problem(self) -> Problem:
+        return with_pins(self.formulated, self.pinned)
+
+    @cached_property
+    def judged(self) -> Evaluation:
+        """Of the plan's choice, its own pins aside."""
+        return evaluate(self.formulated.problem, self.choice)
+
+    @cached_property
+    def messages(self) -> np.ndarray:
+        return converged(self.problem)[1]
+
+    @cached_property
+    def floors(self) -> list[np.ndarray]:
+        """low_v(i), seconds; of the problem without any pins."""
+        met = Messages(without_limit(self.formulated.problem))
+        met.message[:] = self.messages
+        for forward in (True, False):  # the second sweep knows the bound that its totals are above
+            met.sweep(forward)
+        return np.split(met.reduced + met.previous_bound, met.first[1:-1])
+
+    def asked(self, way: Way) -> Options:
+        """The plan's options with these pins."""
+        return replace(self.options, pins={**self.options.pins, **way.pins})
+
+    def narrowed(self, way: Way) -> Problem:
+        if way.pins:
+            return with_pins(self.formulated, allowed_by_pins(self.formulated, self.asked(way)))
+        return with_pins(self.formulated, {**self.pinned, **way.kept})
+
+    def best(self, problem: Problem, *, starts: Sequence[Choice] = (), time_limit: float) -> Answer:
+        """The best choice of a problem that was `narrowed`, and its proof."""
+        solver = self.options.solver
+        if self.options.tie_blocks:
+            given: dict[str, Any] = {"preference": self.formulated.preference, "progress": None}
+            return solve_tied(self.formulated, problem, solver=solver, time_limit=time_limit, gap=0.0, **given)
+        return solve(problem, solver=solver, time_limit=time_limit, starts=starts, messages=self.messages).in_passing()
+
+    def best_beside(self, problem: Problem, nodes: Sequence[int]) -> Choice | None:
+        """The best choice for some ops and the hubs of what they give, all others as planned; None where there is none.
+
+        Where none fits in memory it is the best of those that don't.
+        """
+        ours = set(nodes)
+        hubs = [node for (i, _), node in self.formulated.hubs.items() if i in ours]
+        part, free = beside(problem, self.choice, sorted([*ours, *hubs]))
+        found = solve(part).choice
+        if found is None:
+            return None
+        moved = dict(zip(free, found, strict=True))
+        choice = tuple(moved.get(v, i) for v, i in enumerate(self.choice))
+        return choice if evaluate(problem, choice).fits else solve(_only(problem, choice, set(free))).choice or choice
+
+
+def reopened(graph: Graph, solution: Solution, mesh: Mesh | None = None) -> Reopened:
+    """The plan's problem on this graph (`captured`), at the prices of `mesh` where one is given.
+
+    ValueError where the plan's pins or layouts are not possible any more. The plan must fit the graph: ask `misfits` first.
+    """
+    options, mesh = options_of(solution), mesh or solution.mesh
+    formulated = formulate_for(graph, candidates(graph, mesh), mesh, options)
+    return Reopened(formulated, options, allowed_by_pins(formulated, options), choice_of(formulated, solution))
+
+
+def beside(problem: Problem, choice: Choice, free: Sequence[int]) -> tuple[Problem, list[int]]:
+    """The problem of some nodes alone, all others at their choice and memory aside; and those nodes, in its order."""
+    place = {v: k for k, v in enumerate(free)}
+    costs = [problem.node_costs[v].copy() for v in free]
+    edges = []
+    for e in problem.edges:
+        if e.a in place and e.b in place:
+            edges.append(type(e)(place[e.a], place[e.b], e.table))
+        elif e.a in place:
+            costs[place[e.a]] += e.table[:, choice[e.b]]
+        elif e.b in place:
+            costs[place[e.b]] += e.table[choice[e.a]]
+    return Problem(tuple(problem.names[v] for v in free), tuple(costs), tuple(edges)), list(free)
+
+
+def _only(problem: Problem, choice: Choice, free: set[int]) -> Problem:
+    """The whole problem, memory with it, in which all nodes but some have the one choice."""
+    costs = (c if v in free else np.where(np.arange(len(c)) == i, c, np.inf) for v, (c, i) in enumerate(zip(problem.node_costs, choice)))
+    return replace(problem, node_costs=tuple(costs))
+
+
+def nearest(problem: Problem, found: Choice, plan: Choice, fixed: Sequence[int]) -> Choice:
+    """An answer as good as `found` that differs from `plan` in fewer nodes: what differs for nothing is put back.
+
+    First whole groups of nodes that differ and whose edges bind them together, then node by node; `fixed` stay. An answer that then
+    costs more (by rounding) or does not fit is dropped.
+    """
+    differ = {v for v, (i, j) in enumerate(zip(found, plan, strict=True)) if i != j}
+    edges: dict[int, list[tuple[int, np.ndarray]]] = {v: [] for v in differ}
+    for e in problem.edges:
+        if e.a in differ:
+            edges[e.a].append((e.b, e.table))
+        if e.b in differ:
+            edges[e.b].append((e.a, e.table.T))
+    now = list(found)
+
+    def gain(group: Sequence[int]) -> float:
+        """Seconds saved by putting the group back."""
+        inside, terms = set(group), []
+        for v in group:
+            terms += [problem.node_costs[v][now[v]], -problem.node_costs[v][plan[v]]]
+            for u, table in edges[v]:
+                if u not in inside:
+                    terms += [table[now[v], now[u]], -table[plan[v], now[u]]]
+                elif u > v:
+                    terms += [table[now[v], now[u]], -table[plan[v], plan[u]]]
+        return math.fsum(terms)
+
+    def binds(v: int, u: int, table: np.ndarray) -> bool:
+        """Whether one end wants to differ because the other does: T(x', y') + T(x, y) is not T(x', y) + T(x, y')."""
+        mixed = table[found[v], found[u]] + table[plan[v], plan[u]] - table[found[v], plan[u]] - table[plan[v], found[u]]
+        return not abs(mixed) <= slack  # NaN, of forbidden pairs, binds
+
+    slack = ROUNDING * abs(evaluate(problem, found).cost) / max(len(differ), 1)
+    bound = {v: [u for u, table in edges[v] if u in differ and binds(v, u, table)] for v in differ}
+    for group in [*_groups(sorted(differ), bound), *([v] for v in sorted(differ))]:
+        if not set(group) & set(fixed) and gain(group) >= -slack:
+            for v in group:
+                now[v] = plan[v]
+    before, after = evaluate(problem, found), evaluate(problem, now)
+    return tuple(now) if after.fits and after.cost <= before.cost * (1 + ROUNDING) else found
+
+
+ROUNDING = 1e-12  # relative: costs this near are equal
+
+
+def _groups(nodes: Sequence[int], edges: Mapping[int, Sequence[int]]) -> list[list[int]]:
+    """The nodes by what is joined, in order."""
+    left, found = dict.fromkeys(nodes), []
+    while left:
+        group = [next(iter(left))]
+        del left[group[0]]
+        for v in group:  # grows while it is walked
+            for u in edges[v]:
+                if u in left:
+                    del left[u]
+                    group.append(u)
+        found.append(sorted(group))
+    return found

@@ -1,0 +1,218 @@
+"""In which range of each bandwidth does a plan stay best, and how much slower than the best is it outside?
+
+    theta    = bandwidth when planned / bandwidth now, of one link (the axes of equal bandwidth and latency)
+    C(theta) = C_0 + beta (theta - 1)          seconds of the plan on its routes; beta = its seconds that scale with theta  (`_moving`)
+    V(theta) = min over plans                  by planning anew with that bandwidth                                        (`_Planner.at`)
+    r(theta) = (C - V) / V                     the regret
+
+C is affine and V, a minimum of affine functions, concave. So the theta with C <= (1 + slack) V are one interval around 1, and its
+ends are found exactly (`_end`): plan at the far end of what is searched; if another plan c' wins there, go to where the lines of
+C and C' cross, plan again, until none wins. An end is as proven as the plan that was made there. Layouts whose routes are
+chosen anew cost less than the line, hence the range may be wider than said where that makes a difference; the regret is that
+of the layouts with the best routes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from autoshard.capture import capture_deep, in_turn
+from autoshard.cost import collective_seconds
+from autoshard.formulate import Formulation, with_pins
+from autoshard.graph import Graph
+from autoshard.mesh import Axis, LinkCurve, Mesh
+from autoshard.planning.describe import choice_of
+from autoshard.planning.plan import Options, Progress, allowed_by_pins, formulate_for
+from autoshard.planning.recomputing import checkpointed
+from autoshard.problem import Problem, evaluate
+from autoshard.solution import Solution, misfits
+from autoshard.solvers import solve
+from autoshard.strategies import candidates, internal_collectives
+
+SPAN = 8.0  # bandwidths are searched from 1/SPAN to SPAN times what was planned with
+PROBES = (1 / 8, 1 / 4, 1 / 2, 2.0, 4.0, 8.0)  # times the bandwidth: where the regret is told
+SLACK = 1e-6  # relative: plans this near are equally good
+STEPS = 12  # crossings tried towards one end
+TINY = 1e-9  # bytes: a collective of so little takes its latency alone
+
+Choice = tuple[int, ...]
+
+
+@in_turn
+def robustness(
+    model: nn.Module,
+    example_inputs: Any,
+    solution: Solution,
+    *,
+    slack: float = SLACK,
+    time_limit: float = 60.0,
+    progress: Progress | None = None,
+) -> dict:
+    """How far each link's bandwidth may be off before another plan is better, and what it costs then.
+
+    slack: regret that still counts as best. time_limit: seconds for each of the plans made on the way. Returns `cost_seconds`,
+    `planned_seconds` (what the solution says: another figure where model or rules have changed), `regret` (at the prices planned
+    with: 0 for an optimal plan), `slack`, `span`, `links` [{axes, bandwidth, seconds (that scale with it), low, high (bytes/s; None
+    where the plan stays best up to the end of the search), searched, proven, regret [{bandwidth, plan_seconds, best_seconds,
+    regret}]}]. ValueError when the solution is of another model.
+    """
+    if not (math.isfinite(slack) and slack >= 0):
+        raise ValueError(f"slack is {slack!r}; expected a number of 0 or more, relative: 0.01 is one percent")
+    report = progress or (lambda message, fraction: None)
+    report("capturing the model", 0.0)
+    graph, _ = capture_deep(model, example_inputs, training=solution.training)
+    graph = checkpointed(graph, int(solution.assumptions.get("recompute") or 0))
+    if reasons := misfits(solution, graph, solution.mesh):
+        raise ValueError(f"the solution does not fit this model: {'; '.join(reasons)}")
+    planner = _Planner(graph, solution, max(slack, SLACK), time_limit)
+    links = link_groups(solution.mesh)
+    planner.planned = lambda axes, factor: report(
+        f"planning with {axes} at {factor:.3g} times its bandwidth", (links.index(planner.link) + 0.5) / max(len(links), 1)
+    )
+    rows = [planner.row(link) for link in links]
+    about = {"cost_seconds": planner.cost, "planned_seconds": solution.cost, "regret": planner.regret}
+    return {**about, "slack": planner.slack, "span": SPAN, "links": rows}
+
+
+def link_groups(mesh: Mesh) -> list[tuple[int, ...]]:
+    """Axes of one link: of equal bandwidth, latency, backend and curves. Axes of one device have none."""
+    groups: dict[tuple, list[int]] = {}
+    for k, axis in enumerate(mesh.axes):
+        if axis.size > 1:
+            groups.setdefault((axis.bandwidth, axis.latency, axis.backend, axis.curves), []).append(k)
+    return [tuple(axes) for axes in groups.values()]
+
+
+def scaled(mesh: Mesh, link: Sequence[int], theta: float) -> Mesh:
+    """The mesh with the bytes of these axes taking theta times as long; latencies stay."""
+    return replace(mesh, axes=tuple(_scaled(axis, theta) if k in link else axis for k, axis in enumerate(mesh.axes)))
+
+
+def _scaled(axis: Axis, theta: float) -> Axis:
+    return replace(axis, bandwidth=axis.bandwidth / theta, curves=tuple(_scaled_curve(curve, theta) for curve in axis.curves))
+
+
+def _scaled_curve(curve: LinkCurve, theta: float) -> LinkCurve:
+    first = curve.seconds[0]
+    return replace(curve, seconds=tuple(first + (t - first) * theta for t in curve.seconds), tail=curve.tail * theta)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """C(theta) of one choice, through (theta, seconds)."""
+
+    theta: float
+    seconds: float
+    slope: float
+
+    def at(self, theta: float) -> float:
+        return self.seconds + self.slope * (theta - self.theta)
+
+
+class _Planner:
+    """Plans the same graph under other bandwidths, and judges one choice under them."""
+
+    def __init__(self, graph: Graph, solution: Solution, slack: float, time_limit: float):
+        self.graph, self.mesh, self.slack, self.time_limit = graph, solution.mesh, slack, time_limit
+        known = {key: value for key, value in solution.assumptions.items() if key in Options.__dataclass_fields__}
+        self.options = Options(**{**known, "time_limit": time_limit, "baselines": False, "recompute": 0, "gap": 0.0})
+        self.found = candidates(graph, self.mesh)
+        self.link: tuple[int, ...] = ()
+        self.planned: Callable[[str, float], None] = lambda axes, factor: None
+        formulated, problem = self._formulated(self.mesh)
+        self.choice = choice_of(formulated, solution)
+        judged = evaluate(problem, self.choice)
+        if not math.isfinite(judged.cost):
+            raise ValueError("the plan's layouts are no longer possible under today's rules; plan again")
+        self.cost, self.formulated = judged.cost, formulated
+        self.regret = 0.0
+        if not (solution.status == "optimal" and math.isclose(judged.cost, solution.cost, rel_tol=1e-9)):  # else it is proven already
+            self.regret = judged.cost / solve(problem, time_limit=time_limit, starts=[self.choice]).in_passing().cost - 1
+
+    def row(self, link: tuple[int, ...]) -> dict:
+        """What there is to say about one link."""
+        self.link = link
+        self.plans: dict[float, tuple[float, float, _Line, float]] = {}
+        moving = _moving(self.formulated, self.choice, link)
+        line = _Line(1.0, self.cost, moving)
+        best = self.regret <= self.slack
+        slowest, fastest = (self._end(line, SPAN), self._end(line, 1 / SPAN)) if best else (1.0, 1.0)
+        bandwidth = self.mesh.axes[link[0]].bandwidth
+        outside = [f for f in PROBES if (slowest is not None and 1 / f > slowest) or (fastest is not None and 1 / f < fastest)]
+        regrets = [self._regret(bandwidth, factor) for factor in outside]
+        return {
+            "axes": [self.mesh.axes[k].name for k in link],
+            "bandwidth": bandwidth,
+            "seconds": moving,
+            "low": None if slowest is None else bandwidth / slowest,
+            "high": None if fastest is None else bandwidth / fastest,
+            "searched": [bandwidth / SPAN, bandwidth * SPAN],
+            "proven": all(best - bound <= self.slack * best for best, bound, _, _ in self.plans.values()),
+            "regret": regrets,
+        }
+
+    def at(self, theta: float) -> tuple[float, float, _Line, float]:
+        """The best plan there: its seconds, its bound, its line, and the seconds of ours with routes chosen anew."""
+        if theta not in self.plans:
+            self.planned(" and ".join(self.mesh.axes[k].name for k in self.link), 1 / theta)
+            formulated, problem = self._formulated(scaled(self.mesh, self.link, theta))
+            ours = evaluate(problem, self.choice).cost
+            answer = solve(problem, solver=self.options.solver, time_limit=self.time_limit, starts=[self.choice]).in_passing()
+            assert answer.choice is not None  # ours is one
+            slope = _moving(formulated, answer.choice, self.link) / theta
+            self.plans[theta] = (answer.cost, answer.bound, _Line(theta, answer.cost, slope), ours)
+        return self.plans[theta]
+
+    def _end(self, line: _Line, theta: float) -> float | None:
+        """The theta up to which the plan stays best on the way from 1 to `theta`; None where that is all the way."""
+        far = theta
+        for _ in range(STEPS):
+            best, _, other, ours = self.at(theta)
+            if min(line.at(theta), ours) <= (1 + self.slack) * best:
+                return None if theta == far else theta
+            nearer = _crossing(line, other, 1 + self.slack)
+            if not min(1.0, theta) < nearer < max(1.0, theta):  # but for rounding only where ours is not the best at 1 either
+                return 1.0
+            theta = nearer
+        return theta
+
+    def _regret(self, bandwidth: float, factor: float) -> dict:
+        best, _, _, ours = self.at(1 / factor)  # PROBES reach to the ends of the search, which are planned already
+        return {"bandwidth": bandwidth * factor, "plan_seconds": ours, "best_seconds": best, "regret": max(ours / best - 1, 0.0)}
+
+    def _formulated(self, mesh: Mesh) -> tuple[Formulation, Problem]:
+        formulated = formulate_for(self.graph, self.found, mesh, self.options)
+        return formulated, with_pins(formulated, allowed_by_pins(formulated, self.options))
+
+
+def _crossing(line: _Line, other: _Line, factor: float) -> float:
+    """theta where line = factor * other; inf where they are parallel."""
+    slope = line.slope - factor * other.slope
+    if slope == 0.0:
+        return math.inf
+    return (factor * other.at(0.0) - line.at(0.0)) / slope
+
+
+def _moving(formulated: Formulation, choice: Sequence[int], link: Sequence[int]) -> float:
+    """Seconds of a choice that scale with the link's theta: of every collective over it all but the latency."""
+    graph, mesh = formulated.graph, formulated.mesh
+    total = 0.0
+    for i, op in enumerate(graph.ops):
+        for name, axis, size in internal_collectives(op, graph.input_tensors(i), formulated.candidate(i, choice).inputs, mesh):
+            if axis in link:
+                total += collective_seconds(name, mesh.axes[axis], float(size)) - _latency(name, mesh.axes[axis])
+    for one in formulated.links:
+        route = formulated.route(one, choice)
+        for step in route.steps if route else ():
+            if step.axis in link and step.collective != "split":
+                total += step.seconds - _latency(step.collective, mesh.axes[step.axis])
+    return total
+
+
+def _latency(collective: str, axis: Axis) -> float:
+    return collective_seconds(collective, axis, TINY) if axis.size > 1 else 0.0

@@ -1,0 +1,173 @@
+"""Is a saved plan still good: for the model as it is now, under today's rules and prices, beside the best plan now?
+
+    valid    the graph is the one that was planned (fingerprint), every name, shape and layout fits it, memory is under the limit
+             a fingerprint that differs is forgiven where names, wiring, shapes of parameters and bytes at the peak are those of then:
+             the model has other constants, or another version writes them down otherwise
+    c        = cost(x) of the plan's choice on today's problem
+    V, bound = the best plan now under the plan's own options, and what no plan is below       (`Reopened.best`; bound alone: `certified`)
+    ok       = valid and c <= (1 + within) bound
+
+The bound decides, so that a plan is passed only where that is proven. With `tie_blocks` the best tied plan stands for the bound: no
+other plan was asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.capture import in_turn
+from autoshard.explain.reopened import Reopened, captured, options_of, reopened
+from autoshard.graph import Graph
+from autoshard.mesh import Mesh
+from autoshard.planning.certify import fingerprint
+from autoshard.planning.options import Progress, Stopwatch
+from autoshard.problem import evaluate
+from autoshard.solution import VERSION, Solution, differences, misfits
+from autoshard.solution.record import plain
+from autoshard.solvers import certified
+from autoshard.units import seconds, size
+
+ROUNDING = 1e-9  # relative: costs this near are equal, as for the solvers
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What there is to say about a saved plan today. Seconds, and bytes per device; inf where the plan can't be judged."""
+
+    reasons: tuple[str, ...]  # why it isn't good; empty where it is
+    notes: tuple[str, ...]  # what has changed since it was made and does no harm by itself
+    cost: float  # on today's graph and prices
+    planned_cost: float  # as the plan says
+    best: float  # of the best plan now; inf where nobody looked for it
+    bound: float  # no plan now costs less; 0 where nothing is known
+    within: float  # relative, what was asked for
+    peak_bytes: float
+    memory_limit: float | None
+
+    @property
+    def ok(self) -> bool:
+        return not self.reasons
+
+    @property
+    def excess(self) -> float:
+        """How far the plan may be above the best now, relative: 0.01 is one percent; inf where nothing is known."""
+        if not (self.bound > 0 and math.isfinite(self.cost)):
+            return 0.0 if self.cost == self.bound else math.inf
+        return max(self.cost / self.bound - 1, 0.0)
+
+    def sentence(self, name: str = "the plan") -> str:
+        """The whole answer in one sentence."""
+        if self.ok:
+            near = "and no plan now costs less" if self.excess <= ROUNDING else f"at most {_percent(self.excess)} above the best plan now"
+            return f"{name} is good: it costs {seconds(self.cost)}, {near}"
+        return f"{name} is not good any more: {'; '.join(self.reasons)}; plan again"
+
+    def to_dict(self) -> dict:
+        """Plain containers; None in place of inf."""
+        costs = {f"{name}_seconds": getattr(self, name) for name in ("cost", "best", "bound")} | {"planned_seconds": self.planned_cost}
+        kept = {name: getattr(self, name) for name in ("ok", "reasons", "notes", "excess", "within", "peak_bytes", "memory_limit")}
+        return plain({**kept, **costs}, "check")
+
+
+@in_turn
+def check(
+    model: nn.Module,
+    example_inputs: Any,
+    solution: Solution,
+    *,
+    within: float = 0.05,
+    mesh: Mesh | None = None,
+    solve: bool = True,
+    same_graph: bool = True,
+    time_limit: float = 600.0,
+    progress: Progress | None = None,
+) -> Checked:
+    """Whether a saved plan still fits the model, and is within so much of the best plan now (0.05 is five percent).
+
+    mesh: today's prices, on a mesh of the plan's shape; without it the plan's own. solve: look for the best plan now, else go by a
+    bound that is quicker found and may be too low. same_graph: refuse a graph other than the one planned, even where the layouts fit it
+    (another batch size). time_limit: seconds for the best plan. ValueError on a bad option, and where the model can't be captured.
+    """
+    if not (math.isfinite(within) and within >= 0) or not time_limit > 0:
+        raise ValueError(f"within is {within} and time_limit is {time_limit}; expected 0 or more (0.05 is five percent), and more than 0 s")
+    watch = Stopwatch(progress)
+    with watch.phase("capture", "capturing the model", 0.0):
+        graph = captured(model, example_inputs, solution)
+    today = mesh or solution.mesh
+    limit = options_of(solution).memory_limit
+    changes = _changes(solution, graph, today)
+
+    def answer(*more: str, cost: float = math.inf, best: float = math.inf, bound: float = 0.0, peak: float = math.inf) -> Checked:
+        forgiven = not same_graph or (changes.constants_only and math.isclose(peak, solution.peak_bytes, rel_tol=ROUNDING))
+        reasons = (*changes.misfits, *(() if forgiven else changes.graph), *more)
+        notes = (*(changes.graph if forgiven else ()), *changes.around)
+        return Checked(reasons, notes, cost, solution.cost, best, bound, within, peak, limit)
+
+    if changes.misfits:
+        return answer()
+    with watch.phase("formulate", "pricing layouts", 0.3):
+        try:
+            plan = reopened(graph, solution, today)
+        except ValueError as error:  # a layout or a pin that is none of today's
+            return answer(str(error))
+    judged = evaluate(plan.problem, plan.choice)
+    if not math.isfinite(judged.cost):
+        return answer("its layouts, or its own pins, are no longer possible under today's rules")
+    if not judged.fits:
+        said = f"it takes {size(judged.peak)} per device, over the limit of {size(limit)} that it was made under"
+        return answer(said, cost=judged.cost, peak=judged.peak)
+    with watch.phase("solve", "planning anew" if solve else "looking for a bound", 0.5):
+        best, bound = _best(plan, solve, time_limit)
+    found = answer(cost=judged.cost, best=best, bound=bound, peak=judged.peak)
+    if judged.cost <= (1 + within) * bound * (1 + ROUNDING):
+        return found
+    return answer(_too_dear(found, solve, time_limit), cost=judged.cost, best=best, bound=bound, peak=judged.peak)
+
+
+@dataclass(frozen=True)
+class _Changes:
+    """What has changed since a plan was made, in words."""
+
+    misfits: tuple[str, ...]
+    graph: tuple[str, ...]  # the layouts fit it, but it is not the one that was planned
+    constants_only: bool  # names, wiring and the shapes of parameters are those of then
+    around: tuple[str, ...]  # prices and versions
+
+
+def _changes(solution: Solution, graph: Graph, mesh: Mesh) -> _Changes:
+    hashes = fingerprint(graph, mesh, options_of(solution))
+    of_graph = {key: hashes[key] for key in ("graph", "structure")}
+    fatal, sizes = misfits(solution, graph, mesh), differences(solution, graph, solution.mesh)
+    other = tuple(line for line in differences(solution, graph, solution.mesh, fingerprint=of_graph) if line not in fatal)
+    versions = {"torch_version": torch.__version__.split("+")[0], "autoshard_version": VERSION}
+    since = {**solution.assumptions, **{key: value for key, value in versions.items() if key in solution.assumptions}}
+    around = tuple(line for line in differences(solution, graph, mesh, assumptions=since) if line not in (*fatal, *sizes))
+    if not solution.fingerprint.get("graph"):
+        around = ("the plan does not say which graph it was made for", *around)
+    return _Changes(fatal, other, not sizes and solution.fingerprint.get("structure") == hashes["structure"], around)
+
+
+def _best(plan: Reopened, solve: bool, time_limit: float) -> tuple[float, float]:
+    """What the best plan now costs (inf where nobody looked), and what none is below."""
+    if not solve:
+        return math.inf, certified(plan.problem, plan.choice, messages=plan.messages, time_limit=time_limit).bound
+    answer = plan.best(plan.problem, starts=[plan.choice], time_limit=time_limit)
+    return answer.cost, answer.cost if plan.options.tie_blocks else answer.bound
+
+
+def _too_dear(found: Checked, solve: bool, time_limit: float) -> str:
+    if found.cost > (1 + found.within) * found.best:
+        over = _percent(found.cost / found.best - 1)
+        return f"it costs {seconds(found.cost)}, {over} more than a plan that there is now ({seconds(found.best)})"
+    advice = f"nothing better was found in {time_limit:g} s, so raise the time limit" if solve else "look for the best plan to know"
+    known = f"at most {_percent(found.excess)} above the best" if math.isfinite(found.excess) else "nobody knows how far from the best"
+    return f"it costs {seconds(found.cost)}, {known}, which is not shown to be within {_percent(found.within)}: {advice}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g}%" if share < 1 else f"{share + 1:.3g} times"

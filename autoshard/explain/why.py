@@ -1,0 +1,232 @@
+"""Why a parameter, an op or a block lies as it does: what that costs, and what it would cost otherwise.
+
+    x            the plan, K_y the choices that lay v out as y
+    globally     min cost(x') over x' with x'_v in K_y that fit; the cost of a new plan with that pin        (`Reopened.best`)
+    locally      the same with x' = x but for v and the copy of it that waits for its readers                (`Reopened.best_beside`)
+    why dearer   the ops and edges whose seconds differ between x and x': they add up to the difference      (`priced.moved`)
+
+Of an op's layouts the cheapest are told: they are solved in the order of a lower bound on each, until no bound is below what was
+found. Of a block the usual schemes are told, in it alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from autoshard.capture import in_turn
+from autoshard.explain.differences import held_at_once, moved, priced_edge, priced_op, touching
+from autoshard.explain.explanations import Alternative, Explanation
+from autoshard.explain.reopened import Choice, Reopened, Way, captured, nearest, reopened
+from autoshard.explain.subjects import Subject, chosen, subject, wanted, ways
+from autoshard.layout import text
+from autoshard.planning.options import Progress, Stopwatch, bytes_text
+from autoshard.planning.refusal import infeasible
+from autoshard.problem import Problem, evaluate
+from autoshard.solution import Solution, misfits
+from autoshard.solvers import Answer, Status
+
+LISTED = 10  # ops and edges that differ, of each sign
+
+
+@in_turn
+def explain(
+    model: nn.Module,
+    example_inputs: Any,
+    solution: Solution,
+    name: str,
+    *,
+    why_not: str | None = None,
+    most: int = 5,
+    time_limit: float = 60.0,
+    progress: Progress | None = None,
+) -> Explanation:
+    """Why `name` (a parameter, buffer, input, op or block) lies as it does in a plan of this model, and what else it could be.
+
+    why_not: one layout to ask about, as `S(1),R`; of a block it is asked for each of its parameters that can have it. most: how many
+    alternatives to tell. time_limit: seconds for each plan made on the way. ValueError for an unknown name, with near ones, for a text
+    that is no layout, and where the solution is of another model.
+
+        autoshard.explain(model, example_inputs, solution, "h.3.attn.c_attn.weight", why_not="S(1),R").why_not.extra
+    """
+    if most < 0 or not time_limit > 0:
+        raise ValueError(f"most is {most} and time_limit is {time_limit}; expected 0 or more, and more than 0 seconds")
+    watch = Stopwatch(progress)
+    with watch.phase("capture", "capturing the model", 0.0):
+        graph = captured(model, example_inputs, solution)
+    if reasons := misfits(solution, graph, solution.mesh):
+        raise ValueError(f"the solution does not fit this model: {'; '.join(reasons)}")
+    with watch.phase("formulate", "pricing layouts", 0.3):
+        plan = reopened(graph, solution)
+    if not math.isfinite(plan.judged.cost):
+        raise ValueError("the plan's layouts are no longer possible under today's rules; plan again")
+    about = subject(plan.formulated, name)
+    asked = None if why_not is None else wanted(plan.formulated, about, why_not)
+    with watch.phase("solve", f"planning {about.name} in other ways", 0.5):
+        found, left_out = _alternatives(plan, about, most, time_limit)
+        same = (one for one in found if asked is not None and one.pins and one.pins == asked.pins and not one.reason)
+        answered = None if asked is None else next(same, None) or _alternative(plan, about, asked, time_limit, explained=True)
+    return _explanation(plan, about, solution, found, left_out, answered, watch.seconds()["cpu"])
+
+
+def _explanation(
+    plan: Reopened,
+    about: Subject,
+    solution: Solution,
+    found: Sequence[Alternative],
+    left_out: Mapping[str, float],
+    answered: Alternative | None,
+    spent: Mapping[str, float],
+) -> Explanation:
+    formulated, choice, block = plan.formulated, plan.choice, about.kind == "block"
+    op = formulated.graph.ops[about.nodes[0]]
+    first = None if block else op.outputs[0]
+    with_hubs = [*about.nodes, *(node for (i, _), node in formulated.hubs.items() if i in set(about.nodes))]
+    crossing, within = touching(formulated, with_hubs)
+    edges = sorted((priced_edge(formulated, e, choice) for e in (*crossing, *within)), key=lambda edge: -edge.seconds)
+    parts = sorted((priced_op(formulated, i, choice) for i in about.nodes), key=lambda part: -part.seconds)
+    tables = formulated.problem.edges
+    return Explanation(
+        name=about.name,
+        kind=about.kind,
+        module=about.name if block else op.module,
+        target="" if block else op.target,
+        shape=None if first is None else first.shape,
+        dtype="" if first is None else first.dtype,
+        layout=chosen(formulated, about, choice),
+        parameters=_parameters(plan, about) if block else {},
+        seconds=math.fsum(part.seconds for part in parts),
+        edge_seconds=math.fsum(tables[e].table[choice[tables[e].a], choice[tables[e].b]] for e in (*crossing, *within)),
+        parts=tuple(part for part in parts if part.seconds or not block),
+        edges=tuple(edge for edge in edges if edge.seconds or not block),
+        bytes=held_at_once(formulated, with_hubs, choice),
+        cost=plan.judged.cost,
+        planned_cost=solution.cost,
+        status=solution.status,
+        peak_bytes=plan.judged.peak,
+        memory_limit=plan.options.memory_limit,
+        alternatives=tuple(found),
+        left_out=left_out,
+        why_not=answered,
+        cpu_seconds=spent,
+    )
+
+
+def _parameters(plan: Reopened, about: Subject) -> dict[str, str]:
+    ops = plan.formulated.graph.ops
+    given = {ops[i].name: plan.formulated.candidate(i, plan.choice).outputs[0] for i in about.nodes if ops[i].kind == "parameter"}
+    return {name: text(layout) for name, layout in given.items() if layout is not None}
+
+
+def _alternatives(plan: Reopened, about: Subject, most: int, time_limit: float) -> tuple[list[Alternative], dict[str, float]]:
+    """The cheapest `most` but the chosen one, and what the others cost at least."""
+    own = chosen(plan.formulated, about, plan.choice)
+    others = [way for way in ways(plan.formulated, about) if way.label != own] if most else []
+    floors = {way.label: _floor(plan, about, way) for way in others}
+    found: list[Alternative] = []
+    for way in sorted(others, key=lambda way: floors[way.label]):
+        enough = sorted(one.cost for one in found)[most - 1] if len(found) >= most else math.inf
+        if floors[way.label] < enough or not found:
+            found.append(_alternative(plan, about, way, time_limit))
+            floors[way.label] = found[-1].bound
+    told = sorted(found, key=lambda one: one.cost)[:most]
+    return told, {label: floor for label, floor in floors.items() if label not in {one.label for one in told}}
+
+
+def _floor(plan: Reopened, about: Subject, way: Way) -> float:
+    """No plan that lays it out so costs less; of a block nothing is known beforehand."""
+    return 0.0 if about.kind == "block" else max((float(plan.floors[i][keep].min()) for i, keep in way.kept.items()), default=0.0)
+
+
+def _alternative(plan: Reopened, about: Subject, way: Way, time_limit: float, *, explained: bool = False) -> Alternative:
+    """One way, solved globally and locally. explained: say what conflicts where there is no plan, which takes a while."""
+    if way.reason:
+        return _impossible(way, way.reason)
+    problem = plan.narrowed(way)
+    local = plan.best_beside(problem, about.nodes)
+    answer = plan.best(problem, starts=[] if local is None else [local], time_limit=time_limit)
+    beside = _local(plan, problem, way, local)
+    if answer.choice is None:
+        return _impossible(way, _why_none(plan, problem, way, answer, time_limit, explained=explained), answer.bound, **beside)
+    choice = answer.choice if plan.options.tie_blocks else nearest(problem, answer.choice, plan.choice, about.nodes)
+    judged, differing = evaluate(problem, choice), moved(plan.formulated, plan.choice, choice)
+    dearer = [one for one in differing if one.extra_seconds > 0]
+    cheaper = [one for one in reversed(differing) if one.extra_seconds < 0]
+    return Alternative(
+        label=way.label,
+        pins=way.pins,
+        reason="",
+        cost=judged.cost,
+        bound=min(answer.bound, judged.cost),
+        proven=answer.status is Status.OPTIMAL,
+        extra=judged.cost - plan.judged.cost,
+        peak_bytes=judged.peak,
+        dearer=tuple(dearer[:LISTED]),
+        dearer_seconds=math.fsum(one.extra_seconds for one in dearer),
+        cheaper=tuple(cheaper[:LISTED]),
+        cheaper_seconds=math.fsum(one.extra_seconds for one in cheaper),
+        **beside,
+        **_elsewhere(plan, about, choice),
+    )
+
+
+def _impossible(way: Way, reason: str, bound: float = math.inf, **local: Any) -> Alternative:
+    nothing: dict[str, Any] = {"local_extra": math.inf, "local_reason": reason, "local_dearer": ()}
+    return Alternative(
+        label=way.label, pins=way.pins, reason=reason, cost=math.inf, bound=bound, proven=bound == math.inf, extra=math.inf,
+        peak_bytes=math.inf, dearer=(), dearer_seconds=0.0, cheaper=(), cheaper_seconds=0.0, changed={}, changed_ops=(),
+        **{**nothing, **local},
+    )  # fmt: skip
+
+
+def _local(plan: Reopened, problem: Problem, way: Way, choice: Choice | None) -> dict[str, Any]:
+    """What it costs with all else as planned."""
+    if choice is None:
+        return {"local_extra": math.inf, "local_reason": _forbidden(plan, problem, way), "local_dearer": ()}
+    judged = evaluate(problem, choice)
+    dearer = tuple(one for one in moved(plan.formulated, plan.choice, choice) if one.extra_seconds > 0)[:LISTED]
+    if not judged.fits:
+        limit = bytes_text(problem.usage_limit or 0.0)
+        reason = f"over memory: {bytes_text(judged.peak, up=True)} per device at the peak, the limit is {limit}"
+        return {"local_extra": math.inf, "local_reason": reason, "local_dearer": dearer}
+    return {"local_extra": judged.cost - plan.judged.cost, "local_reason": "", "local_dearer": dearer}
+
+
+def _forbidden(plan: Reopened, problem: Problem, way: Way) -> str:
+    """An edge that has no route when the way's first choices are taken and nothing else moves."""
+    if any(math.isinf(problem.node_costs[i].min()) for i in way.kept):
+        return "what the plan was asked for is against it"
+    first = {i: int(keep.argmax()) for i, keep in way.kept.items()}
+    choice = tuple(first.get(v, k) for v, k in enumerate(plan.choice))
+    for e, edge in enumerate(plan.formulated.problem.edges):
+        if math.isinf(edge.table[choice[edge.a], choice[edge.b]]):
+            one = priced_edge(plan.formulated, e, choice)
+            return f"there is no way from {one.takes[0]} to {one.gives[0]} on {one.name}"
+    return "its neighbours as they are planned leave no choice"
+
+
+def _why_none(plan: Reopened, problem: Problem, way: Way, answer: Answer, time_limit: float, *, explained: bool) -> str:
+    why = answer.infeasibility
+    if answer.status is Status.INFEASIBLE and not plan.pinned and (why is None or math.isinf(why.smallest_limit[0])):
+        return "no choice of the other layouts leads to it: what it needs has no route"  # neither pins nor memory have a part in it
+    asked = replace(plan.asked(way), time_limit=time_limit)
+    return str(infeasible(plan.formulated, problem, answer, asked, explained=explained, seconds=time_limit))
+
+
+def _elsewhere(plan: Reopened, about: Subject, choice: Choice) -> dict[str, Any]:
+    """What else lies otherwise in another choice."""
+    formulated, own = plan.formulated, set(about.nodes)
+    changed, changed_ops = {}, []
+    for i, op in enumerate(formulated.graph.ops):
+        if i in own or choice[i] == plan.choice[i]:
+            continue
+        before, after = (formulated.candidate(i, one).outputs[0] for one in (plan.choice, choice))
+        if not op.is_placeholder:
+            changed_ops.append(op.name)
+        elif before is not None and after is not None:
+            changed[op.name] = (text(before), text(after))
+    return {"changed": changed, "changed_ops": tuple(changed_ops)}

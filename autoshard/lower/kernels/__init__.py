@@ -1,0 +1,1 @@
+"""Local programs of ops whose kernel on a shard is not the op itself."""

@@ -1,0 +1,101 @@
+"""Local programs of norms whose sums are those of all ranks: batch norm on a cut batch, the norm of a weight sharded on another dim.
+
+mean = sum over ranks of sum x / N        var = sum over ranks of sum (x - mean)^2 / N      N: elements per channel, all ranks
+y    = (x - mean) / sqrt(var + eps) * w + b
+x'   = w / sqrt(var + eps) * (y' - (b' + z w') / N),   z = (x - mean) / sqrt(var + eps),   b' = sum y',   w' = sum y' z
+
+weight norm of v[o, i] sharded on i:     n = sqrt(sum over ranks of sum v^2),  w = v g / n
+s = sum over ranks of sum w' v:          g' = s / n,   v' = g / n (w' - v s / n^2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from autoshard.lower.collectives import Asking, Rank, all_reduce
+from autoshard.lower.kernels.local_inputs import Arguments, Axes, Kernel, Laid, wide
+
+
+def _per_channel(v: Tensor, x: Tensor) -> Tensor:
+    return v.reshape(1, -1, *(1,) * (x.dim() - 2))
+
+
+def batch_norm(rank: Rank, a: Arguments, *, axes: Axes) -> Asking:
+    x, dims = wide(a["input"]), [d for d in range(a["input"].dim()) if d != 1]
+    count = x.new_full((1,), x.numel() // x.shape[1])
+    summed = yield from all_reduce(torch.cat((x.sum(dims), count)), axes)
+    total = summed[-1]
+    mean = summed[:-1] / total
+    centred = x - _per_channel(mean, x)
+    squares = yield from all_reduce(centred.square().sum(dims), axes)
+    deviation = (squares / total + a["eps"]).rsqrt()
+    scale = deviation if a.get("weight") is None else deviation * a["weight"]
+    y = centred * _per_channel(scale, x)
+    if a.get("bias") is not None:
+        y = y + _per_channel(a["bias"], x)
+    m, running_mean, running_var = a["momentum"], a["running_mean"], a["running_var"]
+    new_mean = running_mean * (1 - m) + (mean * m).to(running_mean.dtype)
+    new_var = running_var * (1 - m) + (squares / (total - 1) * m).to(running_var.dtype)
+    return y.to(a["input"].dtype), mean, deviation, new_mean, new_var  # type: ignore[return-value]
+
+
+def batch_norm_backward(rank: Rank, a: Arguments, *, axes: Axes) -> Asking:
+    x, g = wide(a["input"]), wide(a["grad_out"])
+    dims = [d for d in range(x.dim()) if d != 1]
+    deviation = a["save_invstd"]
+    z = (x - _per_channel(a["save_mean"], x)) * _per_channel(deviation, x)
+    count = x.new_full((1,), x.numel() // x.shape[1])
+    summed = yield from all_reduce(torch.cat((g.sum(dims), (g * z).sum(dims), count)), axes)
+    of_bias, of_weight, total = summed[: x.shape[1]], summed[x.shape[1] : -1], summed[-1]
+    scale = deviation if a.get("weight") is None else deviation * a["weight"]
+    of_x = _per_channel(scale, x) * (g - (_per_channel(of_bias, x) + z * _per_channel(of_weight, x)) / total)
+    wanted, dtype = a["output_mask"], a["input"].dtype
+    made = (of_x.to(dtype), of_weight.to(scale.dtype), of_bias.to(scale.dtype))
+    return tuple(part if asked else None for part, asked in zip(made, wanted, strict=True))  # type: ignore[return-value]
+
+
+def _dims_but(rank: int, dim: int) -> list[int]:
+    return [d for d in range(rank) if d != dim % rank]
+
+
+def weight_norm(rank: Rank, a: Arguments, *, axes: Axes) -> Asking:
+    v = wide(a["v"])
+    squares = yield from all_reduce(v.square().sum(_dims_but(v.dim(), a.get("dim", 0)), keepdim=True), axes)
+    norms = squares.sqrt()
+    return (v * (wide(a["g"]) / norms)).to(a["v"].dtype), norms  # type: ignore[return-value]
+
+
+def weight_norm_backward(rank: Rank, a: Arguments, *, axes: Axes) -> Asking:
+    v, grad, n = wide(a["saved_v"]), wide(a["grad_w"]), wide(a["saved_norms"])
+    s = yield from all_reduce((grad * v).sum(_dims_but(v.dim(), a["dim"]), keepdim=True), axes)
+    of_v = wide(a["saved_g"]) / n * (grad - v * (s / n.square()))
+    return of_v.to(a["saved_v"].dtype), (s / n).to(a["saved_g"].dtype)  # type: ignore[return-value]
+
+
+def _weight_norm(laid: Laid, *, of: str, kernel: Callable[..., Asking]) -> Kernel:
+    """Never torch's own kernel: on a CPU it reads a transposed gradient as if it were dense."""
+    return partial(kernel, axes=laid.cutting(of, *_dims_but(laid.ndim(of), laid.arguments.get("dim", 0))))
+
+
+def _batch_norm(laid: Laid) -> Kernel | None:
+    axes = laid.cutting("input", 0)
+    return partial(batch_norm, axes=axes) if axes and laid.arguments["training"] else None
+
+
+def _batch_norm_backward(laid: Laid) -> Kernel | None:
+    axes = laid.cutting("input", 0)
+    if axes != laid.cutting("grad_out", 0):
+        raise laid.refuse("the gradient and the input must be cut alike along the batch")
+    return partial(batch_norm_backward, axes=axes) if axes and laid.arguments["train"] else None
+
+
+KERNELS: dict[str, Callable[[Laid], Kernel | None]] = {
+    "aten._weight_norm_interface.default": partial(_weight_norm, of="v", kernel=weight_norm),
+    "aten._weight_norm_interface_backward.default": partial(_weight_norm, of="saved_v", kernel=weight_norm_backward),
+    "aten._native_batch_norm_legit_functional.default": _batch_norm,
+    "aten.native_batch_norm_backward.default": _batch_norm_backward,
+}

@@ -1,0 +1,227 @@
+"""A plan cut into the stages of a pipeline: what each costs per microbatch, and the time line of the whole.
+
+The plan is of one microbatch on the devices of one stage. Ops go to parts of the model by `part_of`; a part's tasks, run alone, give
+
+    forward, backward    seconds of a microbatch, communication overlapped within the part
+    weight               of backward, the kernels that lead to one parameter's gradient and to nothing else
+    finish               gradient reductions and optimizer, beyond the end of the last backward, which hides some of them
+    activation_bytes     what forward leaves for backward, what came from the part before included
+    fixed_bytes          parameters, gradients, optimizer state, inputs;  working_bytes: the most on top of both
+    send, send_back      bytes that a device hands to its counterpart of the next part, or of the one before
+    tied_bytes           gradient of parameters that several parts hold: added between them once per step, over the same link
+
+Every microbatch takes the same, so one is simulated and `schedule_times.run` places them all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from autoshard.cost import collective_seconds
+from autoshard.graph import Graph, Value
+from autoshard.layout import local_numel
+from autoshard.mesh import Axis
+from autoshard.pipeline.schedule_times import Run, run
+from autoshard.pipeline.schedules import Schedule
+from autoshard.problem import NodeUsage
+from autoshard.simulate.engine import run_tasks
+from autoshard.simulate.program import Program, Task
+from autoshard.simulate.timeline import shared_links
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the model for one microbatch on one device."""
+
+    forward: float  # seconds
+    backward: float
+    weight: float
+    finish: float
+    activation_bytes: float
+    fixed_bytes: float
+    working_bytes: float
+    send: float = 0.0  # bytes
+    send_back: float = 0.0
+    tied_bytes: float = 0.0
+
+
+def run_parts(parts: Sequence[Part], schedule: Schedule, link: Axis | Sequence[Axis] | None = None, chains: int = 1) -> Run:
+    """The time line of a step. link: between a part and the next, one for all or one per part; parts may be of different devices.
+    chains: pipelines that share it, each with its part of every microbatch (`schedule_times.run`).
+
+    ValueError unless there are as many parts as the schedule has.
+    """
+    if len(parts) != schedule.parts:
+        raise ValueError(f"{len(parts)} parts for a schedule of {schedule.parts}; expected as many")
+    links = [link] * len(parts) if link is None or isinstance(link, Axis) else list(link)
+    p = schedule.devices
+    finish = [part.finish + _transfer(part.tied_bytes, axis) for part, axis in zip(parts, links)]
+    made = run(
+        schedule,
+        forward=[part.forward for part in parts],
+        backward=[part.backward for part in parts],
+        weight=[min(part.weight, part.backward) for part in parts],
+        transfer=[_transfer(part.send, axis) for part, axis in zip(parts, links)],
+        transfer_back=[_transfer(part.send_back, axis) for part, axis in zip([*parts[1:], parts[0]], links)],
+        finish=[math.fsum(finish[d::p]) for d in range(p)],
+        activation_bytes=[part.activation_bytes for part in parts],
+        fixed_bytes=[part.fixed_bytes for part in parts],
+        latency=[axis.latency if axis else 0.0 for axis in links],
+        chains=chains,
+    )
+    working = [max(part.working_bytes for part in parts[d::p]) for d in range(p)]
+    return Run(made.schedule, made.seconds, made.busy, tuple(a + b for a, b in zip(made.peak_bytes, working)), made.spans, made.sends)
+
+
+def _transfer(size: float, axis: Axis | None) -> float:
+    """Seconds of a point-to-point transfer, all devices of the stage sending at the same time.
+
+    Of a measured axis those of an all_gather in which every device sends as much: x (n - 1) / n of the x that it ends up with.
+    """
+    if axis is None or not size:
+        return 0.0
+    if axis.curves and axis.size > 1:
+        return float(collective_seconds("all_gather", axis, size * axis.size / (axis.size - 1)))
+    return axis.latency + size / axis.device_bandwidth
+
+
+def parts_of(
+    program: Program, part_of: Sequence[int], count: int, *, partial: Collection[int] = (), communication: bool = True
+) -> tuple[Part, ...]:
+    """The parts of a plan.
+
+    part_of: per op of the graph the number of its part, -1 for what every part makes by itself. partial: adds of the gradient of a
+    parameter that several parts hold. communication: False leaves all of it out, to see what it costs.
+    """
+    graph = program.graph
+    of = _placed(graph, part_of)
+    weights = weight_ops(graph)
+    sent, sent_back, came, tied = _crossing(program, of, count, partial) if communication else ([0.0] * count,) * 4
+    mine: list[list[int]] = [[] for _ in range(count)]
+    for t, task in enumerate(program.tasks):
+        if communication or task.kind in ("compute", "optimizer"):
+            mine[of[task.op]].append(t)
+    bytes_of = _bytes(program, of, count)
+    found = []
+    for v in range(count):
+        forward = _seconds(program, [t for t in mine[v] if program.tasks[t].phase == "forward"])
+        back = [t for t in mine[v] if program.tasks[t].phase == "backward"]
+        backward = _seconds(program, back)
+        whole = _seconds(program, [t for t in mine[v] if program.tasks[t].phase in ("backward", "update")])
+        weight = math.fsum(program.tasks[t].seconds for t in back if program.tasks[t].op in weights and program.tasks[t].kind == "compute")
+        activations, fixed, working = bytes_of[v]
+        found.append(
+            Part(
+                forward, backward, min(weight, backward), whole - backward, activations + came[v], fixed, working,
+                sent[v], sent_back[v], tied[v],
+            )  # fmt: skip
+        )
+    return tuple(found)
+
+
+def _placed(graph: Graph, part_of: Sequence[int]) -> list[int]:
+    """Placeholders, and what belongs to no part, lie where they are read first."""
+    of = list(part_of)
+    for i in range(len(of) - 1, -1, -1):
+        if of[i] < 0:
+            readers = [of[j] for k in range(len(graph.ops[i].outputs)) for j, _ in graph.users.get((i, k), ()) if of[j] >= 0]
+            of[i] = min(readers, default=0)
+    return of
+
+
+def _seconds(program: Program, chosen: Sequence[int]) -> float:
+    """Of these tasks alone, those that they wait for among them."""
+    place = {t: n for n, t in enumerate(chosen)}
+    tasks = []
+    for t in chosen:
+        task = program.tasks[t]
+        after = tuple(place[j] for j in task.after if j in place)
+        tasks.append(Task(task.name, task.kind, task.seconds, task.stream if program.overlap else 0, after, task.phase, task.op))
+    return max(run_tasks(tasks, (-1, *shared_links(program.formulation.mesh))).end, default=0.0)
+
+
+def weight_ops(graph: Graph) -> frozenset[int]:
+    """Backward ops that lead to the gradient of one parameter and to nothing else."""
+    reached: list[set[str]] = [set() for _ in graph.ops]
+    for result in graph.results:
+        if result.value is not None:
+            reached[result.value[0]] |= {result.name} if result.kind == "gradient" else {result.name, "more"}
+    for i in range(len(graph.ops) - 1, -1, -1):
+        if len(reached[i]) < 2:
+            for k in range(len(graph.ops[i].outputs)):
+                for j, _ in graph.users.get((i, k), ()):
+                    reached[i] |= reached[j]
+        if len(reached[i]) > 1:
+            reached[i] = {"many", "more"}
+    return frozenset(i for i, op in enumerate(graph.ops) if op.backward and len(reached[i]) == 1)
+
+
+def _crossing(program: Program, of: Sequence[int], count: int, partial: Collection[int]) -> tuple[list[float], ...]:
+    """Bytes of a device sent on from each part, sent back from it, received by it from those before, added between parts."""
+    graph, formulation = program.graph, program.formulation
+    far: dict[Value, tuple[int, float]] = {}  # storage -> (furthest part that reads it, bytes)
+    tied = [0.0] * count
+    for i, op in enumerate(graph.ops):
+        for a, value in enumerate(op.inputs):
+            maker, here, there = graph.ops[value[0]], of[i], of[value[0]]
+            if maker.is_placeholder or op.is_placeholder or maker.backward != op.backward or here == there:
+                continue
+            if (here > there) == maker.backward:  # against the stream: what every part makes by itself
+                continue
+            tensor, layout = graph.tensor(value), formulation.candidate(i, program.choice).inputs[a]
+            size = float(local_numel(tensor.shape, layout, formulation.mesh) * tensor.itemsize)
+            if i in partial:
+                tied[here] += size
+                tied[there] += size
+                continue
+            known = far.get(graph.storage(value), (here, 0.0))
+            furthest = min(known[0], here) if maker.backward else max(known[0], here)
+            far[graph.storage(value)] = (furthest, max(known[1], size))
+    on, back, came = [0.0] * count, [0.0] * count, [0.0] * count
+    for (i, _), (furthest, size) in far.items():
+        if graph.ops[i].backward:
+            for v in range(furthest + 1, of[i] + 1):
+                back[v] += size
+        else:
+            for v in range(of[i], furthest):
+                on[v] += size
+                came[v + 1] += size
+    return on, back, came, tied
+
+
+def _bytes(program: Program, of: Sequence[int], count: int) -> list[tuple[float, float, float]]:
+    """Per part the bytes of activations that wait for the backward pass, what is held throughout, and the most beyond both."""
+    graph, problem, choice = program.graph, program.formulation.problem, program.choice
+    turn = next((i for i, op in enumerate(graph.ops) if op.backward), len(graph.ops))
+    rows: list[list[tuple[int, float]]] = [[] for _ in range(count)]
+    fixed, waiting = [0.0] * count, [0.0] * count
+    for usage, kind in zip(problem.usages, program.formulation.held, strict=True):
+        if isinstance(usage, NodeUsage):
+            amount = float(usage.bytes[choice[usage.node]])
+            v = of[usage.node] if usage.node < len(of) else of[min(usage.start, len(of) - 1)]
+        else:
+            edge = problem.edges[usage.edge]
+            amount, v = float(usage.bytes[choice[edge.a], choice[edge.b]]), of[min(usage.start, len(of) - 1)]
+        if kind in ("parameters", "gradients", "optimizer_state", "inputs"):
+            for part in _holders(graph, of, usage.node if isinstance(usage, NodeUsage) else usage.start):
+                fixed[part] += amount
+            continue
+        rows[v] += [(usage.start, amount), (usage.end, -amount)]
+        if usage.start < turn < usage.end:
+            waiting[v] += amount
+    found = []
+    for v in range(count):
+        now = peak = 0.0
+        for _, amount in sorted(rows[v]):  # at equal times what is let go comes first
+            now += amount
+            peak = max(peak, now)
+        found.append((waiting[v], fixed[v], max(peak - waiting[v], 0.0)))
+    return found
+
+
+def _holders(graph: Graph, of: Sequence[int], i: int) -> list[int]:
+    """The parts that read a placeholder in the forward pass; its own where none does."""
+    readers = {of[j] for j, _ in graph.users.get((i, 0), ()) if not graph.ops[j].backward} if i < len(of) else set()
+    return sorted(readers) or [of[min(i, len(of) - 1)]]

@@ -1,0 +1,250 @@
+"""Seconds and bytes of every possible stage of one program, from plans of its single layers.
+
+A stage is about the sum of its layers: each is planned alone, with what comes from its neighbours priced as if it arrived from
+another stage. Equal layers (equal programs: `StageProgram.signature`) are planned once per mesh, recomputation and price of memory. One
+combination of these is used for a whole stage, the best that fits:
+
+    t[u, k, j, q] = min over (mesh, recompute, lambda) of the sum over layers k ... j - 1, where its bytes with q + 1 in flight fit
+
+The stages of a chosen pipeline are then planned whole (`pipelines`).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from autoshard.cost import OPTIMIZERS
+from autoshard.mesh import Mesh
+from autoshard.pipeline.configurations import Combination, Option
+from autoshard.pipeline.interop import Stage, SubMesh
+from autoshard.pipeline.layers import Layers
+from autoshard.pipeline.stage_plans import Job
+from autoshard.pipeline.stage_programs import StageProgram, crossing_bytes, stage_program
+from autoshard.pipeline.submeshes import Cluster
+
+PRICES = (0.0, 0.03, 0.3)  # of a byte, in units of its seconds over the slowest axis; 0.3 cuts everything that can be cut
+# of an Option: what adds up over layers
+PARTS = ("forward", "backward", "weight", "static_bytes", "saved_bytes", "communication", "bound", "reduction", "update", "hides")
+
+Run = Callable[[Sequence[Job]], list[tuple[Option, ...]]]
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """Of one combination on one sub-mesh: parts of every stage, arrays of (L, L + 1); inf where a layer has no such plan."""
+
+    combination: Combination
+    in_flight: int  # that the price of memory reckoned with
+    parts: dict[str, np.ndarray]
+    transient: np.ndarray
+
+    def bytes(self, in_flight: int) -> np.ndarray:
+        return self.parts["static_bytes"] + in_flight * self.parts["saved_bytes"] + self.transient
+
+    def option(self, first: int, last: int) -> Option:
+        """The stage of layers first ... last - 1."""
+        values: dict[str, Any] = {name: float(part[first, last]) for name, part in self.parts.items()}
+        return Option(
+            **values, transient_bytes=float(self.transient[first, last]), price=self.combination.price,
+            mesh=self.combination.mesh.shape, recompute=self.combination.recompute,
+        )  # fmt: skip
+
+
+class StageTable:
+    """All stages of a program of K microbatches on a cluster."""
+
+    def __init__(self, cluster: Cluster, layers: Layers, microbatches: int, *, optimizer: str | float, limit: float | None,
+                 recompute: str, run: Run):  # fmt: skip
+        self.cluster, self.layers, self.K, self.run = cluster, layers, microbatches, run
+        self.optimizer, self.limit, self.recompute = optimizer, limit, recompute
+        self.single = [stage_program(layers, c, c + 1) for c in range(layers.count)]
+        self.again = [program.recomputed() for program in self.single] if recompute != "never" and self.training else self.single
+        crossing = crossing_bytes(layers)
+        self.there, self.back = cluster.transfer_seconds(crossing.forward), cluster.transfer_seconds(crossing.backward)
+        self.sums: list[list[Sums]] = [[] for _ in cluster.submeshes]
+        self.pinned: dict[Combination, Sums] = {}
+
+    @property
+    def training(self) -> bool:
+        return any(r.kind == "gradient" for r in self.layers.graph.results)
+
+    def memory(self, u: SubMesh) -> float:
+        """Bytes that a device may hold."""
+        return self.cluster.memory(u) if self.limit is None else self.limit
+
+    @property
+    def held_bytes(self) -> float:
+        """Parameters, with gradients and optimizer state where they are trained, of the whole model."""
+        graph = self.layers.graph
+        trained = {r.name for r in graph.results if r.kind == "gradient"}
+        state = OPTIMIZERS[self.optimizer] if isinstance(self.optimizer, str) else self.optimizer
+        each = [(graph.ops[i].output, name in trained) for name, i in graph.parameters.items() if name not in dict(graph.tied)]
+        return math.fsum(t.bytes + t.numel * (t.itemsize + state) * learns for t, learns in each)
+
+    def most_in_flight(self, u: SubMesh) -> int:
+        """With stages as large as this one everywhere."""
+        return max(1, min(self.K, self.cluster.num_devices // u.size))
+
+    @property
+    def is_planned(self) -> bool:
+        return all(self.sums)
+
+    def under(self, limit: float) -> StageTable:
+        """The same plans under another limit."""
+        other = copy.copy(self)
+        other.limit = limit
+        return other
+
+    def with_recompute(self) -> StageTable:
+        """The same model with recomputation allowed, planned."""
+        other = StageTable(
+            self.cluster, self.layers, self.K, optimizer=self.optimizer, limit=self.limit, recompute="always", run=self.run
+        )  # fmt: skip
+        other.plan()
+        return other
+
+    # -- planning --
+
+    def work_seconds(self) -> float:
+        """What one device would take for a microbatch, on the fastest kind: m devices take no less than an m-th of it."""
+        ones = [u for u, s in enumerate(self.cluster.submeshes) if s.size == 1]
+        self._add([(u, self.cluster.meshes(self.cluster.submeshes[u])[0], False, (0.0,)) for u in ones])
+        return min(float(sums.parts["bound"][0, -1]) for u in ones for sums in self.sums[u][:1])
+
+    def plan(self, tight: Collection[int] = ()) -> set[int]:
+        """Plans every layer on every mesh; with memory priced, and recomputed, where a stage of its share of the model does not fit.
+
+        Returns the sub-meshes for which that was so. tight: those for which it is known.
+        """
+        ways = ("never", "always") if self.recompute == "auto" and self.training else (self.recompute,)
+        first = ways[0] == "always"
+        easy = [(u, s) for u, s in enumerate(self.cluster.submeshes) if u not in tight]
+        self._add([(u, mesh, first, (0.0,)) for u, s in easy for mesh in self.cluster.meshes(s)])
+        found = {*tight, *(u for u, s in easy if not self._share_fits(u, s))}
+        meshes = [(u, mesh) for u in sorted(found) for mesh in self.cluster.meshes(self.cluster.submeshes[u])]
+        self._add([(u, mesh, way == "always", PRICES) for u, mesh in meshes for way in ways])
+        return found
+
+    def _share_fits(self, u: int, s: SubMesh) -> bool:
+        """Whether every stage that has its share of the layers fits without a price on memory."""
+        L = self.layers.count
+        share = min(L, -(-L * s.size // self.cluster.num_devices) + 1)
+        bytes_ = [sums.bytes(self.most_in_flight(s)) for sums in self.sums[u]]
+        return all(max(b[k, k + share] for k in range(L - share + 1)) <= self.memory(s) for b in bytes_)
+
+    def _add(self, wanted: Sequence[tuple[int, Mesh, bool, tuple[float, ...]]]) -> None:
+        jobs, rows = [], []
+        for u, mesh, again, prices in wanted:
+            s = self.cluster.submeshes[u]
+            known = {(x.combination.mesh, x.combination.recompute, x.combination.price) for x in self.sums[u]}
+            one = prices if s.size > 1 else (0.0,)  # there is only one way to lay something on one device
+            prices = tuple(p for p in one if (mesh, again, p) not in known)
+            if prices:
+                in_flight = (self.most_in_flight(s) + 1) // 2
+                rows.append((u, mesh, again, prices, in_flight))
+                jobs += [self.job(program, mesh, prices, in_flight, again=again) for program in (self.again if again else self.single)]
+        found = iter(self.run(jobs))
+        for u, mesh, again, prices, in_flight in rows:
+            per_layer = [next(found) for _ in range(self.layers.count)]
+            if all(len(options) == len(prices) for options in per_layer):
+                for i, price in enumerate(prices):
+                    chosen = Combination(mesh, again, price)
+                    self.sums[u].append(self._summed(chosen, in_flight, [options[i] for options in per_layer], self.cluster.submeshes[u]))
+
+    def add_pinned(self, wanted: Sequence[Combination], submeshes: Sequence[SubMesh]) -> None:
+        """Plans every layer under a baseline's pins."""
+        jobs = []
+        for way in wanted:
+            programs = self.again if way.recompute else self.single
+            jobs += [self.job(program, way.mesh, (0.0,), 1, again=way.recompute, pins=way.pins) for program in programs]
+        found = iter(self.run(jobs))
+        for way, s in zip(wanted, submeshes, strict=True):
+            per_layer = [next(found) for _ in range(self.layers.count)]
+            if all(per_layer):
+                self.pinned[way] = self._summed(way, 1, [options[0] for options in per_layer], s)
+
+    def job(self, program: StageProgram, mesh: Mesh, prices: tuple[float, ...], in_flight: int, *, again: bool, pins: str = "") -> Job:
+        return Job(program.graph, program.signature, mesh, self.K, in_flight, self.optimizer, prices, pins, again)
+
+    def whole_job(self, first: int, last: int, way: Combination, prices: tuple[float, ...], in_flight: int) -> Job:
+        """A stage as one program, its layouts kept."""
+        program = stage_program(self.layers, first, last)
+        program = program.recomputed() if way.recompute else program
+        return replace(self.job(program, way.mesh, prices, in_flight, again=way.recompute, pins=way.pins), layouts=True)
+
+    def _summed(self, way: Combination, in_flight: int, of: list[Option], s: SubMesh) -> Sums:
+        L = len(of)
+        parts = {}
+        for name in PARTS:
+            sums = np.concatenate([[0.0], np.cumsum([getattr(option, name) for option in of])])
+            parts[name] = sums[None, :] - sums[:L, None]
+        transient, longest = (np.zeros((L, L + 1)) for _ in range(2))
+        for k in range(L):
+            transient[k, k + 1 :] = np.maximum.accumulate([option.transient_bytes for option in of[k:]])
+            longest[k, k + 1 :] = np.maximum.accumulate([option.reduction for option in of[k:]])
+        # gradients are reduced beside the backward pass of the layers below
+        exposed = np.maximum(np.minimum(longest, parts["reduction"]), parts["reduction"] - parts["hides"])
+        parts["once"] = parts["update"] + exposed + self._exchanged(s)
+        return Sums(way, in_flight, parts, transient)
+
+    def _exchanged(self, s: SubMesh) -> np.ndarray:
+        """Seconds per step in which a stage adds gradients of parameters that it shares with others: its own sum goes, another comes."""
+        L = self.layers.count
+        found = np.zeros((L, L + 1))
+        if not self.training:
+            return found
+        latency, bandwidth = self.cluster.link(s, s)
+        for name, layers in self.layers.shared.items():
+            size = self.layers.graph.ops[self.layers.graph.parameters[name]].output.bytes
+            before = np.searchsorted(layers, np.arange(L + 1))  # of the layers that share it, those below each cut
+            inside = before[None, :] - before[:L, None]
+            found += np.where((inside > 0) & (inside < len(layers)), 2 * (latency + size / (s.size * bandwidth)), 0.0)
+        return found
+
+    def exchange_seconds(self, part: Stage) -> float:
+        """The same of one stage."""
+        return float(self._exchanged(self.cluster.submeshes[part.submesh])[part.first, part.last])
+
+    # -- the tables of the dynamic program --
+
+    def seconds(self) -> np.ndarray:
+        """t of `interop.inter_op`."""
+        L = self.layers.count
+        Q = max(1, min(self.K, L, self.cluster.num_devices))
+        t = np.full((len(self.cluster.submeshes), L, L + 1, Q), math.inf)
+        some = np.arange(L)[:, None] < np.arange(L + 1)[None, :]
+        for u, s in enumerate(self.cluster.submeshes):
+            for sums in self.sums[u]:
+                once = sums.parts["forward"] + sums.parts["backward"] + sums.parts["once"] / self.K
+                for q in range(Q):
+                    fits = some & (sums.bytes(q + 1) <= self.memory(s))
+                    t[u, :, :, q] = np.where(fits, np.minimum(t[u, :, :, q], once), t[u, :, :, q])
+        return t
+
+    def least_bytes(self) -> np.ndarray:
+        """Like `seconds`: the fewest bytes that a stage can be planned with."""
+        t = np.full_like(self.seconds(), math.inf)
+        for u in range(len(self.cluster.submeshes)):
+            for sums in self.sums[u]:
+                for q in range(t.shape[3]):
+                    t[u, :, :, q] = np.minimum(t[u, :, :, q], sums.bytes(q + 1))
+        L = self.layers.count
+        t[:, np.arange(L)[:, None] >= np.arange(L + 1)[None, :]] = math.inf
+        return t
+
+    def choose(self, first: int, last: int, u: int, in_flight: int, share: float = 1.0) -> Sums | None:
+        """The combination of least seconds that fits in a share of the memory."""
+        best, least = None, math.inf
+        for sums in self.sums[u]:
+            if sums.bytes(in_flight)[first, last] <= share * self.memory(self.cluster.submeshes[u]):
+                seconds = sums.option(first, last).seconds(self.K)
+                if seconds < least:
+                    best, least = sums, seconds
+        return best
+

@@ -1,0 +1,130 @@
+"""A cluster to cut into sub-meshes: nodes of one kind or several, the meshes that a sub-mesh can be, and the links between them.
+
+A sub-mesh of m devices of a node is a mesh of one axis (m) or of two, as square as m allows; of n whole nodes with M devices it is
+n x M, and 2n x M/2 where M is even. From sub-mesh a to u a tensor of X bytes goes in equal parts, each device to its partner,
+
+    x = latency + X / (min(m_a, m_u) B)      B: what a device has of its node's link; inside the only node its own link
+
+(`transfer_seconds`). What the receiver wants whole it gathers itself (`api.stage_plans`); Zheng et al., "On optimizing the
+communication of model parallelism" (2022), find the same order cheapest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autoshard.mesh import DEVICES_PER_NODE, INTER_LATENCY, INTRA_LATENCY, MOST_DEVICES, Device, Mesh
+from autoshard.pipeline.interop import Nodes, SubMesh, Tiling, submeshes
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`nodes` equal nodes. Bandwidths in bytes per second: of a device inside its node, of a node to the others."""
+
+    nodes: int
+    devices: int  # of one node
+    device: Device | str = "h100"
+    intra_node_bandwidth: float = 300e9
+    inter_node_bandwidth: float = 400e9
+    tf32: bool = False  # float32 matmuls run as TF32
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "devices"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} of a kind of nodes is {value!r}; expected a whole number of 1 or more")
+        self.mesh((self.devices,))  # refuses a device or bandwidth that can't be
+
+    def mesh(self, shape: tuple[int, ...]) -> Mesh:
+        """Some of its devices as a mesh; an axis of more than a node's devices leaves the node."""
+        return Mesh.from_bandwidths(
+            shape, intra_node_bandwidth=self.intra_node_bandwidth, inter_node_bandwidth=self.inter_node_bandwidth,
+            device=self.device, devices_per_node=min(self.devices, math.prod(shape)), tf32=self.tf32,
+        )  # fmt: skip
+
+    @property
+    def memory(self) -> float:
+        """Bytes of one device."""
+        return self.mesh((1,)).device.memory
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a pipeline is laid over. every_size: also parts of a node whose size does not divide it."""
+
+    kinds: tuple[Kind, ...]
+    every_size: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.kinds:
+            raise ValueError("a cluster has no nodes; give at least one kind of them")
+        if self.num_devices > MOST_DEVICES:
+            raise ValueError(f"a cluster has {self.num_devices} devices; expected {MOST_DEVICES} at most: make it smaller")
+
+    @staticmethod
+    def of(devices: int, devices_per_node: int = DEVICES_PER_NODE, **prices) -> Cluster:
+        """`devices` equal devices in nodes of `devices_per_node`; fewer than that are one node. ValueError if they fill no whole nodes."""
+        for name, value in (("devices", devices), ("devices_per_node", devices_per_node)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; expected a whole number of 1 or more")
+        per_node = min(devices, devices_per_node)
+        if devices % per_node:
+            fitting = math.gcd(devices, per_node)
+            raise ValueError(f"{devices} devices are no whole number of nodes of {per_node}; give devices_per_node, for example {fitting}")
+        return Cluster((Kind(devices // per_node, per_node, **prices),))
+
+    @property
+    def num_devices(self) -> int:
+        return sum(kind.nodes * kind.devices for kind in self.kinds)
+
+    @cached_property
+    def tiling(self) -> Tiling:
+        nodes = tuple(Nodes(kind.nodes, kind.devices) for kind in self.kinds)
+        return Tiling(nodes, submeshes(nodes, every_size=self.every_size))
+
+    @property
+    def submeshes(self) -> tuple[SubMesh, ...]:
+        return self.tiling.submeshes
+
+    def meshes(self, u: SubMesh) -> tuple[Mesh, ...]:
+        """The meshes that a sub-mesh can be planned as."""
+        kind = self.kinds[u.kind]
+        if u.nodes == 1:
+            return (kind.mesh(as_square(u.devices)),)
+        shapes: list[tuple[int, ...]] = [(u.nodes, u.devices)] if u.devices > 1 else [(u.nodes,)]
+        if u.devices % 2 == 0 and u.devices > 2:
+            shapes.append((2 * u.nodes, u.devices // 2))
+        return tuple(kind.mesh(shape) for shape in shapes)
+
+    def memory(self, u: SubMesh) -> float:
+        """Bytes of one of its devices."""
+        return self.kinds[u.kind].memory
+
+    def transfer_seconds(self, bytes_over: Sequence[float]) -> np.ndarray:
+        """x for every number of bytes, sub-mesh that sends, and sub-mesh that receives; 0 where nothing is sent."""
+        found = np.zeros((len(bytes_over), len(self.submeshes), len(self.submeshes)))
+        for a, sender in enumerate(self.submeshes):
+            for u, receiver in enumerate(self.submeshes):
+                latency, bandwidth = self.link(sender, receiver)
+                seconds = latency + np.asarray(bytes_over) / (min(sender.size, receiver.size) * bandwidth)
+                found[:, a, u] = np.where(np.asarray(bytes_over) > 0, seconds, 0.0)
+        return found
+
+    def link(self, a: SubMesh, u: SubMesh) -> tuple[float, float]:
+        """Latency, and bytes per second between a device of one and a device of the other. Only within a single node are they sure to
+        be on the same one."""
+        if len(self.kinds) == 1 and self.kinds[0].nodes == 1:
+            return INTRA_LATENCY, self.kinds[0].intra_node_bandwidth
+        ends = [self.kinds[x.kind] for x in (a, u)]
+        return INTER_LATENCY, min(min(kind.inter_node_bandwidth / kind.devices, kind.intra_node_bandwidth) for kind in ends)
+
+
+def as_square(m: int) -> tuple[int, ...]:
+    """m as one axis, or as two of about equal size, the smaller first: 8 is 2 x 4, 7 is 7."""
+    small = max(a for a in range(1, math.isqrt(m) + 1) if m % a == 0)
+    return (m,) if small == 1 else (small, m // small)

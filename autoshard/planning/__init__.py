@@ -1,0 +1,1 @@
+"""From a graph, a mesh and demands to a plan."""

@@ -1,0 +1,228 @@
+"""Which choices the user's pins leave, demand by demand.
+
+    pins      layout by name or glob: the tensor lies like this. An exact name wins over a glob, a later glob over an earlier one
+    keep      layout by name, of an older plan: where no pin says otherwise; or an op's whole row, `inputs -> outputs` with `;` between
+    forbid    layouts by name or glob: the tensor lies otherwise. All of them hold
+    layout    a placement per mesh axis; `*` stands for any:  "*,S(0)"
+
+A glob is one of fnmatch, in which `*` also matches dots; it looks at parameters, buffers and inputs, and at ops only where it matches
+none of those. Which pin governs which tensor is settled once, from all of them: from there on each only forbids choices, so that
+taking one away never makes less possible.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import numpy as np
+from torch.distributed.tensor.placement_types import Placement
+
+from autoshard.formulate import Formulation
+from autoshard.graph import Graph
+from autoshard.layout import Layout, parse, placement_text, why_illegal
+from autoshard.planning.options import Demand, Options
+from autoshard.solution import Solution
+
+Pattern = tuple[Placement | None, ...]  # a layout in which None stands for any placement
+ROW = "->"  # in a kept layout, between what an op takes and what it gives
+NEAR = 0.5  # how alike a name must be to be suggested
+
+
+@dataclass(frozen=True, eq=False)
+class Demanded:
+    """A demand and which choices it leaves, by node; other nodes are free."""
+
+    demand: Demand
+    allowed: Mapping[int, np.ndarray] = field(default_factory=dict)
+
+
+def allowed_by_pins(formulated: Formulation, options: Options) -> dict[int, np.ndarray]:
+    """Which choices the user's pins leave, by node; ValueError on an unknown name or a layout that can't be."""
+    return together(demanded(formulated, options))
+
+
+def together(demands: Iterable[Demanded]) -> dict[int, np.ndarray]:
+    """Which choices all of the demands leave, by node."""
+    kept: dict[int, np.ndarray] = {}
+    for one in demands:
+        for node, keep in one.allowed.items():
+            kept[node] = keep & kept[node] if node in kept else keep
+    return kept
+
+
+def demanded(formulated: Formulation, options: Options) -> list[Demanded]:
+    """What is asked of layouts, one by one in the order given: pins, kept layouts, forbidden ones, skip_fully_replicated."""
+    masks = _Masks(formulated)
+    found = [_pinned(masks, "pin", name, options.pins[name], nodes) for name, nodes in _governed(formulated.graph, options.pins).items()]
+    pinned = {node for one in found for node in one.allowed}
+    for name, written in options.keep.items():
+        nodes = _find(formulated.graph, name, "keep", exactly=True)
+        if not pinned.intersection(nodes.values()):
+            row = isinstance(written, str) and ROW in written
+            found.append(_kept_row(masks, name, written, nodes) if row else _pinned(masks, "keep", name, written, nodes))
+    governed = {node for one in found for node in one.allowed}
+    found += [_forbidden(masks, name, written) for name, layouts in options.forbid.items() for written in layouts]
+    if options.skip_fully_replicated:
+        found.append(Demanded(Demand("skip_fully_replicated"), _cut_only(formulated, governed)))
+    return found
+
+
+def broken_by(solution: Solution, graph: Graph, options: Options) -> list[Demand]:
+    """The pins and forbidden layouts of the options that a plan of this graph does not obey; ValueError on an unknown name."""
+    layouts = [solution.layouts[op.name].outputs[0] if op.outputs else None for op in graph.ops]
+
+    def lies_so(node: int, pattern: Pattern) -> bool:
+        return _matches(pattern, None if (written := layouts[node]) is None else parse(written))
+
+    broken = []
+    for name, nodes in _governed(graph, options.pins).items():
+        pattern = _pattern(options.pins[name], f"pin on {name!r}")
+        if not all(lies_so(node, pattern) for node in nodes.values()):
+            broken.append(Demand("pin", name, pattern_text(pattern)))
+    for name, several in options.forbid.items():
+        for pattern in (_pattern(written, f"forbid on {name!r}") for written in several):
+            if any(lies_so(node, pattern) for node in _find(graph, name, "forbid").values()):
+                broken.append(Demand("forbid", name, pattern_text(pattern)))
+    return broken
+
+
+def _pinned(masks: _Masks, kind: str, name: str, written: object, nodes: Mapping[str, int]) -> Demanded:
+    pattern = _pattern(written, f"{kind} on {name!r}")
+    allowed = {}
+    for tensor, node in nodes.items():
+        keep = masks.of(node, pattern)
+        if not keep.any():
+            on = f"{kind} on {name!r}" + ("" if tensor == name else f" ({tensor})")
+            raise ValueError(f"{on}: {masks.why_not(node, pattern)}")
+        allowed[node] = keep
+    return Demanded(Demand(kind, name, pattern_text(pattern)), allowed)
+
+
+def _kept_row(masks: _Masks, name: str, written: str, nodes: Mapping[str, int]) -> Demanded:
+    """As `_pinned`, for all that an op gives and, where that is said, takes."""
+    taken, given = (tuple(map(_layout_or_none, part.split(";"))) if part.strip() else None for part in written.split(ROW, 1))
+    allowed = {}
+    for node in nodes.values():
+        of = masks.formulated.candidates.of[node]
+        keep = np.array([(taken is None or tuple(c.inputs) == taken) and (given is None or tuple(c.outputs) == given) for c in of])
+        if not keep.any():
+            target = masks.formulated.graph.ops[node].target
+            raise ValueError(f"keep on {name!r}: {target} can't take and give {written}; edit what it gives alone, and plan the rest")
+        allowed[node] = keep
+    return Demanded(Demand("keep", name, written), allowed)
+
+
+def _layout_or_none(written: str) -> Layout | None:
+    return None if written.strip() == "None" else parse(written)
+
+
+def _forbidden(masks: _Masks, name: str, written: object) -> Demanded:
+    nodes = _find(masks.formulated.graph, name, "forbid")
+    pattern = _pattern(written, f"forbid on {name!r}")
+    allowed = {node: ~masks.of(node, pattern) for node in nodes.values()}
+    if all(keep.all() for keep in allowed.values()):
+        node = next(iter(nodes.values()))
+        raise ValueError(f"forbid on {name!r}: nothing is forbidden by it, {masks.why_not(node, pattern)}")
+    return Demanded(Demand("forbid", name, pattern_text(pattern)), allowed)
+
+
+def _governed(graph: Graph, pins: Mapping[str, str]) -> dict[str, dict[str, int]]:
+    """By pin the tensors that it governs, as {name: node}: an exact name before any glob, a later glob before an earlier one."""
+    found = {name: _find(graph, name, "pin") for name in pins}
+    exact = {node for name, nodes in found.items() for tensor, node in nodes.items() if tensor == name}
+    last = {node: name for name, nodes in found.items() for node in nodes.values()}
+    return {
+        name: {tensor: node for tensor, node in nodes.items() if (tensor == name if node in exact else last[node] == name)}
+        for name, nodes in found.items()
+    }
+
+
+def _find(graph: Graph, name: str, kind: str, *, exactly: bool = False) -> dict[str, int]:
+    """The nodes that a name or a glob means, each by one of its names; ValueError where there is none."""
+    tied = dict(graph.tied)
+    if (known := tied.get(name, name)) in graph.index:
+        return {name: graph.index[known]}
+    stored = [op.name for op in graph.ops if op.is_placeholder] + list(tied)
+    if not exactly and any(sign in name for sign in "*?["):
+        for names in (stored, list(graph.index)):
+            nodes: dict[int, str] = {}
+            for n in names:
+                if fnmatchcase(n, name):
+                    nodes.setdefault(graph.index[tied.get(n, n)], n)
+            if nodes:
+                return {n: node for node, n in nodes.items()}
+        raise ValueError(f"{kind} on {name!r}: no tensor of the model matches" + near_names(name, stored))
+    raise ValueError(f"{kind} on {name!r}: the model has no such tensor" + near_names(name, [*graph.index, *tied]))
+
+
+def near_names(name: str, names: Iterable[str]) -> str:
+    names = list(names)
+    near = difflib.get_close_matches(name, names, n=3, cutoff=NEAR)
+    if not near:  # a glob is unlike any name; its last part may be like theirs
+        ends: dict[str, str] = {}
+        for known in names:
+            ends.setdefault(known.rpartition(".")[2], known)
+        near = [ends[end] for end in difflib.get_close_matches(name.rpartition(".")[2], list(ends), n=3, cutoff=NEAR)]
+    return f"; near are {', '.join(near)}" if near else ""
+
+
+def _pattern(written: object, what: str) -> Pattern:
+    if not isinstance(written, str):
+        raise ValueError(f"{what}: {written!r} is no layout; expected R, S(dim) per mesh axis, for example 'S(0),R'")
+    parts = [part.strip() for part in written.split(",")]
+    if "*" not in parts:
+        return parse(written)
+    return tuple(None if part == "*" else parse(part)[0] for part in parts)
+
+
+def pattern_text(pattern: Pattern) -> str:
+    return ",".join("*" if p is None else placement_text(p) for p in pattern)
+
+
+class _Masks:
+    """Which choices of a node have a layout; ops of one signature share their candidates and are asked once."""
+
+    def __init__(self, formulated: Formulation):
+        self.formulated = formulated
+        self.made: dict[tuple[int, Pattern], np.ndarray] = {}
+
+    def of(self, node: int, pattern: Pattern) -> np.ndarray:
+        candidates = self.formulated.candidates.of[node]
+        key = (id(candidates), pattern)
+        if key not in self.made:
+            self.made[key] = np.array([_matches(pattern, c.outputs[0]) for c in candidates], dtype=bool)
+        return self.made[key]
+
+    def why_not(self, node: int, pattern: Pattern) -> str:
+        """Why no choice of the node has such a layout."""
+        graph, mesh = self.formulated.graph, self.formulated.mesh
+        tensor = graph.ops[node].outputs[0]
+        whole = tuple(p for p in pattern if p is not None)
+        if len(pattern) != len(mesh.axes):
+            shape = "x".join(map(str, mesh.shape))
+            return f"layout {pattern_text(pattern)} has {len(pattern)} placements, the mesh {shape} has {len(mesh.axes)} axes"
+        if tensor is not None and len(whole) == len(pattern) and (reason := why_illegal(tensor.shape, whole, mesh)):
+            return reason
+        given = (c.outputs[0] for c in self.formulated.candidates.of[node])
+        listed = ", ".join(dict.fromkeys(pattern_text(layout) for layout in given if layout is not None))
+        return f"layout {pattern_text(pattern)} is not one that {graph.ops[node].target} can give; possible are {listed}"
+
+
+def _matches(pattern: Pattern, layout: Layout | None) -> bool:
+    return layout is not None and len(layout) == len(pattern) and all(p is None or p == q for p, q in zip(pattern, layout))
+
+
+def _cut_only(formulated: Formulation, governed: set[int]) -> dict[int, np.ndarray]:
+    """No op fully replicated where it has another candidate (an op that can't be cut stays, and one that is pinned)."""
+    allowed = {}
+    for i, op in enumerate(formulated.graph.ops):
+        if op.is_placeholder or i in governed:
+            continue
+        layouts = [[layout for layout in (*c.inputs, *c.outputs) if layout is not None] for c in formulated.candidates.of[i]]
+        cut = np.array([any(not p.is_replicate() for layout in of for p in layout) for of in layouts])
+        if cut.any():
+            allowed[i] = cut
+    return allowed

@@ -1,0 +1,231 @@
+"""Memory against time: the fastest plans for less and less memory, with proof, from one formulation of the problem.
+
+graph      = capture_deep(model, example_inputs)
+formulated = formulate(graph, candidates(graph, mesh), mesh)
+found      = hull(formulated.problem)                            every answer that a price on bytes makes best (solvers.parametric)
+points     = what each holds and costs, and the bound on all plans within its memory
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from autoshard.capture import capture_deep, in_turn
+from autoshard.cycles import no_search_for_cycles
+from autoshard.formulate import Formulation, with_pins
+from autoshard.graph import Graph
+from autoshard.mesh import Mesh
+from autoshard.planning.certify import describe
+from autoshard.planning.plan import Infeasible, Options, Progress, Stopwatch, allowed_by_pins, checked_options, formulate_for, stretched
+from autoshard.planning.recomputing import checkpointed, forward_blocks
+from autoshard.planning.shallow import Shallow
+from autoshard.problem import Problem
+from autoshard.solution import Solution
+from autoshard.solvers import Answer, Hull, HullPoint, Status, converged, hull
+from autoshard.solvers.parametric import LEAST_GAP, PROVEN_GAP
+from autoshard.strategies import candidates
+from autoshard.writing import write_whole
+
+FORMAT = "autoshard.frontier/1"
+OPTIMAL_GAP = 1e-6  # relative: up to here they are called optimal
+NOT_HERE = {  # options of plan
+    "memory_limit": "the frontier is about all memory limits",
+    "tie_blocks": "its bound would not be that of the frontier",
+    "solver": "the frontier has a solver of its own",
+    "price_pins": "plan prices pins under one memory limit",
+    "baselines": "plan prices them",
+}
+
+
+@dataclass(frozen=True)
+class FrontierPoint:
+    """A plan, and the proof that none within its memory is faster."""
+
+    memory_bytes: float  # per device, at its peak
+    seconds: float
+    bound_seconds: float  # no plan within limit_bytes is faster
+    gap: float  # (seconds - bound_seconds) / seconds
+    status: str  # optimal (gap up to 1e-6), proven (up to the gap asked for), feasible
+    limit_bytes: float  # what the bound holds for: plan(memory_limit=limit_bytes) finds nothing faster than the bound
+
+
+@dataclass(frozen=True, eq=False)
+class Frontier:
+    """Points by growing memory and falling seconds, and bounds for all limits. `solution(i)` is the plan of point i."""
+
+    model: str
+    mesh: Mesh
+    training: bool
+    gap: float  # that was asked for, relative
+    points: tuple[FrontierPoint, ...]
+    seconds: dict[str, Any] = field(default_factory=dict)  # {"cpu": {capture, candidates, formulate, solve, total}, "wall": ...}
+    assumptions: dict[str, Any] = field(default_factory=dict)
+    _hull: Hull = field(default_factory=lambda: Hull((), (), ()), repr=False)
+    _formulated: Formulation | None = field(default=None, repr=False)
+    _options: Options = field(default_factory=Options, repr=False)
+
+    @property
+    def proven(self) -> tuple[FrontierPoint, ...]:
+        """The points whose gap is at most the one asked for."""
+        return tuple(p for p in self.points if p.status != "feasible")
+
+    def bound(self, limit: float) -> float:
+        """Seconds that no plan within `limit` bytes per device beats; inf where none is that small."""
+        return self._hull.bound(limit)
+
+    def within(self, limit: float) -> FrontierPoint | None:
+        """The fastest point that needs at most `limit` bytes per device; None where there is none."""
+        return next((p for p in reversed(self.points) if p.memory_bytes <= limit), None)
+
+    def solution(self, i: int) -> Solution:
+        """The plan of point i (from the least memory), with its certificate for a memory limit of its own peak. IndexError without one."""
+        point, formulated = self._hull.points[i], self._formulated
+        assert formulated is not None
+        options = replace(self._options, memory_limit=point.memory, gap=self.gap)
+        status = Status.FEASIBLE if self.points[i].status == "feasible" else Status.OPTIMAL  # within the gap that it notes
+        answer = Answer(status, point.choice, point.cost, point.bound, "hull", peak=point.memory)
+        made = describe(formulated, answer, options, {}, self.assumptions)
+        return replace(made, seconds=self.seconds)
+
+    def _repr_html_(self) -> str:
+        """The plot, for notebooks."""
+        from autoshard.report.frontier import svg  # here: matplotlib takes a second to import
+
+        return svg(self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record that files hold: autoshard/schemas/frontier.1.json. Lines and limits bound all plans: see `bound`."""
+        return {
+            "format": FORMAT,
+            "model": self.model,
+            "mesh": list(self.mesh.shape),
+            "device": self.mesh.device.name,
+            "device_memory_bytes": self.mesh.device.memory,
+            "training": self.training,
+            "gap": self.gap,
+            "points": [{key: _finite(value) for key, value in asdict(p).items()} for p in self.points],
+            "bound_lines": [{"seconds": line.intercept, "seconds_per_byte": line.price} for line in self._hull.lines],
+            "bound_limits": [{"limit_bytes": _finite(most), "seconds": _finite(bound)} for most, bound in self._hull.limits],
+            "planning_seconds": self.seconds.get("cpu", {}).get("total", 0.0),
+            "cpu_seconds": self.seconds.get("cpu", {}),
+            "wall_seconds": self.seconds.get("wall", {}),
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the record as JSON, whole or not at all; OSError where that can't be."""
+        write_whole(json.dumps(self.to_dict(), allow_nan=False, indent=1) + "\n", path)
+
+
+@in_turn
+def frontier(
+    model: torch.nn.Module,
+    example_inputs: Any,
+    mesh: Mesh,
+    *,
+    points: int = 12,
+    progress: Progress | None = None,
+    assumptions: Mapping | None = None,
+    **options: Any,
+) -> Frontier:
+    """The fastest plans of `model` on `mesh` for less and less memory: at least `points` of them, each proven, where there are so many.
+
+    model, example_inputs, progress, assumptions: as for `plan`. options: the fields of `Options` that make sense without one memory
+    limit: training, optimizer, master_weights, pins, keep, forbid, recompute (a number of blocks, or "all"), time_limit in seconds,
+    witness, skip_fully_replicated; and gap, relative, up to which a point counts as proven (default 1e-3, at least 1e-8). ValueError
+    on bad input, `Infeasible` where the pins leave no plan.
+
+        found = frontier(module, (tokens, targets), Mesh.from_bandwidths((8, 8)), training=True)
+        found.within(40e9), found.bound(40e9), found.solution(0).save("smallest.json")
+    """
+    checked = _checked(model, mesh, points, options)
+    watch = Stopwatch(progress)
+    with watch.phase("capture", "capturing the model", 0.0), no_search_for_cycles():
+        graph, depth = capture_deep(model, example_inputs, training=checked.training, witness=checked.witness)
+        graph, shallow, checked = _recomputed(graph, depth.shallow, checked)
+    with watch.phase("candidates", "listing layouts", 0.1), no_search_for_cycles():
+        found = candidates(graph, mesh)
+    with watch.phase("formulate", "pricing layouts", 0.15), no_search_for_cycles():
+        formulated = formulate_for(graph, found, mesh, checked)
+        problem = with_pins(formulated, allowed_by_pins(formulated, checked))
+        few = None if shallow is None else stretched(formulated, shallow, checked)
+    with watch.phase("solve", "sweeping the price of memory", 0.2):
+        start, messages = _start(formulated, problem, few)
+        shown = hull(
+            problem, points=points, gap=checked.gap, starts=start, messages=messages, time_limit=checked.time_limit,
+            progress=_progress(watch),
+        )  # fmt: skip
+    if not shown.points:
+        raise Infeasible("no plan was found at any memory: take away a pin, or raise the time limit")
+    noted = {**(assumptions or {}), **depth.noted}
+    gap = max(checked.gap, LEAST_GAP)
+    made = tuple(_point(p, gap) for p in shown.points)
+    name = str(noted.get("model") or type(model).__name__)
+    return Frontier(name, mesh, _trained(graph), gap, made, watch.seconds(), noted, shown, formulated, checked)
+
+
+def _checked(model: object, mesh: object, points: object, options: Mapping[str, Any]) -> Options:
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh is {type(mesh).__name__}; expected an autoshard.Mesh, for example Mesh.from_bandwidths((2, 4))")
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"model is {type(model).__name__}; expected a torch.nn.Module")
+    if isinstance(points, bool) or not isinstance(points, int) or points < 1:
+        raise ValueError(f"points is {points!r}; expected a whole number of 1 or more")
+    for name, why in NOT_HERE.items():
+        if name in options:
+            raise ValueError(f"frontier takes no {name!r}: {why}; leave it out")
+    checked = checked_options(Options, {"gap": PROVEN_GAP, **options})
+    if checked.recompute == "auto":
+        raise ValueError("recompute is 'auto', which depends on one memory limit; give frontier a number of blocks, or 'all'")
+    return checked
+
+
+def _recomputed(graph: Graph, shallow: Graph | None, options: Options) -> tuple[Graph, Graph | None, Options]:
+    """The graphs with as many blocks recomputed as asked for, and the options with that number."""
+    if not (options.recompute and options.training):
+        return graph, shallow, replace(options, recompute=0)
+    count = len(forward_blocks(graph))
+    k = count if options.recompute == "all" else min(int(options.recompute), count)
+    few = None if shallow is None or k < count else checkpointed(shallow, len(forward_blocks(shallow)))
+    return checkpointed(graph, k), few, replace(options, recompute=k)
+
+
+def _start(formulated: Formulation, problem: Problem, few: Shallow | None) -> tuple[list, np.ndarray | None]:
+    """The plan without a limit and its messages, stretched from few layers; nothing where pins make the layers differ."""
+    if few is None or problem is not formulated.problem:
+        return [], None
+    choice, messages = converged(few.formulated.problem)
+    if choice is None:
+        return [], None
+    return [few.twins.choice(choice)], few.twins.messages(few.formulated, messages)
+
+
+def _progress(watch: Stopwatch) -> Any:
+    report = watch.progress
+    if report is None:
+        return None
+
+    def show(proven: int, wanted: int) -> None:
+        report(f"sweeping the price of memory: {proven} of {wanted} points", 0.2 + 0.75 * min(proven / wanted, 1.0))
+
+    return show
+
+
+def _point(p: HullPoint, gap: float) -> FrontierPoint:
+    status = "optimal" if p.gap <= min(OPTIMAL_GAP, gap) else "proven" if p.gap <= gap else "feasible"
+    return FrontierPoint(p.memory, p.cost, p.bound, p.gap, status, p.memory)
+
+
+def _trained(graph: Graph) -> bool:
+    return any(r.kind == "gradient" for r in graph.results)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

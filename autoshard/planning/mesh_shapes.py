@@ -1,0 +1,193 @@
+"""Which mesh: every way to arrange the devices as one to three axes, each planned with its own proof, side by side.
+
+    N devices, n per node, N / n nodes
+    shape = (factors of N / n) + (factors of n), ordered, each 2 or more: an axis lies inside a node or between nodes
+
+The flat mesh (N,) is tried as well, though its one axis crosses the nodes' boundaries: it is what plain FSDP uses. One device stands beside
+them as what there is to gain. What is compared must be one cluster: give all meshes the same number of devices per node.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from autoshard.capture import capture_deep, in_turn
+from autoshard.cycles import no_search_for_cycles
+from autoshard.mesh import DEVICES_PER_NODE, Mesh
+from autoshard.planning.options import Infeasible, Options, Progress, Stopwatch, checked_options
+from autoshard.planning.plan import plan_captured
+from autoshard.solution import Solution
+
+MOST_AXES = 3
+EQUAL = 1e-9  # relative: of plans this near in cost the first mesh is taken
+BY_SHAPE = ("pins", "keep", "forbid")  # options whose layouts fit meshes of as many axes only
+
+
+def mesh_shapes(devices: int, devices_per_node: int = DEVICES_PER_NODE) -> list[tuple[int, ...]]:
+    """The shapes to compare, fewest axes first, one device last. ValueError where the devices don't fill the nodes.
+
+    Fewer devices than a node has are one node.
+
+        mesh_shapes(16) == [(16,), (2, 8), (2, 2, 4), (2, 4, 2), (1,)]
+    """
+    for name, value in (("devices", devices), ("devices_per_node", devices_per_node)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} is {value!r}; expected a positive whole number")
+    per_node = min(devices, devices_per_node)
+    if devices % per_node:
+        raise ValueError(f"{devices} devices do not fill nodes of {per_node}; give a devices_per_node that divides {devices}")
+    pairs = product(_ordered(devices // per_node), _ordered(per_node))
+    found = [outer + inner for outer, inner in pairs if 1 <= len(outer + inner) <= MOST_AXES]
+    return sorted({(devices,), *found} - {(1,)}, key=lambda shape: (len(shape), shape)) + [(1,)]
+
+
+def _ordered(n: int) -> Iterator[tuple[int, ...]]:
+    """Ordered factorizations of n into factors of 2 or more; () of 1."""
+    if n == 1:
+        yield ()
+    for first in range(2, n + 1):
+        if n % first == 0:
+            yield from ((first, *rest) for rest in _ordered(n // first))
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """What came out on one mesh."""
+
+    mesh: Mesh
+    solution: Solution | None
+    message: str  # why there is none; empty where there is
+    refusal: Infeasible | None
+    cpu: float  # seconds of planning, without the capture, which all share
+    wall: float
+
+    @property
+    def name(self) -> str:
+        return "x".join(map(str, self.mesh.shape))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; None where there is no plan. status: the plan's, infeasible, or skipped (the pins' layouts have other axes)."""
+        plan, limit = self.solution, None if self.refusal is None else self.refusal.smallest_limit
+        return {
+            "mesh": self.name,
+            "devices": self.mesh.num_devices,
+            "status": plan.status if plan else "infeasible" if self.refusal else "skipped",
+            "cost_seconds": plan.cost if plan else None,
+            "bound_seconds": plan.bound if plan else None,
+            "gap": plan.gap if plan else None,
+            "peak_bytes": plan.peak_bytes if plan else None,
+            "smallest_limit_bytes": None if limit is None else list(limit),
+            "message": self.message or None,
+            "cpu_seconds": self.cpu,
+            "wall_seconds": self.wall,
+        }
+
+
+@dataclass(frozen=True)
+class MeshPlans:
+    """The plans of all meshes, in the order given, and the best of them."""
+
+    plans: tuple[MeshPlan, ...]
+    best: Solution
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """A row per mesh; `best` says which one was taken."""
+        return [{**plan.to_dict(), "best": plan.solution is self.best} for plan in self.plans]
+
+
+@in_turn
+def plan_meshes(
+    model: torch.nn.Module,
+    example_inputs: Any,
+    meshes: Sequence[Mesh],
+    *,
+    progress: Progress | None = None,
+    assumptions: Mapping | None = None,
+    **options: Any,
+) -> MeshPlans:
+    """`plan` on each of the meshes; the model is captured once, and they share the time limit.
+
+    Arguments but meshes: as for `plan`. With pins, kept or forbidden layouts only meshes of as many axes as these have are planned, and
+    no single device. ValueError on bad input, `Infeasible` where nothing fits on any mesh.
+
+        meshes = [Mesh.from_bandwidths(shape, devices_per_node=8) for shape in mesh_shapes(16)]
+        best = plan_meshes(module, (tokens, targets), meshes, training=True, memory_limit=80e9).best
+    """
+    checked: Options = checked_options(Options, options)
+    if not meshes or not all(isinstance(mesh, Mesh) for mesh in meshes):
+        raise ValueError("meshes holds no mesh, or something else; expected a list of autoshard.Mesh, as mesh_shapes gives shapes for")
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"model is {type(model).__name__}; expected a torch.nn.Module")
+    axes = _axes_of_layouts(checked)
+    chosen = [mesh for mesh in meshes if axes is None or (len(mesh.axes) == axes and mesh.num_devices > 1)]
+    if not chosen:
+        raise ValueError(f"the layouts of pins have {axes} placements, but no mesh has {axes} axes; pin for one mesh, on that mesh")
+    watch = Stopwatch(progress)
+    with watch.phase("capture", "capturing the model", 0.0), no_search_for_cycles():
+        graph, depth = capture_deep(model, example_inputs, training=checked.training, witness=checked.witness)
+    noted = {**(assumptions or {}), **depth.noted}
+    plans = []
+    for mesh in meshes:
+        if mesh not in chosen:
+            plans.append(MeshPlan(mesh, None, f"the layouts of pins have {axes} placements", None, 0.0, 0.0))
+            continue
+        k = chosen.index(mesh)
+        left = checked.time_limit - (time.monotonic() - watch.began)
+        under = replace(checked, time_limit=max(left / (len(chosen) - k), 0.1))
+        own = Stopwatch(_of_one(progress, mesh, k, len(chosen)))
+        plans.append(_planned(mesh, own, partial(plan_captured, graph, mesh, under, own, noted, depth.shallow)))
+    return MeshPlans(tuple(plans), _best(plans))
+
+
+def _planned(mesh: Mesh, watch: Stopwatch, planned: Callable[[], Solution]) -> MeshPlan:
+    solution, refusal = None, None
+    try:
+        solution = planned()
+    except Infeasible as error:
+        refusal = error
+    taken = watch.seconds()
+    return MeshPlan(mesh, solution, str(refusal or ""), refusal, taken["cpu"]["total"], taken["wall"]["total"])
+
+
+def _axes_of_layouts(options: Options) -> int | None:
+    """How many placements the layouts of pins and the like have; None without any."""
+    written = [*options.pins.values(), *options.keep.values(), *(one for several in options.forbid.values() for one in several)]
+    counts = sorted({layout.count(",") + 1 for layout in written if isinstance(layout, str)})
+    if len(counts) > 1:
+        raise ValueError(f"layouts of pins have {' and '.join(map(str, counts))} placements; give all as many, one per mesh axis")
+    return counts[0] if counts else None
+
+
+def _of_one(progress: Progress | None, mesh: Mesh, k: int, count: int) -> Progress | None:
+    """Progress of mesh k of several as that of the whole."""
+    if progress is None:
+        return None
+    name = "x".join(map(str, mesh.shape))
+    return lambda what, fraction: progress(f"mesh {name}, {k + 1} of {count}: {what}", (k + fraction) / count)
+
+
+def _best(plans: Sequence[MeshPlan]) -> Solution:
+    """The cheapest; the first of those that cost the same."""
+    best: Solution | None = None
+    for plan in plans:
+        if plan.solution is not None and (best is None or plan.solution.cost < best.cost * (1 - EQUAL)):
+            best = plan.solution
+    if best is None:
+        refused = [(plan.refusal.smallest_limit or (math.inf, math.inf), plan) for plan in plans if plan.refusal]
+        limit, nearest = min(refused, key=lambda pair: pair[0][1])
+        assert nearest.refusal is not None
+        raise Infeasible(
+            f"no plan on any of {len(refused)} meshes; nearest is {nearest.name}: {nearest.message}",
+            nearest.refusal.smallest_limit,
+            nearest.refusal.conflict,
+            nearest.refusal.minimal,
+        )
+    return best

@@ -1,0 +1,100 @@
+"""Why there is no plan, in one sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from autoshard.formulate import Formulation
+from autoshard.planning.conflicts import CONFLICT_SECONDS, Conflict, find_conflict
+from autoshard.planning.demands import Demanded
+from autoshard.planning.options import TIME_LIMIT, Infeasible, Options, bytes_text
+from autoshard.problem import Problem
+from autoshard.solvers import Answer, Status
+from autoshard.solvers.answer import Infeasibility
+
+PATIENCE = 120.0  # seconds of search for a first plan, where no time limit is set
+FEW = 6  # demands that the sentence names
+
+
+def infeasible(
+    formulated: Formulation,
+    problem: Problem,
+    answer: Answer,
+    options: Options,
+    *,
+    also: Sequence[Demanded] = (),
+    thrifty: Callable[[], Formulation] | None = None,
+    explained: bool = True,
+    seconds: float = CONFLICT_SECONDS,
+    tested: Callable[[int], None] = lambda count: None,
+) -> Infeasible:
+    """The exception for an answer without a choice, with the demands that conflict where it is proven that there is none.
+
+    also, thrifty, seconds, tested: as for `find_conflict`. explained: False where nobody will read it.
+    """
+    conflict = Conflict((), False)
+    if explained and answer.status is Status.INFEASIBLE:
+        seconds = min(seconds, CONFLICT_SECONDS)
+        conflict = find_conflict(formulated, options, also=also, thrifty=thrifty, seconds=seconds, tested=tested)
+    why = answer.infeasibility
+    smallest = None if why is None or math.isinf(why.smallest_limit[0]) else why.smallest_limit
+    return Infeasible(why_nothing_fits(problem, answer, options, conflict), smallest, conflict.demands, conflict.minimal)
+
+
+def searched_seconds(options: Options) -> float:
+    """For how long a first plan is looked for: a time limit that was set is one for that too."""
+    return min(options.time_limit, PATIENCE) if options.time_limit == TIME_LIMIT else options.time_limit
+
+
+def why_nothing_fits(problem: Problem, answer: Answer, options: Options, conflict: Conflict) -> str:
+    """One sentence: what can't be met together; of a memory limit the smallest that would do, and what holds the bytes."""
+    seconds = searched_seconds(options)
+    longer = "raise the time limit" if seconds == options.time_limit else f"set a time limit above {seconds:g} s"
+    why, blamed = answer.infeasibility, [d for d in conflict.demands if d.kind == "memory_limit"]
+    if answer.status is not Status.INFEASIBLE and options.memory_limit is None:
+        return f"no plan was found in {seconds:g} s; {longer}"
+    if options.memory_limit is None or (why is not None and math.isinf(why.smallest_limit[0])) or (conflict.demands and not blamed):
+        return _forbidding(conflict)
+    limit = bytes_text(options.memory_limit)
+    if answer.status is not Status.INFEASIBLE:
+        return f"no plan within {limit} per device was found in {seconds:g} s; raise the memory limit or {longer.removeprefix('raise ')}"
+    if why is None:
+        return f"no plan fits in {limit} per device; raise the memory limit"
+    others = [d for d in conflict.demands if d.kind != "memory_limit"]
+    return f"no plan fits in {limit} per device; {_smallest(problem, why)}" + (f"; {_against(others, conflict)}" if others else "")
+
+
+def _smallest(problem: Problem, why: Infeasibility) -> str:
+    low, high = why.smallest_limit
+    smallest = (
+        f"the smallest limit that works is {bytes_text(high, up=True)}"
+        if high - low <= 1e-3 * high
+        else f"the smallest limit that works is between {bytes_text(low)} and {bytes_text(high, up=True)}"
+    )
+    holders = ", ".join(f"{problem.names[node]} {bytes_text(held)}" for node, held in why.nodes[:3])
+    return smallest + (f" (largest there: {holders})" if holders else "")
+
+
+def _against(others: Sequence, conflict: Conflict) -> str:
+    """What else could give way."""
+    if conflict.minimal and [d.kind for d in others] == ["recompute"]:
+        return f"with {others[0]} the limit is too small, with recompute=all there is a plan"
+    one_of = "without it" if len(others) == 1 else "without any one of them"
+    there_is = f"{one_of} there is a plan" if conflict.minimal else "take some of it away"
+    return f"with {_listed(others)} the limit is too small, {there_is}"
+
+
+def _forbidding(conflict: Conflict) -> str:
+    if not conflict.demands:
+        return "no plan exists under these pins: they forbid each other; take one away"
+    if len(conflict.demands) == 1:
+        return f"no plan exists under {conflict.demands[0]}; take it away"
+    return f"no plan exists under {_listed(conflict.demands)}: they forbid each other; take one away"
+
+
+def _listed(demands: Sequence) -> str:
+    words = [str(d) for d in demands[:FEW]]
+    if len(demands) > FEW:
+        return f"{', '.join(words)} and {len(demands) - FEW} more"
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]

@@ -1,0 +1,269 @@
+"""Planners: from a problem, prices and a memory limit to a route. One signature, four ways.
+
+    naive                 gather everything, then split; its peak is the whole tensor (TensorCraft's)
+    memory_constrained    breadth first, at most 1000 states, those above the limit left out (TensorCraft's; published.py)
+    astar                 the cheapest route of a Space, by g(u) + h(u) with coarse.py's h; the default
+    dijkstra              the same with h = 0: the check
+
+A state above the limit is left out (`count="resident"`, the published rule), or a step whose input and output together are
+(`count="buffers"`, the default with honest prices). A limit below both ends is refused; where nothing keeps the limit, the route's
+status is "infeasible". Where a search gives up after `most` states, its bound is the least g + h left, and the better of its best
+route so far and a greedy search's is the answer.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count as counting
+
+from autoshard.relayout.block_prices import Prices
+from autoshard.relayout.blocks import Axes, BlockLayout, canonical
+from autoshard.relayout.coarse import distances
+from autoshard.relayout.holdings import cut_axes, involved, most_scattered, traffic
+from autoshard.relayout.problems import BlockProblem, BlockRoute, BlockStep
+from autoshard.relayout.space import Space
+from autoshard.relayout.states import Found, State
+
+MOST = 30_000  # states that an exact search takes up
+GREED = 4.0  # weight of h in the greedy search
+EXACT_TRAFFIC = 512  # ranks; on more, an exchange is priced by a bound
+ROUNDING = 1e-12  # relative
+
+
+def naive(problem: BlockProblem, prices: Prices, memory_limit: float | None = None, *, count: str | None = None) -> BlockRoute:
+    """All gather of everything, then one local slice; the limit is reported against, not kept."""
+    rest = BlockLayout(tuple(() for _ in problem.shape), problem.target.blocks, problem.source.partial, problem.source.reduce_op)
+    if problem.source.partial != problem.target.partial:
+        raise ValueError("the naive planner reduces nothing; use astar for partial layouts")
+    cut = [("all_gather", problem.source, rest), ("split", rest, problem.target)]
+    steps = [priced(problem, prices, kind, u, v) for kind, u, v in cut if u != v]
+    if problem.same:
+        steps = []
+    return route_of(problem, steps, "feasible", 0.0, count or prices.count, 0)
+
+
+def astar(
+    problem: BlockProblem, prices: Prices, memory_limit: float | None = None, *, count: str | None = None, most: int = MOST
+) -> BlockRoute:
+    """The cheapest route within the limit, in elements per rank (None: see BlockProblem.memory_limit).
+
+    count: what the limit counts, "resident" or "buffers"; default that of the prices. most: states to take up; beyond them the route is the
+    best known, with its bound. Where none keeps the limit, its status is "infeasible". ValueError for a limit below both ends.
+    """
+    return _searched(problem, prices, memory_limit, count or prices.count, most, informed=True)
+
+
+def dijkstra(
+    problem: BlockProblem, prices: Prices, memory_limit: float | None = None, *, count: str | None = None, most: int = 10**9
+) -> BlockRoute:
+    """As `astar`, without its heuristic: slower, the check."""
+    return _searched(problem, prices, memory_limit, count or prices.count, most, informed=False)
+
+
+def _searched(problem: BlockProblem, prices: Prices, memory_limit: float | None, count: str, most: int, informed: bool) -> BlockRoute:
+    limit, buffers = problem.memory_limit(memory_limit, count), _buffers(count)
+    if problem.same:
+        return route_of(problem, [], "optimal", 0.0, count, 0)
+    space, kept = space_of(problem, prices)
+    h = distances(space, limit, buffers) if informed else None
+    path, explored, bound, proven = _best_first(space, limit, buffers, h, 1.0, most)
+    if not proven:
+        other, more, _, _ = _best_first(space, limit, buffers, h or distances(space, limit, buffers), GREED, most)
+        path, explored = min((path, other), key=_seconds), explored + more
+    if path is None:
+        return BlockRoute(problem, (), "infeasible" if proven else "unknown", math.inf, bound, 0, count, explored)
+    steps, at = [], canonical(problem.shape, problem.source, problem.mesh)
+    for step in path:
+        after = _widened(space.layout(step.state, problem.source.reduce_op), kept)
+        axes = tuple(kept[a] for a in range(space.num_axes) if step.mask >> a & 1)
+        steps.append(_step(problem, step.kind, axes, step.dims, at, after, step.seconds))
+        at = after
+    return route_of(problem, steps, "optimal" if proven else "feasible", bound, count, explored)
+
+
+def _seconds(path: list[Found] | None) -> float:
+    return math.inf if path is None else sum(step.seconds for step in path)
+
+
+def _buffers(count: str) -> bool:
+    if count not in ("resident", "buffers"):
+        raise ValueError(f"count is {count!r}; expected resident (shards between steps) or buffers (input and output of a step)")
+    return count == "buffers"
+
+
+def space_of(problem: BlockProblem, prices: Prices) -> tuple[Space, Axes]:
+    """The problem's states without axes of size 1, and the axes that are left."""
+    kept = tuple(a for a, n in enumerate(problem.mesh) if n > 1)
+    ends = [_narrowed(canonical(problem.shape, layout, problem.mesh), kept) for layout in (problem.source, problem.target)]
+    space = Space(problem.shape, tuple(problem.mesh[a] for a in kept), ends[0], ends[1], _OnAxes(prices, kept))
+    if space.reduced != space.target:
+        before = replace(problem.source, partial=problem.target.partial)
+        for state in space.exchanges():
+            after = _widened(space.layout(state, problem.source.reduce_op), kept)
+            seconds, axes = _exchange(problem, prices, before, after)
+            kind = "exchange" if axes else "split"  # where every rank holds what it is to have
+            mask = sum(1 << i for i, a in enumerate(kept) if a in (axes or set(cut_axes(after)) - set(cut_axes(before))))
+            changed = tuple(d for d, (c, t) in enumerate(zip(space.reduced[:-1], state)) if c is not t)
+            space.direct.append(Found(seconds, state, kind, mask, changed))
+    return space, kept
+
+
+def _exchange(problem: BlockProblem, prices: Prices, before: BlockLayout, after: BlockLayout) -> tuple[float, Axes]:
+    """(seconds, the axes that it crosses)."""
+    axes, held, needed, flows = involved(before, after), problem.elements(before), problem.elements(after), None
+    if prices.honest and math.prod(problem.mesh) <= EXACT_TRAFFIC:
+        flows = traffic(problem.shape, before, after, problem.mesh)
+        axes = flows.crossed()
+    elif prices.honest:  # as if nothing were held, and one rank served all who need the same
+        share = [math.prod(problem.mesh[a] for axes in layout.axes for a in axes) for layout in (before, after)]
+        held *= max(1, math.ceil(share[0] / share[1]))
+    return prices.exchange(axes, held, needed, flows), axes
+
+
+class _OnAxes(Prices):
+    """Prices of a mesh seen without its axes of size 1."""
+
+    def __init__(self, prices: Prices, kept: Axes):
+        self.prices, self.kept, self.honest, self.count = prices, kept, prices.honest, prices.count
+
+    def of(self, kind, axes):
+        return self.prices.of(kind, tuple(self.kept[a] for a in axes))
+
+
+def _narrowed(layout: BlockLayout, kept: Axes) -> BlockLayout:
+    at = {a: i for i, a in enumerate(kept)}
+    axes = tuple(tuple(at[a] for a in some) for some in layout.axes)
+    return BlockLayout(axes, layout.blocks, tuple(at[a] for a in layout.partial), layout.reduce_op)
+
+
+def _widened(layout: BlockLayout, kept: Axes) -> BlockLayout:
+    axes = tuple(tuple(kept[a] for a in some) for some in layout.axes)
+    return BlockLayout(axes, layout.blocks, tuple(kept[a] for a in layout.partial), layout.reduce_op)
+
+
+# -- search ------------------------------------------------------------------------------------------------------------------------
+
+
+def _best_first(
+    space: Space, limit: float, buffers: bool, h: Sequence[float] | None, weight: float, most: int
+) -> tuple[list[Found] | None, int, float, bool]:
+    """(steps to the target, states taken up, a bound on every route, whether that is all there is to find).
+
+    f = g + weight h, smaller h first among equals. Where it stops early, the steps are the best known so far; None: none known.
+    """
+    source, target = space.source, space.target
+    cost: dict[State, float] = {source: 0.0}
+    came: dict[State, tuple[State, Found]] = {}
+    held: dict[State, int] = {source: space.elements(source)}
+    bounds: dict[State, float] = {source: h[space.code(source)] if h else 0.0}
+    ticket = counting()
+    queue = [(weight * bounds[source], bounds[source], next(ticket), 0.0, source)]
+    best, explored, bound = math.inf, 0, 0.0
+    while queue:
+        f, ahead, _, g, state = heapq.heappop(queue)
+        if g > cost[state]:
+            continue
+        bound = f if weight == 1.0 else bound
+        if state is target or state == target:
+            return _path(came, state), explored, bound, weight == 1.0
+        if explored >= most:
+            return _path(came, target) if target in came else None, explored, bound, False
+        explored += 1
+        here = held[state]
+        for step in space.steps(state):
+            new = step.state
+            reached = g + step.seconds
+            old = cost.get(new)
+            if old is None:
+                held[new] = space.elements(new)
+                ahead = bounds[new] = h[space.code(new)] if h else 0.0
+                old = math.inf
+            else:
+                ahead = bounds[new]
+            if reached < old * (1 - ROUNDING) and reached + ahead < best * (1 + ROUNDING):
+                if held[new] > limit or (buffers and here + held[new] > limit):
+                    cost.setdefault(new, math.inf)
+                    continue
+                cost[new] = reached
+                came[new] = (state, step)
+                if new == target:
+                    best = reached
+                heapq.heappush(queue, (reached + weight * ahead, ahead, next(ticket), reached, new))
+            else:
+                cost.setdefault(new, math.inf)
+    return None, explored, math.inf, True
+
+
+def _path(came: dict[State, tuple[State, Found]], state: State) -> list[Found]:
+    path = []
+    while state in came:
+        state, step = came[state]
+        path.append(step)
+    return path[::-1]
+
+
+# -- routes ------------------------------------------------------------------------------------------------------------------------
+
+
+def route_of(problem: BlockProblem, steps: Sequence[BlockStep], status: str, bound: float, count: str, explored: int) -> BlockRoute:
+    """Steps with their sum and peak; the bound of an optimal route is its own seconds."""
+    seconds = sum(step.seconds for step in steps)
+    held = [problem.elements(layout) for layout in [problem.source, *(step.after for step in steps)]]
+    peak = max((a + b for a, b in zip(held, held[1:])), default=held[0]) if count == "buffers" else max(held)
+    return BlockRoute(problem, tuple(steps), status, seconds, seconds if status == "optimal" else bound, peak, count, explored)
+
+
+def priced(problem: BlockProblem, prices: Prices, kind: str, before: BlockLayout, after: BlockLayout) -> BlockStep:
+    """One given step, priced."""
+    axes = involved(before, after) if kind != "all_reduce" else tuple(sorted(set(before.partial) - set(after.partial)))
+    if kind in ("all_gather", "split", "all_to_all"):  # along the axes that are gathered, cut, or moved
+        places = [{a: d for d, some in enumerate(layout.axes) for a in some} for layout in (before, after)]
+        axes = tuple(a for a in axes if places[0].get(a) != places[1].get(a))
+    if kind == "reduce_scatter":
+        axes = tuple(sorted(set(before.partial) - set(after.partial)))
+    held, got = problem.elements(before), problem.elements(after)
+    if kind == "exchange":
+        seconds, axes = _exchange(problem, prices, before, after)
+        return _step(problem, kind, axes, changed_dims(before, after), before, after, seconds)
+    x: float = got if kind == "split" else max(held, got) if kind == "all_to_all" and prices.honest else held
+    if kind == "change_block_size" and prices.honest:
+        x = traffic(problem.shape, before, after, problem.mesh).most()
+    return _step(problem, kind, axes, changed_dims(before, after), before, after, prices.of(kind, axes)(x))
+
+
+def changed_dims(before: BlockLayout, after: BlockLayout) -> tuple[int, ...]:
+    return tuple(d for d in range(len(before.axes)) if (before.axes[d], before.blocks[d]) != (after.axes[d], after.blocks[d]))
+
+
+def _step(
+    problem: BlockProblem, kind: str, axes: Axes, dims: tuple[int, ...], before: BlockLayout, after: BlockLayout, seconds: float
+) -> BlockStep:
+    n = math.prod(problem.mesh[a] for a in axes)
+    held = problem.elements(before)
+    if kind == "split":
+        sent = 0
+    elif kind == "all_reduce":
+        sent = 2 * math.ceil(held * (n - 1) / n)
+    elif kind == "reduce_scatter":
+        sent = most_scattered(problem.shape, before, after, problem.mesh)
+    else:
+        sent = traffic(problem.shape, before, after, problem.mesh).most_sent()
+    return BlockStep(kind, axes, dims, before, after, seconds, sent * problem.itemsize, _runner(kind, axes, dims, before, after, problem))
+
+
+def _runner(kind: str, axes: Axes, dims: tuple[int, ...], before: BlockLayout, after: BlockLayout, problem: BlockProblem) -> str:
+    """ "dtensor" for one axis that comes or goes at the minor end of evenly cut block layouts."""
+    if len(axes) != 1 or kind in ("permute", "change_block_size", "exchange"):
+        return "autoshard"
+    for layout in (before, after):
+        for size, some, b in zip(problem.shape, layout.axes, layout.blocks, strict=True):
+            n = math.prod(problem.mesh[a] for a in some)
+            if some and (b * n != size or list(some) != sorted(some)):
+                return "autoshard"
+    return "dtensor" if all(axes[0] in (*before.axes[d][-1:], *after.axes[d][-1:]) for d in dims) else "autoshard"
+
+
+PLANNERS: dict[str, Callable[..., BlockRoute]] = {"naive": naive, "astar": astar, "dijkstra": dijkstra}

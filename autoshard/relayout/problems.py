@@ -1,0 +1,204 @@
+"""A redistribution problem, the route that answers it, and both as plain data.
+
+    {"id": "p1", "shape": [800, 400], "mesh": [4, 2], "src": [[0, 1], []], "src_bs": [100, -1], "dst": [[], [1]], "dst_bs": [-1, 200],
+     "mem": null}
+
+src, dst: per dim the mesh axes that cut it, major to minor; *_bs: block size per dim (read only where the dim is cut; without it
+the parts are torch.chunk's); mem: elements per rank, null for the default. Also understood: "src_partial", "dst_partial" (axes),
+"reduce_op", "itemsize" (bytes), and `D_[4,2]⊥{(0,1),∅}(100,∅)` as "src" or "dst". Items may be wrapped as {"problem": {...}}.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard.relayout.blocks import CHUNKS, WHOLE, Axes, BlockLayout, Sizes, canonical, local_elements, why_not
+
+ITEMSIZE = 8  # bytes per element of TensorCraft's problems
+
+
+@dataclass(frozen=True)
+class BlockProblem:
+    """Bring a tensor from one layout to another. ValueError, one sentence, for what can't be."""
+
+    shape: Sizes
+    mesh: Sizes
+    source: BlockLayout
+    target: BlockLayout
+    itemsize: int = ITEMSIZE
+    name: str = ""
+    limit: float | None = None  # elements per rank, None: the default of what is counted
+
+    def __post_init__(self) -> None:
+        for what, sizes in (("shape", self.shape), ("mesh", self.mesh)):
+            if not sizes or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
+                raise ValueError(f"{self._what()}{what} is {list(sizes)}; expected one or more whole numbers, each at least 1")
+        if isinstance(self.itemsize, bool) or not isinstance(self.itemsize, int) or self.itemsize < 1:
+            raise ValueError(f"{self._what()}itemsize is {self.itemsize!r}; expected whole bytes per element, at least 1")
+        for end in ("source", "target"):
+            why = why_not(self.shape, getattr(self, end), self.mesh)
+            if why is not None:
+                raise ValueError(f"{self._what()}{end}: {why}")
+        new = sorted(set(self.target.partial) - set(self.source.partial))
+        if new or (self.target.partial and self.target.reduce_op != self.source.reduce_op):
+            raise ValueError(
+                f"{self._what()}the target is partial on axes {list(self.target.partial)}, the source on {list(self.source.partial)}; "
+                "nothing becomes partial on the way, so expected some of the source's axes, reduced alike"
+            )
+
+    def _what(self) -> str:
+        return f"problem {self.name}: " if self.name else ""
+
+    def elements(self, layout: BlockLayout) -> int:
+        return local_elements(self.shape, layout, self.mesh)
+
+    def memory_limit(self, asked: float | None, count: str) -> float:
+        """The limit in elements per rank: what is asked, or the problem's, or the default. ValueError where no route can keep it.
+
+        resident: of the shards between steps, by default the larger end. buffers: of a step's input and output together, by
+        default twice the larger end, so that every step between shards no larger than the ends is possible.
+        """
+        ends = [self.elements(self.source), self.elements(self.target)]
+        needed = max(ends) if count == "resident" or self.same else 2 * max(ends)
+        limit = asked if asked is not None else self.limit
+        if limit is None:
+            return needed
+        if math.isnan(limit) or limit < max(ends):
+            raise ValueError(
+                f"{self._what()}the memory limit is {limit:g} elements ({limit * self.itemsize:g} bytes) per rank; the source takes "
+                f"{ends[0]} and the target {ends[1]}, so give at least {needed} elements ({needed * self.itemsize} bytes)"
+            )
+        return limit
+
+    @property
+    def same(self) -> bool:
+        return canonical(self.shape, self.source, self.mesh) == canonical(self.shape, self.target, self.mesh)
+
+
+@dataclass(frozen=True)
+class BlockStep:
+    """One step over the ranks that differ along `axes` only, or a local slice (`split`)."""
+
+    collective: str  # block_prices.KINDS
+    axes: Axes  # mesh axes, ascending
+    dims: tuple[int, ...]  # tensor dims that it changes
+    before: BlockLayout
+    after: BlockLayout
+    seconds: float
+    bytes: int  # the most that one rank sends; 0 for split
+    executable_by: str  # "dtensor": one of DTensor's own steps; "autoshard": relayout/execute.py
+
+
+@dataclass(frozen=True)
+class BlockRoute:
+    """Steps in order. seconds is proven to be within bound_seconds of the cheapest: equal where status is "optimal"."""
+
+    problem: BlockProblem
+    steps: tuple[BlockStep, ...]
+    status: str  # "optimal", "feasible" (a search that stopped early or is no exact one), or "infeasible"
+    seconds: float
+    bound_seconds: float
+    peak_elements: int  # the largest shard between steps, or input + output of a step, as counted
+    count: str  # resident | buffers
+    explored: int  # states taken up
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peak_elements * self.problem.itemsize
+
+    @property
+    def executable_by(self) -> str:
+        return "dtensor" if all(step.executable_by == "dtensor" for step in self.steps) else "autoshard"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the command line's --json holds it (without `cpu_seconds`)."""
+        mesh = self.problem.mesh
+        return {
+            "id": self.problem.name,
+            "status": self.status,
+            "cost_seconds": self.seconds,
+            "bound_seconds": self.bound_seconds,
+            "peak_elements": self.peak_elements,
+            "peak_bytes": self.peak_bytes,
+            "counted": self.count,
+            "source": self.problem.source.text(mesh),
+            "target": self.problem.target.text(mesh),
+            "source_bytes": self.problem.elements(self.problem.source) * self.problem.itemsize,
+            "steps": [
+                {
+                    "collective": step.collective,
+                    "axes": list(step.axes),
+                    "dims": list(step.dims),
+                    "layout": step.after.text(mesh),
+                    "seconds": step.seconds,
+                    "bytes": step.bytes,
+                    "held_bytes": self.problem.elements(step.after) * self.problem.itemsize,
+                    "executable_by": step.executable_by,
+                }
+                for step in self.steps
+            ],
+            "executable_by": self.executable_by,
+            "explored": self.explored,
+        }
+
+
+def read_problems(data: Any) -> list[BlockProblem]:
+    """One problem, a list of them, or {"problems": [...]}. ValueError on anything else."""
+    items = data["problems"] if isinstance(data, Mapping) and "problems" in data else data
+    items = [items] if isinstance(items, Mapping) else items
+    if not isinstance(items, Sequence) or isinstance(items, str) or not items:
+        raise ValueError(f"found {type(data).__name__}; expected one problem (shape, mesh, src, src_bs, dst, dst_bs) or a list of them")
+    return [read_problem(item, str(i)) for i, item in enumerate(items)]
+
+
+def read_problem(data: Any, name: str = "") -> BlockProblem:
+    """One problem from plain data, its keys as above. ValueError, one sentence, on a key that lacks and on what can't be.
+
+    name: what to call it where the data has no "id".
+    """
+    item = data.get("problem", data) if isinstance(data, Mapping) else data
+    if not isinstance(item, Mapping):
+        raise ValueError(f"problem {name} is {item!r}; expected an object with shape, mesh, src, src_bs, dst, dst_bs")
+    missing = [key for key in ("shape", "mesh", "src", "dst") if key not in item]
+    if missing:
+        raise ValueError(f"problem {item.get('id', name)} lacks {', '.join(missing)}; expected shape, mesh, src, src_bs, dst, dst_bs")
+    name = str(item.get("id", name))
+    shape, mesh = (_numbers(item[key], f"problem {name}: {key}") for key in ("shape", "mesh"))
+    op = str(item.get("reduce_op", "sum"))
+    ends = [_layout(item, end, mesh, op, f"problem {name}: {end}") for end in ("src", "dst")]
+    limit, itemsize = item.get("mem"), item.get("itemsize", ITEMSIZE)
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float))):
+        raise ValueError(f"problem {name}: mem is {limit!r}; expected elements per rank, or null")
+    return BlockProblem(shape, mesh, ends[0], ends[1], itemsize, name, limit)
+
+
+def _layout(item: Mapping, end: str, mesh: Sizes, op: str, what: str) -> BlockLayout:
+    written = item[end]
+    if isinstance(written, str):
+        found, layout = BlockLayout.parse(written)
+        if found != mesh:
+            raise ValueError(f"{what} is written for the mesh {list(found)}, the problem has {list(mesh)}")
+        return layout
+    if not isinstance(written, Sequence) or not all(isinstance(axes, Sequence) and not isinstance(axes, str) for axes in written):
+        raise ValueError(f"{what} is {written!r}; expected a list of mesh axes per dim, for example [[0, 1], []]")
+    axes = tuple(_numbers(some, what) for some in written)
+    sizes = item.get(f"{end}_bs")
+    if sizes is None:
+        return BlockLayout(axes, (CHUNKS,) * len(axes), tuple(sorted(_numbers(item.get(f"{end}_partial", []), f"{what}_partial"))), op)
+    sizes = [sizes] * len(axes) if isinstance(sizes, int) else list(sizes)
+    if len(sizes) != len(axes):
+        raise ValueError(f"{what}_bs has {len(sizes)} block sizes, {end} {len(axes)} dims; give one per dim, -1 where no axis cuts it")
+    blocks = _numbers([WHOLE if b is None or not some else b for b, some in zip(sizes, axes)], f"{what}_bs")
+    for b, some in zip(blocks, axes):
+        if some and b < 1:
+            raise ValueError(f"{what}_bs is {list(sizes)}; expected a block size of at least 1 for each dim that an axis cuts")
+    return BlockLayout(axes, blocks, tuple(sorted(_numbers(item.get(f"{end}_partial", []), f"{what}_partial"))), op)
+
+
+def _numbers(values: Any, what: str) -> Sizes:
+    if not isinstance(values, Sequence) or any(isinstance(n, bool) or not isinstance(n, int) for n in values):
+        raise ValueError(f"{what} is {values!r}; expected a list of whole numbers")
+    return tuple(values)

@@ -1,0 +1,8 @@
+"""The cheapest route from layout to layout; the route that is priced is the route that is executed."""
+
+from autoshard.routes.buffers import buffer_table as buffer_table
+from autoshard.routes.shortest import Route as Route
+from autoshard.routes.shortest import Routes as Routes
+from autoshard.routes.shortest import Step as Step
+from autoshard.routes.shortest import route as route
+from autoshard.routes.shortest import seconds_table as seconds_table
