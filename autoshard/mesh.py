@@ -87,6 +87,10 @@ class Axis:
     def curve(self, collective: str) -> LinkCurve | None:
         return next((curve for curve in self.curves if curve.collective == collective), None)
 
+    def link_dict(self) -> dict[str, Any]:
+        """What there is to say of the axis and its link, without curves: name, size, bandwidth (bytes/s), latency (s), shared_by."""
+        return {key: value for key, value in asdict(self).items() if key not in ("backend", "curves")}
+
     @property
     def device_bandwidth(self) -> float:
         """Bytes per second that one device gets when all groups of this axis talk at the same time."""

@@ -15,6 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autoshard.capture import capture_deep, in_turn
+from autoshard.cost import groups_on_link
 from autoshard.graph import Graph
 from autoshard.mesh import Axis, Mesh
 from autoshard.pipeline.layers import Layers, layers_of
@@ -164,7 +165,7 @@ def simulate_grid(
         parts = tuple(replace(part, forward=part.forward + unit_seconds, backward=part.backward + unit_seconds) for part in parts)
         silent = parts_of(timeline.program, part_of, made.parts, partial=partial, communication=False)
         axis: Axis | None = whole.axes[0] if one.pipeline > 1 else None
-        chains = min(one.data, max(1, axis.shared_by // one.tensor)) if axis else 1  # tensor parallel ranks keep in step
+        chains = min(one.data, groups_on_link(axis, one.tensor))  # tensor parallel ranks keep in step
         found.append(Simulation(one, stage, solution, timeline, schedule, parts, silent, run_parts(parts, made, axis, chains)))
     return found
 

@@ -1,10 +1,23 @@
-"""Seconds and bytes: collectives over one mesh axis, compute of one op, memory of training."""
+"""Seconds and bytes: collectives over one mesh axis, transfers over a link, compute of one op, memory of training."""
 
 from .collectives import COLLECTIVES as COLLECTIVES
+from .collectives import PricedCollective as PricedCollective
 from .collectives import bytes_sent as bytes_sent
 from .collectives import collective_seconds as collective_seconds
+from .collectives import priced as priced
+from .collectives import size_independent_seconds as size_independent_seconds
 from .compute import op_flops as op_flops
 from .compute import op_seconds as op_seconds
+from .links import axes_by_link as axes_by_link
+from .links import axis_transfer_seconds as axis_transfer_seconds
+from .links import bucket_limit as bucket_limit
+from .links import gather_seconds as gather_seconds
+from .links import groups_on_link as groups_on_link
+from .links import ring_seconds as ring_seconds
+from .links import shared_links as shared_links
+from .links import slowest_seconds_per_byte as slowest_seconds_per_byte
+from .links import transfer_latency as transfer_latency
+from .links import transfer_seconds as transfer_seconds
 from .memory import OPTIMIZERS as OPTIMIZERS
 from .memory import bytes_per_parameter as bytes_per_parameter
 from .memory import master_bytes as master_bytes

@@ -24,11 +24,14 @@ keeps a part (`_what_runs`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple, overload
 
 import numpy as np
 
-from autoshard.mesh import Axis
+from autoshard.mesh import Axis, Mesh
+
+TINY = 1e-9  # bytes: a collective of so little takes its latency alone
 
 
 class Cost(NamedTuple):
@@ -70,6 +73,31 @@ def bytes_sent(collective, axis, bytes):
     """Bytes that each of the n ranks sends, and receives, when the buffer has B = `bytes`."""
     run, multiple = _what_runs(collective, axis)
     return COLLECTIVES[run].volume * (axis.size - 1) * (multiple * bytes) / axis.size
+
+
+class PricedCollective(NamedTuple):
+    """A collective over one mesh axis, with what it takes."""
+
+    collective: str
+    axis: int
+    bytes: int  # B
+    seconds: float
+    sent: float  # bytes, per rank
+
+
+def priced(collectives: Iterable[tuple[str, int, int]], mesh: Mesh) -> tuple[PricedCollective, ...]:
+    """Collectives given as (collective, axis, B in bytes), for example those inside an op's local program, with their prices."""
+
+    def price(name: str, axis: int, B: int) -> PricedCollective:
+        seconds, sent = (of(name, mesh.axes[axis], float(B)) for of in (collective_seconds, bytes_sent))
+        return PricedCollective(name, axis, B, float(seconds), float(sent))
+
+    return tuple(price(*one) for one in collectives)
+
+
+def size_independent_seconds(collective: str, axis: Axis) -> float:
+    """The seconds of a collective of next to no bytes: its latency."""
+    return float(collective_seconds(collective, axis, TINY)) if axis.size > 1 else 0.0
 
 
 def _what_runs(collective: str, axis: Axis) -> tuple[str, int]:

@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 
 from autoshard.capture import capture_deep, in_turn
-from autoshard.cost import collective_seconds
+from autoshard.cost import axes_by_link, priced, size_independent_seconds
 from autoshard.formulate import Formulation, with_pins
 from autoshard.graph import Graph
 from autoshard.mesh import Axis, LinkCurve, Mesh
@@ -38,7 +38,6 @@ SPAN = 8.0  # bandwidths are searched from 1/SPAN to SPAN times what was planned
 PROBES = (1 / 8, 1 / 4, 1 / 2, 2.0, 4.0, 8.0)  # times the bandwidth: where the regret is told
 SLACK = 1e-6  # relative: plans this near are equally good
 STEPS = 12  # crossings tried towards one end
-TINY = 1e-9  # bytes: a collective of so little takes its latency alone
 
 Choice = tuple[int, ...]
 
@@ -80,12 +79,9 @@ def robustness(
 
 
 def link_groups(mesh: Mesh) -> list[tuple[int, ...]]:
-    """Axes of one link: of equal bandwidth, latency, backend and curves. Axes of one device have none."""
-    groups: dict[tuple, list[int]] = {}
-    for k, axis in enumerate(mesh.axes):
-        if axis.size > 1:
-            groups.setdefault((axis.bandwidth, axis.latency, axis.backend, axis.curves), []).append(k)
-    return [tuple(axes) for axes in groups.values()]
+    """The axes of each link; an axis of one device has none."""
+    groups = [tuple(k for k in axes if mesh.axes[k].size > 1) for axes in axes_by_link(mesh.axes)]
+    return [axes for axes in groups if axes]
 
 
 def scaled(mesh: Mesh, link: Sequence[int], theta: float) -> Mesh:
@@ -203,16 +199,12 @@ def _moving(formulated: Formulation, choice: Sequence[int], link: Sequence[int])
     graph, mesh = formulated.graph, formulated.mesh
     total = 0.0
     for i, op in enumerate(graph.ops):
-        for name, axis, size in internal_collectives(op, graph.input_tensors(i), formulated.candidate(i, choice).inputs, mesh):
-            if axis in link:
-                total += collective_seconds(name, mesh.axes[axis], float(size)) - _latency(name, mesh.axes[axis])
-    for one in formulated.links:
-        route = formulated.route(one, choice)
+        inside = internal_collectives(op, graph.input_tensors(i), formulated.candidate(i, choice).inputs, mesh)
+        for one in priced((part for part in inside if part[1] in link), mesh):
+            total += one.seconds - size_independent_seconds(one.collective, mesh.axes[one.axis])
+    for edge in formulated.links:
+        route = formulated.route(edge, choice)
         for step in route.steps if route else ():
             if step.axis in link and step.collective != "split":
-                total += step.seconds - _latency(step.collective, mesh.axes[step.axis])
+                total += step.seconds - size_independent_seconds(step.collective, mesh.axes[step.axis])
     return total
-
-
-def _latency(collective: str, axis: Axis) -> float:
-    return collective_seconds(collective, axis, TINY) if axis.size > 1 else 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.cost import collective_seconds, op_seconds, optimizer_step_seconds
+from autoshard.cost import op_seconds, optimizer_step_seconds, priced
 from autoshard.formulate.records import Formulation, Layouts, Link, Training
 from autoshard.formulate.tables import Move, Tables
 from autoshard.formulate.usages import Usages
@@ -199,6 +199,5 @@ def op_candidate_seconds(op: Op, inputs: tuple[Tensor, ...], candidate: Candidat
         None if t is None or layout is None else (local_shape(t.shape, layout, mesh), t.dtype)
         for t, layout in zip(op.outputs, candidate.outputs, strict=True)
     ]
-    inside = internal_collectives(op, inputs, candidate.inputs, mesh)
-    reduced = [float(collective_seconds(name, mesh.axes[axis], float(size))) for name, axis, size in inside]
-    return op_seconds(op.target, ins, outs, op.alias, mesh.device) + sum(reduced)
+    inside = priced(internal_collectives(op, inputs, candidate.inputs, mesh), mesh)
+    return op_seconds(op.target, ins, outs, op.alias, mesh.device) + sum(one.seconds for one in inside)

@@ -19,7 +19,8 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from autoshard.lower.flow import STARTS, WAIT, Flow, Pace, bucket_limit, largest_buffer, live_bytes, owners, size
+from autoshard.cost import bucket_limit
+from autoshard.lower.flow import STARTS, WAIT, Flow, Pace, largest_buffer, live_bytes, owners, size
 
 aten = torch.ops.aten
 
@@ -63,7 +64,7 @@ def _choose(graph: fx.Graph, flow: Flow, pace: Pace, limit: float) -> list[list[
     buckets: list[Bucket] = []
     for start in flow.starts:
         axis, bytes_of = pace.axis(start), largest_buffer(start)
-        cap = bucket_limit(pace.mesh, axis)
+        cap = bucket_limit(pace.mesh.axes[axis])
         if [user.target for user in start.users] != [WAIT] or bytes_of >= cap:
             continue
         options = tuple(arg for arg in start.args[1:] if not isinstance(arg, (list, tuple)))

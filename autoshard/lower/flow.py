@@ -14,7 +14,6 @@ Anchors are numbered; -1 stands for the placeholders. For a lazy node
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import getitem
@@ -22,6 +21,7 @@ from operator import getitem
 import torch
 from torch import fx
 
+from autoshard.cost import ring_seconds
 from autoshard.lower.collectives import Groups
 from autoshard.mesh import Mesh
 
@@ -141,8 +141,7 @@ class Pace:
 
     def collective(self, node: fx.Node) -> float:
         axis = self.mesh.axes[self.axis(node)]
-        n, trips = axis.size, 2 if STARTS[node.target] == "all_reduce" else 1  # type: ignore[index]
-        return trips * (n - 1) * (axis.latency + largest_buffer(node) / n / axis.device_bandwidth)
+        return ring_seconds(STARTS[node.target], axis, largest_buffer(node))  # type: ignore[index]
 
     def compute(self, node: fx.Node) -> float:
         if node.target in VIEWS or node.op != "call_function":
@@ -198,10 +197,3 @@ def live_bytes(nodes: Sequence[fx.Node], output: fx.Node) -> list[int]:
         now += c
         found.append(now)
     return found
-
-
-
-def bucket_limit(mesh: Mesh, axis: int) -> float:
-    """Bytes from which on latency is under a tenth of a collective's seconds, within 64 kB and 25 MB."""
-    a = mesh.axes[axis]
-    return min(max(10 * a.latency * a.size * a.device_bandwidth, 64e3), 25e6) if math.isfinite(a.device_bandwidth) else 25e6

@@ -110,7 +110,7 @@ class _Clock:
 
     def __init__(self, schedule: Schedule, seconds: dict[str, list[float]], there: list[float], back: list[float],
                  latency: list[float], chains: int):  # fmt: skip
-        self.schedule, self.seconds, self.there, self.back, self.latency, self.chains = schedule, seconds, there, back, latency, chains
+        self.schedule, self.seconds, self.there, self.back, self.latencies, self.chains = schedule, seconds, there, back, latency, chains
         self.p, self.n = schedule.devices, schedule.parts
         self.order = schedule.order * chains
         self.at, self.free, self.busy = [0] * len(self.order), [0.0] * len(self.order), [False] * len(self.order)
@@ -179,7 +179,7 @@ class _Clock:
         made, took = self.offered.pop(message)
         c, kind, to, i = message
         v = to - 1 if kind == "F" else to + 1
-        link, late = (v % self.p, to % self.p), min(self.latency[min(v, to)], took)
+        link, late = (v % self.p, to % self.p), min(self.latencies[min(v, to)], took)
         start = max(made, received, self.link_free.get(link, 0.0))
         self.link_free[link] = start + (took - late) / self.chains
         self.arrived[message] = self.link_free[link] + late

@@ -19,7 +19,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from autoshard.cost import collective_seconds
+from autoshard.cost import axis_transfer_seconds, shared_links, transfer_latency
 from autoshard.graph import Graph, Value
 from autoshard.layout import local_numel
 from autoshard.mesh import Axis
@@ -28,7 +28,6 @@ from autoshard.pipeline.schedules import Schedule
 from autoshard.problem import NodeUsage
 from autoshard.simulate.engine import run_tasks
 from autoshard.simulate.program import Program, Task
-from autoshard.simulate.timeline import shared_links
 
 
 @dataclass(frozen=True)
@@ -57,34 +56,22 @@ def run_parts(parts: Sequence[Part], schedule: Schedule, link: Axis | Sequence[A
         raise ValueError(f"{len(parts)} parts for a schedule of {schedule.parts}; expected as many")
     links = [link] * len(parts) if link is None or isinstance(link, Axis) else list(link)
     p = schedule.devices
-    finish = [part.finish + _transfer(part.tied_bytes, axis) for part, axis in zip(parts, links)]
+    finish = [part.finish + axis_transfer_seconds(part.tied_bytes, axis) for part, axis in zip(parts, links)]
     made = run(
         schedule,
         forward=[part.forward for part in parts],
         backward=[part.backward for part in parts],
         weight=[min(part.weight, part.backward) for part in parts],
-        transfer=[_transfer(part.send, axis) for part, axis in zip(parts, links)],
-        transfer_back=[_transfer(part.send_back, axis) for part, axis in zip([*parts[1:], parts[0]], links)],
+        transfer=[axis_transfer_seconds(part.send, axis) for part, axis in zip(parts, links)],
+        transfer_back=[axis_transfer_seconds(part.send_back, axis) for part, axis in zip([*parts[1:], parts[0]], links)],
         finish=[math.fsum(finish[d::p]) for d in range(p)],
         activation_bytes=[part.activation_bytes for part in parts],
         fixed_bytes=[part.fixed_bytes for part in parts],
-        latency=[axis.latency if axis else 0.0 for axis in links],
+        latency=[transfer_latency(axis) for axis in links],
         chains=chains,
     )
     working = [max(part.working_bytes for part in parts[d::p]) for d in range(p)]
     return Run(made.schedule, made.seconds, made.busy, tuple(a + b for a, b in zip(made.peak_bytes, working)), made.spans, made.sends)
-
-
-def _transfer(size: float, axis: Axis | None) -> float:
-    """Seconds of a point-to-point transfer, all devices of the stage sending at the same time.
-
-    Of a measured axis those of an all_gather in which every device sends as much: x (n - 1) / n of the x that it ends up with.
-    """
-    if axis is None or not size:
-        return 0.0
-    if axis.curves and axis.size > 1:
-        return float(collective_seconds("all_gather", axis, size * axis.size / (axis.size - 1)))
-    return axis.latency + size / axis.device_bandwidth
 
 
 def parts_of(

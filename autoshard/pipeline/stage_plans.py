@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.baselines import allowed, baselines
-from autoshard.cost import collective_seconds
+from autoshard.cost import gather_seconds, slowest_seconds_per_byte
 from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import Formulation, Training, formulate, with_pins
 from autoshard.graph import Graph
@@ -86,7 +86,7 @@ class Priced:
         found = candidates(graph, job.mesh)
         found, keep = _pinned(graph, found, job) if job.pins else (found, {})
         self.formulated = formulate(graph, found, job.mesh, training=training)
-        self.unit = 1.0 / min(axis.device_bandwidth for axis in job.mesh.axes)
+        self.unit = slowest_seconds_per_byte(job.mesh)
         self.static, self.saved = _holders(self.formulated)
         self.dearest_arrivals = math.fsum(max(_arrivals(self.formulated, i)) for i in _received(graph))
         self.problem = _as_stage(self.formulated, with_pins(self.formulated, keep), job.microbatches)
@@ -232,7 +232,7 @@ def _received(graph: Graph) -> list[int]:
 def _arrivals(formulated: Formulation, i: int) -> list[float]:
     """Seconds in which received value i is gathered, per candidate."""
     tensor = formulated.graph.tensor((i, 0))
-    return [arrival_seconds(tensor.shape, tensor.itemsize, c.outputs[0], formulated.mesh) for c in formulated.candidates.of[i]]
+    return [gather_seconds(tensor.shape, tensor.itemsize, c.outputs[0], formulated.mesh) for c in formulated.candidates.of[i]]
 
 
 def _is_gradient(formulated: Formulation, node: int) -> bool:
@@ -245,16 +245,3 @@ def _once(formulated: Formulation, link) -> np.ndarray:
         return np.array([local_numel(link.tensor.shape, layout, formulated.mesh) for layout in layouts])
 
     return sizes(link.gives)[:, None] <= sizes(link.takes)[None, :]
-
-
-def arrival_seconds(shape: tuple[int, ...], itemsize: int, layout: Layout | None, mesh: Mesh) -> float:
-    """Seconds to gather what arrives cut over all devices into `layout`: over every axis that does not cut it, fastest last."""
-    if layout is None or any(p.is_partial() for p in layout):
-        return math.inf
-    whole = math.prod(shape) * itemsize
-    held, seconds = whole / mesh.num_devices, 0.0
-    for axis, placement in zip(mesh.axes, layout, strict=True):
-        if placement.is_replicate() and axis.size > 1:
-            held *= axis.size
-            seconds += float(collective_seconds("all_gather", axis, float(held)))
-    return seconds

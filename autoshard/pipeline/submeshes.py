@@ -18,6 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
+from autoshard.cost import transfer_seconds
 from autoshard.mesh import DEVICES_PER_NODE, INTER_LATENCY, INTRA_LATENCY, MOST_DEVICES, Device, Mesh
 from autoshard.pipeline.interop import Nodes, SubMesh, Tiling, submeshes
 
@@ -111,7 +112,7 @@ class Cluster:
         for a, sender in enumerate(self.submeshes):
             for u, receiver in enumerate(self.submeshes):
                 latency, bandwidth = self.link(sender, receiver)
-                seconds = latency + np.asarray(bytes_over) / (min(sender.size, receiver.size) * bandwidth)
+                seconds = transfer_seconds(np.asarray(bytes_over), latency, min(sender.size, receiver.size) * bandwidth)
                 found[:, a, u] = np.where(np.asarray(bytes_over) > 0, seconds, 0.0)
         return found
 

@@ -26,9 +26,7 @@ def describe(formulated: Formulation, answer: Answer, options: Options, judged: 
         **{key: value for key, value in options.noted().items() if key not in ("time_limit", "baselines")},
         "torch_version": torch.__version__.split("+")[0],
         "autoshard_version": VERSION,
-        "axes": [
-            {"name": a.name, "size": a.size, "bandwidth": a.bandwidth, "latency": a.latency, "shared_by": a.shared_by} for a in mesh.axes
-        ],
+        "axes": [axis.link_dict() for axis in mesh.axes],
         "device": mesh.device.name,
         "inputs": {op.name: list(op.output.shape) for op in graph.ops if op.kind == "input"},  # whole shapes
         **assumptions,

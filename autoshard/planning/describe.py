@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
 
-from autoshard.cost import collective_seconds
+from autoshard.cost import priced
 from autoshard.formulate import KINDS, Formulation
 from autoshard.layout import Layout, local_numel, parse, text
 from autoshard.problem import NodeUsage, evaluate, held_by
@@ -140,10 +140,7 @@ def breakdown(formulated: Formulation, choice: Choice) -> dict:
         key = (id(formulated.candidates.of[i]), choice[i])
         if key not in collectives:
             inside = internal_collectives(op, graph.input_tensors(i), formulated.candidate(i, choice).inputs, mesh)
-            collectives[key] = [
-                (f"{name} {mesh.axes[axis].name}", float(collective_seconds(name, mesh.axes[axis], float(size))))
-                for name, axis, size in inside
-            ]
+            collectives[key] = [(f"{one.collective} {mesh.axes[one.axis].name}", one.seconds) for one in priced(inside, mesh)]
         for name, part in collectives[key]:
             communication[name] += part
             blocks[block]["communication"] += part

@@ -1,8 +1,8 @@
 """Blocks of arrays moved between arbitrary distributions: a side wing, seeded by TensorCraft's problems."""
 
-from autoshard.relayout.block_prices import IdealPrices as IdealPrices
-from autoshard.relayout.block_prices import MeshPrices as MeshPrices
-from autoshard.relayout.block_prices import Prices as Prices
+from autoshard.cost.block_prices import IdealPrices as IdealPrices
+from autoshard.cost.block_prices import MeshPrices as MeshPrices
+from autoshard.cost.block_prices import Prices as Prices
 from autoshard.relayout.blocks import BlockLayout as BlockLayout
 from autoshard.relayout.blocks import local_indices as local_indices
 from autoshard.relayout.packing import Packing as Packing

@@ -82,7 +82,7 @@ class BlockProblem:
 class BlockStep:
     """One step over the ranks that differ along `axes` only, or a local slice (`split`)."""
 
-    collective: str  # block_prices.KINDS
+    collective: str  # cost.block_prices.KINDS
     axes: Axes  # mesh axes, ascending
     dims: tuple[int, ...]  # tensor dims that it changes
     before: BlockLayout

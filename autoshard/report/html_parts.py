@@ -147,8 +147,8 @@ def interval_bar(solution: Solution) -> dict | None:
 def link_rows(solution: Solution) -> list[dict]:
     return [
         {
-            "name": axis.name, "size": axis.size, "bandwidth": f"{size(axis.bandwidth)}/s", "shared_by": axis.shared_by,
-            "latency": seconds(axis.latency), "backend": axis.backend, "measured": [curve.collective for curve in axis.curves],
+            **axis.link_dict(), "bandwidth": f"{size(axis.bandwidth)}/s", "latency": seconds(axis.link_dict()["latency"]),
+            "backend": axis.backend, "measured": [curve.collective for curve in axis.curves],
         }
         for axis in solution.mesh.axes
     ]  # fmt: skip

@@ -96,9 +96,10 @@ def _tf32(solution: Solution) -> str:
 
 
 def _axis(axis: Axis) -> str:
-    shared = f" shared by {axis.shared_by}" if axis.shared_by > 1 else ""
+    link = axis.link_dict()
+    shared = f" shared by {link['shared_by']}" if link["shared_by"] > 1 else ""
     backend = f", {axis.backend}" if axis.backend != "nccl" else ""
-    return f"{axis.name} x{axis.size} {size(axis.bandwidth)}/s{shared}, {seconds(axis.latency)}{backend}"
+    return f"{axis.name} x{axis.size} {size(axis.bandwidth)}/s{shared}, {seconds(link['latency'])}{backend}"
 
 
 def _words(value: object, key: str) -> str:

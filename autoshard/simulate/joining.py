@@ -1,10 +1,7 @@
 """Small reductions of gradients sent as one, as the lowered program does.
 
     a bucket    gradients whose routes are the same reductions over the same axes, next to each other, whose buffers together have at most
-
-                    limit = 10 * latency * n * bandwidth of a device, within 64 kB and 25 MB
-
-                from there on latency is less than a tenth of a collective's seconds (the rule of lower/flow.py)
+                `cost.bucket_limit` bytes (the rule of lower/bucketing.py)
     it begins   when the last member's gradient is there, and takes what collectives of all their bytes take
 
 Nothing but the optimizer reads a reduced gradient, so a bucket delays nobody else.
@@ -16,17 +13,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autoshard.cost import bytes_sent, collective_seconds
-from autoshard.mesh import Axis
+from autoshard.cost import bucket_limit, bytes_sent, collective_seconds
 from autoshard.simulate.program import Program, Task
 
 JOINED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")  # a route may scatter, reduce and gather again
-
-
-def limit_of(axis: Axis) -> float:
-    """Bytes that a bucket over the axis holds at most."""
-    speed = axis.latency * axis.size * axis.device_bandwidth
-    return min(max(10 * speed, 64e3), 25e6) if math.isfinite(axis.device_bandwidth) else 25e6
 
 
 def with_joined_gradients(program: Program) -> Program:
@@ -74,7 +64,7 @@ def _buckets(program: Program) -> list[list[tuple[int, int]]]:
         key, sizes = tuple((task.stream, task.kind) for task in route), [_size(program, i) for i in range(first, stop)]
         members, together = open_buckets.get(key, ([], [0.0] * len(sizes)))
         grown = [a + b for a, b in zip(together, sizes)]
-        if members and all(size <= limit_of(axes[task.stream - 1]) for size, task in zip(grown, route)):
+        if members and all(size <= bucket_limit(axes[task.stream - 1]) for size, task in zip(grown, route)):
             members.append((first, stop))
             open_buckets[key] = (members, grown)
         else:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoshard.cost import bytes_sent, collective_seconds
+from autoshard.cost import PricedCollective, priced
 from autoshard.formulate import Formulation, Link
 from autoshard.graph import Graph
 from autoshard.layout import Layout, text
@@ -29,7 +29,6 @@ from autoshard.routes import Step
 from autoshard.strategies import internal_collectives
 
 COMPUTE = 0  # stream; mesh axis k has stream k + 1
-Inside = tuple[str, int, float, float]
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class _Builder:
         self.graph, self.links = formulation.graph, formulation.links
         self.tasks: list[Task] = []
         self.routes: dict[tuple, tuple[Step, ...]] = {}
-        self.inside: dict[tuple, tuple[Inside, ...]] = {}
+        self.inside: dict[tuple, tuple[PricedCollective, ...]] = {}
         self.steps = [self._steps(link) for link in self.links]
         self.places = _Places(formulation, self.steps, overlap, max(prefetch, 1))
         self.done: dict[int, tuple[int, ...]] = {}  # node -> the tasks after which its value is there
@@ -147,26 +146,22 @@ class _Builder:
         op, phase, first = self.graph.ops[i], self.places.phases[i], len(self.tasks)
         after = tuple(sorted({t for k in self.places.inputs.get(i, ()) for t in self._ends(k)}))
         seconds, inside = float(self.formulation.problem.node_costs[i][self.choice[i]]), self._inside(i)
-        own = max(seconds - sum(part for _, _, part, _ in inside), 0.0)
+        own = max(seconds - sum(one.seconds for one in inside), 0.0)
         if own:
             self._add(Task(op.name, "compute", own, COMPUTE, after, phase, i))
             after = (len(self.tasks) - 1,)
-        for name, axis, part, size in inside:
-            self._add(Task(op.name, name, part, axis + 1, after, phase, i, size))
+        for one in inside:
+            self._add(Task(op.name, one.collective, one.seconds, one.axis + 1, after, phase, i, one.sent))
             after = (len(self.tasks) - 1,)
         self.of_op[i] = (first, len(self.tasks))
         self.done[i] = after
 
-    def _inside(self, i: int) -> tuple[Inside, ...]:
-        """Collectives inside op i with their seconds and the bytes that a rank sends."""
+    def _inside(self, i: int) -> tuple[PricedCollective, ...]:
+        """Collectives inside op i."""
         key = (id(self.formulation.candidates.of[i]), self.choice[i])
         if key not in self.inside:
-            axes, layouts = self.formulation.mesh.axes, self.formulation.candidate(i, self.choice).inputs
-            found = internal_collectives(self.graph.ops[i], self.graph.input_tensors(i), layouts, self.formulation.mesh)
-            self.inside[key] = tuple(
-                (name, axis, float(collective_seconds(name, axes[axis], float(size))), float(bytes_sent(name, axes[axis], float(size))))
-                for name, axis, size in found
-            )
+            layouts, mesh = self.formulation.candidate(i, self.choice).inputs, self.formulation.mesh
+            self.inside[key] = priced(internal_collectives(self.graph.ops[i], self.graph.input_tensors(i), layouts, mesh), mesh)
         return self.inside[key]
 
     def _update(self, i: int) -> None:

@@ -18,6 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
+from autoshard.cost import shared_links
 from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import Formulation
 from autoshard.graph import Graph
@@ -136,16 +137,6 @@ class _Serial:
     seconds: float
     stream: int = COMPUTE
     after: tuple[int, ...] = ()
-
-
-def shared_links(mesh: Mesh) -> tuple[int, ...]:
-    """Per axis the number of the link that it uses: axes with equal bandwidth, latency and sharing are on one link.
-
-    Two axes inside a node use the same port of a device, two between nodes the same link of a node. Of a measured mesh each axis has
-    numbers of its own, so nothing is shared.
-    """
-    numbers: dict[tuple, int] = {}
-    return tuple(numbers.setdefault((a.bandwidth, a.latency, a.shared_by, a.backend, a.curves), len(numbers)) for a in mesh.axes)
 
 
 def _covered(times: Times, tasks: Sequence[int]) -> float:

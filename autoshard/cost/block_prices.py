@@ -5,8 +5,8 @@ With n = product of the axes' sizes, x elements and (l, w) a model's seconds per
                        rounds          elements that one rank sends          x
     all_gather         ceil(log2 n)    (n - 1) x                             held before
     all_to_all         ceil(log2 n)    (n - 1)/n x                           held before or after, the larger
-    change_block_size  ceil(log2 n)    x                                     that leave the fullest mover (overlap.most_leaving)
-    exchange           ceil(log2 n)    x                                     the most that one rank sends or gets (overlap.traffic)
+    change_block_size  ceil(log2 n)    x                                     that leave the fullest mover (holdings.most_leaving)
+    exchange           ceil(log2 n)    x                                     the most that one rank sends or gets (holdings.traffic)
     permute            1               x                                     held
     all_reduce         2 ceil(log2 n)  2 (n - 1)/n x                         held
     reduce_scatter     ceil(log2 n)    (n - 1)/n x                           held before
@@ -28,16 +28,25 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from autoshard.cost.links import axes_by_link
 from autoshard.mesh import Axis, Mesh
-from autoshard.relayout.blocks import Axes
-from autoshard.relayout.holdings import Traffic
 
+Axes = tuple[int, ...]  # of the mesh
 Seconds = Callable[[Any], Any]  # of a number of elements, or of an array of them
 KINDS = ("split", "all_gather", "all_to_all", "permute", "change_block_size", "exchange", "all_reduce", "reduce_scatter")
+
+
+class Traffic(Protocol):
+    """Who sends how much to whom in a step (relayout.holdings.Traffic)."""
+
+    elements: np.ndarray  # of each message
+
+    def by_axis(self, each: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """(sent, received): elements by (axis, rank); each: what to count for each message in place of its elements."""
 
 
 class Prices(ABC):
@@ -112,22 +121,21 @@ class MeshPrices(Prices):
         loads = [
             _load(self.mesh.axes[some[0]], elements[some].sum(axis=0))
             for elements in flows.by_axis()
-            for some in self._alike(lambda link: (link.bandwidth, link.shared_by))  # equal axes are one link
+            for some in axes_by_link(self.mesh.axes)
         ]
         return copied + latency + self.itemsize * max(loads)
 
     def _in_turn(self, flows: Traffic) -> float:
         """The latency of one message after the other: d rounds of swaps do where no rank sends or gets more than d (Koenig's theorem)."""
         messages = flows.by_axis(np.ones(len(flows.elements)))
-        most = [(some, max(float(one[some].sum(axis=0).max()) for one in messages)) for some in self._alike(lambda link: link.latency)]
+        most = [(some, max(float(one[some].sum(axis=0).max()) for one in messages)) for some in self._axes_by_latency()]
         return sum(self.mesh.axes[some[0]].latency * d for some, d in most)
 
-    def _alike(self, key: Callable[[Axis], Any]) -> list[list[int]]:
-        """The mesh's axes, those with the same key together."""
-        found: dict[Any, list[int]] = {}
+    def _axes_by_latency(self) -> list[list[int]]:
+        groups: dict[float, list[int]] = {}
         for a, link in enumerate(self.mesh.axes):
-            found.setdefault(key(link), []).append(a)
-        return list(found.values())
+            groups.setdefault(link.latency, []).append(a)
+        return list(groups.values())
 
 
 def _load(link: Axis, elements: np.ndarray) -> float:
@@ -159,8 +167,5 @@ def _seconds_per_byte(kind: str, links: list[Axis]) -> float:
 
 
 def _fullest(loads: list[tuple[Axis, float]]) -> float:
-    """The seconds of the fullest link; equal axes are one link."""
-    seconds: dict[tuple[float, int], float] = {}
-    for axis, load in loads:
-        seconds[axis.bandwidth, axis.shared_by] = seconds.get((axis.bandwidth, axis.shared_by), 0.0) + load
-    return max(seconds.values())
+    """The seconds of the fullest link."""
+    return max(sum(loads[k][1] for k in axes) for axes in axes_by_link([axis for axis, _ in loads]))

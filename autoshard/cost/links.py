@@ -1,0 +1,100 @@
+"""Seconds of point-to-point transfers over a link, which axes use the same link, and how much is worth joining into one message.
+
+    transfer    x(B) = latency + B / bandwidth                                                             (`transfer_seconds`)
+                over a mesh axis: bandwidth = what one device has of the link while all devices of the axis send; of a measured axis
+                the seconds of an all_gather in which every device sends as much: x (n - 1) / n of the x that it ends up with
+                                                                                                           (`axis_transfer_seconds`)
+    ring        r (n - 1) (latency + B / (n bandwidth)), r = 2 for all_reduce, else 1                      (`ring_seconds`)
+    bucket      10 latency n bandwidth, within 64 kB and 25 MB: from there on latency is less than a tenth of a collective's
+                seconds                                                                                    (`bucket_limit`)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autoshard.cost.collectives import collective_seconds
+from autoshard.layout import Layout
+from autoshard.mesh import Axis, Mesh
+
+SMALLEST_BUCKET, LARGEST_BUCKET = 64e3, 25e6  # bytes
+
+
+def link_key(axis: Axis) -> tuple:
+    """Equal for axes on one link: those of equal bandwidth, latency, sharing, backend and curves.
+
+    Two axes inside a node use the same port of a device, two between nodes the same link of a node. Of a measured mesh each axis has
+    numbers of its own, so nothing is shared.
+    """
+    return axis.bandwidth, axis.latency, axis.shared_by, axis.backend, axis.curves
+
+
+def shared_links(mesh: Mesh) -> tuple[int, ...]:
+    """Per axis the number of the link that it uses."""
+    numbers: dict[tuple, int] = {}
+    return tuple(numbers.setdefault(link_key(axis), len(numbers)) for axis in mesh.axes)
+
+
+def axes_by_link(axes: Sequence[Axis]) -> list[list[int]]:
+    """The positions of the axes, those on one link together."""
+    groups: dict[tuple, list[int]] = {}
+    for k, axis in enumerate(axes):
+        groups.setdefault(link_key(axis), []).append(k)
+    return list(groups.values())
+
+
+def transfer_seconds(bytes: float, latency: float, bandwidth: float) -> float:
+    """Seconds of a message of `bytes` (a number or an array), latency in seconds, bandwidth in bytes/s."""
+    return latency + bytes / bandwidth
+
+
+def transfer_latency(axis: Axis | None) -> float:
+    """The seconds of a transfer over the axis that don't depend on its size; 0 without an axis."""
+    return axis.latency if axis else 0.0
+
+
+def axis_transfer_seconds(bytes: float, axis: Axis | None) -> float:
+    """Seconds of a point-to-point transfer along an axis, all of its devices sending at the same time; 0 without an axis."""
+    if axis is None or not bytes:
+        return 0.0
+    if axis.curves and axis.size > 1:
+        return float(collective_seconds("all_gather", axis, bytes * axis.size / (axis.size - 1)))
+    return transfer_seconds(bytes, axis.latency, axis.device_bandwidth)
+
+
+def ring_seconds(collective: str, axis: Axis, bytes: float) -> float:
+    """Seconds of a ring's steps with a largest buffer of `bytes`: a rough price, to order messages by."""
+    rings = 2 if collective == "all_reduce" else 1
+    return rings * (axis.size - 1) * (axis.latency + bytes / axis.size / axis.device_bandwidth)
+
+
+def bucket_limit(axis: Axis) -> float:
+    """Bytes that joined messages over the axis hold at most."""
+    if not math.isfinite(axis.device_bandwidth):
+        return LARGEST_BUCKET
+    return min(max(10 * axis.latency * axis.size * axis.device_bandwidth, SMALLEST_BUCKET), LARGEST_BUCKET)
+
+
+def slowest_seconds_per_byte(mesh: Mesh) -> float:
+    """Of the slowest axis, as one device sees it."""
+    return 1.0 / min(axis.device_bandwidth for axis in mesh.axes)
+
+
+def groups_on_link(axis: Axis | None, group: int) -> int:
+    """How many groups of `group` devices each use the axis' link at the same time; 1 without an axis."""
+    return max(1, axis.shared_by // group) if axis else 1
+
+
+def gather_seconds(shape: tuple[int, ...], itemsize: int, layout: Layout | None, mesh: Mesh) -> float:
+    """Seconds to gather a tensor that is sharded over all devices into `layout`: over every axis on which that is replicated, the
+    slowest first; inf for a Partial layout and for none. shape: global; itemsize: bytes.
+    """
+    if layout is None or any(placement.is_partial() for placement in layout):
+        return math.inf
+    held, seconds = math.prod(shape) * itemsize / mesh.num_devices, 0.0
+    for axis, placement in zip(mesh.axes, layout, strict=True):
+        if placement.is_replicate() and axis.size > 1:
+            held *= axis.size
+            seconds += float(collective_seconds("all_gather", axis, float(held)))
+    return seconds
