@@ -26,12 +26,11 @@ from pathlib import Path
 
 import numpy as np
 
-from autoshard.calibrate import bus_factor, extrapolated, fit, fit_rates, held_out, summary
+from autoshard.calibrate import extrapolated, family, fit, fit_rates, held_out, nearest, summary
 from autoshard.calibrate.errors import Pairs, together
 from autoshard.calibrate.importers import parse
 from autoshard.calibrate.rates import held_out_runs
-from autoshard.cost.curves import Family, Series
-from autoshard.cost.curves.files import nearest
+from autoshard.cost.curves import Series, bus_factor
 
 METHODS = ("piecewise", "pchip", "p_norm", "alpha_beta", "sigmoid")
 
@@ -74,7 +73,7 @@ def leave_out(curves: list[Series]) -> dict[int, Pairs]:
             others = {(o.nodes, o.devices): arrays(o) for _, o in members if (o.nodes, o.devices) != (one.nodes, one.devices)}
             if others:
                 try:
-                    curve = Family.of(one.collective, others).at(one.devices, one.nodes)
+                    curve = family(one.collective, others).at(one.devices, one.nodes)
                 except ValueError:  # nothing on as many nodes, or on one, was measured
                     continue
                 x, t = arrays(one)

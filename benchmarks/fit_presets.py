@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
+from autoshard.calibrate import family as family_of
 from autoshard.calibrate import fit, held_out, summary
 from autoshard.calibrate.importers import parse
-from autoshard.cost.curves import Family, Series
+from autoshard.cost.curves import Series
 
 LICENCE = "nccl-tests runs of ai-dynamo/aiconfigurator (Apache-2.0), {}"
 SYSTEMS = {"a100": "a100_sxm@nccl-2.27.3", "h100": "h100_sxm@nccl-2.27.3", "l40s": "l40s@nccl-2.27.3"}
@@ -39,7 +40,7 @@ def link(series: Series) -> dict:
 def prices(curves: list[Series]) -> dict:
     """Latency and bandwidth for what has no curve, from the largest all_gather: t = a + (n-1)/n x / bandwidth, rounds log2 n."""
     widest = max((s for s in curves if s.collective == "all_gather"), key=lambda s: s.devices)
-    family = Family.of("all_gather", {(1, widest.devices): (np.array(widest.sizes), np.array(widest.seconds))})
+    family = family_of("all_gather", {(1, widest.devices): (np.array(widest.sizes), np.array(widest.seconds))})
     large = widest.sizes[-1]
     seconds = float(family.curves[1, widest.devices].seconds(large))
     n = widest.devices

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autoshard.calibrate import fit, fit_rates, load_cluster, summary
-from autoshard.calibrate.cluster import cluster, save_cluster
+from autoshard.calibrate import fit, fit_rates, summary
+from autoshard.calibrate.cluster import cluster
 from autoshard.calibrate.errors import Errors, pooled
 from autoshard.calibrate.rates import OpSample, fit_roofline, held_out_runs
 from autoshard.cli import main
 from autoshard.cost import collective_seconds, op_seconds, presets
-from autoshard.cost.curves import load
+from autoshard.cost.curves import load, load_cluster, save_cluster
 from autoshard.mesh import Mesh
 
 DATA = Path(__file__).parent / "data" / "collectives"

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoshard.calibrate import family as family_of
 from autoshard.calibrate import fit, held_out, summary
 from autoshard.calibrate.errors import extrapolated, together
 from autoshard.calibrate.fit import increasing
 from autoshard.calibrate.importers import parse
-from autoshard.cost.curves import Family
 from autoshard.cost.curves.device_counts import over_nodes
 
 MEASURED = Path(__file__).parent / "data" / "collectives" / "measured.csv"
@@ -205,7 +205,7 @@ def test_a_curve_of_the_same_shape_is_believed_and_noise_is_not():
 
 def test_a_count_between_two_is_between_their_times(measured):
     chosen = {(1, s.devices): s for s in measured if (s.collective, s.dtype, s.system) == ("all_gather", "half", "a100_sxm@nccl-2.27.3")}
-    family = Family.of("all_gather", {count: (np.array(s.sizes), np.array(s.seconds)) for count, s in chosen.items() if count[1] != 4})
+    family = family_of("all_gather", {count: (np.array(s.sizes), np.array(s.seconds)) for count, s in chosen.items() if count[1] != 4})
     s = chosen[1, 4]
     assert summary(family.at(4).seconds(np.array(s.sizes)), np.array(s.seconds)).gmae < 0.08
     assert family.at(8) is family.curves[1, 8]
@@ -213,17 +213,17 @@ def test_a_count_between_two_is_between_their_times(measured):
 
 
 def test_one_count_serves_all_where_no_other_was_measured():
-    family = Family.of("all_reduce", {(1, 8): (x, 1e-5 + x / 1e11)})
+    family = family_of("all_reduce", {(1, 8): (x, 1e-5 + x / 1e11)})
     assert family.at(4).seconds(1e9) < family.at(8).seconds(1e9)
     with pytest.raises(ValueError, match="measured on one node only; asked is 2 nodes"):
         family.at(16, nodes=2)
     with pytest.raises(ValueError, match="3 devices on 2 nodes can't be"):
-        Family.of("all_reduce", {(2, 3): (x, x)})
+        family_of("all_reduce", {(2, 3): (x, x)})
 
 
 def test_nodes_are_compared_with_nodes_of_as_many_devices():
     t = {nodes: 1e-5 * nodes + x / 1e11 for nodes in (1, 2, 8)}
-    family = Family.of("all_gather", {(nodes, 8 * nodes): (x, t[nodes]) for nodes in t})
+    family = family_of("all_gather", {(nodes, 8 * nodes): (x, t[nodes]) for nodes in t})
     assert t[2][0] < family.at(32, nodes=4).seconds(x[0]) < t[8][0]
 
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from scipy.optimize import curve_fit
 
-from autoshard.calibrate import Sigmoid, all_to_allv_bytes, best_size_rule, bus_factor, fit, turning_points
+from autoshard.calibrate import all_to_allv_bytes, best_size_rule, fit, turning_points
 from autoshard.calibrate.importers import parse
 from autoshard.calibrate.sigmoid import fit_published
+from autoshard.cost.curves import Sigmoid, bus_factor
 
 MEASURED = Path(__file__).parent / "data" / "collectives" / "measured.csv"
 

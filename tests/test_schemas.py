@@ -12,9 +12,10 @@ from referencing import Registry, Resource
 
 import autoshard
 from autoshard import Cluster, Mesh
-from autoshard.calibrate.cluster import cluster, save_cluster
+from autoshard.calibrate.cluster import cluster
 from autoshard.calibrate.rates import OpSample
 from autoshard.cli import main
+from autoshard.cost.curves import save_cluster
 from autoshard.mesh import Device
 from autoshard.problem import read_contest, write_choice
 from autoshard.solvers import solve

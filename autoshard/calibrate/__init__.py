@@ -1,17 +1,18 @@
 """Measure a live cluster, read logs, fit curves of collectives and rates of kernels."""
 
-from autoshard.calibrate.cluster import load_cluster as load_cluster
 from autoshard.calibrate.errors import Errors as Errors
 from autoshard.calibrate.errors import extrapolated as extrapolated
 from autoshard.calibrate.errors import held_out as held_out
 from autoshard.calibrate.errors import summary as summary
 from autoshard.calibrate.fit import METHODS as METHODS
+from autoshard.calibrate.fit import family as family
 from autoshard.calibrate.fit import fit as fit
+from autoshard.calibrate.fitted import Fitted as Fitted
+from autoshard.calibrate.fitted import fitted as fitted
+from autoshard.calibrate.fitted import nearest as nearest
 from autoshard.calibrate.rates import Rates as Rates
 from autoshard.calibrate.rates import fit_rates as fit_rates
-from autoshard.calibrate.sigmoid import Sigmoid as Sigmoid
 from autoshard.calibrate.sigmoid import all_to_allv_bytes as all_to_allv_bytes
 from autoshard.calibrate.sigmoid import best_size_rule as best_size_rule
-from autoshard.calibrate.sigmoid import bus_factor as bus_factor
 from autoshard.calibrate.sigmoid import turning_points as turning_points
 from autoshard.calibrate.sigmoid import turning_sizes as turning_sizes

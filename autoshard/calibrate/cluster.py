@@ -11,7 +11,6 @@ measured).
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -23,12 +22,10 @@ from autoshard.calibrate.fit import fit
 from autoshard.calibrate.rates import OpSample, Roofline, fit_roofline
 from autoshard.cost.collectives import COLLECTIVES
 from autoshard.cost.compute import EFFICIENCY
+from autoshard.cost.curves.files import CLUSTER_FORMAT
 from autoshard.cost.curves.records import PiecewiseCurve, PNorm
 from autoshard.mesh import Axis, Device, LinkCurve, Mesh, default_axis_names
-from autoshard.reading import data_of
-from autoshard.writing import write_whole
 
-FORMAT = "autoshard.cluster/1"
 Times = Mapping[tuple[int, str], Mapping[float, float]]  # (axis, collective) -> size in bytes -> seconds
 Alone = Mapping[int, Mapping[float, float]]  # axis -> size in bytes -> seconds of an all_gather in one group, the others idle
 
@@ -109,24 +106,10 @@ def cluster(
         for (op, dtype), e in roofline.errors.items()
     ]
     return {
-        "format": FORMAT,
+        "format": CLUSTER_FORMAT,
         "complete": complete,
         "mesh": mesh.to_dict(),
         "roofline": {"memory_bytes_per_second": roofline.memory, "launch_seconds": roofline.launch, "ops": rows},
         "measured": {"collectives": raw, "alone": single, "device": [vars(s) for s in samples]},
         "assumptions": dict(assumptions),
     }
-
-
-def save_cluster(path: str, record: dict) -> None:
-    """Whole or not at all, so that an interruption leaves the last one."""
-    write_whole(json.dumps(record, indent=1) + "\n", path)
-
-
-def load_cluster(path: str) -> Mesh:
-    """The mesh that `autoshard calibrate measure` wrote, curves included. ValueError where it is something else."""
-    data = data_of(path, "cluster")
-    try:
-        return Mesh.from_dict(data["mesh"])
-    except ValueError as error:
-        raise ValueError(f"{path} is no measured cluster: {error}") from None

@@ -16,37 +16,16 @@ neighbours in its slopes, other systems held out, gain nothing), but from other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import final
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from scipy.interpolate import PchipInterpolator
 from scipy.optimize import isotonic_regression, least_squares
 
 from autoshard.calibrate.pooled import pooled
 from autoshard.calibrate.sigmoid import fit_sigmoid
+from autoshard.cost.curves.device_counts import Count, Family
+from autoshard.cost.curves.kinds import PchipCurve
 from autoshard.cost.curves.records import Curve, PiecewiseCurve, PNorm, check, tail_slope
-
-
-@final
-@dataclass(frozen=True)
-class PchipCurve(Curve):
-    """Monotone cubic in log-log between knots, constant below the first, affine above the last."""
-
-    sizes: tuple[float, ...]
-    times: tuple[float, ...]
-    tail: float
-
-    @cached_property
-    def _inside(self) -> PchipInterpolator:
-        return PchipInterpolator(np.log(self.sizes), np.log(self.times))
-
-    def seconds(self, bytes: np.ndarray | float) -> np.ndarray:
-        x = np.asarray(bytes, dtype=float)
-        first, last = self.sizes[0], self.sizes[-1]
-        return np.exp(self._inside(np.log(np.clip(x, first, last)))) + self.tail * np.maximum(x - last, 0.0)
 
 
 def increasing(z: np.ndarray) -> np.ndarray:
@@ -126,3 +105,15 @@ def fit(
         return pooled(how(x, t), x, like) if like else how(x, t)
     bus = None if bus_bandwidths is None else check(sizes, bus_bandwidths)[1]
     return fit_sigmoid(x, t, factor=factor, bus_bandwidths=bus)
+
+
+def family(collective: str, measured: Mapping[Count, tuple[np.ndarray, np.ndarray]], method: str = "piecewise") -> Family:
+    """From sizes and seconds by (nodes, devices). ValueError on a count that can't be and on what `fit` refuses."""
+    if not measured:
+        raise ValueError(f"nothing was measured of {collective}; expected at least one device count")
+    for nodes, devices in measured:
+        if nodes < 1 or devices < 2 or devices % nodes:
+            raise ValueError(f"{devices} devices on {nodes} nodes can't be; expected two or more, as many on each node")
+    curves = {count: fit(x, t, method) for count, (x, t) in sorted(measured.items())}
+    sizes = np.unique(np.concatenate([np.asarray(x, dtype=float) for x, _ in measured.values()]))
+    return Family(collective, curves, tuple(sizes.tolist()))

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.calibrate import bus_factor, fit_rates
+from autoshard.calibrate.rates import fit_rates
+from autoshard.cost.curves import bus_factor
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,68 +16,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import final
 
 import numpy as np
 from scipy.optimize import OptimizeWarning, curve_fit
 
 from autoshard.calibrate.errors import summary
+from autoshard.cost.curves.kinds import Sigmoid, sigmoid
 from autoshard.cost.curves.records import Curve
 
 EPSILON = 4e-4  # GB/s that the published reader of PARAM logs adds to both bandwidths: small ones are printed as 0.000
-
-# bus bandwidth = algorithm bandwidth * this, n devices; 1 for reduce, memory copies and all others
-FACTORS = {
-    "all_to_all": lambda n: (n - 1) / n,
-    "all_to_allv": lambda n: (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-}
-
-
-def bus_factor(collective: str, devices: int) -> float:
-    """Bus bandwidth over algorithm bandwidth; 1 where nothing is said about a collective, and on one device."""
-    return float(FACTORS[collective](devices)) if collective in FACTORS and devices > 1 else 1.0
-
-
-@final
-@dataclass(frozen=True)
-class Sigmoid(Curve):
-    """The published predictor with its parameters. `seconds` is its time; it is neither monotone nor continuous."""
-
-    ln_p: float  # log2 bytes
-    sats_p: float  # log2 bytes
-    max_bw: float  # GB/s
-    overhead: float  # us
-    parameters: tuple[float, float, float, float]  # L, x0, k, b
-    factor: float = 1.0  # mul
-
-    def predict_bus_bw(self, size: np.ndarray | float) -> np.ndarray:
-        """GB/s."""
-        size = np.asarray(size, dtype=float)
-        with np.errstate(divide="ignore"):
-            x = np.log2(size)
-        middle = 10 ** sigmoid(x, *self.parameters)
-        return np.where(x <= self.ln_p, size / self.overhead * self.factor / 1e3, np.where(x > self.sats_p, self.max_bw, middle))
-
-    def predict_data_movement_time(self, size: np.ndarray | float) -> np.ndarray:
-        """us."""
-        size = np.asarray(size, dtype=float)
-        with np.errstate(divide="ignore"):
-            x = np.log2(size)
-        middle = size / 10 ** sigmoid(x, *self.parameters) * self.factor / 1e3
-        above = size / self.max_bw * self.factor / 1e3 + self.overhead
-        return np.where(x <= self.ln_p, self.overhead, np.where(x > self.sats_p, above, middle))
-
-    def seconds(self, bytes: np.ndarray | float) -> np.ndarray:
-        return self.predict_data_movement_time(bytes) * 1e-6
-
-
-def sigmoid(x: np.ndarray, L: float, x0: float, k: float, b: float) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        return L / (1 + np.exp(-k * (x - x0))) + b
 
 
 def turning_points(latency: np.ndarray, bus_bw: np.ndarray) -> tuple[int, int]:

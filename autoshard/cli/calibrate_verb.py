@@ -19,7 +19,7 @@ from autoshard.mesh import parse_shape
 from autoshard.reading import text_of
 
 if TYPE_CHECKING:
-    from autoshard.cost.curves.files import Fitted
+    from autoshard.calibrate import Fitted
     from autoshard.cost.presets import Preset
 
 calibrate = Verbs(help="Measure a cluster, or fit what was measured.", rich_markup_mode=None)
@@ -55,8 +55,9 @@ def fit(
     autoshard calibrate fit all_reduce_perf.txt all_gather_perf.txt --out curves.json --plot curves.png
     autoshard calibrate fit measured.csv --table
     """
+    from autoshard.calibrate import fitted
     from autoshard.calibrate.importers import parse
-    from autoshard.cost.curves.files import fitted, save
+    from autoshard.cost.curves.files import save
 
     check_out(out)
     check_out(plot)
@@ -68,7 +69,7 @@ def fit(
             output.progress(f"fitting: {one.name}", k / len(series))
             curves.append(fitted(one, method, () if alone or method != "piecewise" else series))
         if out is not None:
-            save(out, curves)
+            save(out, [one.to_dict() for one in curves])
             output.note(f"wrote {out}")
         if plot is not None:
             _report().draw(plot, [_drawn(one) for one in curves])
@@ -139,7 +140,7 @@ def measure(
     autoshard plan models/gpt2.py:small --cluster cluster.json
     """
     from autoshard import api  # here: torch takes seconds to import
-    from autoshard.calibrate.cluster import save_cluster
+    from autoshard.cost.curves import save_cluster
 
     check_out(out)
     if backend not in ("auto", "nccl", "gloo"):

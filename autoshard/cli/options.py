@@ -65,7 +65,7 @@ def load_report() -> ModuleType:
 
 
 def load_cluster(path: str) -> Mesh:
-    from autoshard.calibrate import load_cluster as load  # here: scipy takes half a second to import
+    from autoshard.cost.curves import load_cluster as load  # here: scipy takes half a second to import
 
     return load(path)
 

@@ -1,7 +1,12 @@
 """Measured times of collectives as curves over size, and their files."""
 
-from autoshard.cost.curves.device_counts import Family as Family
-from autoshard.cost.curves.files import load as load
-from autoshard.cost.curves.files import save as save
-from autoshard.cost.curves.records import Curve as Curve
-from autoshard.cost.curves.records import Series as Series
+from .device_counts import Family as Family
+from .files import load as load
+from .files import load_cluster as load_cluster
+from .files import save as save
+from .files import save_cluster as save_cluster
+from .kinds import PchipCurve as PchipCurve
+from .kinds import Sigmoid as Sigmoid
+from .kinds import bus_factor as bus_factor
+from .records import Curve as Curve
+from .records import Series as Series

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.calibrate.fit import fit
-from autoshard.calibrate.sigmoid import bus_factor
+from autoshard.cost.curves.kinds import bus_factor
 from autoshard.cost.curves.records import Curve, PiecewiseCurve, tail_slope
 
 Count = tuple[int, int]  # nodes, devices in all
@@ -42,18 +41,6 @@ class Family:
     collective: str
     curves: Mapping[Count, Curve]
     sizes: tuple[float, ...]  # bytes, ascending
-
-    @staticmethod
-    def of(collective: str, measured: Mapping[Count, tuple[np.ndarray, np.ndarray]], method: str = "piecewise") -> Family:
-        """From sizes and seconds by (nodes, devices). ValueError on a count that can't be and on what `fit` refuses."""
-        if not measured:
-            raise ValueError(f"nothing was measured of {collective}; expected at least one device count")
-        for nodes, devices in measured:
-            if nodes < 1 or devices < 2 or devices % nodes:
-                raise ValueError(f"{devices} devices on {nodes} nodes can't be; expected two or more, as many on each node")
-        curves = {count: fit(x, t, method) for count, (x, t) in sorted(measured.items())}
-        sizes = np.unique(np.concatenate([np.asarray(x, dtype=float) for x, _ in measured.values()]))
-        return Family(collective, curves, tuple(sizes.tolist()))
 
     def at(self, devices: int, nodes: int = 1) -> Curve:
         """The curve of a count: measured, or between those that were. ValueError where only one node was measured and many are asked."""

@@ -1,0 +1,94 @@
+"""The kinds of curves that a file may hold, beside the two of records.py: monotone cubics, and the published sigmoid predictor.
+
+    pchip      log t a monotone cubic (PCHIP) of log x between the knots, constant below the first, affine above the last
+    sigmoid    log10(bus_bw) = L / (1 + exp(-k (x - x0))) + b,  x = log2(size)            (`calibrate.sigmoid` says the rest)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import final
+
+import numpy as np
+from scipy.interpolate import PchipInterpolator
+
+from autoshard.cost.curves.records import Curve, PiecewiseCurve, PNorm
+
+# bus bandwidth = algorithm bandwidth * this, n devices; 1 for reduce, memory copies and all others
+FACTORS = {
+    "all_to_all": lambda n: (n - 1) / n,
+    "all_to_allv": lambda n: (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+}
+
+
+def bus_factor(collective: str, devices: int) -> float:
+    """Bus bandwidth over algorithm bandwidth; 1 where nothing is said about a collective, and on one device."""
+    return float(FACTORS[collective](devices)) if collective in FACTORS and devices > 1 else 1.0
+
+
+@final
+@dataclass(frozen=True)
+class PchipCurve(Curve):
+    """Monotone cubic in log-log between knots, constant below the first, affine above the last."""
+
+    sizes: tuple[float, ...]
+    times: tuple[float, ...]
+    tail: float
+
+    @cached_property
+    def _inside(self) -> PchipInterpolator:
+        return PchipInterpolator(np.log(self.sizes), np.log(self.times))
+
+    def seconds(self, bytes: np.ndarray | float) -> np.ndarray:
+        x = np.asarray(bytes, dtype=float)
+        first, last = self.sizes[0], self.sizes[-1]
+        return np.exp(self._inside(np.log(np.clip(x, first, last)))) + self.tail * np.maximum(x - last, 0.0)
+
+
+@final
+@dataclass(frozen=True)
+class Sigmoid(Curve):
+    """The published predictor with its parameters. `seconds` is its time; it is neither monotone nor continuous."""
+
+    ln_p: float  # log2 bytes
+    sats_p: float  # log2 bytes
+    max_bw: float  # GB/s
+    overhead: float  # us
+    parameters: tuple[float, float, float, float]  # L, x0, k, b
+    factor: float = 1.0  # mul
+
+    def predict_bus_bw(self, size: np.ndarray | float) -> np.ndarray:
+        """GB/s."""
+        size = np.asarray(size, dtype=float)
+        with np.errstate(divide="ignore"):
+            x = np.log2(size)
+        middle = 10 ** sigmoid(x, *self.parameters)
+        return np.where(x <= self.ln_p, size / self.overhead * self.factor / 1e3, np.where(x > self.sats_p, self.max_bw, middle))
+
+    def predict_data_movement_time(self, size: np.ndarray | float) -> np.ndarray:
+        """us."""
+        size = np.asarray(size, dtype=float)
+        with np.errstate(divide="ignore"):
+            x = np.log2(size)
+        middle = size / 10 ** sigmoid(x, *self.parameters) * self.factor / 1e3
+        above = size / self.max_bw * self.factor / 1e3 + self.overhead
+        return np.where(x <= self.ln_p, self.overhead, np.where(x > self.sats_p, above, middle))
+
+    def seconds(self, bytes: np.ndarray | float) -> np.ndarray:
+        return self.predict_data_movement_time(bytes) * 1e-6
+
+
+def sigmoid(x: np.ndarray, L: float, x0: float, k: float, b: float) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return L / (1 + np.exp(-k * (x - x0))) + b
+
+
+KINDS = {"piecewise": PiecewiseCurve, "pchip": PchipCurve, "p_norm": PNorm, "alpha_beta": PNorm, "sigmoid": Sigmoid}
+
+
+def curve_of(method: str, parameters: dict) -> Curve:
+    return KINDS[method](**{key: tuple(value) if isinstance(value, list) else value for key, value in parameters.items()})
