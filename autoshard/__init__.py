@@ -14,7 +14,7 @@ _HOMES = {
     "Frontier": "api", "frontier": "api",
     "RankLost": "api", "device_mesh": "api", "extrapolate": "api", "load_checkpoint": "api", "save_checkpoint": "api",
     "Cluster": "pipeline.submeshes", "pipeline": "api",
-    "Solution": "solution",
+    "Solution": "api",
     "Problem": "problem", "evaluate": "problem",
     "solve": "solvers",
     "Option": "tables", "Table": "tables", "dp_proposals": "tables", "plan_tables": "tables", "plan_with_tables": "api",

@@ -79,7 +79,7 @@ def shards_of(layout: Layout, mesh: Mesh, dim: int) -> int:
     return math.prod(axis.size for p, axis in zip(layout, mesh.axes, strict=True) if isinstance(p, Shard) and p.dim == dim)
 
 
-def cuts_of(layout: Layout, mesh: Mesh, dim: int) -> tuple[int, ...]:
+def sharding_sizes(layout: Layout, mesh: Mesh, dim: int) -> tuple[int, ...]:
     """The sizes of the axes that cut `dim`, left to right."""
     return tuple(axis.size for p, axis in zip(layout, mesh.axes, strict=True) if isinstance(p, Shard) and p.dim == dim)
 
@@ -114,14 +114,14 @@ def local_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[int
 
 def is_even(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> bool:
     """Whether every rank's part has the same shape."""
-    return not any(size % math.prod(cuts_of(layout, mesh, dim)) for dim, size in enumerate(shape))
+    return not any(size % math.prod(sharding_sizes(layout, mesh, dim)) for dim, size in enumerate(shape))
 
 
 def rank_bounds(shape: tuple[int, ...], layout: Layout, mesh: Mesh, coordinate: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """Per dim where the part of the rank at `coordinate` begins and ends."""
     found = []
     for dim, size in enumerate(shape):
-        bounds, k = chunk_bounds(size, cuts_of(layout, mesh, dim)), part_index(layout, mesh, coordinate, dim)
+        bounds, k = chunk_bounds(size, sharding_sizes(layout, mesh, dim)), part_index(layout, mesh, coordinate, dim)
         found.append((bounds[k], bounds[k + 1]))
     return tuple(found)
 
@@ -144,7 +144,7 @@ def why_illegal(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> str | Non
         if isinstance(placement, Shard) and placement.dim >= len(shape):
             return f"layout {text(layout)} cuts dim {placement.dim}, the tensor has {len(shape)} dims"
     for dim, size in enumerate(shape):
-        if size % (parts := shards_of(layout, mesh, dim)) and leaves_empty(size, cuts_of(layout, mesh, dim)):
+        if size % (parts := shards_of(layout, mesh, dim)) and leaves_empty(size, sharding_sizes(layout, mesh, dim)):
             return f"layout {text(layout)} cuts dim {dim} of size {size} into {parts} parts, which leaves some ranks without any"
     kinds = {p.reduce_op for p in layout if isinstance(p, Partial)}
     return f"layout {text(layout)} mixes partial kinds {sorted(kinds)}" if len(kinds) > 1 else None

@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from autoshard.reading import data_of
-from autoshard.writing import write_whole
+from autoshard.writing import write_atomically
 
 CONTEST_FORBIDDEN = 1e18  # the contest's files write forbidden as a number
 
@@ -278,7 +278,7 @@ def write_choice(path: str | os.PathLike[str], answer: _Answered) -> None:
         "bound": _finite(answer.bound),
         "status": answer.status.value,
     }
-    write_whole(json.dumps(record, allow_nan=False) + "\n", path)
+    write_atomically(json.dumps(record, allow_nan=False) + "\n", path)
 
 
 def _finite(number: float | None) -> float | None:

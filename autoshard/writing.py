@@ -38,7 +38,7 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         beside.unlink(missing_ok=True)
 
 
-def write_whole(content: str | bytes, path: str | os.PathLike[str]) -> None:
+def write_atomically(content: str | bytes, path: str | os.PathLike[str]) -> None:
     """Write text (UTF-8) or bytes whole or not at all; OSError where that can't be."""
     with whole(path) as beside:
         beside.write_bytes(content.encode() if isinstance(content, str) else content)

@@ -39,7 +39,7 @@ from autoshard.relayout import (
     read_problem,
     to_placements,
 )
-from autoshard.relayout.blocks import CHUNKS, WHOLE, ceil_div, chunk_block, chunk_bounds, fits
+from autoshard.relayout.blocks import CHUNKS, UNSHARDED, ceil_div, chunk_block, chunk_bounds, fits
 from autoshard.routes import Routes  # fmt: skip
 
 MESHES = {
@@ -82,7 +82,7 @@ def _random_layout(rng: random.Random, shape, mesh, partial, cyclic: bool, order
     for size, some in zip(shape, axes):
         sizes = tuple(mesh[a] for a in some)
         n = math.prod(sizes)
-        block = chunk_block(size, sizes) if some else WHOLE
+        block = chunk_block(size, sizes) if some else UNSHARDED
         if some and cyclic:
             block = rng.choice([block, ceil_div(size, n), *(b for b in range(1, ceil_div(size, n) + 1) if fits(size, n, b))])
         blocks.append(block)
@@ -146,8 +146,8 @@ def published_runs(problem: BlockProblem) -> dict:
     prices = IdealPrices(problem.mesh)
     layouts = [
         problem.source,
-        BlockLayout(((), (), (0, 1), ()), (WHOLE, WHOLE, 100, WHOLE)),
-        BlockLayout(((), (1,), (0,), ()), (WHOLE, 100, 200, WHOLE)),
+        BlockLayout(((), (), (0, 1), ()), (UNSHARDED, UNSHARDED, 100, UNSHARDED)),
+        BlockLayout(((), (1,), (0,), ()), (UNSHARDED, 100, 200, UNSHARDED)),
         problem.target,
     ]
     kinds = ["all_to_all", "all_to_all", "change_block_size"]
@@ -338,7 +338,7 @@ def _as_steps(problem: BlockProblem, infos) -> list[tuple[str, BlockLayout, Bloc
         if new.is_shard():
             axes[new.dim].append(info.mesh_dim)
         cuts = [tuple(some) for some in axes]
-        blocks = [chunk_block(s, tuple(problem.mesh[a] for a in some)) if some else WHOLE for s, some in zip(problem.shape, cuts)]
+        blocks = [chunk_block(s, tuple(problem.mesh[a] for a in some)) if some else UNSHARDED for s, some in zip(problem.shape, cuts)]
         after = BlockLayout(tuple(cuts), tuple(blocks))
         steps.append((kind, layout, after))
         layout = after

@@ -190,7 +190,7 @@ def answer_pipeline(case: dict) -> dict:
 
 def answer_redistribute(case: dict) -> dict:
     command = [sys.executable, "-m", "autoshard", "redistribute", "tests/data/redistribution/problems.json", "--json", *case["options"]]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 2:
         raise SystemExit(done.stderr)
     routes = json.loads(done.stdout)["routes"]
@@ -236,7 +236,7 @@ def run_in(checkout: Path, case: dict) -> dict:
     core = min(os.sched_getaffinity(0))
     done = subprocess.run(
         [sys.executable, str(Path(__file__).resolve()), "--order", json.dumps(case)], cwd=checkout, env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, check=False, preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+        capture_output=True, check=False, preexec_fn=lambda: os.sched_setaffinity(0, {core}),
     )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"{case}: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else done.returncode}")
@@ -296,7 +296,8 @@ def main() -> int:
     if given.json:
         print(json.dumps(result))
     else:
-        print(f"{len(rows)} cases, {result['differing']} differ, {total:.1f} CPU s" + (f", {result['ratio']:.3f}x" if given.against else ""))
+        ratio = f", {result['ratio']:.3f} times theirs" if given.against else ""
+        print(f"{len(rows)} cases, {result['differing']} differ, {total:.1f} CPU s{ratio}")
     return int(result["differing"] > 0)
 
 

@@ -19,7 +19,7 @@ ROOT = DOCS.parent
 sys.path.insert(0, str(ROOT))
 
 import autoshard  # noqa: E402
-from autoshard.writing import write_whole  # noqa: E402
+from autoshard.writing import write_atomically  # noqa: E402
 
 WIDTH = 120  # of a signature's line
 COMMAND = "python docs/api.py"
@@ -70,7 +70,7 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
     "redistribute": ("Redistribution", "The cheapest route of a tensor from one layout to another, and carrying it out.", {
         "autoshard.redistribute": "BlockProblem BlockLayout BlockRoute BlockStep read_problem read_problems Prices MeshPrices IdealPrices "
                                   "astar dijkstra naive memory_constrained from_placements to_placements",
-        "autoshard.relayout.execute": "BlockGroups cut_blocks simulate",
+        "autoshard.relayout.execute": "BlockGroups shard_blocks simulate",
     }),
     "tables": ("Embedding tables", "Sharding and devices of embedding tables, by the slowest device.", {
         "autoshard": "Table Option plan_tables plan_with_tables dp_proposals",
@@ -238,7 +238,7 @@ def member_text(name: str, node: ast.FunctionDef) -> str:
 def write(made: Mapping[str, str]) -> None:
     (DOCS / "api").mkdir(exist_ok=True)
     for path, text in made.items():
-        write_whole(text, DOCS / path)
+        write_atomically(text, DOCS / path)
     for old in sorted((DOCS / "api").glob("*.md")):
         if f"api/{old.name}" not in made:
             old.unlink()

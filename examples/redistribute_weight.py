@@ -11,7 +11,7 @@ import torch
 
 import autoshard
 from autoshard.relayout import BlockRoute, MeshPrices, astar, naive, read_problem
-from autoshard.relayout.execute import cut_blocks, simulate
+from autoshard.relayout.execute import shard_blocks, simulate
 
 PROBLEM = {
     "id": "up.weight",
@@ -37,8 +37,8 @@ def deliver(route: BlockRoute) -> list[torch.Tensor]:
     """Every rank's part at the end, checked against the target's cut of the whole."""
     problem = route.problem
     weight = torch.randn(problem.shape)
-    parts, sent = simulate(route, cut_blocks(weight, problem.source, problem.mesh))
-    assert all(map(torch.equal, parts, cut_blocks(weight, problem.target, problem.mesh)))
+    parts, sent = simulate(route, shard_blocks(weight, problem.source, problem.mesh))
+    assert all(map(torch.equal, parts, shard_blocks(weight, problem.target, problem.mesh)))
     assert [max(some) for some in sent] == [step.bytes for step in route.steps]  # bytes as priced
     return parts
 

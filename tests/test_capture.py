@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.capture import capture, capture_given, input_names
 from autoshard.graph import Graph, Op, Value
-from autoshard.lower import run_whole
+from autoshard.lower import run_global
 from tests.helpers import TINY, difference, given_graphs, one_op, overload, random_inputs, tiny_graph
 
 BOTH = (True, False)
@@ -61,7 +61,7 @@ def test_the_graph_of_a_model_computes_its_outputs_and_gradients(name, training)
     graph = capture(module, example_inputs, training=training)  # on the meta device
     module, inputs = filled(module), random_inputs(example_inputs, bound=2 if name == "bert" else 100)
     expected = eager(module, inputs, training)
-    assert_equal(run_whole(graph, values_for(graph, module, inputs)), expected)
+    assert_equal(run_global(graph, values_for(graph, module, inputs)), expected)
     assert set(graph.parameters) == set(dict(module.named_parameters()))
     if training:
         assert {f"gradient:{n}" for n, _ in module.named_parameters()} <= set(expected)
@@ -154,7 +154,7 @@ def test_the_graph_of_an_odd_module_computes_its_outputs_gradients_and_updates(n
     graph = capture(module, inputs, training=training)
     values = values_for(graph, module, inputs)
     values |= {op.name: torch.tensor(0.0) for op in graph.ops if op.name.startswith(("lifted", "_tensor_constant"))}  # the 0 of y[:, 0] = 0
-    found = run_whole(graph, values)
+    found = run_global(graph, values)
     expected = eager(module, copied, training)
     assert_equal(found, expected, ignore=("buffer:",))
     after = {f"buffer:{n}": b for n, b in module.named_buffers()} | {
@@ -266,7 +266,7 @@ def test_a_given_graph_computes_what_the_module_computes(name, kind):
     if kind == "aten":  # parameters came as plain inputs, in order
         flat = [p.detach() for p in module.parameters()] + list(inputs)
         values = {f"input_{k}": x for k, x in enumerate(flat)}
-    assert_equal(run_whole(captured, values), eager(module, inputs, training))
+    assert_equal(run_global(captured, values), eager(module, inputs, training))
 
 
 def test_placeholders_without_shapes_ask_for_example_inputs():
@@ -481,5 +481,5 @@ def test_keyword_inputs_keep_their_names(training):
     assert len(graph.index) == len(graph.ops)
     values = dict(zip(names, [X, X + 1, X + 2, X + 3])) | {"weight": module.weight.detach()}
     values |= {op.name: torch.tensor(1.0) for op in graph.ops if op.kind == "tangent"}
-    assert_equal(run_whole(graph, values), eager(module, inputs, training))
+    assert_equal(run_global(graph, values), eager(module, inputs, training))
     assert input_names(module, (X, {"a": X})) == ["input_0", "input_1"]

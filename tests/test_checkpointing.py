@@ -6,7 +6,7 @@ from autoshard import Mesh
 from autoshard.api import Infeasible, plan, verify
 from autoshard.api.checking import run_unsharded
 from autoshard.capture import capture
-from autoshard.lower import run_whole
+from autoshard.lower import run_global
 from autoshard.planning.recomputing import checkpointed, forward_blocks
 from models import bert, gpt2, llama
 
@@ -20,7 +20,7 @@ def test_recomputing_changes_no_number(build, k):
     graph = capture(model, inputs, training=True)
     assert len(forward_blocks(graph)) == 3
     values, _ = run_unsharded(model, inputs, graph, training=True, seed=0)
-    plain, again = run_whole(graph, values), run_whole(checkpointed(graph, k), values)
+    plain, again = run_global(graph, values), run_global(checkpointed(graph, k), values)
     assert plain.keys() == again.keys()
     assert all((plain[key] == again[key]).all() for key in plain)
 

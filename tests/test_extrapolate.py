@@ -10,7 +10,7 @@ import autoshard
 from autoshard.api import plan, verify
 from autoshard.capture import capture
 from autoshard.formulate import Formulation, Training, formulate
-from autoshard.planning.shallow import Shallow, twin_ops, twins
+from autoshard.planning.shallow import Shallow, correspondence, corresponding_ops
 from autoshard.planning.tying import tied, tied_groups
 from autoshard.problem import evaluate
 from autoshard.solvers import certified, converged, solve
@@ -34,11 +34,11 @@ def formulated(name: str, layers: int) -> Formulation:
 @pytest.mark.parametrize("name", ["mlp"])
 def test_twins_are_alike_and_the_shallow_graph_is_its_own(name):
     deep, shallow = formulated(name, 5), formulated(name, 3)
-    assert twin_ops(shallow.graph, shallow.graph) == list(range(len(shallow.graph.ops)))
-    for i, twin in enumerate(twin_ops(deep.graph, shallow.graph)):
+    assert corresponding_ops(shallow.graph, shallow.graph) == list(range(len(shallow.graph.ops)))
+    for i, twin in enumerate(corresponding_ops(deep.graph, shallow.graph)):
         assert deep.graph.signature(i) == shallow.graph.signature(twin)
         assert deep.graph.ops[i].backward == shallow.graph.ops[twin].backward
-    found = twins(deep, shallow)
+    found = correspondence(deep, shallow)
     for v, twin in enumerate(found.nodes):
         assert len(deep.problem.node_costs[v]) == len(shallow.problem.node_costs[twin])
     for e, twin in enumerate(found.edges):
@@ -47,13 +47,13 @@ def test_twins_are_alike_and_the_shallow_graph_is_its_own(name):
 
 def test_another_model_has_no_twins():
     with pytest.raises(ValueError, match="has no like in the shallow one|ops that repeat nothing"):
-        twins(formulated("gpt2", 3), formulated("mlp", 3))
+        correspondence(formulated("gpt2", 3), formulated("mlp", 3))
 
 
 @pytest.mark.parametrize("name", ["mlp"])
 def test_a_start_from_the_shallow_problem_ends_in_the_same_optimum(name):
     deep, shallow = formulated(name, 5), formulated(name, 3)
-    answer = Shallow(shallow, twins(deep, shallow)).solve(deep.problem)
+    answer = Shallow(shallow, correspondence(deep, shallow)).solve(deep.problem)
     alone = solve(deep.problem)
     assert answer.status == alone.status == "optimal"
     assert answer.cost == pytest.approx(alone.cost, rel=1e-9)
@@ -66,7 +66,7 @@ def test_pins_hold_on_the_way():
     costs = list(deep.problem.node_costs)
     costs[node] = np.where(np.arange(len(costs[node])) == 1, costs[node], math.inf)
     pinned = type(deep.problem)(deep.problem.names, tuple(costs), deep.problem.edges, deep.problem.usages)
-    answer = Shallow(shallow, twins(deep, shallow)).solve(pinned)
+    answer = Shallow(shallow, correspondence(deep, shallow)).solve(pinned)
     assert answer.choice[node] == 1
     assert answer.cost == pytest.approx(solve(pinned).cost, rel=1e-9)
 

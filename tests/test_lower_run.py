@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard.capture import capture
 from autoshard.layout import P, R, S, is_legal
-from autoshard.lower import lower, run_on, run_whole
+from autoshard.lower import lower, run_global, run_on
 from autoshard.lower.collectives import Groups, Rank
 from autoshard.lower.parts import cut, distance
 from autoshard.lower.run import taking
@@ -31,7 +31,7 @@ def tiny_programs():
     mesh = mesh_of(2, 2)
     for graph, seed in ((tiny_graph("gpt2", True), 0), (capture(*gpt2.tiny(layers=1, batch=7, vocab=131), training=True), 1)):
         values, possible = values_of(graph, words=100), candidates(graph, mesh)
-        yield lower(graph, *random_layouts(graph, mesh, seed, possible), mesh), values, run_whole(graph, values)
+        yield lower(graph, *random_layouts(graph, mesh, seed, possible), mesh), values, run_global(graph, values)
 
 
 def routes_between_all_layouts():

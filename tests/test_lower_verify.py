@@ -8,7 +8,7 @@ import torch
 
 from autoshard.graph import Const, Graph, Op, Ref, Result, Tensor
 from autoshard.layout import parse
-from autoshard.lower import lower, plant_fault, run_simulated, run_whole, verify_program
+from autoshard.lower import lower, plant_fault, run_global, run_simulated, verify_program
 from autoshard.lower.program import Free, Give, Load, Move, Run
 from autoshard.lower.run import World
 from autoshard.routes import Routes
@@ -34,7 +34,7 @@ def test_random_layouts_compute_the_same(name, sizes, training):
     graph, mesh, possible, routes, values = setting(name, training, sizes)
     for seed in range(2):
         layouts, results = random_layouts(graph, mesh, seed, possible)
-        found = verify_program(graph, layouts, results, mesh, values, run_whole(graph, values), routes=routes)
+        found = verify_program(graph, layouts, results, mesh, values, run_global(graph, values), routes=routes)
         assert found.ok and not found.placement_mismatches, found
         assert found.ranks == mesh.num_devices and found.redistributes > 0
         assert found.max_relative_error_outputs < 1e-6
@@ -151,7 +151,7 @@ def test_simulated_results_are_the_whole_ones_and_nothing_is_kept():
     graph, mesh = two_ops(), mesh_of(2)
     values = {"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(0))}
     program = lower(graph, LAYOUTS, {"output:0": "R"}, mesh)
-    results, expected = run_simulated(program, values), run_whole(graph, values)
+    results, expected = run_simulated(program, values), run_global(graph, values)
     assert list(results) == ["output:1", "output:0"] and set(expected) == set(results)
     for key in results:
         torch.testing.assert_close(results[key], expected[key])
@@ -174,7 +174,7 @@ def test_the_end_result_may_be_right_and_the_row_still_wrong():
 
 def test_a_wrong_reference_is_no_placement_mismatch():
     graph, mesh, values = two_ops(), mesh_of(2), {"x": torch.eye(4)}
-    reference = run_whole(graph, values)
+    reference = run_global(graph, values)
     found = verify_program(graph, LAYOUTS, {"output:0": "R"}, mesh, values, {**reference, "output:0": reference["output:0"] * 1.01})
     assert not found.ok and not found.placement_mismatches
     assert found.max_relative_error_outputs == pytest.approx(0.01, rel=0.02)
@@ -186,7 +186,7 @@ def test_what_is_zero_but_for_rounding_is_not_compared_with_itself():
     """The gradient of a key bias: softmax does not change when all its scores do, so it is 0 for every input."""
     graph, mesh, possible, routes, values = setting("bert", True, (8,))
     layouts, results = random_layouts(graph, mesh, 0, possible)
-    reference = run_whole(graph, values)
+    reference = run_global(graph, values)
     bias = "gradient:layers.0.attention.key.bias"
     assert reference[bias].abs().max() < 1e-5 * reference["gradient:layers.0.attention.query.bias"].abs().max()
     assert verify_program(graph, layouts, results, mesh, values, reference, routes=routes).ok

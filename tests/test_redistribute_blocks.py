@@ -21,7 +21,7 @@ from autoshard.relayout import (
 )
 from autoshard.relayout.blocks import (
     CHUNKS,
-    WHOLE,
+    UNSHARDED,
     axis_sizes,
     canonical,
     chunk_block,
@@ -181,10 +181,10 @@ def test_strided_shards_are_block_cyclic():
     from torch.distributed.tensor.placement_types import _StridedShard
 
     block = from_placements((16, 4), (_StridedShard(0, split_factor=2), R), (4, 2))
-    assert block == BlockLayout(((0,), ()), (2, WHOLE))
+    assert block == BlockLayout(((0,), ()), (2, UNSHARDED))
     assert strided_factors((16, 4), block, (4, 2)) == {0: 2}
     with pytest.raises(ValueError, match="has no placement"):
-        strided_factors((16, 4), BlockLayout(((0, 1), ()), (1, WHOLE)), (4, 2))
+        strided_factors((16, 4), BlockLayout(((0, 1), ()), (1, UNSHARDED)), (4, 2))
 
 
 # ---- problems
@@ -204,7 +204,7 @@ GOOD = {
 
 def test_problems_are_read_in_all_their_forms():
     problem = read_problem(GOOD)
-    assert problem.source == BlockLayout(((0,), (1,)), (4, 2)) and problem.target == BlockLayout(((0, 1), ()), (2, WHOLE))
+    assert problem.source == BlockLayout(((0,), (1,)), (4, 2)) and problem.target == BlockLayout(((0, 1), ()), (2, UNSHARDED))
     assert read_problem({"problem": GOOD}) == problem
     assert read_problems([GOOD, GOOD]) == [problem, problem] and read_problems({"problems": [GOOD]}) == [problem]
     assert read_problem({**GOOD, "src": "D_[2,2]⊥{0,1}(4,2)", "dst": "D_[2,2]⊥{(0,1),∅}(2,∅)"}) == problem
@@ -252,4 +252,4 @@ def test_an_axis_of_size_1_cuts_nothing():
     layout = canonical((8,), BlockLayout(((0, 1),), (4,), ()), (1, 2))
     assert layout == BlockLayout(((1,),), (4,)) and part_of((1,), (1, 2), (0, 1)) == 1
     assert axis_sizes((0, 1), (1, 2)) == (1, 2)
-    assert BlockProblem((8,), (1, 2), BlockLayout(((0,),), (8,)), BlockLayout(((),), (WHOLE,))).same
+    assert BlockProblem((8,), (1, 2), BlockLayout(((0,),), (8,)), BlockLayout(((),), (UNSHARDED,))).same

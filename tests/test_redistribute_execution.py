@@ -15,7 +15,7 @@ from autoshard.layout import S
 from autoshard.mesh import Mesh
 from autoshard.relayout import BlockLayout, BlockProblem, IdealPrices, MeshPrices, astar, from_placements, memory_constrained
 from autoshard.relayout.blocks import why_not
-from autoshard.relayout.execute import BlockGroups, cut_blocks, simulate
+from autoshard.relayout.execute import BlockGroups, shard_blocks, simulate
 from autoshard.relayout.packing import packing
 from autoshard.relayout.planners import priced, route_of, space_of
 from autoshard.routes import Routes
@@ -48,8 +48,8 @@ def reduced(parts, layout, mesh):
 def assert_delivers(route):
     """Every rank ends with exactly the target's elements, and sends at most, in each step, the bytes that the step says."""
     problem, whole = route.problem, whole_of(route.problem)
-    parts, sent = simulate(route, cut_blocks(whole, problem.source, problem.mesh))
-    expected = cut_blocks(whole, problem.target, problem.mesh)
+    parts, sent = simulate(route, shard_blocks(whole, problem.source, problem.mesh))
+    expected = shard_blocks(whole, problem.target, problem.mesh)
     assert [x.shape for x in parts] == [x.shape for x in expected]
     ours, theirs = (reduced(x, problem.target, problem.mesh) for x in (parts, expected))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), problem
@@ -170,7 +170,7 @@ def test_local_tensor_mode_runs_the_same_routes():
             for i in range(12):
                 problem = random_problem(rng, mesh=mesh, partial=i % 3 == 0)
                 route = astar(problem, prices_of(problem, i), most=300)
-                parts = cut_blocks(whole_of(problem), problem.source, mesh)
+                parts = shard_blocks(whole_of(problem), problem.source, mesh)
                 expected, _ = simulate(route, parts)
                 assert all(torch.equal(a, b) for a, b in zip(run_local(route, parts), expected, strict=True))
         finally:
@@ -188,7 +188,7 @@ def gloo_rank(rank, port, meshes, number):
         for i in range(number):
             problem = random_problem(rng, mesh=mesh, partial=i % 3 == 0, cyclic=i % 2 == 0)
             route = astar(problem, prices_of(problem, i), most=300)
-            parts = cut_blocks(whole_of(problem), problem.source, mesh)
+            parts = shard_blocks(whole_of(problem), problem.source, mesh)
             expected, sent = simulate(route, parts)
             groups.sent.clear()
             assert torch.equal(groups.run(route, parts[rank]), expected[rank])
@@ -199,8 +199,8 @@ def gloo_rank(rank, port, meshes, number):
             problem = BlockProblem((12,), mesh, *ordered, 4)
             step = priced(problem, MeshPrices(Mesh.from_bandwidths(mesh), 4), "permute", *ordered)
             route = route_of(problem, [step], "feasible", 0.0, "buffers", 0)
-            expected = cut_blocks(whole_of(problem), problem.target, mesh)[rank]
-            assert torch.equal(groups.run(route, cut_blocks(whole_of(problem), problem.source, mesh)[rank]), expected)
+            expected = shard_blocks(whole_of(problem), problem.target, mesh)[rank]
+            assert torch.equal(groups.run(route, shard_blocks(whole_of(problem), problem.source, mesh)[rank]), expected)
     dist.destroy_process_group()
 
 

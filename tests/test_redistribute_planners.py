@@ -23,7 +23,7 @@ from autoshard.relayout import (
     priced,
     read_problem,
 )
-from autoshard.relayout.blocks import WHOLE
+from autoshard.relayout.blocks import UNSHARDED
 from autoshard.relayout.coarse import distances
 from autoshard.relayout.holdings import traffic
 from autoshard.relayout.planners import space_of
@@ -98,7 +98,7 @@ def test_problem_1_takes_milliseconds():
 def test_the_six_volumes_of_the_small_example():
     problem = read_problem({**BY_NAME["seed_ex"]["problem"], "dst_bs": [-1, 1, 1, -1]})
     ends = (problem.source, problem.target)
-    between = BlockLayout(((0,), (1,), (), ()), (2, 1, WHOLE, WHOLE))
+    between = BlockLayout(((0,), (1,), (), ()), (2, 1, UNSHARDED, UNSHARDED))
     cut = [BlockLayout(x.axes[:3] + ((2,),), x.blocks[:3] + (1,)) for x in (ends[0], between, ends[1])]
     routes = [
         [("all_to_all", ends[0], between), ("all_to_all", between, ends[1])],
@@ -208,7 +208,7 @@ def test_rounds_are_as_slow_as_the_axis_that_they_cross():
 
 
 def test_slices_are_one_copy():
-    whole = BlockLayout(((), ()), (WHOLE, WHOLE))
+    whole = BlockLayout(((), ()), (UNSHARDED, UNSHARDED))
     mesh = Mesh.from_bandwidths((2, 4, 2))
     write = 4 / mesh.device.memory_bandwidth
     for axes, local in ((((0, 1, 2), ()), 64 * 64 / 16), (((0,), (2, 1)), 64 * 64 / 16), (((), (1, 0)), 64 * 64 / 8)):
@@ -236,7 +236,7 @@ def test_a_measured_curve_takes_the_place_of_a_link():
     curve = {("all_gather", 0): lambda sent: 1.0 + sent}
     assert MeshPrices(mesh, 2, curve).of("all_gather", (0,))(10) == 1.0 + 2 * 3 * 10
     assert MeshPrices(mesh, 2, curve).of("all_gather", (1,))(10) == MeshPrices(mesh, 2).of("all_gather", (1,))(10)
-    problem = BlockProblem((8, 8), (4, 2), BlockLayout(((0,), ()), (2, WHOLE)), BlockLayout(((), ()), (WHOLE, WHOLE)), 2)
+    problem = BlockProblem((8, 8), (4, 2), BlockLayout(((0,), ()), (2, UNSHARDED)), BlockLayout(((), ()), (UNSHARDED, UNSHARDED)), 2)
     assert astar(problem, MeshPrices(mesh, 2, curve)).seconds == dijkstra(problem, MeshPrices(mesh, 2, curve)).seconds
 
 
@@ -272,7 +272,7 @@ def test_an_exchange_takes_as_many_rounds_as_messages_or_as_doubling_does():
 
 
 def test_what_a_node_lacks_crosses_its_link_once_and_is_gathered_inside():
-    source, target = BlockLayout(((0,), ()), (512, WHOLE)), BlockLayout(((), (0,)), (WHOLE, 512))
+    source, target = BlockLayout(((0,), ()), (512, UNSHARDED)), BlockLayout(((), (0,)), (UNSHARDED, 512))
     problem = BlockProblem((1024, 1024), (2, 4), source, target, 4)
     prices = MeshPrices(Mesh.from_bandwidths((2, 4), inter_node_bandwidth=10e9), 4)
     route = astar(problem, prices)
@@ -310,7 +310,7 @@ def test_the_limit_is_kept_as_counted(count):
 
 
 def test_a_limit_that_nothing_keeps_is_infeasible():
-    problem = BlockProblem((8, 8), (2,), BlockLayout(((0,), ()), (4, WHOLE)), BlockLayout(((), (0,)), (WHOLE, 4)))
+    problem = BlockProblem((8, 8), (2,), BlockLayout(((0,), ()), (4, UNSHARDED)), BlockLayout(((), (0,)), (UNSHARDED, 4)))
     route = astar(problem, IdealPrices((2,)), 40, count="buffers")  # an all_to_all has 32 coming in and 32 going out
     assert (route.status, route.seconds, route.steps) == ("infeasible", math.inf, ())
     with pytest.raises(ValueError, match="give at least 32 elements"):
@@ -336,8 +336,8 @@ def test_a_search_that_stops_early_says_how_far_it_may_be_off():
 
 def test_five_axes_and_six_dims_get_a_route_and_a_bound():
     shape, mesh = (64, 32, 16, 24, 10, 8), (2, 2, 2, 3, 2)
-    source = BlockLayout(((0, 1), (2,), (), (3,), (), (4,)), (16, 16, WHOLE, 8, WHOLE, 4))
-    target = BlockLayout(((), (4, 0), (1,), (), (2,), ()), (WHOLE, 8, 8, WHOLE, 5, WHOLE))
+    source = BlockLayout(((0, 1), (2,), (), (3,), (), (4,)), (16, 16, UNSHARDED, 8, UNSHARDED, 4))
+    target = BlockLayout(((), (4, 0), (1,), (), (2,), ()), (UNSHARDED, 8, 8, UNSHARDED, 5, UNSHARDED))
     problem = BlockProblem(shape, mesh, source, target, 4)
     start = time.process_time()
     route = astar(problem, MeshPrices(mesh_of(*mesh), 4), most=200)
@@ -354,23 +354,23 @@ def test_five_axes_and_six_dims_have_a_heuristic():
 
 
 def test_partial_axes_are_reduced_once():
-    source = BlockLayout(((1,), ()), (4, WHOLE), (0,))
+    source = BlockLayout(((1,), ()), (4, UNSHARDED), (0,))
     cases = {
         (((1,), (0,)), (4, 4), ()): ["reduce_scatter"],
-        (((1,), ()), (4, WHOLE), ()): ["all_reduce"],
-        (((), (1,)), (WHOLE, 4), (0,)): ["all_to_all"],
+        (((1,), ()), (4, UNSHARDED), ()): ["all_reduce"],
+        (((), (1,)), (UNSHARDED, 4), (0,)): ["all_to_all"],
     }
     for target, expected in cases.items():
         problem = BlockProblem((8, 8), (2, 2), source, BlockLayout(*target), 4)
         assert [step.collective for step in astar(problem, MeshPrices(mesh_of(2, 2), 4)).steps] == expected
     for planner in (naive, memory_constrained):
         with pytest.raises(ValueError, match="use astar for partial layouts"):
-            planner(BlockProblem((8, 8), (2, 2), source, BlockLayout(((1,), ()), (4, WHOLE))), IdealPrices((2, 2)))
+            planner(BlockProblem((8, 8), (2, 2), source, BlockLayout(((1,), ()), (4, UNSHARDED))), IdealPrices((2, 2)))
 
 
 def test_routes_say_who_can_run_them():
-    plain = BlockProblem((8, 8), (2, 2), BlockLayout(((0, 1), ()), (2, WHOLE)), BlockLayout(((0,), (1,)), (4, 4)), 4)
-    order = BlockProblem((8, 8), (2, 2), BlockLayout(((0, 1), ()), (2, WHOLE)), BlockLayout(((1, 0), ()), (2, WHOLE)), 4)
+    plain = BlockProblem((8, 8), (2, 2), BlockLayout(((0, 1), ()), (2, UNSHARDED)), BlockLayout(((0,), (1,)), (4, 4)), 4)
+    order = BlockProblem((8, 8), (2, 2), BlockLayout(((0, 1), ()), (2, UNSHARDED)), BlockLayout(((1, 0), ()), (2, UNSHARDED)), 4)
     prices = MeshPrices(mesh_of(2, 2), 4)
     assert astar(plain, prices).executable_by == "dtensor" and astar(order, prices).executable_by == "autoshard"
     assert [step.collective for step in astar(order, prices).steps] == ["permute"]

@@ -17,7 +17,7 @@ from autoshard import api
 from autoshard.api.checking import run_unsharded
 from autoshard.capture import capture
 from autoshard.graph import Graph, Op, Ref, Result, Tensor
-from autoshard.lower import plant_fault, run_whole, verify_program
+from autoshard.lower import plant_fault, run_global, verify_program
 from autoshard.lower.kernels import dropout
 from autoshard.lower.kernels.dropout import draws
 from autoshard.lower.kernels.local_inputs import local
@@ -301,7 +301,7 @@ def test_random_ops_draw_one_after_the_other():
     ops += [Op(f"bernoulli_{k}", "aten.bernoulli.p", ((0, 0),), ((Ref(0), 0.5), ()), (t,)) for k in range(2)]
     graph = Graph(tuple(ops), tuple(Result("output", str(k), (k + 1, 0)) for k in range(2)))
     values, state = {"x": torch.zeros(64)}, torch.get_rng_state()
-    first, again, other = run_whole(graph, values), run_whole(graph, values), run_whole(graph, values, seed=1)
+    first, again, other = run_global(graph, values), run_global(graph, values), run_global(graph, values, seed=1)
     assert torch.equal(torch.get_rng_state(), state)
     assert not torch.equal(first["output:0"], first["output:1"]) and not torch.equal(first["output:0"], other["output:0"])
     assert all(torch.equal(first[key], again[key]) for key in first)

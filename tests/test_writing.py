@@ -12,7 +12,7 @@ import pytest
 from autoshard.cli import main
 from autoshard.cli.arguments import check_out
 from autoshard.solution.files import clear_folder
-from autoshard.writing import is_stream, whole, write_whole
+from autoshard.writing import is_stream, whole, write_atomically
 
 EXAMPLE = str(Path(__file__).parent / "data" / "iopddl" / "example.json")
 
@@ -34,7 +34,7 @@ def copy_of_null(folder: Path) -> Path:
 
 def test_a_device_is_written_into_and_stays(tmp_path):
     path = copy_of_null(tmp_path)
-    write_whole("content", path)
+    write_atomically("content", path)
     assert path.is_char_device() and only(tmp_path) == ["null"]
     assert main(["solve", EXAMPLE, "--out", str(path), "--quiet"]) == 0
     assert path.is_char_device() and only(tmp_path) == ["null"]
@@ -54,7 +54,7 @@ def test_a_pipe_gets_the_content_and_stays(tmp_path):
     written = False
     while not written:
         try:
-            write_whole("content", path)
+            write_atomically("content", path)
             written = True
         except OSError as error:  # until the reader has opened its end
             assert "is a pipe that nobody reads" in str(error)
@@ -65,7 +65,7 @@ def test_a_pipe_gets_the_content_and_stays(tmp_path):
 def test_a_pipe_that_nobody_reads_is_a_sentence_and_no_wait(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="is a pipe that nobody reads; start its reader first"):
-        write_whole("content", tmp_path / "pipe")
+        write_atomically("content", tmp_path / "pipe")
 
 
 @pytest.mark.parametrize("target_exists", [True, False])
@@ -75,7 +75,7 @@ def test_a_link_stays_and_its_target_gets_the_content(tmp_path, target_exists):
     if target_exists:
         target.write_text("old")
     link.symlink_to(Path("there") / "plan.json")
-    write_whole("new", link)
+    write_atomically("new", link)
     assert link.is_symlink() and target.read_text() == "new" and not target.is_symlink()
     assert only(tmp_path) == ["link.json", "there"] and only(tmp_path / "there") == ["plan.json"]
 
@@ -83,7 +83,7 @@ def test_a_link_stays_and_its_target_gets_the_content(tmp_path, target_exists):
 def test_a_link_to_a_device_is_written_through(tmp_path):
     device, link = copy_of_null(tmp_path), tmp_path / "link"
     link.symlink_to(device)
-    write_whole("content", link)
+    write_atomically("content", link)
     assert link.is_symlink() and device.is_char_device()
 
 
@@ -117,7 +117,7 @@ def test_what_is_no_file_is_refused_before_the_work_and_after_it(tmp_path, monke
 
 
 def test_a_file_that_the_process_has_open_is_written_into(tmp_path):
-    script = "from autoshard.writing import write_whole; print('before', flush=True); write_whole('content', '/dev/stdout')"
+    script = "from autoshard.writing import write_atomically; print('before', flush=True); write_atomically('content', '/dev/stdout')"
     with (tmp_path / "log").open("w") as log:
         subprocess.run([sys.executable, "-c", script], stdout=log, check=True, cwd=Path(__file__).parent.parent)
     assert (tmp_path / "log").read_text() == "before\ncontent"

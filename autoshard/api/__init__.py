@@ -1,6 +1,7 @@
 """The order of things: plan, verify, load, export, the fx pass."""
 
 from autoshard.api.checking import verify as verify
+from autoshard.api.methods import provide_methods
 from autoshard.api.parallel import device_mesh as device_mesh
 from autoshard.api.parallel import parallelize as parallelize
 from autoshard.api.passes import PassOptions as PassOptions
@@ -32,4 +33,7 @@ from autoshard.planning.mesh_shapes import plan_meshes as plan_meshes
 from autoshard.planning.plan import Infeasible as Infeasible
 from autoshard.planning.plan import Options as Options
 from autoshard.planning.plan import plan as plan
+from autoshard.solution import Solution as Solution
 from autoshard.solution import load as load
+
+provide_methods()

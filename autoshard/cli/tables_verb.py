@@ -14,7 +14,7 @@ from autoshard.cli.options import DEVICE, INTER, INTRA, DeviceName, InterNodeBan
 from autoshard.cli.output import Output, finite
 from autoshard.mesh import Mesh, parse_shape
 from autoshard.reading import data_of, rows_of, text_of
-from autoshard.writing import write_whole
+from autoshard.writing import write_atomically
 
 if TYPE_CHECKING:
     from autoshard.tables import Table
@@ -65,7 +65,7 @@ def tables(
         )  # fmt: skip
         record = found.to_dict()
         if out is not None:
-            write_whole(json.dumps(finite(record), indent=1) + "\n", out)
+            write_atomically(json.dumps(finite(record), indent=1) + "\n", out)
             output.note(f"wrote {out}")
         if plot is not None and found.devices:
             _report().draw(plot, record)

@@ -11,7 +11,7 @@ from typing import Any
 
 from autoshard.solution import Solution
 from autoshard.solution.files import PICKLE_SUFFIXES, json_text
-from autoshard.writing import write_whole
+from autoshard.writing import write_atomically
 
 from . import fully_shard, modules, partition
 from .record import Export as Export
@@ -62,7 +62,7 @@ def export(solution: Solution, kind: str, path: str | os.PathLike[str] | None = 
     content = None if path is None else _content(kind, Path(path))
     value = KINDS[kind].make(solution, axis)
     if path is not None and content is not None:
-        write_whole(content(value), path)
+        write_atomically(content(value), path)
     return value
 
 

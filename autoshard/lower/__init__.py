@@ -9,5 +9,5 @@ from .run import run_rank as run_rank
 from .run import run_simulated as run_simulated
 from .verify import Mismatch as Mismatch
 from .verify import Verification as Verification
-from .verify import run_whole as run_whole
+from .verify import run_global as run_global
 from .verify import verify_program as verify_program

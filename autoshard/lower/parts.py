@@ -44,7 +44,7 @@ def groups(mesh: Mesh, axis: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(rank + stride * c for c in range(mesh.shape[axis])) for rank in first)
 
 
-def cut_part(whole: Tensor, layout: Layout, mesh: Mesh, coordinate: tuple[int, ...]) -> Tensor:
+def shard_of_rank(whole: Tensor, layout: Layout, mesh: Mesh, coordinate: tuple[int, ...]) -> Tensor:
     """The part of one rank (P left out: as R)."""
     part = whole
     for dim, (lo, hi) in enumerate(rank_bounds(tuple(whole.shape), layout, mesh, coordinate)):
@@ -59,7 +59,7 @@ def cut(whole: Tensor, layout: Layout, mesh: Mesh) -> list[Tensor]:
     for coordinate in mesh.coordinates():
         key = _held(layout, coordinate)
         if key not in made:
-            part = cut_part(whole, layout, mesh, coordinate).contiguous()
+            part = shard_of_rank(whole, layout, mesh, coordinate).contiguous()
             made[key] = torch.zeros_like(part) if _is_zero(layout, coordinate) else part
         parts.append(made[key])
     return parts
@@ -133,7 +133,7 @@ def distance(parts: Sequence[Tensor], layout: Layout, mesh: Mesh, whole: Tensor)
         if key in seen:
             continue
         seen.add(key)
-        expected = cut_part(whole, layout, mesh, coordinate)
+        expected = shard_of_rank(whole, layout, mesh, coordinate)
         if part.shape != expected.shape or part.dtype != expected.dtype:
             return math.inf
         worst = max(worst, gap(part, expected))

@@ -99,7 +99,7 @@ def verify_program(
 
 
 @torch.no_grad()
-def run_whole(graph: Graph, values: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
+def run_global(graph: Graph, values: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
     """The unsharded program: placeholders in, results out ("kind:name" -> tensor). seed: of what random ops draw."""
     whole = _Whole(graph, values, None, seed)
     results: dict[str, Tensor] = {}

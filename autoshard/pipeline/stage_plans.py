@@ -68,7 +68,7 @@ class Job:
 @no_search_for_cycles()
 def options(job: Job) -> tuple[Option, ...]:
     """One option per lambda; none where the pins forbid each other."""
-    priced = Priced(job)
+    priced = StageProblem(job)
     found = []
     for price in job.prices:
         option = priced.solved(price * priced.unit)
@@ -77,7 +77,7 @@ def options(job: Job) -> tuple[Option, ...]:
     return tuple(found)
 
 
-class Priced:
+class StageProblem:
     """A stage's Problem with the prices of a pipeline."""
 
     def __init__(self, job: Job):

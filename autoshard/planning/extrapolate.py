@@ -59,7 +59,7 @@ def extrapolate(
         raise Infeasible(f"on the full model the plan takes {peak:.3f} GB per device, the limit is {limit:.3f} GB; plan the full model")
     with watch.phase("solve", "bounding all plans", 0.7):
         few = None if depth.shallow is None else stretched(deep, depth.shallow, chosen)
-        messages = None if few is None else few.twins.messages(few.formulated, converged(few.formulated.problem)[1])
+        messages = None if few is None else few.correspondence.messages(few.formulated, converged(few.formulated.problem)[1])
         answer = certified(deep.problem, choice, messages=messages, gap=chosen.gap, time_limit=chosen.time_limit)
     with watch.phase("describe", "writing the plan", 0.95):
         noted: Mapping[str, Any] = {key: solution.assumptions[key] for key in ("model", "set") if key in solution.assumptions}

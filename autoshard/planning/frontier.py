@@ -29,10 +29,11 @@ from autoshard.planning.recomputing import checkpointed, forward_blocks
 from autoshard.planning.shallow import Shallow
 from autoshard.problem import Problem
 from autoshard.solution import Solution
+from autoshard.solution.provided import provided
 from autoshard.solvers import Answer, Hull, HullPoint, Status, converged, hull
 from autoshard.solvers.parametric import LEAST_GAP, PROVEN_GAP
 from autoshard.strategies import candidates
-from autoshard.writing import write_whole
+from autoshard.writing import write_atomically
 
 FORMAT = "autoshard.frontier/1"
 OPTIMAL_GAP = 1e-6  # relative: up to here they are called optimal
@@ -97,9 +98,7 @@ class Frontier:
 
     def _repr_html_(self) -> str:
         """The plot, for notebooks."""
-        from autoshard.report.frontier import svg  # here: matplotlib takes a second to import
-
-        return svg(self.to_dict())
+        return provided("frontier_svg")(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
         """The record that files hold: autoshard/schemas/frontier.1.json. Lines and limits bound all plans: see `bound`."""
@@ -121,7 +120,7 @@ class Frontier:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the record as JSON, whole or not at all; OSError where that can't be."""
-        write_whole(json.dumps(self.to_dict(), allow_nan=False, indent=1) + "\n", path)
+        write_atomically(json.dumps(self.to_dict(), allow_nan=False, indent=1) + "\n", path)
 
 
 @in_turn
@@ -204,7 +203,7 @@ def _start(formulated: Formulation, problem: Problem, few: Shallow | None) -> tu
     choice, messages = converged(few.formulated.problem)
     if choice is None:
         return [], None
-    return [few.twins.choice(choice)], few.twins.messages(few.formulated, messages)
+    return [few.correspondence.choice(choice)], few.correspondence.messages(few.formulated, messages)
 
 
 def _progress(watch: Stopwatch) -> Any:

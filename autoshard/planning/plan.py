@@ -41,7 +41,7 @@ from autoshard.planning.options import checked_options as checked_options
 from autoshard.planning.padding import padding_offers
 from autoshard.planning.recomputing import cheapest, checkpointed, forward_blocks
 from autoshard.planning.refusal import infeasible, searched_seconds
-from autoshard.planning.shallow import Shallow, twins
+from autoshard.planning.shallow import Shallow, correspondence
 from autoshard.planning.tying import solve_tied
 from autoshard.problem import Problem
 from autoshard.solution import Solution
@@ -249,7 +249,7 @@ def stretched(formulated: Formulation, shallow: Graph, options: Options) -> Shal
     """The problem of fewer layers and how it stretches to this one; None where something in it has no like."""
     small = formulate_for(shallow, candidates(shallow, formulated.mesh), formulated.mesh, options)
     try:
-        return Shallow(small, twins(formulated, small))
+        return Shallow(small, correspondence(formulated, small))
     except ValueError:  # not an error: the deep problem is solved from scratch
         return None
 

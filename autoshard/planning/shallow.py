@@ -2,7 +2,7 @@
 
     place     of an op: (block, instance, position) in the repeated blocks, or its number among the ops that repeat nothing
     twin(v)   of a node of the deep problem: the node of the shallow one at the same place; instance j of n goes to
-              j in the lower half, j - n + m in the upper one, where the shallow graph has m instances         (`Twins`)
+              j in the lower half, j - n + m in the upper one, where the shallow graph has m instances         (`Correspondence`)
     choice    x(v) = x'(twin(v)); `evaluate` on the deep problem says what that costs
     messages  of an edge those of its twin: dual ascent starts where the shallow one has ended, and has next to nothing to do
 
@@ -29,7 +29,7 @@ NO_TWIN = "{} of the deep graph has no like in the shallow one: the layers diffe
 
 
 @dataclass(frozen=True)
-class Twins:
+class Correspondence:
     """For each node and edge of the deep problem its twin in the shallow one."""
 
     nodes: tuple[int, ...]
@@ -54,7 +54,7 @@ class Shallow:
     """The problem of the same model with few layers, and how its answers stretch."""
 
     formulated: Formulation
-    twins: Twins
+    correspondence: Correspondence
 
     def solve(self, problem: Problem, *, gap: float = 0.0, preferred: bool = True, **options: Any) -> Answer:
         """The answer to a deep problem (pinned perhaps), from that to the shallow one under the same pins."""
@@ -66,9 +66,9 @@ class Shallow:
         answer = solve(small, starts=[choice], messages=messages, gap=gap, preference=preference, time_limit=SHALLOW_SECONDS)
         if answer.interrupted:  # what is known by now, stretched, is the answer
             options["time_limit"] = min(options.get("time_limit", LAST_SECONDS), LAST_SECONDS)
-        start = self.twins.choice(answer.choice or choice)
+        start = self.correspondence.choice(answer.choice or choice)
         starts = [start, *options.pop("starts", ())]
-        deep = solve(problem, gap=gap, starts=starts, messages=self.twins.messages(self.formulated, messages), **options)
+        deep = solve(problem, gap=gap, starts=starts, messages=self.correspondence.messages(self.formulated, messages), **options)
         return replace(deep, interrupted=deep.interrupted or answer.interrupted)
 
     def _pinned_alike(self, problem: Problem) -> Problem:
@@ -77,7 +77,7 @@ class Shallow:
         costs = list(free.node_costs)
         holes: dict[int, np.ndarray | None] = {}  # by the costs' array, which likes share
         pinned = False
-        for cost, twin in zip(problem.node_costs, self.twins.nodes, strict=True):
+        for cost, twin in zip(problem.node_costs, self.correspondence.nodes, strict=True):
             if id(cost) not in holes:
                 holes[id(cost)] = np.isinf(cost) if np.isinf(cost).any() else None
             if (hole := holes[id(cost)]) is not None:
@@ -86,7 +86,7 @@ class Shallow:
         return replace(free, node_costs=tuple(costs)) if pinned else free
 
 
-def twin_ops(deep: Graph, shallow: Graph) -> list[int]:
+def corresponding_ops(deep: Graph, shallow: Graph) -> list[int]:
     """For each op of the deep graph its twin; ValueError where one has none."""
     ours, theirs = repeated_blocks(deep).places, repeated_blocks(shallow).places
     placed = {place: i for i, place in enumerate(theirs) if place is not None}
@@ -122,9 +122,9 @@ def _instances(places: Sequence) -> dict[int, int]:
     return found
 
 
-def twins(deep: Formulation, shallow: Formulation) -> Twins:
+def correspondence(deep: Formulation, shallow: Formulation) -> Correspondence:
     """The twins of two problems of the same model at different depth. ValueError where a node or an edge has none."""
-    ops, equal = twin_ops_of(deep, shallow)
+    ops, equal = corresponding_ops_of(deep, shallow)
     known = _edges(shallow)
     nodes = list(ops)
     for value, layouts in deep.hub_layouts.items():
@@ -154,12 +154,12 @@ def twins(deep: Formulation, shallow: Formulation) -> Twins:
     for e, like in enumerate(edges):
         if deep.problem.edges[e].table.shape != shallow.problem.edges[like].table.shape:
             raise ValueError(f"an edge to {deep.problem.names[deep.problem.edges[e].b]} has no like in the shallow graph")
-    return Twins(tuple(nodes), tuple(edges))
+    return Correspondence(tuple(nodes), tuple(edges))
 
 
-def twin_ops_of(deep: Formulation, shallow: Formulation) -> tuple[list[int], dict[tuple[int, int], bool]]:
-    """`twin_ops`, with equal candidates; and which pairs of objects were found equal, by their ids."""
-    ops = twin_ops(deep.graph, shallow.graph)
+def corresponding_ops_of(deep: Formulation, shallow: Formulation) -> tuple[list[int], dict[tuple[int, int], bool]]:
+    """`corresponding_ops`, with equal candidates; and which pairs of objects were found equal, by their ids."""
+    ops = corresponding_ops(deep.graph, shallow.graph)
     equal: dict[tuple[int, int], bool] = {}  # ops of one signature share their candidates
     for i, twin in enumerate(ops):
         ours, theirs = deep.candidates.of[i], shallow.candidates.of[twin]
@@ -172,7 +172,7 @@ def twin_ops_of(deep: Formulation, shallow: Formulation) -> tuple[list[int], dic
 
 def op_choices(deep: Formulation, shallow: Formulation, choice: Sequence[int]) -> dict[int, int]:
     """The choices of the deep problem's ops, those of their twins; and of outputs, those of the same name."""
-    found = dict(enumerate(choice[twin] for twin in twin_ops_of(deep, shallow)[0]))
+    found = dict(enumerate(choice[twin] for twin in corresponding_ops_of(deep, shallow)[0]))
     outputs = {shallow.graph.results[k].name: k for k in shallow.results if shallow.graph.results[k].kind == "output"}
     for k, node in deep.results.items():
         twin = outputs.get(deep.graph.results[k].name) if deep.graph.results[k].kind == "output" else None

@@ -22,7 +22,7 @@ from functools import lru_cache
 import numpy as np
 
 CHUNKS = 0  # block "size" of nested torch.chunk parts
-WHOLE = -1  # block size of a dim that no axis cuts
+UNSHARDED = -1  # block size of a dim that no axis cuts
 Sizes = tuple[int, ...]
 Axes = tuple[int, ...]
 
@@ -37,13 +37,13 @@ class BlockLayout:
     reduce_op: str = "sum"
 
     def __post_init__(self) -> None:
-        blocks = tuple(b if axes else WHOLE for axes, b in zip(self.axes, self.blocks, strict=True))
+        blocks = tuple(b if axes else UNSHARDED for axes, b in zip(self.axes, self.blocks, strict=True))
         object.__setattr__(self, "blocks", blocks)
         object.__setattr__(self, "reduce_op", self.reduce_op if self.partial else "sum")
 
     def text(self, mesh: Sizes) -> str:
         """`D_[4,2,4]⊥{(0,1),∅,∅,∅}(1,∅,∅,∅)`, with `P(2)` after it for a partial axis 2."""
-        blocks = ",".join("∅" if b == WHOLE else "chunk" if b == CHUNKS else str(b) for b in self.blocks)
+        blocks = ",".join("∅" if b == UNSHARDED else "chunk" if b == CHUNKS else str(b) for b in self.blocks)
         partial = f"P({','.join(map(str, self.partial))})" if self.partial else ""
         return f"D_[{','.join(map(str, mesh))}]⊥{{{','.join(map(_axes_text, self.axes))}}}({blocks}){partial}"
 
@@ -57,7 +57,7 @@ class BlockLayout:
         if not found or len(parts) != len(names) or not all(known):
             raise ValueError(f"layout is {written!r}; expected the form D_[4,2]⊥{{(0,1),∅}}(100,∅): mesh, axes and block size per dim")
         axes = tuple(tuple(int(a) for a in (several or one).split(",") if a) for several, _, one in parts)
-        blocks = tuple({"∅": WHOLE, "chunk": CHUNKS}.get(b) if not b.isdigit() else int(b) for b in names)
+        blocks = tuple({"∅": UNSHARDED, "chunk": CHUNKS}.get(b) if not b.isdigit() else int(b) for b in names)
         partial = tuple(int(a) for a in found[4].split(",")) if found[4] else ()
         return tuple(int(n) for n in found[1].split(",")), BlockLayout(axes, blocks, partial)  # type: ignore[arg-type]
 

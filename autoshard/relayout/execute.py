@@ -1,6 +1,6 @@
 """The steps of a route between block layouts, carried out: by all ranks in one process, or by one rank of many.
 
-    cut_blocks(whole, layout, mesh)[r]     what rank r holds: its indices of every dim; on a Partial axis parts that reduce to the whole
+    shard_blocks(whole, layout, mesh)[r]     what rank r holds: its indices of every dim; on a Partial axis parts that reduce to the whole
     simulate(route, parts)                 the ranks in step, messages by hand; and the bytes that each rank sent
     BlockGroups.run(route, part)           one rank, over process groups of flattened sub-meshes
 
@@ -26,7 +26,7 @@ from autoshard.relayout import BlockLayout, BlockRoute, BlockStep, Packing, grou
 REDUCE = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-def cut_blocks(whole: Tensor, layout: BlockLayout, mesh: tuple[int, ...]) -> list[Tensor]:
+def shard_blocks(whole: Tensor, layout: BlockLayout, mesh: tuple[int, ...]) -> list[Tensor]:
     """Every rank's part, in the order of ranks. Partial sums: the first rank of an axis holds the part, the others zeros."""
     parts = []
     for coordinate in product(*map(range, mesh)):

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoshard.layout import Layout, P, Partial, R, S
-from autoshard.relayout.blocks import CHUNKS, WHOLE, Axes, BlockLayout, Sizes, axis_sizes, chunk_block, parts_of
+from autoshard.relayout.blocks import CHUNKS, UNSHARDED, Axes, BlockLayout, Sizes, axis_sizes, chunk_block, parts_of
 
 Order = Mapping[int, Axes]  # dim -> axes, major to minor
 
@@ -49,7 +49,7 @@ def from_placements(shape: Sizes, layout: Sequence[Any], mesh: Sizes, order: Ord
                 raise ValueError(f"a strided shard of dim {d} (size {shape[d]}) is known for one axis that divides it, not {list(some)}")
             blocks.append(shape[d] // (n * strided[d]))
         else:
-            blocks.append(chunk_block(shape[d], sizes) if some else WHOLE)
+            blocks.append(chunk_block(shape[d], sizes) if some else UNSHARDED)
     return BlockLayout(tuple(ordered), tuple(blocks), tuple(partial), ops.pop() if ops else "sum")
 
 

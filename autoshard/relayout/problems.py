@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autoshard.relayout.blocks import CHUNKS, WHOLE, Axes, BlockLayout, Sizes, canonical, local_elements, why_not
+from autoshard.relayout.blocks import CHUNKS, UNSHARDED, Axes, BlockLayout, Sizes, canonical, local_elements, why_not
 
 ITEMSIZE = 8  # bytes per element of TensorCraft's problems
 
@@ -191,7 +191,7 @@ def _layout(item: Mapping, end: str, mesh: Sizes, op: str, what: str) -> BlockLa
     sizes = [sizes] * len(axes) if isinstance(sizes, int) else list(sizes)
     if len(sizes) != len(axes):
         raise ValueError(f"{what}_bs has {len(sizes)} block sizes, {end} {len(axes)} dims; give one per dim, -1 where no axis cuts it")
-    blocks = _numbers([WHOLE if b is None or not some else b for b, some in zip(sizes, axes)], f"{what}_bs")
+    blocks = _numbers([UNSHARDED if b is None or not some else b for b, some in zip(sizes, axes)], f"{what}_bs")
     for b, some in zip(blocks, axes):
         if some and b < 1:
             raise ValueError(f"{what}_bs is {list(sizes)}; expected a block size of at least 1 for each dim that an axis cuts")

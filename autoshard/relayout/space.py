@@ -24,7 +24,7 @@ from math import prod
 from typing import Any
 
 from autoshard.cost.block_prices import Prices, Seconds
-from autoshard.relayout.blocks import CHUNKS, WHOLE, Axes, BlockLayout, Sizes, axis_sizes, ceil_div, chunk_block, fits, largest
+from autoshard.relayout.blocks import CHUNKS, UNSHARDED, Axes, BlockLayout, Sizes, axis_sizes, ceil_div, chunk_block, fits, largest
 from autoshard.relayout.holdings import most_leaving
 from autoshard.relayout.states import Cut, Found, State
 
@@ -122,7 +122,7 @@ class Space:
         """The dim when only axes[lo:hi] cut it any more; None where that is no layout."""
         axes = cut.axes[lo:hi]
         if not axes:
-            return self.cut(cut.dim, (), WHOLE)
+            return self.cut(cut.dim, (), UNSHARDED)
         if cut.block == CHUNKS:
             return None if lo else self.cut(cut.dim, axes, chunk_block(self.shape[cut.dim], axis_sizes(axes, self.mesh)))
         block = cut.block * prod(axis_sizes(cut.axes[hi:], self.mesh))

@@ -18,7 +18,7 @@ from itertools import combinations
 from math import prod
 
 from autoshard.cost.block_prices import Prices
-from autoshard.relayout.blocks import WHOLE, Axes, BlockLayout, Sizes, axis_sizes, local_elements, parts_of
+from autoshard.relayout.blocks import UNSHARDED, Axes, BlockLayout, Sizes, axis_sizes, local_elements, parts_of
 from autoshard.relayout.planners import PLANNERS, priced, route_of
 from autoshard.relayout.problems import BlockProblem, BlockRoute, BlockStep
 
@@ -126,7 +126,7 @@ def _all_moves(shape: Sizes, mesh: Sizes, layout: BlockLayout, sizes: list[int])
                 elif old % mesh[a] == 0:
                     yield "split", (a,), _with(layout, {d: ((*axes, a), old // mesh[a])})
     if used:
-        yield "all_gather", tuple(sorted(used)), _with(layout, {d: ((), WHOLE) for d in range(len(shape))})
+        yield "all_gather", tuple(sorted(used)), _with(layout, {d: ((), UNSHARDED) for d in range(len(shape))})
     for a in sorted(used):
         d = next(d for d, axes in enumerate(layout.axes) if a in axes)
         axes, b = layout.axes[d], layout.blocks[d]
@@ -150,7 +150,7 @@ def _all_moves(shape: Sizes, mesh: Sizes, layout: BlockLayout, sizes: list[int])
 
 def _moved(shape: Sizes, mesh: Sizes, layout: BlockLayout, i: int, j: int, b: int) -> Iterator[tuple[str, Axes, BlockLayout]]:
     given, taking, old = layout.axes[i], layout.axes[j], layout.blocks[j]
-    yield "all_to_all", given, _with(layout, {i: ((), WHOLE), j: (given + taking, old if taking else b)})
+    yield "all_to_all", given, _with(layout, {i: ((), UNSHARDED), j: (given + taking, old if taking else b)})
     n = prod(axis_sizes(given[-1:], mesh))
     if len(given) > 1 and (old if taking else shape[j]) % n == 0:
         after = {i: (given[:-1], layout.blocks[i] * n), j: (taking + given[-1:], old // n if taking else b)}

@@ -25,7 +25,7 @@ from autoshard.report import html_charts, html_frontier, html_layouts, html_part
 from autoshard.report.blocks import seconds_elsewhere, sections
 from autoshard.solution import Solution
 from autoshard.solution.record import VERSION
-from autoshard.writing import write_whole
+from autoshard.writing import write_atomically
 
 if TYPE_CHECKING:
     from autoshard.simulate.timeline import Timeline
@@ -75,7 +75,7 @@ def html_report(solution: Solution, timeline: Timeline | None = None, frontier: 
 
 def save_html(text: str, path: str | os.PathLike[str]) -> None:
     """Write the page; OSError where that can't be."""
-    write_whole(text, path)
+    write_atomically(text, path)
 
 
 def shown_sections(has_timeline: bool, has_frontier: bool) -> dict[str, bool]:

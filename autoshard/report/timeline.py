@@ -15,7 +15,7 @@ from autoshard.pipeline.schedule_times import Run
 from autoshard.simulate.program import COMPUTE
 from autoshard.simulate.timeline import Timeline
 from autoshard.units import percent, seconds, size
-from autoshard.writing import write_whole
+from autoshard.writing import write_atomically
 
 from .figures import save
 
@@ -27,7 +27,7 @@ NUMBERED = 900  # boxes; more are drawn without their numbers
 
 def save_trace(trace: Mapping, path: str) -> None:
     """Write a trace of report.trace, for chrome://tracing or ui.perfetto.dev."""
-    write_whole(json.dumps(trace, allow_nan=False), path)
+    write_atomically(json.dumps(trace, allow_nan=False), path)
 
 
 def draw_run(run: Run, path: str, title: str = "") -> None:

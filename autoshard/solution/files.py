@@ -17,7 +17,7 @@ import shutil
 from pathlib import Path
 
 from autoshard.reading import FORMATS, MOST_VALUES, check_sound, content_of, parsed
-from autoshard.writing import write_whole
+from autoshard.writing import write_atomically
 
 LINE = 140  # characters; what fits is written in one line
 
@@ -31,7 +31,7 @@ def write(data: dict, path: str | os.PathLike[str]) -> None:
     """Write plain data, by suffix as a pickle or as JSON, through a temporary file in the same folder."""
     path = Path(path)
     content = pickle.dumps(data, protocol=4) if path.suffix in PICKLE_SUFFIXES else (json_text(data) + "\n").encode()
-    write_whole(content, path)
+    write_atomically(content, path)
 
 
 def json_text(data: object, indent: int = 0) -> str:

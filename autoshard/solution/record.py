@@ -15,7 +15,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from importlib import import_module
 from numbers import Integral, Real
 from typing import Any
 
@@ -23,6 +22,7 @@ from autoshard.layout import parse
 from autoshard.mesh import Axis, Device, Mesh, check_shape
 from autoshard.solution.files import write
 from autoshard.solution.interval import interval, price_errors
+from autoshard.solution.provided import provided
 
 VERSION = "0.1.0"  # of autoshard; pyproject.toml reads it from here
 FORMAT = 1  # raised when an older reader would misread a newer file
@@ -106,13 +106,11 @@ class Solution:
 
     def extrapolate(self, model: Any, example_inputs: Any, **options: Any) -> Solution:
         """`autoshard.extrapolate(self, model, example_inputs)`: this plan of few layers on the same model with many."""
-        # Ugly: by name, because the planner knows this room and not the other way round; the method is there to be found
-        return import_module("autoshard").extrapolate(self, model, example_inputs, **options)
+        return provided("extrapolate")(self, model, example_inputs, **options)
 
     def _repr_html_(self) -> str:
         """What a notebook shows: cost and proof, the usual plans, layouts."""
-        # Ugly: as above; pages are the report's to write
-        return import_module("autoshard.report.html").notebook(self)
+        return provided("notebook")(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to `path`, whole or not at all: `.pkl` and `.dill` as a pickle of plain containers, anything else as JSON."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..problem import NodeUsage
 from .dual import Messages
-from .forest import Graph, walk
+from .forest import EdgeGraph, walk
 from .incumbent import Incumbent
 from .prices import Ascent
 from .program import worst_of_runs
@@ -30,7 +30,7 @@ FEW_ROWS = 100  # all of them are looked at
 FULL = 0.9  # of the limit: rows that the first answer fills so far are looked at from the start
 
 
-def graph_of(messages: Messages, rows: Sequence[int]) -> Graph:
+def graph_of(messages: Messages, rows: Sequence[int]) -> EdgeGraph:
     """The arrays of the kernels; `rows` are the binding times looked at, ascending."""
     problem, looked = messages.problem, np.array(rows, dtype=np.int64)
     held: list[dict[int, np.ndarray]] = [{} for _ in problem.node_costs]
@@ -40,7 +40,7 @@ def graph_of(messages: Messages, rows: Sequence[int]) -> Graph:
             for r in range(a, b):
                 held[u.node][r] = held[u.node].get(r, 0.0) + u.bytes
     bytes_of = [np.array([h[r] for r in sorted(h)]).T.ravel() for h in held]
-    return Graph(
+    return EdgeGraph(
         messages.first, messages.costs, messages.start, messages.neighbour, messages.table, messages.pool,
         np.cumsum([0, *map(len, held)]), np.array([r for h in held for r in sorted(h)], dtype=np.int64),
         np.cumsum([0, *map(len, bytes_of)]), np.concatenate(bytes_of),

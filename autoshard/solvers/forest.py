@@ -19,7 +19,7 @@ ATTEMPTS = 5  # at raising prices until a block fits
 RAISE = 1.5  # of the price of a row that is exceeded
 
 
-class Graph(NamedTuple):
+class EdgeGraph(NamedTuple):
     """Costs and tables as Messages lays them out, and per node the bytes of its choices at the rows that it touches."""
 
     first: np.ndarray

@@ -15,7 +15,7 @@ from autoshard.cost.curves.kinds import curve_of
 from autoshard.cost.curves.records import Curve
 from autoshard.mesh import Mesh
 from autoshard.reading import data_of
-from autoshard.writing import write_whole
+from autoshard.writing import write_atomically
 
 FORMAT = "autoshard.curves/1"
 CLUSTER_FORMAT = "autoshard.cluster/1"
@@ -25,7 +25,7 @@ CLUSTER_FORMAT = "autoshard.cluster/1"
 def save(path: str, curves: Sequence[dict]) -> None:
     """Write fitted curves (`calibrate.Fitted.to_dict`) as JSON (docs/formats.md), whole or not at all; OSError where that fails."""
     record = {"format": FORMAT, "curves": [_finite(one) for one in curves]}
-    write_whole(json.dumps(record, indent=1) + "\n", path)
+    write_atomically(json.dumps(record, indent=1) + "\n", path)
 
 
 def _finite(value):
@@ -41,7 +41,7 @@ def load(path: str) -> list[tuple[dict, Curve]]:
 
 def save_cluster(path: str, record: dict) -> None:
     """Whole or not at all, so that an interruption leaves the last one."""
-    write_whole(json.dumps(record, indent=1) + "\n", path)
+    write_atomically(json.dumps(record, indent=1) + "\n", path)
 
 
 def load_cluster(path: str) -> Mesh:

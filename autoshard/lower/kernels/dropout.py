@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.layout import Layout, rank_bounds
 from autoshard.lower.collectives import Rank
-from autoshard.lower.kernels.local_inputs import Arguments, Kernel, Laid, local
+from autoshard.lower.kernels.local_inputs import Arguments, Kernel, ShardedOp, local
 from autoshard.lower.literals import overload
 
 aten = torch.ops.aten
@@ -74,7 +74,7 @@ def native_dropout(rank: Rank, a: Arguments, *, shape: tuple[int, ...], layout: 
     return x * mask, mask != 0
 
 
-def _native_dropout(laid: Laid) -> Kernel | None:
+def _native_dropout(laid: ShardedOp) -> Kernel | None:
     layout, shape, p = laid.layout("input"), laid.shape("input"), laid.arguments["p"]
     trains = laid.arguments["train"] in (True, None) and 0 < p < 1
     cut = layout is not None and any(placement.is_shard() for placement in layout)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Shard
 
 from autoshard.lower.collectives import Rank
-from autoshard.lower.kernels.local_inputs import Arguments, Axes, Kernel, Laid, local
+from autoshard.lower.kernels.local_inputs import Arguments, Axes, Kernel, ShardedOp, local
 from autoshard.lower.literals import overload
 
 
@@ -63,7 +63,7 @@ def grouped_mm_backward(rank: Rank, a: Arguments, *, target: str, axes: Axes) ->
     return _turned(_only(of_x, ends), -first), of_w
 
 
-def _grouped_mm(laid: Laid, *, x: str, w: str) -> Kernel | None:
+def _grouped_mm(laid: ShardedOp, *, x: str, w: str) -> Kernel | None:
     if laid.layout("offs") is None:
         return None
     if laid.ndim(w) == 3:
@@ -75,12 +75,12 @@ def _grouped_mm(laid: Laid, *, x: str, w: str) -> Kernel | None:
     return partial(weight_gradient, target=laid.op.target, num_experts=laid.op.output.shape[0], axes=axes)
 
 
-def _grouped_mm_backward(laid: Laid) -> Kernel | None:
+def _grouped_mm_backward(laid: ShardedOp) -> Kernel | None:
     axes = laid.cutting("weight", 0)
     return partial(grouped_mm_backward, target=laid.op.target, axes=axes) if axes else None
 
 
-KERNELS: dict[str, Callable[[Laid], Kernel | None]] = {
+KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
     "aten._grouped_mm.default": partial(_grouped_mm, x="self", w="mat2"),
     "transformers.grouped_mm_fallback.default": partial(_grouped_mm, x="input", w="weight"),
     "transformers.grouped_mm_fallback_backward.default": _grouped_mm_backward,

@@ -26,7 +26,7 @@ Kernel = Callable[[Rank, Arguments], Asking]
 
 
 @dataclass(frozen=True)
-class Laid:
+class ShardedOp:
     """An op and the layouts of its tensors."""
 
     op: Op

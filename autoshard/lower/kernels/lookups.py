@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from autoshard.graph import Ref
 from autoshard.lower.collectives import Rank
-from autoshard.lower.kernels.local_inputs import Arguments, Axes, Kernel, Laid, local, localised
+from autoshard.lower.kernels.local_inputs import Arguments, Axes, Kernel, ShardedOp, local, localised
 from autoshard.lower.literals import overload
 
 aten = torch.ops.aten
@@ -98,34 +98,34 @@ def embedding_bag_backward(rank: Rank, a: Arguments, *, target: str, axes: Axes,
 # -- which op needs which ----------------------------------------------------------------------------------------------------------
 
 
-def _indexed_dim(laid: Laid) -> int:
+def _indexed_dim(laid: ShardedOp) -> int:
     """The only dim that is indexed; -1 where several are."""
     dims = [d for d, item in enumerate(laid.arguments["indices"]) if isinstance(item, Ref)]
     return dims[0] if len(dims) == 1 else -1
 
 
-def _once(laid: Laid) -> Axes:
+def _once(laid: ShardedOp) -> Axes:
     out, given = laid.outputs[0] or (), laid.layout("self") or ()
     return tuple(k for k, (o, x) in enumerate(zip(out, given)) if isinstance(o, Partial) and isinstance(x, Replicate))
 
 
-def _index(laid: Laid) -> Kernel | None:
+def _index(laid: ShardedOp) -> Kernel | None:
     dim = _indexed_dim(laid)
     axes = laid.cutting("self", dim) if dim >= 0 else ()
     return partial(index, axes=axes, dim=dim, whole=laid.shape("self")[dim]) if axes else None
 
 
-def _index_select(laid: Laid) -> Kernel | None:
+def _index_select(laid: ShardedOp) -> Kernel | None:
     axes = laid.cutting("self", laid.arguments["dim"])
     return partial(index_select, axes=axes, whole=laid.shape("self")[laid.arguments["dim"]]) if axes else None
 
 
-def _index_copy(laid: Laid) -> Kernel | None:
+def _index_copy(laid: ShardedOp) -> Kernel | None:
     axes = laid.cutting("self", laid.arguments["dim"])
     return partial(index_copy, axes=axes, whole=laid.shape("self")[laid.arguments["dim"]]) if axes else None
 
 
-def _index_put(laid: Laid) -> Kernel | None:
+def _index_put(laid: ShardedOp) -> Kernel | None:
     dim, once = _indexed_dim(laid), _once(laid)
     axes = laid.cutting("self", dim) if dim >= 0 else ()
     if not axes and not once:
@@ -135,19 +135,19 @@ def _index_put(laid: Laid) -> Kernel | None:
     return partial(index_put, axes=axes, dim=dim, whole=laid.shape("self")[dim], once=once)
 
 
-def _added_once(laid: Laid) -> Kernel | None:
+def _added_once(laid: ShardedOp) -> Kernel | None:
     axes = _once(laid)
     return partial(added_once, target=laid.op.target, axes=axes) if axes else None
 
 
-def _embedding_bag(laid: Laid) -> Kernel | None:
+def _embedding_bag(laid: ShardedOp) -> Kernel | None:
     axes = laid.cutting("weight", 0)
     if axes and laid.arguments.get("mode", 0) != 0:
         raise laid.refuse("only sums of bags can be cut along the rows of the table")
     return partial(embedding_bag, target=laid.op.target, axes=axes, words=laid.shape("weight")[0]) if axes else None
 
 
-def _embedding_bag_backward(laid: Laid) -> Kernel | None:
+def _embedding_bag_backward(laid: ShardedOp) -> Kernel | None:
     axes = tuple(k for k, p in enumerate(laid.outputs[0] or ()) if isinstance(p, Shard) and p.dim == 0)
     return partial(embedding_bag_backward, target=laid.op.target, axes=axes, words=laid.op.output.shape[0]) if axes else None
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from autoshard.lower.collectives import Asking, Rank, all_reduce
-from autoshard.lower.kernels.local_inputs import Arguments, Axes, Kernel, Laid, wide
+from autoshard.lower.kernels.local_inputs import Arguments, Axes, Kernel, ShardedOp, wide
 
 
 def _per_channel(v: Tensor, x: Tensor) -> Tensor:
@@ -76,24 +76,24 @@ def weight_norm_backward(rank: Rank, a: Arguments, *, axes: Axes) -> Asking:
     return of_v.to(a["saved_v"].dtype), (s / n).to(a["saved_g"].dtype)  # type: ignore[return-value]
 
 
-def _weight_norm(laid: Laid, *, of: str, kernel: Callable[..., Asking]) -> Kernel:
+def _weight_norm(laid: ShardedOp, *, of: str, kernel: Callable[..., Asking]) -> Kernel:
     """Never torch's own kernel: on a CPU it reads a transposed gradient as if it were dense."""
     return partial(kernel, axes=laid.cutting(of, *_dims_but(laid.ndim(of), laid.arguments.get("dim", 0))))
 
 
-def _batch_norm(laid: Laid) -> Kernel | None:
+def _batch_norm(laid: ShardedOp) -> Kernel | None:
     axes = laid.cutting("input", 0)
     return partial(batch_norm, axes=axes) if axes and laid.arguments["training"] else None
 
 
-def _batch_norm_backward(laid: Laid) -> Kernel | None:
+def _batch_norm_backward(laid: ShardedOp) -> Kernel | None:
     axes = laid.cutting("input", 0)
     if axes != laid.cutting("grad_out", 0):
         raise laid.refuse("the gradient and the input must be cut alike along the batch")
     return partial(batch_norm_backward, axes=axes) if axes and laid.arguments["train"] else None
 
 
-KERNELS: dict[str, Callable[[Laid], Kernel | None]] = {
+KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
     "aten._weight_norm_interface.default": partial(_weight_norm, of="v", kernel=weight_norm),
     "aten._weight_norm_interface_backward.default": partial(_weight_norm, of="saved_v", kernel=weight_norm_backward),
     "aten._native_batch_norm_legit_functional.default": _batch_norm,

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from autoshard.lower.collectives import Rank
-from autoshard.lower.kernels.local_inputs import Arguments, Kernel, Laid, local
+from autoshard.lower.kernels.local_inputs import Arguments, Kernel, ShardedOp, local
 
 aten = torch.ops.aten
 GIVEN = ("reverse", "batch_sizes", "mode", "hidden_size", "num_layers", "has_biases", "bidirectional", "batch_first", "train")
 
 
-def _forward(laid: Laid) -> Kernel:
+def _forward(laid: ShardedOp) -> Kernel:
     planned = laid.op.outputs[3]
 
     @local
@@ -39,11 +39,11 @@ def layer_backward(rank: Rank, a: Arguments) -> Any:
     return aten.mkldnn_rnn_layer_backward.default(**{**a, **dense, "workspace": made[3]})
 
 
-def _backward(laid: Laid) -> Kernel:
+def _backward(laid: ShardedOp) -> Kernel:
     return layer_backward
 
 
-KERNELS: dict[str, Callable[[Laid], Kernel]] = {
+KERNELS: dict[str, Callable[[ShardedOp], Kernel]] = {
     "aten.mkldnn_rnn_layer.default": _forward,
     "aten.mkldnn_rnn_layer_backward.default": _backward,
 }

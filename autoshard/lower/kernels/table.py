@@ -29,7 +29,7 @@ from autoshard.graph import Op, is_dense
 from autoshard.layout import Layout
 from autoshard.lower.collectives import Asking, Rank, all_reduce
 from autoshard.lower.kernels import dropout, experts, lookups, norms, recurrent
-from autoshard.lower.kernels.local_inputs import Arguments, Axes, Kernel, Laid, local, localised, wide
+from autoshard.lower.kernels.local_inputs import Arguments, Axes, Kernel, ShardedOp, local, localised, wide
 from autoshard.lower.literals import by_name, overload
 from autoshard.mesh import Mesh
 
@@ -112,30 +112,30 @@ def scaled(rank: Rank, a: Arguments, *, target: str, dims: tuple[int, ...], coun
 # -- which op needs which ----------------------------------------------------------------------------------------------------
 
 
-def _embedding(laid: Laid) -> Kernel | None:
+def _embedding(laid: ShardedOp) -> Kernel | None:
     axes = laid.cutting("weight", 0)
     return partial(embedding, axes=axes, words=laid.shape("weight")[0]) if axes else None
 
 
-def _embedding_backward(laid: Laid) -> Kernel | None:
+def _embedding_backward(laid: ShardedOp) -> Kernel | None:
     out = laid.outputs[0] or ()
     axes = tuple(k for k, p in enumerate(out) if isinstance(p, Shard) and p.dim == 0)
     return partial(embedding_backward, axes=axes, words=laid.op.output.shape[0]) if axes else None
 
 
-def _softmax(laid: Laid, *, log: bool) -> Kernel | None:
+def _softmax(laid: ShardedOp, *, log: bool) -> Kernel | None:
     axes = laid.cutting("self", laid.arguments["dim"])
     return partial(softmax, axes=axes, log=log) if axes else None
 
 
-def _softmax_backward(laid: Laid, *, log: bool) -> Kernel | None:
+def _softmax_backward(laid: ShardedOp, *, log: bool) -> Kernel | None:
     axes = laid.cutting("output", laid.arguments["dim"])
     if axes != laid.cutting("grad_output", laid.arguments["dim"]):
         raise laid.refuse("the gradient and the output must be cut alike along the softmax")
     return partial(softmax_backward, axes=axes, log=log) if axes else None
 
 
-def _batch_and_classes(laid: Laid) -> tuple[Axes, Axes]:
+def _batch_and_classes(laid: ShardedOp) -> tuple[Axes, Axes]:
     batched = laid.ndim("self") >= 2
     others = [d for d in range(laid.ndim("self")) if d != 1] if batched else []
     classes = laid.cutting("self", 1 if batched else 0)
@@ -147,28 +147,28 @@ def _batch_and_classes(laid: Laid) -> tuple[Axes, Axes]:
     return batch, classes
 
 
-def _nll_loss(laid: Laid) -> Kernel | None:
+def _nll_loss(laid: ShardedOp) -> Kernel | None:
     batch, classes = _batch_and_classes(laid)
     return partial(nll_loss, batch=batch, classes=classes, num_classes=_num_classes(laid)) if batch or classes else None
 
 
-def _nll_loss_backward(laid: Laid) -> Kernel | None:
+def _nll_loss_backward(laid: ShardedOp) -> Kernel | None:
     _, classes = _batch_and_classes(laid)
     return partial(nll_loss_backward, target=laid.op.target, classes=classes, num_classes=_num_classes(laid)) if classes else None
 
 
-def _num_classes(laid: Laid) -> int:
+def _num_classes(laid: ShardedOp) -> int:
     shape = laid.shape("self")
     return shape[1] if len(shape) > 1 else shape[0]
 
 
-def _bias_once(laid: Laid, *, bias: str) -> Kernel | None:
+def _bias_once(laid: ShardedOp, *, bias: str) -> Kernel | None:
     out, given = laid.outputs[0] or (), laid.layout(bias) or ()
     axes = tuple(k for k, (o, b) in enumerate(zip(out, given)) if isinstance(o, Partial) and isinstance(b, Replicate))
     return partial(bias_once, target=laid.op.target, bias=bias, axes=axes) if axes else None
 
 
-def _scaled_along(laid: Laid, dims: Iterable[int]) -> Kernel | None:
+def _scaled_along(laid: ShardedOp, dims: Iterable[int]) -> Kernel | None:
     """Parts of a mean along `dims`: divided by the whole count. Partial(avg) wants the local means as they are."""
     out, given, shape = laid.outputs[0] or (), laid.layout("self") or (), laid.shape("self")
     averaged = {p.dim for o, p in zip(out, given) if isinstance(p, Shard) and isinstance(o, Partial) and o.reduce_op == "avg"}
@@ -201,27 +201,27 @@ def put_strided(rank: Rank, a: Arguments) -> Tensor:
     return aten.as_strided_scatter.default(**{**a, "self": a["self"].clone(memory_format=torch.contiguous_format)})
 
 
-def _as_strided(laid: Laid) -> Kernel:
+def _as_strided(laid: ShardedOp) -> Kernel:
     return reshaped if _is_all(laid) else strided
 
 
-def _as_strided_scatter(laid: Laid) -> Kernel:
+def _as_strided_scatter(laid: ShardedOp) -> Kernel:
     return put_all if _is_all(laid) else put_strided
 
 
-def _is_all(laid: Laid) -> bool:
+def _is_all(laid: ShardedOp) -> bool:
     return is_dense(laid.shape("self"), laid.arguments["size"], laid.arguments["stride"], laid.arguments.get("storage_offset"))
 
 
-def _mean(laid: Laid) -> Kernel | None:
+def _mean(laid: ShardedOp) -> Kernel | None:
     return _scaled_along(laid, laid.arguments.get("dim") or range(laid.ndim("self")))
 
 
-def _loss_mean(laid: Laid) -> Kernel | None:
+def _loss_mean(laid: ShardedOp) -> Kernel | None:
     return _scaled_along(laid, range(laid.ndim("self"))) if laid.arguments.get("reduction", MEAN) == MEAN else None
 
 
-KERNELS: dict[str, Callable[[Laid], Kernel | None]] = {
+KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
     "aten.embedding.default": _embedding,
     "aten.embedding_dense_backward.default": _embedding_backward,
     "aten._log_softmax.default": partial(_softmax, log=True),
@@ -271,4 +271,4 @@ def kernel_for(
     choose = KERNELS.get(op.target)
     if choose is None:
         return None
-    return choose(Laid(op, by_name(op), shapes, inputs, outputs, mesh))
+    return choose(ShardedOp(op, by_name(op), shapes, inputs, outputs, mesh))
