@@ -28,6 +28,7 @@ from autoshard.cli.arguments import (
     parse_settings,
 )
 from autoshard.mesh import DEVICES, parse_shape
+from autoshard.reading import content_of
 
 SOLVERS = ("auto", "prices", "ilp", "cvxpy", "dp", "dual", "exhaustive")
 OPTIMIZERS = ("adamw", "sgd", "momentum")
@@ -223,7 +224,7 @@ def settings_of(written: str, given: Mapping[str, Any]) -> None:
 def _tree(path: str) -> ast.Module | None:
     """None where running the file is what says what is wrong with it."""
     try:
-        return ast.parse(Path(path).read_bytes())
+        return ast.parse(content_of(path, "model"))
     except (SyntaxError, ValueError, RecursionError):
         return None
 
