@@ -1,8 +1,8 @@
 """auto: exact reductions, dual ascent on what is left, then branch and bound on what the bound leaves affordable.
 
 Most planning problems are proven by dual ascent alone. Where it leaves a gap and memory plays no part, few choices are within that gap of
-the bound, and variable elimination over those is exact (`narrow`). The relaxation of a reduced problem is tight as well: the contest's B and A fall to
-it, or to a handful of branch and bound nodes. Which way to go is decided by measured size, never by the clock.
+the bound, and variable elimination over those is exact (`narrow`). The relaxation of a reduced problem is tight as well: the contest's B
+and A fall to it, or to a handful of branch and bound nodes. Which way to go is decided by measured size, never by the clock.
 """
 
 import itertools
