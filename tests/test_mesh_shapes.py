@@ -136,9 +136,9 @@ def test_auto_on_the_command_line(capsys, tmp_path):
 BAD_WORDS = [
     (("--mesh", "auto"), "--mesh auto compares the meshes of how many devices? Add for example --devices 16"),
     (("--mesh", "2x2", "--devices", "4"), "--devices 4 is for --mesh auto, the mesh here is 2x2; leave one out"),
-    (("--mesh", "auto", "--devices", "0"), "devices is 0; expected a positive whole number"),
+    (("--mesh", "auto", "--devices", "0"), "--devices is 0; expected 1 or more"),
     (("--mesh", "auto", "--devices", "12", "--devices-per-node", "5"), "12 devices do not fill nodes of 5"),
-    (("--mesh", "auto", "--devices", "4", "--cluster", "x.json"), "--mesh auto compares meshes, but --cluster and --keep are for one"),
+    (("--mesh", "auto", "--devices", "4", "--cluster", __file__), "--mesh auto compares meshes, but --cluster and --keep are for one"),
 ]
 
 
