@@ -1,11 +1,12 @@
 """CPU seconds and memory of planning, phase by phase, for large models and over depth; and of using a plan again.
 
-    python benchmarks/planning_time.py [DIR] [--only NAME ...] [--depths] [--reuse] [--json]
+    python benchmarks/planning_time.py [DIR] [--only NAME ...] [--small | --depths] [--reuse] [--json]
 
 DIR holds the models' files (default: models/). Every case runs in a process of its own on one core with one thread; seconds are its CPU
 seconds after the imports and with numba's functions compiled (they are cached on disk; the first run on a machine compiles). rss: the
-process's largest, imports included. --depths plans Llama-3 8B dims at 2 to 126 layers instead of the table; --reuse puts a saved
-32-layer plan onto the captured graph, and reads layouts of parameters from the file alone.
+process's largest, imports included. --small plans training steps of small models instead, baselines and offers of padding included; on
+most of them dual ascent leaves a gap. --depths plans Llama-3 8B dims at 2 to 126 layers; --reuse puts a saved 32-layer plan onto the
+captured graph, and reads layouts of parameters from the file alone.
 """
 
 # ruff: noqa: E402  (its own folder has to leave sys.path first)
@@ -30,13 +31,33 @@ CASES: dict[str, dict] = {  # limits are CPU seconds, GiB, and the largest gap
     "llama3-8b 4x4x8": {"model": LLAMA, "mesh": (4, 4, 8), "gap": 0.01, "limits": (60, None, 1e-2)},
 }
 FREE = (None, None, 1e-3)
+SECONDS = (10, None, 1e-9)  # most of it is torch's capture
+RESNET, GEMMA3 = "resnet.py:resnet18", {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 6}
+JAMBA = {
+    "model_type": "jamba", "architectures": ["JambaForCausalLM"], "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1,
+    "mamba_d_state": 8, "mamba_dt_rank": 8,
+}  # fmt: skip
+DETR = {"encoder_layers": 2, "decoder_layers": 2}
+SMALL: dict[str, dict] = {
+    "resnet18 2x4": {"model": RESNET, "mesh": (2, 4), "limits": SECONDS},
+    "resnet18 16x8": {"model": RESNET, "mesh": (16, 8), "settings": {"batch": 32}, "limits": SECONDS},
+    "resnet18 2x2x2": {"model": RESNET, "mesh": (2, 2, 2), "limits": SECONDS},
+    "unet 2x4": {"model": "unet.py:base", "mesh": (2, 4), "limits": SECONDS},
+    "unet batch 4 2x4": {"model": "unet.py:base", "mesh": (2, 4), "settings": {"batch": 4}, "limits": SECONDS},
+    "gemma3 2x4": {"config": GEMMA3, "mesh": (2, 4), "settings": {"seq": 128}, "limits": SECONDS},
+    "jamba 2x4": {"config": JAMBA, "mesh": (2, 4), "limits": SECONDS},
+    "detr 2x4": {"detr": DETR, "mesh": (2, 4), "limits": SECONDS},
+}  # fmt: skip
 DEPTHS = (2, 4, 8, 16, 32, 64, 126)
 MOST_GROWTH = 1.5  # from 8 layers to 126
 REUSE_LIMITS = {"preload": 1.0, "sharding_map": 0.3}  # CPU seconds
 PHASES = ("capture", "candidates", "formulate", "solve", "describe", "total")
 
 
-def cases(depths: bool) -> dict[str, dict]:
+def cases(depths: bool, small: bool) -> dict[str, dict]:
+    if small:
+        return {name: {**case, "baselines": True} for name, case in SMALL.items()}
     if not depths:
         return CASES
     return {f"llama3-8b {n} layers": {"model": LLAMA, "mesh": (8, 8), "settings": {"layers": n}, "limits": FREE} for n in DEPTHS}
@@ -50,15 +71,14 @@ def plan_once(case: dict, folder: str, out: str | None = None) -> dict:
     import torch
 
     from autoshard import api
-    from autoshard.cli.model import load_model
     from autoshard.mesh import Mesh
 
     torch.set_num_threads(1)
     warm_up(api, Mesh)
-    module, example_inputs = load_model(f"{folder}/{case['model']}", case.get("settings", {}))
+    module, example_inputs = built(case, folder)
     mesh = Mesh.from_bandwidths(tuple(case["mesh"]), devices_per_node=min(8, case["mesh"][-1]))
     began = time.process_time()
-    solution = api.plan(module, example_inputs, mesh, training=True, baselines=False, gap=case.get("gap", 0.0))
+    solution = api.plan(module, example_inputs, mesh, training=True, baselines=case.get("baselines", False), gap=case.get("gap", 0.0))
     total = time.process_time() - began
     if out is not None:
         solution.save(out)
@@ -71,6 +91,39 @@ def plan_once(case: dict, folder: str, out: str | None = None) -> dict:
         **solution.counts,
         "peak_rss_bytes": peak_rss(),
     }
+
+
+def built(case: dict, folder: str):
+    """(module, example inputs)"""
+    from autoshard.cli.model import load_model
+
+    settings = case.get("settings", {})
+    if "detr" in case:
+        return detr(case["detr"])
+    if "config" not in case:
+        return load_model(f"{folder}/{case['model']}", settings)
+    with tempfile.TemporaryDirectory() as scratch:
+        (Path(scratch) / "config.json").write_text(json.dumps(case["config"]))
+        return load_model(f"hf:{scratch}", settings, training=True)
+
+
+def detr(config: dict):
+    """DETR on transformers' ResNet, without the matching of its loss: that depends on the data."""
+    import torch
+    from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
+
+    class Means(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            backbone = ResNetConfig(out_features=["stage4"])
+            self.model = DetrForObjectDetection(DetrConfig(backbone_config=backbone, use_timm_backbone=False, **config)).eval()
+
+        def forward(self, images, mask):
+            found = self.model(pixel_values=images, pixel_mask=mask)
+            return found.logits.mean() + found.pred_boxes.mean()
+
+    with torch.device("meta"):
+        return Means(), (torch.empty(8, 3, 224, 224), torch.ones(8, 224, 224, dtype=torch.int64))
 
 
 def warm_up(api, Mesh) -> None:
@@ -139,6 +192,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "models")
     parser.add_argument("--only", nargs="*")
+    parser.add_argument("--small", action="store_true")
     parser.add_argument("--depths", action="store_true")
     parser.add_argument("--reuse", action="store_true")
     parser.add_argument("--json", action="store_true")
@@ -154,7 +208,7 @@ def main() -> int:
     if not given.json:
         heads = " ".join(f"{phase:>10}" for phase in PHASES)
         print(f"{'':20} {'nodes':>7} {'signs':>6} {heads} {'GiB':>6} {'status':>9} {'gap':>8}")
-    for name, case in cases(given.depths).items():
+    for name, case in cases(given.depths, given.small).items():
         if given.only is None or any(part in name for part in given.only):
             rows.append(judged(name, case, in_own_process(__file__, {"case": case, "folder": str(given.folder)})))
             if not given.json:

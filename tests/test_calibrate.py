@@ -220,7 +220,7 @@ def test_fit_draws_and_says_errors_in_percent(capsys, tmp_path):
     [
         (["missing.csv"], "there is no file missing.csv"),
         ([str(DATA / "general_all_to_allv_4.txt"), "--method", "sigmoid"], "expected at least 6"),
-        ([str(DATA / "intra_2.json"), "--method", "spline"], "unknown method 'spline'"),
+        ([str(DATA / "intra_2.json"), "--method", "spline"], "--method is 'spline'"),
         ([str(DATA / "intra_2.json"), "--out", "/no/such/folder/x.json"], "there is no folder"),
     ],
 )

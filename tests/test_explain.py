@@ -18,7 +18,7 @@ from tests.test_cli import ROOT, check_refused, run
 
 MODEL = f"{ROOT}/models/mlp.py:mlp"
 SETTINGS = {"layers": 2, "batch": 16384, "width": 512, "hidden": 2048}
-MESH = Mesh.from_bandwidths((2, 2), intra_node_bandwidth=100e9, inter_node_bandwidth=50e9)
+MESH = Mesh.from_bandwidths((2, 2), intra_node_bandwidth=100e9, inter_node_bandwidth=50e9, tf32=True)
 SMALL = {"layers": 1, "batch": 4096, "width": 512, "hidden": 2048}
 LIMIT = 128e6  # bytes, of SMALL; without a limit its plan takes 132 MB
 WEIGHT = "layers.0.up.weight"

@@ -49,7 +49,8 @@ def test_every_planner_with_both_prices(small, capsys, planner, prices):
     assert route["steps"][-1]["layout"] == "D_[2,2]⊥{(0,1),∅}(2,∅)"
 
 
-def test_the_table_is_the_published_ones(small, capsys):
+def test_the_table_is_the_published_ones(small, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")  # narrower, words are folded
     assert main(["redistribute", small, "--prices", "tensorcraft", "--table"]) == 0
     out = capsys.readouterr().out
     for word in ("Step #", "Operation", "Distribution", "Memory Usage [MB]", "all_to_all(axes 1: dims 1 -> 0)", "optimal"):

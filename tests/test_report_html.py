@@ -384,7 +384,7 @@ def test_a_model_that_is_gone_leaves_the_page_without_a_time_line(tmp_path, caps
     ("words", "said"),
     [
         (["gone.py:net"], "there is no file gone.py"),  # one that is named must be there
-        (["--no-model", "gone.py:net"], "contradict"),
+        (["--no-model", f"{ROOT}/models/mlp.py:tiny"], "contradict"),
         (["--frontier", "gone.json"], "there is no file gone.json"),
         (["--out", "nowhere/r.html"], "there is no folder nowhere"),
     ],

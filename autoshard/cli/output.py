@@ -68,11 +68,11 @@ class Output(AbstractContextManager):
     def _print(self, table: RenderableType) -> None:
         console = Console(file=self.stdout, highlight=False, markup=False, emoji=False)
         if console.is_terminal:
-            console.print(table)
+            console.print(table, crop=False)
             return
         console.width = shutil.get_terminal_size((NARROW, 24)).columns
         with console.capture() as captured:
-            console.print(table)
+            console.print(table, crop=False)
         print("\n".join(line.rstrip() for line in captured.get().split("\n")[:-1]), file=self.stdout)
 
     def note(self, line: str) -> None:

@@ -84,7 +84,7 @@ def each(check: Check, name: str, values: list[Any]) -> None:
 
 
 def size(name: str, value: str) -> None:
-    parse_bytes(value, "memory" if name == "--memory" else name)
+    parse_bytes(value, "memory" if name in ("--memory", "--hbm") else name)
 
 
 def size_or_none(name: str, value: str) -> None:
