@@ -1,15 +1,15 @@
-"""How a tensor lies on a mesh: one torch Placement per mesh axis, written `S(0),R`.
+"""The layout of a tensor on a mesh: one torch Placement per mesh axis, written `S(0),R`.
 
-S(d) on axis k cuts dim d into size_k parts, as torch.chunk does: of ceil(n / size_k) indices each, the last one shorter where that
-does not divide n. When several axes cut the same dim, they cut it in the order of the axes, left to right (axis 0 is major), each
-of them the parts of those before, as DTensor does:
+S(d) on axis k shards dim d into size_k parts, as torch.chunk does: each part has ceil(n / size_k) indices, and the last part is
+shorter where size_k does not divide n. When several axes shard the same dim, they do so in the order of the axes, left to right
+(axis 0 is major): each axis splits the parts of the axes before it, as in DTensor.
 
     part index of a rank on d = row-major number of its coordinates on those axes
-    local_shape[d]            = ceil(... ceil(shape[d] / size_k) ... / size_l)      of the fullest part, which the first rank holds
-                              = shape[d] / prod(size_k over axes k with S(d))       of every part, where that divides
+    local_shape[d]            = ceil(... ceil(shape[d] / size_k) ... / size_l)      of the largest shard, which the first rank holds
+                              = shape[d] / prod(size_k over axes k with S(d))       of every shard, where that divides
 
-A layout that leaves a rank without anything (5 rows in 4 parts: 2, 2, 1, 0) is not legal: few kernels are right about nothing.
-`P` (Partial) on an axis: the value is the reduction over that axis of what its ranks hold.
+A layout that leaves a rank with an empty shard (5 rows in 4 parts: 2, 2, 1, 0) is not legal, because few kernels handle empty
+tensors correctly. `P` (Partial) on an axis: the value is the reduction over that axis of the tensors that its ranks hold.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def S(dim: int) -> Placement:
 
 
 def P(reduce_op: str = "sum") -> Placement:
-    """Partial: the value is the sum (avg, max, min) of what the ranks hold. KeyError on another reduction."""
+    """Partial: the value is the sum (avg, max, min) of the ranks' tensors. KeyError on another reduction."""
     return _PARTIALS[reduce_op]
 
 
@@ -75,35 +75,35 @@ def parse(written: str) -> Layout:
 
 
 def shards_of(layout: Layout, mesh: Mesh, dim: int) -> int:
-    """Into how many parts `dim` is cut."""
+    """The number of parts that `dim` is sharded into."""
     return math.prod(axis.size for p, axis in zip(layout, mesh.axes, strict=True) if isinstance(p, Shard) and p.dim == dim)
 
 
 def sharding_sizes(layout: Layout, mesh: Mesh, dim: int) -> tuple[int, ...]:
-    """The sizes of the axes that cut `dim`, left to right."""
+    """The sizes of the axes that shard `dim`, left to right."""
     return tuple(axis.size for p, axis in zip(layout, mesh.axes, strict=True) if isinstance(p, Shard) and p.dim == dim)
 
 
 @lru_cache(maxsize=4096)
-def chunk_bounds(size: int, cuts: tuple[int, ...]) -> tuple[int, ...]:
-    """Where the parts of a dim begin when axes of these sizes cut it one after another, and its end."""
+def chunk_bounds(size: int, axis_sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The first index of each part of a dim that axes of these sizes split one after another, and the dim's end."""
     parts = [(0, size)]
-    for n in cuts:
+    for n in axis_sizes:
         parts = [(min(hi, lo + i * q), min(hi, lo + (i + 1) * q)) for lo, hi in parts for q in (-(-(hi - lo) // n),) for i in range(n)]
     return (*(lo for lo, _ in parts), size)
 
 
 @lru_cache(maxsize=4096)
-def leaves_empty(size: int, cuts: tuple[int, ...]) -> bool:
+def leaves_empty(size: int, axis_sizes: tuple[int, ...]) -> bool:
     """Whether some part has no index at all."""
-    bounds = chunk_bounds(size, cuts)
+    bounds = chunk_bounds(size, axis_sizes)
     return any(lo == hi for lo, hi in zip(bounds, bounds[1:], strict=False))
 
 
 def local_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of the fullest part, that of the first rank; of every part, where the parts are equal (see `rank_shape`).
+    """The shape of the largest shard, that of the first rank; of every shard, where the shards are equal (see `rank_shape`).
 
-    shape: of the whole tensor. layout: one placement per axis of the mesh; ValueError where their numbers differ.
+    shape: the global shape. layout: one placement per axis of the mesh; ValueError where their numbers differ.
     """
     local = list(shape)
     for placement, axis in zip(layout, mesh.axes, strict=True):
@@ -113,45 +113,45 @@ def local_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[int
 
 
 def is_even(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> bool:
-    """Whether every rank's part has the same shape."""
+    """Whether every rank's shard has the same shape."""
     return not any(size % math.prod(sharding_sizes(layout, mesh, dim)) for dim, size in enumerate(shape))
 
 
 def rank_bounds(shape: tuple[int, ...], layout: Layout, mesh: Mesh, coordinate: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Per dim where the part of the rank at `coordinate` begins and ends."""
-    found = []
+    """Per dim the first index and the end of the shard of the rank at `coordinate`."""
+    ranges = []
     for dim, size in enumerate(shape):
         bounds, k = chunk_bounds(size, sharding_sizes(layout, mesh, dim)), part_index(layout, mesh, coordinate, dim)
-        found.append((bounds[k], bounds[k + 1]))
-    return tuple(found)
+        ranges.append((bounds[k], bounds[k + 1]))
+    return tuple(ranges)
 
 
 def rank_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh, coordinate: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the part of the rank at `coordinate`."""
+    """The shape of the shard of the rank at `coordinate`."""
     return tuple(hi - lo for lo, hi in rank_bounds(shape, layout, mesh, coordinate))
 
 
 def local_numel(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> int:
-    """The elements of the fullest part."""
+    """The number of elements of the largest shard."""
     return math.prod(local_shape(shape, layout, mesh))
 
 
 def why_illegal(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> str | None:
-    """None when the layout is possible for the shape on the mesh, else a sentence that says why not."""
+    """None when the layout is legal for the global shape on the mesh, else a sentence that says why not."""
     if len(layout) != len(mesh.axes):
         return f"layout {text(layout)} has {len(layout)} placements, the mesh {'x'.join(map(str, mesh.shape))} has {len(mesh.axes)} axes"
     for placement in layout:
         if isinstance(placement, Shard) and placement.dim >= len(shape):
-            return f"layout {text(layout)} cuts dim {placement.dim}, the tensor has {len(shape)} dims"
+            return f"layout {text(layout)} shards dim {placement.dim}, the tensor has {len(shape)} dims"
     for dim, size in enumerate(shape):
         if size % (parts := shards_of(layout, mesh, dim)) and leaves_empty(size, sharding_sizes(layout, mesh, dim)):
-            return f"layout {text(layout)} cuts dim {dim} of size {size} into {parts} parts, which leaves some ranks without any"
+            return f"layout {text(layout)} shards dim {dim} of size {size} into {parts} parts, which leaves some ranks without any"
     kinds = {p.reduce_op for p in layout if isinstance(p, Partial)}
     return f"layout {text(layout)} mixes partial kinds {sorted(kinds)}" if len(kinds) > 1 else None
 
 
 def is_legal(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> bool:
-    """Whether a tensor of this shape can lie so on the mesh, no rank left without a part (`why_illegal` says what is wrong)."""
+    """Whether a tensor of this global shape can have the layout, no rank's shard empty (`why_illegal` says what is wrong)."""
     return why_illegal(shape, layout, mesh) is None
 
 
@@ -166,7 +166,7 @@ def has_partial(layout: Layout) -> bool:
 
 
 def part_index(layout: Layout, mesh: Mesh, coordinate: tuple[int, ...], dim: int) -> int:
-    """Which of the `shards_of` parts of `dim` the rank at `coordinate` holds (left to right: earlier axes are major)."""
+    """The number of the part of `dim`, of the `shards_of` parts, that the rank at `coordinate` holds (earlier axes are major)."""
     index = 0
     for placement, axis, c in zip(layout, mesh.axes, coordinate, strict=True):
         if isinstance(placement, Shard) and placement.dim == dim:

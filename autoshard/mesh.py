@@ -1,12 +1,12 @@
 """A cluster as a mesh of devices: named axes with their links, slowest axis first. SI units.
 
-A collective over axis k runs in prod(sizes of the other axes) groups at the same time. The groups that leave a node share
-that node's link, so the bandwidth that one device sees is
+A collective over axis k runs in prod(sizes of the other axes) groups at the same time. The groups whose members are on different
+nodes share the link of each node, so the bandwidth of one device is
 
     B_k = bandwidth_k / shared_by_k            (bytes/s per device)
 
-with `bandwidth` the link's own speed and `shared_by` the number of devices that use it at the same time (measured on an
-emulated cluster: a ring with the shared link predicts 1342 ms, 1413 ms were seen).
+where `bandwidth` is the speed of the link and `shared_by` the number of devices that use the link at the same time. (Measured on
+an emulated cluster: a ring over the shared link takes 1413 ms, this formula predicts 1342 ms.)
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class LinkCurve:
 class Axis:
     """One mesh axis: `size` devices in a group, over a link of `bandwidth` bytes/s that `shared_by` devices use at once.
 
-    A collective that has a measured curve takes what the curve says; the others take latency and bandwidth.
+    The seconds of a collective come from its measured curve where `curves` has one, else from latency and bandwidth.
     """
 
     name: str
@@ -88,12 +88,12 @@ class Axis:
         return next((curve for curve in self.curves if curve.collective == collective), None)
 
     def link_dict(self) -> dict[str, Any]:
-        """What there is to say of the axis and its link, without curves: name, size, bandwidth (bytes/s), latency (s), shared_by."""
+        """The axis and its link as plain data, without curves: name, size, bandwidth (bytes/s), latency (s), shared_by."""
         return {key: value for key, value in asdict(self).items() if key not in ("backend", "curves")}
 
     @property
     def device_bandwidth(self) -> float:
-        """Bytes per second that one device gets when all groups of this axis talk at the same time."""
+        """Bytes per second of one device when all groups of this axis communicate at the same time."""
         return self.bandwidth / self.shared_by
 
 
@@ -213,7 +213,7 @@ class Mesh:
                 axes.append(Axis(names[k], size, float(intra_node_bandwidth), intra_node_latency, backend=backend))
             elif stride >= per_node:
                 axes.append(Axis(names[k], size, float(inter_node_bandwidth), inter_node_latency, per_node, backend))
-            else:  # leaves the node: `stride` rings cross the node's link together
+            else:  # spans nodes: `stride` rings use the node's link at the same time
                 bandwidth = min(float(intra_node_bandwidth) * stride, float(inter_node_bandwidth))
                 axes.append(Axis(names[k], size, bandwidth, inter_node_latency, stride, backend))
         return Mesh(tuple(axes), device)
@@ -224,10 +224,10 @@ def _axis(curves: Sequence[dict] = (), **fields: Any) -> Axis:
 
 
 def _link_curve(collective: str, sizes: Sequence[float], seconds: Sequence[float], tail: float, error: float = 0.0) -> LinkCurve:
-    """ValueError for what can't be interpolated."""
+    """ValueError for numbers that can't be interpolated."""
     numbers = [*sizes, *seconds, tail, error]
     if any(isinstance(x, bool) or not isinstance(x, (int, float)) or not 0 <= x < math.inf for x in numbers):
-        raise ValueError(f"the curve of {collective} holds something else than numbers from 0 on; measure again")
+        raise ValueError(f"the curve of {collective} holds something other than numbers of 0 or more; measure again")
     if not sizes or len(sizes) != len(seconds) or any(a >= b for a, b in pairwise(sizes)) or any(a > b for a, b in pairwise(seconds)):
         raise ValueError(f"the curve of {collective} has {len(sizes)} sizes, {len(seconds)} times; expected as many, both in order")
     return LinkCurve(collective, tuple(map(float, sizes)), tuple(map(float, seconds)), float(tail), float(error))
@@ -238,7 +238,7 @@ def default_axis_names(num_axes: int) -> tuple[str, ...]:
 
 
 def check_shape(shape: object) -> tuple[int, ...]:
-    """A mesh shape as a tuple of positive ints, or a ValueError that says what it was."""
+    """A mesh shape as a tuple of positive ints; the ValueError for anything else says what was given."""
     if isinstance(shape, int) and not isinstance(shape, bool):
         shape = (shape,)
     try:

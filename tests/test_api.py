@@ -205,7 +205,7 @@ def test_tied_parameters_are_planned_and_verified(training):
 BAD = [
     (dict(pins={"h.0.mlp.c_fc.wieght": "R,R"}), "pin on 'h.0.mlp.c_fc.wieght': the model has no such tensor; near are h.0.mlp.c_fc.weight"),
     (dict(pins={"zzz": "R,R"}), "pin on 'zzz': the model has no such tensor"),
-    (dict(pins={"wte.weight": "S(2),R"}), "pin on 'wte.weight': layout S(2),R cuts dim 2, the tensor has 2 dims"),
+    (dict(pins={"wte.weight": "S(2),R"}), "pin on 'wte.weight': layout S(2),R shards dim 2, the tensor has 2 dims"),
     (dict(pins={"wte.weight": "S(0)"}), "pin on 'wte.weight': layout S(0) has 1 placements, the mesh 2x2 has 2 axes"),
     (dict(pins={"wte.weight": "Q,R"}), "layout 'Q,R' has 'Q'; expected R, S(dim) or P per mesh axis"),
     (dict(pins={"wte.weight": "P,R"}), "pin on 'wte.weight': layout P,R is not one that parameter can give; possible are S(0),S(0)"),

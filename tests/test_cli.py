@@ -376,7 +376,7 @@ def test_a_pin_holds(capsys):
     [
         ("layers.0.upp.weight=R,R", "layers.0.upp.weight"),
         ("layers.0.up.weight=S(0)", "has 1 placements, the mesh 2x2 has 2 axes"),
-        ("layers.0.up.weight=S(7),R", "cuts dim 7"),
+        ("layers.0.up.weight=S(7),R", "shards dim 7"),
         ("layers.0.up.weight=Q,R", "layout 'Q,R' has 'Q'"),
     ],
 )

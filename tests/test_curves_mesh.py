@@ -47,8 +47,8 @@ def test_curves_travel_with_the_mesh():
     [
         ({"sizes": [1e6, 1e3]}, "both in order"),
         ({"sizes": [1e3]}, "1 sizes, 2 times"),
-        ({"seconds": [1e-4, float("nan")]}, "something else than numbers"),
-        ({"tail": -1.0}, "something else than numbers"),
+        ({"seconds": [1e-4, float("nan")]}, "something other than numbers"),
+        ({"tail": -1.0}, "something other than numbers"),
         ({"bandwidth": 1.0}, "not a mesh"),
     ],
 )

@@ -123,9 +123,9 @@ def test_what_is_no_layout_is_one_sentence(written):
 
 ILLEGAL = [
     ((8, 8), "S(0)", (2, 4), "layout S(0) has 1 placements, the mesh 2x4 has 2 axes"),
-    ((8,), "S(1),R", (2, 4), "layout S(1),R cuts dim 1, the tensor has 1 dims"),
-    ((6, 8), "R,S(0)", (2, 4), "layout R,S(0) cuts dim 0 of size 6 into 4 parts, which leaves some ranks without any"),
-    ((12, 8), "S(0),S(0)", (2, 4), "layout S(0),S(0) cuts dim 0 of size 12 into 8 parts, which leaves some ranks without any"),
+    ((8,), "S(1),R", (2, 4), "layout S(1),R shards dim 1, the tensor has 1 dims"),
+    ((6, 8), "R,S(0)", (2, 4), "layout R,S(0) shards dim 0 of size 6 into 4 parts, which leaves some ranks without any"),
+    ((12, 8), "S(0),S(0)", (2, 4), "layout S(0),S(0) shards dim 0 of size 12 into 8 parts, which leaves some ranks without any"),
     ((8, 8), "P,P(max)", (2, 4), "layout P,P(max) mixes partial kinds ['max', 'sum']"),
 ]
 

@@ -221,7 +221,7 @@ def test_the_tolerance_follows_the_least_precise_type(dtype, tolerance):
     [
         ({k: v for k, v in LAYOUTS.items() if k != "relu"}, {}, "the layouts lack op 'relu'"),
         (with_placed(LAYOUTS, "mm", inputs=("R",)), {}, "op mm .* has 2 inputs and 1 outputs, its layouts have 1 and 1"),
-        (with_placed(LAYOUTS, "mm", outputs=("S(2)",)), {}, "mm:0: .*cuts dim 2, the tensor has 2 dims"),
+        (with_placed(LAYOUTS, "mm", outputs=("S(2)",)), {}, "mm:0: .*shards dim 2, the tensor has 2 dims"),
         (with_placed(LAYOUTS, "mm", outputs=("S(0),R",)), {}, "mm:0: .*has 2 placements, the mesh 2 has 1 axes"),
         (with_placed(LAYOUTS, "mm", outputs=(None,)), {}, "op mm .* has no layout for an output that is a tensor"),
         (with_placed(LAYOUTS, "relu", inputs=("P",), hubs=("P",)), {}, "no route for relu:0 from S.1. to relu:0@hub in P"),

@@ -340,7 +340,7 @@ def test_an_old_dill_file_annotates_the_nodes_that_it_names():
 
 OLD_BAD = {
     "names none of this graph's nodes": {"other": {"args": {}, "results": {"data_out_0": (Replicate(), Replicate())}}},
-    "cuts dim 7, the tensor has 2 dims": {"x": {"args": {}, "results": {"data_out_0": (Shard(7), Replicate())}}},
+    "shards dim 7, the tensor has 2 dims": {"x": {"args": {}, "results": {"data_out_0": (Shard(7), Replicate())}}},
     "has 1 placements and the mesh 2x4 2 axes": {"x": {"args": {}, "results": {"data_out_0": (Replicate(),)}}},
 }
 

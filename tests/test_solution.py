@@ -162,7 +162,7 @@ def test_a_plan_does_not_differ_from_its_own_model():
         ({"graph": linear_graph(width=16)}, "1 parameter of another size: w is 16x16, planned was 8x8"),
         (
             {"graph": linear_graph(width=9)},
-            "w: layout R,S(1) cuts dim 1 of size 9 into 4 parts, which leaves some ranks without any; nor do 1 other op fit: mm",
+            "w: layout R,S(1) shards dim 1 of size 9 into 4 parts, which leaves some ranks without any; nor do 1 other op fit: mm",
         ),
         ({"graph": Graph(linear_graph().ops[:2], ())}, "1 op of the plan are not in the model: mm"),
         ({"assumptions": {"optimizer": "sgd", "memory_limit": 8e10, "torch": "2.13.0"}}, "optimizer: adamw when planned, sgd now"),

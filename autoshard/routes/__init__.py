@@ -1,4 +1,7 @@
-"""The cheapest route from layout to layout; the route that is priced is the route that is executed."""
+"""Redistribution of one tensor: the cheapest sequence of collectives from one layout to another.
+
+The route that the planner prices is the route that `lower` executes.
+"""
 
 from autoshard.routes.buffers import buffer_table as buffer_table
 from autoshard.routes.shortest import Route as Route

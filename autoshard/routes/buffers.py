@@ -1,11 +1,11 @@
-"""Bytes that a route needs while it runs, beside the tensor that it starts from.
+"""The bytes that a route allocates on a rank while it runs, in addition to the tensor that it starts from.
 
     need(u -> v)  = in_u where the step is not the first  +  out_v  +  temporary      bytes on a rank
-    temporary     out_v   all_gather along a dim other than 0, and all_to_all: parts arrive one behind the other and are put in place
-                  in_u    reduce_scatter along a dim other than 0: parts are put one behind the other before they leave
-    table         = the largest need of the steps of the cheapest route; 0 between equals               (`buffer_table`)
+    temporary     out_v   all_gather along a dim other than 0, and all_to_all: the shards arrive concatenated and are then reordered
+                  in_u    reduce_scatter along a dim other than 0: the shards are concatenated before they are sent
+    table         = the largest need of the steps of the cheapest route; 0 between equal layouts        (`buffer_table`)
 
-That is what `lower` allocates, step by step; the tensor that the route starts from is held throughout and not counted.
+`lower` allocates these bytes, step by step. The tensor that the route starts from is alive throughout and is not counted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def buffer_table(routes: Routes, shape: tuple[int, ...], itemsize: int, sources:
 
 
 def _needed(space: _Space, sources: list[int]) -> np.ndarray:
-    """The largest need on the cheapest route from each source (column) to every state (row); as `routes._costs` finds them."""
+    """The largest need on the cheapest route from each source (column) to every state (row); the routes are those of `shortest._costs`."""
     moves, local, w = space.moves, space.local_bytes, space.seconds[:, None]
     heads, first = moves.heads
     c = np.full((len(local), len(sources)), math.inf)
@@ -43,8 +43,8 @@ def _needed(space: _Space, sources: list[int]) -> np.ndarray:
     if not len(heads):
         return needed
     arrives, held = (local[moves.after] + _temporary(space))[:, None], local[moves.before][:, None]
-    own = moves.before[:, None] == np.array(sources)
-    step = np.where(own, arrives, arrives + held)
+    is_first = moves.before[:, None] == np.array(sources)
+    step = np.where(is_first, arrives, arrives + held)
     number, segment = np.arange(len(moves.before))[:, None], np.repeat(np.arange(len(heads)), np.diff([*first, len(moves.before)]))
     while True:
         tried = c[moves.before] + w
@@ -52,26 +52,26 @@ def _needed(space: _Space, sources: list[int]) -> np.ndarray:
         better = new < c[heads] * (1 - TIE)
         if not better.any():
             return needed
-        made = np.minimum.reduceat(np.where(tried == new[segment], number, len(number)), first, axis=0)
-        made = np.minimum(made, len(number) - 1)
+        move = np.minimum.reduceat(np.where(tried == new[segment], number, len(number)), first, axis=0)
+        move = np.minimum(move, len(number) - 1)
         columns = np.arange(len(sources))
-        through = np.maximum(needed[moves.before[made], columns], step[made, columns])
+        through = np.maximum(needed[moves.before[move], columns], step[move, columns])
         needed, c = needed.copy(), c.copy()
         needed[heads] = np.where(better, through, needed[heads])
         c[heads] = np.where(better, new, c[heads])
 
 
 def _temporary(space: _Space) -> np.ndarray:
-    """Bytes per move."""
+    """The temporary bytes of each move."""
     moves = space.moves
     before, after = (moves.codes[states, moves.axis] for states in (moves.before, moves.after))
-    given, taken = space.local_bytes[moves.before], space.local_bytes[moves.after]
+    input_bytes, output_bytes = space.local_bytes[moves.before], space.local_bytes[moves.after]
     by_step = {
-        "all_gather": np.where(before != 0, taken, 0.0),
-        "all_to_all": taken,
-        "reduce_scatter": np.where(after != 0, given, 0.0),
+        "all_gather": np.where(before != 0, output_bytes, 0.0),
+        "all_to_all": output_bytes,
+        "reduce_scatter": np.where(after != 0, input_bytes, 0.0),
     }
-    found = np.zeros(len(moves.before))
+    temporary = np.zeros(len(moves.before))
     for name, amounts in by_step.items():
-        found = np.where(moves.step == STEPS.index(name), amounts, found)
-    return found
+        temporary = np.where(moves.step == STEPS.index(name), amounts, temporary)
+    return temporary

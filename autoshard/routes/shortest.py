@@ -1,17 +1,19 @@
-"""The cheapest route between two layouts, and the table of its seconds for many pairs at once.
+"""The cheapest route between two layouts of a tensor, and a table of the cheapest seconds for many pairs of layouts.
 
-    w(m)    = seconds of move m = (u -> v), from the bytes that the fullest rank holds in u and v; inf where another one
-              would hold nothing in u or v                                                      (`_move_seconds`)
+    w(m)    = seconds of move m = (u -> v), from the bytes of the largest shard in u and in v; inf where a rank's shard would be
+              empty in u or v                                                                   (`_move_seconds`)
     c_0(v)  = 0 where v is the source, else inf
     c_n(v)  = min( c_n-1(v),  min over moves m = (u -> v) of  c_n-1(u) + w(m) )                        (`_costs`)
 
-c_n is the cheapest sum over at most n moves (Bellman-Ford, for all sources at once); it stops when no c changes. A
-longer route must be cheaper by more than TIE, so fewest steps win among equals; then the order of moves.STEPS. `Routes.route`
-walks the c_n back along moves that made them, so the seconds of its steps, added in order, ARE the table's entry.
+c_n is the cheapest sum over at most n moves (Bellman-Ford, for all sources at once); the iteration stops when no c changes. A
+longer route must be cheaper by more than TIE, so that among routes of equal cost the one with the fewest steps wins; among those the
+order of steps.STEPS decides. `Routes.route` walks the c_n back along the moves that attain them, so the seconds of a route's steps,
+added in order, equal the table's entry exactly.
 
-Layouts that don't divide the shape are cut as torch.chunk cuts: parts of ceil(S / n), the last ones smaller or empty, of parts where
-several axes cut a dim, left to right. A rank's bytes are then those of the fullest part, and the buffer of an all_gather or a
-reduce_scatter is n such parts. Layouts that leave a rank without anything count with `Routes(mesh, empty=True)` only.
+A dim that its axes do not divide is sharded as by torch.chunk: parts of ceil(S / n), the last ones smaller or empty; where several
+axes shard the dim, each splits the parts of the axes before it, left to right. A rank's bytes are then those of the largest shard, and
+the buffer of an all_gather or a reduce_scatter is n such shards. Layouts with an empty shard are allowed with `Routes(mesh,
+empty=True)` only.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ BLOCK = 4_000_000  # numbers in one temporary array of `_costs`
 class Step:
     """One collective on the process groups of one mesh axis, or a local slice (`split`)."""
 
-    collective: str  # one of moves.STEPS
+    collective: str  # one of steps.STEPS
     axis: int  # index of the mesh axis
     before: Layout
     after: Layout
@@ -45,7 +47,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Route:
-    """Steps in order. `peak_bytes`: the largest input + output of a step on one rank; what the rank holds where no step is needed."""
+    """Steps in order. `peak_bytes`: the largest input + output of a step on one rank; the bytes of the tensor where no step is needed."""
 
     steps: tuple[Step, ...]
     seconds: float
@@ -54,18 +56,18 @@ class Route:
 
 @dataclass(frozen=True)
 class _Space:
-    """Everything that routes of a tensor depend on, and the rows of the all-pairs table that were asked for so far."""
+    """All states of a tensor with the seconds of the moves between them, and the rows of the all-pairs table that are computed so far."""
 
     moves: Moves
     local_bytes: np.ndarray  # (states,)
     seconds: np.ndarray  # (moves,)
-    padded: bool = False  # parts may be uneven
+    padded: bool = False  # shards may be uneven
     rows: dict[int, np.ndarray] = field(default_factory=dict)  # source -> (states,) seconds
     needs: dict[int, np.ndarray] = field(default_factory=dict)  # source -> (states,) bytes, of buffers.py
 
 
 class Routes:
-    """Cheapest routes on one mesh. Remembers what it has computed: keep one for all tensors of a plan."""
+    """Cheapest routes on one mesh. The results are cached in the object: use one object for all tensors of a plan."""
 
     def __init__(self, mesh: Mesh, *, empty: bool = False):
         self.mesh, self.empty = mesh, empty
@@ -73,14 +75,14 @@ class Routes:
         self._spaces: dict[tuple[int, int, bytes], _Space] = {}
         self._known: dict[tuple[tuple[int, ...], int], _Space] = {}
         self._states: dict[tuple[int, Layout], tuple[int, str]] = {}
-        num = len(mesh.axes)  # by the axes that cut a dim, as bits, their sizes
-        self._cuts = [tuple(n for k, n in enumerate(mesh.shape) if mask >> k & 1) for mask in range(1 << num)]
+        num = len(mesh.axes)  # for every set of axes, as bits, their sizes
+        self._axis_sizes = [tuple(n for k, n in enumerate(mesh.shape) if mask >> k & 1) for mask in range(1 << num)]
 
     def table(self, shape: tuple[int, ...], itemsize: int, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
         """Seconds from each source (row) to each target (column): 0 between equals, inf where there is no route.
 
-        There is none to a P that the source does not have, to or from a layout that leaves a rank without anything (unless
-        `empty`), and to or from S or P on an axis of size 1. ValueError for a layout that no tensor of so many dims can have on this mesh.
+        No route leads to a P that the source does not have, to or from a layout with an empty shard (unless `empty`), and to or from
+        S or P on an axis of size 1. ValueError for a layout that no tensor with this number of dims can have on this mesh.
         """
         from_states, from_ops = self._encode(sources, len(shape))
         to_states, to_ops = self._encode(targets, len(shape))
@@ -106,8 +108,8 @@ class Routes:
     def _step(self, space: _Space, m: int, ndim: int, reduce_op: str) -> Step:
         collective, k = STEPS[space.moves.step[m]], int(space.moves.axis[m])
         u, v = space.moves.before[m], space.moves.after[m]
-        given, taken = space.local_bytes[[u]], space.local_bytes[[v]]
-        largest = float(_buffer(collective, self.mesh.shape[k], given, taken, space.padded)[0])
+        input_bytes, output_bytes = space.local_bytes[[u]], space.local_bytes[[v]]
+        largest = float(_buffer(collective, self.mesh.shape[k], input_bytes, output_bytes, space.padded)[0])
         sent = 0.0 if collective == "split" else bytes_sent(collective, self.mesh.axes[k], largest)
         before, after = (decode(space.moves.codes[state], ndim, reduce_op) for state in (u, v))
         return Step(collective, k, before, after, float(space.seconds[m]), sent)
@@ -122,14 +124,13 @@ class Routes:
         return [state for state, _ in pairs], [op for _, op in pairs]
 
     def _space(self, shape: tuple[int, ...], itemsize: int) -> _Space:
-        """The space of a tensor."""
         key = (shape, itemsize)
         if key not in self._known:
             self._known[key] = self._space_of(shape, itemsize)
         return self._known[key]
 
     def _space_of(self, shape: tuple[int, ...], itemsize: int) -> _Space:
-        """Shared by all of as many dims and bytes that divide into the same states."""
+        """The space of a tensor; tensors with equal numbers of dims and bytes that divide evenly in the same states share one space."""
         ndim, total_bytes = len(shape), math.prod(shape) * itemsize
         if ndim not in self._moves:
             self._moves[ndim] = all_moves(ndim, self.mesh)
@@ -146,25 +147,25 @@ class Routes:
         return self._spaces[key]
 
     def _possible(self, shape: tuple[int, ...], moves: Moves) -> np.ndarray:
-        """The states in which every rank may hold something; all of them, where a rank may hold nothing."""
+        """Whether a state leaves no rank with an empty shard; True for every state where empty shards are allowed."""
         possible = np.ones(len(moves.codes), dtype=bool)
         if self.empty:
             return possible
         bits = 1 << np.arange(len(self.mesh.axes))
         for d, size in enumerate(shape):
-            empty = np.array([size > 0 and leaves_empty(size, cut) for cut in self._cuts])
+            empty = np.array([size > 0 and leaves_empty(size, sizes) for sizes in self._axis_sizes])
             possible &= ~empty[(moves.codes == d) @ bits]
         return possible
 
     def _uneven_space(self, shape: tuple[int, ...], itemsize: int, moves: Moves, possible: np.ndarray) -> _Space:
-        """The space of one shape with every possible state, by the fullest parts."""
+        """The space of one shape with every possible state, priced on the largest shards."""
         key = (len(shape), itemsize, np.array(shape, dtype=int).tobytes())
         if key not in self._spaces:
             parts = np.broadcast_to(np.array(shape, dtype=int), moves.num_parts.shape).copy()
             for k, n in enumerate(self.mesh.shape):  # left to right
                 for d in range(len(shape)):
-                    cut = moves.codes[:, k] == d
-                    parts[cut, d] = -(-parts[cut, d] // n)
+                    is_sharded = moves.codes[:, k] == d
+                    parts[is_sharded, d] = -(-parts[is_sharded, d] // n)
             local_bytes = parts.prod(axis=1) * float(itemsize)
             self._spaces[key] = _Space(moves, local_bytes, _move_seconds(self.mesh, moves, possible, local_bytes, padded=True), True)
         return self._spaces[key]
@@ -180,39 +181,40 @@ class Routes:
 
 
 def route(shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout, mesh: Mesh) -> Route | None:
-    """`Routes(mesh).route(...)`, for one question."""
+    """`Routes(mesh).route(...)`, for a single use."""
     return Routes(mesh).route(shape, itemsize, source, target)
 
 
 def seconds_table(shape: tuple[int, ...], itemsize: int, sources: Sequence[Layout], targets: Sequence[Layout], mesh: Mesh) -> np.ndarray:
-    """`Routes(mesh).table(...)`, for one question."""
+    """`Routes(mesh).table(...)`, for a single use."""
     return Routes(mesh).table(shape, itemsize, sources, targets)
 
 
 def _move_seconds(mesh: Mesh, moves: Moves, divides: np.ndarray, local_bytes: np.ndarray, padded: bool = False) -> np.ndarray:
-    """w: a collective is priced on its largest buffer, padded to equal parts; a split writes its output to memory."""
+    """w: a collective costs the seconds of its largest buffer, padded to equal shards; a split costs the write of its output to memory."""
     w = np.full(len(moves.before), math.inf)
     for collective, k, members in moves.groups:
-        given, taken = local_bytes[moves.before[members]], local_bytes[moves.after[members]]
+        input_bytes, output_bytes = local_bytes[moves.before[members]], local_bytes[moves.after[members]]
         if collective == "split":
-            w[members] = taken / mesh.device.memory_bandwidth
+            w[members] = output_bytes / mesh.device.memory_bandwidth
         else:
-            w[members] = collective_seconds(collective, mesh.axes[k], _buffer(collective, mesh.shape[k], given, taken, padded))
+            largest = _buffer(collective, mesh.shape[k], input_bytes, output_bytes, padded)
+            w[members] = collective_seconds(collective, mesh.axes[k], largest)
     w[~(divides[moves.before] & divides[moves.after])] = math.inf
     return w
 
 
-def _buffer(collective: str, n: int, given: np.ndarray, taken: np.ndarray, padded: bool) -> np.ndarray:
+def _buffer(collective: str, n: int, input_bytes: np.ndarray, output_bytes: np.ndarray, padded: bool) -> np.ndarray:
     """The largest buffer of a rank, in bytes."""
     if padded and collective == "all_gather":
-        return n * given
+        return n * input_bytes
     if padded and collective == "reduce_scatter":
-        return np.maximum(given, n * taken)
-    return np.maximum(given, taken)
+        return np.maximum(input_bytes, n * output_bytes)
+    return np.maximum(input_bytes, output_bytes)
 
 
 def _costs(space: _Space, sources: list[int]) -> Iterator[np.ndarray]:
-    """c_0, c_1, ... until it stays: arrays (states, sources)."""
+    """c_0, c_1, ... until no entry changes: arrays (states, sources)."""
     before, w = space.moves.before, space.seconds[:, None]
     heads, first = space.moves.heads
     c = np.full((len(space.local_bytes), len(sources)), math.inf)
@@ -229,13 +231,13 @@ def _costs(space: _Space, sources: list[int]) -> Iterator[np.ndarray]:
 
 
 def _walk_back(space: _Space, costs: list[np.ndarray], target: int) -> list[int]:
-    """The moves that made costs[-1][target], first to last, for costs of one source."""
+    """The moves that attain costs[-1][target], first to last, for costs of one source."""
     path: list[int] = []
     v = target
     for earlier, c in zip(costs[-2::-1], costs[:0:-1]):
-        if c[v] < earlier[v]:  # else a shorter route gave it
+        if c[v] < earlier[v]:  # else a shorter route attains it
             into = np.flatnonzero(space.moves.after == v)
-            made = earlier[space.moves.before[into]] + space.seconds[into] == c[v]
-            path.append(int(into[made.argmax()]))
+            attains = earlier[space.moves.before[into]] + space.seconds[into] == c[v]
+            path.append(int(into[attains.argmax()]))
             v = space.moves.before[path[-1]]
     return path[::-1]

@@ -1,19 +1,20 @@
-"""States and moves: every layout that a tensor of `ndim` dims can have on a mesh, and every one-axis step between two.
+"""The graph of layouts: every layout that a tensor of `ndim` dims can have on a mesh (state), and every collective over one mesh
+axis that leads from one layout to another (move).
 
-A layout is a row of codes, one per axis: d for S(d), ndim for R, ndim + 1 for P. The number of a state is that row read
-in base ndim + 2. One P stands for all reduce ops: they cost the same and never mix, so the op rides along (`encode`).
+A state is a row of codes, one per axis: d for S(d), ndim for R, ndim + 1 for P. The number of a state is that row read
+in base ndim + 2. One P stands for all reduce ops: they cost the same and never mix, so `encode` returns the op separately.
 
-Several axes cut a dim left to right (layout.py): the rightmost of its cutters is minor, its groups hold neighbouring
-parts. A collective on axis k concatenates or splits neighbouring parts, so it needs no axis right of k to cut that dim:
+Several axes shard a dim left to right (layout.py): the rightmost of them is minor, and its groups hold neighbouring
+parts. A collective on axis k concatenates or splits neighbouring parts, so no axis right of k may shard that dim:
 
-    all_gather      S(i) -> R      no axis right of k cuts i
-    split           R -> S(j)      no axis right of k cuts j; a local slice
-    all_to_all      S(i) -> S(j)   both
+    all_gather      S(i) -> R      no axis right of k shards i
+    split           R -> S(j)      no axis right of k shards j; a local slice
+    all_to_all      S(i) -> S(j)   both conditions
     all_reduce      P -> R
-    reduce_scatter  P -> S(j)      no axis right of k cuts j
+    reduce_scatter  P -> S(j)      no axis right of k shards j
 
-R -> P and S -> P never. An axis of size 1 is always R. Whether a shape divides into the parts is the caller's
-question: nothing here depends on sizes of dims.
+No move leads from R or S to P. An axis of size 1 is always R. Nothing here depends on the sizes of dims: the caller checks
+whether a shape divides into the parts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import numpy as np
 from autoshard.layout import Layout, P, Partial, Placement, R, Replicate, S, Shard
 from autoshard.mesh import Mesh
 
-# In the order in which equally cheap routes prefer them for their last step.
+# Among equally cheap routes the one whose last step comes first here is chosen.
 STEPS = ("split", "reduce_scatter", "all_to_all", "all_gather", "all_reduce")
 
 
@@ -35,7 +36,7 @@ class Moves:
     """The graph of states. The last four columns have an entry per move, sorted by `after`, then STEPS, then axis."""
 
     codes: np.ndarray  # (states, axes)
-    num_parts: np.ndarray  # (states, dims): into how many parts the dim is cut
+    num_parts: np.ndarray  # (states, dims): the number of parts of the dim
     step: np.ndarray  # (moves,) index into STEPS
     axis: np.ndarray  # (moves,) mesh axis
     before: np.ndarray  # (moves,) state
@@ -58,18 +59,18 @@ def all_moves(ndim: int, mesh: Mesh) -> Moves:
     num_axes, sizes = len(mesh.axes), np.array(mesh.shape)
     codes = np.indices((ndim + 2,) * num_axes).reshape(num_axes, -1).T
     weights = (ndim + 2) ** np.arange(num_axes)[::-1]
-    cuts = codes[:, :, None] == np.arange(ndim + 2)  # (states, axes, codes)
-    num_parts = np.where(cuts, sizes[:, None], 1).prod(axis=1)[:, :ndim]
+    has_code = codes[:, :, None] == np.arange(ndim + 2)  # (states, axes, codes)
+    num_parts = np.where(has_code, sizes[:, None], 1).prod(axis=1)[:, :ndim]
     possible = (codes[:, sizes == 1] == ndim).all(axis=1)
 
     columns = [np.empty((4, 0), dtype=int)]
     for k in np.flatnonzero(sizes > 1):
-        minor_cut = cuts[:, k + 1 :].any(axis=1)  # (states, codes): an axis right of k cuts the dim
-        minor_cut[:, ndim:] = False  # R and P are no cuts
+        minor = has_code[:, k + 1 :].any(axis=1)  # (states, codes): an axis right of k shards the dim
+        minor[:, ndim:] = False  # R and P shard no dim
         for old in range(ndim + 2):
             for new in range(ndim + 1):  # nothing becomes P
                 if old != new:
-                    before = np.flatnonzero(possible & (codes[:, k] == old) & ~minor_cut[:, old] & ~minor_cut[:, new])
+                    before = np.flatnonzero(possible & (codes[:, k] == old) & ~minor[:, old] & ~minor[:, new])
                     step = STEPS.index(_collective(old, new, ndim))
                     columns.append(np.stack(np.broadcast_arrays(step, k, before, before + (new - old) * weights[k])))
     step, axis, before, after = np.concatenate(columns, axis=1)
@@ -86,7 +87,7 @@ def _collective(old: int, new: int, ndim: int) -> str:
 
 
 def encode(layout: Layout, ndim: int, mesh: Mesh) -> tuple[int, str]:
-    """The state of a layout and the reduce op of its P ("" without P); ValueError for what is no layout of such a tensor."""
+    """The state of a layout and the reduce op of its P ("" without P); ValueError for a layout that such a tensor can't have."""
     reduce_ops = {p.reduce_op for p in layout if type(p) is Partial}
     codes = [_code(p, ndim) for p in layout]
     if len(layout) != len(mesh.axes) or -1 in codes or len(reduce_ops) > 1:
@@ -101,7 +102,7 @@ def encode(layout: Layout, ndim: int, mesh: Mesh) -> tuple[int, str]:
 
 
 def _code(placement: Placement, ndim: int) -> int:
-    # exact types: a masked partial or a strided shard is another thing than its base class
+    # exact types: a masked partial or a strided shard is not what its base class is
     if type(placement) is Shard:
         return placement.dim if 0 <= placement.dim < ndim else -1
     if type(placement) is Replicate:
