@@ -23,7 +23,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from autoshard.layout import all_layouts
+from autoshard.layout import all_layouts, chunk_bounds
 from autoshard.mesh import Mesh
 from autoshard.relayout import (
     BlockLayout,
@@ -39,7 +39,7 @@ from autoshard.relayout import (
     read_problem,
     to_placements,
 )
-from autoshard.relayout.blocks import CHUNKS, UNSHARDED, ceil_div, chunk_block, chunk_bounds, fits
+from autoshard.relayout.blocks import CHUNKS, UNSHARDED, ceil_div, chunk_block, fits
 from autoshard.routes import Routes  # fmt: skip
 
 MESHES = {

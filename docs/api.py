@@ -68,8 +68,8 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
         "autoshard.simulate.distir": "MLP Constants step_seconds",
     }),
     "redistribute": ("Redistribution", "The cheapest route of a tensor from one layout to another, and carrying it out.", {
-        "autoshard.redistribute": "BlockProblem BlockLayout BlockRoute BlockStep read_problem read_problems Prices MeshPrices IdealPrices "
-                                  "astar dijkstra naive memory_constrained from_placements to_placements",
+        "autoshard.relayout": "BlockProblem BlockLayout BlockRoute BlockStep read_problem read_problems Prices MeshPrices IdealPrices "
+                              "astar dijkstra naive memory_constrained from_placements to_placements",
         "autoshard.relayout.execute": "BlockGroups shard_blocks simulate",
     }),
     "tables": ("Embedding tables", "Sharding and devices of embedding tables, by the slowest device.", {

@@ -1,25 +1,28 @@
-"""Seconds of the steps between block layouts, per kind and set of mesh axes, as functions of elements.
+"""Seconds of the redistribution steps between block layouts, per kind and set of mesh axes, as functions of elements.
 
-With n = product of the axes' sizes, x elements and (l, w) a model's seconds per round and per element:
+With n = product of the axes' sizes and x elements:
 
                        rounds          elements that one rank sends          x
-    all_gather         ceil(log2 n)    (n - 1) x                             held before
-    all_to_all         ceil(log2 n)    (n - 1)/n x                           held before or after, the larger
-    change_block_size  ceil(log2 n)    x                                     that leave the fullest mover (holdings.most_leaving)
-    exchange           ceil(log2 n)    x                                     the most that one rank sends or gets (holdings.traffic)
-    permute            1               x                                     held
-    all_reduce         2 ceil(log2 n)  2 (n - 1)/n x                         held
-    reduce_scatter     ceil(log2 n)    (n - 1)/n x                           held before
-    split              -               0; writes x                           held after
+    all_gather         ceil(log2 n)    (n - 1) x                             of the input shard
+    all_to_all         ceil(log2 n)    (n - 1)/n x                           of the input or output shard, the larger
+    change_block_size  ceil(log2 n)    x                                     the most that leave one part (holdings.most_leaving)
+    exchange           ceil(log2 n)    x                                     the most that one rank sends or receives (holdings.traffic)
+    permute            1               x                                     of the shard
+    all_reduce         2 ceil(log2 n)  2 (n - 1)/n x                         of the shard
+    reduce_scatter     ceil(log2 n)    (n - 1)/n x                           of the input shard
+    split              -               0; writes x                           of the output shard
 
-`MeshPrices` (honest): with several axes the bytes are told apart by the slowest axis that they cross: an all_to_all of B bytes sends
-B (1 - 1/n_k) / (n of the slower axes) over axis k; an all_gather takes the slow axes first, a reduction the fast ones. Axes of equal
-bandwidth and sharing are one link, which carries the sum; different links work at the same time, the fullest decides. Shared links
-are shared; one axis alone may have a measured curve. The rounds are those of one group, each as slow as the slowest axis, or those of
-one axis after the other, each as slow as its own, whichever is less: sum_k ceil(log2 n_k) latency_k. An exchange whose ranks have few
-messages may send them in turn: as many rounds as the busiest has, each as slow as the axis that they cross.
-`IdealPrices` (TensorCraft's, as published): alpha per round and beta per element, an all_to_all's volume n times too large, a
-permute's twice, a change of block size (n - 1)/n of what is held, a split free.
+`MeshPrices` (honest): the bytes of a step over several axes are assigned to the slowest axis that they cross. An all_to_all of B bytes
+sends B (1 - 1/n_k) / (n of the slower axes) over axis k; an all_gather runs over the slow axes first, a reduction over the fast axes
+first. Axes with the same link (links.link_key) add up their bytes on it; different links work at the same time, and the most loaded
+link decides. The bandwidth of a link is shared by its devices; a step over a single axis may have a measured curve. The latency is the
+smaller of two: the rounds of one group over all axes, each with the latency of the slowest axis, or the rounds of one axis after the
+other, each with the latency of its axis: sum_k ceil(log2 n_k) latency_k. An exchange with few messages per rank may also send them one
+after the other: the number of rounds is then the most messages of one rank, each with the latency of the axis that they cross.
+
+`IdealPrices` (TensorCraft's, as published): alpha seconds per round and beta seconds per element. Compared with the table, the volume of
+an all_to_all is n times as large and that of a permute twice as large, a change of block size sends (n - 1)/n of the shard, and a
+split is free.
 """
 
 from __future__ import annotations
@@ -40,23 +43,23 @@ Seconds = Callable[[Any], Any]  # of a number of elements, or of an array of the
 KINDS = ("split", "all_gather", "all_to_all", "permute", "change_block_size", "exchange", "all_reduce", "reduce_scatter")
 
 
-class Traffic(Protocol):
-    """Who sends how much to whom in a step (relayout.holdings.Traffic)."""
+class MessageLoads(Protocol):
+    """The messages of a step: what prices read of relayout.holdings.Traffic."""
 
     elements: np.ndarray  # of each message
 
     def by_axis(self, each: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """(sent, received): elements by (axis, rank); each: what to count for each message in place of its elements."""
+        """(sent, received): elements by (axis, rank); each: numbers to add up per message in place of its elements."""
 
 
 class Prices(ABC):
-    """What a step costs. `honest`: volumes count what really leaves a rank, not what the published model says."""
+    """The seconds of steps. `honest`: volumes are the elements that really leave a rank, not those of the published model."""
 
     honest: bool
-    count: str  # what a memory limit counts where nobody says it: resident | buffers
+    count: str  # the default of what a memory limit counts: resident | buffers
 
-    def exchange(self, axes: Axes, held: int, needed: int, flows: Traffic | None) -> float:
-        """Seconds of an exchange between parts of `held` and `needed` elements. flows: its traffic, where prices are honest."""
+    def exchange(self, axes: Axes, held: int, needed: int, flows: MessageLoads | None) -> float:
+        """Seconds of an exchange between shards of `held` and `needed` elements. flows: its messages, where prices are honest."""
         return self.of("exchange", axes)(max(held, needed))
 
     @abstractmethod
@@ -93,7 +96,7 @@ class IdealPrices(Prices):
 
 @dataclass(frozen=True)
 class MeshPrices(Prices):
-    """What the mesh's links allow. curves: (kind, axis) -> seconds of bytes that one rank sends, measured, never falling."""
+    """Seconds on the links of the mesh. curves: (kind, axis) -> seconds of bytes that one rank sends, measured, never falling."""
 
     mesh: Mesh
     itemsize: int
@@ -111,8 +114,8 @@ class MeshPrices(Prices):
             return lambda x: curve(x * volume)
         return affine(_latency(kind, links), self.itemsize * _seconds_per_byte(kind, links))
 
-    def exchange(self, axes: Axes, held: int, needed: int, flows: Traffic | None) -> float:
-        """The fullest link decides: devices that share one share its load. What is kept is copied, as by a split."""
+    def exchange(self, axes: Axes, held: int, needed: int, flows: MessageLoads | None) -> float:
+        """The seconds of the most loaded link, plus those of a local copy of the output shard, as in a split."""
         copied = self.of("split", ())(needed)
         if flows is None:
             return copied + self.of("exchange", axes)(max(held, needed))
@@ -125,8 +128,8 @@ class MeshPrices(Prices):
         ]
         return copied + latency + self.itemsize * max(loads)
 
-    def _in_turn(self, flows: Traffic) -> float:
-        """The latency of one message after the other: d rounds of swaps do where no rank sends or gets more than d (Koenig's theorem)."""
+    def _in_turn(self, flows: MessageLoads) -> float:
+        """The latency of messages sent one after the other: d rounds suffice where no rank sends or receives more than d (Koenig's theorem)."""
         messages = flows.by_axis(np.ones(len(flows.elements)))
         most = [(some, max(float(one[some].sum(axis=0).max()) for one in messages)) for some in self._axes_by_latency()]
         return sum(self.mesh.axes[some[0]].latency * d for some, d in most)
@@ -139,7 +142,7 @@ class MeshPrices(Prices):
 
 
 def _load(link: Axis, elements: np.ndarray) -> float:
-    """Seconds per byte of an element: the fullest link, each device's load given."""
+    """Seconds of the most loaded link at one byte per element. elements: the load of each device."""
     shared = link.shared_by if len(elements) % link.shared_by == 0 else 1
     return float(elements.reshape(-1, shared).mean(axis=1).max()) / link.device_bandwidth
 
@@ -154,8 +157,8 @@ def _latency(kind: str, links: list[Axis]) -> float:
 
 
 def _seconds_per_byte(kind: str, links: list[Axis]) -> float:
-    """For one byte of x: the sum over axes (slowest first) of the bytes that cross each, over its bandwidth."""
-    if kind in ("permute", "change_block_size", "exchange"):  # who crosses which link differs from rank to rank
+    """Of the most loaded link: the bytes that cross its axes for one byte of x, divided by its bandwidth."""
+    if kind in ("permute", "change_block_size", "exchange"):  # ranks differ in the links that their messages cross
         return max(1 / link.device_bandwidth for link in links)
     loads, before = [], 1
     for link in links if kind in ("all_gather", "all_to_all") else links[::-1]:
@@ -163,9 +166,9 @@ def _seconds_per_byte(kind: str, links: list[Axis]) -> float:
         crossing = (n - 1) * before if kind == "all_gather" else (n - 1) / n / before
         loads.append((link, crossing / link.device_bandwidth))
         before *= n
-    return (2 if kind == "all_reduce" else 1) * _fullest(loads)
+    return (2 if kind == "all_reduce" else 1) * _most_loaded(loads)
 
 
-def _fullest(loads: list[tuple[Axis, float]]) -> float:
-    """The seconds of the fullest link."""
+def _most_loaded(loads: list[tuple[Axis, float]]) -> float:
+    """The seconds of the most loaded link. loads: (axis, seconds on the axis)."""
     return max(sum(loads[k][1] for k in axes) for axes in axes_by_link([axis for axis, _ in loads]))

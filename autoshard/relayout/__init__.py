@@ -1,4 +1,12 @@
-"""Blocks of arrays moved between arbitrary distributions: a side wing, seeded by TensorCraft's problems."""
+"""Redistribution of one array between any two block distributions: problems, planners, prices, and the execution of routes.
+
+A BlockLayout shards each dim over any ordered mesh axes in blocks of any size (block, block-cyclic, uneven), which is more than DTensor
+placements express. A planner returns the BlockRoute of a BlockProblem: `astar` the cheapest one, with a proof. Plans of models use the
+simpler `autoshard.routes`; this package stands beside them.
+
+Two parts reproduce a published system, TensorCraft, and stay for comparison: its planner (`memory_constrained` in tensorcraft.py,
+`naive`) and its cost model (`IdealPrices` in cost/block_prices.py).
+"""
 
 from autoshard.cost.block_prices import IdealPrices as IdealPrices
 from autoshard.cost.block_prices import MeshPrices as MeshPrices
@@ -10,9 +18,7 @@ from autoshard.relayout.packing import group_of as group_of
 from autoshard.relayout.packing import holds as holds
 from autoshard.relayout.packing import packing as packing
 from autoshard.relayout.placements import from_placements as from_placements
-from autoshard.relayout.placements import is_chunked as is_chunked
 from autoshard.relayout.placements import order_of as order_of
-from autoshard.relayout.placements import strided_factors as strided_factors
 from autoshard.relayout.placements import to_placements as to_placements
 from autoshard.relayout.planners import PLANNERS as PLANNERS
 from autoshard.relayout.planners import astar as astar

@@ -1,15 +1,16 @@
-"""How a tensor lies in blocks on a mesh of any number of axes: ordered mesh axes per dim, a block size, and Partial axes.
+"""Block layouts of a tensor on a mesh of any number of axes: ordered mesh axes per dim, a block size per dim, and Partial axes.
 
-A dim of S elements that the axes (a_1, .., a_k), major to minor, cut in blocks of b is dealt to N = n_1 .. n_k parts:
+A dim of S elements that the axes (a_1, .., a_k), major to minor, shard in blocks of b is dealt to N = n_1 .. n_k parts:
 
     owner(j) = (j // b) mod N,          the part of a rank = its row-major coordinate over (a_1, .., a_k)
     extent(r) = (q // N) b + (b if r < q mod N, S mod b if r = q mod N, else 0),     q = S // b              (`extents`)
 
-b >= S / N is a block layout, smaller b block-cyclic. Extents never grow with r, so part 0 is the largest (`largest`). b = CHUNKS
-(0) stands for what torch.chunk does axis by axis (ceil-sized parts of parts), where that is no block layout: DTensor's uneven
-dims that several axes cut. An axis cuts at most one dim; on a Partial axis the value is the reduction over what its ranks hold.
+b >= S / N is a block layout, a smaller b is block-cyclic. Extents never grow with r, so part 0 is the largest (`largest`). b = CHUNKS
+(0) stands for the parts of torch.chunk applied axis by axis (ceil-sized parts of parts) where no block size has these parts: uneven
+dims of a DTensor that several axes shard. An axis shards at most one dim; on a Partial axis the value is the reduction over the
+tensors of its ranks.
 
-    legal:  N <= S, and no rank is empty, b <= max(1, (S - 1) // (N - 1)), or the parts are torch.chunk's, b = ceil(S / N)
+    legal:  N <= S, and either no rank is empty, b <= max(1, (S - 1) // (N - 1)), or the parts are torch.chunk's, b = ceil(S / N)
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from functools import lru_cache
 
 import numpy as np
 
+from autoshard.layout import chunk_bounds
+
 CHUNKS = 0  # block "size" of nested torch.chunk parts
-UNSHARDED = -1  # block size of a dim that no axis cuts
+UNSHARDED = -1  # block size of a dim that no axis shards
 Sizes = tuple[int, ...]
 Axes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """axes[d]: the mesh axes that cut dim d, major to minor. blocks[d]: its block size, WHOLE where nothing cuts it."""
+    """axes[d]: the mesh axes that shard dim d, major to minor. blocks[d]: its block size, UNSHARDED where no axis shards it."""
 
     axes: tuple[Axes, ...]
     blocks: tuple[int, ...]
@@ -49,17 +52,17 @@ class BlockLayout:
 
     @staticmethod
     def parse(written: str) -> tuple[Sizes, BlockLayout]:
-        """The mesh and the layout that `text` wrote; ValueError on anything else."""
-        found = re.fullmatch(r"D_\[([\d,]+)\]⊥\{(.*)\}\(([^()]*)\)(?:P\(([\d,]+)\))?", written.replace(" ", ""))
-        parts = re.findall(r"\(([\d,]*)\)|(∅)|(\d+)", found[2]) if found else []
-        names = found[3].split(",") if found else []
+        """The mesh and the layout of a string that `text` returned; ValueError on anything else."""
+        match = re.fullmatch(r"D_\[([\d,]+)\]⊥\{(.*)\}\(([^()]*)\)(?:P\(([\d,]+)\))?", written.replace(" ", ""))
+        parts = re.findall(r"\(([\d,]*)\)|(∅)|(\d+)", match[2]) if match else []
+        names = match[3].split(",") if match else []
         known = [b in ("∅", "chunk") or b.isdigit() for b in names]
-        if not found or len(parts) != len(names) or not all(known):
+        if not match or len(parts) != len(names) or not all(known):
             raise ValueError(f"layout is {written!r}; expected the form D_[4,2]⊥{{(0,1),∅}}(100,∅): mesh, axes and block size per dim")
         axes = tuple(tuple(int(a) for a in (several or one).split(",") if a) for several, _, one in parts)
         blocks = tuple({"∅": UNSHARDED, "chunk": CHUNKS}.get(b) if not b.isdigit() else int(b) for b in names)
-        partial = tuple(int(a) for a in found[4].split(",")) if found[4] else ()
-        return tuple(int(n) for n in found[1].split(",")), BlockLayout(axes, blocks, partial)  # type: ignore[arg-type]
+        partial = tuple(int(a) for a in match[4].split(",")) if match[4] else ()
+        return tuple(int(n) for n in match[1].split(",")), BlockLayout(axes, blocks, partial)  # type: ignore[arg-type]
 
 
 def _axes_text(axes: Axes) -> str:
@@ -67,11 +70,8 @@ def _axes_text(axes: Axes) -> str:
 
 
 def parts_of(axes: Axes, mesh: Sizes) -> int:
-    """Into how many parts the axes cut a dim."""
-    n = 1
-    for a in axes:
-        n *= mesh[a]
-    return n
+    """The number of parts of a dim that the axes shard."""
+    return math.prod([mesh[a] for a in axes])
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -82,12 +82,12 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def fits(size: int, n: int, block: int) -> bool:
-    """Whether a dim can be dealt to n parts in blocks of this size."""
+    """Whether a dim can be sharded into n parts in blocks of this size."""
     return n <= size and 1 <= block and (block <= max(1, (size - 1) // (n - 1) if n > 1 else size) or block == ceil_div(size, n))
 
 
 def why_not(shape: Sizes, layout: BlockLayout, mesh: Sizes) -> str | None:
-    """None for a layout that the tensor can have on the mesh, else a sentence that says why not."""
+    """None where the layout is legal for the tensor on the mesh, else a sentence that says why not."""
     if len(layout.axes) != len(shape):
         return f"the layout has {len(layout.axes)} dims, the tensor {len(shape)}; give axes and a block size for each dim"
     used = [a for axes in (*layout.axes, layout.partial) for a in axes]
@@ -95,11 +95,11 @@ def why_not(shape: Sizes, layout: BlockLayout, mesh: Sizes) -> str | None:
         if not 0 <= a < len(mesh):
             return f"the layout uses mesh axis {a}, the mesh {list(mesh)} has {len(mesh)} axes; use 0 to {len(mesh) - 1}"
         if used.count(a) > 1:
-            return f"the layout uses mesh axis {a} twice; an axis can cut one dim, once"
+            return f"the layout uses mesh axis {a} twice; an axis can shard one dim, once"
     for d, (size, axes, b) in enumerate(zip(shape, layout.axes, layout.blocks, strict=True)):
         n = parts_of(axes, mesh)
         if n > size:
-            return f"dim {d} of size {size} is cut into {n} parts; expected at most {size}, so that every rank holds something"
+            return f"dim {d} of size {size} is sharded into {n} parts; expected at most {size}, so that no rank is empty"
         if axes and b != CHUNKS and not fits(size, n, b):
             most = max(1, (size - 1) // (n - 1) if n > 1 else size, ceil_div(size, n))
             return f"dim {d} of size {size} on {n} parts has block size {b}; expected 1 to {most}"
@@ -110,7 +110,7 @@ def why_not(shape: Sizes, layout: BlockLayout, mesh: Sizes) -> str | None:
 
 
 def largest(size: int, sizes: Sizes, block: int) -> int:
-    """The elements that the fullest part of a dim holds, cut by axes of `sizes`."""
+    """The number of elements of the largest part of a dim that axes of `sizes` shard."""
     if not sizes:
         return size
     if block == CHUNKS:
@@ -122,19 +122,9 @@ def largest(size: int, sizes: Sizes, block: int) -> int:
     return p * block + (block if last else r)
 
 
-@lru_cache(maxsize=4096)
-def chunk_bounds(size: int, sizes: Sizes) -> tuple[int, ...]:
-    """Where the parts of nested torch.chunk begin, and the end."""
-    bounds = [(0, size)]
-    for n in sizes:
-        step = [(lo, hi, ceil_div(hi - lo, n)) for lo, hi in bounds]
-        bounds = [(min(hi, lo + i * c), min(hi, lo + (i + 1) * c)) for lo, hi, c in step for i in range(n)]
-    return (*(lo for lo, _ in bounds), size)
-
-
 @lru_cache(maxsize=65536)
 def chunk_block(size: int, sizes: Sizes) -> int:
-    """The block size whose parts are those of nested torch.chunk; CHUNKS where there is none."""
+    """The block size whose parts are those of nested torch.chunk; CHUNKS where no block size has them."""
     b = ceil_div(size, n := math.prod(sizes))
     if size % n == 0 or len(sizes) == 1:
         return max(1, b)
@@ -143,7 +133,7 @@ def chunk_block(size: int, sizes: Sizes) -> int:
 
 
 def extents(size: int, sizes: Sizes, block: int) -> np.ndarray:
-    """The elements of every part."""
+    """The number of elements of every part."""
     n = math.prod(sizes)
     if block == CHUNKS:
         return np.diff(np.array(chunk_bounds(size, sizes)))
@@ -156,7 +146,7 @@ def extents(size: int, sizes: Sizes, block: int) -> np.ndarray:
 
 
 def indices(size: int, sizes: Sizes, block: int, part: int) -> np.ndarray:
-    """The indices of a dim that a part holds, ascending."""
+    """The indices of a dim in one of its parts, ascending."""
     if not sizes:
         return np.arange(size)
     if block == CHUNKS:
@@ -171,17 +161,17 @@ def axis_sizes(axes: Axes, mesh: Sizes) -> Sizes:
 
 
 def largest_shape(shape: Sizes, layout: BlockLayout, mesh: Sizes) -> Sizes:
-    """The shape of the fullest rank's part."""
+    """The shape of the largest shard."""
     return tuple(largest(s, axis_sizes(axes, mesh), b) for s, axes, b in zip(shape, layout.axes, layout.blocks, strict=True))
 
 
 def local_elements(shape: Sizes, layout: BlockLayout, mesh: Sizes) -> int:
-    """The elements that the fullest rank holds."""
+    """The number of elements of the largest shard."""
     return math.prod(largest_shape(shape, layout, mesh))
 
 
 def part_of(axes: Axes, mesh: Sizes, coordinate: Sizes) -> int:
-    """The part of a dim that the rank at `coordinate` holds."""
+    """The number of the part of a dim that the rank at `coordinate` holds."""
     index = 0
     for a in axes:
         index = index * mesh[a] + coordinate[a]
@@ -189,7 +179,7 @@ def part_of(axes: Axes, mesh: Sizes, coordinate: Sizes) -> int:
 
 
 def local_indices(shape: Sizes, layout: BlockLayout, mesh: Sizes, coordinate: Sizes) -> tuple[np.ndarray, ...]:
-    """Per dim the global indices that a rank holds; it holds their product."""
+    """Per dim the global indices of a rank's shard; the shard is their product."""
     return tuple(
         indices(s, axis_sizes(axes, mesh), b, part_of(axes, mesh, coordinate))
         for s, axes, b in zip(shape, layout.axes, layout.blocks, strict=True)
@@ -197,12 +187,9 @@ def local_indices(shape: Sizes, layout: BlockLayout, mesh: Sizes, coordinate: Si
 
 
 def canonical(shape: Sizes, layout: BlockLayout, mesh: Sizes) -> BlockLayout:
-    """One name per layout: CHUNKS becomes a block size where one means the same, a block that is never repeated its smallest size."""
-    blocks = []
-    for s, axes, b in zip(shape, layout.axes, layout.blocks, strict=True):
-        sizes = axis_sizes(axes, mesh)
-        blocks.append(chunk_block(s, sizes) if axes and b == CHUNKS else b)
-    kept = [axes if parts_of(axes, mesh) > 1 else () for axes in layout.axes]  # axes of size 1 cut nothing
-    kept = [tuple(a for a in axes if mesh[a] > 1) for axes in kept]
+    """One form for equal layouts: CHUNKS becomes a block size where one has the same parts, and axes of size 1 are left out."""
+    dims = zip(shape, layout.axes, layout.blocks, strict=True)
+    blocks = tuple(chunk_block(s, axis_sizes(axes, mesh)) if axes and b == CHUNKS else b for s, axes, b in dims)
+    kept = tuple(tuple(a for a in axes if mesh[a] > 1) for axes in layout.axes)
     partial = tuple(sorted(a for a in layout.partial if mesh[a] > 1))
-    return BlockLayout(tuple(kept), tuple(blocks), partial, layout.reduce_op)
+    return BlockLayout(kept, blocks, partial, layout.reduce_op)

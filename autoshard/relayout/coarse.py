@@ -1,14 +1,15 @@
-"""A lower bound on what is left to pay, exact but for block sizes and the order of axes: A*'s heuristic.
+"""A*'s heuristic: a lower bound on the seconds from a state to the target, from a problem without block sizes and order of axes.
 
-A coarse state says for each axis only where it is: free (0), on dim d (d + 1), or Partial (ndim + 1); code = sum over axes a of
-(where) (ndim + 2)^a. A rank holds at least l(u) = (product of the shape) / (product of the cutting axes' sizes) elements of it.
-Every step of a Space is a coarse step between the codes of its ends, or none; a price never falls with more elements; hence with
-w(l(u)) <= the step's own seconds
+A coarse state has for each mesh axis only its use: free (0), sharding dim d (d + 1), or Partial (ndim + 1); code = sum over axes a of
+(use) (ndim + 2)^a. The largest shard has at least l(u) = (product of the shape) / (product of the sizes of the sharding axes) elements.
+Every step of a Space either leads from one coarse state to another or stays in one; the seconds of a step never fall with more
+elements, hence w(l(u)) <= the seconds of the step, and
 
     h(u) = min over coarse steps u -> v of  w + h(v),    h(target) = 0                                     (`distances`)
 
-never exceeds the cheapest route from any state with this code, for even and uneven sizes alike. (An uneven rank's x in a price is
-that of the fullest part, at least l.) A change of block size and of order is a coarse step to itself: left out.
+never exceeds the seconds of the cheapest route from any state with this code, for even and uneven sizes. (An uneven step is priced
+on the largest shard, which has at least l elements.) A change of block size or of the order of axes stays in its coarse state and is
+left out.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ import numpy as np
 from autoshard.relayout.blocks import Axes
 from autoshard.relayout.space import Space
 
-MOST = 120_000  # coarse states: 5 axes by 8 dims, 6 axes by 5; beyond, there is no bound but 0
+MOST = 120_000  # coarse states: 5 axes by 8 dims, 6 axes by 5; for more of them h is 0
 
 
 class _Steps(NamedTuple):
-    """Of one kind and one set of axes."""
+    """The coarse steps of one kind over one set of axes: codes before and after."""
 
     kind: str
     axes: Axes
@@ -37,31 +38,31 @@ class _Steps(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _coarse_steps(ndim: int, num_axes: int, partial: bool) -> tuple[np.ndarray, tuple[_Steps, ...]]:
-    """(where each axis is, per code; the steps)."""
+    """(the use of each axis, per code; the steps)."""
     base = ndim + 2
     codes = np.arange(base**num_axes)
     power = base ** np.arange(num_axes)
     where = codes[:, None] // power % base
-    found = []
+    steps = []
     for k in range(1, num_axes + 1):
         for axes in combinations(range(num_axes), k):
             some, weight = where[:, axes], int(power[list(axes)].sum())
             first = some[:, 0]
-            alike = (some == first[:, None]).all(axis=1)
-            cut = ((some > 0) & (some <= ndim)).all(axis=1)
-            before = codes[cut]
-            found.append(_Steps("all_gather", axes, before, before - (some[cut] * power[list(axes)]).sum(axis=1)))
+            is_equal = (some == first[:, None]).all(axis=1)
+            is_sharded = ((some > 0) & (some <= ndim)).all(axis=1)
+            before = codes[is_sharded]
+            steps.append(_Steps("all_gather", axes, before, before - (some[is_sharded] * power[list(axes)]).sum(axis=1)))
             for d in range(1, ndim + 1):
-                before = codes[alike & cut & (first != d)]
-                found.append(_Steps("all_to_all", axes, before, before + (d - first[before]) * weight))
+                before = codes[is_equal & is_sharded & (first != d)]
+                steps.append(_Steps("all_to_all", axes, before, before + (d - first[before]) * weight))
                 if k == 1:
                     before = codes[first == 0]
-                    found.append(_Steps("split", axes, before, before + d * weight))
+                    steps.append(_Steps("split", axes, before, before + d * weight))
             if partial:
-                before = codes[alike & (first == ndim + 1)]
-                found.append(_Steps("all_reduce", axes, before, before - (ndim + 1) * weight))
-                found += [_Steps("reduce_scatter", axes, before, before + (d - ndim - 1) * weight) for d in range(1, ndim + 1)]
-    return where, tuple(steps for steps in found if len(steps.before))
+                before = codes[is_equal & (first == ndim + 1)]
+                steps.append(_Steps("all_reduce", axes, before, before - (ndim + 1) * weight))
+                steps += [_Steps("reduce_scatter", axes, before, before + (d - ndim - 1) * weight) for d in range(1, ndim + 1)]
+    return where, tuple(one for one in steps if len(one.before))
 
 
 def distances(space: Space, limit: float, buffers: bool) -> list[float] | None:
@@ -71,8 +72,7 @@ def distances(space: Space, limit: float, buffers: bool) -> list[float] | None:
         return None
     where, steps = _coarse_steps(ndim, space.num_axes, bool(space.source[-1]))
     sizes = np.array(mesh)
-    cut = (where > 0) & (where <= ndim)
-    least = total / np.where(cut, sizes, 1).prod(axis=1)
+    least = total / np.where((where > 0) & (where <= ndim), sizes, 1).prod(axis=1)
     parts = np.stack([np.where(where == d + 1, sizes, 1).prod(axis=1) for d in range(ndim)])
     unreduced = ((where == ndim + 1) << np.arange(len(mesh))).sum(axis=1)
     source, reduced, target = (space.code(state) for state in (space.source, space.reduced, space.target))
@@ -96,22 +96,22 @@ def distances(space: Space, limit: float, buffers: bool) -> list[float] | None:
     order = np.argsort(before, kind="stable")
     after, w = after[order], w[order]
     heads, first = np.unique(before[order], return_index=True)
-    alike, groups = np.unique(np.vstack([parts, unreduced]), axis=1, return_inverse=True)
+    distinct, groups = np.unique(np.vstack([parts, unreduced]), axis=1, return_inverse=True)
     swap = _cheapest_permute(space, least)
     h = np.full(len(where), inf)
     h[target] = 0.0
-    return _settle(h, heads, first, after, w, groups, alike.shape[1], np.where(possible, swap, inf)).tolist()
+    return _settle(h, heads, first, after, w, groups, distinct.shape[1], np.where(possible, swap, inf)).tolist()
 
 
 def _slices(space: Space, where: np.ndarray, target: int) -> list[_Steps]:
-    """Splits by several axes at once, each to where it is in the target."""
+    """Splits by several axes at once, each axis to the dim that it shards in the target."""
     power = space.base ** np.arange(space.num_axes)
     ends = [a for a in range(space.num_axes) if 0 < where[target, a] <= space.ndim]
-    found = []
+    slices = []
     for axes in (some for k in range(2, len(ends) + 1) for some in combinations(ends, k)):
         before = np.flatnonzero((where[:, axes] == 0).all(axis=1))
-        found.append(_Steps("split", axes, before, before + int((where[target, axes] * power[list(axes)]).sum())))
-    return found
+        slices.append(_Steps("split", axes, before, before + int((where[target, axes] * power[list(axes)]).sum())))
+    return slices
 
 
 def _cheapest_permute(space: Space, least: np.ndarray) -> np.ndarray:
@@ -120,7 +120,7 @@ def _cheapest_permute(space: Space, least: np.ndarray) -> np.ndarray:
 
 
 def _settle(h, heads, first, after, w, groups, num_groups, swap):
-    """Relax until nothing changes."""
+    """h after relaxing every step until no entry changes."""
     while True:
         new = h.copy()
         if len(heads):

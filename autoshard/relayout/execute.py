@@ -1,12 +1,13 @@
-"""The steps of a route between block layouts, carried out: by all ranks in one process, or by one rank of many.
+"""The execution of a route between block layouts: all ranks simulated in one process, or one rank of a process group.
 
-    shard_blocks(whole, layout, mesh)[r]     what rank r holds: its indices of every dim; on a Partial axis parts that reduce to the whole
-    simulate(route, parts)                 the ranks in step, messages by hand; and the bytes that each rank sent
-    BlockGroups.run(route, part)           one rank, over process groups of flattened sub-meshes
+    shard_blocks(tensor, layout, mesh)[r]  the shard of rank r; on a Partial axis the shards reduce to the values of the tensor
+    simulate(route, parts)                 all ranks, step by step in this process; also the bytes that each rank sends
+    BlockGroups.run(route, part)           this rank, over process groups of flattened sub-meshes
 
-Data moves in packed messages (relayout/packing.py): a permute by send and receive, all else by all_to_all_single with the
-lengths as split sizes; a reduce_scatter sends summands and adds them up here, so that gloo, which has none, moves no more than
-others; an all_reduce is the backend's own. With `dtensor=True` the steps that a route marks so are left to DTensor.
+The messages are those of relayout/packing.py. A permute uses send and receive, an all_reduce the backend's all_reduce, and every other
+step all_to_all_single with the lengths as split sizes. A reduce_scatter sends the summands and reduces them locally, so that gloo,
+which has no reduce_scatter, sends the same bytes as other backends. With `dtensor=True` DTensor executes the steps that a route marks
+as executable by it.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from autoshard.relayout import BlockLayout, BlockRoute, BlockStep, Packing, grou
 REDUCE = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-def shard_blocks(whole: Tensor, layout: BlockLayout, mesh: tuple[int, ...]) -> list[Tensor]:
-    """Every rank's part, in the order of ranks. Partial sums: the first rank of an axis holds the part, the others zeros."""
+def shard_blocks(tensor: Tensor, layout: BlockLayout, mesh: tuple[int, ...]) -> list[Tensor]:
+    """Every rank's shard, in the order of ranks. Partial sums: the first rank of an axis holds the values, the others zeros."""
     parts = []
     for coordinate in product(*map(range, mesh)):
-        part = whole
-        for dim, some in enumerate(local_indices(tuple(whole.shape), layout, mesh, coordinate)):
+        part = tensor
+        for dim, some in enumerate(local_indices(tuple(tensor.shape), layout, mesh, coordinate)):
             part = part.index_select(dim, torch.as_tensor(some))
-        summand = layout.reduce_op == "sum" and any(coordinate[a] for a in layout.partial)
-        parts.append(torch.zeros_like(part) if summand else part.clone())
+        is_zero = layout.reduce_op == "sum" and any(coordinate[a] for a in layout.partial)
+        parts.append(torch.zeros_like(part) if is_zero else part.clone())
     return parts
 
 
@@ -42,7 +43,7 @@ def shard_blocks(whole: Tensor, layout: BlockLayout, mesh: tuple[int, ...]) -> l
 
 
 def simulate(route: BlockRoute, parts: Sequence[Tensor]) -> tuple[list[Tensor], list[list[int]]]:
-    """The parts at the end, and per step the bytes that each rank sent (an all_reduce's are those of a ring)."""
+    """The shards after the route, and per step the bytes that each rank sent (an all_reduce counts those of a ring)."""
     held, sent = list(parts), []
     for step in route.steps:
         packings = [packing(route.problem.shape, route.problem.mesh, step, rank) for rank in range(len(held))]
@@ -52,30 +53,29 @@ def simulate(route: BlockRoute, parts: Sequence[Tensor]) -> tuple[list[Tensor], 
 
 
 def _simulated(step: BlockStep, packings: Sequence[Packing], rank: int, held: Sequence[Tensor]) -> Tensor:
-    own = packings[rank]
+    p = packings[rank]
     if step.collective == "all_reduce":
-        return reduce_parts([held[member] for member in own.group], step.before.reduce_op)
-    me = own.group.index(rank)
-    inbox = [pack(packings[member], held[member])[me] for member in own.group]
-    return unpack(step, own, held[rank], inbox)
+        return reduce_parts([held[member] for member in p.group], step.before.reduce_op)
+    inbox = [pack(packings[member], held[member])[p.group.index(rank)] for member in p.group]
+    return unpack(step, p, held[rank], inbox)
 
 
 def _bytes(step: BlockStep, p: Packing, x: Tensor) -> int:
     n = len(p.group)
     if step.collective == "all_reduce":
         return 2 * -(-x.numel() * (n - 1) // n) * x.element_size()
-    own = p.kept[0].size if step.collective == "reduce_scatter" else 0  # its own summand goes nowhere
-    return (p.elements_sent - own) * x.element_size()
+    to_itself = p.kept[0].size if step.collective == "reduce_scatter" else 0
+    return (p.elements_sent - to_itself) * x.element_size()
 
 
 def pack(p: Packing, x: Tensor) -> list[Tensor]:
-    """What goes to each member of the group."""
+    """The messages to the members of the group."""
     flat = x.reshape(-1)
     return [flat[torch.as_tensor(some, device=x.device)] for some in p.sends]
 
 
 def unpack(step: BlockStep, p: Packing, x: Tensor, inbox: Sequence[Tensor]) -> Tensor:
-    """The part afterwards, from what came and what was kept."""
+    """The output shard, from the received messages and the elements of the input shard x that the rank keeps."""
     if step.collective == "reduce_scatter":
         return reduce_parts(list(inbox), step.before.reduce_op).reshape(p.shape)
     out = x.new_empty(p.shape)
@@ -91,7 +91,7 @@ def unpack(step: BlockStep, p: Packing, x: Tensor, inbox: Sequence[Tensor]) -> T
 
 @dataclass(frozen=True)
 class BlockGroups:
-    """This rank's process groups, one per set of mesh axes, and what it has sent so far."""
+    """This rank's process groups, one per set of mesh axes, and the bytes that it has sent so far."""
 
     mesh: tuple[int, ...]
     rank: int
@@ -101,7 +101,7 @@ class BlockGroups:
 
     @staticmethod
     def of(mesh: tuple[int, ...], device_mesh: DeviceMesh | None = None) -> BlockGroups:
-        """The groups of every set of axes, made by all ranks together. device_mesh: for the steps left to DTensor."""
+        """The groups of every set of axes; a collective call of all ranks. device_mesh: for the steps that DTensor executes."""
         rank, groups = dist.get_rank(), {}
         for k in range(1, len(mesh) + 1):
             for axes in combinations(range(len(mesh)), k):
@@ -112,7 +112,7 @@ class BlockGroups:
         return BlockGroups(mesh, rank, groups, device_mesh, [])
 
     def run(self, route: BlockRoute, part: Tensor, *, dtensor: bool = False) -> Tensor:
-        """The steps of a route on this rank's part."""
+        """This rank's shard after the route. part: its shard before; dtensor: DTensor executes the steps that are marked for it."""
         for step in route.steps:
             if dtensor and self.device_mesh is not None and step.executable_by == "dtensor":
                 part = by_dtensor(route, step, part, self.device_mesh)
@@ -133,10 +133,10 @@ class BlockGroups:
         sizes = [some.size for some in p.gets]
         if step.collective == "permute":
             return unpack(step, p, x, self._swap(p, outbox, [x.new_empty(n) for n in sizes]))
-        came = x.new_empty(sum(sizes))
+        received = x.new_empty(sum(sizes))
         lengths = [len(message) for message in outbox]
-        dist.all_to_all_single(came, torch.cat(outbox), sizes, lengths, group=self.groups[p.group])
-        return unpack(step, p, x, came.split(sizes))
+        dist.all_to_all_single(received, torch.cat(outbox), sizes, lengths, group=self.groups[p.group])
+        return unpack(step, p, x, received.split(sizes))
 
     def _swap(self, p: Packing, outbox: Sequence[Tensor], inbox: list[Tensor]) -> list[Tensor]:
         ops = [dist.P2POp(dist.isend, message, peer) for peer, message in zip(p.group, outbox) if len(message)]
@@ -147,8 +147,8 @@ class BlockGroups:
 
 
 def by_dtensor(route: BlockRoute, step: BlockStep, part: Tensor, device_mesh: DeviceMesh) -> Tensor:
-    """One step that DTensor can do by itself."""
-    from torch.distributed.tensor import DTensor  # here: it takes seconds to import, which other runs need not pay
+    """One step, executed by DTensor."""
+    from torch.distributed.tensor import DTensor  # here: the import takes seconds that other runs do not need
 
     before, after = (to_placements(layout, device_mesh.ndim) for layout in (step.before, step.after))
     shape = torch.Size(route.problem.shape)

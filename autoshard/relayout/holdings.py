@@ -1,16 +1,16 @@
-"""How much of what a rank needs it holds already, by closed forms, and therefore who sends what in a step.
+"""The messages of a step: which rank sends how many elements to which, by closed forms.
 
-For one dim, cut as (sizes1, b1) before and (sizes2, b2) after,
+For one dim, sharded by (sizes1, b1) before and by (sizes2, b2) after,
 
     C[r, s] = # { j < S : owner1(j) = r, owner2(j) = s }                                                       (`common`)
 
-With F(x, s) = # { j < x : owner2(j) = s } = (x // P) b2 + clamp(x mod P - s b2, 0, b2), P = b2 N2, a block [lo, hi) of the other
-cut adds F(hi, s) - F(lo, s): no element is looked at, and the pattern repeats after lcm(b1 N1, b2 N2).
+With F(x, s) = # { j < x : owner2(j) = s } = (x // P) b2 + clamp(x mod P - s b2, 0, b2), P = b2 N2, a block [lo, hi) of the
+other sharding adds F(hi, s) - F(lo, s): the cost does not depend on S, and the pattern repeats after lcm(b1 N1, b2 N2).
 
-A rank holds and needs products over dims, so what t needs of what c holds is the product of the C's (`traffic`). Who sends, where
-several hold the same: t itself, if it can; else a holder whose coordinate agrees with t's wherever it may, on the axes that neither
-layout cuts and on those before the first (the slowest) that the message crosses anyhow; on the rest the i-th holder serves the i-th
-of those who need the same (modulo their number) (`sender`).
+A shard is a product of indices over the dims, so the number of elements that rank t needs and rank c holds is the product of the C's
+(`traffic`). Where several ranks hold the elements, the sender is (`sender`): t itself, if it holds them; else a rank whose coordinate
+equals t's on the axes that neither layout shards over, and on the axes before the first (the slowest) axis that the message has to cross;
+on the other axes the i-th holder sends to the i-th of the ranks that need the same elements (modulo the number of holders).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoshard.relayout.blocks import CHUNKS, Axes, BlockLayout, Sizes, axis_sizes, chunk_bounds, extents, part_of
+from autoshard.layout import chunk_bounds
+from autoshard.relayout.blocks import CHUNKS, Axes, BlockLayout, Sizes, axis_sizes, extents, part_of
 
 
 def _prefix(x: np.ndarray, n: int, b: int) -> np.ndarray:
@@ -46,44 +47,44 @@ def common(size: int, sizes1: Sizes, b1: int, sizes2: Sizes, b2: int) -> np.ndar
     b1, b2 = (b1 if sizes1 else size), (b2 if sizes2 else size)
     if b1 == CHUNKS and b2 == CHUNKS:
         (lo1, hi1, _), (lo2, hi2, _) = _blocks(size, sizes1, b1), _blocks(size, sizes2, b2)
-        found = np.clip(np.minimum(hi1[:, None], hi2[None, :]) - np.maximum(lo1[:, None], lo2[None, :]), 0, None)
+        table = np.clip(np.minimum(hi1[:, None], hi2[None, :]) - np.maximum(lo1[:, None], lo2[None, :]), 0, None)
     elif b2 == CHUNKS or (b1 != CHUNKS and b1 < b2):
-        found = _counted(size, sizes2, b2, sizes1, b1).T
+        table = _counted(size, sizes2, b2, sizes1, b1).T
     else:
-        found = _counted(size, sizes1, b1, sizes2, b2)
-    found = np.ascontiguousarray(found)
-    found.flags.writeable = False
-    return found
+        table = _counted(size, sizes1, b1, sizes2, b2)
+    table = np.ascontiguousarray(table)
+    table.flags.writeable = False
+    return table
 
 
 def _counted(size: int, sizes1: Sizes, b1: int, sizes2: Sizes, b2: int) -> np.ndarray:
-    """C, block by block of the first cut; b1 >= b2, or the first is CHUNKS."""
+    """C, summed over the blocks of the first sharding; b1 >= b2, or b1 is CHUNKS."""
     n1, n2 = math.prod(sizes1), math.prod(sizes2)
     period = size if b1 == CHUNKS else math.lcm(b1 * n1, b2 * n2)
     times, rest = divmod(size, period)
-    found = np.zeros((n1, n2), dtype=np.int64)
+    table = np.zeros((n1, n2), dtype=np.int64)
     for length, weight in ((period, times), (rest, 1)):
         if length and weight:
             lo, hi, owner = _blocks(length, sizes1, b1)
-            np.add.at(found, owner, weight * (_prefix(hi, n2, b2) - _prefix(lo, n2, b2)))
-    return found
+            np.add.at(table, owner, weight * (_prefix(hi, n2, b2) - _prefix(lo, n2, b2)))
+    return table
 
 
 def most_leaving(size: int, sizes: Sizes, b1: int, b2: int) -> int:
-    """The most elements of a dim that one part must give or get when its block size changes."""
+    """The most elements of a dim that leave or enter one part when the block size changes."""
     stay = common(size, sizes, b1, sizes, b2)
     return int(max((stay.sum(axis=1) - stay.diagonal()).max(), (stay.sum(axis=0) - stay.diagonal()).max()))
 
 
-# -- who sends what ----------------------------------------------------------------------------------------------------------------
+# -- senders ---------------------------------------------------------------------------------------------------------------------
 
 
-def cut_axes(layout: BlockLayout) -> Axes:
+def sharding_axes(layout: BlockLayout) -> Axes:
     return tuple(a for axes in layout.axes for a in axes)
 
 
 def involved(before: BlockLayout, after: BlockLayout) -> Axes:
-    """The axes along which ranks talk: those of every dim that changes, ascending."""
+    """The axes along which ranks communicate: those of every dim that changes, ascending."""
     changed = {
         a
         for old, new, b1, b2 in zip(before.axes, after.axes, before.blocks, after.blocks, strict=True)
@@ -94,16 +95,16 @@ def involved(before: BlockLayout, after: BlockLayout) -> Axes:
 
 
 def sender(before: BlockLayout, after: BlockLayout, mesh: Sizes, receiver: Sizes, holding: Sizes) -> Sizes:
-    """Which rank gives `receiver` what the ranks that agree with `holding` on the cut axes of `before` hold."""
-    cut, cut_after = cut_axes(before), cut_axes(after)
-    if all(receiver[a] == holding[a] for a in cut):
+    """The rank that sends to `receiver` elements of the shard at `holding`; only the sharding axes of `before` matter in `holding`."""
+    old, new = sharding_axes(before), sharding_axes(after)
+    if all(receiver[a] == holding[a] for a in old):
         return receiver
     coordinate = list(receiver)
-    for a in cut:
+    for a in old:
         coordinate[a] = holding[a]
-    slowest = min(a for a in cut if receiver[a] != holding[a])
-    spare = [a for a in range(slowest, len(mesh)) if a not in cut and a in cut_after]  # holders that differ here hold the same
-    same = [a for a in range(len(mesh)) if a in cut and a not in cut_after]  # receivers that differ here need the same
+    slowest = min(a for a in old if receiver[a] != holding[a])
+    spare = [a for a in range(slowest, len(mesh)) if a not in old and a in new]  # holders that differ here hold the same elements
+    same = [a for a in range(len(mesh)) if a in old and a not in new]  # receivers that differ here need the same elements
     if spare and same:
         i = part_of(tuple(same), mesh, receiver) % math.prod(mesh[a] for a in spare)
         for a in reversed(spare):
@@ -112,13 +113,13 @@ def sender(before: BlockLayout, after: BlockLayout, mesh: Sizes, receiver: Sizes
 
 
 def holdings(before: BlockLayout, mesh: Sizes, receiver: Sizes, along: Axes) -> list[Sizes]:
-    """The coordinates, one per distinct part, whose parts `receiver` can get along the axes that talk."""
-    ranges = [range(mesh[a]) if a in along and a in cut_axes(before) else (receiver[a],) for a in range(len(mesh))]
+    """The coordinates, one per distinct shard, of the shards that `receiver` can reach along the axes `along`."""
+    ranges = [range(mesh[a]) if a in along and a in sharding_axes(before) else (receiver[a],) for a in range(len(mesh))]
     return list(product(*ranges))
 
 
 class Traffic(NamedTuple):
-    """Who sends how much to whom in a step: ranks (row-major) and elements; what a rank keeps is left out."""
+    """The messages of a step: sending and receiving ranks (row-major) and elements; what a rank keeps is left out."""
 
     senders: np.ndarray
     receivers: np.ndarray
@@ -130,67 +131,69 @@ class Traffic(NamedTuple):
         return math.prod(self.mesh)
 
     def by_axis(self, each: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """(sent, got): elements by (axis, rank); a message crosses the first axis, slowest first, on which its ends differ.
+        """(sent, received): elements by (axis, rank); a message crosses the first axis, slowest first, on which its ends differ.
 
-        each: what to count for each message in place of its elements.
+        each: numbers to add up per message in place of its elements.
         """
         crossed = np.argmax(self._differ(), axis=0)
-        found = np.zeros((2, len(self.mesh), self.num_ranks))
+        sent, received = np.zeros((2, len(self.mesh), self.num_ranks))
         each = self.elements if each is None else each
-        np.add.at(found[0], (crossed, self.senders), each)
-        np.add.at(found[1], (crossed, self.receivers), each)
-        return found[0], found[1]
+        np.add.at(sent, (crossed, self.senders), each)
+        np.add.at(received, (crossed, self.receivers), each)
+        return sent, received
 
     def crossed(self) -> Axes:
         """The axes on which the ends of some message differ."""
         return tuple(np.flatnonzero(self._differ().any(axis=1)).tolist())
 
     def _differ(self) -> np.ndarray:
-        """(axes, messages): whether its ends differ there."""
+        """(axes, messages): whether the ends of the message differ on the axis."""
         ends = [np.array(np.unravel_index(end, self.mesh)) for end in (self.senders, self.receivers)]
         return ends[0] != ends[1]
 
     def most(self) -> int:
-        """The most elements that one rank sends, or gets."""
-        ends = (self.senders, self.receivers)
-        return max(int(np.bincount(end, self.elements, self.num_ranks).max()) for end in ends) if len(self.elements) else 0
+        """The most elements that one rank sends, or that one rank receives."""
+        return max(self._most_at(self.senders), self._most_at(self.receivers))
 
     def most_sent(self) -> int:
-        return int(np.bincount(self.senders, self.elements, self.num_ranks).max()) if len(self.elements) else 0
+        return self._most_at(self.senders)
+
+    def _most_at(self, ranks: np.ndarray) -> int:
+        return int(np.bincount(ranks, self.elements, self.num_ranks).max()) if len(self.elements) else 0
 
 
 def traffic(shape: Sizes, before: BlockLayout, after: BlockLayout, mesh: Sizes) -> Traffic:
-    """The traffic of a step that moves data and reduces none: `sender` for all pairs at once."""
-    along, cut, cut_after = involved(before, after), cut_axes(before), cut_axes(after)
+    """The messages of a step without a reduction: `sender` for all pairs of ranks at once."""
+    along, old, new = involved(before, after), sharding_axes(before), sharding_axes(after)
     coordinate = np.indices(mesh).reshape(len(mesh), -1)[:, :, None]  # of receivers
-    talking = sorted(a for a in cut if a in along)
+    changing = sorted(a for a in old if a in along)
     holding = list(coordinate)
-    if talking:
-        digits = np.indices([mesh[a] for a in talking]).reshape(len(talking), -1)
-        for a, digit in zip(talking, digits, strict=True):
+    if changing:
+        digits = np.indices([mesh[a] for a in changing]).reshape(len(changing), -1)
+        for a, digit in zip(changing, digits, strict=True):
             holding[a] = digit[None, :]
     count = np.ones((1, 1), dtype=np.int64)
     for s, a1, b1, a2, b2 in zip(shape, before.axes, before.blocks, after.axes, after.blocks, strict=True):
         table = common(s, axis_sizes(a1, mesh), b1, axis_sizes(a2, mesh), b2)
         count = count * table[_parts(a1, mesh, holding), _parts(a2, mesh, list(coordinate))]
-    itself = np.ones((1, 1), dtype=bool)
-    for a in cut:
-        itself = itself & (coordinate[a] == holding[a])
-    giver = list(holding)
-    same = tuple(a for a in range(len(mesh)) if a in cut and a not in cut_after)
+    is_kept = np.ones((1, 1), dtype=bool)
+    for a in old:
+        is_kept = is_kept & (coordinate[a] == holding[a])
+    sending = list(holding)
+    same = tuple(a for a in range(len(mesh)) if a in old and a not in new)
     which = _parts(same, mesh, list(coordinate))
-    for slowest in talking if same else []:  # the first axis that a message crosses
-        spare = tuple(a for a in range(slowest, len(mesh)) if a not in cut and a in cut_after)
-        there = coordinate[slowest] != holding[slowest]
-        for a in talking[: talking.index(slowest)]:
-            there = there & (coordinate[a] == holding[a])
+    for slowest in changing if same else []:  # the first axis that a message crosses
+        spare = tuple(a for a in range(slowest, len(mesh)) if a not in old and a in new)
+        crosses = coordinate[slowest] != holding[slowest]
+        for a in changing[: changing.index(slowest)]:
+            crosses = crosses & (coordinate[a] == holding[a])
         i = which % math.prod(mesh[a] for a in spare)
         for a in reversed(spare):
-            giver[a] = np.where(there, i % mesh[a], giver[a])
+            sending[a] = np.where(crosses, i % mesh[a], sending[a])
             i = i // mesh[a]
     every = tuple(range(len(mesh)))
     receivers = np.arange(math.prod(mesh))[:, None]
-    senders = np.where(itself, receivers, _parts(every, mesh, giver))
+    senders = np.where(is_kept, receivers, _parts(every, mesh, sending))
     senders, receivers, count = np.broadcast_arrays(senders, receivers, count)
     some = (senders != receivers) & (count > 0)
     return Traffic(senders[some], receivers[some], count[some], mesh)
@@ -205,7 +208,7 @@ def _parts(axes: Axes, mesh: Sizes, coordinate: list[np.ndarray]) -> np.ndarray:
 
 
 def most_scattered(shape: Sizes, before: BlockLayout, after: BlockLayout, mesh: Sizes) -> int:
-    """The most elements that one rank sends in a reduce_scatter: all of its summands but its own part's."""
+    """The most elements that one rank sends in a reduce_scatter: all its summands except those of its own output shard."""
     coordinate = list(np.indices(mesh).reshape(len(mesh), -1)[:, None, :])
     held = [np.ones((1, 1), dtype=np.int64) for _ in (before, after)]
     for i, layout in enumerate((before, after)):

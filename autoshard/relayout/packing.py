@@ -1,12 +1,13 @@
-"""What each rank packs, sends, gets and unpacks in a step: flat indices into local tensors, by the rule of overlap.py.
+"""The messages of one rank in a step, as flat indices into its input shard and its output shard.
 
-A rank of the group (those that differ along the step's axes only) sends peer t the elements of its part that `sender` makes it give
-to t, both sides in ascending global order:
+The group of a rank are the ranks whose coordinates differ along the step's axes only. The rank sends to member t the elements of its
+input shard x for which `holdings.sender` selects it as the sender to t; both sides are in ascending global order:
 
     outbox = x.flatten()[sends[0]] ++ x.flatten()[sends[1]] ++ ..        to all_to_all_single, with the lengths as split sizes
-    y.flatten()[gets[i]] = what member i sent;   y.flatten()[kept[1]] = x.flatten()[kept[0]]
+    y.flatten()[gets[i]] = message of member i;   y.flatten()[kept[1]] = x.flatten()[kept[0]]
 
-A reduce_scatter sends every member t, itself included, what t will hold, and reduces what it gets. An all_reduce packs nothing.
+In a reduce_scatter a rank sends to every member t, itself included, the elements of t's output shard y, and reduces the messages that
+it receives. An all_reduce packs nothing.
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ from itertools import product
 
 import numpy as np
 
-from autoshard.relayout.blocks import CHUNKS, Axes, BlockLayout, Sizes, axis_sizes, chunk_bounds, indices, local_indices, part_of, parts_of
+from autoshard.layout import chunk_bounds
+from autoshard.relayout.blocks import CHUNKS, Axes, BlockLayout, Sizes, axis_sizes, indices, local_indices, part_of, parts_of
 from autoshard.relayout.holdings import holdings, involved, sender
 from autoshard.relayout.problems import BlockProblem, BlockStep
 
 
 @dataclass(frozen=True)
 class Packing:
-    """One rank's part in a step."""
+    """The messages of one rank in a step."""
 
-    group: tuple[int, ...]  # the ranks that talk, ascending; row-major over the mesh
-    shape: Sizes  # of its part afterwards
-    sends: tuple[np.ndarray, ...]  # per member: flat indices into its part before
-    gets: tuple[np.ndarray, ...]  # per member: flat indices into its part afterwards
-    kept: tuple[np.ndarray, np.ndarray]  # (before, afterwards)
+    group: tuple[int, ...]  # the ranks that exchange messages, ascending; row-major over the mesh
+    shape: Sizes  # of its output shard
+    sends: tuple[np.ndarray, ...]  # per member: flat indices into its input shard
+    gets: tuple[np.ndarray, ...]  # per member: flat indices into its output shard
+    kept: tuple[np.ndarray, np.ndarray]  # flat indices into (input shard, output shard)
 
     @property
     def elements_sent(self) -> int:
@@ -47,18 +49,18 @@ def coordinate_of(rank: int, mesh: Sizes) -> Sizes:
 
 def group_of(rank: int, axes: Axes, mesh: Sizes) -> tuple[int, ...]:
     """The ranks that differ from this one along `axes` only."""
-    own = coordinate_of(rank, mesh)
-    ranges = [range(n) if a in axes else (own[a],) for a, n in enumerate(mesh)]
+    origin = coordinate_of(rank, mesh)
+    ranges = [range(n) if a in axes else (origin[a],) for a, n in enumerate(mesh)]
     return tuple(rank_of(c, mesh) for c in product(*ranges))
 
 
-def talking(step: BlockStep) -> Axes:
-    """The axes along which a step's ranks talk."""
+def communication_axes(step: BlockStep) -> Axes:
+    """The axes along which the ranks of a step exchange messages."""
     return step.axes if step.collective in ("all_reduce", "reduce_scatter", "exchange") else involved(step.before, step.after)
 
 
 def holds(problem: BlockProblem, layout: BlockLayout, dim: int, points: Sequence[int]) -> list[list[int]]:
-    """For every rank and each of the given indices of a dim: 1 where the rank's part has it, else 0."""
+    """For every rank and each of the given indices of a dim: 1 where the rank's shard has the index, else 0."""
     axes, b, size = layout.axes[dim], layout.blocks[dim], problem.shape[dim]
     sizes = axis_sizes(axes, problem.mesh)
     if b == CHUNKS:
@@ -70,11 +72,11 @@ def holds(problem: BlockProblem, layout: BlockLayout, dim: int, points: Sequence
 
 
 def packing(shape: Sizes, mesh: Sizes, step: BlockStep, rank: int) -> Packing:
-    """What `rank` does in `step`."""
-    group = group_of(rank, talking(step), mesh)
-    me = coordinate_of(rank, mesh)
-    mine = [len(some) for some in local_indices(shape, step.before, mesh, me)]
-    after = tuple(len(some) for some in local_indices(shape, step.after, mesh, me))
+    """The messages of `rank` in `step`."""
+    group = group_of(rank, communication_axes(step), mesh)
+    coordinate = coordinate_of(rank, mesh)
+    before = [len(some) for some in local_indices(shape, step.before, mesh, coordinate)]
+    after = tuple(len(some) for some in local_indices(shape, step.after, mesh, coordinate))
     nothing = np.zeros(0, dtype=np.int64)
     if step.collective == "all_reduce":
         return Packing(group, after, (), (), (nothing, nothing))
@@ -83,30 +85,30 @@ def packing(shape: Sizes, mesh: Sizes, step: BlockStep, rank: int) -> Packing:
     kept: list[tuple[np.ndarray, np.ndarray]] = []
     for member in group:
         receiver = coordinate_of(member, mesh)
-        for giver, holding in _givers(step, mesh, receiver, group):
-            if rank not in (giver, member):
+        for source, holding in _sources(step, mesh, receiver, group):
+            if rank not in (source, member):
                 continue
-            ours, theirs = _positions(shape, mesh, step.before, holding, step.after, receiver)
-            if giver not in sends:
-                assert not all(map(len, ours)), f"rank {giver} has what rank {member} needs and is not in its group {group}"
+            there, here = _positions(shape, mesh, step.before, holding, step.after, receiver)
+            if source not in sends:
+                assert not all(map(len, there)), f"rank {source} has elements that rank {member} needs and is not in its group {group}"
                 continue
-            if giver == rank and member == rank:
-                kept.append((_flat(ours, mine), _flat(theirs, after)))
+            if source == rank and member == rank:
+                kept.append((_flat(there, before), _flat(here, after)))
                 if step.collective != "reduce_scatter":
                     continue
-            if giver == rank:
-                sends[member].append(_flat(ours, mine))
+            if source == rank:
+                sends[member].append(_flat(there, before))
             if member == rank:
-                gets[giver].append(_flat(theirs, after))
+                gets[source].append(_flat(here, after))
     both = [np.concatenate([nothing, *some]) for some in zip(*kept)] or [nothing, nothing]
     joined = [tuple(np.concatenate([nothing, *box[member]]) for member in group) for box in (sends, gets)]
     return Packing(group, after, joined[0], joined[1], (both[0], both[1]))
 
 
-def _givers(step: BlockStep, mesh: Sizes, receiver: Sizes, group: tuple[int, ...]) -> list[tuple[int, Sizes]]:
-    """(rank that gives, the coordinate whose part it gives from)."""
+def _sources(step: BlockStep, mesh: Sizes, receiver: Sizes, group: tuple[int, ...]) -> list[tuple[int, Sizes]]:
+    """(sending rank, the coordinate whose input shard its message is part of)."""
     if step.collective == "reduce_scatter":
-        return [(member, receiver) for member in group]  # all hold a summand of the same part
+        return [(member, receiver) for member in group]  # all have summands of the same elements
     parts = holdings(step.before, mesh, receiver, involved(step.before, step.after))
     return [(rank_of(sender(step.before, step.after, mesh, receiver, part), mesh), part) for part in parts]
 
@@ -114,19 +116,19 @@ def _givers(step: BlockStep, mesh: Sizes, receiver: Sizes, group: tuple[int, ...
 def _positions(
     shape: Sizes, mesh: Sizes, before: BlockLayout, holding: Sizes, after: BlockLayout, receiver: Sizes
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Per dim, where what both have lies in the one's part and in the other's."""
-    ours, theirs = [], []
+    """Per dim the positions of the common indices in the input shard at `holding` and in the output shard at `receiver`."""
+    there, here = [], []
     for size, a1, b1, a2, b2 in zip(shape, before.axes, before.blocks, after.axes, after.blocks, strict=True):
         held = indices(size, axis_sizes(a1, mesh), b1, part_of(a1, mesh, holding))
         needed = indices(size, axis_sizes(a2, mesh), b2, part_of(a2, mesh, receiver))
         both = np.intersect1d(held, needed, assume_unique=True)
-        ours.append(np.searchsorted(held, both))
-        theirs.append(np.searchsorted(needed, both))
-    return ours, theirs
+        there.append(np.searchsorted(held, both))
+        here.append(np.searchsorted(needed, both))
+    return there, here
 
 
 def _flat(positions: list[np.ndarray], shape: list[int] | Sizes) -> np.ndarray:
-    """Row-major numbers of a product of positions."""
+    """The row-major flat indices of a product of positions."""
     flat = np.zeros(1, dtype=np.int64)
     for some, n in zip(positions, shape, strict=True):
         flat = (flat[:, None] * n + some[None, :]).reshape(-1)

@@ -1,14 +1,14 @@
-"""Planners: from a problem, prices and a memory limit to a route. One signature, four ways.
+"""Planners of redistribution: from a problem, prices and a memory limit to a route. All planners have one signature.
 
-    naive                 gather everything, then split; its peak is the whole tensor (TensorCraft's)
-    memory_constrained    breadth first, at most 1000 states, those above the limit left out (TensorCraft's; published.py)
+    naive                 gather everything, then split; its peak is the global tensor (from TensorCraft)
+    memory_constrained    breadth first, at most 1000 states, without those above the limit (TensorCraft's planner; tensorcraft.py)
     astar                 the cheapest route of a Space, by g(u) + h(u) with coarse.py's h; the default
-    dijkstra              the same with h = 0: the check
+    dijkstra              the same with h = 0: a slower check of astar
 
-A state above the limit is left out (`count="resident"`, the published rule), or a step whose input and output together are
-(`count="buffers"`, the default with honest prices). A limit below both ends is refused; where nothing keeps the limit, the route's
-status is "infeasible". Where a search gives up after `most` states, its bound is the least g + h left, and the better of its best
-route so far and a greedy search's is the answer.
+The memory limit excludes the states above it (`count="resident"`, the published rule), or the steps whose input and output together
+are above it (`count="buffers"`, the default with honest prices). A limit below the larger end is an error; where no route keeps the
+limit, the status of the returned route is "infeasible". A search that stops after `most` states returns the cheaper of its best route
+so far and the route of a greedy search; its bound is the least g + h of the states that are left.
 """
 
 from __future__ import annotations
@@ -22,26 +22,24 @@ from itertools import count as counting
 from autoshard.cost.block_prices import Prices
 from autoshard.relayout.blocks import Axes, BlockLayout, canonical
 from autoshard.relayout.coarse import distances
-from autoshard.relayout.holdings import cut_axes, involved, most_scattered, traffic
+from autoshard.relayout.holdings import involved, most_scattered, sharding_axes, traffic
 from autoshard.relayout.problems import BlockProblem, BlockRoute, BlockStep
 from autoshard.relayout.space import Space
-from autoshard.relayout.states import Found, State
+from autoshard.relayout.states import CandidateStep, State
 
-MOST = 30_000  # states that an exact search takes up
+MOST = 30_000  # states that an exact search expands
 GREED = 4.0  # weight of h in the greedy search
 EXACT_TRAFFIC = 512  # ranks; on more, an exchange is priced by a bound
 ROUNDING = 1e-12  # relative
 
 
 def naive(problem: BlockProblem, prices: Prices, memory_limit: float | None = None, *, count: str | None = None) -> BlockRoute:
-    """All gather of everything, then one local slice; the limit is reported against, not kept."""
+    """All gather of everything, then one local slice; the limit is reported, not kept."""
     rest = BlockLayout(tuple(() for _ in problem.shape), problem.target.blocks, problem.source.partial, problem.source.reduce_op)
     if problem.source.partial != problem.target.partial:
         raise ValueError("the naive planner reduces nothing; use astar for partial layouts")
-    cut = [("all_gather", problem.source, rest), ("split", rest, problem.target)]
-    steps = [priced(problem, prices, kind, u, v) for kind, u, v in cut if u != v]
-    if problem.same:
-        steps = []
+    ends = [("all_gather", problem.source, rest), ("split", rest, problem.target)]
+    steps = [] if problem.same else [priced(problem, prices, kind, u, v) for kind, u, v in ends if u != v]
     return route_of(problem, steps, "feasible", 0.0, count or prices.count, 0)
 
 
@@ -50,8 +48,9 @@ def astar(
 ) -> BlockRoute:
     """The cheapest route within the limit, in elements per rank (None: see BlockProblem.memory_limit).
 
-    count: what the limit counts, "resident" or "buffers"; default that of the prices. most: states to take up; beyond them the route is the
-    best known, with its bound. Where none keeps the limit, its status is "infeasible". ValueError for a limit below both ends.
+    count: the bytes that the limit counts, "resident" or "buffers"; default that of the prices. most: states to expand; after them the
+    route is the best known, with its bound. Where no route keeps the limit, the status is "infeasible". ValueError for a limit below
+    the larger end.
     """
     return _searched(problem, prices, memory_limit, count or prices.count, most, informed=True)
 
@@ -59,7 +58,7 @@ def astar(
 def dijkstra(
     problem: BlockProblem, prices: Prices, memory_limit: float | None = None, *, count: str | None = None, most: int = 10**9
 ) -> BlockRoute:
-    """As `astar`, without its heuristic: slower, the check."""
+    """As `astar`, without its heuristic: a slower check of its answers."""
     return _searched(problem, prices, memory_limit, count or prices.count, most, informed=False)
 
 
@@ -84,7 +83,7 @@ def _searched(problem: BlockProblem, prices: Prices, memory_limit: float | None,
     return route_of(problem, steps, "optimal" if proven else "feasible", bound, count, explored)
 
 
-def _seconds(path: list[Found] | None) -> float:
+def _seconds(path: list[CandidateStep] | None) -> float:
     return math.inf if path is None else sum(step.seconds for step in path)
 
 
@@ -95,7 +94,7 @@ def _buffers(count: str) -> bool:
 
 
 def space_of(problem: BlockProblem, prices: Prices) -> tuple[Space, Axes]:
-    """The problem's states without axes of size 1, and the axes that are left."""
+    """The search space without mesh axes of size 1, and the axes of the mesh that it keeps."""
     kept = tuple(a for a, n in enumerate(problem.mesh) if n > 1)
     ends = [_narrowed(canonical(problem.shape, layout, problem.mesh), kept) for layout in (problem.source, problem.target)]
     space = Space(problem.shape, tuple(problem.mesh[a] for a in kept), ends[0], ends[1], _OnAxes(prices, kept))
@@ -104,10 +103,10 @@ def space_of(problem: BlockProblem, prices: Prices) -> tuple[Space, Axes]:
         for state in space.exchanges():
             after = _widened(space.layout(state, problem.source.reduce_op), kept)
             seconds, axes = _exchange(problem, prices, before, after)
-            kind = "exchange" if axes else "split"  # where every rank holds what it is to have
-            mask = sum(1 << i for i, a in enumerate(kept) if a in (axes or set(cut_axes(after)) - set(cut_axes(before))))
+            kind = "exchange" if axes else "split"  # a split where every rank already holds its output shard
+            mask = sum(1 << i for i, a in enumerate(kept) if a in (axes or set(sharding_axes(after)) - set(sharding_axes(before))))
             changed = tuple(d for d, (c, t) in enumerate(zip(space.reduced[:-1], state)) if c is not t)
-            space.direct.append(Found(seconds, state, kind, mask, changed))
+            space.direct.append(CandidateStep(seconds, state, kind, mask, changed))
     return space, kept
 
 
@@ -117,14 +116,14 @@ def _exchange(problem: BlockProblem, prices: Prices, before: BlockLayout, after:
     if prices.honest and math.prod(problem.mesh) <= EXACT_TRAFFIC:
         flows = traffic(problem.shape, before, after, problem.mesh)
         axes = flows.crossed()
-    elif prices.honest:  # as if nothing were held, and one rank served all who need the same
+    elif prices.honest:  # a bound: as if no rank kept elements, and one rank sent to all that need the same
         share = [math.prod(problem.mesh[a] for axes in layout.axes for a in axes) for layout in (before, after)]
         held *= max(1, math.ceil(share[0] / share[1]))
     return prices.exchange(axes, held, needed, flows), axes
 
 
 class _OnAxes(Prices):
-    """Prices of a mesh seen without its axes of size 1."""
+    """The prices of a mesh whose axes are numbered without those of size 1."""
 
     def __init__(self, prices: Prices, kept: Axes):
         self.prices, self.kept, self.honest, self.count = prices, kept, prices.honest, prices.count
@@ -149,14 +148,14 @@ def _widened(layout: BlockLayout, kept: Axes) -> BlockLayout:
 
 def _best_first(
     space: Space, limit: float, buffers: bool, h: Sequence[float] | None, weight: float, most: int
-) -> tuple[list[Found] | None, int, float, bool]:
-    """(steps to the target, states taken up, a bound on every route, whether that is all there is to find).
+) -> tuple[list[CandidateStep] | None, int, float, bool]:
+    """(steps to the target or None, states expanded, a lower bound on every route, whether the result is proven).
 
-    f = g + weight h, smaller h first among equals. Where it stops early, the steps are the best known so far; None: none known.
+    f = g + weight h, smaller h first among equals. A search that stops early returns the best steps known so far, None without any.
     """
     source, target = space.source, space.target
     cost: dict[State, float] = {source: 0.0}
-    came: dict[State, tuple[State, Found]] = {}
+    parents: dict[State, tuple[State, CandidateStep]] = {}
     held: dict[State, int] = {source: space.elements(source)}
     bounds: dict[State, float] = {source: h[space.code(source)] if h else 0.0}
     ticket = counting()
@@ -168,9 +167,9 @@ def _best_first(
             continue
         bound = f if weight == 1.0 else bound
         if state is target or state == target:
-            return _path(came, state), explored, bound, weight == 1.0
+            return _path(parents, state), explored, bound, weight == 1.0
         if explored >= most:
-            return _path(came, target) if target in came else None, explored, bound, False
+            return _path(parents, target) if target in parents else None, explored, bound, False
         explored += 1
         here = held[state]
         for step in space.steps(state):
@@ -188,7 +187,7 @@ def _best_first(
                     cost.setdefault(new, math.inf)
                     continue
                 cost[new] = reached
-                came[new] = (state, step)
+                parents[new] = (state, step)
                 if new == target:
                     best = reached
                 heapq.heappush(queue, (reached + weight * ahead, ahead, next(ticket), reached, new))
@@ -197,10 +196,10 @@ def _best_first(
     return None, explored, math.inf, True
 
 
-def _path(came: dict[State, tuple[State, Found]], state: State) -> list[Found]:
+def _path(parents: dict[State, tuple[State, CandidateStep]], state: State) -> list[CandidateStep]:
     path = []
-    while state in came:
-        state, step = came[state]
+    while state in parents:
+        state, step = parents[state]
         path.append(step)
     return path[::-1]
 
@@ -217,18 +216,18 @@ def route_of(problem: BlockProblem, steps: Sequence[BlockStep], status: str, bou
 
 
 def priced(problem: BlockProblem, prices: Prices, kind: str, before: BlockLayout, after: BlockLayout) -> BlockStep:
-    """One given step, priced."""
+    """The step of a kind between two layouts, with its seconds and bytes."""
     axes = involved(before, after) if kind != "all_reduce" else tuple(sorted(set(before.partial) - set(after.partial)))
-    if kind in ("all_gather", "split", "all_to_all"):  # along the axes that are gathered, cut, or moved
+    if kind in ("all_gather", "split", "all_to_all"):  # over the axes that are gathered, split, or moved
         places = [{a: d for d, some in enumerate(layout.axes) for a in some} for layout in (before, after)]
         axes = tuple(a for a in axes if places[0].get(a) != places[1].get(a))
     if kind == "reduce_scatter":
         axes = tuple(sorted(set(before.partial) - set(after.partial)))
-    held, got = problem.elements(before), problem.elements(after)
+    held, needed = problem.elements(before), problem.elements(after)
     if kind == "exchange":
         seconds, axes = _exchange(problem, prices, before, after)
         return _step(problem, kind, axes, changed_dims(before, after), before, after, seconds)
-    x: float = got if kind == "split" else max(held, got) if kind == "all_to_all" and prices.honest else held
+    x: float = needed if kind == "split" else max(held, needed) if kind == "all_to_all" and prices.honest else held
     if kind == "change_block_size" and prices.honest:
         x = traffic(problem.shape, before, after, problem.mesh).most()
     return _step(problem, kind, axes, changed_dims(before, after), before, after, prices.of(kind, axes)(x))
@@ -255,7 +254,7 @@ def _step(
 
 
 def _runner(kind: str, axes: Axes, dims: tuple[int, ...], before: BlockLayout, after: BlockLayout, problem: BlockProblem) -> str:
-    """ "dtensor" for one axis that comes or goes at the minor end of evenly cut block layouts."""
+    """ "dtensor" where one axis is added or removed as the minor axis of evenly sharded block layouts, else "autoshard"."""
     if len(axes) != 1 or kind in ("permute", "change_block_size", "exchange"):
         return "autoshard"
     for layout in (before, after):

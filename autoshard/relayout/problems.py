@@ -1,10 +1,10 @@
-"""A redistribution problem, the route that answers it, and both as plain data.
+"""A redistribution problem, its route, and both as plain data.
 
     {"id": "p1", "shape": [800, 400], "mesh": [4, 2], "src": [[0, 1], []], "src_bs": [100, -1], "dst": [[], [1]], "dst_bs": [-1, 200],
      "mem": null}
 
-src, dst: per dim the mesh axes that cut it, major to minor; *_bs: block size per dim (read only where the dim is cut; without it
-the parts are torch.chunk's); mem: elements per rank, null for the default. Also understood: "src_partial", "dst_partial" (axes),
+src, dst: per dim the mesh axes that shard it, major to minor; *_bs: block size per dim (read only where the dim is sharded; without
+it the parts are torch.chunk's); mem: elements per rank, null for the default. Also read: "src_partial", "dst_partial" (axes),
 "reduce_op", "itemsize" (bytes), and `D_[4,2]⊥{(0,1),∅}(100,∅)` as "src" or "dst". Items may be wrapped as {"problem": {...}}.
 """
 
@@ -22,7 +22,7 @@ ITEMSIZE = 8  # bytes per element of TensorCraft's problems
 
 @dataclass(frozen=True)
 class BlockProblem:
-    """Bring a tensor from one layout to another. ValueError, one sentence, for what can't be."""
+    """Redistribute a tensor from the source layout to the target layout. ValueError, one sentence, for an impossible problem."""
 
     shape: Sizes
     mesh: Sizes
@@ -30,7 +30,7 @@ class BlockProblem:
     target: BlockLayout
     itemsize: int = ITEMSIZE
     name: str = ""
-    limit: float | None = None  # elements per rank, None: the default of what is counted
+    limit: float | None = None  # elements per rank, None: the default of the count
 
     def __post_init__(self) -> None:
         for what, sizes in (("shape", self.shape), ("mesh", self.mesh)):
@@ -46,7 +46,7 @@ class BlockProblem:
         if new or (self.target.partial and self.target.reduce_op != self.source.reduce_op):
             raise ValueError(
                 f"{self._what()}the target is partial on axes {list(self.target.partial)}, the source on {list(self.source.partial)}; "
-                "nothing becomes partial on the way, so expected some of the source's axes, reduced alike"
+                "no step makes a tensor partial, so expected a subset of the source's axes, with the same reduction"
             )
 
     def _what(self) -> str:
@@ -56,10 +56,10 @@ class BlockProblem:
         return local_elements(self.shape, layout, self.mesh)
 
     def memory_limit(self, asked: float | None, count: str) -> float:
-        """The limit in elements per rank: what is asked, or the problem's, or the default. ValueError where no route can keep it.
+        """The limit in elements per rank: the argument, or the problem's, or the default. ValueError where no route can keep it.
 
-        resident: of the shards between steps, by default the larger end. buffers: of a step's input and output together, by
-        default twice the larger end, so that every step between shards no larger than the ends is possible.
+        count "resident": of the shards between steps, by default the larger end. "buffers": of a step's input and output together,
+        by default twice the larger end, so that every step between shards no larger than the ends is possible.
         """
         ends = [self.elements(self.source), self.elements(self.target)]
         needed = max(ends) if count == "resident" or self.same else 2 * max(ends)
@@ -94,16 +94,16 @@ class BlockStep:
 
 @dataclass(frozen=True)
 class BlockRoute:
-    """Steps in order. seconds is proven to be within bound_seconds of the cheapest: equal where status is "optimal"."""
+    """Steps in order. No route costs less than bound_seconds, which equals seconds where status is "optimal"."""
 
     problem: BlockProblem
     steps: tuple[BlockStep, ...]
-    status: str  # "optimal", "feasible" (a search that stopped early or is no exact one), or "infeasible"
+    status: str  # "optimal", "feasible" (the search stopped early or is not exact), or "infeasible"
     seconds: float
     bound_seconds: float
     peak_elements: int  # the largest shard between steps, or input + output of a step, as counted
     count: str  # resident | buffers
-    explored: int  # states taken up
+    explored: int  # states expanded
 
     @property
     def peak_bytes(self) -> int:
@@ -114,7 +114,7 @@ class BlockRoute:
         return "dtensor" if all(step.executable_by == "dtensor" for step in self.steps) else "autoshard"
 
     def to_dict(self) -> dict[str, Any]:
-        """As the command line's --json holds it (without `cpu_seconds`)."""
+        """The object of the command line's --json (without `cpu_seconds`)."""
         mesh = self.problem.mesh
         return {
             "id": self.problem.name,
@@ -155,9 +155,9 @@ def read_problems(data: Any) -> list[BlockProblem]:
 
 
 def read_problem(data: Any, name: str = "") -> BlockProblem:
-    """One problem from plain data, its keys as above. ValueError, one sentence, on a key that lacks and on what can't be.
+    """One problem from plain data, its keys as above. ValueError, one sentence, on a missing key and on an impossible problem.
 
-    name: what to call it where the data has no "id".
+    name: of the problem where the data has no "id".
     """
     item = data.get("problem", data) if isinstance(data, Mapping) else data
     if not isinstance(item, Mapping):
@@ -178,9 +178,9 @@ def read_problem(data: Any, name: str = "") -> BlockProblem:
 def _layout(item: Mapping, end: str, mesh: Sizes, op: str, what: str) -> BlockLayout:
     written = item[end]
     if isinstance(written, str):
-        found, layout = BlockLayout.parse(written)
-        if found != mesh:
-            raise ValueError(f"{what} is written for the mesh {list(found)}, the problem has {list(mesh)}")
+        written_mesh, layout = BlockLayout.parse(written)
+        if written_mesh != mesh:
+            raise ValueError(f"{what} is written for the mesh {list(written_mesh)}, the problem has {list(mesh)}")
         return layout
     if not isinstance(written, Sequence) or not all(isinstance(axes, Sequence) and not isinstance(axes, str) for axes in written):
         raise ValueError(f"{what} is {written!r}; expected a list of mesh axes per dim, for example [[0, 1], []]")
@@ -190,11 +190,11 @@ def _layout(item: Mapping, end: str, mesh: Sizes, op: str, what: str) -> BlockLa
         return BlockLayout(axes, (CHUNKS,) * len(axes), tuple(sorted(_numbers(item.get(f"{end}_partial", []), f"{what}_partial"))), op)
     sizes = [sizes] * len(axes) if isinstance(sizes, int) else list(sizes)
     if len(sizes) != len(axes):
-        raise ValueError(f"{what}_bs has {len(sizes)} block sizes, {end} {len(axes)} dims; give one per dim, -1 where no axis cuts it")
+        raise ValueError(f"{what}_bs has {len(sizes)} block sizes, {end} {len(axes)} dims; give one per dim, -1 where no axis shards it")
     blocks = _numbers([UNSHARDED if b is None or not some else b for b, some in zip(sizes, axes)], f"{what}_bs")
     for b, some in zip(blocks, axes):
         if some and b < 1:
-            raise ValueError(f"{what}_bs is {list(sizes)}; expected a block size of at least 1 for each dim that an axis cuts")
+            raise ValueError(f"{what}_bs is {list(sizes)}; expected a block size of at least 1 for each dim that an axis shards")
     return BlockLayout(axes, blocks, tuple(sorted(_numbers(item.get(f"{end}_partial", []), f"{what}_partial"))), op)
 
 

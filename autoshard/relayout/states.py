@@ -1,4 +1,4 @@
-"""What a state of a Space is made of: a Cut per dim, then the set of Partial axes as a bit mask."""
+"""The records of the search in `space.py`: a state has a DimSharding per tensor dim, then the set of Partial axes as a bit mask."""
 
 from __future__ import annotations
 
@@ -6,26 +6,29 @@ from typing import Any, NamedTuple
 
 from autoshard.relayout.blocks import Axes
 
-State = tuple[Any, ...]  # a Cut per dim, then an int
+State = tuple[Any, ...]  # a DimSharding per dim, then an int
 
 
-class Cut:
-    """How one dim is cut; equal ones are the same object. `mask`: its axes as bits; `code`: see coarse.py."""
+class DimSharding:
+    """How one dim is sharded; equal ones are the same object. `mask`: its axes as bits; `code`: see coarse.py.
+
+    The last four fields cache what `Space` computes of the dim: the shardings that one step can lead to.
+    """
 
     __slots__ = ("axes", "block", "code", "dim", "gathers", "inserts", "mask", "n", "reblocks", "removals", "size")
-    gathers: list[tuple[int, Cut]] | None
-    removals: list[tuple[Axes, int, Cut]] | None
-    reblocks: list[tuple[Cut, int]] | None
+    gathers: list[tuple[int, DimSharding]] | None
+    removals: list[tuple[Axes, int, DimSharding]] | None
+    reblocks: list[tuple[DimSharding, int]] | None
 
     def __init__(self, dim: int, axes: Axes, block: int, n: int, size: int, code: int):
         self.dim, self.axes, self.block, self.n, self.size, self.code = dim, axes, block, n, size, code
         self.mask = sum(1 << a for a in axes)
         self.removals = self.gathers = self.reblocks = None
-        self.inserts: dict[Axes, list[Cut]] = {}
+        self.inserts: dict[Axes, list[DimSharding]] = {}
 
 
-class Found(NamedTuple):
-    """A step out of a state."""
+class CandidateStep(NamedTuple):
+    """A step that leads out of a state, and the state that it leads to."""
 
     seconds: float
     state: State

@@ -1,12 +1,12 @@
-"""TensorCraft's memory-constrained search, as published: its moves, in its order, and what it does with them.
+"""TensorCraft's memory-constrained search, reproduced as published for comparison: the same moves in the same order.
 
-Breadth first from the source. A state met again keeps its place but takes the cheaper way to it (of equals the shorter). It stops
-after `node_limit` states, or when `top_k` ways to the target are known; states at `max_depth` are not taken up; states that hold
-more than the limit are left out. The cheapest way found is the answer: no bound comes with it.
+The search is breadth first from the source. A state that is reached again keeps its place in the queue and gets the cheaper path (of
+equally cheap paths the shorter one). The search stops after `node_limit` states, or when it knows `top_k` paths to the target; it does
+not expand states at `max_depth`, and it drops states above the memory limit. It returns the cheapest path that it knows, without a bound.
 
-The moves, b a block size of the target or 1, in this order: split and minor split of each free axis on each dim, all_gather of
-everything, of the first or last axis of a dim, permute of two equal axes of a dim, all_to_all of all axes of a dim (major) or of
-its last one (minor), change of block size to a multiple or a divisor.
+The moves in their order, b a block size of the target or 1: split and minor split of each free axis on each dim, all_gather of
+everything, all_gather of the first or last axis of a dim, permute of two equal axes of a dim, all_to_all of all axes of a dim (major)
+or of its last one (minor), change of block size to a multiple or a divisor.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from autoshard.relayout.blocks import UNSHARDED, Axes, BlockLayout, Sizes, axis_
 from autoshard.relayout.planners import PLANNERS, priced, route_of
 from autoshard.relayout.problems import BlockProblem, BlockRoute, BlockStep
 
-Move = tuple[str, BlockLayout]
-
 
 @dataclass
 class _Node:
@@ -32,8 +30,8 @@ class _Node:
     kind: str
     seconds: float
 
-    def way(self) -> list[_Node]:
-        """From the source's node on, without it."""
+    def path(self) -> list[_Node]:
+        """The nodes from the source to this one, without the source."""
         nodes: list[_Node] = []
         node = self
         while node.parent is not None:
@@ -43,8 +41,8 @@ class _Node:
 
     def reached(self) -> tuple[float, int]:
         """(seconds from the source, steps)."""
-        way = self.way()
-        return sum(node.seconds for node in way), len(way)
+        path = self.path()
+        return sum(node.seconds for node in path), len(path)
 
 
 def memory_constrained(
@@ -57,15 +55,15 @@ def memory_constrained(
     top_k: int | None = None,
     node_limit: int = 1000,
 ) -> BlockRoute:
-    """The published search; its limit counts resident shards. ValueError for partial layouts, which it does not know."""
+    """The published search; its limit counts resident shards. ValueError for partial layouts, which it does not support."""
     if problem.source.partial:
         raise ValueError("the memory-constrained planner reduces nothing; use astar for partial layouts")
     limit = problem.memory_limit(memory_limit, "resident")
     count = count or "resident"
     if problem.source == problem.target:
         return route_of(problem, [], "optimal", 0.0, count, 0)
-    wanted = list({b for b in problem.target.blocks if b > 0})
-    sizes = wanted if 1 in wanted else [1, *wanted]
+    target_sizes = list({b for b in problem.target.blocks if b > 0})
+    sizes = target_sizes if 1 in target_sizes else [1, *target_sizes]
     open_nodes, known, ends, explored = deque([_Node(problem.source, None, "", 0.0)]), {}, [], 0  # type: ignore[var-annotated]
     while open_nodes and explored < node_limit and (top_k is None or len(ends) < top_k):
         explored += 1
@@ -85,19 +83,18 @@ def memory_constrained(
                 open_nodes.append(known[layout])
             else:
                 other = known[layout]
-                their_seconds, their_depth = other.reached()
-                if (seconds + step, depth + 1) < (their_seconds, their_depth):
+                if (seconds + step, depth + 1) < other.reached():
                     other.parent, other.kind, other.seconds = node, kind, step
     if not ends:
         return BlockRoute(problem, (), "infeasible", float("inf"), 0.0, 0, count, explored)
-    best = min(ends, key=lambda node: node.reached()[0]).way()
+    best = min(ends, key=lambda node: node.reached()[0]).path()
     layouts = [problem.source, *(node.layout for node in best)]
     steps = [priced(problem, prices, node.kind, u, v) for node, u, v in zip(best, layouts, layouts[1:])]
     return route_of(problem, steps, "feasible", 0.0, count, explored)
 
 
 def volume(problem: BlockProblem, step: BlockStep) -> tuple[int, int]:
-    """(elements, processes) of a step as published: an all_to_all counts what a whole group holds."""
+    """(elements, processes) of a step as published: an all_to_all counts the elements of all ranks of a group."""
     held = problem.elements(step.before)
     n = prod(axis_sizes(step.axes, problem.mesh))
     published = {"split": (0, 0), "permute": (held, 2), "all_gather": (held * n, n), "all_to_all": (held * n, n)}
@@ -105,7 +102,7 @@ def volume(problem: BlockProblem, step: BlockStep) -> tuple[int, int]:
 
 
 def moves(shape: Sizes, mesh: Sizes, layout: BlockLayout, sizes: list[int]) -> Iterator[tuple[str, Axes, BlockLayout]]:
-    """(kind, axes, the layout it leads to) in the published order; layouts that leave a rank empty are skipped."""
+    """(kind, axes, the layout after the move) in the published order; layouts that leave a rank empty are skipped."""
     for kind, axes, new in _all_moves(shape, mesh, layout, sizes):
         if all(_legal(s, parts_of(a, mesh), b) for s, a, b in zip(shape, new.axes, new.blocks) if a):
             yield kind, axes, new
@@ -149,17 +146,17 @@ def _all_moves(shape: Sizes, mesh: Sizes, layout: BlockLayout, sizes: list[int])
 
 
 def _moved(shape: Sizes, mesh: Sizes, layout: BlockLayout, i: int, j: int, b: int) -> Iterator[tuple[str, Axes, BlockLayout]]:
-    given, taking, old = layout.axes[i], layout.axes[j], layout.blocks[j]
-    yield "all_to_all", given, _with(layout, {i: ((), UNSHARDED), j: (given + taking, old if taking else b)})
-    n = prod(axis_sizes(given[-1:], mesh))
-    if len(given) > 1 and (old if taking else shape[j]) % n == 0:
-        after = {i: (given[:-1], layout.blocks[i] * n), j: (taking + given[-1:], old // n if taking else b)}
-        yield "all_to_all", given[-1:], _with(layout, after)
+    source, target, old = layout.axes[i], layout.axes[j], layout.blocks[j]
+    yield "all_to_all", source, _with(layout, {i: ((), UNSHARDED), j: (source + target, old if target else b)})
+    n = prod(axis_sizes(source[-1:], mesh))
+    if len(source) > 1 and (old if target else shape[j]) % n == 0:
+        after = {i: (source[:-1], layout.blocks[i] * n), j: (target + source[-1:], old // n if target else b)}
+        yield "all_to_all", source[-1:], _with(layout, after)
 
 
 def _with(layout: BlockLayout, changes: dict[int, tuple[Axes, int]]) -> BlockLayout:
-    cuts = [changes.get(d, cut) for d, cut in enumerate(zip(layout.axes, layout.blocks))]
-    return BlockLayout(tuple(axes for axes, _ in cuts), tuple(b for _, b in cuts))
+    dims = [changes.get(d, dim) for d, dim in enumerate(zip(layout.axes, layout.blocks))]
+    return BlockLayout(tuple(axes for axes, _ in dims), tuple(b for _, b in dims))
 
 
 PLANNERS["memory_constrained"] = memory_constrained

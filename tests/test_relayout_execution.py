@@ -1,4 +1,4 @@
-"""Routes and every single move, carried out: on simulated ranks, in LocalTensorMode, and on gloo."""
+"""Routes and every single move, carried out: on simulated ranks and on gloo."""
 
 import math
 import random
@@ -156,25 +156,6 @@ def _fits(shape, layout, sizes):
 
 
 # ---- process groups
-
-
-def test_local_tensor_mode_runs_the_same_routes():
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from autoshard.relayout.execute_local import run_local
-
-    rng = random.Random(3)
-    for mesh in [(2, 2, 2), (2, 2, 3)]:
-        dist.init_process_group("fake", rank=0, world_size=math.prod(mesh), store=FakeStore())
-        try:
-            for i in range(12):
-                problem = random_problem(rng, mesh=mesh, partial=i % 3 == 0)
-                route = astar(problem, prices_of(problem, i), most=300)
-                parts = shard_blocks(whole_of(problem), problem.source, mesh)
-                expected, _ = simulate(route, parts)
-                assert all(torch.equal(a, b) for a, b in zip(run_local(route, parts), expected, strict=True))
-        finally:
-            dist.destroy_process_group()
 
 
 def gloo_rank(rank, port, meshes, number):
