@@ -39,9 +39,9 @@ def arrays(series: Series) -> tuple[np.ndarray, np.ndarray]:
     return np.array(series.sizes), np.array(series.seconds)
 
 
-def fitter(series: Series, method: str, like=()):
+def fitter(series: Series, method: str, others=()):
     factor = bus_factor(series.collective, series.devices)
-    return lambda x, t: fit(x, t, method, factor=factor, like=like)
+    return lambda x, t: fit(x, t, method, factor=factor, others=others)
 
 
 def judge(curves: list[Series], split, method: str, known=None) -> tuple[dict[int, Pairs], int]:

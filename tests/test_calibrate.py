@@ -118,7 +118,7 @@ def test_what_an_interruption_leaves_is_a_cluster_too():
     short = {key: dict(list(times.items())[:2]) for key, times in TIMES.items()}
     unfinished = cluster((2, 2), short, SAMPLES, backend="gloo", device="cpu", memory=1e9, complete=False, assumptions={})
     assert Mesh.from_dict(unfinished["mesh"]).axes[0].curve("all_reduce").sizes == (1024.0, 2048.0)
-    with pytest.raises(ValueError, match="nothing is known yet about axis1"):
+    with pytest.raises(ValueError, match="no collective was measured yet on axis1"):
         only = {(0, "all_reduce"): TIMES[0, "all_reduce"]}
         cluster((2, 2), only, SAMPLES, backend="gloo", device="cpu", memory=1.0, complete=False, assumptions={})
 

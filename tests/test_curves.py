@@ -160,9 +160,9 @@ def test_another_dtype_says_what_lies_between(measured):
     half, int8 = (next(s for s in measured if (s.collective, s.devices, s.dtype) == ("all_reduce", 8, dtype)) for dtype in ("half", "int8"))
     a, b = (np.array(half.sizes), np.array(half.seconds)), (np.array(int8.sizes), np.array(int8.seconds))
     alone = summary(*held_out(*a, fit))
-    both = summary(*held_out(*a, lambda s, t: fit(s, t, like=[b])))
+    both = summary(*held_out(*a, lambda s, t: fit(s, t, others=[b])))
     assert both.gmae < alone.gmae
-    shifted = fit(a[0][::2], a[1][::2], like=[b])
+    shifted = fit(a[0][::2], a[1][::2], others=[b])
     np.testing.assert_allclose(shifted.seconds(a[0][::2]), fit(a[0][::2], a[1][::2]).seconds(a[0][::2]), rtol=0.02)
 
 
@@ -170,14 +170,14 @@ def test_all_curves_of_a_file_say_what_lies_between(measured):
     arrays = [(np.array(s.sizes), np.array(s.seconds)) for s in measured]
     alone = together(held_out(*one, fit) for one in arrays)
     others = [[b for k, b in enumerate(arrays) if k != i] for i in range(len(arrays))]
-    both = together(held_out(*one, lambda s, t, like=like: fit(s, t, like=like)) for one, like in zip(arrays, others))
+    both = together(held_out(*one, lambda s, t, like=like: fit(s, t, others=like)) for one, like in zip(arrays, others))
     assert both.gmae < 0.9 * alone.gmae and both.mean < 0.95 * alone.mean
 
 
 @given(data=noisy(), like=st.lists(noisy(), max_size=3))
 @settings(max_examples=100, deadline=None)
 def test_a_pooled_curve_keeps_its_own_sizes_and_is_monotone(data, like):
-    alone, pooled = fit(*data), fit(*data, like=like)
+    alone, pooled = fit(*data), fit(*data, others=like)
     first, last = data[0].min(), data[0].max()
     at = np.sort(np.concatenate([np.geomspace(first / 8, last * 64, 300), *(s for s, _ in like)]))
     t = pooled.seconds(at)
@@ -196,7 +196,7 @@ def test_a_curve_of_the_same_shape_is_believed_and_noise_is_not():
     rng = np.random.default_rng(0)
     noise = [(x, np.exp(rng.uniform(-1, 1, len(x))) * ours) for _ in range(20)]
     alone, believed, fooled = (
-        summary(*held_out(x, ours, lambda s, t, like=like: fit(s, t, like=like)))
+        summary(*held_out(x, ours, lambda s, t, like=like: fit(s, t, others=like)))
         for like in ([], [*noise, (x, same)], [*noise, (x, other)])
     )
     assert believed.mean < 0.2 * alone.mean  # the step is known though it is held out

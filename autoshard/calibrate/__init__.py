@@ -1,4 +1,8 @@
-"""Measure a live cluster, read logs, fit curves of collectives and rates of kernels."""
+"""Calibration of prices: measure a live cluster, read logs of other tools, fit curves of collectives and rates of kernels.
+
+Two modules reproduce published predictors and stay for comparison: sigmoid.py (ml_perf_model's sigmoid of collective times) and
+mlp_runs.py (the training steps of an MLP that DistIR published).
+"""
 
 from autoshard.calibrate.errors import Errors as Errors
 from autoshard.calibrate.errors import extrapolated as extrapolated

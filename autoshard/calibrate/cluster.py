@@ -1,9 +1,9 @@
-"""What was measured on a live cluster, as a Mesh with curves and as a file.
+"""The measurements of a live cluster, converted to a Mesh with curves and to the record of a file.
 
 cluster.json: {"format": "autoshard.cluster/1", "mesh": Mesh.to_dict() (axes with their curves), "measured": the raw seconds,
-"roofline": rates and errors by op class and dtype, "complete": whether measuring came to its end, "assumptions": backend, ...}.
+"roofline": rates and errors by op class and dtype, "complete": whether the measurement finished, "assumptions": backend, ...}.
 
-An axis' latency and bandwidth, which price a collective that has no curve, are those of the alpha-beta fit t = a + x/b of its
+The latency and bandwidth of an axis, which price a collective without a curve, come from the alpha-beta fit t = a + x/b of its
 all_reduce (else all_gather):  latency = a / (L ceil(log2 n)),  bandwidth = s V (n-1)/n b, the terms of cost/collectives.py, with
 s = shared_by = seconds of an all_gather in all groups of the axis at once / in one of them alone, the median over sizes, rounded (1: not
 measured).
@@ -40,7 +40,7 @@ def link_curve(collective: str, times: Mapping[float, float]) -> LinkCurve:
 
 
 def sharing(shape: Sequence[int], axis: int, times: Times, alone: Alone) -> int:
-    """How many groups of an axis share a link: 1 to the number of groups."""
+    """The number of groups of an axis that share a link: 1 to the number of groups."""
     if not alone.get(axis):
         return 1
     ratio = median(times[axis, "all_gather"][size] / seconds for size, seconds in alone[axis].items())
@@ -50,7 +50,7 @@ def sharing(shape: Sequence[int], axis: int, times: Times, alone: Alone) -> int:
 def mesh_of(
     shape: Sequence[int], times: Times, device: Device, backend: str, names: Sequence[str] | None = None, alone: Alone | None = None
 ) -> Mesh:
-    """The mesh of a measured cluster. ValueError while an axis has less than two sizes of any collective."""
+    """The mesh of a measured cluster. ValueError for an axis without a collective that was measured at two sizes."""
     axes = []
     for k, (n, name) in enumerate(zip(shape, names or default_axis_names(len(shape)))):
         measured = {c: t for (axis, c), t in times.items() if axis == k and len(t) >= 2}
@@ -58,7 +58,7 @@ def mesh_of(
             axes.append(Axis(name, n, 1.0, 0.0, backend=backend))
             continue
         if not measured:
-            raise ValueError(f"nothing is known yet about {name}; measure longer")
+            raise ValueError(f"no collective was measured yet on {name}; measure longer")
         reference = next((c for c in ("all_reduce", "all_gather") if c in measured), next(iter(measured)))
         link = fit(np.array(list(measured[reference])), np.array(list(measured[reference].values())), "alpha_beta")
         assert isinstance(link, PNorm)
@@ -70,7 +70,7 @@ def mesh_of(
 
 
 def device_of(name: str, roofline: Roofline, memory: float) -> Device:
-    """Throughputs such that `op_seconds`, which takes EFFICIENCY of them, gives what was measured."""
+    """The device whose `op_seconds`, which assume the share EFFICIENCY of its throughput, are the measured seconds."""
     narrow = [rate for (op, dtype), rate in roofline.flops.items() if op == "matmul" and dtype in ("bfloat16", "float16")]
     wide = roofline.flops.get(("matmul", "float32"), max(narrow, default=0.0))
     error = float(pooled(roofline.errors.values()).mean)
@@ -89,8 +89,7 @@ def cluster(
     assumptions: Mapping[str, object],
     alone: Alone | None = None,
 ) -> dict:
-    """The record of a file. alone: without it every group is taken to have links of its own. ValueError while there is not enough for a
-    mesh."""
+    """The record of a file. alone: without it, no two groups share a link. ValueError where `mesh_of` has too few measurements."""
     roofline = fit_roofline(samples)
     mesh = mesh_of(shape, times, device_of(device, roofline, memory), backend, alone=alone)
     raw = [

@@ -1,11 +1,12 @@
-"""Seconds of single ops on this rank's device: what a roofline is calibrated with. Imports torch alone.
+"""Measured seconds of single ops on this rank's device, to which a roofline is fitted. Imports torch alone.
 
     matmul       (s, s) @ (s, s)                   FLOPs 2 s^3            bytes 3 s^2 itemsize
     attention    (8, s, 64), causal half not skipped     4 * 8 s^2 * 64   4 * 8 s 64 itemsize
     memory       y = x, s bytes                    0                      2 s
     launch       x += 1, one element               0                      0
 
-Each is the median of some rounds; a round repeats the op for about ROUND seconds and divides, so that the clock is not measured.
+The seconds of an op are the median of several rounds. A round repeats the op for about ROUND seconds and divides, so that the
+resolution of the clock does not matter.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from functools import partial
 
 import torch
 
-ROUND, ROUNDS = 0.02, 5  # seconds, and how many
+ROUND, ROUNDS = 0.02, 5  # seconds of a round, number of rounds
 CPU_SIZES, CUDA_SIZES = (128, 256, 512, 1024, 2048), (256, 512, 1024, 2048, 4096, 8192, 16384)
-MEMORY_SIZES = (2**22, 2**24, 2**26, 2**28, 2**30)  # bytes: beyond caches, which plans overflow
+MEMORY_SIZES = (2**22, 2**24, 2**26, 2**28, 2**30)  # bytes: larger than caches, as the tensors of plans are
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,10 @@ Agree = Callable[[float], float]
 
 
 def median_seconds(op: Callable[[], object], device: torch.device, clock: Clock, agree: Agree = float, rounds: int = ROUNDS) -> float:
-    """Seconds of one call. agree: makes ranks take the same (slowest) figure, where several measure together."""
+    """Seconds of one call. agree: the largest of all ranks' numbers, where several ranks measure together."""
 
     def run(count: int) -> float:
-        agree(0.0)  # begin together
+        agree(0.0)  # all ranks start at the same time
         began = clock()
         for _ in range(count):
             op()
@@ -55,7 +56,7 @@ def median_seconds(op: Callable[[], object], device: torch.device, clock: Clock,
     run(1)  # warm-up: allocation, kernel choice, connections
     estimate = run(1)
     count = int(max(1, min(1000, ROUND / max(estimate, 1e-9))))
-    if estimate > 10 * ROUND:  # slow, so that it is itself a round
+    if estimate > 10 * ROUND:  # slow: one call is a round
         return statistics.median([estimate, run(1), run(1)])
     return statistics.median(run(count) for _ in range(rounds))
 
@@ -66,7 +67,7 @@ def dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
 
 @torch.no_grad()
 def measure_device(device: torch.device, *, clock: Clock, seconds: float, agree: Agree = float) -> Iterator[OpTime]:
-    """Times of ops, small sizes first, each kind within its part of `seconds`; larger ones that would not fit are left out."""
+    """Times of ops, small sizes first, each kind within its share of `seconds`; sizes that would exceed it are left out."""
     one = torch.zeros(1, device=device)
     yield OpTime("launch", "float32", 1, 0, 0, median_seconds(lambda: one.add_(1), device, clock, agree))
     share = seconds / (1 + 2 * len(dtypes(device)))
@@ -82,10 +83,10 @@ Op = tuple[str, str, int, float, float, Callable[[], object]]
 def _while_it_fits(ops: Iterator[Op], device: torch.device, clock: Clock, share: float, agree: Agree) -> Iterator[OpTime]:
     began = clock()
     for name, dtype, size, flops, moved, call in ops:
-        found = OpTime(name, dtype, size, flops, moved, median_seconds(call, device, clock, agree))
-        yield found
+        op_time = OpTime(name, dtype, size, flops, moved, median_seconds(call, device, clock, agree))
+        yield op_time
         spent = agree(clock() - began)
-        if spent + 8 * 4 * found.seconds + ROUND * ROUNDS > share:  # the next is up to 8 times as much, and is called four times
+        if spent + 8 * 4 * op_time.seconds + ROUND * ROUNDS > share:  # the next size may take 8 times as long, for 4 calls
             return
 
 

@@ -1,10 +1,10 @@
-"""How far predictions are from measurements.
+"""Errors of predicted seconds p against measured seconds r.
 
     e = |(p - r) / r|        gmae = exp( mean( ln(e + 4e-4) ) )        mean = mean(e)        std = std(e)          (`summary`)
 
-A perfect predictor has a gmae of 0.04 %: the figure is as published (calibrate.sigmoid), so that figures can be compared.
+A perfect predictor has a gmae of 0.04 %: the formula is the published one (calibrate.sigmoid), so that results can be compared.
 
-    held out       the sizes but the first and the last are dealt to `folds` folds; each fold is predicted from the rest   (`held_out`)
+    held out       all sizes except the first and the last are split into `folds` folds; each is predicted from the others  (`held_out`)
     extrapolated   sizes above last / `span` are predicted from the others                                             (`extrapolated`)
 """
 
@@ -24,7 +24,7 @@ Pairs = tuple[np.ndarray, np.ndarray]  # predicted and measured seconds
 
 
 class Errors(NamedTuple):
-    """How far predictions were from measurements, as the formulas of this module say."""
+    """Errors of predictions against measurements, by the formulas of this module."""
 
     gmae: float  # relative, as all here: 0.02 is 2 %
     mean: float
@@ -49,7 +49,7 @@ def together(pairs: Iterable[Pairs]) -> Errors:
 
 
 def pooled(errors: Iterable[Errors]) -> Errors:
-    """The summary over all points behind several summaries, exactly; those of no points count for nothing."""
+    """The exact summary over all points of several summaries; summaries without points are ignored."""
     kept = [e for e in errors if e.num]
     if not kept:
         return summary(np.empty(0), np.empty(0))
@@ -61,7 +61,7 @@ def pooled(errors: Iterable[Errors]) -> Errors:
 
 
 def held_out(sizes: np.ndarray, seconds: np.ndarray, fitter: Fitter, *, folds: int = 3) -> Pairs:
-    """(predicted, measured) seconds of each size but the first and last, by curves that have not seen it.
+    """(predicted, measured) seconds of each size except the first and last, by curves that were not fitted to it.
 
     sizes: bytes. fitter: (sizes, seconds) -> Curve, as `fit`. ValueError where a fold can't be fitted.
     """
@@ -71,13 +71,13 @@ def held_out(sizes: np.ndarray, seconds: np.ndarray, fitter: Fitter, *, folds: i
     for fold in range(folds):
         out = inside[inside % folds == fold]
         if out.size:
-            seen = np.setdiff1d(np.arange(len(x)), out)
-            predicted[out] = fitter(x[seen], t[seen]).seconds(x[out])
+            rest = np.setdiff1d(np.arange(len(x)), out)
+            predicted[out] = fitter(x[rest], t[rest]).seconds(x[out])
     return predicted[inside], t[inside]
 
 
 def extrapolated(sizes: np.ndarray, seconds: np.ndarray, fitter: Fitter, *, span: float = 16) -> Pairs:
-    """(predicted, measured) seconds of the sizes above the last one / `span`, by a curve that has seen the others; empty where those
+    """(predicted, measured) seconds of the sizes above the last one / `span`, by a curve fitted to the others; empty where those
     are fewer than 2. sizes: bytes. ValueError where they can't be fitted.
     """
     x, t = check(sizes, seconds)

@@ -1,4 +1,4 @@
-"""Curves from measured sizes and times.
+"""Curves fitted to measured sizes and times: the methods, and which of them holds for which sizes.
 
     piecewise    z = argmin sum_i |log t_i - z_i|,  z_1 <= z_2 <= ...     (`increasing`: isotonic regression by medians)
                  t(x) = affine between the (x_i, exp z_i)                    a latency and a bandwidth of its own between two sizes
@@ -6,12 +6,12 @@
     pchip        the same z by least squares; log t a monotone cubic (PCHIP) of log x; the same tail
     p_norm       t = (a^p + (x/B)^p)^(1/p)                                 least squares of log t
     alpha_beta   t = a + x/B                                                      least squares of log t
-    sigmoid      as published, jumps and all                                     (published.py)
+    sigmoid      as published, with its jumps                                     (sigmoid.py)
 
-Medians, because a spike (a retry, a clock) should lose against its neighbours and not pull them up. Affine in size and not in
-log size, because an alpha-beta link is: held out on 130 measured curves, GMAE / mean are 2.2 / 5.0 % against 2.4 / 5.4 % of
-pchip (benchmarks/calibration.py). How a curve departs from affine between two sizes can't be told from the curve itself (nearest
-neighbours in its slopes, other systems held out, gain nothing), but from other curves: pooled.py.
+Medians, because an outlier (a retry, a clock) should not raise its neighbours. Affine in size and not in log size, because an
+alpha-beta link is affine: held out on 130 measured curves, GMAE / mean are 2.2 / 5.0 % against 2.4 / 5.4 % of pchip
+(benchmarks/calibration.py). How a curve departs from affine between two sizes cannot be predicted from the curve itself (nearest
+neighbours in its slopes, other systems held out, gain nothing), but it can be predicted from other curves: pooled.py.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ def fit_pchip(x: np.ndarray, t: np.ndarray) -> Curve:
 
 
 def fit_p_norm(x: np.ndarray, t: np.ndarray) -> Curve:
-    """Of several starts the best: the sum of squares has more than one valley."""
+    """The best of several starts, because the sum of squares has several minima."""
 
     def error(q: np.ndarray) -> np.ndarray:
         return np.log(PNorm(np.exp(q[0]), np.exp(q[1]), np.exp(q[2])).seconds(x)) - np.log(t)
 
     log_a, log_B = np.log(t.min()), np.log(x[-1] / t[-1])
     lower, upper = [log_a - 12, log_B - 12, np.log(0.2)], [log_a + 6, log_B + 12, np.log(20.0)]
-    found = [least_squares(error, [log_a, log_B, np.log(p)], bounds=(lower, upper)) for p in (0.7, 1.0, 3.0)]
-    a, B, p = np.exp(min(found, key=lambda one: one.cost).x)
+    fits = [least_squares(error, [log_a, log_B, np.log(p)], bounds=(lower, upper)) for p in (0.7, 1.0, 3.0)]
+    a, B, p = np.exp(min(fits, key=lambda one: one.cost).x)
     return PNorm(float(a), float(B), float(p))
 
 
@@ -67,11 +67,11 @@ def fit_alpha_beta(x: np.ndarray, t: np.ndarray) -> Curve:
     def error(q: np.ndarray) -> np.ndarray:
         return np.log(np.exp(q[0]) + x / np.exp(q[1])) - np.log(t)
 
-    found = least_squares(error, [np.log(t.min()), np.log(x[-1] / t[-1])])
-    return PNorm(float(np.exp(found.x[0])), float(np.exp(found.x[1])))
+    a, B = np.exp(least_squares(error, [np.log(t.min()), np.log(x[-1] / t[-1])]).x)
+    return PNorm(float(a), float(B))
 
 
-METHODS: dict[str, tuple[Callable[[np.ndarray, np.ndarray], Curve], int]] = {  # how, and from how many sizes on
+METHODS: dict[str, tuple[Callable[[np.ndarray, np.ndarray], Curve], int]] = {  # fit, and the least number of sizes
     "piecewise": (fit_piecewise, 2),
     "pchip": (fit_pchip, 2),
     "p_norm": (fit_p_norm, 3),
@@ -85,30 +85,30 @@ def fit(
     seconds: Sequence[float] | np.ndarray,
     method: str = "piecewise",
     *,
-    like: Sequence[tuple[np.ndarray, np.ndarray]] = (),
+    others: Sequence[tuple[np.ndarray, np.ndarray]] = (),
     factor: float = 1.0,
     bus_bandwidths: Sequence[float] | np.ndarray | None = None,
 ) -> Curve:
-    """The curve through measured seconds; rows in any order, of rows of one size the median.
+    """The curve through measured seconds; the rows may have any order, rows of one size count as their median.
 
-    like: sizes and seconds of other measured curves, which may say what lies between these sizes; each is believed as far as it
-    agrees on those that were measured here (pooled.py). factor, bus_bandwidths: for "sigmoid" alone, which is fitted to
+    others: sizes and seconds of other measured curves, to predict the seconds between the sizes of this one; each is weighted by how
+    well it agrees at the sizes that were measured here (pooled.py). factor, bus_bandwidths: for "sigmoid" alone, which is fitted to
     factor * bytes / seconds (`bus_factor`), or to the bus bandwidths that a tool reported, in bytes/s.
 
-    ValueError says which row is no measurement, or that a method can't be fitted.
+    The ValueError names the row that is no measurement, or the method that can't be fitted.
     """
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; known are {', '.join(METHODS)}")
     how, at_least = METHODS[method]
     x, t = check(sizes, seconds, at_least=at_least)
     if method != "sigmoid":
-        return pooled(how(x, t), x, like) if like else how(x, t)
+        return pooled(how(x, t), x, others) if others else how(x, t)
     bus = None if bus_bandwidths is None else check(sizes, bus_bandwidths)[1]
     return fit_sigmoid(x, t, factor=factor, bus_bandwidths=bus)
 
 
 def family(collective: str, measured: Mapping[Count, tuple[np.ndarray, np.ndarray]], method: str = "piecewise") -> Family:
-    """From sizes and seconds by (nodes, devices). ValueError on a count that can't be and on what `fit` refuses."""
+    """The family of curves fitted to sizes and seconds by (nodes, devices). ValueError on an impossible count and the errors of `fit`."""
     if not measured:
         raise ValueError(f"nothing was measured of {collective}; expected at least one device count")
     for nodes, devices in measured:

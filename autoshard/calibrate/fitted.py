@@ -1,4 +1,4 @@
-"""A fitted curve with what it is of and how far it is from its measurements, in sample and held out."""
+"""A fitted curve with its series of measurements and its errors, in sample and held out."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from autoshard.calibrate.fit import fit
 from autoshard.cost.curves.kinds import bus_factor
 from autoshard.cost.curves.records import Curve, Series
 
-MANY = 200  # curves that one is pooled with
+MANY = 200  # curves that a curve is pooled with at most
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A curve, what it is of, and how far it is from its measurements, in sample and held out."""
+    """A curve, the series that it was fitted to, and its errors, in sample (`errors`) and held out (`unseen`)."""
 
     series: Series
     method: str
@@ -34,7 +34,7 @@ class Fitted:
 
 
 def nearest(series: Series, others: Sequence[Series]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Sizes and seconds of the others, of many those most like it by name: what `fit` may take as `like`."""
+    """Sizes and seconds of the other series, of many those with the most equal fields: the `others` of `fit`."""
     kept = [one for one in others if one is not series and len(set(one.sizes)) >= 2 and _sound(one)]
     same = ("system", "collective", "devices", "nodes")
     kept.sort(key=lambda one: -sum(getattr(one, key) == getattr(series, key) for key in same))
@@ -42,22 +42,22 @@ def nearest(series: Series, others: Sequence[Series]) -> list[tuple[np.ndarray, 
 
 
 def _sound(one: Series) -> bool:
-    """What isn't is refused when its own turn comes."""
+    """Whether all numbers are positive; a series with others is refused when it is fitted itself."""
     return all(math.isfinite(value) and value > 0 for value in (*one.sizes, *one.seconds))
 
 
 def fitted(series: Series, method: str = "piecewise", others: Sequence[Series] = ()) -> Fitted:
-    """Fit one series and judge the fit, the others known. ValueError names the series."""
+    """The fit of one series and its errors; `others` may be used for the fit. The ValueError names the series."""
     factor = bus_factor(series.collective, series.devices)
     bus = series.bus_bandwidths or None
     try:
-        like = nearest(series, others)
-        curve = fit(series.sizes, series.seconds, method, factor=factor, bus_bandwidths=bus, like=like)
+        near = nearest(series, others)
+        curve = fit(series.sizes, series.seconds, method, factor=factor, bus_bandwidths=bus, others=near)
     except ValueError as error:
         raise ValueError(f"{series.name}: {error}") from None
     x, t = np.array(series.sizes), np.array(series.seconds)
     try:
-        unseen = summary(*held_out(x, t, lambda x, t: fit(x, t, method, factor=factor, like=like)))
-    except ValueError:  # the whole can be fitted, its parts can't: nothing is known about unseen sizes
+        unseen = summary(*held_out(x, t, lambda x, t: fit(x, t, method, factor=factor, others=near)))
+    except ValueError:  # the series can be fitted, its folds can't: the error on unseen sizes is unknown
         unseen = Errors(math.nan, math.nan, math.nan, 0)
     return Fitted(series, method, curve, summary(curve.seconds(x), t), unseen)

@@ -1,4 +1,4 @@
-"""Measurements of other tools to Series: text in, SI units out.
+"""Readers for the measurements of other tools: from text to Series in SI units.
 
     nccl-tests     its printed table: size in bytes, out-of-place time in us                                         (`nccl_tests`)
     PARAM comms    COMMS-RES lines: bytes, us, GB/s; or, of general all_to_allv, a number per rank joined by "-"       (`param`)
@@ -31,8 +31,8 @@ NAMES = {  # as others write them, without separators -> ours
 
 
 @dataclass(frozen=True)
-class Row:
-    """One measurement, and where it stands."""
+class MeasuredRow:
+    """One measurement, and its line in the file."""
 
     line: int
     collective: str
@@ -51,9 +51,9 @@ class Row:
 
 
 def parse(text: str, name: str, *, collective: str | None = None, devices: int | None = None, system: str | None = None) -> list[Series]:
-    """The series of one file, in the order of their first rows. The arguments fill in, or overrule, what the file says.
+    """The series of one file, in the order of their first rows. The arguments replace, or fill in, the values of the file.
 
-    ValueError: one sentence, for a text that is none of the formats and for a row that is no measurement.
+    ValueError: one sentence, for a text in none of the formats and for a row that is no measurement.
     """
     if collective is not None:
         collective = known(collective, f"the collective given for {name}")
@@ -69,7 +69,7 @@ def parse(text: str, name: str, *, collective: str | None = None, devices: int |
 
 
 def sniff(text: str, name: str):
-    """The reader for a text, by what only that format has in it."""
+    """The reader for a text, recognised by content that only its format has."""
     if not text.strip():
         raise ValueError(f"{name} is empty; expected the output of nccl-tests or PARAM, nnscaler JSON, or CSV")
     if text.lstrip()[:1] in "{[":
@@ -81,20 +81,21 @@ def sniff(text: str, name: str):
     return table
 
 
-def series(rows: Iterable[Row]) -> list[Series]:
-    """Rows of one curve together."""
-    groups: dict[tuple, list[Row]] = {}
+def series(rows: Iterable[MeasuredRow]) -> list[Series]:
+    """One series per curve, from its rows."""
+    groups: dict[tuple, list[MeasuredRow]] = {}
     for row in rows:
         groups.setdefault(row.key, []).append(row)
-    found = []
+    all_series = []
     for (source, system, collective, nodes, devices, dtype), members in groups.items():
         bus = tuple(r.bus_bandwidth for r in members if r.bus_bandwidth is not None)
         sizes, seconds = tuple(r.size for r in members), tuple(r.seconds for r in members)
-        found.append(Series(collective, devices, sizes, seconds, system, nodes, dtype, source, bus if len(bus) == len(members) else ()))
-    return found
+        bus = bus if len(bus) == len(members) else ()
+        all_series.append(Series(collective, devices, sizes, seconds, system, nodes, dtype, source, bus))
+    return all_series
 
 
-def _check(row: Row, name: str) -> None:
+def _check(row: MeasuredRow, name: str) -> None:
     at = f"{name}:{row.line}"
     if not (math.isfinite(row.size) and row.size > 0):
         raise ValueError(f"{at}: size is {row.size:g} bytes; expected a positive number: leave the row out")
@@ -115,14 +116,14 @@ def known(written: str, where: str) -> str:
 def from_name(name: str) -> str | None:
     """The collective that a file's name holds, the longest if several."""
     plain = re.sub(r"[^a-z]", "", name.rsplit("/", 1)[-1].lower())
-    found = [key for key in NAMES if key in plain]
-    return NAMES[max(found, key=len)] if found else None
+    keys = [key for key in NAMES if key in plain]
+    return NAMES[max(keys, key=len)] if keys else None
 
 
 def count_from_name(name: str) -> int | None:
     """The last number of a file's name: `all_reduce_8.txt` -> 8."""
-    found = re.findall(r"\d+", name.rsplit("/", 1)[-1].rsplit(".", 1)[0])
-    return int(found[-1]) if found else None
+    numbers = re.findall(r"\d+", name.rsplit("/", 1)[-1].rsplit(".", 1)[0])
+    return int(numbers[-1]) if numbers else None
 
 
 def _needed(value, what: str, name: str):
@@ -141,9 +142,9 @@ def _number(written: str, what: str, at: str) -> float:
     return number
 
 
-def nccl_tests(text: str, name: str, collective: str | None, devices: int | None) -> list[Row]:
+def nccl_tests(text: str, name: str, collective: str | None, devices: int | None) -> list[MeasuredRow]:
     """The printed tables, also several in one file. Rows of size 0, which the tool prints for tiny counts, are left out."""
-    rows: list[Row] = []
+    rows: list[MeasuredRow] = []
     columns: list[str] = []
     hosts: list[str] = []
     said, finished = None, False
@@ -169,7 +170,8 @@ def nccl_tests(text: str, name: str, collective: str | None, devices: int | None
             nodes = len(set(hosts)) or 1
             what = said or _needed(collective, "its collective", name)
             dtype = words[columns.index("type")] if "type" in columns else ""
-            rows.append(Row(line, what, num, size, time * 1e-6, nodes=nodes, dtype=dtype, source="nccl-tests", bus_bandwidth=bus * 1e9))
+            seconds = time * 1e-6
+            rows.append(MeasuredRow(line, what, num, size, seconds, nodes=nodes, dtype=dtype, source="nccl-tests", bus_bandwidth=bus * 1e9))
     return rows
 
 
@@ -180,10 +182,10 @@ def _lines(text: str) -> Iterable[tuple[int, list[str]]]:
             yield line, words
 
 
-def param(text: str, name: str, collective: str | None, devices: int | None) -> list[Row]:
+def param(text: str, name: str, collective: str | None, devices: int | None) -> list[MeasuredRow]:
     """Lines with COMMS-RES; the first is the header. Bandwidths get the published 4e-4 GB/s on top."""
     what, n = _needed(collective, "its collective", name), _needed(devices, "its number of devices", name)
-    rows: list[Row] = []
+    rows: list[MeasuredRow] = []
     header: list[str] | None = None
     for line, words in _lines(text):
         if "COMMS-RES" not in words[0]:
@@ -202,7 +204,7 @@ def param(text: str, name: str, collective: str | None, devices: int | None) -> 
             latency = _number(words[_latency_column(header)], "latency", at)
             bus = _number(words[-1], "bus bandwidth", at)
         size = _number(words[1], "size", at)
-        rows.append(Row(line, what, n, size, latency * 1e-6, source="PARAM", bus_bandwidth=(bus + EPSILON) * 1e9))
+        rows.append(MeasuredRow(line, what, n, size, latency * 1e-6, source="PARAM", bus_bandwidth=(bus + EPSILON) * 1e9))
     return rows
 
 
@@ -215,7 +217,7 @@ def _mean(written: str, at: str) -> float:
     return sum(values) / len(values)
 
 
-def nnscaler(text: str, name: str, collective: str | None, devices: int | None) -> list[Row]:
+def nnscaler(text: str, name: str, collective: str | None, devices: int | None) -> list[MeasuredRow]:
     """A profile of communication: sizes in MB and seconds per collective. `collective` is not needed: the file has several."""
     data = parsed(text, name, "measurements")
     expected = 'expected {"all gather": [[sizes in MB], [seconds]], ...}'
@@ -231,14 +233,14 @@ def nnscaler(text: str, name: str, collective: str | None, devices: int | None) 
         for k, (size, seconds) in enumerate(zip(*pair), 1):
             if isinstance(size, bool) or isinstance(seconds, bool) or not all(isinstance(v, (int, float)) for v in (size, seconds)):
                 raise ValueError(f"{name}: {key!r} has {size!r}, {seconds!r} in place {k}; expected numbers")
-            share = n if what == "all_to_all" else 1  # it counts what all ranks hold, we what one does
-            rows.append(Row(k, what, n, size * MIB / share, float(seconds), source="nnscaler"))
+            share = n if what == "all_to_all" else 1  # nnscaler counts the bytes of all ranks, this package those of one rank
+            rows.append(MeasuredRow(k, what, n, size * MIB / share, float(seconds), source="nnscaler"))
     return rows
 
 
 # -- CSV ---------------------------------------------------------------------------------------------------------------------------
 
-COLUMNS: dict[str, dict[str, float]] = {  # ours: the names it may have, with the factor to SI
+COLUMNS: dict[str, dict[str, float]] = {  # field: the names that its column may have, with the factor to SI
     "size": {"size_bytes": 1, "bytes": 1, "size_b": 1, "size_kb": 1e3, "size_kib": 2**10, "size_mb": 1e6, "size_mib": MIB},
     "seconds": {"latency_us": 1e-6, "time_us": 1e-6, "latency_ms": 1e-3, "time_ms": 1e-3, "latency_s": 1, "seconds": 1, "time_s": 1},
     "devices": {"gpus": 1, "devices": 1, "num_gpus": 1, "num_devices": 1, "world_size": 1, "ranks": 1},
@@ -252,7 +254,7 @@ COLUMNS: dict[str, dict[str, float]] = {  # ours: the names it may have, with th
 }
 
 
-def table(text: str, name: str, collective: str | None, devices: int | None) -> list[Row]:
+def table(text: str, name: str, collective: str | None, devices: int | None) -> list[MeasuredRow]:
     """CSV with a header. Rows whose `kind` is not "measured" (interpolated, simulated) are left out."""
     header, records = rows_of(text, name)
     place, scale = {}, {}

@@ -1,12 +1,12 @@
 """Measure a live cluster, one process per device: every collective on every mesh axis, and the device.
 
-All groups of an axis run the collective at the same time, so a link that they share is measured as shared. What is timed is
-what a plan runs (`Groups.answer`). The slowest rank's time counts; all ranks see the same figures, so they take the same decisions.
-How many share a link shows when the first group of an axis runs some all_gathers again while the others are idle.
+All groups of an axis run the collective at the same time, so that the time includes the sharing of links. The timed call is the one
+that a plan executes (`Groups.answer`). The slowest rank's time counts; all ranks know the same times, so they make the same decisions.
+The first group of an axis repeats some all_gathers while the others are idle: the ratio of the times shows how many groups share a link.
 
-Sizes: a coarse grid (x4) of all collectives from small to large, so that what is there at any moment is useful; then, while time is
-left, halving of the gap whose ends bend most: the score of a gap is how far (in log seconds) its ends lie from the line through
-their neighbours.
+Sizes: first a coarse grid (x4) of all collectives from small to large, so that an interrupted measurement is useful; then, while time
+is left, the middle of the gap with the highest score: the distance (in log seconds) of its ends from the line through their
+neighbours.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHARED = 3  # sizes, the largest of the coarse grid, at which one group is measu
 
 @dataclass
 class Measured:
-    """What is known so far: seconds by (axis, collective) and size in bytes, and of the device's ops."""
+    """The measurements so far: seconds by (axis, collective) and size in bytes, and the times of the device's ops."""
 
     collectives: dict[tuple[int, str], dict[float, float]] = field(default_factory=dict)
     device: list[OpTime] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Measured:
 
 
 def agree_on(device: torch.device) -> Callable[[float], float]:
-    """Of a number on each rank the largest, on all. Returns when all have asked."""
+    """A function that returns on every rank the largest of all ranks' numbers, once all ranks have called it."""
 
     def agree(value: float) -> float:
         x = torch.tensor([value], dtype=torch.float64, device=device)
@@ -53,9 +53,9 @@ def agree_on(device: torch.device) -> Callable[[float], float]:
 def measure(
     device_mesh: DeviceMesh, *, clock: Callable[[], float], seconds: float = 40.0, largest: float | None = None
 ) -> Iterator[tuple[str, float, Measured]]:
-    """What is being done, how much of it is (0 to 1), and all that is known, after each step; the same on every rank.
+    """After each step (its description, the fraction done, all measurements so far); the same on every rank.
 
-    seconds: for all of it, kept to within one measurement. largest: bytes; default 64 MiB on cpu, 1 GiB on cuda.
+    seconds: the time limit, exceeded by at most one measurement. largest: bytes; default 64 MiB on cpu, 1 GiB on cuda.
     """
     device = torch.device(device_mesh.device_type)
     agree, groups = agree_on(device), Groups.of(device_mesh)
@@ -87,7 +87,7 @@ def measure(
         measured.alone.setdefault(axis, {})[size] = seconds
         return f"all_gather on axis {axis}, one group alone: {size:.0f} bytes"
 
-    def said(what: str) -> tuple[str, float, Measured]:
+    def report(what: str) -> tuple[str, float, Measured]:
         return what, 1 - 0.8 * max(0.0, min(1.0, left() / (0.8 * seconds))), measured
 
     size = float(SMALLEST)
@@ -95,33 +95,33 @@ def measure(
         for key in keys:
             expected = _expected(measured.collectives[key], size)
             if 5 * expected * len(keys) < max(left(), 0.0):  # large sizes must leave time for the others
-                yield said(time(key, size))
+                yield report(time(key, size))
         size *= 4
     for axis, n in enumerate(device_mesh.shape):
         times = measured.collectives.get((axis, "all_gather"), {})
         for size in sorted(times)[-SHARED:] if math.prod(device_mesh.shape) > n else ():
             if 5 * times[size] < left():
-                yield said(time_alone(axis, size))
+                yield report(time_alone(axis, size))
     while (gap := _gap(measured.collectives, left())) is not None:
-        yield said(time(*gap))
+        yield report(time(*gap))
     measured.complete = True
     yield "done", 1.0, measured
 
 
 def buffer_of(collective: str, floats: int, n: int, device: torch.device) -> torch.Tensor:
-    """What one rank gives where the largest buffer is `floats` long."""
+    """The input of one rank where the largest buffer has `floats` elements."""
     shape = {"all_reduce": (floats,), "all_gather": (floats // n,)}.get(collective, (n, floats // n))
     return torch.ones(shape, device=device)
 
 
 def _expected(times: dict[float, float], size: float) -> float:
-    """Seconds at a size larger than all: in proportion."""
+    """Seconds at a size above all measured ones: in proportion to the size."""
     return max(times.values()) * size / max(times) if times else 0.0
 
 
 def _gap(curves: dict[tuple[int, str], dict[float, float]], left: float) -> tuple[tuple[int, str], float] | None:
-    """The size to measure next; None where time is up or all gaps are fine."""
-    best, found = 0.0, None
+    """The curve and size to measure next; None where time is up or all gaps are small."""
+    best, gap = 0.0, None
     for key, times in curves.items():
         sizes = sorted(times)
         bends = [0.0] * len(sizes)
@@ -133,17 +133,17 @@ def _gap(curves: dict[tuple[int, str], dict[float, float]], left: float) -> tupl
             wide = math.log(sizes[i + 1] / sizes[i])
             score = (max(bends[i], bends[i + 1]) + 0.01) * wide
             if sizes[i + 1] / sizes[i] > FINE and 8 * times[sizes[i + 1]] < left and score > best:
-                best, found = score, (key, math.sqrt(sizes[i] * sizes[i + 1]))
-    return found if left > 0.2 else None
+                best, gap = score, (key, math.sqrt(sizes[i] * sizes[i + 1]))
+    return gap if left > 0.2 else None
 
 
 def measure_this_cluster(
     shape: tuple[int, ...], *, clock: Callable[[], float], seconds: float, backend: str = "auto", largest: float | None = None
 ) -> Iterator[tuple[int, dict, str, float, Measured]]:
-    """`measure` on the processes that torchrun started: (rank, what the device is, what is being done, how much, all that is known).
+    """`measure` on the processes that torchrun started: (rank, device, description of the step, fraction done, all measurements so far).
 
-    backend: nccl, gloo, or auto (nccl where torch sees GPUs). ValueError where there are no such processes, or not as many as
-    the shape has.
+    backend: nccl, gloo, or auto (nccl where torch sees GPUs). ValueError where there are no such processes, or their number is not
+    that of the shape.
     """
     cuda = backend == "nccl" or (backend == "auto" and torch.cuda.is_available())
     try:

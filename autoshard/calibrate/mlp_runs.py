@@ -1,10 +1,10 @@
-"""Real data-parallel steps of an MLP predicted by rates that were fitted to other ones.
+"""Prediction of measured data-parallel steps of an MLP by rates fitted to other steps; reproduces an experiment of DistIR.
 
     t = F c_F + L c_L + c_1 + sum over world sizes n of  [n devices] 2 (n - 1)/n G c_n
 
 F FLOPs of a device (forward and two backward matmuls per layer), L layers, G bytes of float32 gradients, reduced once; c_F seconds per
-FLOP, c_L per layer (launches), c_1 per step, c_n per byte on the bus of n devices. c by `cost.curves.fit_rates`: least sum of relative
-errors, none below zero. A world size that no fitted run had gets the mean of the others' c_n.
+FLOP, c_L per layer (launches), c_1 per step, c_n per byte on the bus of n devices. c by `calibrate.fit_rates`: least sum of relative
+errors, none below zero. A world size without a fitted run gets the mean of the others' c_n.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.calibrate.rates import fit_rates
+from autoshard.calibrate.rates import fit_rates, folds_of
 from autoshard.cost.curves import bus_factor
 
 
@@ -50,20 +50,18 @@ class Calibrated:
 
 
 def calibrate(runs: Runs, seconds: np.ndarray) -> Calibrated:
-    """Rates of measured runs. ValueError where there are fewer runs than rates, or a time is no time."""
+    """Rates of measured runs. ValueError for fewer runs than rates, or a time that is not positive."""
     sizes = sorted({int(n) for n in runs.devices if n > 1})
     bus = {f"bus {n}": np.where(runs.devices == n, _bus_bytes(runs), 0.0) for n in sizes}
-    found = fit_rates({**_work(runs), **bus}, seconds).seconds_per
-    return Calibrated({kind: found[kind] for kind in _work(runs)}, {n: found[f"bus {n}"] for n in sizes})
+    rates = fit_rates({**_work(runs), **bus}, seconds).seconds_per
+    return Calibrated({kind: rates[kind] for kind in _work(runs)}, {n: rates[f"bus {n}"] for n in sizes})
 
 
 def held_out(runs: Runs, seconds: np.ndarray, *, folds: int = 3, seed: int | None = None) -> np.ndarray:
-    """Each run's seconds by the rates of the runs in the other folds; dealt in order, or shuffled by a seed."""
-    order = np.arange(len(runs)) if seed is None else np.random.default_rng(seed).permutation(len(runs))
+    """Each run's seconds by the rates of the runs in the other folds; the folds are in order, or shuffled by a seed."""
     predicted = np.empty(len(runs))
-    for fold in range(folds):
-        out, seen = order[fold::folds], np.setdiff1d(order, order[fold::folds])
-        predicted[out] = calibrate(runs[seen], seconds[seen]).seconds(runs[out])
+    for out, rest in folds_of(len(runs), folds, seed):
+        predicted[out] = calibrate(runs[rest], seconds[rest]).seconds(runs[out])
     return predicted
 
 

@@ -1,15 +1,15 @@
-"""Rates from times of work: how fast a device multiplies, moves bytes, launches, from measured seconds.
+"""Rates of a device (FLOPs, bytes, launches per second), fitted to the measured seconds of known work.
 
     t_i = sum_j w_ij c_j,   c_j >= 0         w_ij = work of kind j in run i (FLOPs, bytes, launches), c_j = seconds per unit
     c   = argmin sum_i |t_i - t~_i| / t~_i                                                           (`fit_rates`)
 
-Relative and absolute, not squared: runs span decades and a few are odd. Solved by reweighted non-negative least squares.
-A kind that explains nothing gets c_j = 0. One op, whose FLOPs and bytes overlap, is a `Roofline`.
+The errors are relative and absolute, not squared, because runs span decades and a few are outliers. The solver is reweighted
+non-negative least squares. A kind that explains no time gets c_j = 0. FLOPs and bytes of one op overlap: see `Roofline`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,24 +17,24 @@ from scipy.optimize import nnls
 
 from autoshard.calibrate.errors import Errors, Pairs, summary
 
-REWEIGHTED = 30  # times; the weights have settled long before
+REWEIGHTED = 30  # times; the weights converge much earlier
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How long each kind of work takes."""
+    """Seconds per unit of each kind of work."""
 
     seconds_per: Mapping[str, float]  # by kind of work: seconds per FLOP, byte or launch
 
     def seconds(self, work: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Of runs that do `work[kind]` of each kind."""
+        """Seconds of runs with `work[kind]` of each kind."""
         return np.sum([np.asarray(work[kind], dtype=float) * c for kind, c in self.seconds_per.items()], axis=0)
 
 
 def fit_rates(work: Mapping[str, np.ndarray], seconds: np.ndarray) -> Rates:
-    """Seconds per unit of each kind of work, from runs that did `work[kind][i]` of each and took `seconds[i]`.
+    """Seconds per unit of each kind of work, from runs i with `work[kind][i]` of each kind and `seconds[i]`.
 
-    The least sum of relative errors, rates not below 0. ValueError where runs are fewer than kinds, or a time is no time.
+    The least sum of relative errors, rates not below 0. ValueError for fewer runs than kinds, or a time that is not positive.
     """
     A, t = np.stack([np.asarray(column, dtype=float) for column in work.values()], axis=1), np.asarray(seconds, dtype=float)
     if not (np.isfinite(t).all() and (t > 0).all()):
@@ -49,15 +49,19 @@ def fit_rates(work: Mapping[str, np.ndarray], seconds: np.ndarray) -> Rates:
     return Rates(dict(zip(work, c.tolist())))
 
 
-def held_out_runs(work: Mapping[str, np.ndarray], seconds: np.ndarray, *, folds: int = 3, seed: int | None = None) -> Pairs:
-    """Each run predicted by rates fitted to the runs of the other folds; dealt in order, or shuffled by a seed."""
-    t = np.asarray(seconds, dtype=float)
-    order = np.arange(len(t)) if seed is None else np.random.default_rng(seed).permutation(len(t))
-    predicted = np.empty(len(t))
+def folds_of(num: int, folds: int, seed: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(the indices of a fold, all others) for each fold of `num` runs, in order or shuffled by a seed."""
+    order = np.arange(num) if seed is None else np.random.default_rng(seed).permutation(num)
     for fold in range(folds):
-        out = order[fold::folds]
-        seen = np.setdiff1d(order, out)
-        predicted[out] = fit_rates({k: w[seen] for k, w in work.items()}, t[seen]).seconds({k: w[out] for k, w in work.items()})
+        yield order[fold::folds], np.setdiff1d(order, order[fold::folds])
+
+
+def held_out_runs(work: Mapping[str, np.ndarray], seconds: np.ndarray, *, folds: int = 3, seed: int | None = None) -> Pairs:
+    """Each run predicted by rates fitted to the runs of the other folds; the folds are in order, or shuffled by a seed."""
+    t = np.asarray(seconds, dtype=float)
+    predicted = np.empty(len(t))
+    for out, rest in folds_of(len(t), folds, seed):
+        predicted[out] = fit_rates({k: w[rest] for k, w in work.items()}, t[rest]).seconds({k: w[out] for k, w in work.items()})
     return predicted, t
 
 
@@ -79,7 +83,7 @@ class Roofline:
     flops: Mapping[tuple[str, str], float]  # FLOP/s that large ops of a class and dtype reach
     memory: float  # bytes/s
     launch: float  # seconds
-    errors: Mapping[tuple[str, str], Errors]  # against what it was fitted to
+    errors: Mapping[tuple[str, str], Errors]  # on the ops that it was fitted to
 
     def seconds(self, sample: OpSample) -> float:
         rate = self.flops.get((sample.op, sample.dtype), np.inf)
@@ -87,7 +91,7 @@ class Roofline:
 
 
 def fit_roofline(samples: Sequence[OpSample]) -> Roofline:
-    """Rates by the largest ops of each class and dtype, where launch and cache weigh least. ValueError without memory and launch."""
+    """Rates from the largest ops of each class and dtype, where launch and caches matter least. ValueError without memory and launch."""
     launches = [s.seconds for s in samples if s.op == "launch"]
     copies = [s for s in samples if s.op == "memory"]
     if not launches or not copies:

@@ -1,4 +1,4 @@
-"""The published predictor of collective times (ml_perf_model), to compare with and to reproduce: its formulas, its units.
+"""A published predictor of collective times (ml_perf_model), reproduced for comparison with its own formulas and units.
 
 x = log2(size);  sizes in bytes, latency in us, bandwidth in GB/s (1e9);  mul = `bus_factor`;  bus_bw = mul * size / latency / 1e3
 
@@ -8,8 +8,9 @@ x = log2(size);  sizes in bytes, latency in us, bandwidth in GB/s (1e9);  mul = 
     bus_bw  size / overhead * mul / 1e3 up to ln_p;  max_bw above sats_p;  else 10^sigmoid            (`Sigmoid.predict_bus_bw`)
     time    overhead up to ln_p;  size / max_bw * mul / 1e3 + overhead above sats_p;  else size / 10^sigmoid * mul / 1e3
 
-The two disagree above sats_p, and time jumps at both turning points and can fall as size grows. Source: owensgroup/ml_perf_model,
-analysis/memory_bw_utils.py; Lin et al., "Towards Universal Performance Modeling for Machine Learning Training on Multi-GPU Platforms".
+The formulas of bus_bw and time disagree above sats_p; time jumps at both turning points and can fall as the size grows.
+Source: owensgroup/ml_perf_model, analysis/memory_bw_utils.py; Lin et al., "Towards Universal Performance Modeling for Machine
+Learning Training on Multi-GPU Platforms".
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def turning_points(latency: np.ndarray, bus_bw: np.ndarray) -> tuple[int, int]:
 
 
 def turning_sizes(sizes: Sequence[float], seconds: Sequence[float]) -> list[float]:
-    """The sizes (bytes, ascending, six or more) where time starts to grow and where bandwidth has saturated."""
+    """The sizes where time starts to grow and where bandwidth has saturated. sizes: bytes, ascending, six or more."""
     x, t = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
     return [float(x[k]) for k in turning_points(t, x / t)]
 
@@ -56,9 +57,9 @@ def fit_sigmoid(x: np.ndarray, t: np.ndarray, *, factor: float = 1.0, bus_bandwi
 
 
 def fit_published(size: np.ndarray, latency: np.ndarray, bus_bw: np.ndarray, factor: float = 1.0) -> Sigmoid:
-    """The published fit in its own units: bytes on a grid of doubling sizes, us, GB/s. ValueError where it has no answer.
+    """The published fit in its own units: bytes on a grid of doubling sizes, us, GB/s. ValueError where the fit fails.
 
-    Bit for bit only from bit-equal input: the last digit of one bandwidth moves its parameters by 1e-7.
+    The result is bit-equal only for bit-equal input: the last digit of one bandwidth moves its parameters by 1e-7.
     """
     ln, sats = turning_points(latency, bus_bw)
     log_size = np.log2(size)
@@ -70,16 +71,16 @@ def fit_published(size: np.ndarray, latency: np.ndarray, bus_bw: np.ndarray, fac
     start = [log_size.max(), np.median(x), 1, y.min()]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", OptimizeWarning)  # about the covariance, which nobody reads
+            warnings.simplefilter("ignore", OptimizeWarning)  # about the covariance, which is not used
             L, x0, k, b = curve_fit(sigmoid, x, y, start, method="dogbox")[0].tolist()
     except (RuntimeError, ValueError, TypeError) as error:
         raise ValueError(f"the published sigmoid can't be fitted to these {inside.sum()} samples: {error}") from error
     return Sigmoid(float(ln_p), float(sats_p), float(bus_bw.max()), float(latency[max(ln - 1, 0)]), (L, x0, k, b), factor)
 
 
-# -- all_to_allv: tables of embeddings, unevenly spread ---------------------------------------------------------------------
+# -- all_to_allv of embedding tables, unevenly distributed -------------------------------------------------------------------
 
-# The size that a device's time follows, of t_i tables on device i of n, S = sum t.
+# The size (in tables) from which the time of the all_to_allv is predicted; t_i tables on device i.
 SIZE_RULES = {
     "sum": lambda t: sum(t),
     "max_of_max": lambda t: max(max(sum(t) - ti, ti * (len(t) - 1)) for ti in t),
@@ -98,7 +99,7 @@ Case = tuple[int, int, Sequence[int]]  # batch, dim, tables per device
 
 
 def best_size_rule(cases: Sequence[Case], seconds: Sequence[float], curve: Curve) -> tuple[str, Mapping[str, float]]:
-    """The rule whose sizes predict the measured seconds of the (batch, dim, tables) best, and every rule's GMAE."""
+    """The rule whose sizes predict the measured seconds of the cases best, and every rule's GMAE."""
     measured = np.asarray(seconds, dtype=float)
     gmae = {
         rule: summary(curve.seconds(np.array([all_to_allv_bytes(*case, rule) for case in cases])), measured).gmae for rule in SIZE_RULES

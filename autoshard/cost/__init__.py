@@ -1,4 +1,6 @@
-"""Seconds and bytes: collectives over one mesh axis, transfers over a link, compute of one op, memory of training."""
+"""Seconds and bytes of single operations: collectives over one mesh axis, transfers over a link, the kernel of one op, an optimizer's
+step and state. All formulas of the package for these are here.
+"""
 
 from .collectives import COLLECTIVES as COLLECTIVES
 from .collectives import PricedCollective as PricedCollective

@@ -129,7 +129,7 @@ class MeshPrices(Prices):
         return copied + latency + self.itemsize * max(loads)
 
     def _in_turn(self, flows: MessageLoads) -> float:
-        """The latency of messages sent one after the other: d rounds suffice where no rank sends or receives more than d (Koenig's theorem)."""
+        """The latency of messages sent in turn: d rounds suffice where no rank sends or receives more than d (Koenig's theorem)."""
         messages = flows.by_axis(np.ones(len(flows.elements)))
         most = [(some, max(float(one[some].sum(axis=0).max()) for one in messages)) for some in self._axes_by_latency()]
         return sum(self.mesh.axes[some[0]].latency * d for some, d in most)

@@ -1,25 +1,25 @@
-"""Seconds of a collective over one mesh axis, from the axis' latency and bandwidth, or as measured.
+"""Seconds of a collective over one mesh axis, from the axis' latency and bandwidth or from a measured curve.
 
     t(B) = L * ceil(log2 n) * latency  +  V * (n - 1)/n * B / bandwidth        (`collective_seconds`)
     bytes that one rank sends = V * (n - 1)/n * B                              (`bytes_sent`)
 
-n = axis.size, bandwidth = axis.device_bandwidth (the link divided by those that share it), B = the bytes of the largest
+n = axis.size, bandwidth = axis.device_bandwidth (the link's bandwidth divided by its number of users), B = the bytes of the largest
 buffer that one rank of the group holds (the "size" of nccl-tests):
 
-    all_gather       B = the gathered output, n times what a rank brings
+    all_gather       B = the gathered output, n times the input of one rank
     reduce_scatter   B = the input of one rank
     all_reduce       B = the input of one rank; a reduce_scatter and an all_gather, hence L = V = 2
-    all_to_all       B = what one rank holds, before and after
+    all_to_all       B = the input of one rank, as large as its output
 
 Source: Chan, Heimlich, Purkayastha, van de Geijn, "Collective communication: theory, practice, and experience" (2007): no
-algorithm takes fewer than ceil(log2 n) rounds or sends less; all_to_all is not in the paper, the same bounds hold. Few
-algorithms reach both terms at once, so real times lie above. t = 0 when n = 1 or B = 0: nothing is sent. t grows with B.
+algorithm needs fewer than ceil(log2 n) rounds or sends fewer bytes; the paper has no all_to_all, but the same bounds hold for it.
+Few algorithms reach both terms at once, so real times are larger. t = 0 when n = 1 or B = 0: nothing is sent. t grows with B.
 
-Where the axis holds a measured curve of the collective, t(B) is the curve's: affine between the sizes measured, constant below,
-with the slope `tail` above.
+Where the axis has a measured curve of the collective, t(B) is the value of the curve: affine between the measured sizes, constant
+below the first, with the slope `tail` above the last.
 
-gloo has no reduce_scatter and no all_to_all of its own: torch runs an all_reduce, or an all_gather of everything, and
-keeps a part (`_what_runs`).
+gloo has neither reduce_scatter nor all_to_all: torch runs an all_reduce or an all_gather instead and keeps a part of its output
+(`_executed`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import numpy as np
 
 from autoshard.mesh import Axis, Mesh
 
-TINY = 1e-9  # bytes: a collective of so little takes its latency alone
+TINY = 1e-9  # bytes: the seconds of so small a collective are its latency
 
 
 class Cost(NamedTuple):
@@ -57,7 +57,7 @@ def collective_seconds(collective, axis, bytes):
     if curve is not None:
         t = np.interp(bytes, curve.sizes, curve.seconds) + curve.tail * np.maximum(bytes - curve.sizes[-1], 0.0)
     else:
-        run, _ = _what_runs(collective, axis)
+        run, _ = _executed(collective, axis)
         log2_n = (axis.size - 1).bit_length()  # ceil(log2 n), exactly
         t = COLLECTIVES[run].rounds * log2_n * axis.latency + bytes_sent(collective, axis, bytes) / axis.device_bandwidth
     if isinstance(bytes, np.ndarray):
@@ -71,12 +71,12 @@ def bytes_sent(collective: str, axis: Axis, bytes: float) -> float: ...
 def bytes_sent(collective: str, axis: Axis, bytes: np.ndarray) -> np.ndarray: ...
 def bytes_sent(collective, axis, bytes):
     """Bytes that each of the n ranks sends, and receives, when the buffer has B = `bytes`."""
-    run, multiple = _what_runs(collective, axis)
+    run, multiple = _executed(collective, axis)
     return COLLECTIVES[run].volume * (axis.size - 1) * (multiple * bytes) / axis.size
 
 
 class PricedCollective(NamedTuple):
-    """A collective over one mesh axis, with what it takes."""
+    """A collective over one mesh axis, with its seconds and bytes."""
 
     collective: str
     axis: int
@@ -86,7 +86,7 @@ class PricedCollective(NamedTuple):
 
 
 def priced(collectives: Iterable[tuple[str, int, int]], mesh: Mesh) -> tuple[PricedCollective, ...]:
-    """Collectives given as (collective, axis, B in bytes), for example those inside an op's local program, with their prices."""
+    """The seconds and bytes of collectives (collective, axis, B in bytes), for example those inside an op's local program."""
 
     def price(name: str, axis: int, B: int) -> PricedCollective:
         seconds, sent = (of(name, mesh.axes[axis], float(B)) for of in (collective_seconds, bytes_sent))
@@ -96,12 +96,12 @@ def priced(collectives: Iterable[tuple[str, int, int]], mesh: Mesh) -> tuple[Pri
 
 
 def size_independent_seconds(collective: str, axis: Axis) -> float:
-    """The seconds of a collective of next to no bytes: its latency."""
+    """The seconds of a collective that do not depend on its bytes: its latency."""
     return float(collective_seconds(collective, axis, TINY)) if axis.size > 1 else 0.0
 
 
-def _what_runs(collective: str, axis: Axis) -> tuple[str, int]:
-    """The collective that the axis' backend runs, and its B as a multiple of the B of the one asked for."""
+def _executed(collective: str, axis: Axis) -> tuple[str, int]:
+    """The collective that the axis' backend runs for another one, and its B as a multiple of the other's B."""
     if axis.backend == "gloo" and collective == "reduce_scatter":
         return "all_reduce", 1
     if axis.backend == "gloo" and collective == "all_to_all":

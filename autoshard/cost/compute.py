@@ -1,4 +1,4 @@
-"""Seconds of one op on one device, from the shapes that the device holds: a roofline.
+"""Seconds of one op on one device, from its local shapes: a roofline.
 
     t = max( F / (peak * EFFICIENCY),  M / memory_bandwidth ) + launch            (`op_seconds`)
 
@@ -8,8 +8,8 @@ at full precision unless told otherwise (torch 2.13: backends.cudnn.allow_tf32 i
 Views and getitem cost nothing: no kernel runs.
 
 FLOPs count as torch.utils.flop_counter does (attention without the causal half), with two differences: grouped convolution
-backward counts each group once, and a convolution counts min(input, output) points, so that it needs not know whether
-it is transposed: each filter tap meets each input point and each output point at most once.
+backward counts each group once, and a convolution counts min(input, output) points, which is right for transposed convolutions
+as well: each filter tap is applied at most once to each input point and each output point.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EFFICIENCY = 0.7
 
 
 def op_seconds(target: str, inputs: Sequence[Described], outputs: Sequence[Described | None], alias: int | None, device: Device) -> float:
-    """Seconds of op `target` ("aten.mm.default") on LOCAL inputs and outputs, in the order of the graph's Op.
+    """Seconds of op `target` ("aten.mm.default") on local inputs and outputs, in the order of the graph's Op.
 
     alias: the input whose storage the output shares, as in Op: a view (captured graphs have no ops that write in place).
     An output that is not computed is None.
@@ -37,8 +37,8 @@ def op_seconds(target: str, inputs: Sequence[Described], outputs: Sequence[Descr
     name = _name(target)
     if name == "getitem" or alias is not None:
         return 0.0
-    made = [o for o in outputs if o is not None]
-    operands = [*inputs, *made]
+    computed = [o for o in outputs if o is not None]
+    operands = [*inputs, *computed]
     itemsize = ITEMSIZE[operands[0][1]] if operands else 1
     peak = device.flops_for(itemsize, convolution=name.startswith("convolution"))
     compute = op_flops(target, inputs, outputs) / (peak * EFFICIENCY)
@@ -58,13 +58,13 @@ def op_flops(target: str, inputs: Sequence[Described], outputs: Sequence[Describ
 
 
 def _matmul(a: Shape, b: Shape) -> int:
-    """(.., m, k) @ (.., k, n); a 3-d operand with a 2-d one is a grouped matmul: each row meets one group only."""
+    """(.., m, k) @ (.., k, n); a 3-d operand with a 2-d one is a grouped matmul: each row is multiplied with one group only."""
     batch = math.prod(a[:-2]) if len(a) == len(b) else 1
     return 2 * batch * a[-2] * a[-1] * b[-1]
 
 
 def _grouped_matmul(rows: Shape, w: Shape, ends: Shape) -> int:
-    """(s, k) @ (e, k, n), each row by one group; of the groups that `ends` tells of, w may hold a part: so many rows meet it."""
+    """(s, k) @ (e, k, n), each row by one group; w may be a shard of the groups that `ends` counts: the rows of its groups count."""
     return 2 * math.prod(rows) * w[-1] * w[0] // max(ends[0], 1)
 
 
@@ -86,7 +86,7 @@ def _convolution(x: Shape, weight: Shape, y: Shape) -> int:
     return 2 * x[0] * math.prod(weight) * min(math.prod(x[2:]), math.prod(y[2:]))
 
 
-# FLOPs from the shapes of inputs i and outputs o (None where an output is not asked for).
+# FLOPs from the shapes of inputs i and outputs o (None for an output that is not computed).
 FLOPS: dict[str, Callable[[list[Shape], list], int]] = {
     "mm": lambda i, o: _matmul(i[0], i[1]),
     "bmm": lambda i, o: _matmul(i[0], i[1]),
@@ -108,7 +108,7 @@ FLOPS: dict[str, Callable[[list[Shape], list], int]] = {
     "attention_backward": lambda i, o: _attention(i[1], i[2], i[3], 3, 2),
 }
 
-# Elements of input 0 that are read, where that is not all of it: ops that read only what their indices select.
+# The elements of input 0 that an op reads, for ops that read only the elements that their indices select.
 SELECTED: dict[str, Callable[[list[Shape], list[Shape]], int]] = {
     "embedding": lambda i, o: math.prod(o[0]),
     "_embedding_bag": lambda i, o: math.prod(i[1]) * i[0][-1],

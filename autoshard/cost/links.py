@@ -1,12 +1,12 @@
-"""Seconds of point-to-point transfers over a link, which axes use the same link, and how much is worth joining into one message.
+"""Seconds of point-to-point transfers over a link, the axes that use the same link, and the size of joined messages (buckets).
 
     transfer    x(B) = latency + B / bandwidth                                                             (`transfer_seconds`)
-                over a mesh axis: bandwidth = what one device has of the link while all devices of the axis send; of a measured axis
-                the seconds of an all_gather in which every device sends as much: x (n - 1) / n of the x that it ends up with
+                over a mesh axis: bandwidth = one device's share of the link while all devices of the axis send; of a measured axis
+                the seconds of an all_gather in which every device sends as much: x (n - 1) / n for an output of x
                                                                                                            (`axis_transfer_seconds`)
     ring        r (n - 1) (latency + B / (n bandwidth)), r = 2 for all_reduce, else 1                      (`ring_seconds`)
-    bucket      10 latency n bandwidth, within 64 kB and 25 MB: from there on latency is less than a tenth of a collective's
-                seconds                                                                                    (`bucket_limit`)
+    bucket      10 latency n bandwidth, within 64 kB and 25 MB: the latency is then less than a tenth of the seconds of the
+                collective                                                                                 (`bucket_limit`)
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ SMALLEST_BUCKET, LARGEST_BUCKET = 64e3, 25e6  # bytes
 def link_key(axis: Axis) -> tuple:
     """Equal for axes on one link: those of equal bandwidth, latency, sharing, backend and curves.
 
-    Two axes inside a node use the same port of a device, two between nodes the same link of a node. Of a measured mesh each axis has
-    numbers of its own, so nothing is shared.
+    Two axes inside a node use the same port of a device; two axes between nodes use the same link of a node. The axes of a measured
+    mesh have different numbers, so each has its own link.
     """
     return axis.bandwidth, axis.latency, axis.shared_by, axis.backend, axis.curves
 
@@ -37,7 +37,7 @@ def shared_links(mesh: Mesh) -> tuple[int, ...]:
 
 
 def axes_by_link(axes: Sequence[Axis]) -> list[list[int]]:
-    """The positions of the axes, those on one link together."""
+    """The positions of the axes, grouped by link."""
     groups: dict[tuple, list[int]] = {}
     for k, axis in enumerate(axes):
         groups.setdefault(link_key(axis), []).append(k)
@@ -64,25 +64,25 @@ def axis_transfer_seconds(bytes: float, axis: Axis | None) -> float:
 
 
 def ring_seconds(collective: str, axis: Axis, bytes: float) -> float:
-    """Seconds of a ring's steps with a largest buffer of `bytes`: a rough price, to order messages by."""
+    """Seconds of a ring's steps with a largest buffer of `bytes`: an approximation, used to order messages."""
     rings = 2 if collective == "all_reduce" else 1
     return rings * (axis.size - 1) * (axis.latency + bytes / axis.size / axis.device_bandwidth)
 
 
 def bucket_limit(axis: Axis) -> float:
-    """Bytes that joined messages over the axis hold at most."""
+    """The largest bytes of joined messages over the axis."""
     if not math.isfinite(axis.device_bandwidth):
         return LARGEST_BUCKET
     return min(max(10 * axis.latency * axis.size * axis.device_bandwidth, SMALLEST_BUCKET), LARGEST_BUCKET)
 
 
 def slowest_seconds_per_byte(mesh: Mesh) -> float:
-    """Of the slowest axis, as one device sees it."""
+    """The seconds per byte of one device on the slowest axis."""
     return 1.0 / min(axis.device_bandwidth for axis in mesh.axes)
 
 
 def groups_on_link(axis: Axis | None, group: int) -> int:
-    """How many groups of `group` devices each use the axis' link at the same time; 1 without an axis."""
+    """The number of groups, of `group` devices each, that use the axis' link at the same time; 1 without an axis."""
     return max(1, axis.shared_by // group) if axis else 1
 
 

@@ -1,12 +1,12 @@
-"""Bytes that an optimizer keeps per parameter, and seconds of its step.
+"""The bytes of an optimizer's state per parameter, and the seconds of its step.
 
     state bytes  = s * numel                                                        (`optimizer_state_bytes`)
     master bytes = 4 * numel of a parameter with less than 4 bytes per element, else 0            (`master_bytes`)
     step seconds = (2 * itemsize + itemsize + 2 * (s + m)) * numel / memory_bandwidth   (`optimizer_step_seconds`)
 
-s = OPTIMIZERS[name] or the number given, m = 4 where there is a master copy, numel = elements that this device holds. The step
-reads and writes the parameter, reads the gradient, reads and writes states and master copy; its few FLOPs per element hide
-behind that. No launch cost: fused optimizers update all parameters in a handful of kernels.
+s = OPTIMIZERS[name] or the number given, m = 4 where there is a master copy, numel = elements of the local shard. The step
+reads and writes the parameter, reads the gradient, and reads and writes states and master copy; its few FLOPs per element overlap with
+that. There is no launch cost, because fused optimizers update all parameters in a handful of kernels.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ def bytes_per_parameter(optimizer: str | float) -> float:
 
 
 def optimizer_state_bytes(numel_local: int, optimizer: str | float) -> float:
-    """Bytes of state for a local part of `numel_local` elements; ValueError on an unknown optimizer."""
+    """Bytes of state for a local shard of `numel_local` elements; ValueError on an unknown optimizer."""
     return bytes_per_parameter(optimizer) * numel_local
 
 
 def master_bytes(numel_local: int, itemsize: int) -> int:
-    """Bytes of a float32 copy of parameters that are kept in less."""
+    """Bytes of the float32 master copy of parameters with fewer than 4 bytes per element."""
     return MASTER_BYTES * numel_local if itemsize < MASTER_BYTES else 0
 
 
 def optimizer_step_seconds(
     numel_local: int, itemsize: int, optimizer: str | float, device: Device, *, master_weights: bool = False
 ) -> float:
-    """Seconds to update a local part of `numel_local` elements, parameter and gradient of `itemsize` bytes each."""
+    """Seconds to update a local shard of `numel_local` elements, parameter and gradient of `itemsize` bytes each."""
     kept = optimizer_state_bytes(numel_local, optimizer) + (master_bytes(numel_local, itemsize) if master_weights else 0)
     return (3 * itemsize * numel_local + 2 * kept) / device.memory_bandwidth

@@ -1,4 +1,4 @@
-"""Measured times of collectives as curves over size, and their files."""
+"""Measured times of collectives as curves over size, and the files of these curves. `autoshard.calibrate` fits them."""
 
 from .device_counts import Family as Family
 from .files import load as load

@@ -1,15 +1,15 @@
-"""Curves over device counts: measured at some n, asked at others.
+"""Interpolation of curves between numbers of devices: from the counts that were measured to any other count.
 
-Three ways to compare sizes between n and m devices, none of which is right at all sizes:
+There are three ways to compare sizes between n and m devices, none of which is right at all sizes (`SCALES`):
 
-    the buffer  x,      what a rank sends  f(n) x  (f = `bus_factor`),      what it sends to one other  x / n             (`SCALES`)
+    the buffer  x,      the bytes that a rank sends  f(n) x  (f = `bus_factor`),      those that it sends to one other rank  x / n
 
 For each the times at the same scaled size are interpolated (or extrapolated) in log t over log2 n through the two nearest
 counts, and the geometric mean of the three is the answer (`Family.at`). Leaving one count out at a time of 130 measured curves:
 GMAE 6.9 %; 8.8 %, 9.8 % and 8.4 % with one alone (benchmarks/calibration.py).
 
-Groups over nodes are compared with groups over nodes, by their number of nodes where the devices per node are alike. From one
-node to many, with nothing measured between nodes, the link is added to the time inside:
+Groups over several nodes are compared with groups over several nodes: those over as many nodes, else those with as many devices per
+node, else any. From one node to many, with nothing measured between nodes, the time on the link is added to the time inside a node:
 
     t(x) = t_inside(x) + V (N - 1)/N x / link + V ceil(log2 N) latency         V = 2 for all_reduce, else 1     (`over_nodes`)
 """
@@ -43,12 +43,12 @@ class Family:
     sizes: tuple[float, ...]  # bytes, ascending
 
     def at(self, devices: int, nodes: int = 1) -> Curve:
-        """The curve of a count: measured, or between those that were. ValueError where only one node was measured and many are asked."""
+        """The curve of a count, measured or interpolated. ValueError for several nodes if only one node was measured, and vice versa."""
         if (nodes, devices) in self.curves:
             return self.curves[nodes, devices]
         a, b, weight = self._neighbours(nodes, devices)
         x = np.array(self.sizes)
-        scales = SCALES if a != b else (bus_factor,)  # of one count alone nothing tells how latency grows: only the bytes are scaled
+        scales = SCALES if a != b else (bus_factor,)  # one count alone does not show how latency grows: only the bytes are scaled
         log_t = np.mean([self._interpolated(x, scale, a, b, weight, devices) for scale in scales], axis=0)
         times = np.exp(np.maximum.accumulate(log_t))
         return PiecewiseCurve(self.sizes, tuple(times.tolist()), tail_slope(x, times))
@@ -58,10 +58,10 @@ class Family:
         return at[0] + weight * (at[1] - at[0])
 
     def _neighbours(self, nodes: int, devices: int) -> tuple[Count, Count, float]:
-        """Two counts and the weight of the second; twice the same where there is one only."""
-        alike = self._comparable(nodes, devices)
-        where = {count: math.log2(count[1]) for count in alike}
-        ordered = sorted(alike, key=lambda count: (where[count], count))
+        """Two counts and the weight of the second; the same count twice where there is only one."""
+        counts = self._comparable(nodes, devices)
+        where = {count: math.log2(count[1]) for count in counts}
+        ordered = sorted(counts, key=lambda count: (where[count], count))
         k = sum(where[count] < math.log2(devices) for count in ordered)
         k = min(max(k, 1), len(ordered) - 1)
         if k < 1 or where[ordered[k]] == where[ordered[k - 1]]:
@@ -70,19 +70,19 @@ class Family:
         return a, b, (math.log2(devices) - where[a]) / (where[b] - where[a])
 
     def _comparable(self, nodes: int, devices: int) -> list[Count]:
-        """The counts to interpolate between, of the first kind that has two, else of the first that has one."""
+        """The counts to interpolate between: the first kind with two counts, else the first with one."""
         kinds = [
             [c for c in self.curves if c[0] == nodes],
             [c for c in self.curves if c[0] > 1 and nodes > 1 and c[1] // c[0] == devices // nodes],
             [c for c in self.curves if (c[0] > 1) == (nodes > 1)],
         ]
-        found = next((kind for kind in kinds if len(kind) > 1), None) or next((kind for kind in kinds if kind), None)
-        if found is None:
+        counts = next((kind for kind in kinds if len(kind) > 1), None) or next((kind for kind in kinds if kind), None)
+        if counts is None:
             raise ValueError(
                 f"{self.collective} was measured on {'several nodes' if nodes == 1 else 'one node'} only; asked is {nodes} "
                 f"node{'s' * (nodes > 1)}: measure it, or give the link's bandwidth (over_nodes)"
             )
-        return found
+        return counts
 
 
 def over_nodes(collective: str, inside: Curve, sizes: tuple[float, ...], nodes: int, link: float, latency: float) -> Curve:

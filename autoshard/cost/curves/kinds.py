@@ -1,7 +1,7 @@
-"""The kinds of curves that a file may hold, beside the two of records.py: monotone cubics, and the published sigmoid predictor.
+"""The curves of a curve file, in addition to those of records.py: monotone cubics, and the published sigmoid predictor.
 
     pchip      log t a monotone cubic (PCHIP) of log x between the knots, constant below the first, affine above the last
-    sigmoid    log10(bus_bw) = L / (1 + exp(-k (x - x0))) + b,  x = log2(size)            (`calibrate.sigmoid` says the rest)
+    sigmoid    log10(bus_bw) = L / (1 + exp(-k (x - x0))) + b,  x = log2(size)            (the rest: `calibrate.sigmoid`)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FACTORS = {
 
 
 def bus_factor(collective: str, devices: int) -> float:
-    """Bus bandwidth over algorithm bandwidth; 1 where nothing is said about a collective, and on one device."""
+    """Bus bandwidth over algorithm bandwidth; 1 for a collective without a factor, and on one device."""
     return float(FACTORS[collective](devices)) if collective in FACTORS and devices > 1 else 1.0
 
 

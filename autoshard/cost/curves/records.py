@@ -1,4 +1,4 @@
-"""What a measurement and a curve are. SI units: bytes, seconds, bytes per second.
+"""The records of a measurement and of a curve. SI units: bytes, seconds, bytes per second.
 
 B = the bytes of the largest buffer that one rank of the group holds (the "size" of nccl-tests), as in cost/collectives.py.
 """
@@ -25,7 +25,7 @@ class Series:
     nodes: int = 1
     dtype: str = ""
     source: str = ""
-    bus_bandwidths: tuple[float, ...] = ()  # bytes/s as the tool reports them; empty where it doesn't
+    bus_bandwidths: tuple[float, ...] = ()  # bytes/s as the tool reports them; empty if it does not
 
     @property
     def name(self) -> str:
@@ -79,7 +79,7 @@ Numbers = Sequence[float] | np.ndarray
 
 
 def check(sizes: Numbers, seconds: Numbers, *, at_least: int = 2) -> tuple[np.ndarray, np.ndarray]:
-    """Sizes ascending and different, with the median of the seconds measured at each. ValueError for what is no measurement."""
+    """Different sizes, ascending, with the median of the seconds measured at each. ValueError for rows that are no measurement."""
     x, t = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
     if x.ndim != 1 or x.shape != t.shape:
         raise ValueError(f"{x.size} sizes and {t.size} times; expected one time for each size, in two lists of one length")
@@ -100,10 +100,10 @@ def check(sizes: Numbers, seconds: Numbers, *, at_least: int = 2) -> tuple[np.nd
 
 
 def tail_slope(x: np.ndarray, t: np.ndarray, last: int = 3) -> float:
-    """Seconds per byte beyond the last sample: the least positive of the secants to the last three before it.
+    """Seconds per byte beyond the last sample: the least positive of the secants to the three samples before it.
 
     The least, because a curve that ends before its bandwidth saturates is steeper in its middle than beyond its end. Where all
-    are flat no bandwidth was seen, and time is said to grow as size does.
+    secants are flat, the samples show no bandwidth, and the time grows in proportion to the size.
     """
     slopes = [(t[-1] - t[-1 - k]) / (x[-1] - x[-1 - k]) for k in range(1, min(last, len(x) - 1) + 1)]
     positive = [slope for slope in slopes if slope > 1e-3 * t[-1] / x[-1]]  # less than that over a doubling is noise

@@ -1,10 +1,10 @@
-"""Prices that come with autoshard: a device, the links inside a node and between nodes, and measured curves where there are any.
+"""The prices that autoshard ships, per device type: device, links inside a node and between nodes, and measured curves where known.
 
     measured.json   curves inside one node, fitted (piecewise) to public measurements by benchmarks/fit_presets.py, with the held-out
                     mean error of each; its source and licence are in the file
     ROWS            data sheets: peak throughput, memory, and links at the share of their peak that is usually reached
 
-A price without a measurement has the error that is usual for prices of its kind (mesh.UNMEASURED_LINK, UNMEASURED_DEVICE).
+A price without a measurement gets the usual error of prices of its kind (mesh.UNMEASURED_LINK, UNMEASURED_DEVICE).
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ ROWS = {
     "rtx": (Device("rtx", 165e12, 82.6e12, 1.008e12, 24e9, flops_tf32=82.6e12), 32e9, ONE_100, "NVIDIA GeForce RTX 4090 (Ada white paper)"),
     "cpu": (DEVICES["cpu"], 5e9, ONE_100, "order of magnitude of one core; measure yours"),
 }
-INTRA_LATENCY, INTER_LATENCY = 5e-6, 15e-6  # seconds; as Mesh.from_bandwidths
 
 
 @dataclass(frozen=True)
-class Link:
-    """One collective among `devices` of one node: its curve and its mean relative error on sizes not fitted to."""
+class MeasuredLink:
+    """One collective among `devices` of one node: its curve and its mean relative error on sizes that it was not fitted to."""
 
     devices: int
     collective: str
@@ -57,9 +56,9 @@ class Preset:
     inter_node_bandwidth: float  # bytes/s of a node to the others
     intra_node_latency: float  # seconds
     inter_node_latency: float
-    links: tuple[Link, ...]
+    links: tuple[MeasuredLink, ...]
     source: str
-    link_error: float  # mean relative: of the curves on sizes not fitted to, else what is usual
+    link_error: float  # mean relative: of the curves on sizes that they were not fitted to, else the usual one
     device_error: float
 
 
@@ -68,17 +67,17 @@ def all_presets() -> list[Preset]:
 
 
 def preset(name: str) -> Preset:
-    """ValueError for a name that is none."""
+    """The preset of a name; ValueError for an unknown name."""
     if name not in ROWS:
         raise ValueError(f"no prices are known for {name!r}; known are {', '.join(ROWS)}, or measure: autoshard calibrate measure")
     device, inside, between, source = ROWS[name]
     measured = _measured().get(name, {"links": [], "source": ""})
     links = tuple(_link(row) for row in measured["links"])
-    said = f"{source}; curves: {measured['source']}" if links else source
+    sources = f"{source}; curves: {measured['source']}" if links else source
     link_error = sum(link.error for link in links) / len(links) if links else UNMEASURED_LINK
     device_error = UNMEASURED_DEVICE if device.error is None else device.error
     speeds = inside * LINK_SHARE, between * LINK_SHARE, INTRA_LATENCY, INTER_LATENCY
-    bare = Preset(name, device, *speeds, links, said, link_error, device_error)
+    bare = Preset(name, device, *speeds, links, sources, link_error, device_error)
     return replace(bare, **measured["alpha_beta"]) if links else bare
 
 
@@ -103,19 +102,19 @@ def mesh(name: str, shape: Sequence[int], devices_per_node: int | None = None, *
 def _curves(one: Preset, n: int) -> tuple[LinkCurve, ...]:
     if n < 2:
         return ()
-    found = []
+    link_curves = []
     for collective in dict.fromkeys(link.collective for link in one.links):
         links = [link for link in one.links if link.collective == collective]
         curves = {(1, k.devices): PiecewiseCurve(k.curve.sizes, k.curve.seconds, k.curve.tail) for k in links}
         curve = Family(collective, curves, links[0].curve.sizes).at(n)
         assert isinstance(curve, PiecewiseCurve)
-        found.append(LinkCurve(collective, curve.sizes, curve.times, curve.tail, max(link.error for link in links)))
-    return tuple(found)
+        link_curves.append(LinkCurve(collective, curve.sizes, curve.times, curve.tail, max(link.error for link in links)))
+    return tuple(link_curves)
 
 
-def _link(row: dict) -> Link:
+def _link(row: dict) -> MeasuredLink:
     curve = LinkCurve(row["collective"], tuple(row["sizes"]), tuple(row["seconds"]), row["tail"], row["error"])
-    return Link(row["devices"], row["collective"], curve, row["error"])
+    return MeasuredLink(row["devices"], row["collective"], curve, row["error"])
 
 
 @cache
