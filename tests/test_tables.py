@@ -13,7 +13,7 @@ from autoshard.mesh import Mesh
 from autoshard.tables import Option, Table, plan_tables
 from autoshard.tables.arrays import Devices, arrays_of
 from autoshard.tables.bound import Bound, dual_feasible
-from autoshard.tables.prices import Usage, distinct, options_of, reads_of_top
+from autoshard.tables.prices import Workload, distinct, options_of, reads_of_top
 from tests.helpers_tables import enumerated, loads, random_tables
 
 
@@ -123,7 +123,7 @@ MESH = Mesh.from_bandwidths((2, 4))
 
 
 def usage(mesh=MESH, per_node=4, with_host=True):
-    return Usage(mesh, per_node, 512, 32e9, with_host)
+    return Workload(mesh, per_node, 512, 32e9, with_host)
 
 
 def test_every_sharding_in_every_memory_is_listed():

@@ -1,9 +1,9 @@
-"""Embedding tables: which sharding each of thousands of tables gets, and on which devices, by the slowest device."""
+"""Plans for embedding tables: the sharding and the devices of each table such that the slowest device is as fast as possible."""
 
-from .dp import dp_proposals as dp_proposals
-from .dp import dp_proposals_2d as dp_proposals_2d
-from .plan import plan_tables as plan_tables
-from .records import Option as Option
-from .records import Placed as Placed
-from .records import Table as Table
-from .records import TablePlan as TablePlan
+from autoshard.tables.dp import dp_proposals as dp_proposals
+from autoshard.tables.dp import dp_proposals_2d as dp_proposals_2d
+from autoshard.tables.plan import plan_tables as plan_tables
+from autoshard.tables.records import Option as Option
+from autoshard.tables.records import PlacedTable as PlacedTable
+from autoshard.tables.records import Table as Table
+from autoshard.tables.records import TablePlan as TablePlan

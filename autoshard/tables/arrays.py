@@ -1,7 +1,7 @@
-"""The same problem as flat arrays of numbers, and the judge of what a choice costs.
+"""The tables' planning problem as flat arrays of numbers, and the evaluation of a choice.
 
     seconds_d = sum of the shards on device d        slowest = max over d of seconds_d
-    hbm_d, host_h alike, and hbm_d <= hbm_limit_d, host_h <= host_limit_h                                    (`rate`)
+    hbm_d, host_h: the same sums of bytes, with hbm_d <= hbm_limit_d, host_h <= host_limit_h                 (`rate`)
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .records import SCOPES, Option
+from autoshard.tables.records import SCOPES, Option
 
 
 class Devices(NamedTuple):
-    """Who shares what: node k holds devices k * per_node and on; host_of[d] is whose host memory device d uses."""
+    """The devices and their memory: node k has the devices from k * per_node on; device d uses the memory of host host_of[d]."""
 
     per_node: int
     host_of: np.ndarray  # device -> host
@@ -32,7 +32,8 @@ class Devices(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """Tables -> options -> parts -> shards, end to end; the kernels read these. A part moves as one: a shard, a node's, or all."""
+    """Tables -> options -> parts -> shards, concatenated, for the compiled kernels. A part is placed as one: one shard, the shards of a
+    node, or all shards."""
 
     first_option: np.ndarray  # per table, one more at the end
     first_part: np.ndarray  # per option
@@ -41,7 +42,7 @@ class Arrays(NamedTuple):
     seconds: np.ndarray  # per shard
     hbm: np.ndarray
     host: np.ndarray
-    listed: np.ndarray  # per option: where it stands in the list that was given
+    listed: np.ndarray  # per option: its index in the table's list of options
 
     @property
     def num_tables(self) -> int:
@@ -53,14 +54,14 @@ class Arrays(NamedTuple):
 
 
 class Spots(NamedTuple):
-    """A choice: per table an option (counted over all tables), and where each of its parts lies (a device, a node, or 0)."""
+    """A choice: per table an option (numbered over all tables), and the place of each of its parts (a device, a node, or 0)."""
 
     option: np.ndarray  # (tables,)
     place: np.ndarray  # (tables, most parts)
 
 
 class Rating(NamedTuple):
-    slowest: float  # seconds; inf where something is over its memory
+    slowest: float  # seconds; inf where a device or host exceeds its memory
     seconds: np.ndarray  # per device
     hbm: np.ndarray
     host: np.ndarray  # per host
@@ -68,7 +69,7 @@ class Rating(NamedTuple):
 
 
 def arrays_of(tables: Sequence[Sequence[Option]], devices: Devices) -> Arrays:
-    """Forbidden options and those with a shard that no device can hold are left out; a table without any left keeps none."""
+    """The arrays without forbidden options and options with a shard larger than every device; a table may have no option left."""
     first_option, first_part, first_shard, scope, index = [0], [0], [0], [], []
     columns: tuple[list[float], ...] = ([], [], [])
     largest, largest_host = devices.hbm_limit.max(), devices.host_limit.max()
@@ -85,8 +86,8 @@ def arrays_of(tables: Sequence[Sequence[Option]], devices: Devices) -> Arrays:
             for column, values in zip(columns, (option.seconds, option.hbm_bytes, option.host_bytes)):
                 column.extend(values)
         first_option.append(len(scope))
-    whole = (first_option, first_part, first_shard, scope, index)
-    tables_at, parts_at, shards_at, scopes, listed = (np.array(x, dtype=np.int64) for x in whole)
+    lists = (first_option, first_part, first_shard, scope, index)
+    tables_at, parts_at, shards_at, scopes, listed = (np.array(x, dtype=np.int64) for x in lists)
     seconds, hbm, host = (np.array(x, dtype=float) for x in columns)
     return Arrays(tables_at, parts_at, shards_at, scopes, seconds, hbm, host, listed)
 
@@ -98,7 +99,7 @@ def part_devices(arrays: Arrays, devices: Devices, option: int, place: int) -> r
 
 
 def rate(arrays: Arrays, devices: Devices, spots: Spots) -> Rating:
-    """What a choice costs and whether it fits; sums go table by table."""
+    """The seconds and bytes of a choice, and whether it fits; the sums run table by table."""
     seconds, hbm, host = np.zeros(devices.num), np.zeros(devices.num), np.zeros(len(devices.host_limit))
     for option, places in zip(spots.option.tolist(), spots.place.tolist()):
         for k, part in enumerate(range(arrays.first_part[option], arrays.first_part[option + 1])):

@@ -1,6 +1,7 @@
-"""Lower bounds on the slowest device: what no plan can beat.
+"""Lower bounds on the seconds of the slowest device of any plan.
 
-Suppose a plan takes at most T on every device and fits. Then, summed over the D devices, its chosen options o obey rows a_k:
+Suppose that every device of a plan takes at most T and that the plan fits. Then, summed over the D devices, its options o satisfy
+the rows a_k:
 
     sum of seconds <= D T        sum of hbm bytes <= all devices' memory        sum of host bytes <= all hosts' memory
     sum of u(seconds of a shard / T) <= D,  sum of u(hbm of a shard / largest device) <= D      for every dual feasible u   -> rows_at
@@ -9,9 +10,10 @@ and no shard of o takes longer than T. For weights y >= 0 each table adds at lea
 
     sum over tables of min over o of y . a_o  >  y . b     =>     no such plan: T is a lower bound                          -> refutes
 
-The weights come from a linear program; the refutation is summed up again from the weights, so the bound does not rest on the program's
-tolerances. u(z) is dual feasible when sum z <= 1 implies sum u(z) <= 1; used are u_k(z) = (ceil((k + 1) z) - 1) / k and the one that
-counts z > 1 - e whole and z < e not at all. Source: Fekete, Schepers, "New classes of fast lower bounds for bin packing problems" (2001).
+The weights come from a linear program; the refutation is computed again from the weights, so the bound does not depend on the
+program's tolerances. u(z) is dual feasible when sum z <= 1 implies sum u(z) <= 1; used are u_k(z) = (ceil((k + 1) z) - 1) / k and the
+function that rounds z > 1 - e up to 1 and z < e down to 0.
+Source: Fekete, Schepers, "New classes of fast lower bounds for bin packing problems" (2001).
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
-from .arrays import Arrays, Devices
+from autoshard.tables.arrays import Arrays, Devices
 
 STEPS = tuple(range(1, 13))  # k of u_k
-EDGES = (0.1, 0.2, 0.3, 0.4, 0.5)  # e of the other one
-SAFE = 1e-12  # relative: z is taken this much smaller, so that rounding can't count too much
-MARGIN = 1e-11  # relative: by how much a refutation must hold; sums of thousands of numbers err by about 1e-13
+EDGES = (0.1, 0.2, 0.3, 0.4, 0.5)  # e of the other function
+SAFE = 1e-12  # relative: z is reduced by this much, so that rounding cannot make u(z) too large
+MARGIN = 1e-11  # relative margin that a refutation needs; sums of thousands of numbers err by about 1e-13
 WIDTH = 1e-4  # relative: bisection stops here
 
 
@@ -45,7 +47,7 @@ class Totals(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The optimum of the linear program at T: weights of the rows, the share of each option, the excess (above 0: nothing fits)."""
+    """The optimum of the linear program at T: weights of the rows, the share of each option, the excess (above 0: no plan fits)."""
 
     y: np.ndarray
     share: np.ndarray
@@ -68,9 +70,9 @@ def totals_of(arrays: Arrays) -> Totals:
 def dual_feasible(z: np.ndarray) -> list[np.ndarray]:
     """Every u at z, element by element."""
     z = np.maximum(z * (1 - SAFE), 0.0)
-    found = [np.maximum(np.floor((k + 1) * z), 0.0) / k for k in STEPS]
-    found += [np.where(z > 1 - e, 1.0, np.where(z < e, 0.0, z)) for e in EDGES]
-    return found
+    values = [np.maximum(np.floor((k + 1) * z), 0.0) / k for k in STEPS]
+    values += [np.where(z > 1 - e, 1.0, np.where(z < e, 0.0, z)) for e in EDGES]
+    return values
 
 
 def rows_at(arrays: Arrays, totals: Totals, devices: Devices, T: float, *, packing: bool = True) -> tuple[np.ndarray, np.ndarray]:
@@ -109,26 +111,26 @@ def solve_weights(a: np.ndarray, b: np.ndarray, allowed: np.ndarray, totals: Tot
     used = np.flatnonzero(a[:, open_].any(axis=1) | (b == 0))
     pick = csr_array((np.ones(n), (totals.table_of[open_], np.arange(n))), shape=(num_tables, n + 1))
     upper = np.hstack([a[np.ix_(used, open_)], -np.ones((len(used), 1))])
-    found = linprog(
+    optimum = linprog(
         np.append(np.zeros(n), 1.0), A_ub=upper, b_ub=b[used], A_eq=pick, b_eq=np.ones(num_tables),
         bounds=[(0, None)] * n + [(-1, None)], method="highs-ds",
     )  # fmt: skip
-    assert found.status == 0, f"the linear program ended with: {found.message}"
+    assert optimum.status == 0, f"the linear program ended with: {optimum.message}"
     y, share = np.zeros(len(b)), np.zeros(len(allowed))
-    y[used] = np.maximum(-found.ineqlin.marginals, 0.0)
-    share[open_] = found.x[:-1]
-    return Weights(y, share, float(found.x[-1]))
+    y[used] = np.maximum(-optimum.ineqlin.marginals, 0.0)
+    share[open_] = optimum.x[:-1]
+    return Weights(y, share, float(optimum.x[-1]))
 
 
 class Bound:
-    """Bounds of one problem; keeps the weights of the last T that was refuted, for fixing options and for guidance."""
+    """The lower bound of one problem; `value` is the largest T that was refuted so far."""
 
     def __init__(self, arrays: Arrays, devices: Devices) -> None:
         self.arrays, self.devices, self.totals = arrays, devices, totals_of(arrays)
         self.value = 0.0
 
     def refutes(self, T: float, *, packing: bool = True) -> bool:
-        """Whether it is proven that every plan takes longer than T; if so `value` rises to T."""
+        """Whether every plan provably takes longer than T; if so, `value` is raised to T."""
         proven = self._excess_at(T, packing) > MARGIN
         if proven:
             self.value = max(self.value, T)

@@ -1,13 +1,13 @@
-"""The published knapsack over tables: for every amount of memory in all, the options whose seconds sum to the least.
+"""The published knapsack over tables: for every total amount of memory, the options with the least sum of seconds.
 
-    best[i][m] = (seconds, memory) of tables 0..i whose memory lies in bin m = floor(memory)                       -> fill
+    best[i][m] = (seconds, memory) of tables 0..i whose memory is in bin m = floor(memory)                       -> fill
     memory'    = memory + a_ij,  seconds' = seconds + b_ij,  where memory' < bins
-    the first of equal states stays: option by option, lower bin first
+    the first of equal states is kept: in the order of options, then of bins
 
-a_ij, b_ij = memory (in bins, a float) and seconds of option j of table i. One state per bin: a heavier sum in the same bin wins if it is
-quicker. After the last table each bin that is not empty gives one proposal, high memory to low.
+a_ij, b_ij = memory (in bins, a float) and seconds of option j of table i. There is one state per bin: within a bin the
+faster sum is kept, even if it needs more memory. After the last table each non-empty bin yields one proposal, high memory to low.
 Source: DynamicProgrammingProposer of TorchEasyRec and torchrec, and TorchEasyRec's form in two dimensions (device and host memory), where
-the first of equal states is the one of the lower bins, then of the earlier option, and each device bin gives its quickest host bin.
+among equal states the one of the lower bins, then of the earlier option, is kept, and each device bin yields its fastest host bin.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Lists = Sequence[Sequence[float]]
 def dp_proposals(memory_in_bins: Lists, perf: Lists, bins: int) -> list[list[int]]:
     """One option per table for each amount of memory, high memory to low, by the published rule.
 
-    memory_in_bins[i][j], perf[i][j]: of option j of table i; lists may differ in length, inf forbids an option. bins: amounts told apart;
+    memory_in_bins[i][j], perf[i][j]: of option j of table i; lists may differ in length, inf forbids an option. bins: the number of bins;
     a plan whose memory reaches it is left out. ValueError where the lists differ in shape or hold NaN or a number below 0.
 
         dp_proposals([[1.5, 3.0], [2.5]], [[9.0, 4.0], [5.0]], bins=6)  ->  [[1, 0], [0, 0]]
@@ -39,7 +39,7 @@ def dp_proposals(memory_in_bins: Lists, perf: Lists, bins: int) -> list[list[int
 
 
 def dp_proposals_2d(hbm_in_bins: Lists, host_in_bins: Lists, perf: Lists, hbm_bins: int, host_bins: int) -> list[list[int]]:
-    """The same under two kinds of memory: for each bin of device memory the quickest plan over all bins of host memory.
+    """`dp_proposals` under two kinds of memory: for each bin of device memory the fastest plan over all bins of host memory.
 
     Lists and errors as in `dp_proposals`.
     """
@@ -75,23 +75,23 @@ def _quickest_per_row(cell: np.ndarray, seconds: np.ndarray, host_bins: int) -> 
 
 
 def _flat(lists: dict[str, Lists]) -> tuple[np.ndarray, list[np.ndarray]]:
-    """first[i] = where table i's options begin, and every list end to end."""
-    (name, given), *others = lists.items()
+    """(first, where table i's options start at first[i]; each of the lists, concatenated)."""
+    (name, tables), *others = lists.items()
     for other, rows in others:
-        if len(rows) != len(given):
-            raise ValueError(f"{name} has {len(given)} tables, {other} {len(rows)}; expected as many")
-    for i in range(len(given)):
+        if len(rows) != len(tables):
+            raise ValueError(f"{name} has {len(tables)} tables, {other} {len(rows)}; expected as many")
+    for i in range(len(tables)):
         counts = {other: len(rows[i]) for other, rows in lists.items()}
         if len(set(counts.values())) > 1 or counts[name] == 0:
-            said = ", ".join(f"{n} in {other}" for other, n in counts.items())
-            raise ValueError(f"table {i} has {said}; expected as many options in each, at least one")
+            listed = ", ".join(f"{n} in {other}" for other, n in counts.items())
+            raise ValueError(f"table {i} has {listed}; expected as many options in each, at least one")
     flat = []
     for other, rows in lists.items():
         values = np.array([x for row in rows for x in row], dtype=float)
         if (bad := np.flatnonzero(~(values >= 0))).size:
             raise ValueError(f"{other} holds {values[bad[0]]:g}; expected numbers of 0 or more (inf forbids an option)")
         flat.append(values)
-    return np.cumsum([0, *map(len, given)]), flat
+    return np.cumsum([0, *map(len, tables)]), flat
 
 
 def _check_bins(bins: object, name: str) -> None:
@@ -105,13 +105,13 @@ def _code_type(first: np.ndarray, bins: int) -> type:
 
 @numba.njit(cache=True)
 def fill(first, a, b, bins, back):  # pragma: no cover
-    """back[i, m] = previous bin * (most options of a table) + option; -1 where no state is."""
+    """back[i, m] = previous bin * (most options of a table) + option; -1 where there is no state."""
     width = 0
     for i in range(len(first) - 1):
         width = max(width, first[i + 1] - first[i])
     seconds, memory = np.full(bins, np.inf), np.zeros(bins)
-    seconds[0] = 0.0  # nothing placed yet: one state of no memory
-    reached = 1  # states lie below it
+    seconds[0] = 0.0  # no table is placed: one state without memory
+    reached = 1  # all states are in lower bins
     for i in range(len(first) - 1):
         new_seconds, new_memory = np.full(bins, np.inf), np.zeros(bins)
         new_reached = 0
@@ -143,7 +143,7 @@ def _walk_back(back: np.ndarray, width: int) -> list[list[int]]:
 
 @numba.njit(cache=True)
 def step_2d(seconds, memory, host, a, h, b, bins, host_bins, width):  # pragma: no cover
-    """The states after one more table, ascending by cell = device bin * host_bins + host bin, with the code of where each came from."""
+    """The states after one more table, ascending by cell = device bin * host_bins + host bin, and their codes (previous state, option)."""
     size = bins * host_bins
     new_seconds, code = np.full(size, np.inf), np.full(size, -1, dtype=np.int64)
     new_memory, new_host = np.zeros(size), np.zeros(size)
@@ -159,7 +159,7 @@ def step_2d(seconds, memory, host, a, h, b, bins, host_bins, width):  # pragma: 
 
 
 def bins_of(memory: Lists, total: float, bins: int) -> list[list[float]]:
-    """Bytes to bins: memory / (total / bins), as the published planner counts. ValueError where there is no memory."""
+    """Bytes in units of bins: memory / (total / bins), as in the published planner. ValueError where there is no memory."""
     if not 0 < total < math.inf:
         raise ValueError(f"the devices' memory is {total:g} bytes in all; expected a number above 0")
     size = float(total) / bins

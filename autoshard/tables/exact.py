@@ -1,9 +1,9 @@
-"""The best plan of a few tables, proven: depth-first over every option at every place, compiled.
+"""The optimal plan of a few tables: a compiled depth-first search over every option at every place.
 
-    a branch is left when      max over d of seconds_d  >=  best
-                         or    y . used + sum over the tables to come of min over o of y . a_o  >  y . b(best)       (bound.py has y, a, b)
-                         or    some device or host is over its memory
-Devices of a node that carry the same are alike to a table of one shard: the first is tried.
+    a branch is pruned when    max over d of seconds_d  >=  best
+                         or    y . used + sum over the remaining tables of min over o of y . a_o  >  y . b(best)    (bound.py has y, a, b)
+                         or    a device or host exceeds its memory
+Devices of a node with the same load are equivalent for a table of one shard: only the first is tried.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from .arrays import Arrays, Devices, Spots
-from .bound import Bound, rows_at, solve_weights
+from autoshard.tables.arrays import Arrays, Devices, Spots
+from autoshard.tables.bound import Bound, rows_at, solve_weights
 
 MOST_WAYS = 4000  # in all, over the tables
 MOST_TABLES = 16
@@ -23,18 +23,18 @@ BRANCHES = 4_000_000  # about two seconds
 
 
 class Ways(NamedTuple):
-    """Every way of laying every table, table by table: what it adds to each device and host."""
+    """Every way of placing each table, table by table: the seconds and bytes that it adds to each device and host."""
 
     first: np.ndarray  # per table
     seconds: np.ndarray  # (ways, devices)
     hbm: np.ndarray
     host: np.ndarray  # (ways, hosts)
-    alone: np.ndarray  # per way: its device, if it has one shard, else -1
+    alone: np.ndarray  # per way: its device where it has one shard, else -1
     spots: list[tuple[int, tuple[int, ...]]]  # option, places
 
 
 def ways_of(arrays: Arrays, devices: Devices, order: np.ndarray) -> Ways | None:
-    """None where there are too many."""
+    """All ways of the tables in `order`; None where there are too many."""
     first, spots = [0], []
     for t in order.tolist():
         for o in range(arrays.first_option[t], arrays.first_option[t + 1]):
@@ -42,8 +42,8 @@ def ways_of(arrays: Arrays, devices: Devices, order: np.ndarray) -> Ways | None:
             parts = range(arrays.first_part[o], arrays.first_part[o + 1])
             if places ** len(parts) > MOST_WAYS * 10:
                 return None
-            alike = all(_same_shards(arrays, parts[0], p) for p in parts)
-            each = itertools.combinations_with_replacement if alike else lambda some, n: itertools.product(some, repeat=n)
+            is_uniform = all(_same_shards(arrays, parts[0], p) for p in parts)
+            each = itertools.combinations_with_replacement if is_uniform else lambda some, n: itertools.product(some, repeat=n)
             spots += [(o, tuple(place)) for place in each(range(places), len(parts))]
             if len(spots) > MOST_WAYS:
                 return None
@@ -69,8 +69,8 @@ def _same_shards(arrays: Arrays, p: int, q: int) -> bool:
     return all(np.array_equal(column[a], column[b]) for column in (arrays.seconds, arrays.hbm, arrays.host))
 
 
-def alike_of(arrays: Arrays, devices: Devices) -> np.ndarray:
-    """Per device, a number that is equal for devices that can be exchanged: of one node, with equal limits, if all wide parts are even."""
+def equivalent_devices(arrays: Arrays, devices: Devices) -> np.ndarray:
+    """Per device a class; devices of one class can be exchanged: those of a node with equal limits, if every part's shards are equal."""
     size = np.diff(arrays.first_shard)
     for p in np.flatnonzero(size > 1).tolist():
         part = slice(arrays.first_shard[p], arrays.first_shard[p + 1])
@@ -92,10 +92,10 @@ def search_all(arrays: Arrays, devices: Devices, bound: Bound, best: float, spot
     price, budget = _prices(arrays, devices, bound, best)
     priced = np.array([price[o] for o, _ in ways.spots])
     least = np.minimum.reduceat(priced, ways.first[:-1])
-    to_come = np.append(np.cumsum(least[::-1])[::-1], 0.0)
+    remaining = np.append(np.cumsum(least[::-1])[::-1], 0.0)
     chosen = np.full(arrays.num_tables, -1)
-    found, branches = descend(
-        ways.first, ways.seconds, ways.hbm, ways.host, ways.alone, alike_of(arrays, devices), priced, to_come, budget,
+    slowest, branches = descend(
+        ways.first, ways.seconds, ways.hbm, ways.host, ways.alone, equivalent_devices(arrays, devices), priced, remaining, budget,
         devices.hbm_limit, devices.host_limit, best, BRANCHES, chosen,
     )  # fmt: skip
     if chosen[0] >= 0:
@@ -103,11 +103,11 @@ def search_all(arrays: Arrays, devices: Devices, bound: Bound, best: float, spot
         for t, w in zip(order.tolist(), chosen.tolist()):
             option, place = ways.spots[w]
             spots.option[t], spots.place[t, : len(place)] = option, place
-    return found, spots, branches < BRANCHES
+    return slowest, spots, branches < BRANCHES
 
 
 def _prices(arrays: Arrays, devices: Devices, bound: Bound, best: float) -> tuple[np.ndarray, float]:
-    """y . a_o of every option, and y . b at T = best; zeros where nothing is known."""
+    """y . a_o of every option, and y . b at T = best; zeros and inf where there are no weights."""
     if not np.isfinite(best) or best <= 0:
         return np.zeros(len(arrays.scope)), np.inf
     a, b = rows_at(arrays, bound.totals, devices, best, packing=False)
@@ -119,9 +119,9 @@ def _prices(arrays: Arrays, devices: Devices, bound: Bound, best: float) -> tupl
 
 @numba.njit(cache=True, nogil=True)
 def descend(  # pragma: no cover
-    first, add_seconds, add_hbm, add_host, alone, alike, priced, to_come, budget, limit, host_limit, best, branches, chosen
+    first, add_seconds, add_hbm, add_host, alone, equivalent, priced, remaining, budget, limit, host_limit, best, branches, chosen
 ):
-    """Fill `chosen` with the ways of the best plan below `best`; returns (its seconds, branches looked at)."""
+    """Fill `chosen` with the ways of the best plan below `best`; returns (its seconds, number of branches visited)."""
     n, num = len(first) - 1, len(limit)
     seconds, hbm, host = np.zeros((n + 1, num)), np.zeros((n + 1, num)), np.zeros((n + 1, len(host_limit)))
     used = np.zeros(n + 1)
@@ -136,16 +136,16 @@ def descend(  # pragma: no cover
         at[t] += 1
         count += 1
         used[t + 1] = used[t] + priced[w]
-        if used[t + 1] + to_come[t + 1] > budget:
+        if used[t + 1] + remaining[t + 1] > budget:
             continue
         d = alone[w]
         if d >= 0:
-            twin = False
+            is_redundant = False
             for other in range(d):
-                if alike[other] == alike[d] and seconds[t, other] == seconds[t, d] and hbm[t, other] == hbm[t, d]:
-                    twin = True
+                if equivalent[other] == equivalent[d] and seconds[t, other] == seconds[t, d] and hbm[t, other] == hbm[t, d]:
+                    is_redundant = True
                     break
-            if twin:
+            if is_redundant:
                 continue
         ok = True
         for d in range(num):

@@ -1,40 +1,40 @@
-"""Why a table landed where it did, in a sentence."""
+"""A sentence for each table that explains the choice of its option and its devices."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from .arrays import part_devices, rate
-from .planner import Planner
+from autoshard.tables.arrays import part_devices, rate
+from autoshard.tables.planner import Planner
 
 
 def reasons(planner: Planner) -> list[str]:
-    """Per table: how its option compares with its quickest one, and what the best other place would do."""
+    """Per table: a comparison of its option with its fastest option, and of its place with the best other place."""
     arrays, devices, spots = planner.arrays, planner.devices, planner.best
     assert spots is not None
     seen, totals = rate(arrays, devices, spots), planner.bound.totals
     free, free_host = devices.hbm_limit - seen.hbm, devices.host_limit - seen.host
-    found = []
+    sentences = []
     for t, o in enumerate(spots.option.tolist()):
         low, high = arrays.first_option[t], arrays.first_option[t + 1]
-        quickest = low + int(np.argmin(totals.seconds[low:high]))
+        fastest = low + int(np.argmin(totals.seconds[low:high]))
         place = _on_place(arrays, devices, spots, seen, free, free_host, t, o)
-        found.append(f"{_on_option(totals, o, quickest, high - low)}; {place}")
-    return found
+        sentences.append(f"{_on_option(totals, o, fastest, high - low)}; {place}")
+    return sentences
 
 
-def _on_option(totals, o: int, quickest: int, count: int) -> str:
+def _on_option(totals, o: int, fastest: int, count: int) -> str:
     if count == 1:
         return "its only option"
-    if totals.seconds[o] <= totals.seconds[quickest]:
+    if totals.seconds[o] <= totals.seconds[fastest]:
         return f"the least work of its {count} options"
-    more = f"{1e6 * (totals.seconds[o] - totals.seconds[quickest]):.3g} us more work than its quickest option"
-    saved, saved_host = totals.hbm[quickest] - totals.hbm[o], totals.host[quickest] - totals.host[o]
+    more = f"{1e6 * (totals.seconds[o] - totals.seconds[fastest]):.3g} us more work than its fastest option"
+    saved, saved_host = totals.hbm[fastest] - totals.hbm[o], totals.host[fastest] - totals.host[o]
     if saved > 0:
         return f"{more}, but {_size(saved)} less device memory"
     if saved_host > 0:
         return f"{more}, but {_size(saved_host)} less host memory"
-    if totals.longest[o] < totals.longest[quickest]:
+    if totals.longest[o] < totals.longest[fastest]:
         return f"{more}, but in smaller shards"
     return f"{more}; the search found no better use of the memory"
 

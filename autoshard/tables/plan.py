@@ -1,9 +1,9 @@
-"""`plan_tables`: options and devices for embedding tables, by the slowest device.
+"""`plan_tables`: choose options and devices for embedding tables such that the slowest device is as fast as possible.
 
-options  = what each table may do, priced on the mesh, or as given               prices.py
-arrays   = the same as numbers                                                   arrays.py
+options  = the possible shardings of each table, priced on the mesh or given     prices.py
+arrays   = the options as arrays of numbers                                      arrays.py
 planner  = bound, search, proof                                                  planner.py
-plan     = by name again, with the reason why each table lies where it does      explain.py
+plan     = the result by table name, with a reason for each table's placement     explain.py
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from autoshard.mesh import Mesh
-
-from .arrays import Devices, arrays_of, part_devices, rate
-from .explain import reasons
-from .planner import Planner, Progress
-from .prices import Usage, nodes_of, options_of
-from .records import Load, Option, Placed, Table, TablePlan
+from autoshard.tables.arrays import Devices, arrays_of, part_devices, rate
+from autoshard.tables.explain import reasons
+from autoshard.tables.planner import Planner, Progress
+from autoshard.tables.prices import Workload, nodes_of, options_of
+from autoshard.tables.records import DeviceLoad, Option, PlacedTable, Table, TablePlan
 
 MOST_DEVICES = 4096  # a table split by rows has a shard on each, so that a move of the search takes as long as there are devices
 
@@ -38,15 +37,15 @@ def plan_tables(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> TablePlan:
-    """Lay every table so that the slowest device is as fast as can be, within each device's and each host's memory.
+    """Place every table so that the slowest device is as fast as possible, within each device's and each host's memory.
 
     mesh: a Mesh, or a number of devices in one node. hbm: bytes per device, one number or one per device (default: the device's memory).
-    host_memory: bytes per host (node), alike; default: not limited where options are given, and no option in host memory otherwise.
-    reserve: the share of both that is kept free. batch: examples per device and step. host_bandwidth: bytes per second between a device
-    and its host's memory. devices_per_node: default all axes of the mesh but the first. effort: times the usual number of search moves.
-    progress: called with (what is being done, fraction done). The same seed gives the same plan everywhere.
+    host_memory: bytes per host (node), one number or one per host; default: not limited where options are given, and no option in host
+    memory otherwise. reserve: the share of both that is kept free. batch: examples per device and step. host_bandwidth: bytes per second
+    between a device and its host's memory. devices_per_node: default all axes of the mesh but the first. effort: times the usual number of
+    search moves. progress: called with (description, fraction done). The same seed returns the same plan on every machine.
 
-    A plan that can't be has status "infeasible" and a `reason`. ValueError on bad input.
+    Where no plan fits, the plan has status "infeasible" and a `reason`. ValueError on bad input.
 
         plan = plan_tables([Table("user", 10**7, 64), Table("item", 10**6, 128)], 8, hbm=16e9)
         plan.slowest_device_seconds, plan.bound_seconds, plan.tables["user"].devices
@@ -69,8 +68,8 @@ def plan_tables(
         check_limit("hbm", limits["hbm"], mesh.num_devices, reserve),
         check_limit("host_memory", limits["host_memory"], mesh.num_devices // per_node, reserve),
     )
-    usage = Usage(mesh, per_node, batch, host_bandwidth, host_memory is not None)
-    options = [table.options if table.options is not None else options_of(table, usage) for table in tables]
+    workload = Workload(mesh, per_node, batch, host_bandwidth, host_memory is not None)
+    options = [table.options if table.options is not None else options_of(table, workload) for table in tables]
     assumptions = {"devices": mesh.num_devices, "devices_per_node": per_node, "batch": batch, "reserve": reserve,
                    "host_bandwidth": host_bandwidth, "mesh": mesh.to_dict()}  # fmt: skip
     return plan_options(
@@ -88,23 +87,23 @@ def plan_options(
     progress: Progress | None = None,
     assumptions: dict | None = None,
 ) -> TablePlan:
-    """The plan of tables whose options are known, on devices as `Devices` says; otherwise as `plan_tables`."""
+    """The plan of tables with known options on the given devices; otherwise as `plan_tables`."""
     check_shards(names, options, devices)
-    arrays, noted = arrays_of(options, devices), assumptions or {}
+    arrays, assumptions = arrays_of(options, devices), assumptions or {}
     reason = too_large(names, options, arrays.first_option, devices)
     if reason:
-        return nothing(devices, "infeasible", math.inf, reason, noted)
+        return no_plan(devices, "infeasible", math.inf, reason, assumptions)
     planner = Planner(arrays, devices, seed, progress)
     if planner.bound.refutes(planner.high):
-        return nothing(devices, "infeasible", math.inf, too_much(planner, devices), noted)
+        return no_plan(devices, "infeasible", math.inf, too_much(planner, devices), assumptions)
     planner.solve(effort)
     if planner.best is None:
         if planner.bound.value == math.inf:
             reason = "the tables' shards can't be packed into the devices' memory: all ways were tried; raise the memory"
-            return nothing(devices, "infeasible", math.inf, reason, noted)
+            return no_plan(devices, "infeasible", math.inf, reason, assumptions)
         reason = "no plan that fits was found, nor is it proven that there is none; raise the memory or the effort"
-        return nothing(devices, "unknown", planner.bound.value, reason, noted)
-    return described(names, options, planner, noted)
+        return no_plan(devices, "unknown", planner.bound.value, reason, assumptions)
+    return described(names, options, planner, assumptions)
 
 
 def described(names: Sequence[str], options: Sequence[Sequence[Option]], planner: Planner, assumptions: dict) -> TablePlan:
@@ -118,12 +117,12 @@ def described(names: Sequence[str], options: Sequence[Sequence[Option]], planner
         parts = range(arrays.first_part[o + 1] - arrays.first_part[o])
         on = [d for k in parts for d in part_devices(arrays, devices, o, int(spots.place[t, k]))]
         index = int(arrays.listed[o])
-        placed[name] = Placed(options[t][index], tuple(on), index, why[t])
+        placed[name] = PlacedTable(options[t][index], tuple(on), index, why[t])
     host = np.zeros(devices.num)
     for p in placed.values():
         for d, used in zip(p.devices, p.option.host_bytes):
             host[d] += used
-    loads = [Load(float(s), float(h), float(x)) for s, h, x in zip(seen.seconds, seen.hbm, host)]
+    loads = [DeviceLoad(float(s), float(h), float(x)) for s, h, x in zip(seen.seconds, seen.hbm, host)]
     status = "optimal" if seen.slowest - bound <= 1e-9 * seen.slowest else "feasible"
     return TablePlan(
         status, placed, tuple(loads), tuple(seen.host.tolist()), seen.slowest, bound,
@@ -131,37 +130,37 @@ def described(names: Sequence[str], options: Sequence[Sequence[Option]], planner
     )  # fmt: skip
 
 
-def nothing(devices: Devices, status: str, bound: float, reason: str, assumptions: dict) -> TablePlan:
+def no_plan(devices: Devices, status: str, bound: float, reason: str, assumptions: dict) -> TablePlan:
     limits = tuple(devices.hbm_limit.tolist()), tuple(devices.host_limit.tolist())
     return TablePlan(status, {}, (), (), math.inf, bound, *limits, reason, "", assumptions)
 
 
-# -- what is asked -------------------------------------------------------------------------------------------------------------------
+# -- checks of arguments -------------------------------------------------------------------------------------------------------------------
 
 
 def check_tables(tables: Sequence[Table]) -> list[Table]:
-    """The tables as a list; ValueError on none, on something else than tables, and on two of one name."""
+    """The tables as a list; ValueError on an empty list, on items that are no Table, and on two tables of one name."""
     try:
-        found = list(tables)
+        listed = list(tables)
     except TypeError:
         raise ValueError(f"tables is a {type(tables).__name__}; expected a list of Table") from None
-    if not found:
+    if not listed:
         raise ValueError("there are no tables; expected a list of at least one Table")
     seen: set[str] = set()
-    for table in found:
+    for table in listed:
         if not isinstance(table, Table):
             raise ValueError(f"tables holds a {type(table).__name__}; expected Table(name, rows, columns) for each")
         if table.name in seen:
             raise ValueError(f"two tables are named {table.name!r}; give each its own name")
         seen.add(table.name)
-    return found
+    return listed
 
 
-def check_limit(name: str, given: float | Sequence[float], count: int, reserve: float) -> np.ndarray:
+def check_limit(name: str, limit: float | Sequence[float], count: int, reserve: float) -> np.ndarray:
     """Bytes per device or host after the reserve."""
     if isinstance(reserve, bool) or not isinstance(reserve, (int, float)) or not 0 <= reserve < 1:
         raise ValueError(f"reserve is {reserve!r}; expected a share of the memory from 0 on and below 1, for example 0.15")
-    values = list(given) if isinstance(given, (list, tuple, np.ndarray)) else [given] * count
+    values = list(limit) if isinstance(limit, (list, tuple, np.ndarray)) else [limit] * count
     if len(values) != count:
         raise ValueError(f"{name} has {len(values)} numbers; expected one, or {count}")
     for value in values:
@@ -173,16 +172,16 @@ def check_limit(name: str, given: float | Sequence[float], count: int, reserve: 
 
 
 def check_shards(names: Sequence[str], options: Sequence[Sequence[Option]], devices: Devices) -> None:
-    """ValueError where an option's number of shards does not suit its scope on these devices."""
+    """ValueError where an option's number of shards does not match its scope on these devices."""
     wide = {"device": 1, "node": devices.per_node, "mesh": devices.num}
     for name, some in zip(names, options):
         for option in some:
             size = wide[option.scope]
             if option.num_shards % size or (option.scope == "mesh" and option.num_shards != size):
-                said = f"{size} shards" if option.scope == "mesh" else f"a multiple of {size} shards"
+                expected = f"{size} shards" if option.scope == "mesh" else f"a multiple of {size} shards"
                 raise ValueError(
-                    f"table {name!r}: option {option.sharding!r} of scope {option.scope} has {option.num_shards} shards; expected {said}, "
-                    f"for {devices.num} devices in nodes of {devices.per_node}"
+                    f"table {name!r}: option {option.sharding!r} of scope {option.scope} has {option.num_shards} shards; "
+                    f"expected {expected}, for {devices.num} devices in nodes of {devices.per_node}"
                 )
 
 
@@ -190,7 +189,7 @@ def check_shards(names: Sequence[str], options: Sequence[Sequence[Option]], devi
 
 
 def too_large(names: Sequence[str], options: Sequence[Sequence[Option]], first_option: np.ndarray, devices: Devices) -> str:
-    """A sentence on a table that has no option left, or nothing."""
+    """A sentence about a table that has no option left; empty without such a table."""
     for t in np.flatnonzero(np.diff(first_option) == 0).tolist():
         usable = [option for option in options[t] if not option.forbidden]
         if not usable:
@@ -199,19 +198,19 @@ def too_large(names: Sequence[str], options: Sequence[Sequence[Option]], first_o
         return (
             f"table {names[t]!r} does not fit: of its {len(usable)} options even {least.sharding} puts {_gb(max(least.hbm_bytes))} "
             f"on a device and {_gb(max(least.host_bytes))} on a host, where {_gb(devices.hbm_limit.max())} and "
-            f"{_gb(devices.host_limit.max())} are free; raise the memory, or cut the table into more shards"
+            f"{_gb(devices.host_limit.max())} are free; raise the memory, or split the table into more shards"
         )
     return ""
 
 
 def too_much(planner: Planner, devices: Devices) -> str:
-    """A sentence on tables that are too much together."""
+    """A sentence about tables that do not fit together."""
     first, totals = planner.arrays.first_option, planner.bound.totals
     least_hbm, least_host = (float(np.minimum.reduceat(x, first[:-1]).sum()) for x in (totals.hbm, totals.host))
     if least_hbm <= devices.hbm_limit.sum() and least_host <= devices.host_limit.sum():
         return (
-            f"the tables do not fit: {_gb(least_hbm)} of device memory and {_gb(least_host)} of host memory would be little enough in all "
-            "(each by itself), but their shards can't be packed into the single devices and hosts; raise the memory"
+            f"the tables do not fit: the least bytes in all (each by itself), {_gb(least_hbm)} of device memory and {_gb(least_host)} "
+            "of host memory, are available, but the shards can't be packed into the single devices and hosts; raise the memory"
         )
     return (
         f"the tables do not fit: they take at least {_gb(least_hbm)} of device memory and {_gb(least_host)} of host memory in all, and "

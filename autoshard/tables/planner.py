@@ -1,9 +1,9 @@
-"""The order of things for one problem in numbers: a bound, starts, search, and for few tables the proof by looking at all.
+"""The steps of planning one problem given as arrays: a lower bound, starting plans, local search, and exhaustive search of few tables.
 
-bound    = what no plan can beat                                                 bound.py
-starts   = the options that the linear program takes (with a little memory kept free), the least bytes, the knapsack's proposals, packed
+bound    = a lower bound on the slowest device of every plan                     bound.py
+starts   = packed plans: the options of the linear program (with a little memory kept free), those of least bytes, the knapsack's proposals
 search   = annealing from the starts, then from the best plan                    search.py
-exact    = every plan, where they are few                                        exact.py
+exact    = all plans, where they are few                                         exact.py
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .arrays import Arrays, Devices, Spots, rate
-from .bound import Bound, rows_at, solve_weights
-from .dp import bins_of, dp_proposals
-from .exact import search_all
-from .search import Scale, State, anneal, copy_of, empty_state, pack, recount
+from autoshard.tables.arrays import Arrays, Devices, Spots, rate
+from autoshard.tables.bound import Bound, rows_at, solve_weights
+from autoshard.tables.dp import bins_of, dp_proposals
+from autoshard.tables.exact import search_all
+from autoshard.tables.search import Scale, State, anneal, copy_of, empty_state, pack, recount
 
-Progress = Callable[[str, float], None]  # (what is being done, fraction of the whole)
+Progress = Callable[[str, float], None]  # (description of the step, fraction done)
 
-SLACKS = (0.0, 0.01, 0.03, 0.1)  # shares of the memory that the options chosen for a start leave free: packing loses some
-WINDOWS = (0.005, 0.02, 0.1)  # options that the search may take: so much dearer at the program's prices, of a device's time
-HOT, COOLING = 3.0, 1e-3  # first temperature in squares of a shard's share of T; the last one as a part of it
+SLACKS = (0.0, 0.01, 0.03, 0.1)  # shares of the memory that the options of a start leave free, because packing is not perfect
+WINDOWS = (0.005, 0.02, 0.1)  # largest extra cost of the options of a search, as a share of a device's time; see `chosen_by_program`
+HOT, COOLING = 3.0, 1e-3  # first temperature in squares of a shard's share of T; the last one relative to it
 WARM = 0.1  # of HOT, when the best plan is improved
 MOVES = 250_000, 1_000  # per run: at least, and per table
-FIT = 3  # tries, each of so many runs' moves, to find any plan that fits where packing found none
+FIT = 3  # times a run's moves, for each of the attempts to find any plan that fits where packing found none
 DP_BINS, DP_STARTS = 100, 6  # bins per device, proposals tried
 PROVEN = 1e-9  # relative
-ENOUGH = 2e-4  # relative: nearer to the bound the search stops
+ENOUGH = 2e-4  # relative: the search stops this near to the bound
 
 
 class Planner:
@@ -51,7 +51,7 @@ class Planner:
     # -- starts ------------------------------------------------------------------------------------------------------------------
 
     def offer(self, spots: Spots, solver: str) -> bool:
-        """Judge a plan; keep it if it is the best."""
+        """Evaluate a plan; whether it is the best so far, and then kept."""
         seen = rate(self.arrays, self.devices, spots)
         if seen.slowest < self.slowest:
             self.best, self.slowest, self.solver = spots, seen.slowest, solver
@@ -59,7 +59,7 @@ class Planner:
         return False
 
     def packed(self, option: np.ndarray, T: float) -> State:
-        """The options laid one by one, the largest first; three orders, the best is offered and returned."""
+        """The best of three packings: the options placed one by one, the largest first in three senses. Plans that fit are offered."""
         totals = self.bound.totals
         of_time = totals.longest[option] / T
         of_hbm = totals.largest[option] / max(self.devices.hbm_limit.max(), 1.0)
@@ -82,10 +82,10 @@ class Planner:
         return Scale(T, max(self.devices.hbm_limit.max(), 1.0) / price, max(host.max(initial=0.0), 1.0) / price)
 
     def chosen_by_program(self, slack: float) -> tuple[np.ndarray, np.ndarray] | None:
-        """The options that the program takes when so much memory is kept free, and how much dearer each option is at its prices."""
+        """The options of the program with a share of the memory kept free, and how much more expensive each option is at its prices."""
         less = self.devices._replace(hbm_limit=self.devices.hbm_limit * (1 - slack), host_limit=self.devices.host_limit * (1 - slack))
         T = max(self.bound.value, 1e-300)
-        for _ in range(40):  # until so much time is enough
+        for _ in range(40):  # raise T until the program is feasible
             allowed = self.bound.totals.longest <= T
             a, b = rows_at(self.arrays, self.bound.totals, less, T, packing=False)
             weights = solve_weights(a, b, allowed, self.bound.totals, self.arrays.num_tables)
@@ -101,7 +101,7 @@ class Planner:
         return option, (priced - least[self.bound.totals.table_of]) / max(weights.y.sum(), 1e-300)
 
     def least_bytes(self) -> np.ndarray:
-        """Each table's option of least memory, of the devices and the hosts as shares of what there is."""
+        """Each table's option of least memory, as a sum of shares of the devices' and the hosts' memory."""
         totals, limit, host = self.bound.totals, self.devices.hbm_limit.sum(), self.devices.host_limit.sum()
         share = totals.hbm / max(limit, 1.0) + (totals.host / max(host, 1.0) if np.isfinite(host) else 0.0)
         return self.least(share)
@@ -111,7 +111,7 @@ class Planner:
         return np.array([low + int(np.argmin(key[low:high])) for low, high in zip(first, first[1:])])
 
     def by_knapsack(self) -> list[np.ndarray]:
-        """Some of the published algorithm's proposals, spread over the amounts of memory."""
+        """Some proposals of the published knapsack, spread over the amounts of memory."""
         first, totals = self.arrays.first_option, self.bound.totals
         bins = DP_BINS * self.devices.num
         hbm = [totals.hbm[low:high].tolist() for low, high in zip(first, first[1:])]
@@ -124,7 +124,7 @@ class Planner:
         return [first[:-1] + np.array(proposals[k]) for k in picked]
 
     def find_any(self, moves: int) -> None:
-        """Any plan that fits: the seconds don't count, the fullest device and host do. A start for the search."""
+        """Find any plan that fits, as a start for the search: only memory counts, seconds do not."""
         first, totals = self.arrays.first_option, self.bound.totals
         a, b = rows_at(self.arrays, totals, self.devices, self.high, packing=False)
         weights = solve_weights(a[1:], b[1:], np.ones(len(totals.longest), dtype=bool), totals, self.arrays.num_tables)
@@ -138,29 +138,29 @@ class Planner:
             if self.best is not None:
                 return
             hot = max(float(np.mean(totals.largest[option])) / max(self.devices.hbm_limit.max(), 1.0), 1e-9)
-            found = anneal(
+            slowest = anneal(
                 self.arrays, self.devices, scale, usable, first, state, best, math.inf, math.inf, hot, hot * COOLING, moves, self.rng
             )  # fmt: skip
-            if math.isfinite(found):
+            if math.isfinite(slowest):
                 self.offer(copy_of(best), "annealing")
                 return
 
     # -- search ------------------------------------------------------------------------------------------------------------------
 
-    def run(self, start: State, dearer: np.ndarray, window: float, hot: float, moves: int) -> None:
-        """Anneal from a start; options dearer than the window are left out, but for the start's own."""
+    def run(self, start: State, extra: np.ndarray, window: float, hot: float, moves: int) -> None:
+        """Anneal from a start; options whose extra cost exceeds the window are left out, except those of the start."""
         T = max(self.bound.value, 1e-300)
-        usable = dearer <= window
+        usable = extra <= window
         usable[start.option] = True
         allowed = np.flatnonzero(usable)
         first = np.searchsorted(allowed, self.arrays.first_option)
         z = float(np.mean(self.bound.totals.longest[start.option])) / T
         best = empty_state(self.arrays, self.devices)
-        found = anneal(
+        slowest = anneal(
             self.arrays, self.devices, self.scale(T, 1.0), allowed, first, start, best,
             self.slowest, self.bound.value, max(hot * z * z, 1e-12), max(hot * z * z * COOLING, 1e-15), moves, self.rng,
         )  # fmt: skip
-        if found < self.slowest:
+        if slowest < self.slowest:
             self.offer(copy_of(best), "annealing")
 
     @property
@@ -173,7 +173,7 @@ class Planner:
         return state
 
     def solve(self, effort: float) -> None:
-        """Raise the bound and lower the plan until they meet or the moves are spent."""
+        """Raise the bound and improve the plan until they meet or all moves are used."""
         self.say("bounding", 0.0)
         self.bound.raise_to(self.high, packing=False)
         starts = self.starts()
@@ -185,8 +185,8 @@ class Planner:
             if self.done or (self.best is None and n == len(starts)):
                 break
             self.say("searching", 0.1 + 0.6 * n / len(plan))
-            state, dearer = starts[k]
-            self.run(State(*map(np.copy, state)), dearer.copy(), window, HOT, moves)
+            state, extra = starts[k]
+            self.run(State(*map(np.copy, state)), extra.copy(), window, HOT, moves)
         if self.best is not None:
             self.say("bounding again", 0.7)
             self.bound.raise_to(self.slowest)
@@ -198,29 +198,29 @@ class Planner:
         self.prove()
 
     def starts(self) -> list[tuple[State, np.ndarray]]:
-        """Packed plans, each with how dear its options are; the best plan is kept on the way."""
+        """Packed plans, each with the extra costs of all options; the best plan is kept on the way."""
         self.say("packing", 0.05)
         T = max(self.bound.value, 1e-300)
-        found: list[tuple[State, np.ndarray]] = []
+        starts: list[tuple[State, np.ndarray]] = []
         kept: list[np.ndarray] = []
         for slack in SLACKS:
             chosen = self.chosen_by_program(slack)
             if chosen is not None:
-                option, dearer = chosen
+                option, extra = chosen
                 if not any(np.array_equal(option, other) for other in kept):
                     kept.append(option)
-                    found.append((self.packed(option, T), dearer))
+                    starts.append((self.packed(option, T), extra))
         least = self.packed(self.least_bytes(), T)
-        if not found:
-            found.append((least, np.zeros(len(self.arrays.scope))))
+        if not starts:
+            starts.append((least, np.zeros(len(self.arrays.scope))))
         for option in [*self.by_knapsack(), self.least(self.bound.totals.seconds), self.least(self.bound.totals.longest)]:
             self.packed(option, T)
         if self.best is None:
-            found.append((least, found[0][1]))
-        return found
+            starts.append((least, starts[0][1]))
+        return starts
 
     def prove(self) -> None:
-        """The exact search, and whether anything below the plan found is refuted."""
+        """The exhaustive search; without its proof, an attempt to refute every plan faster than the best one."""
         if self.slowest - self.bound.value > PROVEN * self.slowest or self.best is None:
             slowest, spots, proven = search_all(self.arrays, self.devices, self.bound, self.slowest, self.best)
             if spots is not None and slowest < self.slowest:

@@ -1,12 +1,12 @@
-"""What a table may do on a mesh: seconds and bytes per device of each sharding, from the mesh's prices and how the table is read.
+"""The options of a table on a mesh: seconds and bytes per device of each sharding, from the mesh's prices and the table's lookups.
 
 Per step, b examples on each of W devices look up f features of L ids each, B = b W; a row has c columns of w bytes, R = c w its bytes.
 
-    n = B f L lookups        u = rows among them that differ, at Zipf exponent s                                   -> distinct
-    read     a part of p of the lookups, q of the columns:  p n (8 + q R) + B f q R       ids, rows, pooled rows written
+    n = B f L lookups        u = distinct rows among them, at Zipf exponent s                                       -> distinct
+    read     a share p of the lookups, q of the columns:  p n (8 + q R) + B f q R       ids, rows, pooled rows written
     update   p' n = the pooled rows' gradients B f q R read;  u p rows and their state read and written: 2 p u (q R + state)
     seconds  = (read + update) / memory bandwidth                       rows in host memory: misses / host bandwidth
-    send     ids there (forward), pooled rows back (forward), their gradients (backward)
+    send     ids to the shards (forward), pooled rows back (forward), their gradients (backward)
 
                rows, columns of a shard     shards                  pooled rows travel by
     table-wise     all, all                 1, on one device        all_to_all
@@ -14,12 +14,12 @@ Per step, b examples on each of W devices look up f features of L ids each, B = 
     row-wise       1/W, all                 W                       reduce_scatter and all_gather over all axes
     table-row-wise 1/G, all                 G, on one node          the same inside the node, all_to_all between nodes
     grid           1/G, 1/k                 k G, each G on one node the same
-    data parallel  all, all                 W copies                nothing; gradients of the whole table by all_reduce
+    data parallel  all, all                 W copies                nothing; gradients of the full table by all_reduce
 
-A row may lie in device memory (hbm), in the host's (host), or in the host's with the most read CACHED share of rows on the device
-(host_cached). Bytes of a device: rows, optimizer state, ids and pooled rows of one step; data parallel also the gradient. What is paid
-once a step however many tables there are (latency of the collectives, kernel launches) is the same for every plan and left out.
-Sizes follow what torchrec's estimators count; the prices are the mesh's.
+A row is stored in device memory (hbm), in the host's memory (host), or in the host's memory with the most read CACHED share of rows also
+on the device (host_cached). The bytes of a device are rows, optimizer state, ids and pooled rows of one step; data parallel adds the
+gradient. Costs per step that do not depend on the number of tables (latency of the collectives, kernel launches) are equal for all plans
+and left out. The sizes follow torchrec's estimators; the prices are those of the mesh.
 """
 
 from __future__ import annotations
@@ -31,18 +31,17 @@ import numpy as np
 
 from autoshard.cost import collective_seconds
 from autoshard.mesh import Axis, Mesh
-
-from .records import Option, Table
+from autoshard.tables.records import Option, Table
 
 ID_BYTES = 8
 CACHED = 0.2  # share of the rows on the device, for host_cached
-CUTS = (2, 4, 8, 16)  # columns
+COLUMN_SHARDS = (2, 4, 8, 16)
 LEAST_COLUMNS = 16  # of a shard
-LARGE = 2.0**28  # bytes: where a link's seconds per byte are read off
+LARGE = 2.0**28  # bytes: the size at which a link's seconds per byte are evaluated
 
 
-class Usage(NamedTuple):
-    """What the tables are priced on."""
+class Workload(NamedTuple):
+    """What the prices of tables depend on besides the table: the mesh, the batch, and the host's memory."""
 
     mesh: Mesh
     per_node: int
@@ -51,40 +50,41 @@ class Usage(NamedTuple):
     with_host: bool
 
 
-class Shard(NamedTuple):
-    rows: float  # share of the table's
+class ShardShare(NamedTuple):
+    """The shares of a table and of its lookups in one shard."""
+
+    rows: float
     columns: float
-    lookups: float  # share of the lookups of all devices
-    pooled: float  # bytes of pooled rows that it makes, in all
+    lookups: float  # of all devices
 
 
 def nodes_of(mesh: Mesh, devices_per_node: int | None) -> int:
-    """Devices of a node: what is asked for, else all axes but the first (one axis: one node). ValueError where it does not divide."""
-    given = devices_per_node or (math.prod(mesh.shape[1:]) if len(mesh.shape) > 1 else mesh.num_devices)
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1 or mesh.num_devices % given:
+    """Devices of a node: the argument, else all axes except the first (one axis: one node). ValueError where it does not divide."""
+    per_node = devices_per_node or (math.prod(mesh.shape[1:]) if len(mesh.shape) > 1 else mesh.num_devices)
+    if isinstance(per_node, bool) or not isinstance(per_node, int) or per_node < 1 or mesh.num_devices % per_node:
         raise ValueError(f"devices_per_node is {devices_per_node!r}; expected a whole number that divides the {mesh.num_devices} devices")
-    return given
+    return per_node
 
 
-def options_of(table: Table, usage: Usage) -> tuple[Option, ...]:
+def options_of(table: Table, workload: Workload) -> tuple[Option, ...]:
     """Every sharding of the table in every kind of memory."""
-    W, G = usage.mesh.num_devices, usage.per_node
-    inner, outer = axes_of(usage)
-    cuts = [k for k in CUTS if table.columns % k == 0 and table.columns // k >= LEAST_COLUMNS]
-    found = []
-    for memory in ("hbm", "host", "host_cached") if usage.with_host else ("hbm",):
-        for k in [1, *cuts]:
-            part = priced(table, usage, memory, Shard(1, 1 / k, 1, 1 / k), (), (*outer, *inner))
-            found.append(option("table_wise" if k == 1 else "column_wise", "device", memory, part, k))
+    W, G = workload.mesh.num_devices, workload.per_node
+    inner, outer = axes_of(workload)
+    shards = [k for k in COLUMN_SHARDS if table.columns % k == 0 and table.columns // k >= LEAST_COLUMNS]
+    options = []
+    for memory in ("hbm", "host", "host_cached") if workload.with_host else ("hbm",):
+        for k in [1, *shards]:
+            part = priced(table, workload, memory, ShardShare(1, 1 / k, 1), (), (*outer, *inner))
+            options.append(option("table_wise" if k == 1 else "column_wise", "device", memory, part, k))
             if W > G > 1 and table.rows >= G:
-                part = priced(table, usage, memory, Shard(_share(table.rows, G), 1 / k, 1 / G, 1 / k), inner, outer)
-                found.append(option("table_row_wise" if k == 1 else "grid", "node", memory, part, k * G))
+                part = priced(table, workload, memory, ShardShare(_share(table.rows, G), 1 / k, 1 / G), inner, outer)
+                options.append(option("table_row_wise" if k == 1 else "grid", "node", memory, part, k * G))
         if W > 1 and table.rows >= W:
-            part = priced(table, usage, memory, Shard(_share(table.rows, W), 1, 1 / W, 1), (*outer, *inner), ())
-            found.append(option("row_wise", "mesh", memory, part, W))
+            part = priced(table, workload, memory, ShardShare(_share(table.rows, W), 1, 1 / W), (*outer, *inner), ())
+            options.append(option("row_wise", "mesh", memory, part, W))
     if W > 1:
-        found.append(option("data_parallel", "mesh", "hbm", data_parallel(table, usage), W))
-    return tuple(found)
+        options.append(option("data_parallel", "mesh", "hbm", data_parallel(table, workload), W))
+    return tuple(options)
 
 
 def option(name: str, scope: str, memory: str, part: tuple[float, float, float], count: int) -> Option:
@@ -93,29 +93,32 @@ def option(name: str, scope: str, memory: str, part: tuple[float, float, float],
 
 
 def priced(
-    table: Table, usage: Usage, memory: str, shard: Shard, summed: tuple[Axis, ...], sent: tuple[Axis, ...]
+    table: Table, workload: Workload, memory: str, shard: ShardShare, summed: tuple[Axis, ...], sent: tuple[Axis, ...]
 ) -> tuple[float, float, float]:
-    """(seconds, hbm bytes, host bytes) of one shard; its sums are reduced over the axes `summed`, then pooled rows go over `sent`."""
-    n, row = lookups(table, usage), table.columns * table.item_size * shard.columns
-    pooled = usage.batch * usage.mesh.num_devices * table.features * row
+    """(seconds, hbm bytes, host bytes) of one shard. summed: the axes over which its partial sums are reduced; sent: those over
+    which pooled rows are sent afterwards.
+    """
+    n, row = lookups(table, workload), table.columns * table.item_size * shard.columns
+    pooled = workload.batch * workload.mesh.num_devices * table.features * row
     u = distinct(table.rows, n, table.skew) * shard.lookups
     state = table.state_bytes / table.rows * shard.columns
     rows_read, rows_updated = shard.lookups * n * row, 2 * u * (row + state)
     weights = shard.rows * shard.columns * (table.bytes + table.state_bytes)
     io = shard.lookups * n * ID_BYTES + pooled
-    seconds = (shard.lookups * n * ID_BYTES + 2 * pooled) / usage.mesh.device.memory_bandwidth
+    bandwidth = workload.mesh.device.memory_bandwidth
+    seconds = (shard.lookups * n * ID_BYTES + 2 * pooled) / bandwidth
     if memory == "hbm":
-        seconds, hbm, host = seconds + (rows_read + rows_updated) / usage.mesh.device.memory_bandwidth, weights + io, 0.0
+        seconds, hbm, host = seconds + (rows_read + rows_updated) / bandwidth, weights + io, 0.0
     elif memory == "host":
-        seconds, hbm, host = seconds + (rows_read + rows_updated) / usage.host_bandwidth, io, weights
+        seconds, hbm, host = seconds + (rows_read + rows_updated) / workload.host_bandwidth, io, weights
     else:
         missed = 1 - reads_of_top(table.rows, CACHED, table.skew)
-        seconds += (rows_read + rows_updated) / usage.mesh.device.memory_bandwidth + 2 * missed * u * (row + state) / usage.host_bandwidth
+        seconds += (rows_read + rows_updated) / bandwidth + 2 * missed * u * (row + state) / workload.host_bandwidth
         hbm, host = CACHED * weights + io, weights
     for axis in (*summed, *sent):
         seconds += shard.lookups * n * ID_BYTES * seconds_per_byte("all_to_all", axis)
     left = pooled
-    for axis in reversed(summed):  # the nearest devices first, then what is left of it goes further
+    for axis in reversed(summed):  # inner axes first; the outer axes carry what is left
         seconds += left * (seconds_per_byte("reduce_scatter", axis) + seconds_per_byte("all_gather", axis))
         left /= axis.size
     for axis in sent:
@@ -123,53 +126,53 @@ def priced(
     return seconds, hbm, host
 
 
-def data_parallel(table: Table, usage: Usage) -> tuple[float, float, float]:
-    """A whole copy on every device, its gradient dense."""
-    n = lookups(table, usage) / usage.mesh.num_devices
-    pooled = usage.batch * table.features * table.columns * table.item_size
+def data_parallel(table: Table, workload: Workload) -> tuple[float, float, float]:
+    """(seconds, hbm bytes, host bytes) of a full copy on every device, with a dense gradient."""
+    n = lookups(table, workload) / workload.mesh.num_devices
+    pooled = workload.batch * table.features * table.columns * table.item_size
     traffic = n * (ID_BYTES + table.columns * table.item_size) + 2 * pooled + 3 * table.bytes + 2 * table.state_bytes
-    seconds, left = traffic / usage.mesh.device.memory_bandwidth, float(table.bytes)
-    for axis in reversed(usage.mesh.axes):
+    seconds, left = traffic / workload.mesh.device.memory_bandwidth, float(table.bytes)
+    for axis in reversed(workload.mesh.axes):
         seconds += left * (seconds_per_byte("reduce_scatter", axis) + seconds_per_byte("all_gather", axis))
         left /= axis.size
     return seconds, 2.0 * table.bytes + table.state_bytes + n * ID_BYTES + pooled, 0.0
 
 
-def lookups(table: Table, usage: Usage) -> float:
+def lookups(table: Table, workload: Workload) -> float:
     """Rows read per step by all devices together."""
-    return usage.batch * usage.mesh.num_devices * table.features * table.pooling
+    return workload.batch * workload.mesh.num_devices * table.features * table.pooling
 
 
-def axes_of(usage: Usage) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
-    """The axes inside a node and those between nodes; an axis that does both counts as between."""
-    size, k = 1, len(usage.mesh.axes)
-    while k > 0 and size * usage.mesh.axes[k - 1].size <= usage.per_node:
+def axes_of(workload: Workload) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+    """The axes inside a node and those between nodes; an axis with both kinds of links counts as between nodes."""
+    size, k = 1, len(workload.mesh.axes)
+    while k > 0 and size * workload.mesh.axes[k - 1].size <= workload.per_node:
         k -= 1
-        size *= usage.mesh.axes[k].size
-    return usage.mesh.axes[k:], usage.mesh.axes[:k]
+        size *= workload.mesh.axes[k].size
+    return workload.mesh.axes[k:], workload.mesh.axes[:k]
 
 
 def seconds_per_byte(collective: str, axis: Axis) -> float:
-    """Of a large message, without its latency."""
+    """Seconds per byte of a large message, without its latency."""
     if axis.size == 1:
         return 0.0
     return (collective_seconds(collective, axis, 2 * LARGE) - collective_seconds(collective, axis, LARGE)) / LARGE
 
 
 def _share(rows: int, parts: int) -> float:
-    """Of the largest of the parts."""
+    """The share of the rows in the largest part."""
     return -(-rows // parts) / rows
 
 
 def ranks(rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows by how often they are read, in some thousand groups: (rank in the middle, how many)."""
+    """Rows by frequency of reads, in about a thousand groups: (middle rank, number of rows)."""
     edges = np.unique(np.concatenate([np.arange(1, min(rows, 512) + 1), np.geomspace(1, rows + 1, 512).round()])).astype(float)
     edges = np.append(edges[edges <= rows], rows + 1.0)
     return (edges[:-1] + edges[1:] - 1) / 2, np.diff(edges)
 
 
 def distinct(rows: int, n: float, skew: float) -> float:
-    """How many of the rows are read at least once in n draws: sum over rows of 1 - (1 - p)^n, p ~ rank^-skew."""
+    """The expected number of rows that are read at least once in n draws: sum over rows of 1 - (1 - p)^n, p ~ rank^-skew."""
     rank, count = ranks(rows)
     weight = rank**-skew
     p = np.minimum(weight / (weight * count).sum(), 1.0)
@@ -178,7 +181,7 @@ def distinct(rows: int, n: float, skew: float) -> float:
 
 
 def reads_of_top(rows: int, share: float, skew: float) -> float:
-    """The share of reads that go to the most read `share` of the rows."""
+    """The share of the reads that read the most read `share` of the rows."""
     rank, count = ranks(rows)
     weight = rank**-skew * count
     return float(weight[rank <= max(share * rows, 1)].sum() / weight.sum())

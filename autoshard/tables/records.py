@@ -1,8 +1,8 @@
-"""Tables, the options of laying one over devices, and a plan: frozen records. SI units.
+"""The records of tables, of the options to place a table on devices, and of a plan. SI units.
 
-An option is a list of shards. Its scope says where they may go:
+An option is a list of shards. Its scope restricts their places:
 
-    device   each shard on any device of its own choice           table-wise (one shard), column-wise (several)
+    device   each shard on any device                             table-wise (one shard), column-wise (several)
     node     each group of shards, one per device of a node,      table-row-wise (one group), grid (several)
              on any node
     mesh     one shard on every device, in the order of ranks     row-wise, data parallel
@@ -29,24 +29,24 @@ STATE_BYTES = {  # optimizer: (bytes per row, bytes per element) of its state, i
 
 @dataclass(frozen=True)
 class Option:
-    """One way to lay a table: per shard, its seconds per step and the bytes it takes of its device's memory and of its host's."""
+    """One way to shard a table: per shard the seconds per step, and the bytes of its device's and of its host's memory."""
 
     sharding: str  # "table_wise", "column_wise", ..., or any name
     seconds: tuple[float, ...]
     hbm_bytes: tuple[float, ...]
     host_bytes: tuple[float, ...] = ()  # default none
     scope: str = "device"
-    memory: str = "hbm"  # where the rows lie: "hbm", "host", "host_cached", or any name
+    memory: str = "hbm"  # where the rows are stored: "hbm", "host", "host_cached", or any name
 
     def __post_init__(self) -> None:
         if self.scope not in SCOPES:
             raise ValueError(f"option {self.sharding!r} has scope {self.scope!r}; expected one of {', '.join(SCOPES)}")
-        given = {"seconds": self.seconds, "hbm_bytes": self.hbm_bytes, "host_bytes": self.host_bytes}
-        columns = {name: _numbers(value, f"{name} of option {self.sharding!r}") for name, value in given.items()}
+        names = ("seconds", "hbm_bytes", "host_bytes")
+        columns = {name: _numbers(getattr(self, name), f"{name} of option {self.sharding!r}") for name in names}
         columns["host_bytes"] = columns["host_bytes"] or (0.0,) * len(columns["seconds"])
         if len({*map(len, columns.values())}) > 1 or not columns["seconds"]:
-            said = ", ".join(f"{len(column)} {name}" for name, column in columns.items())
-            raise ValueError(f"option {self.sharding!r} has {said}; expected as many of each as it has shards, at least one")
+            counts = ", ".join(f"{len(column)} {name}" for name, column in columns.items())
+            raise ValueError(f"option {self.sharding!r} has {counts}; expected as many of each as it has shards, at least one")
         for name, column in columns.items():
             object.__setattr__(self, name, column)
 
@@ -61,7 +61,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Table:
-    """An embedding table and how it is used. With `options` given, they are what it may do and the rest is not looked at."""
+    """An embedding table and its use. Where `options` are given, the plan chooses among them and ignores the other fields."""
 
     name: str
     rows: int = 1
@@ -70,7 +70,7 @@ class Table:
     pooling: float = 1.0  # ids per example and feature, on average
     features: int = 1  # that look up in this table
     optimizer: str = "rowwise_adagrad"
-    skew: float = 0.0  # exponent of the Zipf law of how often rows are read; 0: all rows alike
+    skew: float = 0.0  # exponent of the Zipf law of how often rows are read; 0: all rows equally
     options: tuple[Option, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -88,24 +88,24 @@ class Table:
             raise ValueError(f"table {self.name!r}: unknown optimizer {self.optimizer!r}; known are {', '.join(STATE_BYTES)}")
         if self.options is not None:
             if not self.options:
-                raise ValueError(f"table {self.name!r} has no options; give one or more, or none at all to have them listed")
+                raise ValueError(f"table {self.name!r} has no options; give one or more, or leave `options` out to have them computed")
             object.__setattr__(self, "options", tuple(self.options))
 
     @property
     def bytes(self) -> int:
-        """Of the weights alone."""
+        """The bytes of the weights."""
         return self.rows * self.columns * self.item_size
 
     @property
     def state_bytes(self) -> int:
-        """Of the optimizer's state."""
+        """The bytes of the optimizer's state."""
         per_row, per_element = STATE_BYTES[self.optimizer]
         return self.rows * (per_row + per_element * self.columns)
 
 
 @dataclass(frozen=True)
-class Placed:
-    """What a table got: its option, and the device of each of its shards, in the option's order."""
+class PlacedTable:
+    """A table of a plan: its option, and the device of each of its shards, in the option's order."""
 
     option: Option
     devices: tuple[int, ...]
@@ -114,8 +114,8 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Load:
-    """What one device carries: seconds per step, bytes of its own memory, bytes of its host's."""
+class DeviceLoad:
+    """The load of one device: seconds per step, bytes of its memory, bytes of its host's memory."""
 
     seconds: float
     hbm_bytes: float
@@ -124,17 +124,17 @@ class Load:
 
 @dataclass(frozen=True)
 class TablePlan:
-    """Options and devices for every table. No plan that fits is quicker on its slowest device than `bound`."""
+    """Options and devices for every table. In every plan that fits, the slowest device takes at least `bound_seconds`."""
 
-    status: str  # optimal, feasible, infeasible or unknown (nothing found, nothing proven)
-    tables: dict[str, Placed]
-    devices: tuple[Load, ...]
+    status: str  # optimal, feasible, infeasible or unknown (no plan found, nothing proven)
+    tables: dict[str, PlacedTable]
+    devices: tuple[DeviceLoad, ...]
     hosts: tuple[float, ...]  # bytes of host memory in use, host by host
     slowest_device_seconds: float  # inf without a plan
     bound_seconds: float  # inf where proven infeasible
     hbm_limits: tuple[float, ...]  # bytes per device, after the reserve
     host_limits: tuple[float, ...]  # bytes per host, after the reserve
-    reason: str = ""  # why nothing fits, in a sentence
+    reason: str = ""  # why no plan fits, in a sentence
     solver: str = ""
     assumptions: dict[str, Any] = field(default_factory=dict)
 

@@ -1,10 +1,10 @@
-"""Local search over options and places: simulated annealing, compiled.
+"""Local search over options and places of tables: compiled simulated annealing.
 
     E = sum over d of ( (seconds_d / T - 1)+ )^2  +  w ( sum over d of (hbm_d - limit_d)+ / H  +  sum over h of (host_h - limit_h)+ / H' )
 
-T = a target below what can be reached, so that every device that matters counts; H, H' = the largest limits; w = the price of memory that
-isn't there, raised while the plan doesn't fit. Whenever a state fits and its slowest device is quicker than the best one's, it is kept.
-A move lays one table anew (another option, or one of its parts elsewhere), or swaps the places of two parts.                    -> anneal
+T = a target that no plan reaches, so that every highly loaded device counts; H, H' = the largest limits; w = the multiplier of memory
+above a limit, raised while the plan does not fit. A state that fits and whose slowest device is faster than the best state's is kept.
+A move changes one table (another option, or another place for one of its parts), or swaps the places of two parts.            -> anneal
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from .arrays import Arrays, Devices, Spots
+from autoshard.tables.arrays import Arrays, Devices, Spots
 
-NEAR = 3  # places that are drawn for a part, at most; the one of least E is taken
+NEAR = 3  # places that are drawn for a part, at most; the one of least E is chosen
 SWAPS, OPTIONS = 0.45, 0.2  # of the moves; the others move one part
-RECOUNT = 8192  # moves until the sums are made anew: they drift
-DEARER = 1.15  # the price of memory, when a stretch of moves saw no plan that fits
+RECOUNT = 8192  # moves between recomputations of the sums, which accumulate rounding errors
+STRICTER = 1.15  # factor of w after RECOUNT moves without a plan that fits
 
 
 class State(NamedTuple):
@@ -34,7 +34,7 @@ class State(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """What the terms of E are measured in."""
+    """The units of the terms of E."""
 
     T: float  # seconds
     hbm: float  # bytes, over w
@@ -43,7 +43,7 @@ class Scale(NamedTuple):
 
 @numba.njit(cache=True, nogil=True)
 def size_of(arrays, devices, option):  # pragma: no cover
-    """Devices that a part of the option lies on."""
+    """The number of devices of a part of the option."""
     if arrays.scope[option] == 0:
         return 1
     return devices.per_node if arrays.scope[option] == 1 else len(devices.hbm_limit)
@@ -51,7 +51,7 @@ def size_of(arrays, devices, option):  # pragma: no cover
 
 @numba.njit(cache=True, nogil=True)
 def part_change(arrays, devices, scale, state, part, place, size, sign):  # pragma: no cover
-    """By how much E changes when a part is put at a place (sign 1) or taken away (-1)."""
+    """The change of E when a part is added at a place (sign 1) or removed from it (-1)."""
     delta, more, first = 0.0, 0.0, arrays.first_shard[part]
     for s in range(size):
         d = place * size + s
@@ -83,7 +83,7 @@ def add_part(arrays, devices, state, part, place, size, sign):  # pragma: no cov
 
 @numba.njit(cache=True, nogil=True)
 def recount(arrays, devices, state):  # pragma: no cover
-    """The sums anew, table by table, as the judge makes them; returns the slowest device's seconds, inf where something is over."""
+    """Recompute the sums, table by table as in `rate`; returns the slowest device's seconds, inf where a limit is exceeded."""
     state.seconds[:] = 0.0
     state.hbm[:] = 0.0
     state.host[:] = 0.0
@@ -110,21 +110,21 @@ def fits(devices, state):  # pragma: no cover
 
 @numba.njit(cache=True, nogil=True)
 def best_place(arrays, devices, scale, state, part, size, draws, rng):  # pragma: no cover
-    """Of so many places drawn, the one where E grows least; all are looked at where there are no more. Returns (place, change of E)."""
+    """The place with the least change of E among `draws` random ones, or among all if there are no more; (place, change of E)."""
     places = len(devices.hbm_limit) // size
     every = places <= draws
-    found, best = 0, np.inf
+    chosen, best = 0, np.inf
     for k in range(places if every else draws):
         place = k if every else int(rng.random() * places)
         change = part_change(arrays, devices, scale, state, part, place, size, 1.0)
         if change < best:
-            found, best = place, change
-    return found, best
+            chosen, best = place, change
+    return chosen, best
 
 
 @numba.njit(cache=True, nogil=True)
-def lay(arrays, devices, scale, state, table, option, draws, rng):  # pragma: no cover
-    """Give a table, of which nothing lies anywhere, an option, part by part; returns the change of E."""
+def add_table(arrays, devices, scale, state, table, option, draws, rng):  # pragma: no cover
+    """Place a table that has no place, with an option, part by part; returns the change of E."""
     state.option[table] = option
     size = size_of(arrays, devices, option)
     delta = 0.0
@@ -138,8 +138,8 @@ def lay(arrays, devices, scale, state, table, option, draws, rng):  # pragma: no
 
 
 @numba.njit(cache=True, nogil=True)
-def lift(arrays, devices, scale, state, table):  # pragma: no cover
-    """Take a table away; returns the change of E."""
+def remove_table(arrays, devices, scale, state, table):  # pragma: no cover
+    """Remove a table from its places; returns the change of E."""
     option, delta = state.option[table], 0.0
     size = size_of(arrays, devices, option)
     for k in range(arrays.first_part[option + 1] - arrays.first_part[option]):
@@ -151,14 +151,14 @@ def lift(arrays, devices, scale, state, table):  # pragma: no cover
 
 @numba.njit(cache=True, nogil=True)
 def change_option(arrays, devices, scale, state, table, option, threshold, old, rng):  # pragma: no cover
-    """Lay a table anew with an option; undone, and 0 returned, where E grows by more than the threshold."""
+    """Place a table again with another option; undone, and 0 returned, where E grows by more than the threshold."""
     before = state.option[table]
     old[:] = state.place[table]
-    delta = lift(arrays, devices, scale, state, table)
-    delta += lay(arrays, devices, scale, state, table, option, 1 + int(rng.random() * NEAR), rng)
+    delta = remove_table(arrays, devices, scale, state, table)
+    delta += add_table(arrays, devices, scale, state, table, option, 1 + int(rng.random() * NEAR), rng)
     if delta <= threshold:
         return delta
-    lift(arrays, devices, scale, state, table)
+    remove_table(arrays, devices, scale, state, table)
     state.option[table] = before
     state.place[table] = old
     size = size_of(arrays, devices, before)
@@ -169,7 +169,7 @@ def change_option(arrays, devices, scale, state, table, option, threshold, old, 
 
 @numba.njit(cache=True, nogil=True)
 def move_part(arrays, devices, scale, state, table, threshold, rng):  # pragma: no cover
-    """One part of a table elsewhere; the same contract."""
+    """Move one part of a table to another place; undone like `change_option`."""
     option = state.option[table]
     if arrays.scope[option] == 2:
         return 0.0
@@ -189,7 +189,7 @@ def move_part(arrays, devices, scale, state, table, threshold, rng):  # pragma: 
 
 @numba.njit(cache=True, nogil=True)
 def swap_parts(arrays, devices, scale, state, a, b, threshold, rng):  # pragma: no cover
-    """Exchange the places of a part of table a and one of table b that lie on as many devices; the same contract."""
+    """Exchange the places of a part of table a and a part of table b on as many devices; undone like `change_option`."""
     option_a, option_b = state.option[a], state.option[b]
     if a == b or arrays.scope[option_a] == 2 or arrays.scope[option_a] != arrays.scope[option_b]:
         return 0.0
@@ -218,10 +218,10 @@ def swap_parts(arrays, devices, scale, state, a, b, threshold, rng):  # pragma: 
 
 
 @numba.njit(cache=True, nogil=True)
-def anneal(arrays, devices, scale, allowed, start, state, best, found, low, hot, cold, moves, rng):  # pragma: no cover
-    """So many moves while the temperature falls from hot to cold; `best` receives any plan that takes less than `found`.
+def anneal(arrays, devices, scale, allowed, start, state, best, slowest, low, hot, cold, moves, rng):  # pragma: no cover
+    """Make `moves` moves while the temperature falls from hot to cold; `best` receives every plan that takes less than `slowest`.
 
-    allowed[start[t]:start[t + 1]] = the options that table t may get. low: nothing is quicker. Returns the best plan's seconds.
+    allowed[start[t]:start[t + 1]] = the options of table t. low: a lower bound on any plan's seconds. Returns the best plan's seconds.
     """
     num_tables = len(state.option)
     old = np.empty(state.place.shape[1], dtype=np.int64)
@@ -233,7 +233,7 @@ def anneal(arrays, devices, scale, allowed, start, state, best, found, low, hot,
         if move % RECOUNT == RECOUNT - 1:
             recount(arrays, devices, state)
             if not fitted:
-                scale = Scale(scale.T, scale.hbm / DEARER, scale.host / DEARER)
+                scale = Scale(scale.T, scale.hbm / STRICTER, scale.host / STRICTER)
             fitted = False
         table = int(rng.random() * num_tables)
         threshold = -temperature * math.log(max(rng.random(), 1e-300))
@@ -247,23 +247,23 @@ def anneal(arrays, devices, scale, allowed, start, state, best, found, low, hot,
             delta = change_option(arrays, devices, scale, state, table, option, threshold, old, rng)
         else:
             delta = move_part(arrays, devices, scale, state, table, threshold, rng)
-        if delta < 0.0 and state.seconds.max() < found and fits(devices, state):
+        if delta < 0.0 and state.seconds.max() < slowest and fits(devices, state):
             fitted = True
-            slowest = recount(arrays, devices, state)
-            if slowest < found:
-                found = slowest
+            seconds = recount(arrays, devices, state)
+            if seconds < slowest:
+                slowest = seconds
                 best.option[:] = state.option
                 best.place[:] = state.place
-                if slowest <= low:
+                if seconds <= low:
                     break
         elif delta != 0.0 and not fitted and move % 64 == 0:
             fitted = fits(devices, state)
-    return found
+    return slowest
 
 
 @numba.njit(cache=True, nogil=True)
 def pack(arrays, devices, scale, state, order, option):  # pragma: no cover
-    """Lay every table with its option, in the given order, each part where E grows least and the device is then least loaded."""
+    """Place every table with its option, in the given order, each part where E grows least, and among equals where the load is least."""
     state.seconds[:] = 0.0
     state.hbm[:] = 0.0
     state.host[:] = 0.0
@@ -273,14 +273,14 @@ def pack(arrays, devices, scale, state, order, option):  # pragma: no cover
         size = size_of(arrays, devices, o)
         for k in range(arrays.first_part[o + 1] - arrays.first_part[o]):
             part = arrays.first_part[o] + k
-            best, best_load, found = np.inf, np.inf, 0
+            best, best_load, chosen = np.inf, np.inf, 0
             for place in range(len(devices.hbm_limit) // size):
                 change = part_change(arrays, devices, scale, state, part, place, size, 1.0)
                 load = state.seconds[place * size : place * size + size].max()
                 if change < best - 1e-12 or (change < best + 1e-12 and load < best_load):
-                    best, best_load, found = change, load, place
-            state.place[table, k] = found
-            add_part(arrays, devices, state, part, found, size, 1.0)
+                    best, best_load, chosen = change, load, place
+            state.place[table, k] = chosen
+            add_part(arrays, devices, state, part, chosen, size, 1.0)
 
 
 def empty_state(arrays: Arrays, devices: Devices) -> State:

@@ -1,4 +1,4 @@
-"""Tables from plain records: rows of a CSV file, or JSON. ValueError in a sentence on anything that is no table."""
+"""Readers of tables from plain records: rows of a CSV file, or JSON. A ValueError with one sentence says what is no table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .records import Option, Table
 
 COLUMNS = tuple(f.name for f in fields(Table) if f.name != "options")
 OPTION_KEYS = tuple(f.name for f in fields(Option))
-WHOLE = ("rows", "columns", "item_size", "features")
+INTEGERS = ("rows", "columns", "item_size", "features")
 NUMBERS = ("pooling", "skew")
 
 
@@ -44,14 +44,14 @@ def _table_of_texts(row: Mapping[str, Any], where: str) -> Table:
         text = text.strip()
         if not text and key not in ("name", "rows", "columns"):
             continue  # the default
-        given[key] = _number(text, key, where) if key in (*WHOLE, *NUMBERS) else text
+        given[key] = _number(text, key, where) if key in (*INTEGERS, *NUMBERS) else text
     return Table(**given)
 
 
 def _number(text: str, key: str, where: str) -> int | float:
     try:
         value = float(text)
-        return int(value) if key in WHOLE and value == int(value) else value
+        return int(value) if key in INTEGERS and value == int(value) else value
     except (ValueError, OverflowError):
         raise ValueError(f"{where} of the CSV: {key} is {text!r}; expected a number") from None
 

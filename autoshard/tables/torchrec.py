@@ -1,10 +1,10 @@
-"""torchrec's planner with our search: a Proposer and a Partitioner, and plans in torchrec's own records.
+"""Use of the tables planner inside torchrec's planner (a Proposer and a Partitioner), and conversion of plans to torchrec's records.
 
     planner = EmbeddingShardingPlanner(topology=topology, proposer=TableProposer(topology), partitioner=TablePartitioner())
 
-The prices are torchrec's: what its enumerator says of every shard (`perf.total` seconds, `storage` bytes), summed per device as its
-performance model does. The proposer plans options and devices together; the partitioner takes those devices where they fit what is free,
-and plans the devices anew where they don't.
+The prices are torchrec's: those of its enumerator for every shard (`perf.total` seconds, `storage` bytes), summed per device as in its
+performance model. The proposer plans options and devices together; the partitioner keeps those devices where they fit into the free
+memory, else it plans the devices again.
 
 Needs `pip install torchrec` (versions in the extra `torchrec` of autoshard).
 """
@@ -45,30 +45,30 @@ except ImportError as error:
         f"pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 ({error})"
     ) from None
 
-from .arrays import Devices
-from .plan import plan_options
-from .records import Option, Table, TablePlan
+from autoshard.tables.arrays import Devices
+from autoshard.tables.plan import plan_options
+from autoshard.tables.records import Option, Table, TablePlan
 
 MOST = 20  # proposals
-RESERVE = 0.15  # torchrec's planner keeps so much free unless told otherwise
+RESERVE = 0.15  # the share of the memory that torchrec's planner keeps free by default
 KERNELS = {"hbm": "fused", "host": "fused_uvm", "host_cached": "fused_uvm_caching"}
-SHARDINGS = {"grid": "grid_shard"}  # the others are spelled alike
+SHARDINGS = {"grid": "grid_shard"}  # the other names are equal
 
 
 def devices_of(topology: Topology, keep_free: float = 0.0) -> Devices:
-    """Every device has host memory of its own, as torchrec counts it."""
+    """The devices of a topology; every device has its own host memory, as in torchrec."""
     num = topology.world_size
     limits = [[device.storage.hbm, device.storage.ddr] for device in topology.devices]
     free = np.maximum(np.array(limits, dtype=float), 0.0) * (1 - keep_free)
     return Devices(min(topology.local_world_size, num), np.arange(num), free[:, 0], free[:, 1])
 
 
-def option_of(found: ShardingOption, devices: Devices) -> Option | None:
-    """torchrec's option in numbers; None where it can't be laid here."""
-    shards = found.shards
-    scope = {"uniform": "mesh", "host": "node", "device": "device"}.get(found.partition_by)
-    if found.partition_by == PartitionByType.MULTI_HOST.value:
-        # torchrec wants every column part on a node of its own: told as one part on all nodes, or not at all
+def option_of(sharding: ShardingOption, devices: Devices) -> Option | None:
+    """torchrec's option as an Option; None where these devices can't hold it."""
+    shards = sharding.shards
+    scope = {"uniform": "mesh", "host": "node", "device": "device"}.get(sharding.partition_by)
+    if sharding.partition_by == PartitionByType.MULTI_HOST.value:
+        # torchrec wants every column part on a separate node: expressed as one part on all nodes, or not at all
         scope = "mesh" if len(shards) == devices.num else None
     wide = {"mesh": devices.num, "node": devices.per_node, "device": 1}.get(scope or "", 0)
     if not wide or len(shards) % wide or (scope == "mesh" and len(shards) != wide):
@@ -77,11 +77,11 @@ def option_of(found: ShardingOption, devices: Devices) -> Option | None:
     seconds, hbm, ddr = (tuple(column) for column in columns)
     if any(math.isnan(x) or x < 0 for x in (*seconds, *hbm, *ddr)):
         return None
-    return Option(found.sharding_type, seconds, hbm, ddr, scope or "", found.compute_kernel)
+    return Option(sharding.sharding_type, seconds, hbm, ddr, scope or "", sharding.compute_kernel)
 
 
 def topology_of(enumerator: Enumerator | None) -> Topology | None:
-    """What the enumerator's estimators price for, or None (torchrec hands a proposer no topology before its first feedback)."""
+    """The topology of the enumerator's estimators, or None (torchrec passes no topology to a proposer before its first feedback)."""
     for estimator in getattr(enumerator, "_estimators", ()):
         topology = getattr(estimator, "_topology", None)
         if isinstance(topology, Topology):
@@ -90,10 +90,10 @@ def topology_of(enumerator: Enumerator | None) -> Topology | None:
 
 
 class TableProposer(Proposer):
-    """Proposes our plan's options, the best plan first; plans again when the planner tells what memory there really is.
+    """Proposes the options of autoshard's plan, the best plan first; plans again when the planner reports the available memory.
 
     topology: the planner's, by default the one that its enumerator's estimators hold; the first proposal is planned for it. reserve: the
-    share of the memory that the planner will keep free. Nothing is kept between two `load`s.
+    share of the memory that the planner will keep free. `load` resets all state.
     """
 
     def __init__(self, topology: Topology | None = None, reserve: float = RESERVE, most: int = MOST, effort: float = 0.5) -> None:
@@ -118,7 +118,7 @@ class TableProposer(Proposer):
         topology = self.topology or topology_of(enumerator)
         if topology is not None:
             self._plan(devices_of(topology, self.reserve), self.effort / 2)
-        if not self.queue:  # nothing is known of the memory yet: the least of it, and then as the planner answers
+        if not self.queue:  # the memory is not known yet: propose the least, then plan after the planner's feedback
             self.queue.append([min(some, key=lambda o: (o.total_storage.hbm, o.total_storage.ddr)) for some in self.by_table.values()])
 
     def propose(self) -> list[ShardingOption] | None:
@@ -146,10 +146,10 @@ class TableProposer(Proposer):
             return
         self.planned_for.append(key)
         listed = {name: [(o, option_of(o, devices)) for o in some] for name, some in self.by_table.items()}
-        usable = {name: [(o, ours) for o, ours in some if ours is not None] for name, some in listed.items()}
+        usable = {name: [(o, option) for o, option in some if option is not None] for name, some in listed.items()}
         if not all(usable.values()):
             return
-        plan = plan_options(list(usable), [[ours for _, ours in some] for some in usable.values()], devices, effort=effort)
+        plan = plan_options(list(usable), [[option for _, option in some] for some in usable.values()], devices, effort=effort)
         self.plans.append(plan)
         if not plan.tables:
             return
@@ -163,9 +163,9 @@ class TableProposer(Proposer):
 
 
 class TablePartitioner(Partitioner):
-    """Lays the shards of a proposal so that the slowest device is as fast as can be; PlannerError where no way was found.
+    """Places the shards of a proposal so that the slowest device is as fast as possible; PlannerError where no placement was found.
 
-    Ranks that a proposal already has are kept where they fit. Tables that torchrec ties together (towers) go to its own partitioner.
+    Ranks that a proposal already has are kept where they fit. torchrec's partitioner places tables that torchrec ties together (towers).
     """
 
     def __init__(self, effort: float = 0.3) -> None:
@@ -175,13 +175,13 @@ class TablePartitioner(Partitioner):
         if any(option.dependency for option in proposal):
             return GreedyPerfPartitioner().partition(proposal, storage_constraint)
         devices = devices_of(storage_constraint)
-        if _laid(proposal) and _fits(proposal, devices):
+        if _is_placed(proposal) and _fits(proposal, devices):
             return proposal
         options = [option_of(option, devices) for option in proposal]
         names = [option.fqn for option in proposal]
         if None in options:
             wrong = proposal[options.index(None)]
-            raise PlannerError(f"{wrong.fqn}: {wrong.sharding_type} can't be laid on this topology", PlannerErrorType.PARTITION)
+            raise PlannerError(f"{wrong.fqn}: {wrong.sharding_type} can't be placed on this topology", PlannerErrorType.PARTITION)
         plan = plan_options(names, [[option] for option in options if option is not None], devices, effort=self.effort)
         if not plan.tables:
             raise PlannerError(f"can't find a plan: {plan.reason}", PlannerErrorType.PARTITION)
@@ -191,7 +191,7 @@ class TablePartitioner(Partitioner):
         return proposal
 
 
-def _laid(proposal: Sequence[ShardingOption]) -> bool:
+def _is_placed(proposal: Sequence[ShardingOption]) -> bool:
     return all(shard.rank is not None for option in proposal for shard in option.shards)
 
 
@@ -204,24 +204,24 @@ def _fits(proposal: Sequence[ShardingOption], devices: Devices) -> bool:
     return bool((hbm <= devices.hbm_limit).all() and (ddr <= devices.host_limit).all())
 
 
-# -- our plans in torchrec's records -------------------------------------------------------------------------------------------------
+# -- plans in torchrec's records -----------------------------------------------------------------------------------------------------
 
 
 def parameter_constraints(plan: TablePlan, tables: Sequence[Table]) -> dict[str, ParameterConstraints]:
-    """What leaves torchrec's planner only the options that the plan chose, by table."""
+    """Constraints that leave torchrec's planner only the options of the plan, by table."""
     by_name = {table.name: table for table in tables}
     per_node = int(plan.assumptions.get("devices_per_node", len(plan.devices)))
-    found = {}
+    constraints = {}
     for name, placed in plan.tables.items():
         table, sharding = by_name[name], _sharding(placed.option)
-        cut = "column" in sharding or "grid" in sharding
-        found[name] = ParameterConstraints(
+        by_columns = "column" in sharding or "grid" in sharding
+        constraints[name] = ParameterConstraints(
             sharding_types=[sharding],
             compute_kernels=[_kernel(placed.option)],
-            min_partition=table.columns // _column_parts(placed.option, len(placed.devices), per_node) if cut else None,
+            min_partition=table.columns // _column_parts(placed.option, len(placed.devices), per_node) if by_columns else None,
             pooling_factors=[table.pooling] * table.features,
         )
-    return found
+    return constraints
 
 
 def sharding_plan(
@@ -229,7 +229,7 @@ def sharding_plan(
 ) -> ShardingPlan:
     """The plan as torchrec's ShardingPlan of one embedding module at `module_path`. ValueError for a plan without devices."""
     if not plan.devices:
-        raise ValueError(f"the plan lays no table ({plan.reason}); there is nothing to export")
+        raise ValueError(f"the plan places no table ({plan.reason}); there is nothing to export")
     world = len(plan.devices)
     per_node = devices_per_node or int(plan.assumptions.get("devices_per_node", world))
     by_name = {table.name: table for table in tables}
@@ -241,9 +241,9 @@ def sharding_plan(
 
 def _parameter(table: Table, option: Option, devices: Sequence[int], world: int, per_node: int, device: str) -> ParameterSharding:
     sharding = _sharding(option)
-    cut = table.columns // _column_parts(option, len(devices), per_node)
+    columns = table.columns // _column_parts(option, len(devices), per_node)
     tensor = torch.empty(table.rows, table.columns, device="meta")
-    sizes, offsets = calculate_shard_sizes_and_offsets(tensor, world, per_node, sharding, cut)
+    sizes, offsets = calculate_shard_sizes_and_offsets(tensor, world, per_node, sharding, columns)
     shards = [
         ShardMetadata(shard_sizes=size, shard_offsets=offset, placement=placement(device, rank, per_node))
         for size, offset, rank in zip(sizes, offsets, devices, strict=True)
