@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.calibrate import importers
+from autoshard.calibrate import fit, held_out, importers
 from autoshard.calibrate.cluster import mesh_of
-from autoshard.cost import curves
 from autoshard.mesh import DEVICES
 
 LOG = Path(__file__).parent.parent / "tests" / "data" / "collectives" / "nccl_tests_all_reduce.txt"
@@ -26,7 +25,7 @@ def measured_mesh(path: Path) -> tuple[autoshard.Mesh, float]:
     """A mesh whose axis has the measured curve, and the curve's mean relative error on sizes that were held out of the fit."""
     series = importers.parse(path.read_text(), path.name)[0]
     sizes, seconds = np.array(series.sizes), np.array(series.seconds)
-    predicted, measured = curves.held_out(sizes, seconds, curves.fit)
+    predicted, measured = held_out(sizes, seconds, fit)
     error = float(np.mean(np.abs(predicted / measured - 1)))
     times = {(0, series.collective): dict(zip(series.sizes, series.seconds, strict=True))}
     return mesh_of((series.devices,), times, DEVICES["a100"], "nccl"), error

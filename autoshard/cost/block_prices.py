@@ -46,7 +46,9 @@ KINDS = ("split", "all_gather", "all_to_all", "permute", "change_block_size", "e
 class MessageLoads(Protocol):
     """The messages of a step: what prices read of relayout.holdings.Traffic."""
 
-    elements: np.ndarray  # of each message
+    @property
+    def elements(self) -> np.ndarray:
+        """Of each message."""
 
     def by_axis(self, each: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """(sent, received): elements by (axis, rank); each: numbers to add up per message in place of its elements."""
