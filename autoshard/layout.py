@@ -76,7 +76,7 @@ def parse(written: str) -> Layout:
 
 def shards_of(layout: Layout, mesh: Mesh, dim: int) -> int:
     """The number of parts that `dim` is sharded into."""
-    return math.prod(axis.size for p, axis in zip(layout, mesh.axes, strict=True) if isinstance(p, Shard) and p.dim == dim)
+    return math.prod(sharding_sizes(layout, mesh, dim))
 
 
 def sharding_sizes(layout: Layout, mesh: Mesh, dim: int) -> tuple[int, ...]:
@@ -144,7 +144,8 @@ def why_illegal(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> str | Non
         if isinstance(placement, Shard) and placement.dim >= len(shape):
             return f"layout {text(layout)} shards dim {placement.dim}, the tensor has {len(shape)} dims"
     for dim, size in enumerate(shape):
-        if size % (parts := shards_of(layout, mesh, dim)) and leaves_empty(size, sharding_sizes(layout, mesh, dim)):
+        sizes = sharding_sizes(layout, mesh, dim)
+        if size % (parts := math.prod(sizes)) and leaves_empty(size, sizes):
             return f"layout {text(layout)} shards dim {dim} of size {size} into {parts} parts, which leaves some ranks without any"
     kinds = {p.reduce_op for p in layout if isinstance(p, Partial)}
     return f"layout {text(layout)} mixes partial kinds {sorted(kinds)}" if len(kinds) > 1 else None

@@ -10,7 +10,7 @@ import pytest
 
 from autoshard.layout import P, R, S, is_legal, local_numel, placement_text
 from autoshard.mesh import Mesh
-from autoshard.routes import Routes, seconds_table
+from autoshard.routes import Routes
 from autoshard.routes.steps import STEPS, all_moves, decode
 
 REDUCE = {"sum": np.add.reduce, "avg": lambda parts: np.add.reduce(parts) / len(parts), "max": np.maximum.reduce, "min": np.minimum.reduce}
@@ -21,6 +21,14 @@ CASES = [
     *(((1, 2), shape) for shape in [(), (4, 6)]),
     *(((2, 2, 2), shape) for shape in [(), (8,), (8, 4)]),
 ]
+
+
+def seconds_table(shape, itemsize, sources, targets, mesh):
+    return Routes(mesh).table(shape, itemsize, sources, targets)
+
+
+def route(shape, itemsize, source, target, mesh):
+    return Routes(mesh).route(shape, itemsize, source, target)
 
 
 def mesh_of(sizes, intra=300e9, inter=40e9):

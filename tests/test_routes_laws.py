@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from autoshard.layout import P, R, S
 from autoshard.mesh import Mesh
-from autoshard.routes import Route, Routes, route, seconds_table
-from tests.test_routes import layouts_of, mesh_of
+from autoshard.routes import Route, Routes
+from tests.test_routes import layouts_of, mesh_of, route, seconds_table
 
 # ---- known routes
 

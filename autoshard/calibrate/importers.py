@@ -5,8 +5,8 @@
     nnscaler       {"all gather": [[MB, ...], [seconds, ...]]}, a file per device count, 1 MB = 2^20 bytes         (`nnscaler`)
     CSV            one row per measurement, columns by name with their unit: size_bytes, latency_us ...                   (`table`)
 
-What a file does not say itself (collective, devices) is read from its name, as the tools and their users write them
-(`all_reduce_perf_8.txt`, `all_to_all_4.txt`, `intra_8.json`), or given by the caller. Every refusal is one sentence with file and line.
+A collective or number of devices that the file does not contain is read from its name, as the tools and their users write it
+(`all_reduce_perf_8.txt`, `all_to_all_4.txt`, `intra_8.json`), or given by the caller. Every error is one sentence with file and line.
 """
 
 from __future__ import annotations
@@ -147,11 +147,11 @@ def nccl_tests(text: str, name: str, collective: str | None, devices: int | None
     rows: list[MeasuredRow] = []
     columns: list[str] = []
     hosts: list[str] = []
-    said, finished = None, False
+    stated, finished = None, False
     for line, words in _lines(text):
         rest = " ".join(words)
         if starting := re.search(r"Collective test starting:\s*(\S+)", rest):
-            said, hosts, finished = known(starting[1], f"{name}:{line}: the collective"), [], False
+            stated, hosts, finished = known(starting[1], f"{name}:{line}: the collective"), [], False
         elif rank := re.search(r"\bRank\s+\d+.*\bon\s+(\S+)\s+device\b", rest):
             hosts = [] if finished else hosts
             hosts, finished = [*hosts, rank[1]], False
@@ -168,7 +168,7 @@ def nccl_tests(text: str, name: str, collective: str | None, devices: int | None
                 continue
             num = len(hosts) or _needed(devices, "its number of devices", name)
             nodes = len(set(hosts)) or 1
-            what = said or _needed(collective, "its collective", name)
+            what = stated or _needed(collective, "its collective", name)
             dtype = words[columns.index("type")] if "type" in columns else ""
             seconds = time * 1e-6
             rows.append(MeasuredRow(line, what, num, size, seconds, nodes=nodes, dtype=dtype, source="nccl-tests", bus_bandwidth=bus * 1e9))

@@ -13,11 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
 
 from autoshard.cost.collectives import collective_seconds
 from autoshard.layout import Layout
 from autoshard.mesh import Axis, Mesh
 
+Amount = TypeVar("Amount", float, np.ndarray)
 SMALLEST_BUCKET, LARGEST_BUCKET = 64e3, 25e6  # bytes
 
 
@@ -44,8 +48,8 @@ def axes_by_link(axes: Sequence[Axis]) -> list[list[int]]:
     return list(groups.values())
 
 
-def transfer_seconds(bytes: float, latency: float, bandwidth: float) -> float:
-    """Seconds of a message of `bytes` (a number or an array), latency in seconds, bandwidth in bytes/s."""
+def transfer_seconds(bytes: Amount, latency: float, bandwidth: float) -> Amount:
+    """Seconds of a message of `bytes`, a number or an array of them; latency in seconds, bandwidth in bytes/s."""
     return latency + bytes / bandwidth
 
 

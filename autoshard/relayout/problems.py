@@ -55,7 +55,7 @@ class BlockProblem:
     def elements(self, layout: BlockLayout) -> int:
         return local_elements(self.shape, layout, self.mesh)
 
-    def memory_limit(self, asked: float | None, count: str) -> float:
+    def memory_limit(self, limit: float | None, count: str) -> float:
         """The limit in elements per rank: the argument, or the problem's, or the default. ValueError where no route can keep it.
 
         count "resident": of the shards between steps, by default the larger end. "buffers": of a step's input and output together,
@@ -63,7 +63,7 @@ class BlockProblem:
         """
         ends = [self.elements(self.source), self.elements(self.target)]
         needed = max(ends) if count == "resident" or self.same else 2 * max(ends)
-        limit = asked if asked is not None else self.limit
+        limit = self.limit if limit is None else limit
         if limit is None:
             return needed
         if math.isnan(limit) or limit < max(ends):

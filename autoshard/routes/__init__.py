@@ -7,5 +7,3 @@ from autoshard.routes.buffers import buffer_table as buffer_table
 from autoshard.routes.shortest import Route as Route
 from autoshard.routes.shortest import Routes as Routes
 from autoshard.routes.shortest import Step as Step
-from autoshard.routes.shortest import route as route
-from autoshard.routes.shortest import seconds_table as seconds_table

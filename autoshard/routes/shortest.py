@@ -180,16 +180,6 @@ class Routes:
         return space.rows
 
 
-def route(shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout, mesh: Mesh) -> Route | None:
-    """`Routes(mesh).route(...)`, for a single use."""
-    return Routes(mesh).route(shape, itemsize, source, target)
-
-
-def seconds_table(shape: tuple[int, ...], itemsize: int, sources: Sequence[Layout], targets: Sequence[Layout], mesh: Mesh) -> np.ndarray:
-    """`Routes(mesh).table(...)`, for a single use."""
-    return Routes(mesh).table(shape, itemsize, sources, targets)
-
-
 def _move_seconds(mesh: Mesh, moves: Moves, divides: np.ndarray, local_bytes: np.ndarray, padded: bool = False) -> np.ndarray:
     """w: a collective costs the seconds of its largest buffer, padded to equal shards; a split costs the write of its output to memory."""
     w = np.full(len(moves.before), math.inf)
