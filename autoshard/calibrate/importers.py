@@ -286,7 +286,7 @@ def table(text: str, name: str, collective: str | None, devices: int | None) -> 
             raise ValueError(f"{at}: {n:g} devices on {nodes:g} nodes; expected whole numbers")
         bus = number("bus") if text_of("bus") else None
         rows.append(
-            Row(
+            MeasuredRow(
                 line, what, int(n), number("size"), number("seconds"), text_of("system"), int(nodes),
                 text_of("dtype"), text_of("source"), bus,
             )

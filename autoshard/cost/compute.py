@@ -42,7 +42,7 @@ def op_seconds(target: str, inputs: Sequence[Described], outputs: Sequence[Descr
     itemsize = ITEMSIZE[operands[0][1]] if operands else 1
     peak = device.flops_for(itemsize, convolution=name.startswith("convolution"))
     compute = op_flops(target, inputs, outputs) / (peak * EFFICIENCY)
-    traffic = (_bytes_read(name, inputs, made) + sum(_bytes(o) for o in made)) / device.memory_bandwidth
+    traffic = (_bytes_read(name, inputs, computed) + sum(_bytes(o) for o in computed)) / device.memory_bandwidth
     return max(compute, traffic) + device.launch
 
 

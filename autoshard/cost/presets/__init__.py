@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from autoshard.cost.curves.device_counts import Family
-from autoshard.mesh import DEVICES, UNMEASURED_DEVICE, UNMEASURED_LINK, Device, LinkCurve, Mesh
+from autoshard.mesh import DEVICES, INTER_LATENCY, INTRA_LATENCY, UNMEASURED_DEVICE, UNMEASURED_LINK, Device, LinkCurve, Mesh
 from autoshard.reading import text_of
 
 from ..curves.records import PiecewiseCurve
