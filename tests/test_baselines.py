@@ -188,8 +188,8 @@ def test_no_name_is_read(model):
         ("bert", (2, 4), "recognised 13 of 14 parameter matmuls (8 column, 4 row, 1 head)"),  # the dense layer of the head is no pair
         ("llama", (2, 4), "recognised 15 of 15 parameter matmuls (10 column, 4 row, 1 head)"),
         ("llama", (8,), "recognised 11 of 15 parameter matmuls (6 column, 4 row, 1 head)"),
-        ("llama", (8,), "4 more stay whole: their heads or features do not divide by 8"),
-        ("mlp", (2, 2, 2), "recognised 4 of 4 parameter matmuls (2 column, 2 row) for axis 2 of 2; batch cut over axes 0,1"),
+        ("llama", (8,), "4 more stay replicated: their heads or features do not divide by 8"),
+        ("mlp", (2, 2, 2), "recognised 4 of 4 parameter matmuls (2 column, 2 row) for axis 2 of 2; batch sharded over axes 0,1"),
     ],
 )
 def test_megatron_says_what_it_recognised(model, shape, words):
@@ -200,11 +200,11 @@ def test_what_does_not_divide_stays_whole_and_is_said():
     module, example_inputs = gpt2.build(layers=1, heads=6, width=48, positions=16, vocab=57, batch=12, seq=16, loss=True, dtype="float32")
     graph = capture(module, example_inputs, training=True)
     _, schemes = found(graph, (8, 4))
-    assert schemes["data_parallel"].matched == "batch cut over axis 1 (12 does not divide further: compute is repeated over axis 0)"
-    assert schemes["fsdp"].matched.endswith("; 8 of 16 parameters cut over all axes (the others' dims do not divide)")
+    assert schemes["data_parallel"].matched == "batch sharded over axis 1 (12 does not divide further: compute is repeated over axis 0)"
+    assert schemes["fsdp"].matched.endswith("; 8 of 16 parameters sharded over all axes (the others' dims do not divide)")
     said = schemes["megatron"].matched
-    assert "recognised 2 of 5 parameter matmuls (1 column, 1 row)" in said and "2 more stay whole" in said
-    assert "the vocabulary of 57 does not divide by 4: table and head stay whole" in said
+    assert "recognised 2 of 5 parameter matmuls (1 column, 1 row)" in said and "2 more stay replicated" in said
+    assert "the vocabulary of 57 does not divide by 4: table and head stay replicated" in said
     assert layouts(graph, schemes["megatron"])["wte.weight"] == "R,R"
     assert layouts(graph, schemes["megatron"])["h.0.attn.c_attn.weight"] == "R,R"
     assert layouts(graph, schemes["megatron"])["h.0.mlp.c_fc.weight"] == "R,S(0)"

@@ -1,10 +1,10 @@
-"""Dimension classes: which dims of which values are cut together.
+"""Dimension classes: which dims of which values have to be sharded together.
 
-A slot is one dim of one value. A row S(i) -> S(o) of an op says that the slots it cuts go together; their transitive closure is
-a class: the batch, the heads of a block, its hidden features, the vocabulary. A gradient and its parameter have equal slots.
+A slot is one dim of one value. A sharding rule S(i) -> S(o) of an op links the slots that it shards. The transitive closure of
+these links is a class: the batch, the heads of a block, its hidden features, the vocabulary. A gradient is linked to its parameter.
 
-With a divisor n, only rows whose slots all divide by n link: those are the cuts that a mesh axis of size n can carry through.
-Where 4 key-value heads meet 8 devices, the query heads stay one class and the key and value weights fall out of it.
+With a divisor n, only rules whose slots all divide by n are links: a mesh axis of size n can apply exactly these evenly.
+Example: with 4 key-value heads on 8 devices, the query heads stay one class, and the key and value weights are not in it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from autoshard.graph import Graph, Value
 from autoshard.strategies import Candidates, Row, one_axis_rows
 
-Group = tuple[tuple[bool, int, int], ...]  # (is an output, which one, dim)
+RowSlots = tuple[tuple[bool, int, int], ...]  # (is an output, which one, dim)
 
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """The numbering of all dims of all values, and the groups of slots that one row cuts together."""
+    """The numbering of all dims of all values, and the groups of slots that one sharding rule shards together."""
 
     first: dict[Value, int]  # the slot of a value's dim 0
     sizes: tuple[int, ...]
@@ -37,7 +37,7 @@ class DimClasses:
     def of(self, value: Value, dim: int) -> int:
         return self.roots[self.first[value] + dim]
 
-    def cuts(self, value: Value, rank: int, priority: Mapping[int, int]) -> tuple[int, ...]:
+    def priorities(self, value: Value, rank: int, priority: Mapping[int, int]) -> tuple[int, ...]:
         """For each dim of the value the priority of its class, 0 where it has none."""
         start = self.first[value]
         return tuple(priority.get(root, 0) for root in self.roots[start : start + rank])
@@ -55,29 +55,29 @@ def number_slots(graph: Graph, candidates: Candidates) -> Slots:
 
 
 def _groups(graph: Graph, candidates: Candidates, first: dict[Value, int], sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    made: dict[int, list[Group]] = {}  # by signature: ops of one signature share their candidates
+    row_slots: dict[int, list[RowSlots]] = {}  # by signature: ops of one signature share their candidates
     for i, op in enumerate(graph.ops):
         if op.is_placeholder:
             continue
         signature = id(candidates.of[i])
-        if signature not in made:
-            made[signature] = [_cut_together(r) for r in one_axis_rows(op, graph.input_tensors(i)) or ()]
-        for group in made[signature]:
-            slots = tuple(first[(i, k) if is_output else op.inputs[k]] + dim for is_output, k, dim in group)
+        if signature not in row_slots:
+            row_slots[signature] = [_sharded_slots(r) for r in one_axis_rows(op, graph.input_tensors(i)) or ()]
+        for row in row_slots[signature]:
+            slots = tuple(first[(i, k) if is_output else op.inputs[k]] + dim for is_output, k, dim in row)
             yield tuple(slot for slot in slots if sizes[slot] > 1)
     for result in graph.results:
         if result.kind in ("gradient", "buffer") and result.value is not None and result.name in graph.index:
-            own = (graph.index[result.name], 0)
-            yield from ((first[own] + d, first[result.value] + d) for d in range(len(graph.tensor(own).shape)))
+            stored = (graph.index[result.name], 0)
+            yield from ((first[stored] + d, first[result.value] + d) for d in range(len(graph.tensor(stored).shape)))
 
 
-def _cut_together(row: Row) -> Group:
+def _sharded_slots(row: Row) -> RowSlots:
     outputs = [(True, k, p.dim) for k, p in enumerate(row.outputs) if p is not None and p.is_shard()]  # type: ignore[attr-defined]
     return (*outputs, *((False, k, p.dim) for k, p in enumerate(row.inputs) if p.is_shard()))  # type: ignore[attr-defined]
 
 
 def dim_classes(slots: Slots, divisor: int = 1) -> DimClasses:
-    """The classes under rows whose slots all divide by `divisor`."""
+    """The classes that the rules whose slots all divide by `divisor` make."""
     parent = list(range(len(slots.sizes)))
 
     def root(slot: int) -> int:

@@ -1,18 +1,18 @@
-"""What a launcher that knows modules only makes of some weights cut over one axis, as pins that can be priced.
+"""The plan that a launcher which shards modules (parallelize_module, tp_plan) runs, as pins, so that its cost can be computed.
 
-On `axis`: grouped weights are cut over their class, as is all between them; a lone weight is cut and what it gives is made whole
-at once; everything else is whole. On the other axes: the batch is cut, parameters are whole, or cut (fully_shard).
+On mesh axis `axis`, the weights of a group and all values between them are sharded along the dims of the group's class. A weight
+without a group is sharded, and the output of its op is gathered at once. Everything else is replicated. On the other axes the batch
+is sharded; parameters are replicated there, or sharded too (fully_shard).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from autoshard.baselines.classes import dim_classes
 from autoshard.baselines.megatron import from_parameters
-from autoshard.baselines.pins import FIRST, Coder, Cuts, settle
-from autoshard.baselines.schemes import AxisCut, Baseline, Batch, _axes, _batch_class, _cut_batch, _wanted
+from autoshard.baselines.pins import FIRST, Coder, Priorities, settle
+from autoshard.baselines.schemes import AxisSharding, Baseline, Batch, shard_batch, used_axes, wanted_priorities
 from autoshard.baselines.uses import Use, Uses
 from autoshard.graph import Graph, Value
 from autoshard.layout import Layout
@@ -31,50 +31,48 @@ def launched(
     *,
     fully_shard: bool,
 ) -> Baseline:
-    """roots: classes of the groups that are cut. lone: (use, the parameter's dim that is cut)."""
-    slots, classes = uses.slots, dim_classes(uses.slots)
-    root = _batch_class(graph, classes)
-    batch = Batch(classes, root, math.gcd(*(n for n, of in zip(slots.sizes, classes.roots, strict=True) if of == root)))
-    cut, said = _cut_batch(mesh, [k for k in _axes(mesh) if k != axis], batch)
-    cut[axis] = AxisCut(uses.classes, dict.fromkeys(roots, FIRST))
-    usual, own = _wanted(graph, mesh, cut), dict(_lone_cuts(graph, lone))
+    """roots: classes of the sharded groups. lone: weights without a group, as (use, the parameter's sharded dim)."""
+    batch = Batch.of(graph, uses.slots, dim_classes(uses.slots))
+    sharding, words = shard_batch(mesh, [k for k in used_axes(mesh) if k != axis], batch)
+    sharding[axis] = AxisSharding(uses.classes, dict.fromkeys(roots, FIRST))
+    of_classes, lone_dims = wanted_priorities(graph, mesh, sharding), dict(_lone_dims(graph, lone))
 
-    def wanted(value: Value) -> Cuts:
-        rows = usual(value)
-        if value not in own:
+    def wanted(value: Value) -> Priorities:
+        rows = of_classes(value)
+        if value not in lone_dims:
             return rows
-        return tuple(tuple(FIRST if k == axis and d == own[value] else p for d, p in enumerate(row)) for k, row in enumerate(rows))
+        return tuple(tuple(FIRST if k == axis and d == lone_dims[value] else p for d, p in enumerate(row)) for k, row in enumerate(rows))
 
     coder = Coder(candidates)
     if not fully_shard:
-        return Baseline("modules", settle(graph, coder, wanted, {}, frozenset()), said)
-    found = settle(graph, coder, wanted, {}, frozenset())
+        return Baseline("modules", settle(graph, coder, wanted, {}, frozenset()), words)
+    pins = settle(graph, coder, wanted, {}, frozenset())
     fixed = {}
     for i in graph.parameters.values():
-        pinned = found[graph.ops[i].name].outputs
+        pinned = pins[graph.ops[i].name].outputs
         assert pinned is not None and pinned[0] is not None
-        fixed[i] = _also_cut(candidates, mesh, i, axis, pinned[0])
+        fixed[i] = _fully_sharded(candidates, i, axis, pinned[0])
     views = frozenset(i for i in from_parameters(graph) if len(graph.ops[i].inputs) == 1 and graph.ops[i].kind == "compute")
-    return Baseline("modules", settle(graph, coder, wanted, fixed, views), f"{said}; parameters cut over the other axes")
+    return Baseline("modules", settle(graph, coder, wanted, fixed, views), f"{words}; parameters sharded over the other axes")
 
 
-def _lone_cuts(graph: Graph, lone: Sequence[tuple[Use, int]]) -> list[tuple[Value, int]]:
-    """The values that lie cut because of a lone weight: it and its views, and what the op gives, by their dim."""
-    found = []
+def _lone_dims(graph: Graph, lone: Sequence[tuple[Use, int]]) -> list[tuple[Value, int]]:
+    """The values that are sharded because of a weight without a group (it, its views, the op's output), with the sharded dim."""
+    dims = []
     for use, dim in lone:
         op = graph.ops[use.index]
-        found.append((use.trail[0], dim))
+        dims.append((use.trail[0], dim))
         if dim == use.kept:
-            found.append(((use.index, 0), len(op.output.shape) - 1))
+            dims.append(((use.index, 0), len(op.output.shape) - 1))
         for value in use.trail[1:]:
             rank = len(graph.tensor(value).shape)
             swapped = value == use.trail[-1] and use.w[1] % rank != use.kept
-            found.append((value, rank - 1 - dim if swapped else dim))
-    return found
+            dims.append((value, rank - 1 - dim if swapped else dim))
+    return dims
 
 
-def _also_cut(candidates: Candidates, mesh: Mesh, index: int, axis: int, layout: Layout) -> Layout:
-    """As fully_shard leaves a parameter: as it lies on `axis`, and on the other axes cut over dim 0 where that divides."""
+def _fully_sharded(candidates: Candidates, index: int, axis: int, layout: Layout) -> Layout:
+    """The layout under fully_shard: unchanged on `axis`, and sharded on dim 0 over the other axes where that divides."""
     options = [c.outputs[0] for c in candidates.of[index] if c.outputs[0] is not None and c.outputs[0][axis] == layout[axis]]
 
     def order(option: Layout) -> tuple:

@@ -1,12 +1,12 @@
-"""Column, row and vocabulary parallel matmuls, recognised by the classes of their dims; no names are read.
+"""Column, row and vocabulary parallel matmuls, recognised by the dimension classes of their operands, never by names.
 
 A parameter matmul y[.., n] = x[.., k] w[k, n] has a weight that is computed from parameters only. With class(k) and class(n):
 
     inner class C  C = class(n) of some matmuls (they become column parallel) and class(k) of others (row parallel), none both
-    head class V   C = class(n) of some and class(k) of none, and V meets the loss, the output or the longest token table
+    head class V   V = class(n) of some and class(k) of none, and V contains a dim of the loss, the output or the longest token table
 
-Heads and hidden features are inner classes. So is the residual stream where no norm parts it; but it touches more matmuls
-than the classes inside the blocks. So the smallest classes come first, and a matmul is used once.
+Heads and hidden features are inner classes. The residual stream is one as well where no norm separates it, but it contains more
+matmuls than the classes inside the blocks. Therefore the smallest classes are taken first, and a matmul is used once.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ class ParameterMatmul:
 
 @dataclass(frozen=True)
 class Recognised:
-    """What tensor parallelism cuts: classes, and the matmuls by role."""
+    """What tensor parallelism shards: classes, and the matmuls by role."""
 
     classes: frozenset[int]
     column: tuple[ParameterMatmul, ...]
     row: tuple[ParameterMatmul, ...]
     head: tuple[ParameterMatmul, ...]
-    tables: tuple[int, ...]  # parameters cut over their vocabulary
+    tables: tuple[int, ...]  # parameters sharded along their vocabulary
     matmuls: tuple[ParameterMatmul, ...]  # all of them
 
 
 def from_parameters(graph: Graph) -> frozenset[int]:
     """Ops computed from parameters only, parameters included."""
-    found: set[int] = set()
+    computed: set[int] = set()
     for i, op in enumerate(graph.ops):
-        if op.kind == "parameter" or (op.inputs and all(v[0] in found for v in op.inputs)):
-            found.add(i)
-    return frozenset(found)
+        if op.kind == "parameter" or (op.inputs and all(v[0] in computed for v in op.inputs)):
+            computed.add(i)
+    return frozenset(computed)
 
 
 def parameter_matmuls(graph: Graph, of_parameters: frozenset[int]) -> Iterator[ParameterMatmul]:
@@ -70,7 +70,7 @@ def parameter_matmuls(graph: Graph, of_parameters: frozenset[int]) -> Iterator[P
 
 
 def token_tables(graph: Graph) -> dict[int, int]:
-    """Parameters that ids from the program's inputs look words up in, longest only, with their length."""
+    """The embedding tables that the program's input ids index, with their number of rows; the longest only."""
     tables: dict[int, int] = {}
     for op in graph.ops:
         if op.target == "aten.embedding.default":
@@ -82,14 +82,14 @@ def token_tables(graph: Graph) -> dict[int, int]:
 
 
 def _origin(graph: Graph, value: Value) -> int:
-    """The op that a value comes from, views and casts followed back."""
+    """The op that a value comes from, when views and casts (ops of one input) are followed back."""
     while len(graph.ops[value[0]].inputs) == 1:
         value = graph.ops[value[0]].inputs[0]
     return value[0]
 
 
 def recognise(graph: Graph, classes: DimClasses, sizes: tuple[int, ...], divisor: int, batch: frozenset[int]) -> Recognised:
-    """Roles of the parameter matmuls when an axis of `divisor` devices cuts `classes`; `batch` are classes to leave alone."""
+    """Roles of the parameter matmuls on an axis of `divisor` devices; `batch`: classes that are not to be used."""
     matmuls = tuple(parameter_matmuls(graph, from_parameters(graph)))
     columns: dict[int, list[ParameterMatmul]] = {}
     rows: dict[int, list[ParameterMatmul]] = {}
@@ -115,7 +115,7 @@ def recognise(graph: Graph, classes: DimClasses, sizes: tuple[int, ...], divisor
 
 
 def _scored(graph: Graph, classes: DimClasses) -> set[int]:
-    """Classes that a softmax of the loss runs over, or that are the last dim of what the program returns."""
+    """Classes that a softmax of the loss runs over, and those of the last dims of the program's outputs."""
     over = {
         classes.of(op.inputs[0], int(argument(op, 1, "dim")) % len(op.outputs[0].shape))  # type: ignore[call-overload,union-attr]
         for op in graph.ops
@@ -125,17 +125,22 @@ def _scored(graph: Graph, classes: DimClasses) -> set[int]:
     return over | {classes.of(v, len(graph.tensor(v).shape) - 1) for v in returned}
 
 
-def sequence_class(graph: Graph, whole: DimClasses, cut: DimClasses, found: Recognised, batch: int | None, divisor: int) -> int | None:
-    """The class (of `cut`) of the positions in the residual stream: what row parallel matmuls add to, batch and features apart."""
-    apart = {batch, *(whole.of(*m.kept) for m in found.row)}
+def sequence_class(
+    graph: Graph, classes: DimClasses, narrow: DimClasses, recognised: Recognised, batch: int | None, divisor: int
+) -> int | None:
+    """The class (of `narrow`) of the sequence dim of the residual stream, to which the row parallel matmuls add.
+
+    The batch and the stream's features are other classes. classes: without a divisor; narrow: with `divisor`.
+    """
+    apart = {batch, *(classes.of(*m.kept) for m in recognised.row)}
     stream = apart - {batch}
     votes: dict[int, int] = {}
     for i, op in enumerate(graph.ops):
         for k, tensor in enumerate(op.outputs):
             if tensor is None or len(tensor.shape) < 3:
                 continue
-            kinds = [whole.of((i, k), d) for d in range(len(tensor.shape))]
+            kinds = [classes.of((i, k), d) for d in range(len(tensor.shape))]
             for d, size in enumerate(tensor.shape if not stream.isdisjoint(kinds) else ()):
-                if size > 1 and not size % divisor and kinds[d] not in apart and (c := cut.of((i, k), d)) not in found.classes:
+                if size > 1 and not size % divisor and kinds[d] not in apart and (c := narrow.of((i, k), d)) not in recognised.classes:
                     votes[c] = votes.get(c, 0) + 1
     return max(votes, key=votes.__getitem__, default=None)

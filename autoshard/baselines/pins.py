@@ -1,10 +1,11 @@
-"""From classes to pins: every op is pinned to the candidate that cuts the wanted classes.
+"""From dimension classes to pins: every op is pinned to the candidate that shards the wanted classes.
 
-    admissible(c)  every S(d) of candidate c is on a wanted class; a Partial input is what its only producer gives
-    best(c)        = (sum over axes of the highest priority, fewest inputs that lie otherwise than produced, first)
+    admissible(c)  every S(d) of candidate c is on a wanted class; an input layout is Partial only where its producer's output layout is
+                   the same and nothing else reads it
+    best(c)        = (sum over axes of the highest priority, fewest inputs that are resharded, first)
 
-Ops are walked in order, so what is produced is known. Partial sums run on through views and sums of partial sums to
-where they are needed whole or cut, unless several ops read them: then one reduction serves all.
+Ops are visited in the order of the graph, so the output layouts of their producers are known. Partial sums pass through views and
+additions up to the op that needs them replicated or sharded. If several ops read a partial sum, it is reduced once for all of them.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from autoshard.graph import Graph, Value
 from autoshard.layout import Layout
 from autoshard.strategies import Candidate, Candidates
 
-Code = tuple[int, ...]  # a layout as numbers: the dim that is cut, WHOLE, SUM or OTHER_PARTIAL per axis
+Code = tuple[int, ...]  # a layout as numbers: per axis the sharded dim, REPLICATED, SUM or OTHER_PARTIAL
 Coded = tuple[tuple[Code, ...], tuple[Code | None, ...]]  # inputs, outputs of a candidate
-Cuts = tuple[tuple[int, ...], ...]  # per axis, per dim: the priority with which it is to be cut, 0 not at all
-Source = tuple[Code, bool]  # how an input is produced, and whether nobody else reads it
-WHOLE, SUM, OTHER_PARTIAL = -1, -2, -3
-SECOND, STAYS_PARTIAL, FIRST = 1, 2, 3  # priorities: of a sequence, of sums that are left for later, of batch and tensor parallel classes
+Priorities = tuple[tuple[int, ...], ...]  # per axis, per dim: the priority with which it is to be sharded, 0 not at all
+Source = tuple[Code, bool]  # the output layout of an input's producer, and whether it has no other reader
+REPLICATED, SUM, OTHER_PARTIAL = -1, -2, -3
+SECOND, STAYS_PARTIAL, FIRST = 1, 2, 3  # priorities: of a sequence, of sums that are reduced later, of batch and tensor parallel classes
 
 
 @dataclass(frozen=True)
@@ -36,39 +37,39 @@ def matches(pin: Pin, candidate: Candidate) -> bool:
     return _fits(pin.outputs, candidate.outputs) and _fits(pin.inputs, candidate.inputs)
 
 
-def _fits(pinned: tuple[Layout | None, ...] | None, given: tuple[Layout | None, ...]) -> bool:
+def _fits(pinned: tuple[Layout | None, ...] | None, layouts: tuple[Layout | None, ...]) -> bool:
     if pinned is None:
         return True
-    return len(pinned) == len(given) and all(p is None or p == g for p, g in zip(pinned, given, strict=True))
+    return len(pinned) == len(layouts) and all(p is None or p == layout for p, layout in zip(pinned, layouts, strict=True))
 
 
 def allowed(pins: Mapping[str, Pin], graph: Graph, candidates: Candidates) -> dict[int, tuple[bool, ...]]:
-    """For every pinned op, by index, which of its candidates match; ops that share candidates and pin are asked once."""
-    made: dict[tuple[int, int], tuple[bool, ...]] = {}
-    found = {}
+    """For every pinned op, by index, which of its candidates match; computed once for ops that share candidates and pin."""
+    masks: dict[tuple[int, int], tuple[bool, ...]] = {}
+    by_op = {}
     for name, pin in pins.items():
         options = candidates.of[graph.index[name]]
         key = (id(pin), id(options))
-        if key not in made:
-            made[key] = tuple(matches(pin, c) for c in options)
-        found[graph.index[name]] = made[key]
-    return found
+        if key not in masks:
+            masks[key] = tuple(matches(pin, c) for c in options)
+        by_op[graph.index[name]] = masks[key]
+    return by_op
 
 
 class Coder:
-    """Candidates as numbers, made once per signature: comparing torch's placements would take most of the time."""
+    """Candidates as numbers, computed once per signature: comparing torch's placements would take most of the time."""
 
     def __init__(self, candidates: Candidates):
         self.candidates = candidates
-        self.made: dict[int, list[Coded]] = {}
+        self.coded: dict[int, list[Coded]] = {}
 
     def __getitem__(self, index: int) -> list[Coded]:
         options = self.candidates.of[index]
-        if id(options) not in self.made:
-            self.made[id(options)] = [
+        if id(options) not in self.coded:
+            self.coded[id(options)] = [
                 (tuple(map(code, c.inputs)), tuple(None if out is None else code(out) for out in c.outputs)) for c in options
             ]
-        return self.made[id(options)]
+        return self.coded[id(options)]
 
 
 def code(layout: Layout) -> Code:
@@ -76,19 +77,19 @@ def code(layout: Layout) -> Code:
         if p.is_shard():  # type: ignore[attr-defined]
             return p.dim  # type: ignore[attr-defined]
         if p.is_replicate():  # type: ignore[attr-defined]
-            return WHOLE
+            return REPLICATED
         return SUM if p.reduce_op == "sum" else OTHER_PARTIAL  # type: ignore[attr-defined]
 
     return tuple(map(one, layout))
 
 
 def settle(
-    graph: Graph, coder: Coder, wanted: Callable[[Value], Cuts], fixed: Mapping[int, Layout], carried: frozenset[int]
+    graph: Graph, coder: Coder, wanted: Callable[[Value], Priorities], fixed: Mapping[int, Layout], carried: frozenset[int]
 ) -> dict[str, Pin]:
-    """A pin for every op. fixed: placeholders whose layout is given; carried: ops that keep the layout of their only input."""
+    """A pin for every op. fixed: placeholders whose layout is known; carried: ops that keep the layout of their only input."""
     readers = _count_readers(graph)
-    given: dict[Value, Code] = {}
-    made: dict[tuple, int] = {}
+    produced: dict[Value, Code] = {}
+    best: dict[tuple, int] = {}
     pins: dict[str, Pin] = {}
     shared: dict[tuple[int, int], Pin] = {}
     for i, op in enumerate(graph.ops):
@@ -96,15 +97,15 @@ def settle(
         if i in fixed:
             chosen = next(j for j, c in enumerate(options) if c.outputs[0] == fixed[i])
         else:
-            sources = tuple((given[v], readers[v] == 1) for v in op.inputs)
-            cuts = tuple(map(wanted, op.inputs)), tuple(None if t is None else wanted((i, k)) for k, t in enumerate(op.outputs))
-            key = (id(options), sources, cuts, i in carried)
-            if key not in made:
-                made[key] = _best(coder[i], cuts, sources, i in carried)
-            chosen = made[key]
+            sources = tuple((produced[v], readers[v] == 1) for v in op.inputs)
+            priorities = tuple(map(wanted, op.inputs)), tuple(None if t is None else wanted((i, k)) for k, t in enumerate(op.outputs))
+            key = (id(options), sources, priorities, i in carried)
+            if key not in best:
+                best[key] = _best(coder[i], priorities, sources, i in carried)
+            chosen = best[key]
         for k, out in enumerate(coder[i][chosen][1]):
             if out is not None:
-                given[i, k] = out
+                produced[i, k] = out
         pins[op.name] = shared.setdefault((id(options), chosen), Pin(options[chosen].outputs, options[chosen].inputs))
     return pins
 
@@ -117,32 +118,32 @@ def _count_readers(graph: Graph) -> dict[Value, int]:
     return readers
 
 
-def _best(options: list[Coded], cuts: tuple, sources: tuple[Source, ...], carried: bool) -> int:
-    """The best admissible candidate; the one in which all is whole always is."""
+def _best(options: list[Coded], priorities: tuple, sources: tuple[Source, ...], carried: bool) -> int:
+    """The best admissible candidate; the fully replicated one is always admissible."""
     if carried:
         for j, (inputs, _) in enumerate(options):
             if inputs[0] == sources[0][0]:
                 return j
-    scored = ((_score(option, cuts, sources), -j) for j, option in enumerate(options))
+    scored = ((_score(option, priorities, sources), -j) for j, option in enumerate(options))
     return -max((score, j) for score, j in scored if score is not None)[1]
 
 
-def _score(option: Coded, cuts: tuple, sources: tuple[Source, ...]) -> tuple[int, int] | None:
-    """(priority cut, -inputs that are moved); None where the candidate cuts what it may not, or takes what isn't partial as such."""
+def _score(option: Coded, priorities: tuple, sources: tuple[Source, ...]) -> tuple[int, int] | None:
+    """(sum of priorities, -inputs that are resharded); None where the candidate is not admissible."""
     inputs, outputs = option
-    moved = 0
-    for layout, (given, alone) in zip(inputs, sources, strict=True):
-        for placed, produced in zip(layout, given, strict=True):
-            if placed != produced or not alone and placed < WHOLE:
-                if placed < WHOLE:
+    resharded = 0
+    for layout, (source, alone) in zip(inputs, sources, strict=True):
+        for placed, produced in zip(layout, source, strict=True):
+            if placed != produced or not alone and placed < REPLICATED:
+                if placed < REPLICATED:
                     return None
-                moved += 1
+                resharded += 1
     priority = 0
     layouts = [layout for layout in (*inputs, *outputs) if layout is not None]
-    dims = [cut for cut in (*cuts[0], *cuts[1]) if cut is not None]
-    for lying, allowed in zip(zip(*layouts, strict=True), zip(*dims, strict=True), strict=True):  # axis by axis
-        reached = [cut[p] for p, cut in zip(lying, allowed, strict=True) if p >= 0]
+    wanted = [rows for rows in (*priorities[0], *priorities[1]) if rows is not None]
+    for placed_on_axis, of_dims in zip(zip(*layouts, strict=True), zip(*wanted, strict=True), strict=True):
+        reached = [of_dim[p] for p, of_dim in zip(placed_on_axis, of_dims, strict=True) if p >= 0]
         if 0 in reached:
             return None
-        priority += max(reached, default=STAYS_PARTIAL if all(p < WHOLE for p in lying) else 0)
-    return priority, -moved
+        priority += max(reached, default=STAYS_PARTIAL if all(p < REPLICATED for p in placed_on_axis) else 0)
+    return priority, -resharded

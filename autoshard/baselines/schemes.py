@@ -1,14 +1,14 @@
-"""The four schemes, each as the classes that every mesh axis cuts.
+"""The four schemes, each described by the dimension classes that every mesh axis shards.
 
-| scheme        | last axis                           | other axes | parameters                              |
-|---------------|-------------------------------------|------------|-----------------------------------------|
-| data_parallel | batch                               | batch      | whole                                   |
-| fsdp          | batch                               | batch      | cut over all axes, gathered at each use |
-| megatron      | heads, hidden features, vocabulary  | batch      | as their classes, whole over the others |
-| megatron_sp   | the same, and the residual sequence | batch      | the same                                |
+| scheme        | last axis                           | other axes | parameters                                    |
+|---------------|-------------------------------------|------------|-----------------------------------------------|
+| data_parallel | batch                               | batch      | replicated                                    |
+| fsdp          | batch                               | batch      | sharded over all axes, gathered at each use   |
+| megatron      | heads, hidden features, vocabulary  | batch      | as their classes, replicated over other axes  |
+| megatron_sp   | the same, and the residual sequence | batch      | the same                                      |
 
-The last axis of more than one device is the fastest; on a mesh with one such axis Megatron leaves the batch whole. Every
-op is pinned, so the solver only completes hubs and results: each plan IS its scheme, and is found at once.
+The last axis of more than one device is the fastest. On a mesh with one such axis Megatron doesn't shard the batch. Every op is
+pinned, so the solver only chooses the layouts of hubs and results, which takes no search.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
-from autoshard.baselines.classes import DimClasses, dim_classes, number_slots
+from autoshard.baselines.classes import DimClasses, Slots, dim_classes, number_slots
 from autoshard.baselines.megatron import Recognised, from_parameters, recognise, sequence_class, token_tables
-from autoshard.baselines.pins import FIRST, SECOND, Coder, Cuts, Pin, settle
+from autoshard.baselines.pins import FIRST, SECOND, Coder, Pin, Priorities, settle
 from autoshard.graph import Graph, Value
 from autoshard.layout import Layout, replicated, shards_of
 from autoshard.mesh import Mesh
@@ -31,7 +31,7 @@ NOTHING: frozenset[int] = frozenset()
 
 @dataclass(frozen=True)
 class Baseline:
-    """A scheme as pins by op name; `matched` says in words what was found in the graph."""
+    """A scheme as pins by op name; `matched` says in words what was recognised in the graph."""
 
     name: str
     pins: dict[str, Pin]
@@ -39,14 +39,14 @@ class Baseline:
 
 
 @dataclass(frozen=True, eq=False)
-class AxisCut:
-    """What one mesh axis cuts: classes with their priorities."""
+class AxisSharding:
+    """The classes that one mesh axis shards, with their priorities."""
 
     classes: DimClasses
     priority: Mapping[int, int]
 
 
-AxisCuts = Mapping[int, AxisCut]  # by axis; an axis that is left out cuts nothing
+AxisShardings = Mapping[int, AxisSharding]  # by axis; an axis that is left out shards nothing
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,53 +57,57 @@ class Batch:
     root: int | None
     size: int
 
+    @staticmethod
+    def of(graph: Graph, slots: Slots, classes: DimClasses) -> Batch:
+        root = _batch_class(graph, classes)
+        return Batch(classes, root, math.gcd(*(n for n, of in zip(slots.sizes, classes.roots, strict=True) if of == root)))
+
 
 def baselines(graph: Graph, mesh: Mesh, candidates: Candidates) -> tuple[Baseline, ...]:
     """data_parallel, fsdp, megatron and megatron_sp; each pin is a candidate of its op."""
     slots = number_slots(graph, candidates)
     classes = dim_classes(slots)
-    root = _batch_class(graph, classes)
-    batch = Batch(classes, root, math.gcd(*(n for n, of in zip(slots.sizes, classes.roots, strict=True) if of == root)))
+    batch = Batch.of(graph, slots, classes)
     coder = Coder(candidates)
 
-    def scheme(name: str, said: str, cut: AxisCuts, fixed: Mapping[int, Layout], carried: frozenset[int] = NOTHING) -> Baseline:
-        return Baseline(name, settle(graph, coder, _wanted(graph, mesh, cut), fixed, carried), said)
+    def scheme(
+        name: str, words: str, sharding: AxisShardings, fixed: Mapping[int, Layout], carried: frozenset[int] = NOTHING
+    ) -> Baseline:
+        return Baseline(name, settle(graph, coder, wanted_priorities(graph, mesh, sharding), fixed, carried), words)
 
-    axes = _axes(mesh)
-    cut, said = _cut_batch(mesh, axes, batch)
-    whole = {i: replicated(len(mesh.axes)) for i in graph.parameters.values()}
-    sharded = {i: _most_cut(candidates, mesh, i) for i in graph.parameters.values()}
+    axes = used_axes(mesh)
+    sharding, words = shard_batch(mesh, axes, batch)
+    copies = {i: replicated(len(mesh.axes)) for i in graph.parameters.values()}
+    shards = {i: _most_sharded(candidates, mesh, i) for i in graph.parameters.values()}
     views = frozenset(i for i in from_parameters(graph) if len(graph.ops[i].inputs) == 1)
-    made = [
-        scheme("data_parallel", said, cut, whole),
-        scheme("fsdp", f"{said}; {_sharded_in_words(mesh, sharded)}", cut, sharded, views),
-    ]
-
+    data = scheme("data_parallel", words, sharding, copies)
+    fsdp = scheme("fsdp", f"{words}; {_sharded_in_words(mesh, shards)}", sharding, shards, views)
     if not axes:
-        return (*made, scheme("megatron", "one device", {}, {}), scheme("megatron_sp", "one device", {}, {}))
+        return data, fsdp, scheme("megatron", "one device", {}, {}), scheme("megatron_sp", "one device", {}, {})
+
     last, size = axes[-1], mesh.axes[axes[-1]].size
-    cut, said = _cut_batch(mesh, axes[:-1], batch)
+    sharding, words = shard_batch(mesh, axes[:-1], batch)
     narrow = dim_classes(slots, size)
-    of_batch = frozenset(narrow.roots[slot] for slot, of in enumerate(classes.roots) if of == root)
-    found = recognise(graph, narrow, slots.sizes, size, of_batch)
-    undivided = recognise(graph, classes, slots.sizes, 1, frozenset([root] if root is not None else []))
-    said = f"{_recognised_in_words(graph, found, undivided, last, size)}; {said}"
-    tensor = {c: FIRST for c in found.classes}
-    made.append(scheme("megatron", said, {**cut, last: AxisCut(narrow, tensor)}, {}))
-    sequence = sequence_class(graph, classes, narrow, found, root, size)
+    of_batch = frozenset(narrow.roots[slot] for slot, of in enumerate(classes.roots) if of == batch.root)
+    recognised = recognise(graph, narrow, slots.sizes, size, of_batch)
+    undivided = recognise(graph, classes, slots.sizes, 1, frozenset([batch.root] if batch.root is not None else []))
+    words = f"{_recognised_in_words(graph, recognised, undivided, last, size)}; {words}"
+    tensor = {c: FIRST for c in recognised.classes}
+    megatron = scheme("megatron", words, {**sharding, last: AxisSharding(narrow, tensor)}, {})
+    sequence = sequence_class(graph, classes, narrow, recognised, batch.root, size)
     if sequence is None:
         note = f"no sequence dim that divides by {size} in the residual stream: as megatron"
-        return (*made, Baseline("megatron_sp", made[-1].pins, f"{said}; {note}"))
-    both = AxisCut(narrow, {sequence: SECOND, **tensor})
-    return (*made, scheme("megatron_sp", f"{said}; residual sequence cut over axis {last}", {**cut, last: both}, {}))
+        return data, fsdp, megatron, Baseline("megatron_sp", megatron.pins, f"{words}; {note}")
+    both = {**sharding, last: AxisSharding(narrow, {sequence: SECOND, **tensor})}
+    return data, fsdp, megatron, scheme("megatron_sp", f"{words}; residual sequence sharded over axis {last}", both, {})
 
 
-def _axes(mesh: Mesh) -> list[int]:
+def used_axes(mesh: Mesh) -> list[int]:
     return [k for k, axis in enumerate(mesh.axes) if axis.size > 1]
 
 
 def _batch_class(graph: Graph, classes: DimClasses) -> int | None:
-    """The class of most inputs' dim 0 (the larger class among equals) that no parameter has; None when there is none."""
+    """The class of most inputs' dim 0 (the larger class among equals) that no parameter's dim is in; None when there is none."""
     of_parameters = {classes.of((i, 0), d) for i in graph.parameters.values() for d in range(len(graph.tensor((i, 0)).shape))}
     votes: dict[int, int] = {}
     for i, op in enumerate(graph.ops):
@@ -113,47 +117,50 @@ def _batch_class(graph: Graph, classes: DimClasses) -> int | None:
     return max(votes.keys() - of_parameters, key=lambda c: (votes[c], classes.roots.count(c), -c), default=None)
 
 
-def _cut_batch(mesh: Mesh, axes: list[int], batch: Batch) -> tuple[dict[int, AxisCut], str]:
-    """The batch cut over those of `axes` that together divide it best (the fastest among equals), and that in words."""
+def shard_batch(mesh: Mesh, axes: list[int], batch: Batch) -> tuple[dict[int, AxisSharding], str]:
+    """The batch sharded over those of `axes` that divide it into the most shards (the fastest among equals), and that in words."""
     if not axes or batch.root is None:
-        return {}, "batch whole" if batch.root is not None else "no batch dim found"
+        return {}, "batch replicated" if batch.root is not None else "no batch dim found"
 
     def devices(subset: tuple[int, ...]) -> int:
         return math.prod(mesh.axes[k].size for k in subset)
 
     subsets = [s for n in range(len(axes) + 1) for s in combinations(axes, n)]
     chosen = max((s for s in subsets if not batch.size % devices(s)), key=lambda s: (devices(s), s))
-    said = f"batch cut over {_axes_in_words(chosen)}" if chosen else "batch whole"
+    words = f"batch sharded over {_axes_in_words(chosen)}" if chosen else "batch replicated"
     if left := [k for k in axes if k not in chosen]:
-        said += f" ({batch.size} does not divide{' further' if chosen else ''}: compute is repeated over {_axes_in_words(left)})"
-    return {k: AxisCut(batch.classes, {batch.root: FIRST}) for k in chosen}, said
+        words += f" ({batch.size} does not divide{' further' if chosen else ''}: compute is repeated over {_axes_in_words(left)})"
+    return {k: AxisSharding(batch.classes, {batch.root: FIRST}) for k in chosen}, words
 
 
-def _wanted(graph: Graph, mesh: Mesh, cut: AxisCuts) -> Callable[[Value], Cuts]:
-    """value -> for every axis and dim the priority with which it is cut; placeholders heed FIRST only."""
-    made: dict[Value, Cuts] = {}
+def wanted_priorities(graph: Graph, mesh: Mesh, sharding: AxisShardings) -> Callable[[Value], Priorities]:
+    """value -> for every axis and dim the priority of sharding it; a placeholder has no priority below FIRST."""
+    known: dict[Value, Priorities] = {}
 
-    def wanted(value: Value) -> Cuts:
-        if value not in made:
+    def of_axis(k: int, value: Value, rank: int) -> tuple[int, ...]:
+        return sharding[k].classes.priorities(value, rank, sharding[k].priority) if k in sharding else (0,) * rank
+
+    def wanted(value: Value) -> Priorities:
+        if value not in known:
             rank, least = len(graph.tensor(value).shape), FIRST if graph.ops[value[0]].is_placeholder else SECOND
-            rows = [cut[k].classes.cuts(value, rank, cut[k].priority) if k in cut else (0,) * rank for k in range(len(mesh.axes))]
-            made[value] = tuple(tuple(p if p >= least else 0 for p in row) for row in rows)
-        return made[value]
+            rows = [of_axis(k, value, rank) for k in range(len(mesh.axes))]
+            known[value] = tuple(tuple(p if p >= least else 0 for p in row) for row in rows)
+        return known[value]
 
     return wanted
 
 
-def _most_cut(candidates: Candidates, mesh: Mesh, index: int) -> Layout:
-    """The layout of a parameter in the most parts, over as few dims as can be, the first dims first."""
+def _most_sharded(candidates: Candidates, mesh: Mesh, index: int) -> Layout:
+    """The layout of a parameter with the most shards, along as few dims as possible, the first dims first."""
 
     def order(layout: Layout) -> tuple:
         dims = [p.dim for p in layout if p.is_shard()]  # type: ignore[attr-defined]
-        return (_parts(layout, mesh), -len(set(dims)), [-d for d in dims])
+        return (_num_shards(layout, mesh), -len(set(dims)), [-d for d in dims])
 
     return max((c.outputs[0] for c in candidates.of[index] if c.outputs[0] is not None), key=order)
 
 
-def _parts(layout: Layout, mesh: Mesh) -> int:
+def _num_shards(layout: Layout, mesh: Mesh) -> int:
     return math.prod(shards_of(layout, mesh, d) for d in {p.dim for p in layout if p.is_shard()})  # type: ignore[attr-defined]
 
 
@@ -161,20 +168,20 @@ def _axes_in_words(axes: tuple[int, ...] | list[int]) -> str:
     return ("axis " if len(axes) == 1 else "axes ") + ",".join(map(str, axes))
 
 
-def _sharded_in_words(mesh: Mesh, sharded: Mapping[int, Layout]) -> str:
-    few = sum(_parts(layout, mesh) < mesh.num_devices for layout in sharded.values())
-    return f"{len(sharded) - few} of {len(sharded)} parameters cut over all axes" + (" (the others' dims do not divide)" if few else "")
+def _sharded_in_words(mesh: Mesh, shards: Mapping[int, Layout]) -> str:
+    few = sum(_num_shards(layout, mesh) < mesh.num_devices for layout in shards.values())
+    return f"{len(shards) - few} of {len(shards)} parameters sharded over all axes" + (" (the others' dims do not divide)" if few else "")
 
 
-def _recognised_in_words(graph: Graph, found: Recognised, undivided: Recognised, axis: int, size: int) -> str:
-    roles = (("column", found.column), ("row", found.row), ("head", found.head))
+def _recognised_in_words(graph: Graph, recognised: Recognised, undivided: Recognised, axis: int, size: int) -> str:
+    roles = (("column", recognised.column), ("row", recognised.row), ("head", recognised.head))
     counted = ", ".join(f"{len(matmuls)} {role}" for role, matmuls in roles if matmuls)
     done = {m for _, matmuls in roles for m in matmuls}
-    said = f"recognised {len(done)} of {len(found.matmuls)} parameter matmuls" + (f" ({counted})" if counted else "")
-    said += f" for axis {axis} of {size}"
-    if found.tables:
-        said += f", {len(found.tables)} token table{'s' * (len(found.tables) > 1)} cut by vocabulary"
+    words = f"recognised {len(done)} of {len(recognised.matmuls)} parameter matmuls" + (f" ({counted})" if counted else "")
+    words += f" for axis {axis} of {size}"
+    if recognised.tables:
+        words += f", {len(recognised.tables)} token table{'s' * (len(recognised.tables) > 1)} sharded by vocabulary"
     if uneven := {*undivided.column, *undivided.row} - done:
-        said += f"; {len(uneven)} more stay whole: their heads or features do not divide by {size}"
-    lengths = [length for table, length in token_tables(graph).items() if table not in found.tables]
-    return said + (f"; the vocabulary of {lengths[0]} does not divide by {size}: table and head stay whole" if lengths else "")
+        words += f"; {len(uneven)} more stay replicated: their heads or features do not divide by {size}"
+    lengths = [length for table, length in token_tables(graph).items() if table not in recognised.tables]
+    return words + (f"; the vocabulary of {lengths[0]} does not divide by {size}: table and head stay replicated" if lengths else "")

@@ -1,14 +1,14 @@
-"""How each weight is used, and which weights a launcher that knows modules only can cut together.
+"""How each weight is used, and which weights a launcher that shards modules can shard together.
 
-Launchers (parallelize_module, tp_plan) cut the weight of y[.., n] = x[.., k] w[k, n] over n (column) or over k (row) and run the
-model's own code on the parts in between. With C a class of dims (classes.py) that is n of some weights and k of others, a
-group, that is right when
+Launchers (parallelize_module, tp_plan) shard the weight of y[.., n] = x[.., k] w[k, n] over n (column) or over k (row) and run the
+model's own code on the shards in between. The weights whose n or k is in one class C of dims (classes.py) form a group if C is n of some
+and k of others. Running the code on shards of a group computes the right values when
 
-    every op that reads a part reads parts of all that C cuts, and gives a part         (no reduction over C, nothing whole)
+    every op that reads a shard reads shards of all its inputs that have C, and its output has C    (no reduction over C)
     the view that makes heads says -1 for them: code that fixes their number can't run on some of them
-    no split or slice runs over C: it would find other borders in a part                (query, key and value in one weight)
+    no split or slice runs along C: its offsets would be wrong in a shard                           (query, key and value in one weight)
 
-Otherwise the group's `why` says what is in the way.
+Otherwise the group's `why` says what prevents it.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class Use:
     kind: str  # linear or embedding
     kept: int  # the dim that the output has
     contracted: int  # the other one: features in, or the vocabulary
-    trail: tuple[Value, ...]  # the parameter and its views, up to what the op reads
-    w: tuple[int, int, int]  # which input of the op that is, and its kept and contracted dims there
+    trail: tuple[Value, ...]  # the parameter and its views, up to the value that the op reads
+    w: tuple[int, int, int]  # the position of that value among the op's inputs, and its kept and contracted dims
 
 
 @dataclass(frozen=True)
 class Group:
-    """Weights that one class cuts, and why a launcher can't cut them (None where it can)."""
+    """Weights that have one class, and why a launcher can't shard them (None where it can)."""
 
     root: int  # of the class
     columns: tuple[Use, ...]
     rows: tuple[Use, ...]
     why: str | None
-    inside: tuple[str, ...] = ()  # parameters that stay whole among the parts: their gradients are partial sums
+    inside: tuple[str, ...] = ()  # replicated parameters that are used with shards: their gradients are partial sums
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,12 +72,12 @@ def parameter_uses(graph: Graph, candidates: Candidates, size: int, slots: Slots
     batch = frozenset(
         classes.of((i, 0), 0) for i, op in enumerate(graph.ops) if op.kind == "input" and op.outputs[0] is not None and op.output.shape
     )
-    found = recognise(graph, classes, slots.sizes, size, batch)
+    recognised = recognise(graph, classes, slots.sizes, size, batch)
     split = _split_classes(graph, classes)
     groups = []
-    for root in dict.fromkeys(classes.of(*m.kept) for m in found.column):
-        columns = [m for m in found.column if classes.of(*m.kept) == root]
-        rows = [m for m in found.row if classes.of(*m.contracted) == root]
+    for root in dict.fromkeys(classes.of(*m.kept) for m in recognised.column):
+        columns = [m for m in recognised.column if classes.of(*m.kept) == root]
+        rows = [m for m in recognised.row if classes.of(*m.contracted) == root]
         inside: list[str] = []
         why = _why_not_local(graph, classes, root, columns, rows, inside)
         if why is None and any(m.index not in by_index for m in (*columns, *rows)):
@@ -122,53 +122,53 @@ def _embeddings(graph: Graph) -> Iterator[Use]:
 
 
 def _split_classes(graph: Graph, classes: DimClasses) -> frozenset[int]:
-    """Classes that a split or a slice cuts up."""
-    found = set()
+    """Classes along which a split or a slice runs."""
+    split = set()
     for op in graph.ops:
         if op.target in SPLITS and not op.backward:
             shape = graph.tensor(op.inputs[0]).shape
             dim = int(argument(op, SPLITS[op.target], "dim", 0)) % len(shape)
             if any(t is not None and t.shape[dim] != shape[dim] for t in op.outputs):
-                found.add(classes.of(op.inputs[0], dim))
-    return frozenset(found)
+                split.add(classes.of(op.inputs[0], dim))
+    return frozenset(split)
 
 
 def _why_not_local(
     graph: Graph, classes: DimClasses, root: int, columns: Sequence[ParameterMatmul], rows: Sequence[ParameterMatmul], inside: list[str]
 ) -> str | None:
-    """What keeps the code between column and row weights from running on parts; None where nothing does.
+    """Why the code between column and row weights can't run on shards; None where it can.
 
-    inside: gets the parameters that the parts meet and that stay whole.
+    inside: the replicated parameters that are used with shards are appended to it.
     """
     starts, ends = {m.index for m in columns}, {m.index for m in rows}
-    own = {graph.ops[i].module for i in starts}
-    parts: set[Value] = set()
+    modules = {graph.ops[i].module for i in starts}
+    shards: set[Value] = set()
     for i, op in enumerate(graph.ops):
         if op.backward:
             continue
         if i in starts:
-            parts.add((i, 0))
+            shards.add((i, 0))
             continue
-        if not any(v in parts for v in op.inputs):
+        if not any(v in shards for v in op.inputs):
             if i in ends:
-                return f"{op.module or op.name} reads what no column weight gives"
+                return f"{op.module or op.name} reads no output of a column weight"
             continue
         if i in ends:
             continue
         for v in op.inputs:
             source = graph.ops[v[0]]
-            if v not in parts and _has(graph, classes, v, root) and source.name.rpartition(".")[0] not in own:
-                return f"{op.module or op.name} meets {source.name}, which stays whole"
+            if v not in shards and _has(graph, classes, v, root) and source.name.rpartition(".")[0] not in modules:
+                return f"{op.module or op.name} also reads {source.name}, which stays replicated"
             if source.kind == "parameter" and not _has(graph, classes, v, root):
                 inside.append(source.name)
-        given = [(i, k) for k, t in enumerate(op.outputs) if t is not None and _has(graph, classes, (i, k), root)]
-        if not given:
-            return f"{op.module or op.name} needs all of what is cut ({op.target})"
-        if (fixed := _fixes_sizes(graph, classes, root, i)) and op.module not in own:
+        outputs = [(i, k) for k, t in enumerate(op.outputs) if t is not None and _has(graph, classes, (i, k), root)]
+        if not outputs:
+            return f"{op.module or op.name} needs all shards of its input ({op.target})"
+        if (fixed := _fixes_sizes(graph, classes, root, i)) and op.module not in modules:
             return f"{op.module or op.name} {fixed}"
-        parts.update(given)
-    returned = [r for r in graph.results if r.kind == "output" and r.value in parts]
-    return f"the model returns {returned[0].name} cut" if returned else None
+        shards.update(outputs)
+    returned = [r for r in graph.results if r.kind == "output" and r.value in shards]
+    return f"the model returns {returned[0].name} sharded" if returned else None
 
 
 def _has(graph: Graph, classes: DimClasses, value: Value, root: int) -> bool:
@@ -176,7 +176,7 @@ def _has(graph: Graph, classes: DimClasses, value: Value, root: int) -> bool:
 
 
 def _fixes_sizes(graph: Graph, classes: DimClasses, root: int, i: int) -> str | None:
-    """What a view's literal sizes say about the dim that is cut; None where its code takes that from the tensor."""
+    """How a view's literal sizes fix the size of the sharded dim; None where its code reads that size from the tensor."""
     op = graph.ops[i]
     if op.target not in LENGTHS:
         return None
@@ -187,6 +187,6 @@ def _fixes_sizes(graph: Graph, classes: DimClasses, root: int, i: int) -> str | 
     sizes = argument(op, 1, "size") or argument(op, 1, "shape")
     free = [d for d, size in enumerate(sizes) if size == -1]
     if free and free[0] not in dims:
-        return "takes another dim's size from what is cut"
+        return "infers another dim's size from the sharded one"
     splits = before[-1] not in after and len(after) > len(before)
     return "fixes the number of heads" if splits and not free else None
