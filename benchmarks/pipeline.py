@@ -1,4 +1,4 @@
-"""Pipelines on 16 devices: the plan beside equal cuts and the data x tensor x pipeline grid, and the seconds of the search.
+"""Pipelines on 16 devices: the plan compared with equal stages and the data x tensor x pipeline grid, and the seconds of the search.
 
     python benchmarks/pipeline.py models [--only gpt2] [--json]
 
@@ -27,12 +27,12 @@ def measured(name: str, devices: int) -> dict:
     file, function, settings = CASES[name]
     module, inputs = getattr(importlib.import_module(file), function)(**settings)
     cpu, wall = time.process_time(), time.monotonic()
-    found = pipeline(module, inputs, Cluster.of(devices))
+    best = pipeline(module, inputs, Cluster.of(devices))
     row = {"model": name, "devices": devices, "cpu_seconds": time.process_time() - cpu, "wall_seconds": time.monotonic() - wall}
-    row |= {"step_seconds": found.seconds, "bound_seconds": found.bound, "stages": len(found.stages), "microbatches": found.microbatches}
-    row |= {"schedule": found.schedule, "way": found.way, "peak_bytes": found.peak_bytes, "configurations": len(found.configurations)}
+    row |= {"step_seconds": best.seconds, "bound_seconds": best.bound, "stages": len(best.stages), "microbatches": best.microbatches}
+    row |= {"schedule": best.schedule, "way": best.way, "peak_bytes": best.peak_bytes, "configurations": len(best.configurations)}
     for way in ("planned", "equal", "grid"):
-        row[f"best_{way}_seconds"] = min((c["seconds"] for c in found.configurations if c["way"] == way and c["fits"]), default=None)
+        row[f"best_{way}_seconds"] = min((c["seconds"] for c in best.configurations if c["way"] == way and c["fits"]), default=None)
     return row
 
 

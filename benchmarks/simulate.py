@@ -33,19 +33,19 @@ FIGURE_3 = {"figure3_3386edc": DISTIR_3386EDC, "figure3_83d7fc3_units_fixed": DI
 
 def figure_3(data: dict) -> dict:
     """Largest relative error by commit."""
-    found = {}
+    errors_of = {}
     for key, constants in FIGURE_3.items():
-        whole = {b: step_seconds(MLP(64, 4096, b), Parallel(), constants) for b in (512, 1024, 2048, 4096)}
+        single = {b: step_seconds(MLP(64, 4096, b), Parallel(), constants) for b in (512, 1024, 2048, 4096)}
         errors = []
-        for b, t in whole.items():
+        for b, t in single.items():
             for n, published in zip(DEVICES, data[key]["dp"][str(b)]):
                 errors.append(t / step_seconds(MLP(64, 4096, b), Parallel(data=n), constants, moved="inputs") / published - 1)
         for k in (4, 8, 16, 32):
             for n, published in zip(DEVICES, data[key]["pp"][str(k)]):
                 grid = Parallel(pipeline=n, microbatches=k)
-                errors.append(whole[4096] / step_seconds(MLP(64, 4096, 4096), grid, constants, moved="inputs") / published - 1)
-        found[key] = {"speedups": len(errors), "max_relative_error": max(map(abs, errors))}
-    return found
+                errors.append(single[4096] / step_seconds(MLP(64, 4096, 4096), grid, constants, moved="inputs") / published - 1)
+        errors_of[key] = {"speedups": len(errors), "max_relative_error": max(map(abs, errors))}
+    return errors_of
 
 
 def figure_4(rows: list[dict]) -> dict:
@@ -87,7 +87,7 @@ def real_runs(path: Path) -> dict:
 
 
 def deep(layers: int) -> dict:
-    sys.path[0] = str(Path(__file__).parent.parent)  # where models/ lies
+    sys.path[0] = str(Path(__file__).parent.parent)  # the folder of models/
     from autoshard.capture import capture_deep
     from autoshard.mesh import Mesh
     from autoshard.planning.plan import Options, Stopwatch, baseline_only
@@ -99,11 +99,11 @@ def deep(layers: int) -> dict:
     solution = baseline_only(graph, mesh, Options(training=True, baselines=False), Stopwatch(None), {}, "megatron_sp")
     began = time.process_time()
     timeline = timeline_of_solution(graph, solution)
-    found = {"seconds": timeline.seconds, "peak_bytes": timeline.peak_bytes, "critical_seconds": timeline.critical_seconds}
+    simulated = {"seconds": timeline.seconds, "peak_bytes": timeline.peak_bytes, "critical_seconds": timeline.critical_seconds}
     cpu = time.process_time() - began
     serial = timeline_of_solution(graph, solution, overlap=False)
     off = serial.seconds / solution.cost - 1
-    return {"layers": layers, "ops": len(graph.ops), "tasks": len(timeline.tasks), "cpu_seconds": cpu, **found, "serial_error": off}
+    return {"layers": layers, "ops": len(graph.ops), "tasks": len(timeline.tasks), "cpu_seconds": cpu, **simulated, "serial_error": off}
 
 
 def main() -> None:
@@ -115,30 +115,30 @@ def main() -> None:
     arguments = parser.parse_args()
     if not (arguments.data / "figure3.json").is_file():
         sys.exit(f"{arguments.data} has no figure3.json; expected a folder as tests/data/distir")
-    found = {
+    results = {
         "figure_3": figure_3(json.loads((arguments.data / "figure3.json").read_text())),
         "figure_4": figure_4(json.loads((arguments.data / "figure4_grid.json").read_text())),
         "real_runs": real_runs(arguments.data / "real_vs_simulated_mlp.csv"),
     }
     if arguments.deep:
-        found["deep"] = deep(arguments.layers)
+        results["deep"] = deep(arguments.layers)
     if arguments.json:
-        print(json.dumps(found))
+        print(json.dumps(results))
         return
-    for key, row in found["figure_3"].items():
+    for key, row in results["figure_3"].items():
         print(f"{key:<30} {row['speedups']} speed-ups, largest error {row['max_relative_error']:.1e}")
-    grid = found["figure_4"]
+    grid = results["figure_4"]
     print(f"{'figure 4, D = 1':<30} {grid['d1']['rows']} rows, largest error {grid['d1']['max_error_ref']:.1e}")
     print(f"{'figure 4, D > 1':<30} {grid['others']['rows']} rows, largest error {grid['others']['max_error_ref']:.2%}")
     print(f"{'figure 4, all, published code':<30} largest error {grid['max_error_got']:.1e}; best of 16 devices {grid['best_of_16']}")
     print(f"{'figure 4, speed':<30} {grid['configurations_per_second']:.0f} configurations per CPU second (published: 0.56)")
-    real = found["real_runs"]
+    real = results["real_runs"]
     print(
         f"{'real runs':<30} {real['runs']}, held-out MAPE {real['mape']:.2%}, ten shuffles {real['mape_shuffled_mean']:.2%}, "
         f"worst {real['mape_worst']:.2%}; rank correlation {real['rank_correlation']:.4f}, worst {real['rank_correlation_worst']:.4f}"
     )
     if arguments.deep:
-        row = found["deep"]
+        row = results["deep"]
         print(
             f"{'deep':<30} {row['layers']} layers, {row['ops']} ops, {row['tasks']} tasks: {row['cpu_seconds']:.2f} CPU s; "
             f"step {row['seconds']:.3f} s, peak {row['peak_bytes'] / 1e9:.1f} GB, serial off its cost by {row['serial_error']:.1e}"

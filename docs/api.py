@@ -62,7 +62,7 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
         "autoshard.pipeline.submeshes": "Kind",
         "autoshard.pipeline.pipeline_record": "Pipeline PipelineStage",
         "autoshard.simulate.timeline": "Timeline",
-        "autoshard.simulate": "schedule_of Schedule Unit run Run Span",
+        "autoshard.pipeline": "schedule_of Schedule Unit run ScheduleRun Span",
         "autoshard.report.trace": "trace_of trace_of_run",
         "autoshard.report.timeline": "save_trace draw_run draw_timeline",
         "autoshard.simulate.distir": "MLP Constants step_seconds",

@@ -15,8 +15,9 @@ from autoshard.cli import main
 from autoshard.mesh import DEVICES_PER_NODE, Device
 from autoshard.pipeline.choices import place
 from autoshard.pipeline.interop import SubMesh
+from autoshard.pipeline.microbatches import microbatch
 from autoshard.pipeline.pipeline_record import Pipeline
-from autoshard.pipeline.pipelines import microbatch, pipeline
+from autoshard.pipeline.pipelines import pipeline
 from autoshard.pipeline.submeshes import Cluster, Kind
 from autoshard.planning.mesh_shapes import mesh_shapes
 from autoshard.planning.plan import Infeasible

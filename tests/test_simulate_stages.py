@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 
 from autoshard import load
-from autoshard.api.simulating import Parallel, divided, microbatch, simulate, simulate_grid
+from autoshard.api import Parallel, simulate, simulate_grid
 from autoshard.capture import capture_deep
 from autoshard.cli import main
 from autoshard.mesh import Axis, LinkCurve, Mesh
+from autoshard.pipeline.grid import divided
 from autoshard.pipeline.layers import layers_of
+from autoshard.pipeline.microbatches import microbatch
 from autoshard.pipeline.schedules import schedule_of
-from autoshard.pipeline.stage_costs import Part, parts_of, run_parts, weight_ops
+from autoshard.pipeline.stage_costs import StageCost, run_stages, stage_costs_of, weight_ops
 from autoshard.report.trace import trace_of_run
 from models import gpt2, mlp
 from tests.test_simulate_timeline import check_trace
@@ -34,7 +36,7 @@ def simulations():
 def test_one_stage_and_one_microbatch_is_the_time_line(simulations):
     one = simulations[Parallel(2, 2, 1, 1)]
     assert one.run is None and one.seconds == one.timeline.seconds and one.peak_bytes == one.timeline.peak_bytes
-    (part,) = parts_of(one.timeline.program, [0] * len(one.timeline.program.graph.ops), 1)
+    (part,) = stage_costs_of(one.timeline.program, [0] * len(one.timeline.program.graph.ops), 1)
     # cut between the passes, nothing of the one hides communication of the other
     assert part.forward + part.backward + part.finish == pytest.approx(one.seconds, rel=0.05)
     assert part.forward + part.backward + part.finish >= one.seconds * (1 - 1e-9)
@@ -72,23 +74,23 @@ def test_seconds_follow_from_parts_and_schedule(simulations):
     one = simulations[Parallel(2, 2, 2, 4)]
     axis = mesh_of((2, 2, 2)).axes[0]
     assert axis.shared_by == 4  # two pipelines beside each other, of two tensor parallel devices each
-    again = run_parts(one.parts, schedule_of("1f1b", 2, 4), axis, chains=2)
-    assert one.seconds == again.seconds < run_parts(one.parts, schedule_of("1f1b", 2, 4), axis).seconds
-    assert one.seconds > run_parts(one.parts, schedule_of("1f1b", 2, 4)).seconds  # without transfers
+    again = run_stages(one.parts, schedule_of("1f1b", 2, 4), axis, chains=2)
+    assert one.seconds == again.seconds < run_stages(one.parts, schedule_of("1f1b", 2, 4), axis).seconds
+    assert one.seconds > run_stages(one.parts, schedule_of("1f1b", 2, 4)).seconds  # without transfers
     assert 0 < one.exposed_communication_seconds < one.seconds
     assert one.bubble > 0 == simulations[Parallel(2, 2, 1, 1)].bubble
 
 
 def test_stages_on_different_devices_and_links():
     """Unequal stages: the slow one sets the pace, the slow link delays what crosses it."""
-    fast, slow = Part(1, 2, 1, 0, 5, 7, 0, send=1e9, send_back=1e9), Part(2, 4, 2, 0, 5, 7, 0, send=1e9, send_back=1e9)
+    fast, slow = StageCost(1, 2, 1, 0, 5, 7, 0, send=1e9, send_back=1e9), StageCost(2, 4, 2, 0, 5, 7, 0, send=1e9, send_back=1e9)
     link = Axis("p", 2, 1e9, 0.0)
-    even = run_parts([fast, slow], schedule_of("gpipe", 2, 10), None)
+    even = run_stages([fast, slow], schedule_of("gpipe", 2, 10), None)
     assert even.seconds == pytest.approx(1 + 10 * 6 + 2)
-    linked = run_parts([fast, slow], schedule_of("gpipe", 2, 10), [link, link])
+    linked = run_stages([fast, slow], schedule_of("gpipe", 2, 10), [link, link])
     assert linked.seconds == pytest.approx(1 + 10 * (1 + 2) + 10 * 4 + 1 + 2)  # every activation is received before its forward
     crawling = Axis("p", 2, 1e8, 0.0)  # 10 s per activation
-    assert run_parts([fast, slow], schedule_of("gpipe", 2, 10), [crawling, link]).seconds > 200
+    assert run_stages([fast, slow], schedule_of("gpipe", 2, 10), [crawling, link]).seconds > 200
 
 
 def test_weight_ops_are_the_matmuls_of_weight_gradients():
@@ -116,9 +118,9 @@ def test_microbatches_cut_the_batch_alone():
     _, (tokens, targets) = gpt2.tiny(batch=8)
     cut = microbatch((tokens, targets), 4)
     assert [tuple(x.shape) for x in cut] == [(2, 16), (2, 16)]
-    with pytest.raises(ValueError, match="batch of 8 can't be cut into 3 microbatches"):
+    with pytest.raises(ValueError, match="batch of 8 has no 3 equal microbatches"):
         microbatch((tokens, targets), 3)
-    with pytest.raises(ValueError, match="8 can't be cut into 4 microbatches for 4 data-parallel ranks"):
+    with pytest.raises(ValueError, match="8 has no 4 equal microbatches for 4 data-parallel ranks"):
         microbatch((tokens, targets), 4, 4)
 
 
@@ -271,7 +273,7 @@ def test_the_verb_knows_the_published_rules(capsys):
     [
         (["nothing.json"], "there is no file nothing.json"),
         (["models/gpt2.py:tiny", "--data", "two"], "--data is 'two'; expected whole numbers"),
-        (["models/gpt2.py:tiny", "--microbatches", "3"], "a batch of 8 can't be cut into 3 microbatches"),
+        (["models/gpt2.py:tiny", "--microbatches", "3"], "a batch of 8 has no 3 equal microbatches"),
         (["models/gpt2.py:tiny", "--data", "3"], "3 data-parallel ranks"),
         (["models/gpt2.py:tiny", "--schedule", "1f2b"], "--schedule is '1f2b'"),
         (["models/gpt2.py:tiny", "--scheme", "best"], "scheme is 'best'; expected one of auto"),

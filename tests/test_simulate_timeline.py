@@ -14,8 +14,8 @@ from autoshard.mesh import Mesh
 from autoshard.planning.plan import Options, Stopwatch, baseline_only
 from autoshard.problem import evaluate
 from autoshard.report.trace import trace_of
-from autoshard.simulate.planned import planned
-from autoshard.simulate.program import program_of
+from autoshard.simulate.from_solution import formulation_of_solution
+from autoshard.simulate.tasks import program_of
 from autoshard.simulate.timeline import Timeline, run_program, shared_links, timeline_of, timeline_of_solution
 from models import gpt2, llama, mlp
 
@@ -150,7 +150,7 @@ def test_a_shared_link_slows_two_axes(graphs):
     assert shared_links(mesh) == (0, 0)
     assert shared_links(Mesh.from_bandwidths((2, 2), **SLOW)) == (0, 1)
     solution = baseline_only(graphs["gpt2"], mesh, Options(training=True, baselines=False), Stopwatch(None), {}, "megatron")
-    formulated, choice = planned(graphs["gpt2"], solution)
+    formulated, choice = formulation_of_solution(graphs["gpt2"], solution)
     assert timeline_of(formulated, choice).seconds > timeline_of(formulated, choice, links=(0, 1)).seconds
     assert timeline_of(formulated, choice, overlap=False).seconds == pytest.approx(solution.cost)  # alone, each has the whole link
 
@@ -163,7 +163,7 @@ def test_other_prices(plans):
 
 def test_planned_is_the_plan(plans):
     graph, solution = plans("gpt2", "2x2", "megatron_sp")
-    formulated, choice = planned(graph, solution)
+    formulated, choice = formulation_of_solution(graph, solution)
     seen = evaluate(formulated.problem, choice)
     assert (seen.cost, seen.peak) == pytest.approx((solution.cost, solution.peak_bytes), rel=1e-12)
 
@@ -172,7 +172,7 @@ def test_planned_is_the_plan(plans):
 def test_a_plan_of_another_model_is_refused(graphs, plans, model):
     _, solution = plans("gpt2" if model == "mlp" else "mlp", "2x2", "fsdp")
     with pytest.raises(ValueError, match="does not fit this model"):
-        planned(graphs[model], solution)
+        formulation_of_solution(graphs[model], solution)
 
 
 def test_a_changed_layout_changes_the_seconds(plans):
@@ -212,7 +212,7 @@ def test_streams_begin_in_the_order_of_the_list(plans):
 def test_prefetch_below_zero_is_said(plans):
     graph, solution = plans("mlp", "2x2", "fsdp")
     with pytest.raises(ValueError, match="prefetch is -1"):
-        program_of(*planned(graph, solution), prefetch=-1)
+        program_of(*formulation_of_solution(graph, solution), prefetch=-1)
 
 
 def check_trace(trace):

@@ -70,9 +70,7 @@ def baselines(graph: Graph, mesh: Mesh, candidates: Candidates) -> tuple[Baselin
     batch = Batch.of(graph, slots, classes)
     coder = Coder(candidates)
 
-    def scheme(
-        name: str, words: str, sharding: AxisShardings, fixed: Mapping[int, Layout], carried: frozenset[int] = NOTHING
-    ) -> Baseline:
+    def scheme(name: str, words: str, sharding: AxisShardings, fixed: Mapping[int, Layout], carried: frozenset[int] = NOTHING) -> Baseline:
         return Baseline(name, settle(graph, coder, wanted_priorities(graph, mesh, sharding), fixed, carried), words)
 
     axes = used_axes(mesh)

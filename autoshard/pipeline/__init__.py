@@ -1,6 +1,6 @@
-"""Pipelines: stages, sub-meshes, schedules and microbatches, searched and timed."""
+"""Pipelines: stages, sub-meshes, schedules and microbatches, searched and simulated."""
 
-from autoshard.pipeline.schedule_times import Run as Run
+from autoshard.pipeline.schedule_times import ScheduleRun as ScheduleRun
 from autoshard.pipeline.schedule_times import Span as Span
 from autoshard.pipeline.schedule_times import run as run
 from autoshard.pipeline.schedules import SCHEDULES as SCHEDULES

@@ -1,4 +1,4 @@
-"""A pipeline as numbers: parts of the model with their seconds and bytes, a schedule, and the step that follows from them."""
+"""A pipeline as numbers: the stages' seconds and bytes, a schedule, and the simulated step of both."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 
 from autoshard.mesh import Mesh
 from autoshard.pipeline.interop import Stage
-from autoshard.pipeline.schedule_times import Run, run
+from autoshard.pipeline.schedule_times import ScheduleRun, run
 from autoshard.pipeline.schedules import Schedule, schedule_of
 from autoshard.solution import Placed
 
 
 @dataclass(frozen=True)
-class Option:
+class StageOption:
     """One choice of layouts for a stage; seconds of one microbatch except `once`, bytes per device."""
 
     forward: float
     backward: float
-    weight: float  # of backward: what only makes gradients of parameters
+    weight: float  # of backward: kernels that only compute gradients of parameters
     once: float  # per step: the optimizer, reductions of gradients
     static_bytes: float
     saved_bytes: float  # of a microbatch, from its forward to its backward pass
     transient_bytes: float  # beyond static and saved, at the peak
-    communication: float = 0.0  # of forward and backward, that no kernel hides
+    communication: float = 0.0  # of forward and backward, not hidden by kernels
     reduction: float = 0.0  # of gradients, hidden or not
     update: float = 0.0  # by the optimizer
-    hides: float = 0.0  # kernels of the backward pass, beside which gradients can be reduced
-    bound: float = 0.0  # proven: no layouts of less f + b + o / K, with bytes at that price, when arrivals cost nothing
+    hides: float = 0.0  # kernels of the backward pass, with which reductions of gradients can overlap
+    bound: float = 0.0  # proven: no layouts have less f + b + o / K with bytes at that price, without arrivals
     price: float = 0.0  # of a byte, in units of its seconds over the slowest axis
     mesh: tuple[int, ...] = ()
     recompute: bool = False
@@ -55,21 +55,21 @@ class Combination:
 
 @dataclass(frozen=True, eq=False)
 class Configuration:
-    """Parts v = 0 ... of the model, part v on device group v mod P. `way`: planned (the dynamic program), equal cuts, or grid."""
+    """Parts v = 0 ... of the model, part v on device group v mod P. `way`: planned (the dynamic program), equal parts, or grid."""
 
     way: str
     microbatches: int
     schedule: str
     parts: tuple[Stage, ...]
-    options: tuple[Option, ...]
-    ways: tuple[Combination, ...]
-    there: tuple[float, ...]  # seconds of part v's output on its way to part v + 1
-    back: tuple[float, ...]
+    options: tuple[StageOption, ...]
+    combinations: tuple[Combination, ...]
+    transfer: tuple[float, ...]  # seconds of the transfer of part v's output to part v + 1
+    transfer_back: tuple[float, ...]
     memory: tuple[float, ...]  # bytes of a device, per device group
     sizes: tuple[int, ...]  # devices per device group
     data: int | None = None  # of a grid point
     tensor: int | None = None
-    exact: bool = False  # whether its stages were planned whole
+    exact: bool = False  # whether each stage was planned as one program
 
     @property
     def groups(self) -> int:
@@ -80,18 +80,18 @@ class Configuration:
         return schedule_of(self.schedule, self.groups, self.microbatches, len(self.parts) // self.groups)
 
     @cached_property
-    def run(self) -> Run:
+    def run(self) -> ScheduleRun:
         return self._run(1.0)
 
-    def _run(self, transfers: float) -> Run:
+    def _run(self, transfers: float) -> ScheduleRun:
         of, P = self.options, self.groups
         return run(
             self.order,
             forward=[o.forward for o in of],
             backward=[o.backward for o in of],
             weight=[min(o.weight, o.backward) for o in of],
-            transfer=[transfers * x for x in self.there],
-            transfer_back=[transfers * x for x in self.back],
+            transfer=[transfers * x for x in self.transfer],
+            transfer_back=[transfers * x for x in self.transfer_back],
             finish=[math.fsum(o.once for o in of[d::P]) for d in range(P)],
             activation_bytes=[o.saved_bytes for o in of],
             fixed_bytes=[o.static_bytes + o.transient_bytes for o in of],
@@ -107,18 +107,18 @@ class Configuration:
 
     @property
     def static_bytes(self) -> tuple[float, ...]:
-        """Per device group: what is held throughout, whatever is recomputed."""
+        """Per device group: the bytes that are held throughout, with or without recomputation."""
         return tuple(math.fsum(o.static_bytes for o in self.options[d :: self.groups]) for d in range(self.groups))
 
     @cached_property
     def exposed_communication(self) -> float:
-        """Seconds of the step: collectives of the busiest device, and what transfers between stages delay."""
+        """Seconds of the step: collectives of the busiest device, and the delay by transfers between stages."""
         busiest = max(range(self.groups), key=lambda d: (self.run.busy[d], -d))
-        inside = self.microbatches * math.fsum(o.communication for o in self.options[busiest :: self.groups])
-        return inside + max(self.seconds - self._run(0.0).seconds, 0.0)
+        collectives = self.microbatches * math.fsum(o.communication for o in self.options[busiest :: self.groups])
+        return collectives + max(self.seconds - self._run(0.0).seconds, 0.0)
 
     def row(self) -> dict[str, Any]:
-        """What a table of configurations holds."""
+        """The row of a table of configurations."""
         return {
             "way": self.way, "data": self.data, "tensor": self.tensor, "pipeline": self.groups, "microbatches": self.microbatches,
             "schedule": self.schedule, "devices": list(self.sizes), "layers": [part.last - part.first for part in self.parts],
@@ -128,13 +128,13 @@ class Configuration:
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Microbatches that each part may have in flight: those of its device, shared by the parts on it."""
+    """The number of microbatches that each part may have in flight: its share of those of its device."""
     per_part = [-(-held // schedule.chunks) for held in schedule.peak_activations]
     return tuple(per_part[v % schedule.devices] for v in range(schedule.parts))
 
 
-def equal_cuts(layers: int, parts: int) -> tuple[tuple[int, int], ...] | None:
-    """Layers cut into parts of equal number, as nearly as it goes; None where there are more parts than layers."""
+def equal_parts(layers: int, parts: int) -> tuple[tuple[int, int], ...] | None:
+    """First and last layer of parts with as equal numbers of layers as possible; None where there are more parts than layers."""
     if parts > layers:
         return None
     at = [round(v * layers / parts) for v in range(parts + 1)]
@@ -142,7 +142,7 @@ def equal_cuts(layers: int, parts: int) -> tuple[tuple[int, int], ...] | None:
 
 
 def fastest_first(configurations: Sequence[Configuration]) -> list[Configuration]:
-    """Those that fit, by seconds; of equals fewer stages, fewer microbatches, and the better known schedule."""
+    """Those that fit, by seconds; among equals fewer stages, fewer microbatches, and the more common schedule first."""
     names = ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "sequential")
     return sorted(
         (c for c in configurations if c.fits),

@@ -1,22 +1,23 @@
-"""Stages of a pipeline and their sub-meshes: Alpa's inter-operator dynamic program, with transfers, memory and any sub-mesh that tiles.
+"""Alpa's inter-operator dynamic program: it divides a chain of layers into pipeline stages and gives each stage a sub-mesh.
 
-A model is a chain of L layers. A cut of it into stages, with a sub-mesh u for each, takes per step of K microbatches
+It also includes transfers between stages, limits on memory, and all sub-meshes that tile the cluster. A model is a chain of L layers. A
+division of it into stages, with a sub-mesh u for each, takes per step of K microbatches
 
     T = sum_i t_i + sum_c x_c + (K - 1) max(max_i t_i, max_c x_c)                                                  (`step_seconds`)
 
     t[u, k, j, q]   seconds of one microbatch, forward and backward, in the stage of layers k ... j - 1 on sub-mesh u, with q + 1
-                    microbatches in flight: a stage with s - 1 stages behind it has min(s, K) of them under 1F1B. inf: does not fit.
-    x[k, a, u]      seconds at the cut before layer k, from sub-mesh a to u and back. Transfers run beside the stages: each link is
-                    one more stage. (Alpa leaves them out.)
+                    microbatches in flight: a stage that s - 1 stages follow has min(s, K) of them under 1F1B. inf: does not fit.
+    x[k, a, u]      seconds at the boundary before layer k, from sub-mesh a to u and back. Transfers overlap with the stages: each link
+                    counts as one more stage. (Alpa leaves transfers out.)
 
-For every bound b on the slowest stage or link (`_least_sum`), over what the state r says is free,
+For every bound b on the slowest stage or link (`_least_sum`), where the state r says which devices are free,
 
     H(s, k, r, u)   = min over j and r' = r less u of  t[u, k, j, min(s, K)] + F(s - 1, j, r', u)        t <= b
     F(s, k, r, a)   = min over u of                    x[k, a, u] + H(s, k, r, u)                        x <= b
     T               = min over b of  G(b) = F(b) + (K - 1) b,   F(b) = min over s, u of H(s, 0, everything, u)
 
-F(b) falls as b grows, so for b in (b1, b2] G(b) >= F(b2) + (K - 1) (the next value above b1): most b are never tried (`inter_op`).
-Devices may stay idle. Exact for these t and x. After Zheng et al., "Alpa" (OSDI 2022), section 5.
+F(b) doesn't increase with b, so for b in (b1, b2] G(b) >= F(b2) + (K - 1) (the next value above b1): most b are never tried (`inter_op`).
+Devices may stay idle. The result is optimal for these t and x. After Zheng et al., "Alpa" (OSDI 2022), section 5.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Nodes(NamedTuple):
 
 
 class SubMesh(NamedTuple):
-    """`devices` devices of each of `nodes` nodes of one kind: a part of one node, or whole nodes."""
+    """`devices` devices of each of `nodes` nodes of one kind: some devices of one node, or all devices of several nodes."""
 
     kind: int  # index into the cluster's kinds of nodes
     nodes: int
@@ -60,7 +61,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class Division:
-    """The stages from the first to the last layer, their T and the largest stage or transfer in it."""
+    """The stages from the first to the last layer, their T and its slowest stage or transfer."""
 
     stages: tuple[Stage, ...]
     seconds: float  # T
@@ -69,10 +70,10 @@ class Division:
 
 @dataclass(frozen=True)
 class Tiling:
-    """What of a cluster is free, as numbered states, and which sub-meshes can be taken out of each.
+    """The free devices of a cluster as numbered states, and the sub-meshes that can be allocated in each state.
 
-    A state holds, by kind of node, the free devices of each node in order; only their sum where the sizes that are parts of a node
-    divide each other and the node (1, 2, 4 of 8): any such sizes fit into a node's worth of devices.
+    A state holds, by kind of node, the number of free devices of each node in order. It holds only their sum where the sizes of sub-meshes
+    inside a node divide each other and the node's size (1, 2, 4 of 8): any such sizes whose sum is a node's size fit into a node.
     """
 
     kinds: tuple[Nodes, ...]
@@ -80,21 +81,21 @@ class Tiling:
 
     @cached_property
     def states(self) -> tuple[tuple, ...]:
-        """All that can be left, everything first."""
-        found: dict[tuple, None] = {self._full: None}
+        """All states that allocations can reach; the one in which all devices are free first."""
+        reached: dict[tuple, None] = {self._full: None}
         waiting = [self._full]
         while waiting:
             state = waiting.pop()
             for u in range(len(self.submeshes)):
                 for left in self._without(state, u):
-                    if left not in found:
-                        found[left] = None
+                    if left not in reached:
+                        reached[left] = None
                         waiting.append(left)
-        return tuple(found)
+        return tuple(reached)
 
     @cached_property
     def moves(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Sub-mesh, state before and state after of every way to take one, ordered by (sub-mesh, state before)."""
+        """Sub-mesh, state before and state after of every possible allocation, ordered by (sub-mesh, state before)."""
         number = {state: i for i, state in enumerate(self.states)}
         pairs = [(u, state) for u in range(len(self.submeshes)) for state in self.states]
         rows = [(u, number[state], number[left]) for u, state in pairs for left in self._without(state, u)]
@@ -103,19 +104,19 @@ class Tiling:
 
     @cached_property
     def _counts(self) -> tuple[bool, ...]:
-        """By kind: whether the number of free devices says all."""
-        said = []
+        """By kind: whether the number of free devices alone determines which sub-meshes fit."""
+        suffices = []
         for kind, nodes in enumerate(self.kinds):
             parts = sorted({u.devices for u in self.submeshes if u.kind == kind and u.nodes == 1} | {nodes.devices})
-            said.append(all(b % a == 0 for a, b in pairwise(parts)))
-        return tuple(said)
+            suffices.append(all(b % a == 0 for a, b in pairwise(parts)))
+        return tuple(suffices)
 
     @property
     def _full(self) -> tuple:
         return tuple((n.number * n.devices,) if c else (n.devices,) * n.number for n, c in zip(self.kinds, self._counts))
 
     def _without(self, state: tuple, u: int) -> list[tuple]:
-        """The states that are left when sub-mesh u is taken; none where it does not fit."""
+        """The states after sub-mesh u is allocated; none where it does not fit."""
         kind, nodes, devices = self.submeshes[u]
         free = state[kind]
         if self._counts[kind]:
@@ -124,21 +125,21 @@ class Tiling:
             where = dict.fromkeys(i for i, n in enumerate(free) if n >= devices and (i == 0 or free[i - 1] != n))
             lefts = [tuple(sorted((*free[:i], free[i] - devices, *free[i + 1 :]), reverse=True)) for i in where]
         else:
-            whole = sum(n == self.kinds[kind].devices for n in free)
-            lefts = [(*free[nodes:], *(0,) * nodes)] if whole >= nodes else []
+            free_nodes = sum(n == self.kinds[kind].devices for n in free)
+            lefts = [(*free[nodes:], *(0,) * nodes)] if free_nodes >= nodes else []
         return [(*state[:kind], left, *state[kind + 1 :]) for left in lefts]
 
 
 def submeshes(kinds: Sequence[Nodes], *, every_size: bool = False) -> tuple[SubMesh, ...]:
-    """Parts of a node whose sizes divide it (with `every_size` all of them), and whole nodes in any number, smallest first.
+    """Sub-meshes inside a node whose sizes divide it (with `every_size` all sizes), and any number of entire nodes, smallest first.
 
-    Beyond 8 nodes of a kind only the numbers of nodes that divide the count, or are powers of two.
+    With more than 8 nodes of a kind only the numbers of nodes that divide the count, or are powers of two.
     """
-    found = []
+    sizes = []
     for kind, (count, devices) in enumerate(kinds):
-        found += [SubMesh(kind, 1, m) for m in range(1, devices + 1) if every_size or devices % m == 0]
-        found += [SubMesh(kind, n, devices) for n in range(2, count + 1) if count <= 8 or count % n == 0 or n & (n - 1) == 0]
-    return tuple(found)
+        sizes += [SubMesh(kind, 1, m) for m in range(1, devices + 1) if every_size or devices % m == 0]
+        sizes += [SubMesh(kind, n, devices) for n in range(2, count + 1) if count <= 8 or count % n == 0 or n & (n - 1) == 0]
+    return tuple(sizes)
 
 
 def step_seconds(stages: Sequence[float], transfers: Sequence[float], microbatches: int) -> float:
@@ -174,13 +175,13 @@ def inter_op(stage_seconds: np.ndarray, transfer_seconds: np.ndarray, tiling: Ti
             sums[i], stages = _least_sum(t, x, tiling, bounds[i])
             if stages:
                 ts, xs = seconds_of(stages, t, x)
-                found = Division(stages, step_seconds(ts, xs, K), max((*ts, *xs)))
-                if best[0] is None or found.seconds < best[0].seconds:
-                    best[0] = found
+                division = Division(stages, step_seconds(ts, xs, K), max((*ts, *xs)))
+                if best[0] is None or division.seconds < best[0].seconds:
+                    best[0] = division
         return sums[i]
 
     def search(low: int, high: int) -> None:
-        """Everything between two bounds that were tried."""
+        """Tries the bounds between two that were tried."""
         if high - low < 2 or (best[0] is not None and sums[high] + (K - 1) * bounds[low + 1] >= best[0].seconds):
             return
         middle = (low + high) // 2
@@ -200,7 +201,7 @@ def least_bottleneck(stage_costs: np.ndarray, tiling: Tiling) -> float:
     x = np.zeros((t.shape[1] + 1, t.shape[0], t.shape[0]))
     bounds = np.unique(t[np.isfinite(t)])
     flat = np.where(np.isfinite(t), 0.0, math.inf)
-    low, high = 0, len(bounds)  # what is below low can't be, high can (or is beyond all)
+    low, high = 0, len(bounds)  # bounds below low are infeasible, high is feasible (or beyond the last)
     while low < high:
         middle = (low + high) // 2
         if _least_sum(np.where(t <= bounds[middle], flat, math.inf), x, tiling, 0.0)[0] < math.inf:
@@ -211,7 +212,7 @@ def least_bottleneck(stage_costs: np.ndarray, tiling: Tiling) -> float:
 
 
 def seconds_of(stages: Sequence[Stage], t: np.ndarray, x: np.ndarray) -> tuple[list[float], list[float]]:
-    """The t of each stage and the x of each cut."""
+    """The t of each stage and the x of each boundary between stages."""
     P, Q = len(stages), t.shape[3]
     ts = [float(t[u, k, j, min(P - i, Q) - 1]) for i, (k, j, u) in enumerate(stages)]
     return ts, [float(x[b.first, a.submesh, b.submesh]) for a, b in pairwise(stages)]
@@ -229,7 +230,7 @@ def _least_sum(t: np.ndarray, x: np.ndarray, tiling: Tiling, bound: float) -> tu
     for k in range(L - 1, -1, -1):
         for s in range(Q):
             ways = t[taken, k, k + 1 :, s].T + _behind(F, s, k + 1, after, taken)  # (j, moves)
-            ways[-1] = t[taken, k, L, 0] if s == 0 else math.inf  # a stage that is the last, and one that isn't
+            ways[-1] = t[taken, k, L, 0] if s == 0 else math.inf  # a stage up to layer L: it is the last one only at s = 0
             if s == 0:
                 ways[:-1] = math.inf if Q > 1 else ways[:-1]
             H[s, k, groups] = np.minimum.reduceat(ways.min(axis=0), starts)
@@ -241,14 +242,14 @@ def _least_sum(t: np.ndarray, x: np.ndarray, tiling: Tiling, bound: float) -> tu
 
 
 def _behind(F: np.ndarray, s: int, first: int, after: np.ndarray, taken: np.ndarray) -> np.ndarray:
-    """(j, moves): the least sum from layer j = first ... L on, behind a stage that has s + 1 stages (or Q and more) to the end."""
+    """(j, moves): the least sum from layer j = first ... L on, after a stage that is the (s + 1)-th from the end (Q-th or earlier)."""
     Q = len(F)
     rest = F[s - 1, first:][:, after, taken] if s else np.full((F.shape[1] - first, len(after)), math.inf)
     return np.minimum(rest, F[s, first:][:, after, taken]) if s == Q - 1 else rest
 
 
 def _stages(t: np.ndarray, x: np.ndarray, H: np.ndarray, F: np.ndarray, tiling: Tiling, first: np.ndarray) -> tuple[Stage, ...]:
-    """Walks back along the choices that made the least sum; the first of equals, by (stages, sub-mesh, cut, state)."""
+    """The stages of the least sum, read back from the tables; the first of equals, by (stages, sub-mesh, boundary, state)."""
     Q, L, R = H.shape[0], H.shape[1], len(tiling.states)
     taken, before, after = tiling.moves
     stages: list[Stage] = []

@@ -1,16 +1,17 @@
-"""The chain of layers of a captured program: where it can be cut into stages, and which op belongs to which layer.
+"""The layers of a captured program: a chain of groups of ops, between which the program can be divided into pipeline stages.
 
-Forward ops in the order of the program are cut where few bytes cross. With C(r) = bytes of the values made before position r and
-read behind it, flops(a, b) of the ops between two positions and the mean over the layers,
+The forward ops, in the order of the program, are divided at positions that few bytes cross. With C(r) = bytes of the values that are
+produced before position r and read after it, flops(a, b) of the ops between two positions and the mean over the layers,
 
     G(q, r) = min over a of  max(G(q - 1, a), C(a))   with flops(a, r) <= (1 + eps) mean; of equals the evenest     (`clustered`)
 
-(Alpa, section 5.2). Positions are the borders of repeated blocks, and where C has a local minimum. Ops that depend on no input and no
-parameter (masks, rotary tables) belong to no layer: every stage makes its own.
+(Alpa, section 5.2). The positions are the boundaries of repeated blocks and the local minima of C. Ops that depend on no input and no
+parameter (masks, rotary tables) belong to no layer: every stage computes its own copy.
 
-A backward op runs where its gradient is: in the lowest layer of the gradients it reads, unless it reads a parameter, or a forward
-value that never leaves its layer, of a lower one; what needs no gradient runs where it is read (`_backward_layers`). A cut over
-which something would flow the wrong way is not made (`_merged`).
+A backward op belongs to the lowest layer among the gradients that it reads; it belongs to a lower one if it also reads a parameter or
+a forward value that only a lower layer uses. A backward op that reads no gradient belongs to the layer of its inputs or, if several
+layers use these, to the layer that reads its output (`_backward_layers`). Layers are merged if a forward value would flow to a lower
+layer, or a backward value to a higher one (`_merged`).
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from autoshard.cost import op_flops
 from autoshard.graph import Graph, Value, repeated_blocks
 
 EPS = 0.5  # how much more than the mean a layer may compute
-MOST_POSITIONS = 160  # beyond it only those where fewest bytes cross are looked at
-MOST_LAYERS = 96  # repeated blocks beyond it are taken together
+MOST_POSITIONS = 160  # if there are more, only those that the fewest bytes cross are considered
+MOST_LAYERS = 96  # if there are more repeated blocks, several of them make a layer
 LAYERS_WITHOUT_BLOCKS = 16
-HEAVY = 0.5  # what computes this much of a block beside the blocks is a layer of its own
+HEAVY = 0.5  # ops before or after the blocks are a layer if they have at least this share of a block's FLOPs
 
 
 @dataclass(frozen=True, eq=False)
 class Layers:
-    """A program and the layer of each op. -1: a placeholder, or an op that every stage makes by itself."""
+    """A program and the layer of each op. -1: a placeholder, or an op that every stage computes itself."""
 
     graph: Graph
     of: tuple[int, ...]
@@ -44,39 +45,39 @@ class Layers:
     @cached_property
     def shared(self) -> dict[str, tuple[int, ...]]:
         """Parameters that several layers read, with those layers: their gradients have to be added across stages."""
-        found = {}
+        by_name = {}
         for name, i in self.graph.parameters.items():
             layers = sorted({self.of[j] for j, _ in self.graph.users.get((i, 0), ()) if not self.graph.ops[j].backward})
             if len(layers) > 1:
-                found[name] = tuple(layers)
-        return found
+                by_name[name] = tuple(layers)
+        return by_name
 
 
 def layers_of(graph: Graph, count: int | None = None) -> Layers:
-    """The graph as a chain of `count` layers (default: its repeated blocks and what is as large as one; else 16), or fewer."""
+    """The graph as a chain of `count` layers or fewer. Default: a layer per repeated block, and one for as much beside them; else 16."""
     if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
         raise ValueError(f"layers is {count!r}; expected a whole number of 1 or more")
     free = _free_ops(graph)
     forward = [i for i, op in enumerate(graph.ops) if not op.is_placeholder and not op.backward and i not in free]
     if not forward:
-        raise ValueError("the program computes nothing that could be cut into stages")
+        raise ValueError("the program computes nothing that could be divided into stages")
     flops = [_flops(graph, i) for i in forward]
     crossing = _crossing_bytes(graph, forward)
-    borders, blocks = _block_borders(graph, forward, crossing, flops)
-    positions = borders if blocks else _thin_positions(crossing)
-    wanted = count or (_blocks_and_heavy(borders, flops, blocks) if blocks else LAYERS_WITHOUT_BLOCKS)
+    at_blocks, blocks = _block_boundaries(graph, forward, crossing, flops)
+    positions = at_blocks if blocks else _thin_positions(crossing)
+    wanted = count or (_blocks_and_heavy(at_blocks, flops, blocks) if blocks else LAYERS_WITHOUT_BLOCKS)
     if not count and wanted > MOST_LAYERS:
         wanted = -(-wanted // -(-wanted // MOST_LAYERS))
     if count and len(positions) < count:
         positions = sorted({*positions, *_thin_positions(crossing)})
-    cuts = clustered(flops, crossing, positions, wanted)
+    boundaries = clustered(flops, crossing, positions, wanted)
     of = [-1] * len(graph.ops)
     layer = 0
     for at, i in enumerate(forward):
-        layer += layer < len(cuts) and at == cuts[layer]
+        layer += layer < len(boundaries) and at == boundaries[layer]
         of[i] = layer
-    _backward_layers(graph, of, len(cuts))
-    of, total = _merged(graph, of, len(cuts) + 1)
+    _backward_layers(graph, of, len(boundaries))
+    of, total = _merged(graph, of, len(boundaries) + 1)
     sums = [0.0] * total
     for at, i in enumerate(forward):
         sums[of[i]] += flops[at]
@@ -84,7 +85,10 @@ def layers_of(graph: Graph, count: int | None = None) -> Layers:
 
 
 def clustered(flops: Sequence[float], crossing: Sequence[float], positions: Sequence[int], count: int, eps: float = EPS) -> list[int]:
-    """At most count - 1 of the positions to cut at. crossing[r]: bytes over a cut before item r; eps grows until the layers can be made."""
+    """At most count - 1 boundaries, a subset of the positions.
+
+    crossing[r]: bytes that cross a boundary before item r. eps grows until there is a solution.
+    """
     at = [0, *sorted({p for p in positions if 0 < p < len(flops)}), len(flops)]
     n, count = len(at) - 1, min(count, len(at) - 1)
     sums = np.concatenate([[0.0], np.cumsum(flops)])[at]
@@ -105,11 +109,11 @@ def clustered(flops: Sequence[float], crossing: Sequence[float], positions: Sequ
             back.append(spread.argmin(axis=0))
             uneven = spread.min(axis=0)
         if widest[n] < math.inf:
-            cuts, r = [], n
+            boundaries, r = [], n
             for choice in reversed(back):
                 r = int(choice[r])
-                cuts.append(at[r])
-            return sorted(cuts)[1:]
+                boundaries.append(at[r])
+            return sorted(boundaries)[1:]
         eps = 1.5 * eps + 0.1
 
 
@@ -117,8 +121,8 @@ def _flops(graph: Graph, i: int) -> float:
     op = graph.ops[i]
     if op.alias is not None:
         return 0.0
-    made = [None if t is None else (t.shape, t.dtype) for t in op.outputs]
-    return float(op_flops(op.target, [(t.shape, t.dtype) for t in graph.input_tensors(i)], made))
+    outputs = [None if t is None else (t.shape, t.dtype) for t in op.outputs]
+    return float(op_flops(op.target, [(t.shape, t.dtype) for t in graph.input_tensors(i)], outputs))
 
 
 def _free_ops(graph: Graph) -> set[int]:
@@ -131,7 +135,7 @@ def _free_ops(graph: Graph) -> set[int]:
 
 
 def _crossing_bytes(graph: Graph, forward: list[int]) -> list[float]:
-    """C: bytes over a cut before each forward op; a storage counts once, placeholders not at all."""
+    """C: bytes that cross a boundary before each forward op; a storage counts once, placeholders not at all."""
     place = {i: at for at, i in enumerate(forward)}
     last: dict[Value, int] = {}
     for at, i in enumerate(forward):
@@ -148,15 +152,15 @@ def _crossing_bytes(graph: Graph, forward: list[int]) -> list[float]:
 
 def _thin_positions(crossing: list[float]) -> list[int]:
     """Local minima of the bytes that cross, the first of a plateau; those with fewest bytes where there are too many."""
-    found = [r for r in range(1, len(crossing) - 1) if crossing[r] < crossing[r - 1] and crossing[r] <= crossing[r + 1]]
-    found += [r for r in range(1, 2) if r < len(crossing) - 1 and r not in found]
-    return sorted(sorted(found, key=lambda r: (crossing[r], r))[:MOST_POSITIONS])
+    minima = [r for r in range(1, len(crossing) - 1) if crossing[r] < crossing[r - 1] and crossing[r] <= crossing[r + 1]]
+    minima += [r for r in range(1, 2) if r < len(crossing) - 1 and r not in minima]
+    return sorted(sorted(minima, key=lambda r: (crossing[r], r))[:MOST_POSITIONS])
 
 
-def _block_borders(graph: Graph, forward: list[int], crossing: list[float], flops: list[float]) -> tuple[list[int], int]:
-    """Positions between the instances of the repeated block that computes most, before the first and behind the last; their number.
+def _block_boundaries(graph: Graph, forward: list[int], crossing: list[float], flops: list[float]) -> tuple[list[int], int]:
+    """The boundaries of the instances of the repeated block with the most FLOPs, and the number of instances.
 
-    A border lies where fewest bytes cross, near where one instance ends and the next one begins. No blocks: ([], 0).
+    A boundary is the position that the fewest bytes cross, near the end of one instance and the begin of the next. No blocks: ([], 0).
     """
     places = repeated_blocks(graph).places
     instances: dict[int, dict[int, list[int]]] = {}
@@ -169,31 +173,31 @@ def _block_borders(graph: Graph, forward: list[int], crossing: list[float], flop
     block = max(work, key=lambda b: (work[b], -b), default=None)
     if block is None or len(instances[block]) < 3 or work[block] < sum(flops) / 3:
         return [], 0
-    whole = max(map(len, instances[block].values()))  # what repeats beyond the last block (a norm) is no block
-    spans = [(min(ats), max(ats)) for _, ats in sorted(instances[block].items()) if 2 * len(ats) > whole]
+    largest = max(map(len, instances[block].values()))  # a repeated op after the last block (a norm) is no block
+    spans = [(min(ats), max(ats)) for _, ats in sorted(instances[block].items()) if 2 * len(ats) > largest]
     if len(spans) < 3 or any(a[1] >= b[0] for a, b in zip(spans, spans[1:])):
         return [], 0
     length = spans[2][0] - spans[1][0]
 
-    def border(nominal: int) -> int:
+    def boundary(nominal: int) -> int:
         near = range(max(1, nominal - length // 2), min(len(forward) - 1, nominal + length // 2) + 1)
         return min(near, key=lambda r: (crossing[r], abs(r - nominal), r), default=1)
 
-    shift = border(spans[1][0]) - spans[1][0]  # instances may begin within a layer
-    borders = [border(start + shift) for start in [*(low for low, _ in spans), spans[-1][0] + length]]
-    return sorted(set(borders)), len(spans)
+    shift = boundary(spans[1][0]) - spans[1][0]  # instances may begin within a layer
+    boundaries = [boundary(start + shift) for start in [*(low for low, _ in spans), spans[-1][0] + length]]
+    return sorted(set(boundaries)), len(spans)
 
 
-def _blocks_and_heavy(borders: list[int], flops: list[float], blocks: int) -> int:
-    """How many layers: the blocks, and what lies before and behind them where it computes about as much as a block."""
+def _blocks_and_heavy(boundaries: list[int], flops: list[float], blocks: int) -> int:
+    """The number of layers: the blocks, and the ops before and after them where they have at least HEAVY of a block's FLOPs."""
     sums = np.concatenate([[0.0], np.cumsum(flops)])
-    one = (sums[borders[-1]] - sums[borders[0]]) / blocks
-    before, behind = sums[borders[0]], sums[-1] - sums[borders[-1]]
-    return blocks + int(before >= HEAVY * one) + int(behind >= HEAVY * one)
+    one = (sums[boundaries[-1]] - sums[boundaries[0]]) / blocks
+    before, after = sums[boundaries[0]], sums[-1] - sums[boundaries[-1]]
+    return blocks + int(before >= HEAVY * one) + int(after >= HEAVY * one)
 
 
 def _backward_layers(graph: Graph, of: list[int], last: int) -> None:
-    """Fills in the layers of backward ops, in the order of the program."""
+    """Writes the layers of backward ops into `of`, in the order of the program."""
     homes: dict[Value, int | None] = {}  # of a forward value or parameter: its layer, None where several use it
 
     def home(value: Value) -> int | None:
@@ -204,8 +208,8 @@ def _backward_layers(graph: Graph, of: list[int], last: int) -> None:
             homes[value] = next(iter(layers)) if len(layers) == 1 else None
         return homes[value]
 
-    flows: set[int] = set()  # what depends on a gradient
-    waiting: list[int] = []  # what only prepares something from values that several layers use: it runs where it is read
+    flows: set[int] = set()  # ops that depend on a gradient
+    waiting: list[int] = []  # ops without a gradient whose inputs several layers use: they run in the layer that reads them
     for i, op in enumerate(graph.ops):
         if op.kind == "tangent":
             flows.add(i)
@@ -223,8 +227,8 @@ def _backward_layers(graph: Graph, of: list[int], last: int) -> None:
         of[i] = -1 if homes[i, 0] is None else max(known)
         waiting += [i] if of[i] < 0 else []
     for i in reversed(waiting):
-        made = [of[a] for a, _ in graph.ops[i].inputs if not graph.ops[a].backward]
-        of[i] = max([*(of[j] for j, _ in graph.users.get((i, 0), ()) if of[j] >= 0), *made], default=last)
+        forward = [of[a] for a, _ in graph.ops[i].inputs if not graph.ops[a].backward]
+        of[i] = max([*(of[j] for j, _ in graph.users.get((i, 0), ()) if of[j] >= 0), *forward], default=last)
         of[i] = last if of[i] < 0 else of[i]
 
 
@@ -233,7 +237,7 @@ def _is_free(graph: Graph, of: list[int], value: Value) -> bool:
 
 
 def _merged(graph: Graph, of: list[int], count: int) -> tuple[list[int], int]:
-    """Layers taken together over which something would flow the wrong way: a forward value down, a backward value up."""
+    """Merges layers between which a value would flow in the wrong direction: a forward value down, a backward value up."""
     joined = [False] * count  # joined[l]: layer l belongs to l - 1
     for i, op in enumerate(graph.ops):
         if of[i] < 0:

@@ -1,4 +1,4 @@
-"""The pipeline that was chosen, as plain data: stages with their devices and layouts, the schedule, seconds, bytes and the bound."""
+"""A pipeline plan as plain data: stages with their devices and layouts, the schedule, seconds, bytes and the bound."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ class Pipeline:
     """A pipeline plan. Seconds of one step; bytes per device."""
 
     seconds: float
-    bound: float  # seconds: the kernels alone, spread evenly over all devices without any bubble, take no less
+    bound: float  # seconds: a lower bound, the kernels alone, spread evenly over all devices without any bubble
     peak_bytes: float
     bubble: float  # share of the devices' time
     exposed_communication: float  # seconds
     schedule: str
     microbatches: int
-    way: str  # planned, equal or grid: where the division came from
+    way: str  # planned, equal or grid: which search the division came from
     stages: tuple[PipelineStage, ...]
-    configurations: tuple[dict[str, Any], ...]  # all that were looked at, the fastest that fits first
+    configurations: tuple[dict[str, Any], ...]  # all that were considered, the fastest that fits first
     speed_up: tuple[dict[str, Any], ...] = ()  # devices, seconds, speed_up
     budgets: tuple[dict[str, Any], ...] = ()  # memory_bytes, seconds, stages, microbatches
     assumptions: dict[str, Any] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Pipeline:
         return (self.seconds - self.bound) / self.seconds if self.seconds else 0.0
 
     def to_dict(self, *, layouts: bool = False) -> dict[str, Any]:
-        """Plain data: the keys of `autoshard pipeline --json`. layouts: those of every op too."""
+        """Plain data: the keys of `autoshard pipeline --json`. layouts: include those of every op."""
         return {
             "status": "feasible", "seconds": self.seconds, "bound_seconds": self.bound, "gap": self.gap, "peak_bytes": self.peak_bytes,
             "bubble": self.bubble, "exposed_communication_seconds": self.exposed_communication, "schedule": self.schedule,
@@ -72,5 +72,5 @@ class Pipeline:
         }  # fmt: skip
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything, layouts included, as JSON: whole or not at all."""
+        """Write everything, layouts included, as JSON, atomically."""
         write(self.to_dict(layouts=True), path)

@@ -1,10 +1,10 @@
-"""When the units of a schedule run, and what they send each other.
+"""The time line of a schedule: when its units run, and when the transfers between devices run.
 
-Transfers run beside the units; those from one device to another share that link and go one after the other, first made, first sent.
-Data parallel pipelines beside each other share it in the same way: what s of them send at once takes t, so each in turn has the link
-for (t - latency) / s, and its data is there a latency later. A transfer begins when it is made or, for schedules in RECEIVES_IN_TURN,
-not before its receiver has nothing else to run first: torch 2.13's Schedule1F1B and ScheduleGPipe (and Megatron's 1F1B) post a receive
-when its unit comes next, and gloo and NCCL send to a posted receive only; torch's interleaved and zero-bubble schedules post theirs when
+Transfers overlap with the units. Those from one device to another share a link and run one after the other, in the order in which their
+data is ready. Data parallel pipelines (chains) can share the link as well. If s of them sending at once take t, each has the link for
+(t - latency) / s, and its data arrives a latency later. A transfer begins when its data is ready. For schedules in RECEIVES_IN_TURN it
+also waits until the receiver has reached the unit that reads it: torch 2.13's Schedule1F1B and ScheduleGPipe (and Megatron's 1F1B) post a
+receive when its unit is next, and gloo and NCCL send to a posted receive only. Torch's interleaved and zero-bubble schedules post it when
 the sender's unit is in the list.
 """
 
@@ -21,10 +21,10 @@ RECEIVES_IN_TURN = ("sequential", "gpipe", "1f1b")
 
 @dataclass(frozen=True)
 class Span:
-    """A unit of part `part`, or (kind "finish") what a device does after its last unit; in seconds from the step's start."""
+    """A unit of part `part`, or (kind "finish") the work of a device after its last unit; in seconds from the step's start."""
 
     device: int
-    kind: str  # F, B, W, finish; send where `device` sends to `to`
+    kind: str  # F, B, W, finish; of a transfer from `device` to `to`, the kind of the unit that reads it
     microbatch: int
     part: int
     start: float
@@ -33,7 +33,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Run:
+class ScheduleRun:
     """The time line of a schedule. Bytes and seconds per device."""
 
     schedule: Schedule
@@ -45,7 +45,7 @@ class Run:
 
     @property
     def bubble(self) -> float:
-        """The share of all devices' time in which they run nothing."""
+        """The idle share of all devices' time."""
         total = self.seconds * len(self.busy)
         return max(0.0, 1.0 - math.fsum(self.busy) / total) if total else 0.0
 
@@ -63,36 +63,36 @@ def run(
     fixed_bytes: PerPart = 0.0,
     latency: PerPart = 0.0,
     chains: int = 1,
-) -> Run:
+) -> ScheduleRun:
     """The time line of one step.
 
     Per part of the model and microbatch, one number for all or a sequence of schedule.parts: forward, backward: seconds; weight: the
-    seconds of backward that make weight gradients (default half), which run on their own in schedules that split it; transfer:
-    seconds of part v's output on its way to part v + 1 (transfer_back: of the gradient from part v + 1 to v, default the same).
-    finish: seconds per device after its last unit (gradient reduction, optimizer). activation_bytes: what F leaves for B;
+    seconds of backward that compute weight gradients (default half), a separate unit in schedules that split it; transfer:
+    seconds of the transfer of part v's output to part v + 1 (transfer_back: of the gradient from part v + 1 to v, default the same).
+    finish: seconds per device after its last unit (gradient reduction, optimizer). activation_bytes: saved by F for B;
     fixed_bytes: parameters, their gradients and optimizer state. latency: of `transfer`, the seconds in which the link is free for others.
-    chains: pipelines beside each other that share the links, `transfer` being the seconds of all of theirs at once; the time line is of
-    the one that ends last. ValueError for a schedule that waits for itself.
+    chains: data parallel pipelines that share the links; `transfer` is then the seconds of all of them at once, and the time line is that
+    of the chain that ends last. ValueError for a schedule that deadlocks.
     """
     n, p = schedule.parts, schedule.devices
-    F, whole = per_part(forward, n, "forward"), per_part(backward, n, "backward")
-    W = [b / 2 for b in whole] if weight is None else per_part(weight, n, "weight")
-    there = per_part(transfer, n, "transfer")
-    back = there if transfer_back is None else per_part(transfer_back, n, "transfer_back")
+    F, both = per_part(forward, n, "forward"), per_part(backward, n, "backward")  # both: of activations and of weights
+    W = [b / 2 for b in both] if weight is None else per_part(weight, n, "weight")
+    send = per_part(transfer, n, "transfer")
+    send_back = send if transfer_back is None else per_part(transfer_back, n, "transfer_back")
     last = per_part(finish, p, "finish")
     if schedule.splits_backward:
-        if any(w > b for w, b in zip(W, whole)):
+        if any(w > b for w, b in zip(W, both)):
             raise ValueError("weight is larger than backward in some part; expected the seconds of its weight gradients alone")
-        B = [b - w for b, w in zip(whole, W)]
+        B = [b - w for b, w in zip(both, W)]
     else:
-        B = whole
-    spans, sends = _Clock(schedule, {"F": F, "B": B, "W": W}, there, back, per_part(latency, n, "latency"), chains).run()
+        B = both
+    spans, sends = _Clock(schedule, {"F": F, "B": B, "W": W}, send, send_back, per_part(latency, n, "latency"), chains).run()
     ends = [0.0] * p
     for span in spans:
         ends[span.device] = max(ends[span.device], span.end)
-    busy = [schedule.microbatches * math.fsum(F[d::p] + whole[d::p]) for d in range(p)]
+    busy = [schedule.microbatches * math.fsum(F[d::p] + both[d::p]) for d in range(p)]
     finishing = [Span(d, "finish", -1, d, ends[d], ends[d] + last[d]) for d in range(p) if last[d]]
-    return Run(
+    return ScheduleRun(
         schedule,
         max((e + f for e, f in zip(ends, last)), default=0.0),
         tuple(b + f for b, f in zip(busy, last)),
@@ -106,16 +106,17 @@ Message = tuple[int, str, int, int]  # chain, kind, part and microbatch of the u
 
 
 class _Clock:
-    """Event by event. Device d of chain c has the number c p + d; there, back: `transfer` and `transfer_back` of `run`."""
+    """Event by event. Device d of chain c has the number c p + d; send, send_back: `transfer` and `transfer_back` of `run`."""
 
-    def __init__(self, schedule: Schedule, seconds: dict[str, list[float]], there: list[float], back: list[float],
+    def __init__(self, schedule: Schedule, seconds: dict[str, list[float]], send: list[float], send_back: list[float],
                  latency: list[float], chains: int):  # fmt: skip
-        self.schedule, self.seconds, self.there, self.back, self.latencies, self.chains = schedule, seconds, there, back, latency, chains
+        self.schedule, self.seconds, self.latencies, self.chains = schedule, seconds, latency, chains
+        self.send, self.send_back = send, send_back
         self.p, self.n = schedule.devices, schedule.parts
         self.order = schedule.order * chains
         self.at, self.free, self.busy = [0] * len(self.order), [0.0] * len(self.order), [False] * len(self.order)
         self.arrived: dict[Message, float] = {(c, "F", 0, i): 0.0 for c in range(chains) for i in range(schedule.microbatches)}
-        self.offered: dict[Message, tuple[float, float]] = {}  # when it was made, seconds of its transfer
+        self.offered: dict[Message, tuple[float, float]] = {}  # when its data was ready, seconds of its transfer
         self.link_free: dict[tuple[int, int], float] = {}
         self.running: list[tuple[float, int, float]] = []  # (end, device, start)
         self.spans: list[list[Span]] = [[] for _ in range(chains)]
@@ -127,7 +128,7 @@ class _Clock:
             self._begin(x)
         while self.running:
             self._finish(*heapq.heappop(self.running))
-        self._refuse_who_waits()
+        self._refuse_deadlocks()
         last = max(range(self.chains), key=lambda c: max((span.end for span in self.spans[c]), default=0.0))
         return self.spans[last], self.sends[last]
 
@@ -155,37 +156,37 @@ class _Clock:
         self.at[x] += 1
         self.free[x], self.busy[x] = end, False
         if kind == "F" and v + 1 < self.n:
-            self._send((c, "F", v + 1, i), v, end, self.there[v])
+            self._send((c, "F", v + 1, i), v, end, self.send[v])
         elif kind == "F":
             self.arrived[c, "B", v, i] = end  # the loss is in the last part
         elif kind == "B" and v > 0:
-            self._send((c, "B", v - 1, i), v, end, self.back[v - 1])
+            self._send((c, "B", v - 1, i), v, end, self.send_back[v - 1])
         self._begin(x)
 
-    def _send(self, message: Message, v: int, end: float, took: float) -> None:
+    def _send(self, message: Message, v: int, end: float, seconds: float) -> None:
         c, _, to, _ = message
         a, b = v % self.p, to % self.p
-        if a == b or not took:
+        if a == b or not seconds:
             self.arrived[message] = end
         else:
-            self.offered[message] = (end, took)
+            self.offered[message] = (end, seconds)
             if self.schedule.name not in RECEIVES_IN_TURN:
                 self._carry(message, 0.0)
         if b != a:
             self._begin(c * self.p + b)
 
     def _carry(self, message: Message, received: float) -> None:
-        """The transfer, begun where its receiver waits since `received`."""
-        made, took = self.offered.pop(message)
+        """The transfer, which begins no earlier than `received`, when its receiver can receive it."""
+        ready, seconds = self.offered.pop(message)
         c, kind, to, i = message
         v = to - 1 if kind == "F" else to + 1
-        link, late = (v % self.p, to % self.p), min(self.latencies[min(v, to)], took)
-        start = max(made, received, self.link_free.get(link, 0.0))
-        self.link_free[link] = start + (took - late) / self.chains
+        link, late = (v % self.p, to % self.p), min(self.latencies[min(v, to)], seconds)
+        start = max(ready, received, self.link_free.get(link, 0.0))
+        self.link_free[link] = start + (seconds - late) / self.chains
         self.arrived[message] = self.link_free[link] + late
         self.sends[c].append(Span(link[0], kind, i, v, start, self.arrived[message], link[1]))
 
-    def _refuse_who_waits(self) -> None:
+    def _refuse_deadlocks(self) -> None:
         for d in range(self.p):
             if self.at[d] < len(self.order[d]):
                 kind, i, chunk = self.order[d][self.at[d]]

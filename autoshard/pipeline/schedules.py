@@ -1,16 +1,16 @@
-"""Pipeline schedules as data: for each device the ordered list of what it runs.
+"""Pipeline schedules as data: for each device the ordered list of the units that it runs.
 
-    p devices, m microbatches, c chunks per device; part v = 0 .. p c - 1 of the model lies on device v mod p, as chunk v div p
-    unit      F forward, B backward, W the backward of the weights where it runs on its own (`zb_h1`), of one microbatch and chunk
+    p devices, m microbatches, c chunks per device; part v = 0 .. p c - 1 of the model is on device v mod p, as chunk v div p
+    unit      F forward, B backward, W the backward of the weights where it is a separate unit (`zb_h1`), of one microbatch and chunk
     F(v, i)   waits for F(v - 1, i) and its transfer
     B(v, i)   waits for F(v, i), and for B(v + 1, i) and its transfer
     W(v, i)   comes after B(v, i) in the list of its device
 
-A device runs its list in order, one unit at a time; transfers run beside the units (schedule_times.py).
+A device runs its list in order, one unit at a time; transfers overlap with the units (schedule_times.py).
 An activation is held from the start of its F to the end of the last unit of its microbatch and chunk.
-With equal parts, t_F + t_B per device (t_W a part of t_B), transfers for nothing:
+With equal parts, t_F + t_B per device (t_W is included in t_B), and transfers of 0 seconds:
 
-    schedule            seconds                                                     activations of chunks that device d holds at most
+    schedule            seconds                                                     most activations of chunks that device d holds
     sequential          p m (t_F + t_B)                                             1
     gpipe               (m + p - 1) (t_F + t_B)                                     m
     1f1b                (m + p - 1) (t_F + t_B)                                     min(m, p - d)
@@ -34,11 +34,11 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-PerPart = float | Sequence[float]  # one number for all, or one per part of the model
+PerPart = float | Sequence[float]  # one number for all parts of the model, or one per part
 
 
 class Unit(NamedTuple):
-    """One run of one part: kind F, B or W."""
+    """One execution of one part of the model: kind F, B or W."""
 
     kind: str
     microbatch: int
@@ -47,7 +47,7 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who runs what, in which order. The units of device d are those of parts d, d + devices, d + 2 devices, ..."""
+    """The units of every device, in order. Device d runs those of parts d, d + devices, d + 2 devices, ..."""
 
     name: str
     microbatches: int
@@ -64,7 +64,7 @@ class Schedule:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether weight gradients run on their own."""
+        """Whether weight gradients are separate units."""
         return any(unit.kind == "W" for unit in self.order[0])
 
     @cached_property
@@ -127,7 +127,7 @@ def _zb_h1(d: int, p: int, m: int) -> list[Unit]:
 def _interleaved(d: int, p: int, m: int, chunks: int) -> list[Unit]:
     """Rounds of microbatches go through chunk 0, then through chunk 1, ...; backwards from the last chunk.
 
-    A round has p microbatches; where p does not divide m the rest is dealt to the first rounds, as one below p would wait for itself.
+    A round has p microbatches. Where p does not divide m, the first rounds have more: a round of fewer than p would deadlock.
     """
     count = max(1, m // p)
     firsts = [k * (m // count) + min(k, m % count) for k in range(count + 1)]

@@ -1,38 +1,39 @@
-"""A plan cut into the stages of a pipeline: what each costs per microbatch, and the time line of the whole.
+"""The costs of pipeline stages, from a plan of the entire model: each part of the model per microbatch, and the time line of a step.
 
-The plan is of one microbatch on the devices of one stage. Ops go to parts of the model by `part_of`; a part's tasks, run alone, give
+The plan is of one microbatch on the devices of one stage. `part_of` says to which part of the model an op belongs. The tasks of a part,
+simulated alone, have these costs:
 
     forward, backward    seconds of a microbatch, communication overlapped within the part
     weight               of backward, the kernels that lead to one parameter's gradient and to nothing else
-    finish               gradient reductions and optimizer, beyond the end of the last backward, which hides some of them
-    activation_bytes     what forward leaves for backward, what came from the part before included
-    fixed_bytes          parameters, gradients, optimizer state, inputs;  working_bytes: the most on top of both
-    send, send_back      bytes that a device hands to its counterpart of the next part, or of the one before
+    finish               gradient reductions and optimizer, after the end of the last backward, which hides some of them
+    activation_bytes     saved by forward for backward, including values received from the part before
+    fixed_bytes          parameters, gradients, optimizer state, inputs;  working_bytes: the peak on top of both
+    send, send_back      bytes that a device sends to the corresponding device of the next part, or of the one before
     tied_bytes           gradient of parameters that several parts hold: added between them once per step, over the same link
 
-Every microbatch takes the same, so one is simulated and `schedule_times.run` places them all.
+Every microbatch takes the same, so one is simulated and `schedule_times.run` schedules all of them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoshard.cost import axis_transfer_seconds, shared_links, transfer_latency
 from autoshard.graph import Graph, Value
 from autoshard.layout import local_numel
 from autoshard.mesh import Axis
-from autoshard.pipeline.schedule_times import Run, run
+from autoshard.pipeline.schedule_times import ScheduleRun, run
 from autoshard.pipeline.schedules import Schedule
 from autoshard.problem import NodeUsage
 from autoshard.simulate.engine import run_tasks
-from autoshard.simulate.program import Program, Task
+from autoshard.simulate.tasks import Task, TaskProgram
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of the model for one microbatch on one device."""
+class StageCost:
+    """The cost of a part of the model for one microbatch on one device."""
 
     forward: float  # seconds
     backward: float
@@ -46,9 +47,9 @@ class Part:
     tied_bytes: float = 0.0
 
 
-def run_parts(parts: Sequence[Part], schedule: Schedule, link: Axis | Sequence[Axis] | None = None, chains: int = 1) -> Run:
-    """The time line of a step. link: between a part and the next, one for all or one per part; parts may be of different devices.
-    chains: pipelines that share it, each with its part of every microbatch (`schedule_times.run`).
+def run_stages(parts: Sequence[StageCost], schedule: Schedule, link: Axis | Sequence[Axis] | None = None, chains: int = 1) -> ScheduleRun:
+    """The time line of a step. link: between a part and the next, one for all or one per part; parts may be on different devices.
+    chains: data parallel pipelines that share it (`schedule_times.run`).
 
     ValueError unless there are as many parts as the schedule has.
     """
@@ -57,7 +58,7 @@ def run_parts(parts: Sequence[Part], schedule: Schedule, link: Axis | Sequence[A
     links = [link] * len(parts) if link is None or isinstance(link, Axis) else list(link)
     p = schedule.devices
     finish = [part.finish + axis_transfer_seconds(part.tied_bytes, axis) for part, axis in zip(parts, links)]
-    made = run(
+    times = run(
         schedule,
         forward=[part.forward for part in parts],
         backward=[part.backward for part in parts],
@@ -71,16 +72,16 @@ def run_parts(parts: Sequence[Part], schedule: Schedule, link: Axis | Sequence[A
         chains=chains,
     )
     working = [max(part.working_bytes for part in parts[d::p]) for d in range(p)]
-    return Run(made.schedule, made.seconds, made.busy, tuple(a + b for a, b in zip(made.peak_bytes, working)), made.spans, made.sends)
+    return replace(times, peak_bytes=tuple(a + b for a, b in zip(times.peak_bytes, working)))
 
 
-def parts_of(
-    program: Program, part_of: Sequence[int], count: int, *, partial: Collection[int] = (), communication: bool = True
-) -> tuple[Part, ...]:
-    """The parts of a plan.
+def stage_costs_of(
+    program: TaskProgram, part_of: Sequence[int], count: int, *, partial: Collection[int] = (), communication: bool = True
+) -> tuple[StageCost, ...]:
+    """The costs of the parts of a plan.
 
-    part_of: per op of the graph the number of its part, -1 for what every part makes by itself. partial: adds of the gradient of a
-    parameter that several parts hold. communication: False leaves all of it out, to see what it costs.
+    part_of: per op of the graph the number of its part, -1 for ops that every part computes itself. partial: ops that add the gradients of
+    a parameter that several parts hold. communication: False leaves all communication out.
     """
     graph = program.graph
     of = _placed(graph, part_of)
@@ -91,25 +92,25 @@ def parts_of(
         if communication or task.kind in ("compute", "optimizer"):
             mine[of[task.op]].append(t)
     bytes_of = _bytes(program, of, count)
-    found = []
+    costs = []
     for v in range(count):
         forward = _seconds(program, [t for t in mine[v] if program.tasks[t].phase == "forward"])
         back = [t for t in mine[v] if program.tasks[t].phase == "backward"]
         backward = _seconds(program, back)
-        whole = _seconds(program, [t for t in mine[v] if program.tasks[t].phase in ("backward", "update")])
+        with_update = _seconds(program, [t for t in mine[v] if program.tasks[t].phase in ("backward", "update")])
         weight = math.fsum(program.tasks[t].seconds for t in back if program.tasks[t].op in weights and program.tasks[t].kind == "compute")
         activations, fixed, working = bytes_of[v]
-        found.append(
-            Part(
-                forward, backward, min(weight, backward), whole - backward, activations + came[v], fixed, working,
+        costs.append(
+            StageCost(
+                forward, backward, min(weight, backward), with_update - backward, activations + came[v], fixed, working,
                 sent[v], sent_back[v], tied[v],
             )  # fmt: skip
         )
-    return tuple(found)
+    return tuple(costs)
 
 
 def _placed(graph: Graph, part_of: Sequence[int]) -> list[int]:
-    """Placeholders, and what belongs to no part, lie where they are read first."""
+    """`part_of`, where a placeholder or op without a part is assigned to the first part that reads it."""
     of = list(part_of)
     for i in range(len(of) - 1, -1, -1):
         if of[i] < 0:
@@ -118,8 +119,8 @@ def _placed(graph: Graph, part_of: Sequence[int]) -> list[int]:
     return of
 
 
-def _seconds(program: Program, chosen: Sequence[int]) -> float:
-    """Of these tasks alone, those that they wait for among them."""
+def _seconds(program: TaskProgram, chosen: Sequence[int]) -> float:
+    """Seconds of the chosen tasks alone; a task waits only for chosen tasks."""
     place = {t: n for n, t in enumerate(chosen)}
     tasks = []
     for t in chosen:
@@ -145,17 +146,17 @@ def weight_ops(graph: Graph) -> frozenset[int]:
     return frozenset(i for i, op in enumerate(graph.ops) if op.backward and len(reached[i]) == 1)
 
 
-def _crossing(program: Program, of: Sequence[int], count: int, partial: Collection[int]) -> tuple[list[float], ...]:
-    """Bytes of a device sent on from each part, sent back from it, received by it from those before, added between parts."""
+def _crossing(program: TaskProgram, of: Sequence[int], count: int, partial: Collection[int]) -> tuple[list[float], ...]:
+    """Per part the bytes of a device that are sent to the next part, sent back, received from parts before, and added between parts."""
     graph, formulation = program.graph, program.formulation
     far: dict[Value, tuple[int, float]] = {}  # storage -> (furthest part that reads it, bytes)
     tied = [0.0] * count
     for i, op in enumerate(graph.ops):
         for a, value in enumerate(op.inputs):
-            maker, here, there = graph.ops[value[0]], of[i], of[value[0]]
-            if maker.is_placeholder or op.is_placeholder or maker.backward != op.backward or here == there:
+            producer, here, there = graph.ops[value[0]], of[i], of[value[0]]
+            if producer.is_placeholder or op.is_placeholder or producer.backward != op.backward or here == there:
                 continue
-            if (here > there) == maker.backward:  # against the stream: what every part makes by itself
+            if (here > there) == producer.backward:  # in the other direction: every part computes such a value itself
                 continue
             tensor, layout = graph.tensor(value), formulation.candidate(i, program.choice).inputs[a]
             size = float(local_numel(tensor.shape, layout, formulation.mesh) * tensor.itemsize)
@@ -164,7 +165,7 @@ def _crossing(program: Program, of: Sequence[int], count: int, partial: Collecti
                 tied[there] += size
                 continue
             known = far.get(graph.storage(value), (here, 0.0))
-            furthest = min(known[0], here) if maker.backward else max(known[0], here)
+            furthest = min(known[0], here) if producer.backward else max(known[0], here)
             far[graph.storage(value)] = (furthest, max(known[1], size))
     on, back, came = [0.0] * count, [0.0] * count, [0.0] * count
     for (i, _), (furthest, size) in far.items():
@@ -178,8 +179,8 @@ def _crossing(program: Program, of: Sequence[int], count: int, partial: Collecti
     return on, back, came, tied
 
 
-def _bytes(program: Program, of: Sequence[int], count: int) -> list[tuple[float, float, float]]:
-    """Per part the bytes of activations that wait for the backward pass, what is held throughout, and the most beyond both."""
+def _bytes(program: TaskProgram, of: Sequence[int], count: int) -> list[tuple[float, float, float]]:
+    """Per part the bytes of activations saved for the backward pass, the bytes held throughout, and the peak on top of both."""
     graph, problem, choice = program.graph, program.formulation.problem, program.choice
     turn = next((i for i, op in enumerate(graph.ops) if op.backward), len(graph.ops))
     rows: list[list[tuple[int, float]]] = [[] for _ in range(count)]
@@ -198,17 +199,17 @@ def _bytes(program: Program, of: Sequence[int], count: int) -> list[tuple[float,
         rows[v] += [(usage.start, amount), (usage.end, -amount)]
         if usage.start < turn < usage.end:
             waiting[v] += amount
-    found = []
+    bytes_of = []
     for v in range(count):
         now = peak = 0.0
-        for _, amount in sorted(rows[v]):  # at equal times what is let go comes first
+        for _, amount in sorted(rows[v]):  # at equal times, memory is freed first
             now += amount
             peak = max(peak, now)
-        found.append((waiting[v], fixed[v], max(peak - waiting[v], 0.0)))
-    return found
+        bytes_of.append((waiting[v], fixed[v], max(peak - waiting[v], 0.0)))
+    return bytes_of
 
 
 def _holders(graph: Graph, of: Sequence[int], i: int) -> list[int]:
-    """The parts that read a placeholder in the forward pass; its own where none does."""
+    """The parts that read a placeholder in the forward pass; the part that it is assigned to where none does."""
     readers = {of[j] for j, _ in graph.users.get((i, 0), ()) if not graph.ops[j].backward} if i < len(of) else set()
     return sorted(readers) or [of[min(i, len(of) - 1)]]

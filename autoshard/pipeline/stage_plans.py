@@ -1,17 +1,17 @@
-"""What one stage of a pipeline takes on one mesh: its layouts from the planner, priced as a stage.
+"""The layouts of one pipeline stage on one mesh, from the planner, with the seconds and bytes of the stage.
 
-A stage runs K microbatches per step with q of them in flight. Of the planner's problem for one microbatch
+A stage runs K microbatches per step with q of them in flight. The planner's problem is for one microbatch and without overlap:
 
     t = f + b + o / K       forward, backward, and once per step: the optimizer, reductions of gradients
-    bytes(q) = peak + (q - 1) saved                 saved: what the forward pass of a microbatch leaves for its backward pass
+    bytes(q) = peak + (q - 1) saved                 saved: bytes that the forward pass of a microbatch saves for its backward pass
 
-are planned without overlap; reductions that scatter (a gradient sharded more than it is made) count for every microbatch. What is then
-reported of the layouts is simulated with collectives beside kernels (`pipeline.stage_costs.parts_of`), as `autoshard simulate` does. Values
-from other stages arrive cut over all devices; a layout that holds more is gathered, at that price. Parameters and their gradients are
-held throughout.
+A reduction that scatters (the gradient has more shards than its producer's output) counts for every microbatch. Values
+from other stages arrive sharded over all devices; if a layout holds more, the seconds of gathering it are added. Parameters and their
+gradients are held throughout. The reported seconds of the layouts are simulated with collectives overlapping kernels
+(`stage_costs.stage_costs_of`), as in `autoshard simulate`.
 
-A limit on memory is priced: the least of t + lambda (static + q saved) for a few lambda are points on the lower convex hull of seconds
-over bytes (`options`), each found with its proof.
+A limit on memory is a price per byte: the optima of t + lambda (static + q saved) for a few lambda are points on the lower convex hull of
+seconds over bytes (`stage_options`), each with a proven bound.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from autoshard.formulate import Formulation, Training, formulate, with_pins
 from autoshard.graph import Graph
 from autoshard.layout import Layout, local_numel
 from autoshard.mesh import Mesh
-from autoshard.pipeline.configurations import Option
-from autoshard.pipeline.stage_costs import parts_of
+from autoshard.pipeline.configurations import StageOption
+from autoshard.pipeline.stage_costs import stage_costs_of
 from autoshard.planning.describe import layouts_of
 from autoshard.problem import Edge, EdgeUsage, NodeUsage, Problem, evaluate
-from autoshard.simulate.program import program_of
+from autoshard.simulate.tasks import program_of
 from autoshard.solvers import converged, solve
 from autoshard.strategies import Candidates, candidates
 
@@ -44,7 +44,7 @@ STATIC = ("parameters", "gradients", "optimizer_state")
 
 @dataclass(frozen=True)
 class Job:
-    """A stage to be planned, as a value that any executor can carry."""
+    """A stage to be planned, as a value that can be sent to any executor."""
 
     graph: Graph
     signature: str  # of the graph
@@ -56,7 +56,7 @@ class Job:
     pins: str = ""  # a baseline's name: complete its pins instead
     recompute: bool = False
     time_limit: float = 60.0  # seconds per lambda
-    layouts: bool = False  # keep the layouts; of equal ones take those that the planner prefers
+    layouts: bool = False  # keep the layouts; among equal costs choose those that the planner prefers
 
     @property
     def key(self) -> tuple:
@@ -66,43 +66,39 @@ class Job:
 
 
 @no_search_for_cycles()
-def options(job: Job) -> tuple[Option, ...]:
-    """One option per lambda; none where the pins forbid each other."""
-    priced = StageProblem(job)
-    found = []
-    for price in job.prices:
-        option = priced.solved(price * priced.unit)
-        if option is not None:
-            found.append(option)
-    return tuple(found)
+def stage_options(job: Job) -> tuple[StageOption, ...]:
+    """One option per lambda; none where the pins exclude each other."""
+    problem = StageProblem(job)
+    solved = [problem.solved(price * problem.unit) for price in job.prices]
+    return tuple(option for option in solved if option is not None)
 
 
 class StageProblem:
-    """A stage's Problem with the prices of a pipeline."""
+    """A stage's Problem with the costs of a pipeline."""
 
     def __init__(self, job: Job):
         self.job, graph = job, job.graph
         training = Training(job.optimizer) if any(r.kind == "gradient" for r in graph.results) else None
-        found = candidates(graph, job.mesh)
-        found, keep = _pinned(graph, found, job) if job.pins else (found, {})
-        self.formulated = formulate(graph, found, job.mesh, training=training)
+        options = candidates(graph, job.mesh)
+        options, keep = _pinned(graph, options, job) if job.pins else (options, {})
+        self.formulated = formulate(graph, options, job.mesh, training=training)
         self.unit = slowest_seconds_per_byte(job.mesh)
-        self.static, self.saved = _holders(self.formulated)
-        self.dearest_arrivals = math.fsum(max(_arrivals(self.formulated, i)) for i in _received(graph))
+        self.static, self.saved = _static_and_saved(self.formulated)
+        self.most_arrivals = math.fsum(max(_arrivals(self.formulated, i)) for i in _received(graph))
         self.problem = _as_stage(self.formulated, with_pins(self.formulated, keep), job.microbatches)
 
-    def solved(self, price: float) -> Option | None:
+    def solved(self, price: float) -> StageOption | None:
         """The layouts of least t + lambda bytes."""
         preference = self.formulated.preference if self.job.layouts else None
         gap = STAGE_GAP if self.job.layouts else LAYER_GAP
         problem = self._with_bytes(price)
-        choice, messages = converged(problem, gap=gap)  # proves nearly all of them, before anything is reduced
+        choice, messages = converged(problem, gap=gap)  # proves most problems optimal before any reduction
         start = [] if choice is None else [choice]
         given: dict[str, Any] = {"time_limit": self.job.time_limit, "gap": gap, "preference": preference}
         answer = solve(problem, starts=start, messages=messages, **given).in_passing()
         if answer.choice is None or not math.isfinite(answer.cost):
             return None
-        return replace(self.option(answer.choice), bound=max(answer.bound - self.dearest_arrivals, 0.0), price=price / self.unit)
+        return replace(self.option(answer.choice), bound=max(answer.bound - self.most_arrivals, 0.0), price=price / self.unit)
 
     def _with_bytes(self, price: float) -> Problem:
         if not price:
@@ -117,8 +113,8 @@ class StageProblem:
         edges = tuple(Edge(e.a, e.b, table) for e, table in zip(self.problem.edges, tables))
         return replace(self.problem, node_costs=tuple(costs), edges=edges, usages=())
 
-    def option(self, choice: Sequence[int]) -> Option:
-        """What a choice takes, by parts."""
+    def option(self, choice: Sequence[int]) -> StageOption:
+        """The seconds and bytes of a choice."""
         problem, formulated = self.problem, self.formulated
         held = {True: 0.0, False: 0.0}
         for k, usage in enumerate(problem.usages):
@@ -127,12 +123,12 @@ class StageProblem:
         peak = evaluate(problem, choice).peak
         program = program_of(formulated, choice)
         everything = [0] * len(formulated.graph.ops)
-        (part,), (silent,) = parts_of(program, everything, 1), parts_of(program, everything, 1, communication=False)
+        (part,), (silent,) = (stage_costs_of(program, everything, 1, communication=on) for on in (True, False))
         arrivals = {False: 0.0, True: 0.0}
         for i in _received(formulated.graph):
             arrivals[formulated.graph.ops[i].kind == "tangent"] += _arrivals(formulated, i)[choice[i]]
         updates = [task for task in program.tasks if task.phase == "update"]
-        return Option(
+        return StageOption(
             forward=part.forward + arrivals[False],
             backward=part.backward + arrivals[True],
             weight=part.weight,
@@ -150,18 +146,18 @@ class StageProblem:
         )
 
 
-def _pinned(graph: Graph, found: Candidates, job: Job) -> tuple[Candidates, dict[int, np.ndarray]]:
-    """Only candidates that the baseline's pins leave to some op of the signature, and which of them they leave to each op."""
-    chosen = next(b for b in baselines(graph, job.mesh, found) if b.name == job.pins)
-    keep = allowed(chosen.pins, graph, found)
-    masks = [np.asarray(keep[i], dtype=bool) if i in keep else np.ones(len(cs), dtype=bool) for i, cs in enumerate(found.of)]
+def _pinned(graph: Graph, options: Candidates, job: Job) -> tuple[Candidates, dict[int, np.ndarray]]:
+    """The candidates that the baseline's pins allow for some op of the signature, and per op a mask of those that they allow for it."""
+    chosen = next(b for b in baselines(graph, job.mesh, options) if b.name == job.pins)
+    keep = allowed(chosen.pins, graph, options)
+    masks = [np.asarray(keep[i], dtype=bool) if i in keep else np.ones(len(cs), dtype=bool) for i, cs in enumerate(options.of)]
     union: dict[tuple, np.ndarray] = {}
     for i, mask in enumerate(masks):
         signature = graph.signature(i)
         union[signature] = union[signature] | mask if signature in union else mask
-    lists = {graph.signature(i): tuple(c for c, ok in zip(cs, union[graph.signature(i)]) if ok) for i, cs in enumerate(found.of)}
+    lists = {graph.signature(i): tuple(c for c, ok in zip(cs, union[graph.signature(i)]) if ok) for i, cs in enumerate(options.of)}
     of = tuple(lists[graph.signature(i)] for i in range(len(graph.ops)))
-    return Candidates(of, found.unknown, found.num_signatures), {i: mask[union[graph.signature(i)]] for i, mask in enumerate(masks)}
+    return Candidates(of, options.unknown, options.num_signatures), {i: mask[union[graph.signature(i)]] for i, mask in enumerate(masks)}
 
 
 def _bytes(usage: NodeUsage | EdgeUsage, problem: Problem, choice: Sequence[int]) -> float:
@@ -172,12 +168,12 @@ def _bytes(usage: NodeUsage | EdgeUsage, problem: Problem, choice: Sequence[int]
 
 
 def turn_of(graph: Graph) -> int:
-    """The time at which the backward pass begins; behind the last op where there is none."""
+    """The index of the first backward op; beyond the last op where there is none."""
     return next((i for i, op in enumerate(graph.ops) if op.backward), len(graph.ops) + 1)
 
 
-def _holders(formulated: Formulation) -> tuple[frozenset[int], frozenset[int]]:
-    """Usages that are held throughout, and those that every microbatch in flight has of its own."""
+def _static_and_saved(formulated: Formulation) -> tuple[frozenset[int], frozenset[int]]:
+    """Usages that are held throughout, and those of which every microbatch in flight has one."""
     graph, turn = formulated.graph, turn_of(formulated.graph)
     varies: list[bool] = []  # with the microbatch
     for op in graph.ops:
@@ -201,7 +197,7 @@ def _holders(formulated: Formulation) -> tuple[frozenset[int], frozenset[int]]:
 
 
 def _as_stage(formulated: Formulation, problem: Problem, microbatches: int) -> Problem:
-    """Once-per-step costs shared by K microbatches, arrivals priced, gradients held throughout."""
+    """The problem with once-per-step costs divided by K, the seconds of arrivals added, and gradients held throughout."""
     graph, K = formulated.graph, microbatches
     costs = list(problem.node_costs)
     shared: dict[int, np.ndarray] = {}
@@ -230,7 +226,7 @@ def _received(graph: Graph) -> list[int]:
 
 
 def _arrivals(formulated: Formulation, i: int) -> list[float]:
-    """Seconds in which received value i is gathered, per candidate."""
+    """Seconds of gathering received value i, per candidate."""
     tensor = formulated.graph.tensor((i, 0))
     return [gather_seconds(tensor.shape, tensor.itemsize, c.outputs[0], formulated.mesh) for c in formulated.candidates.of[i]]
 
@@ -240,7 +236,8 @@ def _is_gradient(formulated: Formulation, node: int) -> bool:
 
 
 def _once(formulated: Formulation, link) -> np.ndarray:
-    """Pairs whose gradient takes no more room before the reduction than after it: it is kept as it is, and reduced once."""
+    """Pairs whose gradient is no larger before the reduction than after it: it is accumulated before, and reduced once per step."""
+
     def sizes(layouts: Sequence[Layout]) -> np.ndarray:
         return np.array([local_numel(link.tensor.shape, layout, formulated.mesh) for layout in layouts])
 

@@ -1,12 +1,12 @@
-"""The program of one stage: layers a ... b - 1 of a chain, forward and backward, with what comes from other stages as inputs.
+"""The program of one stage: layers a ... b - 1 of a chain, forward and backward, with values from other stages as inputs.
 
-    received    values made in a lower layer (forward) or a higher one (backward) and read here: placeholders of kind input, tangent
-    sent        values made here and read in another stage: results of kind output
-    own         parameters, buffers and inputs that the stage reads, the gradients and results that it makes
+    received    values produced in a lower layer (forward) or a higher one (backward) and read here: placeholders of kind input, tangent
+    sent        values produced here and read in another stage: results of kind output
+    local       parameters, buffers and inputs that the stage reads, the gradients and results that it computes
 
-Ops of no layer (masks, rotary tables) are made again in every stage that reads them. A parameter that several stages read (tied
-embeddings) is held by each of them; its gradient is summed within a stage, and the sums are added between the stages once per step,
-so that the adds across stages are left out here (`partial_gradients`).
+Ops of no layer (masks, rotary tables) are computed in every stage that reads them. A parameter that several stages read (tied
+embeddings) is held by each of them; its gradient is summed within a stage, and the sums are added between the stages once per step.
+The program of a stage doesn't contain the adds across stages (`partial_gradients`).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ SAME_ELEMENTS = ("aten._to_copy.", "aten.t.", "aten.transpose.", "aten.permute."
 
 @dataclass(frozen=True, eq=False)
 class StageProgram:
-    """Layers first ... last - 1 as a Graph of its own."""
+    """Layers first ... last - 1 as a separate Graph."""
 
     graph: Graph
     first: int
     last: int
-    received: tuple[tuple[str, Value], ...]  # placeholder here, value of the whole program
-    sent: tuple[tuple[str, Value], ...]  # result here, value of the whole program
+    received: tuple[tuple[str, Value], ...]  # placeholder here, value of the full program
+    sent: tuple[tuple[str, Value], ...]  # result here, value of the full program
     forward: tuple[tuple[int, ...], ...]  # per layer its forward ops, as indexes of the stage's graph
 
     @cached_property
     def signature(self) -> str:
-        """Equal for stages that are the same program, whatever their tensors are called."""
+        """Equal for stages that are the same program up to the names of their tensors."""
         digest = hashlib.sha256()
         for op in self.graph.ops:
             digest.update(repr((op.target, op.inputs, op.literals, op.outputs, op.kind, op.alias, op.backward)).encode())
@@ -44,7 +44,7 @@ class StageProgram:
         return digest.hexdigest()
 
     def recomputed(self) -> StageProgram:
-        """The stage with every layer's inner activations computed again in the backward pass; a layer that makes the loss keeps its own."""
+        """The stage where the backward pass recomputes every layer's inner activations; the layer that computes the loss keeps its."""
         at_end = {value for result in self.graph.results for value in [result.value] if result.kind == "output" and value is not None}
         sent = {self.graph.results[k].value for k in range(len(self.graph.results)) if self.graph.results[k].name.startswith("send:")}
         blocks = [ops for ops in self.forward if not any((i, 0) in at_end - sent for i in ops)]
@@ -56,19 +56,19 @@ def stage_program(layers: Layers, first: int, last: int) -> StageProgram:
     """The program of layers first ... last - 1. ValueError if there are no such layers."""
     if not 0 <= first < last <= layers.count:
         raise ValueError(f"layers {first} to {last} of {layers.count}; expected 0 <= first < last <= {layers.count}")
-    return _Cut(layers, first, last).program()
+    return _Extraction(layers, first, last).program()
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """Bytes of one microbatch over the cut before each layer (index 0 and L: nothing crosses)."""
+    """Bytes of one microbatch that cross the boundary before each layer (0 at index 0 and L)."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
 
 
 def crossing_bytes(layers: Layers) -> Crossing:
-    """What is sent over each cut; what goes further than the next stage is handed on by those between."""
+    """The bytes sent over each boundary; the stages between forward a value for a later stage than the next."""
     graph, of = layers.graph, layers.of
     partial = partial_gradients(layers)
     spans: dict[tuple[bool, Value], tuple[int, int]] = {}  # (backward, storage) -> lowest and highest layer
@@ -79,17 +79,17 @@ def crossing_bytes(layers: Layers) -> Crossing:
                 key = (graph.ops[a].backward, graph.storage(value))
                 low, high = spans.get(key, (layers.count, -1))
                 spans[key] = (min(low, of[i], of[a]), max(high, of[i], of[a]))
-    found = {False: [0.0] * (layers.count + 1), True: [0.0] * (layers.count + 1)}
+    crossing = {False: [0.0] * (layers.count + 1), True: [0.0] * (layers.count + 1)}
     for (backward, storage), (low, high) in spans.items():
-        for cut in range(low + 1, high + 1):
-            found[backward][cut] += graph.tensor(storage).bytes
-    return Crossing(tuple(found[False]), tuple(found[True]))
+        for boundary in range(low + 1, high + 1):
+            crossing[backward][boundary] += graph.tensor(storage).bytes
+    return Crossing(tuple(crossing[False]), tuple(crossing[True]))
 
 
 def partial_gradients(layers: Layers) -> dict[int, str]:
-    """Adds that sum the gradient of a shared parameter over layers, with the parameter's name."""
+    """The ops that add the gradients of a shared parameter over layers, with the parameter's name."""
     graph, of = layers.graph, layers.of
-    found: dict[int, str] = {}
+    adds: dict[int, str] = {}
     for result in graph.results:
         if result.kind != "gradient" or result.value is None or result.name not in layers.shared:
             continue
@@ -99,34 +99,34 @@ def partial_gradients(layers: Layers) -> dict[int, str]:
             op = graph.ops[i]
             if op.target == "aten.add.Tensor" and len(op.inputs) == 2:
                 if len({of[a] for a, _ in op.inputs}) > 1:
-                    found[i] = result.name
+                    adds[i] = result.name
                 waiting += [a for a, _ in op.inputs]
             elif op.backward and len(op.inputs) == 1 and op.target.startswith(SAME_ELEMENTS):
                 waiting.append(op.inputs[0][0])
-    return found
+    return adds
 
 
-class _Cut:
-    """One extraction. `place` maps values of the whole program to values of the stage's."""
+class _Extraction:
+    """One stage's program. `place` maps values of the full program to values of the stage's."""
 
     def __init__(self, layers: Layers, first: int, last: int):
         self.layers, self.graph, self.first, self.last = layers, layers.graph, first, last
         self.partial = partial_gradients(layers)
         self.members = [i for i, layer in enumerate(layers.of) if first <= layer < last]
-        self.inside = set(self.members)
+        self.of_stage = set(self.members)
 
     def program(self) -> StageProgram:
         graph = self.graph
-        skipped = {i: [v for v in graph.ops[i].inputs if v[0] in self.inside] for i in self.members if i in self.partial}
-        skipped = {i: local for i, local in skipped.items() if len(local) == 1}  # the other part of the sum is another stage's
+        skipped = {i: [v for v in graph.ops[i].inputs if v[0] in self.of_stage] for i in self.members if i in self.partial}
+        skipped = {i: local for i, local in skipped.items() if len(local) == 1}  # the other summand is in another stage
         read = [v for i in self.members if i not in skipped for v in graph.ops[i].inputs]
         free = self._free(read)
         views = self._views(read, free)
         free = self._free([*read, *(v for i in views for v in graph.ops[i].inputs)])
         read += [v for i in views for v in graph.ops[i].inputs]
-        made = {*self.inside, *free, *views}
-        own = sorted({v[0] for v in read if graph.ops[v[0]].is_placeholder})
-        outside = sorted({v for v in read if v[0] not in made and not graph.ops[v[0]].is_placeholder})
+        computed = {*self.of_stage, *free, *views}
+        placeholders = sorted({v[0] for v in read if graph.ops[v[0]].is_placeholder})
+        outside = sorted({v for v in read if v[0] not in computed and not graph.ops[v[0]].is_placeholder})
         outside.sort(key=lambda v: (graph.ops[v[0]].backward, v))
         ops: list[Op] = []
         place: dict[Value, Value] = {}
@@ -136,7 +136,7 @@ class _Cut:
                 place[i, k] = (len(ops), k)
             ops.append(op)
 
-        for i in own:
+        for i in placeholders:
             add(i, graph.ops[i])
         received = []
         for value in outside:
@@ -147,12 +147,12 @@ class _Cut:
             ops.append(Op(name, kind, (), ((), ()), (graph.tensor(value),), kind, backward=False))
             received.append((name, value))
         forward: dict[int, list[int]] = {layer: [] for layer in range(self.first, self.last)}
-        for i in sorted(made):
+        for i in sorted(computed):
             op = graph.ops[i]
             if i in skipped:
                 place[i, 0] = place[skipped[i][0]]
                 continue
-            if i in self.inside and not op.backward:
+            if i in self.of_stage and not op.backward:
                 forward[self.layers.of[i]].append(len(ops))
             add(i, replace(op, inputs=tuple(place[v] for v in op.inputs)))
         results, sent = self._results(place, ops)
@@ -160,16 +160,16 @@ class _Cut:
         return StageProgram(stage, self.first, self.last, tuple(received), tuple(sent), tuple(tuple(ops_) for ops_ in forward.values()))
 
     def _views(self, values: Iterable[Value], free: set[int]) -> set[int]:
-        """Views of received values that another stage made: they are made again, so that one storage is received once."""
-        found: set[int] = set()
+        """Views that another stage computes of received values: they are computed here too, so that a storage is received once."""
+        views: set[int] = set()
         waiting = [v[0] for v in values]
         while waiting:
             i = waiting.pop()
             op = self.graph.ops[i]
-            if i not in self.inside and i not in free and i not in found and self._is_view(i):
-                found.add(i)
+            if i not in self.of_stage and i not in free and i not in views and self._is_view(i):
+                views.add(i)
                 waiting.append(op.inputs[0][0])
-        return found
+        return views
 
     def _is_view(self, i: int) -> bool:
         op = self.graph.ops[i]
@@ -193,7 +193,7 @@ class _Cut:
         for i in self.members:
             for k in range(len(graph.ops[i].outputs)):
                 readers = self._readers_outside((i, k))
-                summed = [j for j, _ in graph.users.get((i, k), ()) if j not in self.inside and j in self.partial]  # of it, not of a view
+                summed = [j for j, _ in graph.users.get((i, k), ()) if j not in self.of_stage and j in self.partial]  # not of views
                 names = dict.fromkeys(self.partial[j] for j in summed)
                 results += [Result("gradient", name, place[i, k]) for name in names if name in held]
                 if any(j not in self.partial for j in readers):
@@ -202,19 +202,19 @@ class _Cut:
                     sent.append((name, (i, k)))
         for result in graph.results:
             value = result.value
-            if value is not None and value[0] in self.inside:
+            if value is not None and value[0] in self.of_stage:
                 results.append(replace(result, value=place[value]))
         return results, sent
 
     def _readers_outside(self, value: Value) -> list[int]:
-        """Ops of other stages that read the value, also through views; of a view none, where what it is a view of can be sent."""
+        """Ops of other stages that read the value, also through views. Of a view, only adds of gradients, if its base can be sent."""
         if self._is_view(value[0]) and not self.graph.ops[self.graph.ops[value[0]].inputs[0][0]].is_placeholder:
-            return [j for j, _ in self.graph.users.get(value, ()) if j in self.partial and j not in self.inside]
-        found, waiting = [], [value]
+            return [j for j, _ in self.graph.users.get(value, ()) if j in self.partial and j not in self.of_stage]
+        readers, waiting = [], [value]
         while waiting:
             for j, _ in self.graph.users.get(waiting.pop(), ()):
                 if self._is_view(j):
                     waiting.append((j, 0))
-                if j not in self.inside and self.layers.of[j] >= 0 and not self._is_view(j):
-                    found.append(j)
-        return found
+                if j not in self.of_stage and self.layers.of[j] >= 0 and not self._is_view(j):
+                    readers.append(j)
+        return readers

@@ -1,12 +1,12 @@
-"""Seconds and bytes of every possible stage of one program, from plans of its single layers.
+"""Estimated seconds and bytes of every possible stage of one program, from plans of its single layers.
 
-A stage is about the sum of its layers: each is planned alone, with what comes from its neighbours priced as if it arrived from
-another stage. Equal layers (equal programs: `StageProgram.signature`) are planned once per mesh, recomputation and price of memory. One
-combination of these is used for a whole stage, the best that fits:
+The estimate of a stage is the sum of its layers. Each layer is planned separately, and its inputs from other layers cost as much as if
+they arrived from another stage. Equal layers (equal programs: `StageProgram.signature`) are planned once per mesh, recomputation and price
+of memory. All layers of a stage use one combination of these, the best that fits:
 
     t[u, k, j, q] = min over (mesh, recompute, lambda) of the sum over layers k ... j - 1, where its bytes with q + 1 in flight fit
 
-The stages of a chosen pipeline are then planned whole (`pipelines`).
+Each stage of the chosen pipeline is later planned as one program (`pipelines`).
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ import numpy as np
 
 from autoshard.cost import OPTIMIZERS
 from autoshard.mesh import Mesh
-from autoshard.pipeline.configurations import Combination, Option
+from autoshard.pipeline.configurations import Combination, StageOption
 from autoshard.pipeline.interop import Stage, SubMesh
 from autoshard.pipeline.layers import Layers
 from autoshard.pipeline.stage_plans import Job
 from autoshard.pipeline.stage_programs import StageProgram, crossing_bytes, stage_program
 from autoshard.pipeline.submeshes import Cluster
 
-PRICES = (0.0, 0.03, 0.3)  # of a byte, in units of its seconds over the slowest axis; 0.3 cuts everything that can be cut
-# of an Option: what adds up over layers
-PARTS = ("forward", "backward", "weight", "static_bytes", "saved_bytes", "communication", "bound", "reduction", "update", "hides")
+PRICES = (0.0, 0.03, 0.3)  # of a byte, in units of its seconds over the slowest axis; at 0.3 everything is sharded that can be
+# fields of a StageOption that are sums over layers
+SUMMED = ("forward", "backward", "weight", "static_bytes", "saved_bytes", "communication", "bound", "reduction", "update", "hides")
 
-Run = Callable[[Sequence[Job]], list[tuple[Option, ...]]]
+RunJobs = Callable[[Sequence[Job]], list[tuple[StageOption, ...]]]
 
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Of one combination on one sub-mesh: parts of every stage, arrays of (L, L + 1); inf where a layer has no such plan."""
+    """Of one combination on one sub-mesh: the fields of every stage's option, as arrays of (L, L + 1)."""
 
     combination: Combination
-    in_flight: int  # that the price of memory reckoned with
+    in_flight: int  # for which memory was priced
     parts: dict[str, np.ndarray]
     transient: np.ndarray
 
     def bytes(self, in_flight: int) -> np.ndarray:
         return self.parts["static_bytes"] + in_flight * self.parts["saved_bytes"] + self.transient
 
-    def option(self, first: int, last: int) -> Option:
+    def option(self, first: int, last: int) -> StageOption:
         """The stage of layers first ... last - 1."""
         values: dict[str, Any] = {name: float(part[first, last]) for name, part in self.parts.items()}
-        return Option(
+        return StageOption(
             **values, transient_bytes=float(self.transient[first, last]), price=self.combination.price,
             mesh=self.combination.mesh.shape, recompute=self.combination.recompute,
         )  # fmt: skip
@@ -60,13 +60,13 @@ class StageTable:
     """All stages of a program of K microbatches on a cluster."""
 
     def __init__(self, cluster: Cluster, layers: Layers, microbatches: int, *, optimizer: str | float, limit: float | None,
-                 recompute: str, run: Run):  # fmt: skip
+                 recompute: str, run: RunJobs):  # fmt: skip
         self.cluster, self.layers, self.K, self.run = cluster, layers, microbatches, run
         self.optimizer, self.limit, self.recompute = optimizer, limit, recompute
         self.single = [stage_program(layers, c, c + 1) for c in range(layers.count)]
-        self.again = [program.recomputed() for program in self.single] if recompute != "never" and self.training else self.single
+        self.recomputed = [program.recomputed() for program in self.single] if recompute != "never" and self.training else self.single
         crossing = crossing_bytes(layers)
-        self.there, self.back = cluster.transfer_seconds(crossing.forward), cluster.transfer_seconds(crossing.backward)
+        self.transfer, self.transfer_back = cluster.transfer_seconds(crossing.forward), cluster.transfer_seconds(crossing.backward)
         self.sums: list[list[Sums]] = [[] for _ in cluster.submeshes]
         self.pinned: dict[Combination, Sums] = {}
 
@@ -75,7 +75,7 @@ class StageTable:
         return any(r.kind == "gradient" for r in self.layers.graph.results)
 
     def memory(self, u: SubMesh) -> float:
-        """Bytes that a device may hold."""
+        """The limit in bytes of a device."""
         return self.cluster.memory(u) if self.limit is None else self.limit
 
     @property
@@ -96,7 +96,7 @@ class StageTable:
         return all(self.sums)
 
     def under(self, limit: float) -> StageTable:
-        """The same plans under another limit."""
+        """The same plans with another limit."""
         other = copy.copy(self)
         other.limit = limit
         return other
@@ -112,24 +112,24 @@ class StageTable:
     # -- planning --
 
     def work_seconds(self) -> float:
-        """What one device would take for a microbatch, on the fastest kind: m devices take no less than an m-th of it."""
+        """A lower bound on a microbatch's seconds on one device of the fastest kind: m devices take no less than an m-th of it."""
         ones = [u for u, s in enumerate(self.cluster.submeshes) if s.size == 1]
         self._add([(u, self.cluster.meshes(self.cluster.submeshes[u])[0], False, (0.0,)) for u in ones])
         return min(float(sums.parts["bound"][0, -1]) for u in ones for sums in self.sums[u][:1])
 
     def plan(self, tight: Collection[int] = ()) -> set[int]:
-        """Plans every layer on every mesh; with memory priced, and recomputed, where a stage of its share of the model does not fit.
+        """Plans every layer on every mesh. Adds prices on memory, and recomputation, where a stage with a proportional share doesn't fit.
 
-        Returns the sub-meshes for which that was so. tight: those for which it is known.
+        Returns the sub-meshes where it doesn't. tight: those for which this is known before.
         """
         ways = ("never", "always") if self.recompute == "auto" and self.training else (self.recompute,)
         first = ways[0] == "always"
         easy = [(u, s) for u, s in enumerate(self.cluster.submeshes) if u not in tight]
         self._add([(u, mesh, first, (0.0,)) for u, s in easy for mesh in self.cluster.meshes(s)])
-        found = {*tight, *(u for u, s in easy if not self._share_fits(u, s))}
-        meshes = [(u, mesh) for u in sorted(found) for mesh in self.cluster.meshes(self.cluster.submeshes[u])]
+        short = {*tight, *(u for u, s in easy if not self._share_fits(u, s))}
+        meshes = [(u, mesh) for u in sorted(short) for mesh in self.cluster.meshes(self.cluster.submeshes[u])]
         self._add([(u, mesh, way == "always", PRICES) for u, mesh in meshes for way in ways])
-        return found
+        return short
 
     def _share_fits(self, u: int, s: SubMesh) -> bool:
         """Whether every stage that has its share of the layers fits without a price on memory."""
@@ -140,75 +140,78 @@ class StageTable:
 
     def _add(self, wanted: Sequence[tuple[int, Mesh, bool, tuple[float, ...]]]) -> None:
         jobs, rows = [], []
-        for u, mesh, again, prices in wanted:
+        for u, mesh, recompute, prices in wanted:
             s = self.cluster.submeshes[u]
             known = {(x.combination.mesh, x.combination.recompute, x.combination.price) for x in self.sums[u]}
-            one = prices if s.size > 1 else (0.0,)  # there is only one way to lay something on one device
-            prices = tuple(p for p in one if (mesh, again, p) not in known)
+            useful = prices if s.size > 1 else (0.0,)  # on one device there is only one layout
+            prices = tuple(p for p in useful if (mesh, recompute, p) not in known)
             if prices:
                 in_flight = (self.most_in_flight(s) + 1) // 2
-                rows.append((u, mesh, again, prices, in_flight))
-                jobs += [self.job(program, mesh, prices, in_flight, again=again) for program in (self.again if again else self.single)]
-        found = iter(self.run(jobs))
-        for u, mesh, again, prices, in_flight in rows:
-            per_layer = [next(found) for _ in range(self.layers.count)]
+                rows.append((u, mesh, recompute, prices, in_flight))
+                jobs += [self.job(program, mesh, prices, in_flight, recompute=recompute) for program in self._programs(recompute)]
+        answers = iter(self.run(jobs))
+        for u, mesh, recompute, prices, in_flight in rows:
+            per_layer = [next(answers) for _ in range(self.layers.count)]
             if all(len(options) == len(prices) for options in per_layer):
                 for i, price in enumerate(prices):
-                    chosen = Combination(mesh, again, price)
+                    chosen = Combination(mesh, recompute, price)
                     self.sums[u].append(self._summed(chosen, in_flight, [options[i] for options in per_layer], self.cluster.submeshes[u]))
+
+    def _programs(self, recompute: bool) -> list[StageProgram]:
+        return self.recomputed if recompute else self.single
 
     def add_pinned(self, wanted: Sequence[Combination], submeshes: Sequence[SubMesh]) -> None:
         """Plans every layer under a baseline's pins."""
         jobs = []
         for way in wanted:
-            programs = self.again if way.recompute else self.single
-            jobs += [self.job(program, way.mesh, (0.0,), 1, again=way.recompute, pins=way.pins) for program in programs]
-        found = iter(self.run(jobs))
+            programs = self._programs(way.recompute)
+            jobs += [self.job(program, way.mesh, (0.0,), 1, recompute=way.recompute, pins=way.pins) for program in programs]
+        answers = iter(self.run(jobs))
         for way, s in zip(wanted, submeshes, strict=True):
-            per_layer = [next(found) for _ in range(self.layers.count)]
+            per_layer = [next(answers) for _ in range(self.layers.count)]
             if all(per_layer):
                 self.pinned[way] = self._summed(way, 1, [options[0] for options in per_layer], s)
 
-    def job(self, program: StageProgram, mesh: Mesh, prices: tuple[float, ...], in_flight: int, *, again: bool, pins: str = "") -> Job:
-        return Job(program.graph, program.signature, mesh, self.K, in_flight, self.optimizer, prices, pins, again)
+    def job(self, program: StageProgram, mesh: Mesh, prices: tuple[float, ...], in_flight: int, *, recompute: bool, pins: str = "") -> Job:
+        return Job(program.graph, program.signature, mesh, self.K, in_flight, self.optimizer, prices, pins, recompute)
 
-    def whole_job(self, first: int, last: int, way: Combination, prices: tuple[float, ...], in_flight: int) -> Job:
-        """A stage as one program, its layouts kept."""
+    def stage_job(self, first: int, last: int, way: Combination, prices: tuple[float, ...], in_flight: int) -> Job:
+        """The job of planning a stage as one program, with its layouts."""
         program = stage_program(self.layers, first, last)
         program = program.recomputed() if way.recompute else program
-        return replace(self.job(program, way.mesh, prices, in_flight, again=way.recompute, pins=way.pins), layouts=True)
+        return replace(self.job(program, way.mesh, prices, in_flight, recompute=way.recompute, pins=way.pins), layouts=True)
 
-    def _summed(self, way: Combination, in_flight: int, of: list[Option], s: SubMesh) -> Sums:
+    def _summed(self, way: Combination, in_flight: int, of: list[StageOption], s: SubMesh) -> Sums:
         L = len(of)
         parts = {}
-        for name in PARTS:
+        for name in SUMMED:
             sums = np.concatenate([[0.0], np.cumsum([getattr(option, name) for option in of])])
             parts[name] = sums[None, :] - sums[:L, None]
         transient, longest = (np.zeros((L, L + 1)) for _ in range(2))
         for k in range(L):
             transient[k, k + 1 :] = np.maximum.accumulate([option.transient_bytes for option in of[k:]])
             longest[k, k + 1 :] = np.maximum.accumulate([option.reduction for option in of[k:]])
-        # gradients are reduced beside the backward pass of the layers below
+        # the reduction of a layer's gradients overlaps with the backward pass of the layers below
         exposed = np.maximum(np.minimum(longest, parts["reduction"]), parts["reduction"] - parts["hides"])
         parts["once"] = parts["update"] + exposed + self._exchanged(s)
         return Sums(way, in_flight, parts, transient)
 
     def _exchanged(self, s: SubMesh) -> np.ndarray:
-        """Seconds per step in which a stage adds gradients of parameters that it shares with others: its own sum goes, another comes."""
+        """Seconds per step of exchanging the gradients of parameters that a stage shares with others: it sends its sum and receives one."""
         L = self.layers.count
-        found = np.zeros((L, L + 1))
+        exchanged = np.zeros((L, L + 1))
         if not self.training:
-            return found
+            return exchanged
         latency, bandwidth = self.cluster.link(s, s)
         for name, layers in self.layers.shared.items():
             size = self.layers.graph.ops[self.layers.graph.parameters[name]].output.bytes
-            before = np.searchsorted(layers, np.arange(L + 1))  # of the layers that share it, those below each cut
+            before = np.searchsorted(layers, np.arange(L + 1))  # of the layers that share it, those below each boundary
             inside = before[None, :] - before[:L, None]
-            found += np.where((inside > 0) & (inside < len(layers)), 2 * (latency + size / (s.size * bandwidth)), 0.0)
-        return found
+            exchanged += np.where((inside > 0) & (inside < len(layers)), 2 * (latency + size / (s.size * bandwidth)), 0.0)
+        return exchanged
 
     def exchange_seconds(self, part: Stage) -> float:
-        """The same of one stage."""
+        """Seconds per step in which one stage exchanges gradients of shared parameters."""
         return float(self._exchanged(self.cluster.submeshes[part.submesh])[part.first, part.last])
 
     # -- the tables of the dynamic program --
@@ -228,7 +231,7 @@ class StageTable:
         return t
 
     def least_bytes(self) -> np.ndarray:
-        """Like `seconds`: the fewest bytes that a stage can be planned with."""
+        """The fewest bytes of every stage over all combinations, in the shape of `seconds`."""
         t = np.full_like(self.seconds(), math.inf)
         for u in range(len(self.cluster.submeshes)):
             for sums in self.sums[u]:
@@ -239,7 +242,7 @@ class StageTable:
         return t
 
     def choose(self, first: int, last: int, u: int, in_flight: int, share: float = 1.0) -> Sums | None:
-        """The combination of least seconds that fits in a share of the memory."""
+        """The combination of least seconds that fits in that share of the memory."""
         best, least = None, math.inf
         for sums in self.sums[u]:
             if sums.bytes(in_flight)[first, last] <= share * self.memory(self.cluster.submeshes[u]):
@@ -247,4 +250,3 @@ class StageTable:
                 if seconds < least:
                     best, least = sums, seconds
         return best
-

@@ -1,12 +1,12 @@
-"""A cluster to cut into sub-meshes: nodes of one kind or several, the meshes that a sub-mesh can be, and the links between them.
+"""A cluster that is divided into sub-meshes: nodes of one or several kinds, the meshes of each sub-mesh, and the links between them.
 
-A sub-mesh of m devices of a node is a mesh of one axis (m) or of two, as square as m allows; of n whole nodes with M devices it is
-n x M, and 2n x M/2 where M is even. From sub-mesh a to u a tensor of X bytes goes in equal parts, each device to its partner,
+A sub-mesh of m devices of a node is a mesh of one axis (m) or of two, as square as m allows. A sub-mesh of n entire nodes with M devices
+is n x M, and also 2n x M/2 where M is even. A tensor of X bytes goes from sub-mesh a to u in equal parts, one per pair of devices:
 
-    x = latency + X / (min(m_a, m_u) B)      B: what a device has of its node's link; inside the only node its own link
+    x = latency + X / (min(m_a, m_u) B)      B: a device's share of its node's link; on a cluster of one node, the device's own link
 
-(`transfer_seconds`). What the receiver wants whole it gathers itself (`api.stage_plans`); Zheng et al., "On optimizing the
-communication of model parallelism" (2022), find the same order cheapest.
+(`transfer_seconds`). A receiver that needs more than its part gathers the tensor itself (`stage_plans`). Zheng et al., "On optimizing the
+communication of model parallelism" (2022), also find this order the cheapest.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Kind:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} of a kind of nodes is {value!r}; expected a whole number of 1 or more")
-        self.mesh((self.devices,))  # refuses a device or bandwidth that can't be
+        self.mesh((self.devices,))  # raises ValueError for an invalid device or bandwidth
 
     def mesh(self, shape: tuple[int, ...]) -> Mesh:
         """Some of its devices as a mesh; an axis of more than a node's devices leaves the node."""
@@ -56,7 +56,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a pipeline is laid over. every_size: also parts of a node whose size does not divide it."""
+    """The nodes that a pipeline runs on. every_size: also allow sub-meshes inside a node whose size does not divide the node's."""
 
     kinds: tuple[Kind, ...]
     every_size: bool = False
@@ -108,17 +108,17 @@ class Cluster:
 
     def transfer_seconds(self, bytes_over: Sequence[float]) -> np.ndarray:
         """x for every number of bytes, sub-mesh that sends, and sub-mesh that receives; 0 where nothing is sent."""
-        found = np.zeros((len(bytes_over), len(self.submeshes), len(self.submeshes)))
+        x = np.zeros((len(bytes_over), len(self.submeshes), len(self.submeshes)))
         for a, sender in enumerate(self.submeshes):
             for u, receiver in enumerate(self.submeshes):
                 latency, bandwidth = self.link(sender, receiver)
                 seconds = transfer_seconds(np.asarray(bytes_over), latency, min(sender.size, receiver.size) * bandwidth)
-                found[:, a, u] = np.where(np.asarray(bytes_over) > 0, seconds, 0.0)
-        return found
+                x[:, a, u] = np.where(np.asarray(bytes_over) > 0, seconds, 0.0)
+        return x
 
     def link(self, a: SubMesh, u: SubMesh) -> tuple[float, float]:
-        """Latency, and bytes per second between a device of one and a device of the other. Only within a single node are they sure to
-        be on the same one."""
+        """Latency, and bytes per second between a device of one sub-mesh and a device of the other. They count as devices of the same node
+        only if the cluster has one node."""
         if len(self.kinds) == 1 and self.kinds[0].nodes == 1:
             return INTRA_LATENCY, self.kinds[0].intra_node_bandwidth
         ends = [self.kinds[x.kind] for x in (a, u)]

@@ -11,8 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.pipeline.schedule_times import Run
-from autoshard.simulate.program import COMPUTE
+from autoshard.pipeline.schedule_times import ScheduleRun
+from autoshard.simulate.tasks import COMPUTE
 from autoshard.simulate.timeline import Timeline
 from autoshard.units import percent, seconds, size
 from autoshard.writing import write_atomically
@@ -30,7 +30,7 @@ def save_trace(trace: Mapping, path: str) -> None:
     write_atomically(json.dumps(trace, allow_nan=False), path)
 
 
-def draw_run(run: Run, path: str, title: str = "") -> None:
+def draw_run(run: ScheduleRun, path: str, title: str = "") -> None:
     """A pipeline's time line: a row per device, a box per unit with the number of its microbatch, sends as thin lines below."""
     devices = run.schedule.devices
     figure = Figure(figsize=(12, 1.2 + 0.55 * devices))
@@ -63,7 +63,7 @@ def _box(color: str, chunk: int) -> dict:
     return {"facecolors": color, "edgecolor": "white", "linewidth": 0.5, "alpha": 1.0 if chunk % 2 == 0 else 0.7}
 
 
-def _title(run: Run) -> str:
+def _title(run: ScheduleRun) -> str:
     schedule = run.schedule
     return (
         f"{schedule.name}: {schedule.devices} stages, {schedule.microbatches} microbatches, {seconds(run.seconds)}, bubble {run.bubble:.1%}"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoshard.pipeline.schedule_times import Run
-from autoshard.simulate.program import COMPUTE
+from autoshard.pipeline.schedule_times import ScheduleRun
+from autoshard.simulate.tasks import COMPUTE
 from autoshard.simulate.timeline import Timeline
 
 MICRO = 1e6
@@ -49,7 +49,7 @@ def _memory(timeline: Timeline) -> list[dict]:
     ]
 
 
-def trace_of_run(run: Run, names: Sequence[str] | None = None) -> dict:
+def trace_of_run(run: ScheduleRun, names: Sequence[str] | None = None) -> dict:
     """All devices of a pipeline: what each runs, and what it sends to which other one."""
     devices = run.schedule.devices
     events = []

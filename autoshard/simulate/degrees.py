@@ -1,4 +1,4 @@
-"""How many devices a step is spread over, and into how many microbatches."""
+"""The degrees of parallelism of a training step: data, tensor and pipeline parallel devices, and microbatches."""
 
 from __future__ import annotations
 

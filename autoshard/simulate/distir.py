@@ -1,4 +1,4 @@
-"""The published simulator DistIR, its cost rules and constants as they are: to reproduce its figures, not to plan with.
+"""A reproduction of the published simulator DistIR, with its cost rules and constants unchanged. Planning doesn't use it.
 
 An MLP of L weights (N, N), float32, batch b, trained on D x H x P devices with K microbatches. With F FLOP/s, M bytes/s of memory and
 links of W bytes/s, seconds of an op on one device:
@@ -7,17 +7,18 @@ links of W bytes/s, seconds of an op on one device:
     MatMulGrad(x, w, dz)                 MatMul(dz, w^T) + MatMul(x^T, dz)
     Relu, ReluGrad, Loss, LossGrad, Add  B/F                               B: bytes of the first input, as if they were FLOPs
     Allreduce                            2 B (n - 1)/n / W                 on each of n participants
-    Send                                 4 B/W on both ends                the item size is counted twice
+    Send                                 4 B/W on both ends                DistIR counts the item size twice
     Allgather                            2 * 4 B (n - 1)/n / W
     Split                                launch
     broadcast, scatter, concat, identity 0
 
-Each device has one clock: an op waits for all devices that it touches, then adds its cost to the clocks of those that pay. Nothing
-overlaps, and the order of the list is the schedule (`_timesteps`, their PipeDream scheduler). Weights are cut by columns and rows in
-turn over H, with an Allreduce after every second MatMul and MatMulGrad; each of P stages has L/P weights.
+Each device has one clock. An op begins when all devices that take part in it are ready, and adds its cost to the clocks of the devices
+that the rule names. Nothing overlaps, and the order of the list is the schedule (`_timesteps`, DistIR's PipeDream scheduler). Weights
+are sharded alternately by columns and by rows over H, with an Allreduce after every second MatMul and MatMulGrad; each of P stages has
+L/P weights.
 
-`DISTIR_3386EDC`: 200 Gbps links are taken as 200 * 8e9 bytes/s, 64 times too fast, and float32 items as s = 2 bytes. `DISTIR_83D7FC3` has
-the 2.5e10 bytes/s that 200 Gbps are, and s = 4. Source, read and not copied: github.com/microsoft/dist-ir at 3386edcb4ba1
+`DISTIR_3386EDC` takes links of 200 Gbps as 200 * 8e9 bytes/s, 64 times too fast, and float32 items as s = 2 bytes. `DISTIR_83D7FC3` has
+2.5e10 bytes/s, which is 200 Gbps, and s = 4. The source was read and not copied: github.com/microsoft/dist-ir at 3386edcb4ba1
 (dist_ir/executor/cost_model.py, simulator.py, dist_ir/transforms/mlp_dhp_transform.py, pipedream_scheduler.py, filter_transform.py,
 examples/mlp.py), units at 83d7fc3963e8.
 """
@@ -32,7 +33,7 @@ from autoshard.simulate.degrees import Parallel
 
 @dataclass(frozen=True)
 class Constants:
-    """What the rules multiply by."""
+    """The constants of the cost rules."""
 
     flops: float  # F, FLOP/s
     memory_bandwidth: float  # M, bytes/s
@@ -57,16 +58,16 @@ class MLP:
 
 @dataclass(frozen=True)
 class _Costs:
-    """Seconds of the pieces of a step on one device, for one microbatch."""
+    """Seconds of the parts of a step on one device, for one microbatch."""
 
     forward: tuple[float, ...]  # by the weights of a stage
     backward: float  # of a stage
     accumulate: float  # the Adds of a stage's weight gradients, from the second microbatch on
     loss: float  # Loss and LossGrad
     send: float  # of an activation, or of the labels
-    send_weight: float  # of what a rank of H holds of a weight
+    send_weight: float  # of the shard of a weight that a rank of H holds
     finish: float  # Allreduces of a stage's weight gradients over D
-    gather: float  # Allgather over D of what the step returns: the loss, the input's gradient
+    gather: float  # Allgather over D of the step's outputs: the loss, the input's gradient
 
 
 MOVED = ("nothing", "inputs", "everything")
@@ -75,17 +76,17 @@ MOVED = ("nothing", "inputs", "everything")
 def step_seconds(mlp: MLP, grid: Parallel, constants: Constants = DISTIR_3386EDC, *, moved: str = "nothing") -> float:
     """Seconds of a training step.
 
-    moved: what is not where it is needed when the step begins. "inputs" (figure 3): x and the labels lie on one more device; "everything"
-    (figure 4): the weights too. With D > 1 they are scattered and broadcast, which costs nothing. Within a pipeline the first device
-    hands on the labels of each microbatch, and weights at their first use.
-    Ranks of D and H do the same at the same times, so one of each is simulated. ValueError where L, N or b don't divide.
+    moved: the values that have to be sent to their devices within the step. "inputs" (figure 3): x and the labels begin on one
+    additional device; "everything" (figure 4): the weights too. With D > 1 they are scattered and broadcast, which costs nothing. Within a
+    pipeline the first device forwards the labels of each microbatch, and weights at their first use.
+    All ranks of D and H do the same at the same times, so one of each is simulated. ValueError where L, N or b don't divide.
     """
     _check(mlp, grid, moved)
     costs, P = _costs(mlp, grid, constants), grid.pipeline
     clocks = [0.0] * P
-    root = 0.0  # the clock of the one more device
+    root = 0.0  # the clock of the additional device
     if grid.data == 1:
-        root = clocks[0] = _handed_out(mlp, P, moved) / constants.link_bandwidth
+        root = clocks[0] = _bytes_from_root(mlp, P, moved) / constants.link_bandwidth
     if P > 1 and moved != "nothing":
         clocks[0] += 2 * constants.launch  # Split x and the labels
 
@@ -94,7 +95,7 @@ def step_seconds(mlp: MLP, grid: Parallel, constants: Constants = DISTIR_3386EDC
 
     for units in _timesteps(P, grid.microbatches):
         for device, kind, i, sent_late in units:
-            if sent_late:  # made in this very timestep: sent now, and once more with the others
+            if sent_late:  # computed in this timestep: sent now, and a second time with the others
                 send(device - 1 if kind == "F" else device + 1, device, costs.send)
             if kind == "B":
                 clocks[device] += costs.backward + (costs.accumulate if i else 0.0)
@@ -118,8 +119,8 @@ def step_seconds(mlp: MLP, grid: Parallel, constants: Constants = DISTIR_3386EDC
     return max(root, *clocks)
 
 
-def _handed_out(mlp: MLP, P: int, moved: str) -> float:
-    """Bytes, item size counted twice, that the one more device sends to the first one."""
+def _bytes_from_root(mlp: MLP, P: int, moved: str) -> float:
+    """Bytes (item size counted twice) that the additional device sends to the first one."""
     rows, weights = 16 * mlp.batch * mlp.width, 16 * mlp.layers * mlp.width**2
     return {"nothing": 0, "inputs": 2 * rows if P > 1 else 0, "everything": 2 * rows + weights}[moved]
 
@@ -127,19 +128,19 @@ def _handed_out(mlp: MLP, P: int, moved: str) -> float:
 def _check(mlp: MLP, grid: Parallel, moved: str) -> None:
     if moved not in MOVED:
         raise ValueError(f"moved is {moved!r}; expected one of {', '.join(MOVED)}")
-    for what, whole, parts in (
+    for what, size, parts in (
         ("layers", mlp.layers, grid.pipeline),
         ("width", mlp.width, grid.tensor),
         ("batch", mlp.batch, grid.data * grid.microbatches),
     ):
-        if parts < 1 or whole < 1 or whole % parts:
-            raise ValueError(f"{whole} {what} don't divide into {parts} parts; expected a number that does")
+        if parts < 1 or size < 1 or size % parts:
+            raise ValueError(f"{size} {what} don't divide into {parts} parts; expected a number that does")
     if grid.tensor > 1 and mlp.layers // grid.pipeline % 2:
-        raise ValueError(f"{mlp.layers // grid.pipeline} layers per stage; cutting columns and rows in turn takes an even number")
+        raise ValueError(f"{mlp.layers // grid.pipeline} layers per stage; sharding by columns and by rows in turn needs an even number")
 
 
 def _costs(mlp: MLP, grid: Parallel, c: Constants) -> _Costs:
-    """Weights 1, 3, 5, .. are cut by columns, the others by rows."""
+    """Weights 1, 3, 5, .. are sharded by columns, the others by rows."""
     m, N, n = mlp.batch // (grid.data * grid.microbatches), mlp.width, mlp.width // grid.tensor
     layers = mlp.layers // grid.pipeline
 
@@ -169,15 +170,15 @@ def _costs(mlp: MLP, grid: Parallel, c: Constants) -> _Costs:
     )
 
 
-Scheduled = tuple[int, str, int, bool]  # device, kind, microbatch, whether what it reads was made in the same timestep
+Scheduled = tuple[int, str, int, bool]  # device, kind, microbatch, whether its input was computed in the same timestep
 
 
 @lru_cache(maxsize=256)
 def _timesteps(P: int, K: int) -> tuple[tuple[Scheduled, ...], ...]:
-    """Their 1F1B: in each timestep each device takes a ready microbatch, forward and backward in turn, the lowest first.
+    """DistIR's 1F1B: in each timestep each device runs a ready microbatch, forward and backward in turn, the lowest number first.
 
-    Devices are asked in order, from the timestep after the one in which they first had something to do; the later ones see what
-    the earlier ones have just made.
+    The scheduler visits the devices in order, a device from the timestep after the one in which its first microbatch became ready. A
+    later device can run a microbatch that became ready in the same timestep.
     """
     ready: list[dict[str, list[int]]] = [{"F": [], "B": []} for _ in range(P)]
     ready[0]["F"].extend(range(K))
@@ -186,7 +187,7 @@ def _timesteps(P: int, K: int) -> tuple[tuple[Scheduled, ...], ...]:
     steps = []
     while left:
         step: list[Scheduled] = []
-        made: set[tuple[int, str, int]] = set()
+        new: set[tuple[int, str, int]] = set()  # ready since this timestep
         for device in range(known):
             forwards, backwards = ready[device]["F"], ready[device]["B"]
             if forwards or backwards:
@@ -194,18 +195,18 @@ def _timesteps(P: int, K: int) -> tuple[tuple[Scheduled, ...], ...]:
                 turn[device] = kind
                 i = min(ready[device][kind])
                 ready[device][kind].remove(i)
-                step.append((device, kind, i, (device, kind, i) in made))
+                step.append((device, kind, i, (device, kind, i) in new))
                 for to, what in _next(P, device, kind):
                     ready[to][what].append(i)
-                    made.add((to, what, i))
-        known = max(known, *(to + 1 for to, _, _ in made)) if made else known
+                    new.add((to, what, i))
+        known = max(known, *(to + 1 for to, _, _ in new)) if new else known
         left -= len(step)
         steps.append(tuple(step))
     return tuple(steps)
 
 
 def _next(P: int, device: int, kind: str) -> tuple[tuple[int, str], ...]:
-    """Who can run what, once `kind` has run on `device`."""
+    """The devices and kinds that become ready once `kind` has run on `device`."""
     if kind == "F":
         return ((device + 1, "F"),) if device + 1 < P else ((device, "B"),)
     return ((device - 1, "B"),) if device > 0 else ()

@@ -1,10 +1,10 @@
-"""When tasks begin and end: streams that run their tasks in order, links that several streams share.
+"""The begin and end times of tasks: every stream runs its tasks in order, and several streams can share a link.
 
-    a task begins     when its stream's task before it has ended, and all that it waits for
-    it ends           once it has had its seconds, at rate 1/n while n streams use its link (rate 1 without a link)
+    a task begins     when the preceding task of its stream has ended, and all tasks that it waits for
+    it ends           after its seconds of work, done at rate 1/n while n streams use its link (rate 1 without a link)
 
-The list must hold a task only behind those that it waits for. Without shared links one pass over the list is enough: begin =
-max(end of the one before, ends of those waited for), which costs no more than the list is long.
+In the list, a task comes after all tasks that it waits for. Without shared links one pass over the list is enough: begin =
+max(end of the stream's preceding task, ends of the tasks waited for), in time linear in the length of the list.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def run_tasks(tasks: Sequence[Runnable], links: Sequence[int] | None = None) -> 
     """Times of all tasks. links: per stream the link that it uses, -1 for none; streams that name the same link share it."""
     used = sorted({task.stream for task in tasks})
     of = {stream: -1 if links is None or stream >= len(links) else links[stream] for stream in used}
-    taken = [link for link in of.values() if link >= 0]
-    return _one_pass(tasks) if len(taken) == len(set(taken)) else _events(tasks, of)
+    in_use = [link for link in of.values() if link >= 0]
+    return _one_pass(tasks) if len(in_use) == len(set(in_use)) else _events(tasks, of)
 
 
 def _one_pass(tasks: Sequence[Runnable]) -> Times:
@@ -97,5 +97,5 @@ def _events(tasks: Sequence[Runnable], link_of: dict[int, int]) -> Times:
                 del left[stream]
     if any(math.isnan(e) for e in end):
         waiting = next(i for i, e in enumerate(end) if math.isnan(e))
-        raise ValueError(f"task {waiting} waits for ever: the list holds it before something that it waits for")
+        raise ValueError(f"task {waiting} waits for ever: the list holds it before a task that it waits for")
     return Times(begin, end, cause)

@@ -1,10 +1,10 @@
-"""Small reductions of gradients sent as one, as the lowered program does.
+"""Buckets: small reductions of gradients joined to one collective, as in the lowered program.
 
-    a bucket    gradients whose routes are the same reductions over the same axes, next to each other, whose buffers together have at most
+    a bucket    consecutive gradients whose routes are the same reductions over the same axes, and whose buffers together have at most
                 `cost.bucket_limit` bytes (the rule of lower/bucketing.py)
-    it begins   when the last member's gradient is there, and takes what collectives of all their bytes take
+    it begins   when the last member's gradient is computed, and takes the seconds of a collective of all their bytes
 
-Nothing but the optimizer reads a reduced gradient, so a bucket delays nobody else.
+Only the optimizer reads a reduced gradient, so a bucket delays no other task.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autoshard.cost import bucket_limit, bytes_sent, collective_seconds
-from autoshard.simulate.program import Program, Task
+from autoshard.simulate.tasks import Task, TaskProgram
 
-JOINED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")  # a route may scatter, reduce and gather again
+JOINED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")  # a route can scatter, reduce and gather
 
 
-def with_joined_gradients(program: Program) -> Program:
-    """The same program with buckets; their members stay in the list as tasks of no seconds, the last one does the work."""
+def with_joined_gradients(program: TaskProgram) -> TaskProgram:
+    """The same program with buckets; their members stay in the list with 0 seconds, except the last one, which is the collective."""
     tasks = list(program.tasks)
     instead: dict[int, int] = {}  # member -> the last of its bucket
     for routes in _buckets(program):
@@ -37,8 +37,8 @@ def with_joined_gradients(program: Program) -> Program:
     return replace(program, tasks=tuple(tasks), of_link=tuple(of_link))
 
 
-def _joined(program: Program, members: Sequence[int], instead: Mapping[int, int]) -> Task:
-    """One step of a bucket, in the place of its last member."""
+def _joined(program: TaskProgram, members: Sequence[int], instead: Mapping[int, int]) -> Task:
+    """One collective of a bucket, at the place of its last member."""
     task = program.tasks[members[-1]]
     axis, size = program.formulation.mesh.axes[task.stream - 1], math.fsum(_size(program, i) for i in members)
     after = tuple(sorted({instead.get(j, j) for i in members for j in program.tasks[i].after}))
@@ -46,18 +46,18 @@ def _joined(program: Program, members: Sequence[int], instead: Mapping[int, int]
     return replace(task, name=f"{task.name} and {len(members) - 1} more", seconds=seconds, bytes=sent, after=after)
 
 
-def _size(program: Program, i: int) -> float:
+def _size(program: TaskProgram, i: int) -> float:
     """Bytes of the buffer that a reduction works on."""
     task = program.tasks[i]
     return task.bytes / float(bytes_sent(task.kind, program.formulation.mesh.axes[task.stream - 1], 1.0))
 
 
-def _buckets(program: Program) -> list[list[tuple[int, int]]]:
+def _buckets(program: TaskProgram) -> list[list[tuple[int, int]]]:
     """The tasks, as ranges, of the routes in each bucket of two or more."""
     axes, tasks = program.formulation.mesh.axes, program.tasks
-    found: list[list[tuple[int, int]]] = []
+    buckets: list[list[tuple[int, int]]] = []
     open_buckets: dict[tuple, tuple[list[tuple[int, int]], list[float]]] = {}
-    for first, stop in sorted({place for place in program.of_link if place[0] < place[1]}):
+    for first, stop in sorted({span for span in program.of_link if span[0] < span[1]}):
         route = tasks[first:stop]
         if any(task.phase != "update" or task.kind not in JOINED for task in route):
             continue
@@ -69,5 +69,5 @@ def _buckets(program: Program) -> list[list[tuple[int, int]]]:
             open_buckets[key] = (members, grown)
         else:
             open_buckets[key] = ([(first, stop)], sizes)
-            found.append(open_buckets[key][0])
-    return [members for members in found if len(members) > 1]
+            buckets.append(open_buckets[key][0])
+    return [members for members in buckets if len(members) > 1]

@@ -1,12 +1,12 @@
-"""The time line of a planned program: when each task runs, how long the step takes, what memory it holds, what it waits for.
+"""The time line of a planned program: the times of its tasks, the seconds of a step, memory over time, and the critical path.
 
-    seconds     the last end
-    exposed     communication that nothing hides: time in which no kernel runs and some collective does
-    memory      bytes over time, by what they are (formulate.usages.KINDS): a usage is held from when its op, or the move that
-                makes it, begins, to the end of the last op, or move, that reads it
-    critical    back from the last end: each task and the one whose end it waited for last
+    seconds     the end of the last task
+    exposed     communication that no kernel hides: the time in which no kernel runs and some collective does
+    memory      bytes over time, by kind (formulate.usages.KINDS): a usage is held from the begin of the op, or of the move, that
+                produces it to the end of the last op, or move, that reads it
+    critical    from the last task backwards: each task and the one whose end it waited for last
 
-With overlap off the tasks run one after the other: seconds is the plan's cost, and the peak of memory is the plan's.
+Without overlap the tasks run one after the other: seconds is the plan's cost, and the peak of memory is the plan's peak.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from autoshard.graph import Graph
 from autoshard.mesh import Mesh
 from autoshard.problem import NodeUsage
 from autoshard.simulate.engine import Times, run_tasks
+from autoshard.simulate.from_solution import formulation_of_solution
 from autoshard.simulate.joining import with_joined_gradients
-from autoshard.simulate.planned import planned
-from autoshard.simulate.program import COMPUTE, Program, Task, program_of
+from autoshard.simulate.tasks import COMPUTE, Task, TaskProgram, program_of
 from autoshard.solution import Solution
 
 
@@ -35,7 +35,7 @@ from autoshard.solution import Solution
 class Timeline:
     """The tasks of one rank with their times. All ranks of the plan run the same."""
 
-    program: Program
+    program: TaskProgram
     times: Times
 
     @property
@@ -94,10 +94,10 @@ class Timeline:
     @property
     def critical_seconds(self) -> dict[str, float]:
         """Seconds on the critical path, by kind of task; the largest first."""
-        found: dict[str, list[float]] = {}
+        seconds: dict[str, list[float]] = {}
         for i in self.critical_path:
-            found.setdefault(self.tasks[i].kind, []).append(self.times.end[i] - self.times.begin[i])
-        return dict(sorted(((kind, math.fsum(parts)) for kind, parts in found.items()), key=lambda pair: (-pair[1], pair[0])))
+            seconds.setdefault(self.tasks[i].kind, []).append(self.times.end[i] - self.times.begin[i])
+        return dict(sorted(((kind, math.fsum(parts)) for kind, parts in seconds.items()), key=lambda pair: (-pair[1], pair[0])))
 
 
 def timeline_of(
@@ -111,8 +111,8 @@ def timeline_of(
 ) -> Timeline:
     """The time line of a choice.
 
-    join: small gradient reductions go as one, with overlap (simulate.joining). links: per mesh axis the number of its link; default
-    `shared_links`.
+    join: small gradient reductions are joined to buckets, with overlap (simulate.joining). links: per mesh axis the number of its link;
+    default `shared_links`.
     """
     program = program_of(formulation, choice, overlap=overlap, prefetch=prefetch)
     program = with_joined_gradients(program) if join and overlap else program
@@ -120,12 +120,12 @@ def timeline_of(
 
 
 def timeline_of_solution(graph: Graph, solution: Solution, mesh: Mesh | None = None, **options) -> Timeline:
-    """The time line of a plan; options as in `timeline_of`. mesh: other prices. ValueError where the plan is not of this graph."""
+    """The time line of a plan; options as in `timeline_of`. mesh: other prices. ValueError where the plan is of another graph."""
     with no_search_for_cycles():
-        return timeline_of(*planned(graph, solution, mesh), **options)
+        return timeline_of(*formulation_of_solution(graph, solution, mesh), **options)
 
 
-def run_program(program: Program, links: Sequence[int] | None = None) -> Times:
+def run_program(program: TaskProgram, links: Sequence[int] | None = None) -> Times:
     if not program.overlap:
         return run_tasks([_Serial(task.seconds) for task in program.tasks])
     shared = shared_links(program.formulation.mesh) if links is None else tuple(links)
@@ -150,35 +150,35 @@ def _covered(times: Times, tasks: Sequence[int]) -> float:
     return math.fsum(total)
 
 
-def _memory(program: Program, times: Times, seconds: float) -> dict[str, np.ndarray]:
+def _memory(program: TaskProgram, times: Times, seconds: float) -> dict[str, np.ndarray]:
     problem, choice = program.formulation.problem, program.choice
     held = program.formulation.held
     op_begin, op_end = _op_times(program, times, seconds)
     into, out_of = _moves_by_node(program)
     rows = []
-    made: Sequence[int]
-    read: Sequence[int]
+    producers: Sequence[int]
+    readers: Sequence[int]
     for usage, kind in zip(problem.usages, held, strict=True):
         if isinstance(usage, NodeUsage):
-            amount, made, read = usage.bytes[choice[usage.node]], into.get(usage.node, ()), out_of.get(usage.node, ())
+            amount, producers, readers = usage.bytes[choice[usage.node]], into.get(usage.node, ()), out_of.get(usage.node, ())
         else:
             edge = problem.edges[usage.edge]
-            amount, made, read = usage.bytes[choice[edge.a], choice[edge.b]], (usage.edge,), ()
+            amount, producers, readers = usage.bytes[choice[edge.a], choice[edge.b]], (usage.edge,), ()
         if not amount:
             continue
         begin, end = op_begin[usage.start], op_end[usage.end - 1]
-        moves = [program.of_link[k] for k in made]
+        moves = [program.of_link[k] for k in producers]
         starts = [times.begin[first] for first, stop in moves if first < stop]
         if usage.start == 0 and usage.end == len(op_begin):  # held throughout
             starts = []
         begin = min([begin, *starts])
-        ends = [times.end[stop - 1] for first, stop in (program.of_link[k] for k in read) if first < stop]
+        ends = [times.end[stop - 1] for first, stop in (program.of_link[k] for k in readers) if first < stop]
         rows.append((begin, usage.start, max([end, *ends]), usage.end, float(amount), kind))
     return _profile(rows, by_order=not program.overlap)
 
 
-def _op_times(program: Program, times: Times, seconds: float) -> tuple[list[float], list[float]]:
-    """When each op begins and ends; a view when the compute stream comes to it. One more entry for the end of the step."""
+def _op_times(program: TaskProgram, times: Times, seconds: float) -> tuple[list[float], list[float]]:
+    """The begin and end of each op; of a view, the time at which the compute stream reaches it. One more entry for the end of the step."""
     begin, end = [], []
     reached, seen = 0.0, 0
     for i, (first, stop) in enumerate(program.of_op):
@@ -193,8 +193,8 @@ def _op_times(program: Program, times: Times, seconds: float) -> tuple[list[floa
     return [*begin, seconds], [*end, seconds]
 
 
-def _moves_by_node(program: Program) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """By node the links into it that move something, and those out of it."""
+def _moves_by_node(program: TaskProgram) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """By node the links into it that have tasks, and those out of it."""
     into: dict[int, list[int]] = {}
     out_of: dict[int, list[int]] = {}
     hubs = set(program.formulation.hubs.values())
@@ -208,7 +208,7 @@ def _moves_by_node(program: Program) -> tuple[dict[int, list[int]], dict[int, li
 
 
 def _profile(rows: list[tuple[float, int, float, int, float, str]], by_order: bool) -> dict[str, np.ndarray]:
-    """Bytes by kind over time. At equal seconds (or by_order alone) the order of the ops counts, and what ends is let go first."""
+    """Bytes by kind over time. At equal seconds (or by_order alone) the order of the ops decides, and memory is freed first."""
     events = [(begin, order, 1, amount, kind) for begin, order, _, _, amount, kind in rows]
     events += [(end, order, 0, -amount, kind) for _, _, end, order, amount, kind in rows]
     events.sort(key=(lambda event: event[1:3]) if by_order else (lambda event: event[:3]))

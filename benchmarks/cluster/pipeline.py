@@ -24,10 +24,12 @@ from plans import PIPELINED, SLOW, TINY, TINY_PIPELINE, graph_of  # noqa: E402
 from ranks import Ranks  # noqa: E402
 from run import PER_NODE, asked, measured_mesh, parser_of, say, with_launch  # noqa: E402
 
-from autoshard.api.simulating import divided, microbatch, simulate_grid  # noqa: E402
+from autoshard.api import simulate_grid  # noqa: E402
 from autoshard.capture import capture_deep  # noqa: E402
 from autoshard.mesh import Axis, Mesh  # noqa: E402
+from autoshard.pipeline.grid import divided  # noqa: E402
 from autoshard.pipeline.layers import layers_of  # noqa: E402
+from autoshard.pipeline.microbatches import microbatch  # noqa: E402
 from autoshard.simulate.degrees import Parallel  # noqa: E402
 
 STAGES = 2

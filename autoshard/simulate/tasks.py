@@ -1,19 +1,19 @@
-"""A plan as tasks in one order: what a device runs, what it sends over which mesh axis, and what waits for what.
+"""A plan as an ordered list of tasks: kernels on a device, collectives on mesh axes, and the tasks that each of them waits for.
 
-    op i              its kernel on the compute stream; collectives inside it, on the stream of their mesh axis, follow it
-    link a -> b       the steps of its route one after the other: collectives on their axis' stream, splits on the compute stream
+    op i              its kernel on the compute stream, then its internal collectives, each on the stream of its mesh axis
+    link a -> b       the steps of its route, one after the other: collectives on their axis' stream, splits on the compute stream
     parameter         the optimizer's step, last, after its gradient's route
-    view, hub         no task of its own
+    view, hub         no task
 
-The list holds every task once and nothing before what it waits for; each stream runs its tasks in this order. Where a link's tasks
-stand in it:
+The list holds every task once, behind all tasks that it waits for; each stream runs its tasks in this order. The position of a link's
+tasks in the list:
 
-    overlap           right after the op that made the value, unless it waits for another phase to be read: parameters, and what the
-                      forward pass leaves for the backward pass. Those are fetched late: when the reader of the fetch `prefetch` places
-                      before is about to run.
-    no overlap        right before the reader (results: after what made them), all on one stream
+    overlap           right after the op that produces the value, unless the value is read in another phase: parameters, and activations
+                      that the backward pass reads. These are fetched late: when the reader of the fetch `prefetch` positions
+                      earlier is about to run.
+    no overlap        right before the reader (results: after their producer), all on one stream
 
-The sum of all seconds is the cost of the plan. All ranks of an SPMD program do the same at the same times, so one is enough.
+The sum of all seconds is the cost of the plan. All ranks of an SPMD program do the same at the same times, so one is simulated.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class Task:
     stream: int
     after: tuple[int, ...]
     phase: str  # forward, backward, update
-    op: int  # index into the graph: whose kernel, or who reads what is moved (who made it, where nobody does)
+    op: int  # index into the graph: the kernel's op; for a moved value its reader (its producer, where it has no reader)
     bytes: float = 0.0  # that each rank sends
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
-    """Tasks of one rank of a plan, and where to find those of each op and link."""
+class TaskProgram:
+    """Tasks of one rank of a plan, and the position of those of each op and link."""
 
     tasks: tuple[Task, ...]
     formulation: Formulation
     choice: tuple[int, ...]
-    of_op: tuple[tuple[int, int], ...]  # per op the range of its own tasks
+    of_op: tuple[tuple[int, int], ...]  # per op the range of its tasks
     of_link: tuple[tuple[int, int], ...]  # per link the range of its tasks; empty where nothing moves
     overlap: bool
 
@@ -61,7 +61,7 @@ class Program:
         return self.formulation.graph
 
 
-def program_of(formulation: Formulation, choice: Sequence[int], *, overlap: bool = True, prefetch: int = 4) -> Program:
+def program_of(formulation: Formulation, choice: Sequence[int], *, overlap: bool = True, prefetch: int = 4) -> TaskProgram:
     """The tasks of a plan. prefetch: how many fetches of parameters may be ahead of their readers (at least 1 with overlap)."""
     if prefetch < 0:
         raise ValueError(f"prefetch is {prefetch}; expected a number of fetches, 0 or more")
@@ -69,22 +69,22 @@ def program_of(formulation: Formulation, choice: Sequence[int], *, overlap: bool
 
 
 class _Builder:
-    """Makes the list: for each op the moves before it, its own tasks, the moves behind it."""
+    """Builds the list: for each op the moves before it, its tasks, the moves after it."""
 
     def __init__(self, formulation: Formulation, choice: tuple[int, ...], overlap: bool, prefetch: int):
         self.formulation, self.choice, self.overlap = formulation, choice, overlap
         self.graph, self.links = formulation.graph, formulation.links
         self.tasks: list[Task] = []
         self.routes: dict[tuple, tuple[Step, ...]] = {}
-        self.inside: dict[tuple, tuple[PricedCollective, ...]] = {}
+        self.internal: dict[tuple, tuple[PricedCollective, ...]] = {}
         self.steps = [self._steps(link) for link in self.links]
         self.places = _Places(formulation, self.steps, overlap, max(prefetch, 1))
-        self.done: dict[int, tuple[int, ...]] = {}  # node -> the tasks after which its value is there
+        self.ready: dict[int, tuple[int, ...]] = {}  # node -> the tasks after which its value is available
         self.of_op = [(0, 0)] * len(self.graph.ops)
         self.of_link = [(0, 0)] * len(self.links)
         self.last_compute: tuple[int, ...] = ()
 
-    def build(self) -> Program:
+    def build(self) -> TaskProgram:
         slots, n = self.places.by_slot(), len(self.graph.ops)
         self._move_all(slots.get(-1, ()))
         for i, op in enumerate(self.graph.ops):
@@ -96,7 +96,7 @@ class _Builder:
         for i, op in enumerate(self.graph.ops):
             if op.is_placeholder:
                 self._update(i)
-        return Program(tuple(self.tasks), self.formulation, self.choice, tuple(self.of_op), tuple(self.of_link), self.overlap)
+        return TaskProgram(tuple(self.tasks), self.formulation, self.choice, tuple(self.of_op), tuple(self.of_link), self.overlap)
 
     def _steps(self, link: Link) -> tuple[Step, ...]:
         key = (id(link.tensor), id(link.gives), self.choice[link.a], id(link.takes), self.choice[link.b])  # shared by the layers
@@ -124,8 +124,8 @@ class _Builder:
 
     def _move(self, k: int) -> None:
         link, first = self.links[k], len(self.tasks)
-        after = self.done.get(link.a, ())
-        if k in self.places.late:  # not before the compute stream has come as far
+        after = self.ready.get(link.a, ())
+        if k in self.places.late:  # not before the compute stream has reached this position
             after = tuple(sorted({*after, *self.last_compute}))
         name, reader = self.graph.ops[link.value[0]].name, self.places.reader[k]
         reader = reader if reader < len(self.graph.ops) else link.value[0]
@@ -135,34 +135,34 @@ class _Builder:
             after = (len(self.tasks) - 1,)
         self.of_link[k] = (first, len(self.tasks))
         if k in self.places.hub_links:
-            self.done[link.b] = after
+            self.ready[link.b] = after
 
     def _ends(self, k: int) -> tuple[int, ...]:
-        """The tasks after which what link k brings is there."""
+        """The tasks after which the value of link k is available in its target layout."""
         first, end = self.of_link[k]
-        return (end - 1,) if first < end else self.done.get(self.links[k].a, ())
+        return (end - 1,) if first < end else self.ready.get(self.links[k].a, ())
 
     def _run(self, i: int) -> None:
         op, phase, first = self.graph.ops[i], self.places.phases[i], len(self.tasks)
         after = tuple(sorted({t for k in self.places.inputs.get(i, ()) for t in self._ends(k)}))
-        seconds, inside = float(self.formulation.problem.node_costs[i][self.choice[i]]), self._inside(i)
-        own = max(seconds - sum(one.seconds for one in inside), 0.0)
-        if own:
-            self._add(Task(op.name, "compute", own, COMPUTE, after, phase, i))
+        seconds, collectives = float(self.formulation.problem.node_costs[i][self.choice[i]]), self._internal(i)
+        kernel = max(seconds - sum(one.seconds for one in collectives), 0.0)
+        if kernel:
+            self._add(Task(op.name, "compute", kernel, COMPUTE, after, phase, i))
             after = (len(self.tasks) - 1,)
-        for one in inside:
+        for one in collectives:
             self._add(Task(op.name, one.collective, one.seconds, one.axis + 1, after, phase, i, one.sent))
             after = (len(self.tasks) - 1,)
         self.of_op[i] = (first, len(self.tasks))
-        self.done[i] = after
+        self.ready[i] = after
 
-    def _inside(self, i: int) -> tuple[PricedCollective, ...]:
-        """Collectives inside op i."""
+    def _internal(self, i: int) -> tuple[PricedCollective, ...]:
+        """The internal collectives of op i."""
         key = (id(self.formulation.candidates.of[i]), self.choice[i])
-        if key not in self.inside:
+        if key not in self.internal:
             layouts, mesh = self.formulation.candidate(i, self.choice).inputs, self.formulation.mesh
-            self.inside[key] = priced(internal_collectives(self.graph.ops[i], self.graph.input_tensors(i), layouts, mesh), mesh)
-        return self.inside[key]
+            self.internal[key] = priced(internal_collectives(self.graph.ops[i], self.graph.input_tensors(i), layouts, mesh), mesh)
+        return self.internal[key]
 
     def _update(self, i: int) -> None:
         """The optimizer's step, once the gradient is in the parameter's layout."""
@@ -174,15 +174,15 @@ class _Builder:
 
 
 class _Places:
-    """Where the tasks of each link stand: slot -1 at the beginning, 2 i before op i, 2 i + 1 behind it, 2 n at the end."""
+    """The position of each link's tasks as a slot: -1 at the beginning, 2 i before op i, 2 i + 1 after it, 2 n at the end."""
 
     def __init__(self, formulation: Formulation, steps: Sequence[tuple[Step, ...]], overlap: bool, prefetch: int):
         self.graph, self.links, self.steps = formulation.graph, formulation.links, steps
         n = len(self.graph.ops)
         self.hubs = {node: value for value, node in formulation.hubs.items()}
         self.phases = ["rest" if op.is_placeholder else "backward" if op.backward else "forward" for op in self.graph.ops]
-        self.reader = [n] * len(self.links)  # the first op that reads what the link brings; n where none does
-        self.inputs: dict[int, list[int]] = {}  # op -> the links that it reads through
+        self.reader = [n] * len(self.links)  # the first op that reads the moved value; n where none does
+        self.inputs: dict[int, list[int]] = {}  # op -> the links of its inputs
         self.gradients: dict[int, int] = {}  # parameter -> the link of its gradient
         self.hub_links = frozenset(k for k, link in enumerate(self.links) if link.b in self.hubs)
         self.results = [False] * len(self.links)
@@ -205,22 +205,22 @@ class _Places:
                 self.gradients[link.b] = k
 
     def _at_need(self, k: int) -> int:
-        return self._when_made(k) if self.results[k] or self.reader[k] == len(self.graph.ops) else 2 * self.reader[k]
+        return self._when_produced(k) if self.results[k] or self.reader[k] == len(self.graph.ops) else 2 * self.reader[k]
 
-    def _when_made(self, k: int) -> int:
-        """Behind the op that made the value; at the end for a parameter or input that is returned."""
+    def _when_produced(self, k: int) -> int:
+        """After the op that produces the value; at the end for a parameter or input that is returned."""
         i = self.links[k].value[0]
         return 2 * len(self.graph.ops) if self.results[k] and self.phases[i] == "rest" else 2 * i + 1
 
     def _overlapped(self, prefetch: int) -> list[int]:
         slots = [0] * len(self.links)
-        phase = dict(enumerate(self.phases))  # of nodes: when their value is made
+        phase = dict(enumerate(self.phases))  # of nodes: the phase that produces their value
         waiting = []
         for k, link in enumerate(self.links):  # those into hubs come first
             read = self._phase_of(self.reader[k], phase[link.a])
             if k in self.hub_links:
                 phase[link.b] = read if self.steps[k] else phase[link.a]
-            slots[k] = self._when_made(k)
+            slots[k] = self._when_produced(k)
             if not self.results[k] and phase[link.a] != read and self.steps[k]:
                 waiting.append(k)
         waiting.sort(key=lambda k: self.reader[k])
@@ -238,7 +238,7 @@ class _Places:
         return self._phase_of(self.reader[k], self.phases[self.links[k].value[0]])
 
     def by_slot(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+        by_slot: dict[int, list[int]] = {}
         for k in sorted(range(len(self.links)), key=lambda k: (self.slots[k], k not in self.hub_links, self.reader[k], k)):
-            found.setdefault(self.slots[k], []).append(k)
-        return found
+            by_slot.setdefault(self.slots[k], []).append(k)
+        return by_slot

@@ -1,0 +1,179 @@
+"""Simulated steps of a model on D x H x P devices with K microbatches, for given degrees and a fixed scheme of layouts.
+
+    model, batch / K    -> plan of one microbatch on the D x H devices of a stage
+    plan                -> costs of the parts of the model (`stage_costs`)
+    costs, schedule     -> time line of a step over all stages and microbatches (`schedule_times`)
+
+`pipelines` searches for the degrees and layouts instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from autoshard.capture import capture_deep
+from autoshard.cost import groups_on_link
+from autoshard.graph import Graph
+from autoshard.mesh import Axis, Mesh
+from autoshard.pipeline.layers import Layers, layers_of
+from autoshard.pipeline.microbatches import microbatch
+from autoshard.pipeline.schedule_times import ScheduleRun
+from autoshard.pipeline.schedules import schedule_of
+from autoshard.pipeline.stage_costs import StageCost, run_stages, stage_costs_of
+from autoshard.pipeline.stage_programs import partial_gradients
+from autoshard.planning.plan import Options, Progress, Stopwatch, baseline_only, plan_graph
+from autoshard.simulate.degrees import Parallel
+from autoshard.simulate.timeline import Timeline, timeline_of_solution
+from autoshard.solution import Solution
+
+SCHEMES = ("auto", "data_parallel", "fsdp", "megatron", "megatron_sp", "planned")
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """A simulated step. `timeline` is of one rank and one microbatch; `run` is of all stages, None for one stage and one microbatch."""
+
+    parallel: Parallel
+    mesh: Mesh  # of one stage
+    solution: Solution  # of one microbatch on one stage's devices
+    timeline: Timeline
+    schedule: str
+    parts: tuple[StageCost, ...] = ()
+    silent: tuple[StageCost, ...] = ()  # the same without any communication
+    run: ScheduleRun | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.timeline.seconds if self.run is None else self.run.seconds
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the fullest device."""
+        return self.timeline.peak_bytes if self.run is None else max(self.run.peak_bytes)
+
+    @property
+    def bubble(self) -> float:
+        return 0.0 if self.run is None else self.run.bubble
+
+    @property
+    def exposed_communication_seconds(self) -> float:
+        """Seconds saved if all collectives and transfers took none; without `run`, the seconds of communication in which no kernel runs."""
+        if self.run is None:
+            return self.timeline.exposed_communication_seconds
+        return self.run.seconds - run_stages(self.silent, self.run.schedule).seconds
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest device has the memory."""
+        return self.peak_bytes <= self.mesh.device.memory
+
+    def to_dict(self) -> dict:
+        """As `autoshard simulate --json` prints it, one configuration."""
+        return {
+            **asdict(self.parallel),
+            "seconds": self.seconds,
+            "peak_bytes": self.peak_bytes,
+            "fits": self.fits,
+            "schedule": self.schedule,
+            "bubble": self.bubble,
+            "exposed_communication_seconds": self.exposed_communication_seconds,
+            "devices": self.mesh.num_devices * self.parallel.pipeline,
+            "layouts": self.solution.assumptions.get("matched", "planned"),
+        }
+
+
+def simulate_grid(
+    model: torch.nn.Module,
+    example_inputs: Any,
+    configurations: Sequence[Parallel],
+    mesh_of: Callable[[tuple[int, int, int]], Mesh],
+    *,
+    schedule: str = "1f1b",
+    chunks: int = 1,
+    scheme: str = "auto",
+    training: bool = True,
+    overlap: bool = True,
+    prefetch: int = 4,
+    unit_seconds: float = 0.0,
+    progress: Progress | None = None,
+    **options: Any,
+) -> list[Simulation]:
+    """A simulation per configuration, in the same order. mesh_of: (P, D, H) -> Mesh with the pipeline's axis first.
+
+    scheme: one of SCHEMES; auto is megatron with H > 1, else data_parallel; planned: the layouts come from the solver. The batch (dim 0 of
+    the example inputs) is that of the full step. A microbatch is captured, and planned on D x H, once for all P. unit_seconds: overhead of
+    a pipeline's runtime for each forward and each backward of a microbatch, beside its kernels. ValueError where the batch doesn't divide.
+    """
+    if scheme not in SCHEMES:
+        raise ValueError(f"scheme is {scheme!r}; expected one of {', '.join(SCHEMES)}")
+    for one in configurations:
+        schedule_of(schedule, one.pipeline, one.microbatches, chunks)  # raises ValueError before anything is captured
+    report = progress or (lambda message, fraction: None)
+    graphs: dict[int, Any] = {}
+    programs: dict[tuple, tuple[Solution, Timeline]] = {}
+    simulations = []
+    for n, one in enumerate(configurations):
+        report(f"simulating: {n + 1} of {len(configurations)}", n / len(configurations))
+        K = one.microbatches
+        inputs = microbatch(example_inputs, K, one.data)
+        if K not in graphs:
+            graph, _ = capture_deep(model, inputs, training=training)
+            graphs[K] = (graph, layers_of(graph))
+        graph, layers = graphs[K]
+        mesh = mesh_of((one.pipeline, one.data, one.tensor))
+        stage = Mesh(mesh.axes[1:], mesh.device)
+        key = (K, one.data, one.tensor, mesh.axes[1:])
+        if key not in programs:
+            programs[key] = _stage_plan(graph, stage, scheme, training, overlap, prefetch, options)
+        solution, timeline = programs[key]
+        if one.pipeline == 1 and K == 1:
+            simulations.append(Simulation(one, stage, solution, timeline, "sequential"))
+            continue
+        order = schedule_of(schedule, one.pipeline, K, chunks)
+        part_of, partial = divided(layers, order.parts), partial_gradients(layers)
+        parts = stage_costs_of(timeline.program, part_of, order.parts, partial=partial)
+        parts = tuple(replace(part, forward=part.forward + unit_seconds, backward=part.backward + unit_seconds) for part in parts)
+        silent = stage_costs_of(timeline.program, part_of, order.parts, partial=partial, communication=False)
+        axis: Axis | None = mesh.axes[0] if one.pipeline > 1 else None
+        chains = min(one.data, groups_on_link(axis, one.tensor))  # tensor parallel ranks are synchronous
+        simulations.append(Simulation(one, stage, solution, timeline, schedule, parts, silent, run_stages(parts, order, axis, chains)))
+    return simulations
+
+
+def _stage_plan(
+    graph: Graph, mesh: Mesh, scheme: str, training: bool, overlap: bool, prefetch: int, options: Mapping
+) -> tuple[Solution, Timeline]:
+    name = scheme if scheme != "auto" else "megatron" if mesh.shape[-1] > 1 else "data_parallel"
+    checked, watch = Options(training=training, baselines=False, **options), Stopwatch(None)
+    if name == "planned":
+        solution = plan_graph(graph, mesh, checked, watch, {})
+    else:
+        solution = baseline_only(graph, mesh, checked, watch, {}, name)
+    return solution, timeline_of_solution(graph, solution, overlap=overlap, prefetch=prefetch)
+
+
+def divided(layers: Layers, count: int) -> list[int]:
+    """Per op the number of its part: `count` parts of consecutive layers, their FLOPs as even as possible (least sum of squares).
+
+    ValueError where there are fewer layers than parts.
+    """
+    if layers.count < count:
+        raise ValueError(f"the model has {layers.count} layers that can be separated; expected at least {count}, one per part")
+    sums = np.concatenate([[0.0], np.cumsum(layers.flops)]) / (sum(layers.flops) or 1.0)
+    squares = np.where(np.tri(len(sums), k=-1, dtype=bool).T, (sums[None, :] - sums[:, None]) ** 2, np.inf)
+    best, starts = squares[0], []
+    for _ in range(count - 1):
+        through = best[:, None] + squares  # the last part begins at the row
+        starts.append(through.argmin(axis=0))
+        best = through.min(axis=0)
+    part_of_layer, end = [0] * layers.count, layers.count
+    for part in range(count - 1, 0, -1):
+        begin = int(starts[part - 1][end])
+        part_of_layer[begin:end] = [part] * (end - begin)
+        end = begin
+    return [part_of_layer[layer] if layer >= 0 else -1 for layer in layers.of]
