@@ -13,7 +13,7 @@ The simulated seconds of the returned pipeline are at most those of every config
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,9 +33,8 @@ from autoshard.pipeline.schedules import SCHEDULES
 from autoshard.pipeline.stage_plans import Job, stage_options
 from autoshard.pipeline.stage_tables import PRICES, StageTable
 from autoshard.pipeline.submeshes import Cluster
-from autoshard.planning.plan import Infeasible, Stopwatch, checked_options
+from autoshard.planning.plan import Infeasible, Progress, Stopwatch, checked_options
 
-Progress = Callable[[str, float], None]
 RECOMPUTE = ("auto", "never", "always")
 
 

@@ -40,7 +40,6 @@ class Sums:
     """Of one combination on one sub-mesh: the fields of every stage's option, as arrays of (L, L + 1)."""
 
     combination: Combination
-    in_flight: int  # for which memory was priced
     parts: dict[str, np.ndarray]
     transient: np.ndarray
 
@@ -80,7 +79,7 @@ class StageTable:
 
     @property
     def held_bytes(self) -> float:
-        """Parameters, with gradients and optimizer state where they are trained, of the whole model."""
+        """Parameters, with gradients and optimizer state where they are trained, of the full model."""
         graph = self.layers.graph
         trained = {r.name for r in graph.results if r.kind == "gradient"}
         state = OPTIMIZERS[self.optimizer] if isinstance(self.optimizer, str) else self.optimizer
@@ -147,15 +146,15 @@ class StageTable:
             prices = tuple(p for p in useful if (mesh, recompute, p) not in known)
             if prices:
                 in_flight = (self.most_in_flight(s) + 1) // 2
-                rows.append((u, mesh, recompute, prices, in_flight))
+                rows.append((u, mesh, recompute, prices))
                 jobs += [self.job(program, mesh, prices, in_flight, recompute=recompute) for program in self._programs(recompute)]
         answers = iter(self.run(jobs))
-        for u, mesh, recompute, prices, in_flight in rows:
+        for u, mesh, recompute, prices in rows:
             per_layer = [next(answers) for _ in range(self.layers.count)]
             if all(len(options) == len(prices) for options in per_layer):
                 for i, price in enumerate(prices):
                     chosen = Combination(mesh, recompute, price)
-                    self.sums[u].append(self._summed(chosen, in_flight, [options[i] for options in per_layer], self.cluster.submeshes[u]))
+                    self.sums[u].append(self._summed(chosen, [options[i] for options in per_layer], self.cluster.submeshes[u]))
 
     def _programs(self, recompute: bool) -> list[StageProgram]:
         return self.recomputed if recompute else self.single
@@ -170,7 +169,7 @@ class StageTable:
         for way, s in zip(wanted, submeshes, strict=True):
             per_layer = [next(answers) for _ in range(self.layers.count)]
             if all(per_layer):
-                self.pinned[way] = self._summed(way, 1, [options[0] for options in per_layer], s)
+                self.pinned[way] = self._summed(way, [options[0] for options in per_layer], s)
 
     def job(self, program: StageProgram, mesh: Mesh, prices: tuple[float, ...], in_flight: int, *, recompute: bool, pins: str = "") -> Job:
         return Job(program.graph, program.signature, mesh, self.K, in_flight, self.optimizer, prices, pins, recompute)
@@ -181,7 +180,7 @@ class StageTable:
         program = program.recomputed() if way.recompute else program
         return replace(self.job(program, way.mesh, prices, in_flight, recompute=way.recompute, pins=way.pins), layouts=True)
 
-    def _summed(self, way: Combination, in_flight: int, of: list[StageOption], s: SubMesh) -> Sums:
+    def _summed(self, way: Combination, of: list[StageOption], s: SubMesh) -> Sums:
         L = len(of)
         parts = {}
         for name in SUMMED:
@@ -194,7 +193,7 @@ class StageTable:
         # the reduction of a layer's gradients overlaps with the backward pass of the layers below
         exposed = np.maximum(np.minimum(longest, parts["reduction"]), parts["reduction"] - parts["hides"])
         parts["once"] = parts["update"] + exposed + self._exchanged(s)
-        return Sums(way, in_flight, parts, transient)
+        return Sums(way, parts, transient)
 
     def _exchanged(self, s: SubMesh) -> np.ndarray:
         """Seconds per step of exchanging the gradients of parameters that a stage shares with others: it sends its sum and receives one."""

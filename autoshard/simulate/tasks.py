@@ -5,7 +5,7 @@
     parameter         the optimizer's step, last, after its gradient's route
     view, hub         no task
 
-The list holds every task once, behind all tasks that it waits for; each stream runs its tasks in this order. The position of a link's
+The list holds every task once, after all tasks that it waits for; each stream runs its tasks in this order. The position of a link's
 tasks in the list:
 
     overlap           right after the op that produces the value, unless the value is read in another phase: parameters, and activations

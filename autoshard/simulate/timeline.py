@@ -44,7 +44,7 @@ class Timeline:
 
     @cached_property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Of the full step."""
         return max(self.times.end, default=0.0)
 
     @cached_property
