@@ -3,7 +3,9 @@
 Names are loaded when first used: `import autoshard.problem` and `autoshard.solvers` stay free of torch.
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 _HOMES = {
@@ -32,3 +34,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+class _Facade(ModuleType):
+    """A public function hides the room of its name: `autoshard.pipeline` is the function, `from autoshard.pipeline import X` the room."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):  # what importing a room would set
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Facade

@@ -298,3 +298,82 @@ def test_a_planted_breach_of_a_house_rule_is_caught(tmp_path, place_name, source
 )
 def test_what_the_house_rules_allow_passes(tmp_path, place_name, source):
     assert rule_violations(plant(tmp_path, place_name, source)) == []
+
+
+def test_public_functions_hide_rooms_of_their_name():
+    code = "import autoshard, autoshard.api; from autoshard.pipeline import interop; import sys; sys.exit(not callable(autoshard.pipeline))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+LINK_FIELDS = {"latency", "device_bandwidth", "shared_by"}
+
+
+def reads_of_links(package: Path) -> list[str]:
+    """Where a link's figures are read outside of the rooms that turn them into seconds."""
+    rows = []
+    for path in files(package):
+        if not is_in(place(path, package), "mesh", "cost", "calibrate"):
+            nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute) and node.attr in LINK_FIELDS]
+            rows += [f"{place(path, package)}:{node.lineno} .{node.attr}" for node in nodes]
+    return rows
+
+
+def test_seconds_over_links_have_one_home(tmp_path):
+    assert reads_of_links(PACKAGE) == []
+    (tmp_path / "simulate").mkdir()
+    (tmp_path / "simulate" / "planted.py").write_text("x = axis.latency + size / axis.device_bandwidth")
+    assert len(reads_of_links(tmp_path)) == 2
+
+
+def imported_files(package: Path) -> dict[str, set[str]]:
+    """For each module the modules of ours that it imports."""
+    paths = {path.relative_to(package).with_suffix(""): path for path in files(package)}
+    modules = {".".join((package.name, *name.parts)).removesuffix(".__init__"): path for name, path in paths.items()}
+    edges = {}
+    for module, path in modules.items():
+        parts = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+        names = [name for _, name in imported_modules(ast.parse(path.read_text()), parts)]
+        known = [name if name in modules else name.rpartition(".")[0] for name in names]
+        edges[module] = {name for name in known if name in modules and name != module}
+    return edges
+
+
+def cycle_of(edges: dict[str, set[str]]) -> list[str]:
+    """A cycle of imports; empty where there is none."""
+    done: set[str] = set()
+
+    def walk(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module not in done:
+            for other in sorted(edges[module]):
+                if cycle := walk(other, [*path, module]):
+                    return cycle
+            done.add(module)
+        return []
+
+    return next((cycle for module in sorted(edges) if (cycle := walk(module, []))), [])
+
+
+def test_files_import_each_other_in_no_circle():
+    assert cycle_of(imported_files(PACKAGE)) == []
+    assert cycle_of({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+
+
+def underscore_imports(package: Path) -> list[str]:
+    """Imports of another room's names that begin with an underscore."""
+    rows = []
+    for path in files(package):
+        where = path.relative_to(package)
+        for line, module in imported_modules(ast.parse(path.read_text()), [package.name, *where.parts[:-1]]):
+            parts = module.split(".")
+            if parts[0] == package.name and parts[-1].startswith("_") and parts[1] != where.parts[0].removesuffix(".py"):
+                rows.append(f"{where}:{line} {module}")
+    return rows
+
+
+def test_names_with_an_underscore_stay_in_their_room(tmp_path):
+    assert underscore_imports(PACKAGE) == []
+    (tmp_path / "autoshard" / "cli").mkdir(parents=True)
+    (tmp_path / "autoshard" / "cli" / "planted.py").write_text("from autoshard.planning.plan import _refused")
+    assert len(underscore_imports(tmp_path / "autoshard")) == 1

@@ -8,15 +8,11 @@ from typing import Any
 import torch
 
 from autoshard.capture import capture_deep, in_turn
-from autoshard.cost import groups_on_link
-from autoshard.graph import Graph
-from autoshard.mesh import Axis, Mesh
-from autoshard.pipeline.layers import Layers, layers_of
-from autoshard.pipeline.schedule_times import Run
-from autoshard.pipeline.schedules import schedule_of
-from autoshard.pipeline.stage_costs import Part, parts_of, run_parts
-from autoshard.pipeline.stage_programs import partial_gradients
-from autoshard.planning.plan import Options, Progress, Stopwatch, baseline_only, plan_graph
+from autoshard.mesh import Mesh
+from autoshard.pipeline.grid import SCHEMES as SCHEMES
+from autoshard.pipeline.grid import Simulation as Simulation
+from autoshard.pipeline.grid import simulate_grid as simulate_grid
+from autoshard.planning.plan import Progress
 from autoshard.planning.recomputing import checkpointed
 from autoshard.simulate.degrees import Parallel as Parallel
 from autoshard.simulate.timeline import Timeline, timeline_of_solution

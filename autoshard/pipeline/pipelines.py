@@ -158,7 +158,7 @@ class _Search:
         inputs = microbatch(self.inputs, K)
         graph, depth = capture_deep(self.model, inputs, training=self.options.training, witness=self.options.witness)
         self.captures = depth.noted
-        given = self.options
+        options = self.options
         table = StageTable(
             self.cluster, layers_of(graph, options.layers), K,
             optimizer=options.optimizer, limit=options.memory_limit, recompute=options.recompute, run=self.planners.run,
