@@ -1,4 +1,4 @@
-"""A frontier for people: its points as a table, as CSV, and as a plot with the bound below them. Reads the record of `Frontier.to_dict`."""
+"""The points of a frontier as a table, as CSV, and as a plot with the bound below them. All take the record of `Frontier.to_dict`."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ STEPS = 400  # of the bound's line
 
 def bound_at(record: Mapping, limit: float) -> float:
     """Seconds that no plan within `limit` bytes beats; inf where there is none, -inf where nothing is known."""
-    found = [line["seconds"] - line["seconds_per_byte"] * limit for line in record["bound_lines"]]
+    bounds = [line["seconds"] - line["seconds_per_byte"] * limit for line in record["bound_lines"]]
     for known in record["bound_limits"]:
         if known["limit_bytes"] is None or known["limit_bytes"] >= limit:
-            found.append(math.inf if known["seconds"] is None else known["seconds"])
-    return max(found, default=-math.inf)
+            bounds.append(math.inf if known["seconds"] is None else known["seconds"])
+    return max(bounds, default=-math.inf)
 
 
 def frontier_report(record: Mapping) -> RenderableType:
-    """The points as a table, and what they were made in."""
+    """The points as a table, with the CPU seconds of planning."""
     table = Table("memory", "per step", "slower by", "no plan is faster than", "gap", "status", box=None, padding=(0, 2, 0, 0))
     for column in table.columns[:-1]:
         column.justify = "right"
@@ -47,8 +47,8 @@ def frontier_report(record: Mapping) -> RenderableType:
     proven = sum(p["status"] != "feasible" for p in record["points"])
     mesh, what = "x".join(map(str, record["mesh"])), "a training step" if record["training"] else "a forward pass"
     head = f"{what} of {record['model']} on {mesh}: {proven} points proven within {record['gap']:g}"
-    made = f"in {record['planning_seconds']:.1f} CPU seconds; a {record['device']} has {size(record['device_memory_bytes'])}"
-    return Group(Text(head), Text(made), Text(""), table)
+    planning = f"in {record['planning_seconds']:.1f} CPU seconds; a {record['device']} has {size(record['device_memory_bytes'])}"
+    return Group(Text(head), Text(planning), Text(""), table)
 
 
 def _exact(value: float | None, units: Sequence[tuple[float, str]] = TIMES) -> str:
@@ -80,7 +80,7 @@ def svg(record: Mapping) -> str:
 
 
 def plot(record: Mapping) -> Figure:
-    """The points, memory (GB) against seconds; below them the bound, and where it lies near the memory of the device."""
+    """The points, memory (GB) against seconds; below them the bound, and the memory of the device where it is near."""
     points = record["points"]
     figure = Figure(figsize=(8, 5))
     axes = figure.subplots()

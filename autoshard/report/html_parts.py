@@ -1,4 +1,4 @@
-"""The tables of a report as plain rows: the plan in figures, the usual plans, seconds, memory, prices, how it was made."""
+"""The tables of the HTML report as plain rows: summary, usual plans, seconds, memory, prices, options."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def verdict(solution: Solution) -> dict:
 
 
 def best_usual(solution: Solution) -> dict | None:
-    """The fastest of the usual plans that fits, and how many times our seconds it takes."""
+    """The fastest of the usual plans that fits, with the ratio of its seconds to this plan's."""
     rows = [row for row in usual(solution) if row["ratio"] is not None and row["fits"]]
     return min(rows, key=lambda row: row["ratio"]) if rows else None
 
 
 def usual(solution: Solution) -> list[dict]:
-    """Ours first, then the usual plans under the same judge, fastest first; `share` of the slowest, for a bar."""
+    """This plan first, then the usual plans at the same prices, fastest first; `share` of the slowest, for a bar."""
     ours = {"cost_seconds": solution.cost, "peak_bytes": solution.peak_bytes, "status": solution.status}
     rows: list[dict] = []
     for name, row in {"this plan": ours, **solution.baselines}.items():
@@ -93,7 +93,7 @@ def time_rows(solution: Solution) -> list[dict]:
 
 
 def _kind(group: str, what: str) -> str:
-    """The name of its colour."""
+    """The name of the row's colour."""
     first = what.partition(" ")[0]
     return "compute" if group == "compute" else first if first in COLLECTIVES else "other"
 
@@ -187,7 +187,7 @@ def offers(solution: Solution) -> list[str]:
 
 
 def op_rows(solution: Solution, timeline: Timeline) -> list[dict]:
-    """Every op of the program that is no parameter, buffer or input: module, target, the layout it gives, its kernel's seconds."""
+    """Every op of the program that is no parameter, buffer or input: module, target, output layouts, its kernel's seconds."""
     kernel: dict[int, float] = {}
     for task in timeline.tasks:
         if task.kind == "compute":
@@ -195,11 +195,11 @@ def op_rows(solution: Solution, timeline: Timeline) -> list[dict]:
     rows = []
     for i, op in enumerate(timeline.program.graph.ops):
         if not op.is_placeholder and op.name in solution.layouts:
-            given = [layout for layout in solution.layouts[op.name].outputs if layout is not None]
+            outputs = [layout for layout in solution.layouts[op.name].outputs if layout is not None]
             rows.append(
                 {
                     "name": op.name, "module": op.module, "target": op.target.removeprefix("aten.").removesuffix(".default"),
-                    "layout": " and ".join(dict.fromkeys(given)) or "no tensor", "seconds": kernel.get(i), "backward": op.backward,
+                    "layout": " and ".join(dict.fromkeys(outputs)) or "no tensor", "seconds": kernel.get(i), "backward": op.backward,
                 }  # fmt: skip
             )
     return rows
