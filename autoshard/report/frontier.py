@@ -6,7 +6,7 @@ import csv
 import io
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from matplotlib.figure import Figure
 from rich.console import Group, RenderableType
@@ -14,13 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.report.figures import save
+from autoshard.report.html_frontier import exact
 from autoshard.units import seconds, size
 from autoshard.writing import whole
 
 COLUMNS = ("memory_bytes", "seconds", "bound_seconds", "gap", "status")
 COLORS = {"optimal": "#2a6f3e", "proven": "#4c78a8", "feasible": "#bab0ac"}
 FAR = 1.5  # a device with more than this many times the largest memory is named beside the plot, not drawn
-TIMES, SIZES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")), ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 STEPS = 400  # of the bound's line
 
 
@@ -42,21 +43,13 @@ def frontier_report(record: Mapping) -> RenderableType:
     for p in record["points"]:
         slower = "-" if p["seconds"] == fastest or not fastest else f"{p['seconds'] / fastest - 1:.1%}"
         gap = "-" if p["gap"] is None else f"{p['gap']:.1e}"
-        cells = (_exact(p["memory_bytes"], SIZES), _exact(p["seconds"]), slower, _exact(p["bound_seconds"]), gap, p["status"])
+        cells = (exact(p["memory_bytes"], SIZES), exact(p["seconds"]), slower, exact(p["bound_seconds"]), gap, p["status"])
         table.add_row(*cells)
     proven = sum(p["status"] != "feasible" for p in record["points"])
     mesh, what = "x".join(map(str, record["mesh"])), "a training step" if record["training"] else "a forward pass"
     head = f"{what} of {record['model']} on {mesh}: {proven} points proven within {record['gap']:g}"
     planning = f"in {record['planning_seconds']:.1f} CPU seconds; a {record['device']} has {size(record['device_memory_bytes'])}"
     return Group(Text(head), Text(planning), Text(""), table)
-
-
-def _exact(value: float | None, units: Sequence[tuple[float, str]] = TIMES) -> str:
-    """Five digits: neighbouring points differ by little."""
-    if value is None:
-        return "-"
-    scale, unit = next((unit for unit in units if abs(value) >= unit[0]), units[-1])
-    return f"{value / scale:.5g} {unit}"
 
 
 def write_csv(record: Mapping, path: str | os.PathLike[str]) -> None:

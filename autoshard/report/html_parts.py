@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from autoshard.report.robustness import price_parts
+from autoshard.report.text import ROUNDING, flat
 from autoshard.solution import Solution
 from autoshard.units import seconds, size
 
 if TYPE_CHECKING:
     from autoshard.simulate.timeline import Timeline
 
-ROUNDING = 1e-9  # relative: a bound this near the cost differs by rounding only
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "split")
 SAID_ELSEWHERE = ("axes", "device", "training", "model", "set", "padding")  # assumptions that other places of the report hold
 
@@ -82,9 +82,9 @@ def time_rows(solution: Solution) -> list[dict]:
     """Compute by class of op, communication by collective and axis: {name, seconds, share, rows [{what, kind, seconds, share}]}."""
     groups: list[dict] = []
     for name, caption in (("compute", "Compute, by class of op"), ("communication", "Communication, by collective and mesh axis")):
-        flat = {what: value for what, value in _flat(solution.breakdown.get(name, {})) if value > 0}
-        rows = [{"what": what, "kind": _kind(name, what), "seconds": value} for what, value in flat.items()]
-        groups.append({"name": name, "caption": caption, "seconds": math.fsum(flat.values()), "rows": rows})
+        spent = {what: value for what, value in flat(solution.breakdown.get(name, {})) if value > 0}
+        rows = [{"what": what, "kind": _kind(name, what), "seconds": value} for what, value in spent.items()]
+        groups.append({"name": name, "caption": caption, "seconds": math.fsum(spent.values()), "rows": rows})
     total = math.fsum(group["seconds"] for group in groups)
     for group in groups:
         group["share"] = 100 * group["seconds"] / total if total else 0.0
@@ -96,12 +96,6 @@ def _kind(group: str, what: str) -> str:
     """The name of the row's colour."""
     first = what.partition(" ")[0]
     return "compute" if group == "compute" else first if first in COLLECTIVES else "other"
-
-
-def _flat(tree: object, path: str = "") -> list[tuple[str, float]]:
-    if isinstance(tree, Mapping):
-        return [row for key, item in tree.items() for row in _flat(item, f"{path} {key}".strip())]
-    return [(path or "all", float(tree))] if isinstance(tree, (int, float)) else []
 
 
 def peak(solution: Solution) -> dict | None:

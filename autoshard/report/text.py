@@ -139,7 +139,7 @@ def baselines(solution: Solution) -> Table | None:
 
 def where_time_goes(solution: Solution) -> Table | None:
     """Seconds by class of compute and by collective and axis, largest first."""
-    rows = [(kind, *row) for kind in ("compute", "communication") for row in _flat(solution.breakdown.get(kind, {}))]
+    rows = [(kind, *row) for kind in ("compute", "communication") for row in flat(solution.breakdown.get(kind, {}))]
     rows = [row for row in rows if row[2] > 0]
     if not rows:
         return None
@@ -157,10 +157,10 @@ def where_time_goes(solution: Solution) -> Table | None:
     return table
 
 
-def _flat(tree: object, path: str = "") -> list[tuple[str, float]]:
+def flat(tree: object, path: str = "") -> list[tuple[str, float]]:
     """`{"all_reduce": {"axis0": 1.0}}` -> [("all_reduce axis0", 1.0)]."""
     if isinstance(tree, Mapping):
-        return [row for key, item in tree.items() for row in _flat(item, f"{path} {key}".strip())]
+        return [row for key, item in tree.items() for row in flat(item, f"{path} {key}".strip())]
     return [(path or "all", float(tree))] if isinstance(tree, (int, float)) else []
 
 
