@@ -1,4 +1,4 @@
-"""autoshard: how to lay every tensor of a PyTorch model over a mesh of devices, with a proof.
+"""autoshard plans how to shard every tensor of a PyTorch model over a mesh of devices, with a proof.
 
 Names are loaded when first used: `import autoshard.problem` and `autoshard.solvers` stay free of torch.
 """

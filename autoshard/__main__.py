@@ -1,4 +1,4 @@
-"""Where the program begins: Ctrl-C is heard before anything slow is imported."""
+"""The entry point of the command line. It handles Ctrl-C before anything slow is imported."""
 
 import os
 import signal

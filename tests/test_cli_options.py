@@ -98,4 +98,5 @@ def test_a_line_without_a_verb_prints_the_help(capsys, argv):
 
 @pytest.mark.parametrize("verb", ["plan", "frontier"])
 def test_nodes_that_the_devices_do_not_fill_are_refused(capsys, verb):
-    check_refused(capsys, (verb, "nothing.py:net", "--mesh", "2x4", "--devices-per-node", "3"), "2x4 devices do not fill nodes of 3; give")
+    words = (verb, "models/mlp.py:mlp", "--mesh", "2x4", "--devices-per-node", "3")
+    check_refused(capsys, words, "2x4 devices do not fill nodes of 3; give")

@@ -201,7 +201,7 @@ def test_a_function_is_missing_only_where_the_text_is_sure(tmp_path, text, name,
 
 
 def test_the_names_are_those_of_the_rooms_that_own_them():
-    from autoshard import redistribute
+    from autoshard import relayout
     from autoshard.api import simulating
     from autoshard.calibrate.fit import METHODS
     from autoshard.cli import huggingface
@@ -214,6 +214,6 @@ def test_the_names_are_those_of_the_rooms_that_own_them():
 
     assert set(words.SOLVERS) == set(SOLVERS) and set(words.OPTIMIZERS) == set(OPTIMIZERS) and set(words.EXPORTS) == set(KINDS)
     assert set(words.SCHEDULES) == set(SCHEDULES) and words.SCHEMES == simulating.SCHEMES and set(words.METHODS) == set(METHODS)
-    assert set(words.CONSTANTS) == {"physical", *distir.CONSTANTS} and set(words.PLANNERS) == set(redistribute.PLANNERS)
+    assert set(words.CONSTANTS) == {"physical", *distir.CONSTANTS} and set(words.PLANNERS) == set(relayout.PLANNERS)
     assert set(words.PRICES) == {one.name for one in presets.all_presets()} and words.HUGGING_FACE == huggingface.SETTINGS
     assert words.MOST_DIM == len(_SHARDS) - 1

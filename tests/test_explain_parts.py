@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from autoshard.explain.differences import moved, priced_edge, priced_op
+from autoshard.explain.differences import cost_differences, edge_term, op_term
 from autoshard.explain.reopened import captured, nearest, reopened
 from autoshard.explain.subjects import subject, wanted, ways
 from autoshard.explain.why import explain
@@ -34,18 +34,18 @@ def told(solution):
 
 def test_the_ops_and_edges_of_a_plan_add_up_to_its_cost(opened):
     formulated, choice = opened.formulated, opened.choice
-    ops = [priced_op(formulated, i, choice).seconds for i in range(len(formulated.graph.ops))]
-    edges = [priced_edge(formulated, e, choice) for e in range(len(formulated.links))]
+    ops = [op_term(formulated, i, choice).seconds for i in range(len(formulated.graph.ops))]
+    edges = [edge_term(formulated, e, choice) for e in range(len(formulated.links))]
     assert math.fsum(ops) + math.fsum(edge.seconds for edge in edges) == pytest.approx(opened.judged.cost)
     gradients = {edge.name.partition(" -> ")[2] for edge in edges if edge.kind == "gradient"}
     assert gradients == set(formulated.graph.parameters)
     assert {edge.kind for edge in edges} == {"copy", "input", "gradient", "output"}
     for edge in edges:
-        assert bool(edge.steps) == (edge.takes != edge.gives) and (edge.seconds > 0) == (edge.takes != edge.gives)
+        assert bool(edge.steps) == (edge.inputs != edge.outputs) and (edge.seconds > 0) == (edge.inputs != edge.outputs)
 
 
 def test_between_a_plan_and_itself_nothing_moves(opened):
-    assert moved(opened.formulated, opened.choice, opened.choice) == []
+    assert cost_differences(opened.formulated, opened.choice, opened.choice) == []
 
 
 def test_locally_the_best_candidate_and_copy_are_taken_with_all_else_as_planned(opened, solution):
@@ -74,7 +74,7 @@ def test_what_its_neighbours_cannot_take_is_impossible_locally_and_says_where(so
     (source,) = (source for source, reader in edges if reader == "t_7")
     assert partial.layouts["t_7"].inputs == partial.layouts[source].outputs == ("R,P",)
     found = {one.label: one for one in explain(*model(), partial, source, most=99).alternatives}
-    assert found["R,R"].local_reason == f"there is no way from R,R to R,P on {source} -> t_7" and math.isinf(found["R,R"].local_extra)
+    assert found["R,R"].local_reason == f"there is no route from R,R to R,P on {source} -> t_7" and math.isinf(found["R,R"].local_extra)
     assert math.isinf(found["R,R"].cost) and found["R,R"].reason  # for t_7 is pinned, globally too
     free = explain(*model(), solution, source, most=0, why_not="R,R").why_not
     assert math.isfinite(free.cost) and not free.reason  # where it isn't, there is a plan

@@ -11,7 +11,7 @@ import pytest
 
 from autoshard import api
 from autoshard.cli import main, pipeline_verb
-from autoshard.cli.patience import GIVES, SILENCE, Patience, gives
+from autoshard.cli.patience import INTERRUPT_EFFECTS, SILENCE, Patience, interrupt_effect
 from autoshard.planning import plan as planning
 from autoshard.solvers import Answer, Status
 from models import mlp
@@ -171,5 +171,6 @@ def test_nothing_is_said_when_it_is_over():
 
 
 def test_each_stage_says_what_ctrl_c_gives():
-    assert gives("solving: best 3 ms") == GIVES["solving"] != gives("solving the baselines") == gives("capturing the model")
-    assert gives("mesh 2x4, 1 of 5: solving") == GIVES["mesh "]
+    assert interrupt_effect("solving: best 3 ms") == INTERRUPT_EFFECTS["solving"] != interrupt_effect("solving the baselines")
+    assert interrupt_effect("solving the baselines") == interrupt_effect("capturing the model")
+    assert interrupt_effect("mesh 2x4, 1 of 5: solving") == INTERRUPT_EFFECTS["mesh "]

@@ -69,7 +69,7 @@ def test_the_page_holds_the_plan_s_figures():
     said = Elements(html.html_report(load(GPT2))).text
     for words in (
         "154 ms", "proven best", size(load(GPT2).peak_bytes), "1.01x", "megatron", "recognised 49 of 49 parameter matmuls",
-        "reduce_scatter axis1", "148 parameters", "124,475,904 numbers", "laid out as h.0", "between 106 ms and 224 ms", "data sheet",
+        "reduce_scatter axis1", "148 parameters", "124,475,904 numbers", "layouts as in h.0", "between 106 ms and 224 ms", "data sheet",
         "every op of the model has a rule",
     ):  # fmt: skip
         assert words in said, words
@@ -181,8 +181,8 @@ def test_a_picture_shows_what_each_device_holds(mesh, layout, shape):
     elements = np.arange(math.prod(shape)).reshape(shape)
     held = []
     for coordinate in MESHES[mesh].coordinates():
-        cut = tuple(slice(lo, hi) for lo, hi in rank_bounds(tuple(shape), parsed(layout), MESHES[mesh], coordinate))
-        held.append(frozenset(elements[cut].reshape(-1).tolist()))
+        part = tuple(slice(lo, hi) for lo, hi in rank_bounds(tuple(shape), parsed(layout), MESHES[mesh], coordinate))
+        held.append(frozenset(elements[part].reshape(-1).tolist()))
     assert [device["rank"] for device in picture.devices] == list(range(len(held)))
     for a, mine in zip(picture.devices, held, strict=True):
         area = a["width"] * a["height"] / math.prod(picture.box)
@@ -237,7 +237,7 @@ def test_the_tree_has_every_parameter_once_under_its_modules():
     assert Counter(names) == Counter(list(solution.parameters))
     assert root.local_bytes == sum(row["local_bytes"] for row in solution.parameters.values())
     assert root.modules["h"].seconds == pytest.approx(sum(12 * [sum(solution.breakdown["blocks"]["h.0"].values())]), rel=1e-6)
-    assert root.modules["h"].modules["5"].like == "h.0" and root.modules["h"].modules["0"].like == ""
+    assert root.modules["h"].modules["5"].same_as == "h.0" and root.modules["h"].modules["0"].same_as == ""
 
 
 def test_modules_that_hold_one_module_are_joined_and_tied_parameters_count_once():
@@ -260,7 +260,7 @@ def test_ops_of_equal_blocks_are_listed_once():
     assert [row["name"] for row in kept] == ["mm_0", "add_0", "mm_2", "add_2", "loss"]
     root = html_tree.tree(solution_with(**{f"h.{k}.attn.w": ("R,R", [2]) for k in range(4)}), {}, rows)
     blocks = root.modules["h"].modules
-    assert [block.ops_like for block in blocks.values()] == ["", "h.0", "", "h.0"] and root.num_ops == 5
+    assert [block.same_ops_as for block in blocks.values()] == ["", "h.0", "", "h.0"] and root.num_ops == 5
 
 
 # --- charts

@@ -1,6 +1,6 @@
-"""The command line: argv, printing, exit codes."""
+"""The command line: arguments, output, exit codes."""
 
-from . import (  # they add their verbs to the app
+from . import (  # each module adds its verbs to the app
     calibrate_verb,
     check_verb,
     diff_verb,

@@ -1,4 +1,4 @@
-"""The command line as a whole: which verbs there are, and how failure is said.
+"""The program `autoshard`: its verbs, how it reports failures, and its exit codes.
 
 Exit codes: 0 ok; 1 the answer is no (infeasible, mismatch); 2 bad input, with one sentence on stderr; 130 interrupted.
 """
@@ -18,14 +18,14 @@ from autoshard.cli.output import Output, VisibleLines, complain
 from autoshard.cli.words import check_words
 
 OK, NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
-LONG_WORD, LONG_SENTENCE = 300, 2000  # letters that are told whole
+LONG_WORD, LONG_SENTENCE = 300, 2000  # letters; what is longer is shortened
 NO_WORDS: tuple[list[str], ...] = ([], ["calibrate"])  # a command line that names no verb asks which there are
 
 
 class Verb(TyperCommand):
-    """A command that refuses words that it could not use before it runs: what it imports may take seconds.
+    """A command that checks its arguments before it runs, since what it imports may take seconds.
 
-    A number is refused below 0, or below the option's own `min`.
+    It refuses a number below 0, or below the option's own `min`, and what `check_words` refuses.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -48,12 +48,12 @@ class Verbs(typer.Typer):
 
 
 def called(parameter: Any) -> str:
-    """What the user calls it: --mesh, MODEL."""
+    """The name that the user knows: --mesh, MODEL."""
     return str(max(parameter.opts, key=len)) if parameter.param_type_name == "option" else str(parameter.metavar or parameter.name).upper()
 
 
 app = Verbs(
-    help="Plan, with a proof, how to lay the tensors of a PyTorch model over a mesh of devices, and check the plan.",
+    help="Plan, with a proof, how to shard the tensors of a PyTorch model over a mesh of devices, and check the plan.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = [*arguments, "--help"]
     try:
         code = app(args=arguments, prog_name="autoshard", standalone_mode=False)
-    except typer.TyperException as error:  # words that are no command line
+    except typer.TyperException as error:  # arguments that are no command line
         return _refuse(_usage_sentence(error))
     except (typer.Abort, KeyboardInterrupt):
         return _refuse("interrupted", INTERRUPTED)
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def say_no(output: Output, error: ValueError, record: Mapping[str, Any] | None = None) -> int:
-    """An `Infeasible` as the answer: its sentence on stderr, under --json an object too, with what `record` adds. Returns the exit code."""
+    """Answer with an `Infeasible`: its sentence on stderr, and with --json an object that also holds `record`. Returns the exit code."""
     output.progress_shown.stop()
     complain(f"autoshard: {error}")
     if output.as_json:
@@ -114,7 +114,7 @@ def _sentence(error: ValueError | OSError) -> str:
 
 
 def _shortened(sentence: str) -> str:
-    """What was found can be a name of a million letters: of long words, and then of the sentence, the ends."""
+    """The sentence with long words, and then itself, shortened to their ends: a file may hold a name of a million letters."""
     for length, parts in ((LONG_WORD, re.findall(rf"\S{{{LONG_WORD + 1},}}", sentence)), (LONG_SENTENCE, [sentence])):
         for part in parts:
             if len(part) > length:

@@ -1,4 +1,4 @@
-"""Words of the command line to values: 80GB, 300GB/s, layers=2, h.0.attn.weight=S(0),R. ValueError on anything else."""
+"""Arguments of the command line parsed to values: 80GB, 300GB/s, layers=2, h.0.attn.weight=S(0),R. ValueError on anything else."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Bandwidths(TypedDict):
 
 
 def bandwidths(intra_node_bandwidth: str, inter_node_bandwidth: str) -> Bandwidths:
-    """The two options, read."""
+    """The two options, parsed."""
     return {
         "intra_node_bandwidth": parse_bytes(intra_node_bandwidth, "--intra-node-bandwidth"),
         "inter_node_bandwidth": parse_bytes(inter_node_bandwidth, "--inter-node-bandwidth"),
@@ -89,17 +89,17 @@ def parse_forbidden(written: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _named_layouts(written: Sequence[str], option: str) -> list[tuple[str, str]]:
-    found = []
+    layouts = []
     for item in written:
         name, equals, layout = (part.strip() for part in item.rpartition("="))
         if not equals or not name or not layout:
             raise ValueError(f"{option} {item!r} is not NAME=LAYOUT; write for example {option} 'wte.weight=R,S(0)'")
-        found.append((name, layout))
-    return found
+        layouts.append((name, layout))
+    return layouts
 
 
 def parse_optimizer(written: str) -> str | float:
-    """`adamw`, or `12` -> 12.0 bytes of state per parameter; which names there are is for the planner to say."""
+    """`adamw`, or `12` -> 12.0 bytes of state per parameter; the planner checks the name."""
     try:
         state = float(written)
     except ValueError:
@@ -110,14 +110,14 @@ def parse_optimizer(written: str) -> str | float:
 
 
 def parse_recompute(written: str) -> int | str:
-    """`4` -> 4 blocks; `all` and other words are for the planner to know."""
+    """`4` -> 4 blocks; the planner checks `all` and other words."""
     if written.startswith("-"):
         raise ValueError(f"--recompute is {written}; expected a number of blocks from 0 on, all or auto")
     return int(written) if written.isdecimal() else written
 
 
 def check_out(written: str | None, what: str = "--out") -> None:
-    """Say before the work begins that its result could not be written."""
+    """ValueError where a result could not be written to this path."""
     if written is None:
         return
     try:
@@ -128,7 +128,7 @@ def check_out(written: str | None, what: str = "--out") -> None:
 
 
 def check_picture(written: str | None, what: str) -> None:
-    """The same of a picture, whose ending says what it is."""
+    """ValueError where a picture could not be written to this path, or its ending is no format of pictures."""
     check_out(written, what)
     if written is not None and Path(written).suffix not in PICTURES:
         raise ValueError(f"{what} {written} ends in {Path(written).suffix or 'nothing'}; expected one of {', '.join(PICTURES)}")

@@ -1,4 +1,4 @@
-"""`autoshard calibrate fit | measure` and `autoshard show-prices`: where prices come from."""
+"""`autoshard calibrate fit | measure` and `autoshard show-prices`: measured and published prices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from rich.console import RenderableType
 
 from autoshard.cli.app import INTERRUPTED, OK, Verbs, app
-from autoshard.cli.arguments import check_out, parse_bytes
+from autoshard.cli.arguments import parse_bytes
 from autoshard.cli.options import Json, Quiet
 from autoshard.cli.output import Output
 from autoshard.mesh import parse_shape
@@ -45,7 +45,7 @@ def fit(
     collective: Annotated[str | None, typer.Option(help="Of files that don't say it.", show_default=False)] = None,
     devices: Annotated[int | None, typer.Option(help="Of files that don't say it.", min=1, show_default=False)] = None,
     system: Annotated[str | None, typer.Option(help="A name for the cluster.", show_default=False)] = None,
-    alone: Annotated[bool, typer.Option("--alone", help="Fit each curve by itself: the others don't say what lies between sizes.")] = False,
+    alone: Annotated[bool, typer.Option("--alone", help="Fit each curve by itself: others don't say how it runs between sizes.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> int:
@@ -59,8 +59,6 @@ def fit(
     from autoshard.calibrate.importers import parse
     from autoshard.cost.curves.files import save
 
-    check_out(out)
-    check_out(plot)
     with Output(as_json=as_json, quiet=quiet) as output:
         said = {"collective": collective, "devices": devices, "system": system}
         series = [one for path in files for one in parse(text_of(path, "measurements"), path, **said)]  # type: ignore[arg-type]
@@ -142,9 +140,6 @@ def measure(
     from autoshard import api  # here: torch takes seconds to import
     from autoshard.cost.curves import save_cluster
 
-    check_out(out)
-    if backend not in ("auto", "nccl", "gloo"):
-        raise ValueError(f"--backend is {backend!r}; expected nccl, gloo or auto")
     shape = parse_shape(mesh)
     limit = None if largest is None else parse_bytes(largest, "--largest")
     record: dict = {}
@@ -152,14 +147,14 @@ def measure(
     with Output(as_json=as_json, quiet=quiet) as output:
         steps = api.measure_this_cluster(shape, clock=time.perf_counter, seconds=seconds, backend=backend, largest=limit)
         try:
-            for rank, about, what, fraction, found in steps:
+            for rank, about, what, fraction, measured in steps:
                 if rank != 0:
                     output.progress_shown.stop()
                     continue
                 output.progress(f"measuring: {what}", fraction)
                 now = time.perf_counter()
-                if found.complete or now - saved > SAVED_EVERY:
-                    record = _record(shape, about, found, now - began) or record
+                if measured.complete or now - saved > SAVED_EVERY:
+                    record = _record(shape, about, measured, now - began) or record
                     saved = now
                     if record:
                         save_cluster(out, record)
@@ -172,15 +167,15 @@ def measure(
     return OK
 
 
-def _record(shape: tuple[int, ...], about: dict, found: Any, elapsed: float) -> dict:
-    """The file's content; nothing while too little is known."""
+def _record(shape: tuple[int, ...], about: dict, measured: Any, elapsed: float) -> dict:
+    """The content of the file; {} while too little is measured."""
     from autoshard.calibrate.cluster import cluster
     from autoshard.calibrate.rates import OpSample
 
-    if not all(any(len(t) >= 2 for (axis, _), t in found.collectives.items() if axis == k) for k, n in enumerate(shape) if n > 1):
+    if not all(any(len(t) >= 2 for (axis, _), t in measured.collectives.items() if axis == k) for k, n in enumerate(shape) if n > 1):
         return {}
-    samples = [OpSample(one.op, one.dtype, one.flops, one.bytes, one.seconds) for one in found.device]
-    known = {key: times for key, times in found.collectives.items() if len(times) >= 2}
+    samples = [OpSample(one.op, one.dtype, one.flops, one.bytes, one.seconds) for one in measured.device]
+    known = {key: times for key, times in measured.collectives.items() if len(times) >= 2}
     return cluster(
         shape,
         known,
@@ -188,9 +183,9 @@ def _record(shape: tuple[int, ...], about: dict, found: Any, elapsed: float) -> 
         backend=about["backend"],
         device=about["device"],
         memory=about["memory"],
-        complete=found.complete,
+        complete=measured.complete,
         assumptions={**about, "seconds": elapsed},
-        alone={axis: times for axis, times in found.alone.items() if (axis, "all_gather") in known},
+        alone={axis: times for axis, times in measured.alone.items() if (axis, "all_gather") in known},
     )
 
 

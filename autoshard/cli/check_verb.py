@@ -1,4 +1,4 @@
-"""`autoshard check`: is a plan that was saved still good for the model as it is now?"""
+"""`autoshard check`: whether a saved plan is still good for the model as it is now."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check(
     settings: Settings = [],  # noqa: B006 (typer makes a new one)
     trust: Trust = False,
     within: Annotated[str, typer.Option(help="How far it may be above the best plan now: 5%, or 0.05.")] = "5%",
-    no_solve: Annotated[bool, typer.Option("--no-solve", help="Do not plan anew; go by a bound that is quicker found.")] = False,
+    no_solve: Annotated[bool, typer.Option("--no-solve", help="Do not plan anew; compare with a bound that is found faster.")] = False,
     any_graph: Annotated[
         bool, typer.Option("--any-graph", help="Accept a graph other than the one planned, if the layouts fit it: another batch size.")
     ] = False,
@@ -47,7 +47,7 @@ def check(
         today = None if cluster is None else load_cluster(cluster)
         output.progress("building the model", 0.0)
         module, example_inputs = load_model(written, keywords, training=loaded.training)
-        found = load_api().check(
+        checked = load_api().check(
             module,
             example_inputs,
             loaded,
@@ -58,23 +58,18 @@ def check(
             time_limit=time_limit,
             progress=output.progress,
         )
-        output.answer({**found.to_dict(), "message": found.sentence(solution)}, lambda: _table(found.to_dict(), found.sentence(solution)))
-    return OK if found.ok else NO
+        record, sentence = checked.to_dict(), checked.sentence(solution)
+        output.answer({**record, "message": sentence}, lambda: _table(record, sentence))
+    return OK if checked.ok else NO
 
 
-def _table(found: dict, sentence: str):
+def _table(record: dict, sentence: str):
     from autoshard.report.explained import check_table  # here: as in options
 
-    return check_table(found, sentence)
+    return check_table(record, sentence)
 
 
 def _share(written: str) -> float:
     """`5%` or `0.05` -> 0.05."""
     number = written.strip()
-    try:
-        share = float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < float("inf"):
-        raise ValueError(f"--within is {written!r}; expected a share of 0 or more, for example 5% or 0.05")
-    return share
+    return float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)

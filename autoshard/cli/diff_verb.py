@@ -1,4 +1,4 @@
-"""`autoshard diff`: what two plans say differently."""
+"""`autoshard diff`: the differences between two plans."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def diff(
     from autoshard.report.changes import changes, changes_tables  # here: as in options
 
     with Output(as_json=as_json, quiet=quiet) as output:
-        found = changes(load_plan(a, mesh), load_plan(b, mesh))
-        output.answer(found, lambda: changes_tables(found))
-    return NO if exit_code and not found["same"] else OK
+        record = changes(load_plan(a, mesh), load_plan(b, mesh))
+        output.answer(record, lambda: changes_tables(record))
+    return NO if exit_code and not record["same"] else OK

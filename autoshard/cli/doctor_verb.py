@@ -18,7 +18,7 @@ OPTIONAL = {"transformers": "models given as hf:DIR", "torchrec": "its planner w
 
 @app.command()
 def doctor(as_json: Json = False) -> int:
-    """Print versions of what autoshard stands on, what is missing, and whether each solver answers a problem of known optimum.
+    """Print versions of what autoshard depends on, what is missing, and whether each solver answers a problem of known optimum.
 
     \b
     autoshard doctor --json

@@ -1,7 +1,7 @@
-"""`autoshard explain`: why a plan costs what it costs, why something in it lies as it does, and how much hangs on which price.
+"""`autoshard explain`: the parts of a plan's cost, the reasons for one layout in it, and how much the plan depends on each price.
 
-Each question is a part: a function from what is known to a record and a renderable. What needs no model is answered where nothing else
-is asked; the rest plans again: about one NAME, or with an option.
+Each question adds a part to the answer: keys of the record and a renderable. Without NAME the answer lists prices, which needs no model.
+NAME and --robust need the model, and plan again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def explain(
     why_not: Annotated[
         str | None, typer.Option(metavar="LAYOUT", help="With NAME: what would this layout cost, as 'S(1),R'?", show_default=False)
     ] = None,
-    alternatives: Annotated[int, typer.Option(help="With NAME: how many other layouts to tell.")] = 5,
+    alternatives: Annotated[int, typer.Option(help="With NAME: how many other layouts to report.")] = 5,
     model: Annotated[
         str | None,
         typer.Option(metavar="MODEL", help="file.py:function; without it and with --trust the plan's own.", show_default=False),
@@ -47,12 +47,12 @@ def explain(
         bool, typer.Option("--robust", help="Plan again under other bandwidths: where does the plan stay best, and what is lost outside?")
     ] = False,
     within: Annotated[float, typer.Option(help="With --robust: a regret that still counts as best, relative; 0.01 is one percent.")] = 0.0,
-    time_limit: Annotated[float, typer.Option(help="Seconds for each plan made on the way.")] = 60.0,
+    time_limit: Annotated[float, typer.Option(help="Seconds for each plan that is solved on the way.")] = 60.0,
     mesh: OldMesh = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> int:
-    """Say what a plan's seconds are made of and how far each price may be off; or why NAME lies as it does, and what else would cost.
+    """Say what a plan's seconds are made of and how far each price may be off; or why NAME has its layout, and what others would cost.
 
     \b
     autoshard explain gpt2.json
@@ -60,7 +60,7 @@ def explain(
     autoshard explain gpt2.json h.3.attn.c_attn.weight --trust --why-not 'S(1),R'
     autoshard explain gpt2.json --trust --robust
     """
-    _check_words(name, why_not, alternatives, robust, within, time_limit)
+    _check_words(name, why_not)
     with Output(as_json=as_json, quiet=quiet) as output:
         loaded = load_plan(solution, mesh)
         record: dict[str, Any] = {"cost_seconds": loaded.cost}
@@ -71,36 +71,30 @@ def explain(
             written, keywords = model_of(loaded, model, parse_settings(settings), solution, trust, option="--model")
             output.progress("building the model", 0.0)
             module, example_inputs = load_model(written, keywords, training=loaded.training)
-            given: dict[str, Any] = {"time_limit": time_limit, "progress": output.progress}
+            options: dict[str, Any] = {"time_limit": time_limit, "progress": output.progress}
         if name is not None:
-            told = load_api().explain(module, example_inputs, loaded, name, why_not=why_not, most=alternatives, **given).to_dict()
-            record["explained"] = told
-            shown.append(lambda: _explained(told))
+            explained = load_api().explain(module, example_inputs, loaded, name, why_not=why_not, most=alternatives, **options).to_dict()
+            record["explained"] = explained
+            shown.append(lambda: _explained(explained))
         if robust:
-            found = load_api().robustness(module, example_inputs, loaded, slack=within, **given)
-            record["robust"] = found
-            shown.append(lambda: _report().robustness_table(found))
+            ranges = load_api().robustness(module, example_inputs, loaded, slack=within, **options)
+            record["robust"] = ranges
+            shown.append(lambda: _report().robustness_table(ranges))
         output.answer(record, lambda: Group(*(part() for part in shown)))
     return OK
 
 
-def _check_words(name: str | None, why_not: str | None, alternatives: int, robust: bool, within: float, time_limit: float) -> None:
+def _check_words(name: str | None, why_not: str | None) -> None:
     if name is not None and (".py:" in name or name.startswith("hf:")):
         raise ValueError(f"NAME is {name!r}, which is a model; give it as --model {name}, and as NAME what to explain")
     if why_not is not None and name is None:
         raise ValueError(f"--why-not {why_not!r} asks about nothing; name a parameter, op or block before it")
-    if alternatives < 0:
-        raise ValueError(f"--alternatives is {alternatives}; expected 0 or more")
-    if robust and not 0 <= within < 1:
-        raise ValueError(f"--within is {within}; expected a number from 0 to 1: 0.01 is one percent")
-    if not time_limit > 0:
-        raise ValueError(f"--time-limit is {time_limit}; expected more than 0 seconds")
 
 
-def _explained(found: dict) -> RenderableType:
+def _explained(record: dict) -> RenderableType:
     from autoshard.report.explained import explained  # here: as in options
 
-    return explained(found)
+    return explained(record)
 
 
 def _prices(loaded: Any, record: dict, shown: list[Callable[[], RenderableType]]) -> None:

@@ -1,4 +1,4 @@
-"""`autoshard export SOLUTION --format ...`: a plan in the format of another tool."""
+"""`autoshard export SOLUTION --format ...`: writes a plan in the format of another tool."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from autoshard.cli.app import OK, app
-from autoshard.cli.arguments import check_out
 from autoshard.cli.options import OldMesh, Plan, Quiet, load_api, load_plan, load_report
 from autoshard.cli.output import Output
 
@@ -24,7 +23,7 @@ def export(
         ),
     ] = "sharding_map",
     axis: Annotated[
-        str | None, typer.Option(help="Which mesh axis module styles cut over. Default: where the plan cuts most.", show_default=False)
+        str | None, typer.Option(help="Mesh axis that module styles shard over. Default: where the plan shards most.", show_default=False)
     ] = None,
     mesh: OldMesh = None,
     out: Annotated[
@@ -34,13 +33,12 @@ def export(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: the export, what it leaves out, its price.")] = False,
     quiet: Quiet = False,
 ) -> int:
-    """Give a plan in the format of another tool: printed as JSON, or written with --out. What it can't carry is said on stderr.
+    """Write a plan in the format of another tool: printed as JSON, or written with --out. What it can't carry is said on stderr.
 
     \b
     autoshard export gpt2.json --format tp_plan --out tp_plan.json
     autoshard export gpt2.json --format fully_shard --out recipe.py
     """
-    check_out(out)
     with Output(as_json=as_json, quiet=quiet) as output:
         output.progress("reading the plan", 0.0)
         api, loaded = load_api(), load_plan(solution, mesh)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from autoshard.cli.app import OK, app, say_no
-from autoshard.cli.arguments import bandwidths, check_out, check_picture, parse_settings
+from autoshard.cli.arguments import bandwidths, parse_settings
 from autoshard.cli.model import load_model
 from autoshard.cli.options import (
     DEVICE,
@@ -70,7 +70,6 @@ def frontier(
     autoshard frontier models/mlp.py:mlp --mesh 8 --points 6 --save-dir plans --json
     """
     check_mesh_words(mesh, cluster, None, None, prices)
-    _check_files(out, csv, plot, save_dir)
     links = bandwidths(intra_node_bandwidth, inter_node_bandwidth)
     shape = None if mesh is None else parse_shape(mesh)
     devices = mesh_of(shape, prices, cluster, devices_per_node, device=device, tf32=tf32, **links)
@@ -84,36 +83,27 @@ def frontier(
         module, example_inputs = load_model(model, keywords, training=train)
         api = load_api()
         try:
-            found = api.frontier(module, example_inputs, devices, progress=output.progress, **options)
+            swept = api.frontier(module, example_inputs, devices, progress=output.progress, **options)
         except api.Infeasible as error:
             return say_no(output, error)
-        _write(found, output, out, csv, plot, save_dir)
-        record, report = found.to_dict(), _report()
+        _write(swept, output, out, csv, plot, save_dir)
+        record, report = swept.to_dict(), _report()
         output.answer(record, lambda: report.frontier_report(record))
     return OK
 
 
-def _check_files(out: str | None, csv: str | None, plot: str | None, save_dir: str | None) -> None:
-    """Before the work begins: can its results be written?"""
-    check_out(out)
-    check_out(csv, "--csv")
-    check_picture(plot, "--plot")
-    if save_dir is not None and ((Path(save_dir).exists() and not Path(save_dir).is_dir()) or not Path(save_dir).parent.is_dir()):
-        raise ValueError(f"--save-dir {save_dir} is a file, or lies in no folder; give the name of a folder, new or old")
-
-
-def _write(found: Any, output: Output, out: str | None, csv: str | None, plot: str | None, save_dir: str | None) -> None:
+def _write(swept: Any, output: Output, out: str | None, csv: str | None, plot: str | None, save_dir: str | None) -> None:
     if out is not None:
-        found.save(out)
+        swept.save(out)
     if csv is not None:
-        _report().write_csv(found.to_dict(), csv)
+        _report().write_csv(swept.to_dict(), csv)
     if plot is not None:
-        _report().draw(found.to_dict(), plot)
+        _report().draw(swept.to_dict(), plot)
     if save_dir is not None:
         Path(save_dir).mkdir(exist_ok=True)
-        for i in range(len(found.points)):
-            output.progress(f"writing plan {i + 1} of {len(found.points)}", 0.97)
-            found.solution(i).save(Path(save_dir) / f"point-{i:02d}.json")
+        for i in range(len(swept.points)):
+            output.progress(f"writing plan {i + 1} of {len(swept.points)}", 0.97)
+            swept.solution(i).save(Path(save_dir) / f"point-{i:02d}.json")
     for path in (out, csv, plot, save_dir):
         if path is not None:
             output.note(f"wrote {path}")

@@ -1,13 +1,13 @@
-"""MODEL on the command line as `hf:DIR`: a Hugging Face model from the config.json in a folder, on the meta device, nothing downloaded.
+"""MODEL as `hf:DIR`: builds a Hugging Face model from the config.json in a folder, on the meta device, without downloads.
 
-    settings    batch, seq        sizes of the example inputs       image_size    where the config has none, or another one
+    settings    batch, seq        sizes of the example inputs       image_size    where the config has none, or to override it
                 layers            how many layers the model gets instead of the config's
                 loss              the module returns its loss (default: when a training step is planned), else its first output
                 attention         sdpa or eager       experts    grouped_mm or batched_mm       dtype    float32, bfloat16, ...
 
-The class is the config's `architectures[0]`. The module is the published one: same names, same numerics. Two things differ
-from a plain call: caches are off, and where all layers see all earlier tokens no mask is built, because under capture
-transformers would build one for packed sequences, batch * seq * seq large, instead of asking attention to be causal.
+The class is the config's `architectures[0]`. The module is that of transformers: same names, same numerics. Two things differ from a plain
+call. Caches are off. And where all layers see all earlier tokens no mask is built: under capture, transformers would build one for packed
+sequences, of batch * seq * seq elements, instead of asking attention to be causal.
 """
 
 from __future__ import annotations
@@ -90,16 +90,16 @@ def _parts(config: Any) -> list[Any]:
 
 
 def _set_layers(config: Any, layers: Any, file: Path) -> None:
-    found = False
+    has_layers = False
     for part in _parts(config):
         known = part.to_dict()
         for name in LAYERS:
             if isinstance(known.get(name), int):
                 setattr(part, name, layers)
-                found = True
+                has_layers = True
         if isinstance(kinds := getattr(part, "layer_types", None), list):
             part.layer_types = [kinds[k % len(kinds)] for k in range(layers)]
-    if not found:
+    if not has_layers:
         raise ValueError(f"{file} has none of {', '.join(LAYERS)}; leave layers out, or change the config")
 
 
@@ -124,7 +124,7 @@ def _build(transformers: Any, config: Any, folder: str, settings: Mapping[str, A
         try:
             with torch.device("meta"):
                 module = make(config, dtype=dtype, attn_implementation=attention, **options)
-            return module.eval()  # dropout off: the draws of a cut tensor would not be those of the whole one
+            return module.eval()  # dropout off: random numbers of shards would differ from those of the full tensor
         except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
             failures.append(error)
     said = str(failures[0]).strip().splitlines()[0][:300] if str(failures[0]).strip() else type(failures[0]).__name__
@@ -139,7 +139,7 @@ def _architecture(config: Any, folder: str) -> str | None:
 
 
 def _attention(transformers: Any, config: Any, kind: Any, settings: Mapping[str, Any]) -> str:
-    """sdpa without a mask where that is the same, plain sdpa where layers look at a window only, eager where sdpa can't."""
+    """sdpa without a mask where that is equivalent, plain sdpa where layers see a window only, eager where sdpa does not apply."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     softcap = any(getattr(part, "attn_logit_softcapping", None) is not None for part in _parts(config))
@@ -152,12 +152,12 @@ def _attention(transformers: Any, config: Any, kind: Any, settings: Mapping[str,
 
 
 def _asks_the_interface(kind: Any) -> bool:
-    """Whether the model looks its attention up by name; one that compares names itself would take ours for its eager one."""
+    """Whether the model looks its attention up by name; a model that compares names itself would treat UNMASKED as eager."""
     return kind is not None and hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS")
 
 
 def _window(config: Any, settings: Mapping[str, Any]) -> int | None:
-    """How many tokens back a layer of sliding attention looks, where that is less than all."""
+    """The window of sliding attention in tokens, where it is shorter than the sequence."""
     windows = [getattr(part, "sliding_window", None) for part in _parts(config)]
     return next((window for window in windows if window is not None and _seq(config, settings) > window), None)
 
@@ -175,13 +175,13 @@ def _seq(config: Any, settings: Mapping[str, Any]) -> int:
 def _example_inputs(module: Any, config: Any, settings: Mapping[str, Any], *, loss: bool) -> dict[str, Any]:
     """Meta tensors for every input that the model's forward needs, labels among them when it returns a loss.
 
-    With labels the module returns the loss alone, without them the first output alone: a plan is not to pay for what
-    nobody reads.
+    With labels the module returns the loss alone, without them the first output alone, so that a plan does not pay for outputs that
+    are not read.
     """
     import torch
 
     batch, seq = int(settings.get("batch", 8)), _seq(config, settings)
-    takes = inspect.signature(type(module).forward).parameters
+    parameters = inspect.signature(type(module).forward).parameters
 
     def ids(*shape: int) -> Any:
         return torch.empty(shape, dtype=torch.int64, device="meta")
@@ -189,48 +189,48 @@ def _example_inputs(module: Any, config: Any, settings: Mapping[str, Any], *, lo
     def reals(*shape: int) -> Any:
         return torch.empty(shape, dtype=module.dtype, device="meta")
 
-    given: dict[str, Any] = {}
-    if "pixel_values" in takes:
+    inputs: dict[str, Any] = {}
+    if "pixel_values" in parameters:
         vision = getattr(config, "vision_config", config)
         size = settings.get("image_size") or getattr(vision, "image_size", None)
         if size is None:
             raise ValueError(f"{type(config).__name__} tells no image_size; give one, for example --set image_size=224")
         height, width = size if isinstance(size, (tuple, list)) else (size, size)
         frames = (vision.num_frames,) if hasattr(vision, "num_frames") else ()  # a model of videos
-        given["pixel_values"] = reals(batch, *frames, getattr(vision, "num_channels", 3), height, width)
-    if "input_features" in takes:
-        given["input_features"] = reals(batch, config.num_mel_bins, 2 * config.max_source_positions)
-    elif "input_ids" in takes:
-        given["input_ids"] = ids(batch, seq)
-    if "decoder_input_ids" in takes:
-        given["decoder_input_ids"] = ids(batch, seq)
-    elif _reads_a_causal_mask(module, config, takes):
-        given["attention_mask"] = _masks(module, config, settings)
-    _check_needed(module, takes, given)
+        inputs["pixel_values"] = reals(batch, *frames, getattr(vision, "num_channels", 3), height, width)
+    if "input_features" in parameters:
+        inputs["input_features"] = reals(batch, config.num_mel_bins, 2 * config.max_source_positions)
+    elif "input_ids" in parameters:
+        inputs["input_ids"] = ids(batch, seq)
+    if "decoder_input_ids" in parameters:
+        inputs["decoder_input_ids"] = ids(batch, seq)
+    elif _reads_a_causal_mask(module, config, parameters):
+        inputs["attention_mask"] = _masks(module, config, settings)
+    _check_needed(module, parameters, inputs)
     if loss:
-        given |= _labels(module, takes, given, ids)
-    _returns_one(module, takes, loss=loss)
-    return given
+        inputs |= _labels(module, parameters, inputs, ids)
+    _returns_one(module, parameters, loss=loss)
+    return inputs
 
 
-def _check_needed(module: Any, takes: Any, given: Mapping[str, Any]) -> None:
-    """ValueError that names the inputs which the model can't do without and nobody here knows the sizes of."""
+def _check_needed(module: Any, parameters: Any, inputs: Mapping[str, Any]) -> None:
+    """ValueError with the names of inputs that the model needs and whose sizes are not known here."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [name for name, p in takes.items() if name != "self" and p.default is p.empty and p.kind not in variadic]
-    if not given and module.main_input_name in takes:
+    needed = [name for name, p in parameters.items() if name != "self" and p.default is p.empty and p.kind not in variadic]
+    if not inputs and module.main_input_name in parameters:
         needed.append(module.main_input_name)
-    if missing := [name for name in dict.fromkeys(needed) if name not in given]:
+    if missing := [name for name in dict.fromkeys(needed) if name not in inputs]:
         raise ValueError(f"{type(module).__name__} needs {' and '.join(missing)}, and {OTHER_INPUTS}")
 
 
-def _reads_a_causal_mask(module: Any, config: Any, takes: Any) -> bool:
+def _reads_a_causal_mask(module: Any, config: Any, parameters: Any) -> bool:
     attends = any(getattr(part, name, None) for part in _parts(config) for name in ("num_attention_heads", "n_head"))
     causal = attends and ("CausalLM" in type(module).__name__ or "LMHead" in type(module).__name__)
-    return causal and config._attn_implementation != UNMASKED and "attention_mask" in takes and not getattr(config, "alibi", False)
+    return causal and config._attn_implementation != UNMASKED and "attention_mask" in parameters and not getattr(config, "alibi", False)
 
 
 def _masks(module: Any, config: Any, settings: Mapping[str, Any]) -> Any:
-    """The causal mask, real and ready for use: [1, 1, seq, seq]. By kind of layer where there are two kinds."""
+    """The causal mask with its values: [1, 1, seq, seq]. Where there are two kinds of layers, a mask for each kind."""
     import torch
 
     seq, window = _seq(config, settings), _window(config, settings)
@@ -247,16 +247,16 @@ def _masks(module: Any, config: Any, settings: Mapping[str, Any]) -> Any:
     return {kind: mask(near if "sliding" in kind else seen) for kind in sorted(kinds)} if len(kinds) > 1 else mask(near)
 
 
-def _labels(module: Any, takes: Any, given: Mapping[str, Any], ids: Any) -> dict[str, Any]:
+def _labels(module: Any, parameters: Any, inputs: Mapping[str, Any], ids: Any) -> dict[str, Any]:
     name = type(module).__name__
-    if "return_loss" in takes:
+    if "return_loss" in parameters:
         return {}
-    if "labels" not in takes:
+    if "labels" not in parameters:
         raise ValueError(f"{name} computes no loss (its forward takes no labels); name a class with a head under architectures")
-    first = next(iter(given.values()))
+    first = next(iter(inputs.values()))
     if any(part in name for part in PER_EXAMPLE) and "Token" not in name:
         return {"labels": ids(first.shape[0])}
-    text = given.get("decoder_input_ids", given.get("input_ids"))
+    text = inputs.get("decoder_input_ids", inputs.get("input_ids"))
     if text is not None:
         return {"labels": ids(*text.shape)}
     if "SemanticSegmentation" in name:
@@ -264,15 +264,15 @@ def _labels(module: Any, takes: Any, given: Mapping[str, Any], ids: Any) -> dict
     raise ValueError(f"{name} needs labels of its own kind, and {OTHER_INPUTS}")
 
 
-def _returns_one(module: Any, takes: Any, *, loss: bool) -> None:
+def _returns_one(module: Any, parameters: Any, *, loss: bool) -> None:
     """Makes the module return one tensor: its class becomes a subclass of the same name whose forward picks it."""
     original = type(module)
-    asked = {"return_dict": True} | ({"return_loss": True} if loss and "return_loss" in takes else {})
+    asked = {"return_dict": True} | ({"return_loss": True} if loss and "return_loss" in parameters else {})
 
     def forward(self: Any, **inputs: Any) -> Any:
-        found = original.forward(self, **inputs, **asked)
-        if loss and found.loss is None:
+        outputs = original.forward(self, **inputs, **asked)
+        if loss and outputs.loss is None:
             raise ValueError(f"{original.__name__} returns no loss for the inputs {', '.join(inputs)}: {OTHER_INPUTS}")
-        return found.loss if loss else found.to_tuple()[0]
+        return outputs.loss if loss else outputs.to_tuple()[0]
 
     module.__class__ = type(original.__name__, (original,), {"forward": forward, "__module__": original.__module__})

@@ -1,4 +1,4 @@
-"""MODEL on the command line: `file.py:function`, called with the --set keywords, gives `(module, example_inputs)`; so does `hf:DIR`."""
+"""MODEL on the command line: `file.py:function`, called with the --set keywords, returns `(module, example_inputs)`; or `hf:DIR`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def load_model(written: str, settings: Mapping[str, Any], *, training: bool = False) -> tuple[Any, Any]:
-    """Run the function; ValueError in one sentence where there is no such thing or it does something else.
+    """Run the function; ValueError in one sentence where it is missing, fails or returns something else.
 
     training: a Hugging Face model then gets labels and returns its loss; a function has its own --set for that.
     """
@@ -63,9 +63,9 @@ def _function(module: ModuleType, name: str, path: str) -> Callable:
 
 def _check_settings(function: Callable, name: str, settings: Mapping[str, Any]) -> None:
     parameters = inspect.signature(function).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = [key for key, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if not takes_any and (unknown := [key for key in settings if key not in named]):
+    if not accepts_any and (unknown := [key for key in settings if key not in named]):
         raise ValueError(f"{name}() takes no {unknown[0]!r}; it takes {', '.join(named) or 'nothing'}, so correct the --set")
     if missing := [key for key in named if parameters[key].default is inspect.Parameter.empty and key not in settings]:
         raise ValueError(f"{name}() needs a value for {missing[0]!r}; give it with --set {missing[0]}=VALUE")

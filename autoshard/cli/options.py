@@ -1,4 +1,4 @@
-"""What the verbs share: their common options, and how they load plans and the parts of autoshard that are slow to import."""
+"""Common options of the verbs, and functions that load plans and the parts of autoshard that are slow to import."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from autoshard.mesh import Mesh, parse_shape
 
-INTRA, INTER, DEVICE = "300GB/s", "400GB/s", "h100"  # an H100 node, where nobody says: as Mesh.from_bandwidths
+INTRA, INTER, DEVICE = "300GB/s", "400GB/s", "h100"  # the default, an H100 node: as Mesh.from_bandwidths
 
 Model = Annotated[
     str,

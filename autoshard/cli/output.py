@@ -1,7 +1,7 @@
-"""Where words go: the answer to stdout (tables, or one JSON object), progress and everything else to stderr.
+"""Output of the command line: the answer to stdout (tables, or one JSON object), progress and everything else to stderr.
 
-Names in files are anybody's, and a terminal obeys what is written to it. All text goes out through `visible`, which leaves no character
-to obey, and no name is read as markup of ours.
+Names in files are not trusted, and a terminal executes the control characters that are written to it. So all text is printed through
+`visible`, which escapes control characters, and no name is interpreted as markup.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from rich.table import Table
 
-from autoshard.cli.patience import Patience, gives
+from autoshard.cli.patience import Patience, interrupt_effect
 
 PATIENCE = 2.0  # seconds until progress is shown
 NARROW = 80  # columns, where neither a terminal nor COLUMNS says how many
@@ -33,7 +33,7 @@ WIDEST = 10_000  # columns: wider than any table
 
 
 class Output(AbstractContextManager):
-    """Holds one verb's output. Inside it, what others print goes to stderr, so that stdout holds the answer alone."""
+    """The output of one verb. Inside the context, prints of other code go to stderr, so that stdout holds the answer alone."""
 
     def __init__(self, *, as_json: bool, quiet: bool = False) -> None:
         self.as_json, self.quiet = as_json, quiet
@@ -51,7 +51,7 @@ class Output(AbstractContextManager):
 
     def progress(self, what: str, fraction: float) -> None:
         """Say what is being done and how much of it is (0 to 1)."""
-        self.progress_shown.update(f"{what} (Ctrl-C {gives(what)})" if isinstance(self.progress_shown, Bar) else what, fraction)
+        self.progress_shown.update(f"{what} (Ctrl-C {interrupt_effect(what)})" if isinstance(self.progress_shown, Bar) else what, fraction)
 
     def answer(self, record: dict, table: Callable[[], RenderableType]) -> None:
         """Print the answer: the record under --json, else the table."""
@@ -62,7 +62,7 @@ class Output(AbstractContextManager):
             self._print(Visible(table()))
 
     def plain(self, text: str) -> None:
-        """Print text as it is laid out: rich would wrap or crop long lines."""
+        """Print text with its own line breaks: rich would wrap or crop long lines."""
         print(visible(text), file=self.stdout)
 
     def _print(self, table: RenderableType) -> None:
@@ -76,7 +76,7 @@ class Output(AbstractContextManager):
         print("\n".join(line.rstrip() for line in captured.get().split("\n")[:-1]), file=self.stdout)
 
     def note(self, line: str) -> None:
-        """One line to the side, not part of the answer."""
+        """Print one line to stderr, not part of the answer."""
         if not self.quiet:
             complain(line)
 
@@ -162,7 +162,7 @@ class Visible:
 
 
 def fit(renderable: RenderableType, console: Console, width: int) -> None:
-    """Make tables show every character of their cells within `width` columns: too wide, they lose their lines, then words are folded."""
+    """Make tables show every character of their cells within `width` columns. A wider table loses its lines, then words are folded."""
     for part in renderable.renderables if isinstance(renderable, Group) else (renderable,):
         if isinstance(part, Group):
             fit(part, console, width)

@@ -1,4 +1,4 @@
-"""No verb is silent for long: a line on stderr says what it waits for, for how long now, and what Ctrl-C gives."""
+"""Progress lines of long waits: what a verb waits for, for how long so far, and what Ctrl-C does. No verb is silent for long."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 
 SILENCE = 9.0  # seconds without a line
-LISTEN = 0.5  # seconds between looks at the clock
+LISTEN = 0.5  # seconds between checks of the clock
 
-# By the beginning of what is being done; the longest one that fits.
-GIVES = {
+# What Ctrl-C does, by the beginning of what is being done; the longest beginning that matches counts.
+INTERRUPT_EFFECTS = {
     "": "ends it without an answer",
     "solving": "ends the search: the best plan so far, if there is one, is the answer",
     "solving the baselines": "ends it without an answer",
@@ -23,13 +23,13 @@ GIVES = {
 }
 
 
-def gives(what: str) -> str:
-    """What Ctrl-C gives while this is done."""
-    return GIVES[max((beginning for beginning in GIVES if what.startswith(beginning)), key=len)]
+def interrupt_effect(what: str) -> str:
+    """What Ctrl-C does while this is done."""
+    return INTERRUPT_EFFECTS[max((beginning for beginning in INTERRUPT_EFFECTS if what.startswith(beginning)), key=len)]
 
 
 class Patience:
-    """Says a line where none was said for SILENCE seconds. say: prints a line. clock: in seconds."""
+    """Prints a line where none was printed for SILENCE seconds. say: prints a line. clock: in seconds."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic):
         self.say, self.clock, self.what = say, clock, "starting"
@@ -43,17 +43,17 @@ class Patience:
         self.over.set()
 
     def doing(self, what: str, *, said: bool = False) -> None:
-        """What is being done; said: whether a line has told so."""
+        """Note what is being done; said: whether a line has been printed about it."""
         self.what = what
         if said:
             self.said = self.clock()
 
     def look(self) -> None:
-        """Say a line if it is due."""
+        """Print a line if it is due."""
         now = self.clock()
         if now - self.said >= SILENCE and not self.over.is_set():
             self.said = now
-            self.say(f"{self.what}, {now - self.began:.0f} s so far; Ctrl-C {gives(self.what)}")
+            self.say(f"{self.what}, {now - self.began:.0f} s so far; Ctrl-C {interrupt_effect(self.what)}")
 
     def _watch(self) -> None:
         while not self.over.wait(LISTEN):

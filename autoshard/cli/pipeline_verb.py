@@ -1,4 +1,4 @@
-"""`autoshard pipeline`: stages, their devices and layouts, schedule and microbatches for a model on a cluster."""
+"""`autoshard pipeline`: plans stages, their devices and layouts, schedule and microbatches for a model on a cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from autoshard.cli.app import OK, app, say_no
-from autoshard.cli.arguments import Bandwidths, bandwidths, check_out, check_picture, parse_bytes, parse_optimizer, parse_settings
+from autoshard.cli.arguments import Bandwidths, bandwidths, parse_bytes, parse_optimizer, parse_settings
 from autoshard.cli.model import load_model
 from autoshard.cli.options import (
     DEVICE,
@@ -33,8 +33,6 @@ from autoshard.cli.options import (
 )
 from autoshard.cli.output import Output
 from autoshard.mesh import DEVICES_PER_NODE
-
-RECOMPUTE = ("auto", "never", "always")
 
 
 @app.command()
@@ -75,7 +73,7 @@ def pipeline(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> int:
-    """Cut MODEL into pipeline stages for a cluster: data x tensor x pipeline x microbatches and schedules, searched together.
+    """Split MODEL into pipeline stages for a cluster: data x tensor x pipeline x microbatches and schedules, searched together.
 
     \b
     autoshard pipeline models/llama.py:llama3_70b --devices 16 --memory 80GB --out 70b.json --csv 70b.csv
@@ -84,20 +82,15 @@ def pipeline(
     """
     if train and inference:
         raise ValueError("--train and --inference exclude each other; give one")
-    if recompute not in RECOMPUTE:
-        raise ValueError(f"--recompute is {recompute!r}; expected {', '.join(RECOMPUTE)}")
     links = bandwidths(intra_node_bandwidth, inter_node_bandwidth)
     cluster = _cluster(devices, nodes, device, devices_per_node, tf32, links)
-    check_out(out)
-    check_out(csv, "--csv")
-    check_picture(plot, "--plot")
     limits = [parse_bytes(written) for written in memory]
     keywords = parse_settings(settings)
     options: dict[str, Any] = {
         "training": not inference,
         "memory_limit": limits[0] if limits else None,
         "budgets": tuple(limits[1:]),
-        "microbatches": None if microbatches is None else _numbers(microbatches),
+        "microbatches": None if microbatches is None else tuple(map(int, microbatches.split(","))),
         "schedules": tuple(name.strip() for name in schedules.split(",")),
         "layers": layers,
         "recompute": recompute,
@@ -111,21 +104,21 @@ def pipeline(
         api = load_api()
         with _executor(workers, dask) as executor:
             try:
-                found = api.pipeline(module, example_inputs, cluster, executor=executor, progress=output.progress, **options)
+                planned = api.pipeline(module, example_inputs, cluster, executor=executor, progress=output.progress, **options)
             except api.Infeasible as error:
                 return say_no(output, error, {"configurations": []})
-        _write(found, output, out, csv, plot)
-        output.answer(found.to_dict(), lambda: _report().pipeline_report(found))
+        _write(planned, output, out, csv, plot)
+        output.answer(planned.to_dict(), lambda: _report().pipeline_report(planned))
     return OK
 
 
-def _write(found: Any, output: Output, out: str | None, csv: str | None, plot: str | None) -> None:
+def _write(planned: Any, output: Output, out: str | None, csv: str | None, plot: str | None) -> None:
     if out is not None:
-        found.save(out)
+        planned.save(out)
     if csv is not None:
-        _report().write_csv(found.configurations, csv)
+        _report().write_csv(planned.configurations, csv)
     if plot is not None:
-        _report().plot_speed_up(found, plot)
+        _report().plot_speed_up(planned, plot)
     for path in filter(None, (out, csv, plot)):
         output.note(f"wrote {path}")
 
@@ -137,7 +130,7 @@ def _report() -> ModuleType:
 
 
 def _cluster(devices: int | None, nodes: Sequence[str], device: str, per_node: int, tf32: bool, links: Bandwidths) -> Any:
-    """The cluster that the words name."""
+    """The cluster that the options describe."""
     from autoshard.pipeline.submeshes import Cluster, Kind  # here: as in options
 
     if (devices is None) == (not nodes):
@@ -151,13 +144,6 @@ def _cluster(devices: int | None, nodes: Sequence[str], device: str, per_node: i
             raise ValueError(f"--nodes is {written!r}; expected NODESxDEVICES:DEVICE, for example 2x8:h100")
         kinds.append(Kind(int(match[1]), int(match[2]), match[3] or device, tf32=tf32, **links))
     return Cluster(tuple(kinds))
-
-
-def _numbers(written: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in written.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"--microbatches is {written!r}; expected whole numbers of 1 or more, for example 4,8,16")
-    return tuple(map(int, parts))
 
 
 def _executor(workers: int, dask: str | None) -> AbstractContextManager[Executor | None]:
@@ -174,11 +160,11 @@ def _executor(workers: int, dask: str | None) -> AbstractContextManager[Executor
 
 @contextmanager
 def _workers(count: int) -> Iterator[Executor]:
-    """Processes that don't hear Ctrl-C, which this one does: it then ends them and says the one line."""
+    """Processes that ignore Ctrl-C; the main process handles it, ends them and prints the one line."""
     ignore = (signal.SIGINT, signal.SIG_IGN)
     # spawn: torch's threads don't survive a fork
     executor = ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=signal.signal, initargs=ignore)
-    heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until then: those that start now inherit it
+    heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the processes that start now inherit the blocked signal
     try:
         executor.submit(os.getpid)  # starts all of them
     finally:

@@ -1,4 +1,4 @@
-"""What `plan` and `frontier` are asked on the command line, as values: the mesh or the meshes, options, the plan whose layouts are kept."""
+"""Arguments of `plan` and `frontier` as values: the mesh or the meshes, the options, and the plan whose layouts are kept."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from autoshard.cli.options import load_cluster
 from autoshard.mesh import Mesh, parse_shape
 
 AUTO = "auto"  # the --mesh that compares all shapes
-# options that a kept plan hands on where the command line does not say otherwise
+# options that come from a kept plan where the command line does not set them
 HANDED_ON = ("training", "memory_limit", "optimizer", "master_weights", "tie_blocks", "recompute")
 
 
 def check_mesh_words(mesh: str | None, cluster: str | None, keep: str | None, devices: int | None, prices: str | None) -> None:
-    """ValueError on words that say two things about the mesh, or none."""
+    """ValueError on options that contradict each other about the mesh, or that name none."""
     if mesh is None and cluster is None and keep is None:
         raise ValueError("Missing option '--mesh': give the sizes of the mesh, as --mesh 2x4, or a measured --cluster cluster.json")
     if prices is not None and cluster is not None:
@@ -31,7 +31,7 @@ def check_mesh_words(mesh: str | None, cluster: str | None, keep: str | None, de
 def mesh_of(
     shape: tuple[int, ...] | None, prices: str | None, cluster: str | None, devices_per_node: int | None, *, tf32: bool, **bandwidths: Any
 ) -> Mesh:
-    """The mesh of one shape: at published prices, as measured, or at bandwidths given."""
+    """The mesh of one shape: with published prices, as measured, or with the bandwidths that are passed."""
     if cluster is not None:
         measured = load_cluster(cluster)
         if tf32:
@@ -47,16 +47,14 @@ def mesh_of(
     return Mesh.from_bandwidths(shape, devices_per_node=devices_per_node, tf32=tf32, **bandwidths)
 
 
-def one_mesh(
-    mesh: str | None, cluster: str | None, kept: Any, keep: str | None, make: Callable[[tuple[int, ...] | None], Mesh]
-) -> Mesh:
-    """The mesh that the words name, or that of the plan that is kept."""
+def one_mesh(mesh: str | None, cluster: str | None, kept: Any, keep: str | None, make: Callable[[tuple[int, ...] | None], Mesh]) -> Mesh:
+    """The mesh that the options describe, or that of the plan that is kept."""
     if kept is not None and mesh is None and cluster is None:
         return kept.mesh
-    made = make(None if mesh is None else parse_shape(mesh))
-    if kept is not None and made.shape != kept.mesh.shape:
-        raise ValueError(f"the mesh is {_by(made.shape)}, but {keep} lays tensors over {_by(kept.mesh.shape)}; leave the mesh out")
-    return made
+    built = make(None if mesh is None else parse_shape(mesh))
+    if kept is not None and built.shape != kept.mesh.shape:
+        raise ValueError(f"the mesh is {_by(built.shape)}, but {keep} shards tensors over {_by(kept.mesh.shape)}; leave the mesh out")
+    return built
 
 
 def planning_options(
@@ -68,7 +66,7 @@ def planning_options(
     forbid: Sequence[str] = (),
     **plain: Any,
 ) -> dict[str, Any]:
-    """Options of a plan: the words read, what needs no reading (`plain`) as it is. Words that nobody gave are left out."""
+    """Options of a plan: texts are parsed, `plain` is copied. Options that were not passed are left out."""
     read = {
         "memory_limit": None if memory is None else parse_bytes(memory),
         "optimizer": None if optimizer is None else parse_optimizer(optimizer),
@@ -80,11 +78,11 @@ def planning_options(
 
 
 def handed_on(options: Mapping[str, Any], kept: Any) -> dict[str, Any]:
-    """The options, and those of the kept plan where the command line gave none."""
+    """The options, and those of the kept plan where the command line sets none."""
     said = {} if kept is None else {**kept.assumptions, "training": kept.training}
     open_ = [key for key in HANDED_ON if options.get(key) is None or options.get(key) is False]
-    found = {key: said[key] for key in open_ if said.get(key) is not None}
-    return {key: value for key, value in {**options, **found}.items() if value is not None}
+    inherited = {key: said[key] for key in open_ if said.get(key) is not None}
+    return {key: value for key, value in {**options, **inherited}.items() if value is not None}
 
 
 def edits_note(kept: Mapping[str, str], edited: Mapping[str, list], path: str) -> str:

@@ -1,4 +1,4 @@
-"""The verbs about plans: plan, show, verify."""
+"""`autoshard plan | show | verify`: makes a plan, shows it, checks it on simulated ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from autoshard.cli.app import NO, OK, app, say_no
-from autoshard.cli.arguments import bandwidths, check_out, parse_settings
+from autoshard.cli.arguments import bandwidths, parse_settings
 from autoshard.cli.model import load_model
 from autoshard.cli.options import (
     DEVICE,
@@ -69,7 +69,7 @@ def plan(
         typer.Option(help="Whose state memory holds: adamw (the default), sgd, momentum, or bytes per parameter.", show_default=False),
     ] = None,
     master_weights: MasterWeights = False,
-    tie_blocks: Annotated[bool, typer.Option("--tie-blocks", help="Lay all repeated blocks out alike.")] = False,
+    tie_blocks: Annotated[bool, typer.Option("--tie-blocks", help="Use the same layouts in all repeated blocks.")] = False,
     recompute: Annotated[
         str | None, typer.Option(help="Blocks to recompute in the backward pass: a number, all, or auto. Default: 0.", show_default=False)
     ] = None,
@@ -79,7 +79,7 @@ def plan(
         str | None, typer.Option(metavar="SOLUTION", help="Keep the parameters' layouts of this plan, edited perhaps.", show_default=False)
     ] = None,
     free: Annotated[
-        list[str], typer.Option(metavar="GLOB", help="With --keep: parameters to lay out anew; repeatable.", show_default=False)
+        list[str], typer.Option(metavar="GLOB", help="With --keep: parameters to plan anew; repeatable.", show_default=False)
     ] = [],  # noqa: B006
     price_pins: Annotated[bool, typer.Option("--price-pins", help="Say what each pin and forbidden layout costs.")] = False,
     no_baselines: Annotated[bool, typer.Option("--no-baselines", help="Leave out data parallel, FSDP and Megatron.")] = False,
@@ -103,7 +103,6 @@ def plan(
         return mesh_of(shape, prices, cluster, per_node, device=device, tf32=tf32, **links)
 
     one = None if mesh == AUTO else one_mesh(mesh, cluster, kept, keep, make)
-    check_out(out)
     keywords = parse_settings(settings)
     options = planning_options(
         memory=memory, optimizer=optimizer, recompute=recompute, pin=pin, forbid=forbid,
@@ -125,14 +124,14 @@ def plan(
 def _plan(
     module: Any, example_inputs: Any, mesh: Mesh | None, meshes: list[Mesh], options: dict[str, Any], output: Output, out: str | None
 ) -> int:
-    """Plan on the one mesh, or without one on each of several, and say what came out."""
+    """Plan on the one mesh, or without one on each of several, and print the result."""
     api, compared = load_api(), None
     try:
         if mesh is not None:
             solution = api.plan(module, example_inputs, mesh, progress=output.progress, **options)
         else:
-            found = api.plan_meshes(module, example_inputs, meshes, progress=output.progress, **options)
-            solution, compared = found.best, found.to_dicts()
+            plans = api.plan_meshes(module, example_inputs, meshes, progress=output.progress, **options)
+            solution, compared = plans.best, plans.to_dicts()
     except api.Infeasible as error:
         return say_no(output, error, error.to_dict())
     if out is not None:
@@ -190,7 +189,7 @@ def verify(
         written, keywords = model_of(loaded, model, parse_settings(settings), solution, trust)
         output.progress("building the model", 0.0)
         module, example_inputs = load_model(written, keywords, training=loaded.training)
-        found = load_api().verify(
+        record = load_api().verify(
             module,
             example_inputs,
             loaded,
@@ -200,5 +199,5 @@ def verify(
             local_tensor_mode=local_tensor_mode,
             progress=output.progress,
         )
-        output.answer(found, lambda: load_report().verify_report(found))
-    return OK if found["ok"] else NO
+        output.answer(record, lambda: load_report().verify_report(record))
+    return OK if record["ok"] else NO

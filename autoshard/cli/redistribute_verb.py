@@ -1,4 +1,4 @@
-"""`autoshard redistribute`: the cheapest route between two layouts of a tensor, for one problem or a list of them."""
+"""`autoshard redistribute`: finds the cheapest route between two layouts of a tensor, for one problem or a list of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from autoshard.cli.app import NO, OK, app
-from autoshard.cli.arguments import bandwidths, check_out, parse_bytes
+from autoshard.cli.arguments import bandwidths, parse_bytes
 from autoshard.cli.options import INTER, INTRA, InterNodeBandwidth, IntraNodeBandwidth, Json, Quiet
 from autoshard.cli.output import Output
 from autoshard.mesh import Mesh
@@ -54,14 +54,9 @@ def redistribute(
     from autoshard import relayout as room  # here: it needs torch, which --help shouldn't
 
     report = _report()
-    planners, kinds = room.PLANNERS, ("mesh", "tensorcraft")
-    for what, given, known in (("--planner", planner, planners), ("--prices", prices, kinds), ("--count", count, ("resident", "buffers"))):
-        if given is not None and given not in known:
-            raise ValueError(f"{what} is {given!r}; expected one of {', '.join(known)}")
     options = {key: value for key, value in (("max_depth", max_depth), ("top_k", top_k)) if value is not None}
     if options and planner != "memory_constrained":
         raise ValueError(f"--{next(iter(options)).replace('_', '-')} belongs to --planner memory_constrained, not to {planner}")
-    check_out(draw)
     limit = None if memory_limit is None else parse_bytes(memory_limit, "memory")
     links = bandwidths(intra_node_bandwidth, inter_node_bandwidth)
     with Output(as_json=as_json, quiet=quiet) as output:
@@ -75,7 +70,7 @@ def redistribute(
                 else room.MeshPrices(Mesh.from_bandwidths(item.mesh, **links), item.itemsize)
             )
             began = time.process_time()
-            route = planners[planner](item, price, None if limit is None else limit / item.itemsize, count=count, **options)
+            route = room.PLANNERS[planner](item, price, None if limit is None else limit / item.itemsize, count=count, **options)
             record = route.to_dict()
             record["cpu_seconds"] = time.process_time() - began
             records.append(record)

@@ -1,4 +1,4 @@
-"""`autoshard report`: a plan as one page of HTML."""
+"""`autoshard report`: writes a plan as one page of HTML."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typer
 from rich.text import Text
 
 from autoshard.cli.app import OK, app
-from autoshard.cli.arguments import check_out, parse_settings
+from autoshard.cli.arguments import parse_settings
 from autoshard.cli.model import load_model
 from autoshard.cli.options import Json, OldMesh, OptionalModel, Plan, Quiet, Settings, Trust, load_api, load_plan, model_of
 from autoshard.cli.output import Output
@@ -38,7 +38,6 @@ def report(
     """
     from autoshard.report import html, html_frontier  # here: as in options
 
-    check_out(out)
     if no_model and (model is not None or settings):
         raise ValueError(f"--no-model and {model or '--set'} contradict each other; leave one out")
     with Output(as_json=as_json, quiet=quiet) as output:

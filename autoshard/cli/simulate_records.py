@@ -1,4 +1,4 @@
-"""What `autoshard simulate --json` holds: of configurations of a model, of a plan, of a published simulator's MLP."""
+"""The records of `autoshard simulate --json`, for configurations of a model, for a plan, and for a published simulator's MLP."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OF_THE_BEST = ("seconds", "peak_bytes", "schedule", "microbatches", "bubble", "e
 
 
 def record_of_model(simulations: Sequence[Any]) -> dict:
-    """Of all, the best first."""
+    """The record of all simulations, the best first."""
     best, stages = simulations[0], []
     for d in range(best.parallel.pipeline):
         mine = best.parts[d :: best.parallel.pipeline]
@@ -30,7 +30,7 @@ def record_of_model(simulations: Sequence[Any]) -> dict:
 
 
 def record_of_plan(solution: Any, timeline: Any, *, measured: bool) -> dict:
-    """Of a plan's time line. measured: under other prices than the plan's own; `cost_seconds` is then the plan's cost under those."""
+    """A plan's time line as a record. measured: under other prices than the plan's own; `cost_seconds` is then the cost under those."""
     row = {
         "seconds": timeline.seconds,
         "peak_bytes": timeline.peak_bytes,
@@ -61,7 +61,7 @@ def _cost(program: Any) -> float:
 def record_of_mlp(
     target: str, constants: str, keywords: dict, configurations: Sequence[tuple[int, ...]], unused: Mapping[str, object]
 ) -> dict:
-    """Of a published simulator's MLP under its rules; unused: options that these rules have no use for, with what was given."""
+    """The record of a published simulator's MLP under its rules. unused: values of the options that these rules ignore."""
     from autoshard.simulate import distir
     from autoshard.simulate.degrees import Parallel
 

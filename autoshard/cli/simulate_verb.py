@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from autoshard.cli.app import OK, app
-from autoshard.cli.arguments import bandwidths, check_out, check_picture, parse_settings
+from autoshard.cli.arguments import bandwidths, parse_settings
 from autoshard.cli.model import load_model
 from autoshard.cli.options import (
     DEVICE,
@@ -39,7 +39,7 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="SOLUTION|MODEL",
-        help="A plan's file; or file.py:function or hf:DIR, laid out by --data, --tensor and --pipeline; or mlp, with --constants.",
+        help="A plan's file; or file.py:function or hf:DIR, sharded by --data, --tensor and --pipeline; or mlp, with --constants.",
         show_default=False,
     ),
 ]
@@ -70,7 +70,7 @@ def simulate(
     prefetch: Annotated[int, typer.Option(help="Parameters fetched ahead of their use.", min=0)] = 4,
     cluster: Annotated[
         str | None,
-        typer.Option(help="Prices from a file of `calibrate measure`; a model is laid over all its devices.", show_default=False),
+        typer.Option(help="Prices from a file of `calibrate measure`; a model uses all its devices.", show_default=False),
     ] = None,
     intra_node_bandwidth: IntraNodeBandwidth = INTRA,
     inter_node_bandwidth: InterNodeBandwidth = INTER,
@@ -94,8 +94,6 @@ def simulate(
     autoshard simulate models/gpt2.py:small --set batch=64 --data 1,2 --tensor 1,2 --pipeline 1,2 --cluster cluster.json
     autoshard simulate mlp --constants distir_3386edc --set layers=64 --set width=8192 --set batch=8192 --data 4 --tensor 4
     """
-    check_out(trace, "--trace")
-    check_picture(picture, "--picture")
     if tf32 and (cluster is not None or not _is_model(target)):
         raise ValueError("--tf32 is for a model at prices of data sheets; a plan and a --cluster bring their own, so leave it out")
     keywords = parse_settings(settings)
@@ -104,7 +102,7 @@ def simulate(
     with Output(as_json=as_json, quiet=quiet) as output:
         if constants != "physical":
             unused = {"--trace": trace, "--picture": picture, "--cluster": cluster, "--no-join": no_join}
-            found = Found(record_of_mlp(target, constants, keywords, grid, unused))
+            simulated = Simulated(record_of_mlp(target, constants, keywords, grid, unused))
         elif _is_model(target):
             _check_model_words(target, model, no_join, cluster, devices_per_node)
             if cluster is None:
@@ -112,19 +110,19 @@ def simulate(
             else:
                 grid, mesh_of = _measured(cluster, grid, output)
             how |= {"schedule": schedule, "chunks": chunks, "scheme": scheme, "training": not inference}
-            found = _of_model(target, keywords, grid, mesh_of, output, how)
+            simulated = _of_model(target, keywords, grid, mesh_of, output, how)
         else:
             if grid != [(1, 1, 1, 1)]:
                 raise ValueError(f"{target} is a plan, whose mesh is known; leave out --data, --tensor, --pipeline and --microbatches")
-            found = _of_plan(target, model, keywords, trust, cluster, output, {**how, "join": not no_join})
-        _write(found, trace, picture, output)
-        critical = None if found.timeline is None or found.run is not None else found.timeline.critical_seconds
-        output.answer(found.record, lambda: _report().simulation_report(found.record, critical))
+            simulated = _of_plan(target, model, keywords, trust, cluster, output, {**how, "join": not no_join})
+        _write(simulated, trace, picture, output)
+        critical = None if simulated.timeline is None or simulated.run is not None else simulated.timeline.critical_seconds
+        output.answer(simulated.record, lambda: _report().simulation_report(simulated.record, critical))
     return OK
 
 
-class Found(NamedTuple):
-    """What was simulated: all of it as a record; of the best its time line, and its run where stages or microbatches are several."""
+class Simulated(NamedTuple):
+    """The results as a record; the time line of the best one, and its run where there are several stages or microbatches."""
 
     record: dict
     timeline: Any = None
@@ -132,7 +130,7 @@ class Found(NamedTuple):
 
 
 def _check_model_words(target: str, model: str | None, no_join: bool, cluster: str | None, devices_per_node: int | None) -> None:
-    """ValueError on words that say two things about a model, or nothing."""
+    """ValueError on options that contradict each other, or have no meaning for a model."""
     if model is not None:
         raise ValueError(f"{target} is a model, and {model} too; give one of them, or a plan and its model")
     if no_join:
@@ -141,26 +139,26 @@ def _check_model_words(target: str, model: str | None, no_join: bool, cluster: s
         raise ValueError(f"--devices-per-node {devices_per_node} and --cluster {cluster} both say what a node is; leave one out")
 
 
-def _of_model(target: str, keywords: dict, grid: Grid, mesh_of: MeshMaker, output: Output, how: Mapping[str, Any]) -> Found:
+def _of_model(target: str, keywords: dict, grid: Grid, mesh_of: MeshMaker, output: Output, how: Mapping[str, Any]) -> Simulated:
     from autoshard.api.simulating import Parallel, simulate_grid  # here: torch takes seconds to import
 
     output.progress("building the model", 0.0)
     module, inputs = load_model(target, keywords, training=how["training"])
     simulations = simulate_grid(module, inputs, [Parallel(*numbers) for numbers in grid], mesh_of, progress=output.progress, **how)
     simulations.sort(key=lambda one: (not one.fits, one.seconds))
-    return Found(record_of_model(simulations), simulations[0].timeline, simulations[0].run)
+    return Simulated(record_of_model(simulations), simulations[0].timeline, simulations[0].run)
 
 
 def _of_plan(
     target: str, model: str | None, keywords: dict, trust: bool, cluster: str | None, output: Output, how: Mapping[str, Any]
-) -> Found:
+) -> Simulated:
     solution = load_api().load(target)
     measured = None if cluster is None else load_cluster(cluster)
     written, keywords = model_of(solution, model, keywords, target, trust)
     output.progress("building the model", 0.0)
     module, inputs = load_model(written, keywords, training=solution.training)
     timeline = load_api().simulate(module, inputs, solution, mesh=measured, progress=output.progress, **how)
-    return Found(record_of_plan(solution, timeline, measured=measured is not None), timeline)
+    return Simulated(record_of_plan(solution, timeline, measured=measured is not None), timeline)
 
 
 def _report() -> ModuleType:
@@ -174,29 +172,23 @@ def _is_model(target: str) -> bool:
 
 
 def _configurations(*written: str) -> Grid:
-    lists = []
-    for name, numbers in zip(("data", "tensor", "pipeline", "microbatches"), written):
-        parts = [part.strip() for part in numbers.split(",")]
-        if not all(part.isdecimal() and int(part) > 0 for part in parts):
-            raise ValueError(f"--{name} is {numbers!r}; expected whole numbers of 1 or more, for example 4 or 1,2,4")
-        lists.append([int(part) for part in parts])
-    return [(d, h, p, k) for d, h, p, k in product(*lists)]
+    return list(product(*([int(number) for number in numbers.split(",")] for numbers in written)))  # type: ignore[arg-type]
 
 
 def _nodes(devices_per_node: int | None, **prices: Any) -> MeshMaker:
-    """Meshes of nodes of so many devices; by default a stage is a node."""
+    """A function that makes meshes of nodes of so many devices; by default a stage is a node."""
 
-    def made(shape: tuple[int, int, int]) -> Mesh:
+    def mesh_of(shape: tuple[int, int, int]) -> Mesh:
         per_node = devices_per_node or math.prod(shape[1:])
         return Mesh.from_bandwidths(shape, devices_per_node=per_node, axis_names=AXES, **prices)
 
-    return made
+    return mesh_of
 
 
 def _measured(cluster: str, grid: Grid, output: Output) -> tuple[Grid, MeshMaker]:
-    """The configurations that fill a measured cluster, and their meshes: degrees above 1 are its axes, pipeline before data before tensor.
+    """The configurations that fill a measured cluster, and a function that makes their meshes.
 
-    ValueError where none does.
+    Degrees above 1 must be the cluster's axes, in the order pipeline, data, tensor. ValueError where no configuration fills the cluster.
     """
     measured = load_cluster(cluster)
     axes = [axis for axis in measured.axes if axis.size > 1]
@@ -207,24 +199,24 @@ def _measured(cluster: str, grid: Grid, output: Output) -> tuple[Grid, MeshMaker
     if len(filling) < len(grid):
         output.note(f"{len(filling)} of {len(grid)} combinations fill {cluster}, measured as {shape}; the others are left out")
 
-    def made(shape: tuple[int, int, int]) -> Mesh:
+    def mesh_of(shape: tuple[int, int, int]) -> Mesh:
         left = iter(axes)
         alone = [Axis(name, 1, 1.0, 0.0, backend=measured.axes[0].backend) for name in AXES]  # one device has no link
         return Mesh(tuple(replace(next(left), name=one.name) if n > 1 else one for n, one in zip(shape, alone)), measured.device)
 
-    return filling, made
+    return filling, mesh_of
 
 
-def _write(found: Found, trace: str | None, picture: str | None, output: Output) -> None:
+def _write(simulated: Simulated, trace: str | None, picture: str | None, output: Output) -> None:
     output.progress("writing", 0.95)
     if trace is not None:
         from autoshard.report.trace import trace_of, trace_of_run  # here: as above
 
-        _report().save_trace(trace_of(found.timeline) if found.run is None else trace_of_run(found.run), trace)
+        _report().save_trace(trace_of(simulated.timeline) if simulated.run is None else trace_of_run(simulated.run), trace)
         output.note(f"wrote {trace}; open it in ui.perfetto.dev")
     if picture is not None:
-        if found.run is None:
-            _report().draw_timeline(found.timeline, picture)
+        if simulated.run is None:
+            _report().draw_timeline(simulated.timeline, picture)
         else:
-            _report().draw_run(found.run, picture)
+            _report().draw_run(simulated.run, picture)
         output.note(f"wrote {picture}")

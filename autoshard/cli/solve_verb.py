@@ -10,7 +10,6 @@ import typer
 from rich.table import Table
 
 from autoshard.cli.app import NO, OK, app
-from autoshard.cli.arguments import check_out
 from autoshard.cli.options import Json, Quiet
 from autoshard.cli.output import Output
 from autoshard.problem import Problem, read_contest, write_choice
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 @app.command()
 def solve(
     problem: Annotated[str, typer.Argument(help="A problem in the contest's format, .json or .json.gz.", show_default=False)],
-    time_limit: Annotated[float, typer.Option(help="Seconds; after them the best answer found is given, with its bound.")] = 10000.0,
+    time_limit: Annotated[float, typer.Option(help="Seconds; then the best answer so far is returned, with its bound.")] = 10000.0,
     gap: Annotated[float, typer.Option(help="Stop when the answer is proven to be within this of the best, relative.")] = 0.0,
     solver: Annotated[str, typer.Option(help="auto, prices, ilp, cvxpy, dp, dual or exhaustive.")] = "auto",
     out: Annotated[str | None, typer.Option(help="Write the choices here, as JSON.", show_default=False)] = None,
@@ -37,7 +36,6 @@ def solve(
     from autoshard.solvers import Answer, Status  # here: cvxpy takes seconds to import, which --help shouldn't
     from autoshard.solvers import solve as run
 
-    check_out(out)
     with Output(as_json=as_json, quiet=quiet) as output:
         output.progress("reading", 0.0)
         began = time.monotonic()
@@ -50,7 +48,7 @@ def solve(
         if numbers is not None:
             output.progress("solving", 0.0)
             options: dict[str, Any] = {"solver": solver, "time_limit": time_limit, "gap": gap}
-            answer = run(numbers, **options, progress=lambda *found: output.progress(*_progress(*found)))
+            answer = run(numbers, **options, progress=lambda cost, bound: output.progress(*_progress(cost, bound)))
         if out is not None and answer.choice is not None:
             write_choice(out, answer)
             output.note(f"wrote {out}")
@@ -75,7 +73,7 @@ def solve(
 
 
 def _infeasibility(problem: Problem, why: Infeasibility) -> dict:
-    """The smallest limit that works lies between `smallest_limit`'s two numbers; `nodes` hold the most bytes at `time`."""
+    """The smallest limit that works is between the two numbers of `smallest_limit`; `nodes` hold the most bytes at `time`."""
     nodes = [{"node": node, "name": problem.names[node], "bytes": amount} for node, amount in why.nodes]
     return {"smallest_limit": list(why.smallest_limit), "time": why.time, "nodes": nodes}
 

@@ -1,4 +1,4 @@
-"""`autoshard tables`: lay embedding tables over devices by the slowest device."""
+"""`autoshard tables`: plans the sharding and placement of embedding tables so that the slowest device is as fast as possible."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoshard.cli.app import NO, OK, app
-from autoshard.cli.arguments import bandwidths, check_out, parse_bytes
+from autoshard.cli.arguments import bandwidths, parse_bytes
 from autoshard.cli.options import DEVICE, INTER, INTRA, DeviceName, InterNodeBandwidth, IntraNodeBandwidth, Json, Quiet
 from autoshard.cli.output import Output, finite
 from autoshard.mesh import Mesh, parse_shape
@@ -26,7 +26,7 @@ def tables(
     devices: Annotated[str, typer.Option(help="How many devices, or a mesh such as 2x8: nodes x devices of a node.")] = "8",
     hbm: Annotated[str, typer.Option(help="Memory of a device.")] = "80GB",
     host_memory: Annotated[
-        str | None, typer.Option(help="Memory of a host, shared by its devices; default: no table lies there.", show_default=False)
+        str | None, typer.Option(help="Memory of a host, shared by its devices; default: no table is placed there.", show_default=False)
     ] = None,
     intra_node_bandwidth: IntraNodeBandwidth = INTRA,
     inter_node_bandwidth: InterNodeBandwidth = INTER,
@@ -35,14 +35,14 @@ def tables(
     batch: Annotated[int, typer.Option(help="Examples per device and step.", min=1)] = 512,
     reserve: Annotated[float, typer.Option(help="Share of all memory that is kept free.")] = 0.15,
     effort: Annotated[float, typer.Option(help="Times the usual number of search moves.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the search; the same seed gives the same plan.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the search; the same seed yields the same plan.")] = 0,
     out: Annotated[str | None, typer.Option(help="Write the plan as JSON.", show_default=False)] = None,
     plot: Annotated[str | None, typer.Option(help="Write a bar plot of the load per device, PNG or SVG.", show_default=False)] = None,
     every: Annotated[bool, typer.Option("--all", help="Print every table, not only those that take longest.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> int:
-    """Lay embedding tables over devices so that the slowest device is as fast as can be.
+    """Shard and place embedding tables so that the slowest device is as fast as can be.
 
     \b
     autoshard tables tables.csv --devices 2x8 --hbm 80GB --host-memory 512GB --reserve 0.15
@@ -52,26 +52,24 @@ def tables(
     """
     from autoshard.tables import plan_tables  # here, like the report: other verbs shouldn't wait for what they import
 
-    check_out(out)
-    check_out(plot)
     links, to_host = bandwidths(intra_node_bandwidth, inter_node_bandwidth), parse_bytes(host_bandwidth, "--host-bandwidth")
     memory = parse_bytes(hbm)
     host = None if host_memory is None else 0.0 if host_memory.strip() in ("0", "0GB") else parse_bytes(host_memory)
     mesh = Mesh.from_bandwidths(parse_shape(devices), **links, device=device)
     with Output(as_json=as_json, quiet=quiet) as output:
-        found = plan_tables(
+        plan = plan_tables(
             read_tables(spec), mesh, hbm=memory, host_memory=host, reserve=reserve, batch=batch, host_bandwidth=to_host,
             effort=effort, seed=seed, progress=output.progress,
         )  # fmt: skip
-        record = found.to_dict()
+        record = plan.to_dict()
         if out is not None:
             write_atomically(json.dumps(finite(record), indent=1) + "\n", out)
             output.note(f"wrote {out}")
-        if plot is not None and found.devices:
+        if plot is not None and plan.devices:
             _report().draw(plot, record)
             output.note(f"wrote {plot}")
         output.answer(record, lambda: _report().table_of(record, every))
-    return OK if found.devices else NO
+    return OK if plan.devices else NO
 
 
 def _report() -> ModuleType:

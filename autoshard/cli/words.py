@@ -1,10 +1,10 @@
-"""Words of the command line that are judged before anything slow is imported: a row per option, for all verbs.
+"""Checks of command-line arguments that run before anything slow is imported: one check per option, for all verbs.
 
-    check_words(verb, names, values)       names: of each parameter, what the user calls it (--mesh, MODEL)
+    check_words(verb, names, values)       names: per parameter, the name that the user knows (--mesh, MODEL)
 
-A row is a function of (name, value) that raises ValueError. ROWS has them by parameter, OWN by verb and parameter
-where a verb means something else by it, FREE are parameters that take any text, or whose values only a plan or a library can judge. Names
-of solvers, formats and so on are repeated here, as the rooms that own them take seconds to import; a test compares the two.
+A check is a function of (name, value) that raises ValueError. ROWS holds the checks by parameter. OWN holds those by verb and parameter,
+where a verb uses a parameter differently. FREE lists parameters that accept any text, or whose values only a plan or a library can check.
+Names of solvers, formats and so on are repeated here, because the modules that define them take seconds to import; a test compares the two.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ SCHEMES = ("auto", "data_parallel", "fsdp", "megatron", "megatron_sp", "planned"
 CONSTANTS = ("physical", "distir_3386edc", "distir_83d7fc3")
 PLANNERS = ("naive", "astar", "dijkstra", "memory_constrained")
 METHODS = ("piecewise", "pchip", "p_norm", "alpha_beta", "sigmoid")
-HUGGING_FACE = ("batch", "seq", "layers", "loss", "attention", "experts", "dtype")  # settings of hf: models
-MOST_DIM = 15  # that a layout can shard
+HUGGING_FACE = ("batch", "seq", "image_size", "layers", "loss", "attention", "experts", "dtype")  # settings of hf: models
+MOST_DIM = 63  # that a layout can shard
 
 Check = Callable[[str, Any], object]
 
@@ -67,7 +67,7 @@ def share(name: str, value: float) -> None:
 
 
 def readable(expected: str, name: str, value: str) -> None:
-    """A file that is there; what it holds is for its reader to say."""
+    """The file exists; its reader checks the content."""
     path = Path(value)
     if path.is_dir():
         raise ValueError(f"{value or '.'} is a folder; expected {expected}")
@@ -174,14 +174,14 @@ def percent(name: str, value: str) -> None:
 def folder(name: str, value: str) -> None:
     path = Path(value)
     if (path.exists() and not path.is_dir()) or not path.parent.is_dir():
-        raise ValueError(f"{name} {value} is a file, or lies in no folder; give the name of a folder, new or old")
+        raise ValueError(f"{name} {value} is a file, or its folder does not exist; give the name of a folder, new or old")
 
 
-# -- models: what their file's text says, without running it ---------------------------------------------------------------------------
+# -- models: checks of the source of their file, without running it ------------------------------------------------------------------------
 
 
 def model(name: str, value: str) -> None:
-    """There is such a file, and something in it may be called so."""
+    """The file exists, and something in it may have the function's name."""
     if value.startswith("hf:"):
         file = Path(value.removeprefix("hf:")) / "config.json"
         if not file.is_file():
@@ -206,23 +206,24 @@ def model_or_plan(name: str, value: str) -> None:
 
 
 def settings_of(written: str, given: Mapping[str, Any]) -> None:
-    """ValueError for a --set that the model's function has not, as far as its text says."""
+    """ValueError for a --set that the model's function does not accept, as far as its source shows."""
     if written.startswith("hf:"):
         if unknown := [key for key in given if key not in HUGGING_FACE]:
             raise ValueError(f"hf: models take no setting {unknown[0]!r}; they take {', '.join(HUGGING_FACE)}")
         return
     path, _, name = written.rpartition(":")
     tree = _tree(path)
-    found = [] if tree is None else [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
-    if len(found) != 1 or found[0] not in tree.body or found[0].decorator_list or found[0].args.kwarg:  # type: ignore[union-attr]
+    functions = [] if tree is None else [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
+    if len(functions) != 1 or functions[0] not in tree.body or functions[0].decorator_list or functions[0].args.kwarg:  # type: ignore[union-attr]
         return
-    named = [a.arg for a in (*found[0].args.posonlyargs, *found[0].args.args, *found[0].args.kwonlyargs)]
+    arguments = functions[0].args
+    named = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     if unknown := [key for key in given if key not in named]:
         raise ValueError(f"{name}() takes no {unknown[0]!r}; it takes {', '.join(named) or 'nothing'}, so correct the --set")
 
 
 def _tree(path: str) -> ast.Module | None:
-    """None where running the file is what says what is wrong with it."""
+    """The file's syntax tree; None where it can't be parsed, which running the file will report."""
     try:
         return ast.parse(content_of(path, "model"))
     except (SyntaxError, ValueError, RecursionError):
@@ -230,7 +231,7 @@ def _tree(path: str) -> ast.Module | None:
 
 
 def _bound(tree: ast.Module) -> set[str] | _All:
-    """Every name that the file binds anywhere; all names where it may bind some that its text does not show."""
+    """Every name that the file binds anywhere; all names where it may bind some that its source does not show."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -247,7 +248,7 @@ class _All:
         return True
 
 
-# -- the rows --------------------------------------------------------------------------------------------------------------------------
+# -- the checks --------------------------------------------------------------------------------------------------------------------
 
 ROWS: dict[str, Check] = {
     "model": model,

@@ -1,15 +1,16 @@
-"""What the ops and edges of a plan cost, one by one and by name; and in which of them two plans differ.
+"""The cost of a plan as a sum over its ops and edges, and the terms of that sum in which two plans differ.
 
-    cost(x') - cost(x) = sum over ops v of c_v(x'_v) - c_v(x_v)  +  sum over edges of T(x'_a, x'_b) - T(x_a, x_b)      (`moved`)
+    cost(x') - cost(x) = sum over ops v of c_v(x'_v) - c_v(x_v)  +  sum over edges of T(x'_a, x'_b) - T(x_a, x_b)      (`cost_differences`)
 
-An edge leads from what its producer gives to what its reader takes; of a tensor with several readers it leads to its hub, where one
-copy waits for all of them, and from there to each.
+An edge leads from a tensor's producer to its reader, and costs the change from the output layout of the one to the input layout of the
+other. A tensor with several readers has a hub: one edge leads from the producer to the hub, where one copy is kept for all readers, and one
+edge leads from the hub to each reader.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from autoshard.formulate import Formulation
 from autoshard.layout import Layout, text
@@ -20,51 +21,55 @@ Choice = Sequence[int]
 
 
 @dataclass(frozen=True)
-class Priced:
-    """One op or one edge under one choice."""
+class CostTerm:
+    """What one op or one edge costs under one choice."""
 
-    kind: str  # op, or what an edge carries: copy (to the hub), input, gradient, buffer, output
+    kind: str  # op, or what an edge transfers: copy (to the hub), input, gradient, buffer, output
     name: str  # of the op; `producer -> reader` of an edge
     module: str
-    takes: tuple[str, ...]  # layouts that come in; of an edge the one that the producer gives
-    gives: tuple[str, ...]  # layouts that go out; of an edge the one that the reader takes
+    inputs: tuple[str, ...]  # input layouts of the op; of an edge the output layout of the producer. "takes" in JSON
+    outputs: tuple[str, ...]  # output layouts of the op; of an edge the input layout of the reader. "gives" in JSON
     seconds: float  # inf where there is no route
     steps: tuple[str, ...]  # collectives, `all_gather axis1`
 
+    def to_dict(self) -> dict:
+        keys = {"inputs": "takes", "outputs": "gives"}
+        return {keys.get(name, name): value for name, value in asdict(self).items()}
+
 
 @dataclass(frozen=True)
-class Moved:
+class CostDifference:
     """One op or edge that does not cost the same in two plans."""
 
-    before: Priced
-    after: Priced
+    before: CostTerm
+    after: CostTerm
 
     @property
     def extra_seconds(self) -> float:
         return self.after.seconds - self.before.seconds
 
 
-def priced_op(formulated: Formulation, i: int, choice: Choice) -> Priced:
+def op_term(formulated: Formulation, i: int, choice: Choice) -> CostTerm:
     op, candidate = formulated.graph.ops[i], formulated.candidate(i, choice)
-    inside = internal_collectives(op, formulated.graph.input_tensors(i), candidate.inputs, formulated.mesh)
-    steps = tuple(f"{name} {formulated.mesh.axes[axis].name}" for name, axis, _ in inside)
+    collectives = internal_collectives(op, formulated.graph.input_tensors(i), candidate.inputs, formulated.mesh)
+    steps = tuple(f"{name} {formulated.mesh.axes[axis].name}" for name, axis, _ in collectives)
     seconds = float(formulated.problem.node_costs[i][choice[i]])
-    return Priced("op", op.name, op.module, _texts(candidate.inputs), _texts(candidate.outputs), seconds, steps)
+    return CostTerm("op", op.name, op.module, _texts(candidate.inputs), _texts(candidate.outputs), seconds, steps)
 
 
-def priced_edge(formulated: Formulation, e: int, choice: Choice) -> Priced:
+def edge_term(formulated: Formulation, e: int, choice: Choice) -> CostTerm:
     link, edge, ops = formulated.links[e], formulated.problem.edges[e], formulated.graph.ops
     seconds = float(edge.table[choice[edge.a], choice[edge.b]])
     route = formulated.route(link, choice)
     steps = tuple(f"{step.collective} {formulated.mesh.axes[step.axis].name}" for step in route.steps) if route else ()
     module = ops[link.b].module if link.b < len(ops) else ops[link.value[0]].module
     names = formulated.problem.names
-    takes, gives = _texts([link.gives[choice[link.a]]]), _texts([link.takes[choice[link.b]]])
-    return Priced(_carried(formulated, e), f"{names[link.a]} -> {names[link.b]}", module, takes, gives, seconds, steps)
+    inputs, outputs = _texts([link.gives[choice[link.a]]]), _texts([link.takes[choice[link.b]]])
+    return CostTerm(_kind_of_edge(formulated, e), f"{names[link.a]} -> {names[link.b]}", module, inputs, outputs, seconds, steps)
 
 
-def _carried(formulated: Formulation, e: int) -> str:
-    """Edges stand in this order (formulate.build): to hubs, to inputs, to results."""
+def _kind_of_edge(formulated: Formulation, e: int) -> str:
+    """Edges are in this order (formulate.build): to hubs, to inputs, to results."""
     results = [formulated.graph.results[k].kind for k in formulated.results]
     first = len(formulated.links) - len(results)
     return "copy" if e < len(formulated.hubs) else "input" if e < first else results[e - first]
@@ -74,16 +79,16 @@ def _texts(layouts: Sequence[Layout | None]) -> tuple[str, ...]:
     return tuple("-" if layout is None else text(layout) for layout in layouts)
 
 
-def moved(formulated: Formulation, before: Choice, after: Choice) -> list[Moved]:
-    """All ops and edges whose seconds differ, dearest first."""
-    problem, found = formulated.problem, []
+def cost_differences(formulated: Formulation, before: Choice, after: Choice) -> list[CostDifference]:
+    """All ops and edges whose seconds differ, the largest increase first."""
+    problem, differing = formulated.problem, []
     for i in range(len(formulated.graph.ops)):
         if problem.node_costs[i][before[i]] != problem.node_costs[i][after[i]]:
-            found.append(Moved(priced_op(formulated, i, before), priced_op(formulated, i, after)))
+            differing.append(CostDifference(op_term(formulated, i, before), op_term(formulated, i, after)))
     for e, edge in enumerate(problem.edges):
         if edge.table[before[edge.a], before[edge.b]] != edge.table[after[edge.a], after[edge.b]]:
-            found.append(Moved(priced_edge(formulated, e, before), priced_edge(formulated, e, after)))
-    return sorted(found, key=lambda one: -one.extra_seconds)  # stable: equal ones in the order of the graph
+            differing.append(CostDifference(edge_term(formulated, e, before), edge_term(formulated, e, after)))
+    return sorted(differing, key=lambda one: -one.extra_seconds)  # stable: equal ones in the order of the graph
 
 
 def touching(formulated: Formulation, nodes: Collection[int]) -> tuple[list[int], list[int]]:
@@ -97,7 +102,7 @@ def touching(formulated: Formulation, nodes: Collection[int]) -> tuple[list[int]
 
 
 def held_at_once(formulated: Formulation, nodes: Collection[int], choice: Choice) -> dict[str, float]:
-    """Bytes per device that these nodes, and copies on edges that lead to them, hold when they hold most, by what they are."""
+    """Bytes per device of these nodes and of copies on edges that lead to them, at the time when they are largest, by kind."""
     problem, inside = formulated.problem, set(nodes)
     spans = []
     for kind, usage in zip(formulated.held, problem.usages, strict=True):

@@ -1,38 +1,38 @@
-"""What there is to say about one thing in a plan: the records that `explain` gives, and their plain form.
+"""The records that `explain` returns about one tensor, op or block of a plan, and their plain form for JSON.
 
-Costs are in seconds and sizes in bytes per device; what can't be is inf in a record, None in its plain form.
+Costs are in seconds and sizes in bytes per device. The cost of what is impossible is inf in a record and None in its plain form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from autoshard.explain.differences import Moved, Priced
+from autoshard.explain.differences import CostDifference, CostTerm
 from autoshard.solution.record import plain
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """One other way to lay the subject out. Costs are those of the whole plan, in seconds; inf where there is none."""
+    """Another layout of what was asked about. Costs are those of the entire plan, in seconds; inf where there is no such plan."""
 
     label: str  # a layout; of a block also a scheme
-    pins: Mapping[str, str]  # what `plan` would have to be told for it; of a scheme nothing: its pins are of candidates
-    reason: str  # why it can't be, or why nobody knows; "" where it can
-    cost: float  # with everything else laid out anew
-    bound: float  # no such plan costs less
+    pins: Mapping[str, str]  # the pins with which `plan` finds it; empty for a scheme, which pins candidates instead
+    reason: str  # why it is impossible, or why that is unknown; "" where it is possible
+    cost: float  # with all other layouts planned anew
+    bound: float  # no plan with this layout costs less
     proven: bool
     extra: float  # cost - that of the plan
     peak_bytes: float
-    local_extra: float  # with everything else as planned
-    local_reason: str  # why that can't be; "" where it can
-    dearer: tuple[Moved, ...]  # the most of what costs more then, dearest first
+    local_extra: float  # with all other layouts as planned
+    local_reason: str  # why that is impossible; "" where it is possible
+    dearer: tuple[CostDifference, ...]  # the ops and edges that cost more then, the largest increase first; at most 10
     dearer_seconds: float  # all of it together
-    cheaper: tuple[Moved, ...]
+    cheaper: tuple[CostDifference, ...]
     cheaper_seconds: float  # negative
-    local_dearer: tuple[Moved, ...]
-    changed: Mapping[str, tuple[str, str]]  # parameters, buffers and inputs elsewhere that lie otherwise then: before, after
-    changed_ops: tuple[str, ...]  # the other ops elsewhere that do
+    local_dearer: tuple[CostDifference, ...]
+    changed: Mapping[str, tuple[str, str]]  # other parameters, buffers and inputs whose layouts change: before, after
+    changed_ops: tuple[str, ...]  # the other ops whose layouts change
 
     def to_dict(self) -> dict:
         """Plain containers; None in place of inf."""
@@ -45,8 +45,8 @@ class Alternative:
         return plain({**kept, **sums, **rows, "changed": self.changed, "changed_ops": self.changed_ops}, "alternative")
 
 
-def _row(one: Moved) -> dict:
-    ends = {side: {key: value for key, value in asdict(item).items() if key not in _SHARED} for side, item in vars(one).items()}
+def _row(one: CostDifference) -> dict:
+    ends = {side: {key: value for key, value in term.to_dict().items() if key not in _SHARED} for side, term in vars(one).items()}
     return {**{key: getattr(one.before, key) for key in _SHARED}, **ends, "extra_seconds": one.extra_seconds}
 
 
@@ -55,7 +55,7 @@ _SHARED = ("kind", "name", "module")
 
 @dataclass(frozen=True)
 class Explanation:
-    """Where one thing lies in a plan, and what it costs there and elsewhere. Seconds, and bytes per device."""
+    """The layout of one tensor, op or block in a plan, what it costs, and what other layouts cost. Seconds, and bytes per device."""
 
     name: str
     kind: str  # parameter, buffer, input, tangent, op or block
@@ -67,23 +67,23 @@ class Explanation:
     parameters: Mapping[str, str]  # of a block: their layouts
     seconds: float  # of the choice itself: compute and collectives inside ops, the optimizer's step
     edge_seconds: float  # of all edges that touch it
-    parts: tuple[Priced, ...]  # its ops, dearest first; of a block those that cost something
-    edges: tuple[Priced, ...]  # those that touch it, dearest first; of a block the same
-    bytes: Mapping[str, float]  # when it holds most, by what they are
+    parts: tuple[CostTerm, ...]  # its ops, the most expensive first; of a block those that cost something
+    edges: tuple[CostTerm, ...]  # those that touch it, the most expensive first; of a block those that cost something
+    bytes: Mapping[str, float]  # at the time when they are largest, by kind
     cost: float  # of the plan at today's prices
     planned_cost: float  # as the plan says
     status: str  # of the plan, as it says
     peak_bytes: float
     memory_limit: float | None
     alternatives: tuple[Alternative, ...]  # cheapest first
-    left_out: Mapping[str, float]  # the others, and what they cost at least
+    left_out: Mapping[str, float]  # the layouts that were not solved, and a lower bound on the cost of each
     why_not: Alternative | None
     cpu_seconds: Mapping[str, float]  # capture, formulate, solve, total
 
     def to_dict(self) -> dict:
         """Plain containers; None in place of inf."""
         data = {key: value for key, value in vars(self).items() if key not in ("alternatives", "why_not", "cost", "planned_cost")}
-        data |= {"parts": [asdict(part) for part in self.parts], "edges": [asdict(edge) for edge in self.edges]}
+        data |= {"parts": [part.to_dict() for part in self.parts], "edges": [edge.to_dict() for edge in self.edges]}
         about = {"name": data.pop("name"), "cost_seconds": self.cost, "planned_seconds": self.planned_cost, **data}
         others = {"alternatives": [one.to_dict() for one in self.alternatives], "why_not": self.why_not and self.why_not.to_dict()}
         return plain({**about, **others}, "explanation")

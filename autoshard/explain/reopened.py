@@ -1,13 +1,13 @@
-"""A saved plan's problem, made again from the model as it is now: `explain` and `check` ask it their questions.
+"""The optimization problem of a saved plan, built again from the model as it is now; `explain` and `check` solve variants of it.
 
     problem  = the candidates, priced, under the plan's own options and pins                          (`reopened`)
     x        = the plan's choice in it                                                                (`choice_of`)
-    M        = the messages at which dual ascent ends on it, memory aside                              (`Reopened.messages`)
-    V(K)     = min cost(x') over the x' with x'_v in K_v for the nodes v of K, that fit                (`Reopened.best`)
+    M        = the messages at which dual ascent ends on it, without the memory limit                           (`Reopened.messages`)
+    V(K)     = min cost(x') over the x' that fit in memory and have x'_v in K_v for the nodes v of K    (`Reopened.best`)
     low_v(i) <= V({v: {i}}), from one sweep over M                                                     (`Reopened.floors`)
 
-Messages are valid for any costs, hence every V(K) is sought from M on: what K forbids is all that ascent still has to learn. K is asked
-for as pins are, `plan(pins={**pins, name: layout})`; where pins can't say it, K replaces the plan's own demands on its nodes.
+Messages give a valid bound for any costs, so the search for every V(K) starts from M, which is near the end already. K is written as pins,
+`plan(pins={**pins, name: layout})`; where pins can't express K, it replaces the plan's own pins on its nodes.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from autoshard.strategies import candidates
 
 Choice = tuple[int, ...]
 Kept = Mapping[int, np.ndarray]  # node -> which of its choices are allowed
-NOT_OPTIONS = {"time_limit", "baselines", "gap", "recompute"}  # of a plan's: set here
+NOT_OPTIONS = {"time_limit", "baselines", "gap", "recompute"}  # options of a plan that are set here instead
 
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """One way to lay something out: the choices that it leaves to each node, or why there is none."""
+    """One alternative layout: the choices that it allows each node, or the reason why it is impossible."""
 
     label: str  # a layout; of a block also a scheme, `fsdp`
     kept: Kept = field(default_factory=dict)
     pins: Mapping[str, str] = field(default_factory=dict)  # the same for `plan`, where pins can say it
-    reason: str = ""  # why it can't be
+    reason: str = ""  # why it is impossible
 
 
 def options_of(solution: Solution) -> Options:
-    """The options that a plan says it was made under; to be solved to the optimum, on a graph whose recomputed blocks are ops."""
+    """The options that a plan was made with, to be solved to the optimum on a graph in which recomputed blocks are ops already."""
     known = {key: value for key, value in solution.assumptions.items() if key in Options.__dataclass_fields__}
     known["training"] = solution.training
     return Options(**{key: value for key, value in known.items() if key not in NOT_OPTIONS}, baselines=False)
@@ -65,7 +65,7 @@ def captured(model: nn.Module, example_inputs: Any, solution: Solution) -> Graph
 
 @dataclass(frozen=True, eq=False)
 class Reopened:
-    """A plan and its problem."""
+    """A plan and the problem that it solves."""
 
     formulated: Formulation
     options: Options
@@ -78,7 +78,7 @@ class Reopened:
 
     @cached_property
     def judged(self) -> Evaluation:
-        """Of the plan's choice, its own pins aside."""
+        """Cost and memory of the plan's choice, without the plan's pins."""
         return evaluate(self.formulated.problem, self.choice)
 
     @cached_property
@@ -90,7 +90,7 @@ class Reopened:
         """low_v(i), seconds; of the problem without any pins."""
         met = Messages(without_limit(self.formulated.problem))
         met.message[:] = self.messages
-        for forward in (True, False):  # the second sweep knows the bound that its totals are above
+        for forward in (True, False):  # the second sweep adds the bound that its totals are above
             met.sweep(forward)
         return np.split(met.reduced + met.previous_bound, met.first[1:-1])
 
@@ -107,28 +107,28 @@ class Reopened:
         """The best choice of a problem that was `narrowed`, and its proof."""
         solver = self.options.solver
         if self.options.tie_blocks:
-            given: dict[str, Any] = {"preference": self.formulated.preference, "progress": None}
-            return solve_tied(self.formulated, problem, solver=solver, time_limit=time_limit, gap=0.0, **given)
+            options: dict[str, Any] = {"preference": self.formulated.preference, "progress": None}
+            return solve_tied(self.formulated, problem, solver=solver, time_limit=time_limit, gap=0.0, **options)
         return solve(problem, solver=solver, time_limit=time_limit, starts=starts, messages=self.messages).in_passing()
 
     def best_beside(self, problem: Problem, nodes: Sequence[int]) -> Choice | None:
-        """The best choice for some ops and the hubs of what they give, all others as planned; None where there is none.
+        """The best choice for some ops and the hubs of their outputs, all others as planned; None where there is none.
 
-        Where none fits in memory it is the best of those that don't.
+        Where none fits in memory, the best of those that do not fit.
         """
         ours = set(nodes)
         hubs = [node for (i, _), node in self.formulated.hubs.items() if i in ours]
         part, free = beside(problem, self.choice, sorted([*ours, *hubs]))
-        found = solve(part).choice
-        if found is None:
+        solved = solve(part).choice
+        if solved is None:
             return None
-        moved = dict(zip(free, found, strict=True))
-        choice = tuple(moved.get(v, i) for v, i in enumerate(self.choice))
+        changed = dict(zip(free, solved, strict=True))
+        choice = tuple(changed.get(v, i) for v, i in enumerate(self.choice))
         return choice if evaluate(problem, choice).fits else solve(_only(problem, choice, set(free))).choice or choice
 
 
 def reopened(graph: Graph, solution: Solution, mesh: Mesh | None = None) -> Reopened:
-    """The plan's problem on this graph (`captured`), at the prices of `mesh` where one is given.
+    """The plan's problem on this graph (`captured`), at the prices of `mesh` where one is passed.
 
     ValueError where the plan's pins or layouts are not possible any more. The plan must fit the graph: ask `misfits` first.
     """
@@ -138,7 +138,7 @@ def reopened(graph: Graph, solution: Solution, mesh: Mesh | None = None) -> Reop
 
 
 def beside(problem: Problem, choice: Choice, free: Sequence[int]) -> tuple[Problem, list[int]]:
-    """The problem of some nodes alone, all others at their choice and memory aside; and those nodes, in its order."""
+    """The problem of some nodes alone, all others at their choice, without the memory limit; and those nodes, in its order."""
     place = {v: k for k, v in enumerate(free)}
     costs = [problem.node_costs[v].copy() for v in free]
     edges = []
@@ -153,25 +153,25 @@ def beside(problem: Problem, choice: Choice, free: Sequence[int]) -> tuple[Probl
 
 
 def _only(problem: Problem, choice: Choice, free: set[int]) -> Problem:
-    """The whole problem, memory with it, in which all nodes but some have the one choice."""
+    """The full problem, memory limit included, in which all nodes but the free ones have one choice only."""
     costs = (c if v in free else np.where(np.arange(len(c)) == i, c, np.inf) for v, (c, i) in enumerate(zip(problem.node_costs, choice)))
     return replace(problem, node_costs=tuple(costs))
 
 
-def nearest(problem: Problem, found: Choice, plan: Choice, fixed: Sequence[int]) -> Choice:
-    """An answer as good as `found` that differs from `plan` in fewer nodes: what differs for nothing is put back.
+def nearest(problem: Problem, best: Choice, plan: Choice, fixed: Sequence[int]) -> Choice:
+    """A choice as good as `best` that differs from `plan` in fewer nodes: nodes whose change saves nothing get the plan's choice back.
 
-    First whole groups of nodes that differ and whose edges bind them together, then node by node; `fixed` stay. An answer that then
-    costs more (by rounding) or does not fit is dropped.
+    First groups of nodes that differ and that their edges bind together are put back, then single nodes; the nodes of `fixed` stay. Where
+    the result costs more (by rounding) or does not fit, `best` is returned.
     """
-    differ = {v for v, (i, j) in enumerate(zip(found, plan, strict=True)) if i != j}
+    differ = {v for v, (i, j) in enumerate(zip(best, plan, strict=True)) if i != j}
     edges: dict[int, list[tuple[int, np.ndarray]]] = {v: [] for v in differ}
     for e in problem.edges:
         if e.a in differ:
             edges[e.a].append((e.b, e.table))
         if e.b in differ:
             edges[e.b].append((e.a, e.table.T))
-    now = list(found)
+    now = list(best)
 
     def gain(group: Sequence[int]) -> float:
         """Seconds saved by putting the group back."""
@@ -187,25 +187,25 @@ def nearest(problem: Problem, found: Choice, plan: Choice, fixed: Sequence[int])
 
     def binds(v: int, u: int, table: np.ndarray) -> bool:
         """Whether one end wants to differ because the other does: T(x', y') + T(x, y) is not T(x', y) + T(x, y')."""
-        mixed = table[found[v], found[u]] + table[plan[v], plan[u]] - table[found[v], plan[u]] - table[plan[v], found[u]]
+        mixed = table[best[v], best[u]] + table[plan[v], plan[u]] - table[best[v], plan[u]] - table[plan[v], best[u]]
         return not abs(mixed) <= slack  # NaN, of forbidden pairs, binds
 
-    slack = ROUNDING * abs(evaluate(problem, found).cost) / max(len(differ), 1)
+    slack = ROUNDING * abs(evaluate(problem, best).cost) / max(len(differ), 1)
     bound = {v: [u for u, table in edges[v] if u in differ and binds(v, u, table)] for v in differ}
     for group in [*_groups(sorted(differ), bound), *([v] for v in sorted(differ))]:
         if not set(group) & set(fixed) and gain(group) >= -slack:
             for v in group:
                 now[v] = plan[v]
-    before, after = evaluate(problem, found), evaluate(problem, now)
-    return tuple(now) if after.fits and after.cost <= before.cost * (1 + ROUNDING) else found
+    before, after = evaluate(problem, best), evaluate(problem, now)
+    return tuple(now) if after.fits and after.cost <= before.cost * (1 + ROUNDING) else best
 
 
 ROUNDING = 1e-12  # relative: costs this near are equal
 
 
 def _groups(nodes: Sequence[int], edges: Mapping[int, Sequence[int]]) -> list[list[int]]:
-    """The nodes by what is joined, in order."""
-    left, found = dict.fromkeys(nodes), []
+    """The connected components of the nodes, in order."""
+    left, groups = dict.fromkeys(nodes), []
     while left:
         group = [next(iter(left))]
         del left[group[0]]
@@ -214,5 +214,5 @@ def _groups(nodes: Sequence[int], edges: Mapping[int, Sequence[int]]) -> list[li
                 if u in left:
                     del left[u]
                     group.append(u)
-        found.append(sorted(group))
-    return found
+        groups.append(sorted(group))
+    return groups

@@ -1,15 +1,15 @@
-"""In which range of each bandwidth does a plan stay best, and how much slower than the best is it outside?
+"""The range of each link's bandwidth in which a plan stays best, and how much slower than the best plan it is outside of that range.
 
     theta    = bandwidth when planned / bandwidth now, of one link (the axes of equal bandwidth and latency)
     C(theta) = C_0 + beta (theta - 1)          seconds of the plan on its routes; beta = its seconds that scale with theta  (`_moving`)
     V(theta) = min over plans                  by planning anew with that bandwidth                                        (`_Planner.at`)
     r(theta) = (C - V) / V                     the regret
 
-C is affine and V, a minimum of affine functions, concave. So the theta with C <= (1 + slack) V are one interval around 1, and its
-ends are found exactly (`_end`): plan at the far end of what is searched; if another plan c' wins there, go to where the lines of
-C and C' cross, plan again, until none wins. An end is as proven as the plan that was made there. Layouts whose routes are
-chosen anew cost less than the line, hence the range may be wider than said where that makes a difference; the regret is that
-of the layouts with the best routes.
+C is affine and V, a minimum of affine functions, is concave. So the theta with C <= (1 + slack) V form one interval around 1, and its
+ends are found exactly (`_end`): plan at the far end of the range that is searched; if another plan c' wins there, go to where the lines
+of C and C' cross and plan again, until no other plan wins. An end is proven where the plan made there is proven. With routes
+chosen anew the plan's layouts may cost less than the line says, so the true range may be wider than reported; the regret is computed
+with the best routes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from autoshard.solvers import solve
 from autoshard.strategies import candidates, internal_collectives
 
 SPAN = 8.0  # bandwidths are searched from 1/SPAN to SPAN times what was planned with
-PROBES = (1 / 8, 1 / 4, 1 / 2, 2.0, 4.0, 8.0)  # times the bandwidth: where the regret is told
+PROBES = (1 / 8, 1 / 4, 1 / 2, 2.0, 4.0, 8.0)  # times the bandwidth: where the regret is reported
 SLACK = 1e-6  # relative: plans this near are equally good
 STEPS = 12  # crossings tried towards one end
 
@@ -52,9 +52,9 @@ def robustness(
     time_limit: float = 60.0,
     progress: Progress | None = None,
 ) -> dict:
-    """How far each link's bandwidth may be off before another plan is better, and what it costs then.
+    """How far each link's bandwidth may be off before another plan is better, and how much slower this plan is then.
 
-    slack: regret that still counts as best. time_limit: seconds for each of the plans made on the way. Returns `cost_seconds`,
+    slack: regret that still counts as best. time_limit: seconds for each of the plans that are solved on the way. Returns `cost_seconds`,
     `planned_seconds` (what the solution says: another figure where model or rules have changed), `regret` (at the prices planned
     with: 0 for an optimal plan), `slack`, `span`, `links` [{axes, bandwidth, seconds (that scale with it), low, high (bytes/s; None
     where the plan stays best up to the end of the search), searched, proven, regret [{bandwidth, plan_seconds, best_seconds,
@@ -85,7 +85,7 @@ def link_groups(mesh: Mesh) -> list[tuple[int, ...]]:
 
 
 def scaled(mesh: Mesh, link: Sequence[int], theta: float) -> Mesh:
-    """The mesh with the bytes of these axes taking theta times as long; latencies stay."""
+    """The mesh with transfers on these axes theta times as long; latencies stay."""
     return replace(mesh, axes=tuple(_scaled(axis, theta) if k in link else axis for k, axis in enumerate(mesh.axes)))
 
 
@@ -100,7 +100,7 @@ def _scaled_curve(curve: LinkCurve, theta: float) -> LinkCurve:
 
 @dataclass(frozen=True)
 class _Line:
-    """C(theta) of one choice, through (theta, seconds)."""
+    """C(theta) of one choice: the line through (theta, seconds)."""
 
     theta: float
     seconds: float
@@ -111,13 +111,13 @@ class _Line:
 
 
 class _Planner:
-    """Plans the same graph under other bandwidths, and judges one choice under them."""
+    """Plans the same graph under other bandwidths, and computes the cost of the saved plan under them."""
 
     def __init__(self, graph: Graph, solution: Solution, slack: float, time_limit: float):
         self.graph, self.mesh, self.slack, self.time_limit = graph, solution.mesh, slack, time_limit
         known = {key: value for key, value in solution.assumptions.items() if key in Options.__dataclass_fields__}
         self.options = Options(**{**known, "time_limit": time_limit, "baselines": False, "recompute": 0, "gap": 0.0})
-        self.found = candidates(graph, self.mesh)
+        self.candidates = candidates(graph, self.mesh)
         self.link: tuple[int, ...] = ()
         self.planned: Callable[[str, float], None] = lambda axes, factor: None
         formulated, problem = self._formulated(self.mesh)
@@ -131,7 +131,7 @@ class _Planner:
             self.regret = judged.cost / solve(problem, time_limit=time_limit, starts=[self.choice]).in_passing().cost - 1
 
     def row(self, link: tuple[int, ...]) -> dict:
-        """What there is to say about one link."""
+        """The row of one link in the result."""
         self.link = link
         self.plans: dict[float, tuple[float, float, _Line, float]] = {}
         moving = _moving(self.formulated, self.choice, link)
@@ -153,13 +153,13 @@ class _Planner:
         }
 
     def at(self, theta: float) -> tuple[float, float, _Line, float]:
-        """The best plan there: its seconds, its bound, its line, and the seconds of ours with routes chosen anew."""
+        """The best plan at theta: its seconds, its bound, its line; and the seconds of the saved plan with routes chosen anew."""
         if theta not in self.plans:
             self.planned(" and ".join(self.mesh.axes[k].name for k in self.link), 1 / theta)
             formulated, problem = self._formulated(scaled(self.mesh, self.link, theta))
             ours = evaluate(problem, self.choice).cost
             answer = solve(problem, solver=self.options.solver, time_limit=self.time_limit, starts=[self.choice]).in_passing()
-            assert answer.choice is not None  # ours is one
+            assert answer.choice is not None  # the saved plan is one
             slope = _moving(formulated, answer.choice, self.link) / theta
             self.plans[theta] = (answer.cost, answer.bound, _Line(theta, answer.cost, slope), ours)
         return self.plans[theta]
@@ -172,7 +172,7 @@ class _Planner:
             if min(line.at(theta), ours) <= (1 + self.slack) * best:
                 return None if theta == far else theta
             nearer = _crossing(line, other, 1 + self.slack)
-            if not min(1.0, theta) < nearer < max(1.0, theta):  # but for rounding only where ours is not the best at 1 either
+            if not min(1.0, theta) < nearer < max(1.0, theta):  # only where the saved plan is not the best at 1 either, or by rounding
                 return 1.0
             theta = nearer
         return theta
@@ -182,7 +182,7 @@ class _Planner:
         return {"bandwidth": bandwidth * factor, "plan_seconds": ours, "best_seconds": best, "regret": max(ours / best - 1, 0.0)}
 
     def _formulated(self, mesh: Mesh) -> tuple[Formulation, Problem]:
-        formulated = formulate_for(self.graph, self.found, mesh, self.options)
+        formulated = formulate_for(self.graph, self.candidates, mesh, self.options)
         return formulated, with_pins(formulated, allowed_by_pins(formulated, self.options))
 
 
@@ -195,7 +195,7 @@ def _crossing(line: _Line, other: _Line, factor: float) -> float:
 
 
 def _moving(formulated: Formulation, choice: Sequence[int], link: Sequence[int]) -> float:
-    """Seconds of a choice that scale with the link's theta: of every collective over it all but the latency."""
+    """Seconds of a choice that scale with the link's theta: those of every collective over the link, without the latency."""
     graph, mesh = formulated.graph, formulated.mesh
     total = 0.0
     for i, op in enumerate(graph.ops):

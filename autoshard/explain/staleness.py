@@ -1,14 +1,14 @@
-"""Is a saved plan still good: for the model as it is now, under today's rules and prices, beside the best plan now?
+"""Whether a saved plan is still good for the model as it is now, under today's rules and prices, compared with the best plan now.
 
-    valid    the graph is the one that was planned (fingerprint), every name, shape and layout fits it, memory is under the limit
-             a fingerprint that differs is forgiven where names, wiring, shapes of parameters and bytes at the peak are those of then:
-             the model has other constants, or another version writes them down otherwise
+    valid    the graph is the one that was planned (fingerprint); every name, shape and layout fits it; memory is under the limit.
+             A fingerprint that differs is accepted where names, wiring, shapes of parameters and bytes at the peak are unchanged:
+             then the model has other constants, or another version of autoshard writes them differently
     c        = cost(x) of the plan's choice on today's problem
-    V, bound = the best plan now under the plan's own options, and what no plan is below       (`Reopened.best`; bound alone: `certified`)
+    V, bound = cost of the best plan now under the plan's own options, and a lower bound on it (`Reopened.best`; bound alone: `certified`)
     ok       = valid and c <= (1 + within) bound
 
-The bound decides, so that a plan is passed only where that is proven. With `tie_blocks` the best tied plan stands for the bound: no
-other plan was asked for.
+The bound decides, so a plan passes only where this is proven. With `tie_blocks` the cost of the best tied plan replaces the bound, since
+only tied plans were asked for.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ ROUNDING = 1e-9  # relative: costs this near are equal, as for the solvers
 
 @dataclass(frozen=True)
 class Checked:
-    """What there is to say about a saved plan today. Seconds, and bytes per device; inf where the plan can't be judged."""
+    """Whether a saved plan is still good, and why not. Seconds, and bytes per device; inf where the plan's cost is unknown."""
 
     reasons: tuple[str, ...]  # why it isn't good; empty where it is
-    notes: tuple[str, ...]  # what has changed since it was made and does no harm by itself
+    notes: tuple[str, ...]  # what has changed since it was made without making it invalid
     cost: float  # on today's graph and prices
     planned_cost: float  # as the plan says
-    best: float  # of the best plan now; inf where nobody looked for it
+    best: float  # of the best plan now; inf where it was not searched for
     bound: float  # no plan now costs less; 0 where nothing is known
     within: float  # relative, what was asked for
     peak_bytes: float
@@ -55,7 +55,7 @@ class Checked:
 
     @property
     def excess(self) -> float:
-        """How far the plan may be above the best now, relative: 0.01 is one percent; inf where nothing is known."""
+        """How far the plan may be above the best plan now, relative: 0.01 is one percent; inf where nothing is known."""
         if not (self.bound > 0 and math.isfinite(self.cost)):
             return 0.0 if self.cost == self.bound else math.inf
         return max(self.cost / self.bound - 1, 0.0)
@@ -87,11 +87,11 @@ def check(
     time_limit: float = 600.0,
     progress: Progress | None = None,
 ) -> Checked:
-    """Whether a saved plan still fits the model, and is within so much of the best plan now (0.05 is five percent).
+    """Whether a saved plan still fits the model, and costs at most `within` more than the best plan now (0.05 is five percent).
 
-    mesh: today's prices, on a mesh of the plan's shape; without it the plan's own. solve: look for the best plan now, else go by a
-    bound that is quicker found and may be too low. same_graph: refuse a graph other than the one planned, even where the layouts fit it
-    (another batch size). time_limit: seconds for the best plan. ValueError on a bad option, and where the model can't be captured.
+    mesh: today's prices, on a mesh of the plan's shape; without it the plan's own. solve: search for the best plan now; without it compare
+    with a bound that is found faster and may be too low. same_graph: refuse a graph other than the one planned, even where the layouts
+    fit it (another batch size). time_limit: seconds for the best plan. ValueError on a bad option, and where the model can't be captured.
     """
     if not (math.isfinite(within) and within >= 0) or not time_limit > 0:
         raise ValueError(f"within is {within} and time_limit is {time_limit}; expected 0 or more (0.05 is five percent), and more than 0 s")
@@ -113,7 +113,7 @@ def check(
     with watch.phase("formulate", "pricing layouts", 0.3):
         try:
             plan = reopened(graph, solution, today)
-        except ValueError as error:  # a layout or a pin that is none of today's
+        except ValueError as error:  # a layout or a pin that is not possible any more
             return answer(str(error))
     judged = evaluate(plan.problem, plan.choice)
     if not math.isfinite(judged.cost):
@@ -123,10 +123,10 @@ def check(
         return answer(said, cost=judged.cost, peak=judged.peak)
     with watch.phase("solve", "planning anew" if solve else "looking for a bound", 0.5):
         best, bound = _best(plan, solve, time_limit)
-    found = answer(cost=judged.cost, best=best, bound=bound, peak=judged.peak)
+    checked = answer(cost=judged.cost, best=best, bound=bound, peak=judged.peak)
     if judged.cost <= (1 + within) * bound * (1 + ROUNDING):
-        return found
-    return answer(_too_dear(found, solve, time_limit), cost=judged.cost, best=best, bound=bound, peak=judged.peak)
+        return checked
+    return answer(_too_expensive(checked, solve, time_limit), cost=judged.cost, best=best, bound=bound, peak=judged.peak)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class _Changes:
 
     misfits: tuple[str, ...]
     graph: tuple[str, ...]  # the layouts fit it, but it is not the one that was planned
-    constants_only: bool  # names, wiring and the shapes of parameters are those of then
+    constants_only: bool  # names, wiring and the shapes of parameters are unchanged
     around: tuple[str, ...]  # prices and versions
 
 
@@ -153,20 +153,20 @@ def _changes(solution: Solution, graph: Graph, mesh: Mesh) -> _Changes:
 
 
 def _best(plan: Reopened, solve: bool, time_limit: float) -> tuple[float, float]:
-    """What the best plan now costs (inf where nobody looked), and what none is below."""
+    """The cost of the best plan now (inf where it was not searched for), and a lower bound on it."""
     if not solve:
         return math.inf, certified(plan.problem, plan.choice, messages=plan.messages, time_limit=time_limit).bound
     answer = plan.best(plan.problem, starts=[plan.choice], time_limit=time_limit)
     return answer.cost, answer.cost if plan.options.tie_blocks else answer.bound
 
 
-def _too_dear(found: Checked, solve: bool, time_limit: float) -> str:
-    if found.cost > (1 + found.within) * found.best:
-        over = _percent(found.cost / found.best - 1)
-        return f"it costs {seconds(found.cost)}, {over} more than a plan that there is now ({seconds(found.best)})"
+def _too_expensive(checked: Checked, solve: bool, time_limit: float) -> str:
+    if checked.cost > (1 + checked.within) * checked.best:
+        over = _percent(checked.cost / checked.best - 1)
+        return f"it costs {seconds(checked.cost)}, {over} more than a plan that there is now ({seconds(checked.best)})"
     advice = f"nothing better was found in {time_limit:g} s, so raise the time limit" if solve else "look for the best plan to know"
-    known = f"at most {_percent(found.excess)} above the best" if math.isfinite(found.excess) else "nobody knows how far from the best"
-    return f"it costs {seconds(found.cost)}, {known}, which is not shown to be within {_percent(found.within)}: {advice}"
+    known = f"at most {_percent(checked.excess)} above the best" if math.isfinite(checked.excess) else "nobody knows how far from the best"
+    return f"it costs {seconds(checked.cost)}, {known}, which is not shown to be within {_percent(checked.within)}: {advice}"
 
 
 def _percent(share: float) -> str:

@@ -1,7 +1,7 @@
-"""What one may ask about in a plan: an op (a parameter, buffer, input or step of the computation) or a block, by name.
+"""The subjects of `explain`, by name: an op (a parameter, buffer, input or step of the computation) or a block.
 
-A block is a module path, `h.3` or `h.3.attn`: the parameters under it and the ops that come from it, backward ones too. An op of the
-same name comes first; `h.3.` with a dot at the end is the block in any case.
+A block is a module path, `h.3` or `h.3.attn`. It holds the parameters under that path and the ops that the module runs, backward ops
+included. Where an op and a block have one name, the name means the op; with a dot at the end, `h.3.`, it means the block.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from autoshard.formulate import Formulation
 from autoshard.graph import Op
 from autoshard.layout import Layout, parse, text, why_illegal
 
-NEAR = 5  # names listed
+NEAR = 5  # similar names listed
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is asked about. nodes: the ops' indices."""
+    """The op or block that is asked about. nodes: the indices of its ops."""
 
     name: str
     kind: str  # parameter, buffer, input, tangent, op or block
@@ -31,7 +31,7 @@ class Subject:
 
 
 def subject(formulated: Formulation, name: str) -> Subject:
-    """ValueError with near names where there is nothing of that name."""
+    """The subject of that name; ValueError, with similar names, where there is none."""
     graph = formulated.graph
     known = dict(graph.tied).get(name, name)
     if known in graph.index:
@@ -52,7 +52,7 @@ def _is_under(op: Op, path: str) -> bool:
 
 
 def near_names(formulated: Formulation, name: str) -> list[str]:
-    """Names that contain it, shortest first, then names that are spelled alike."""
+    """Names that contain the name, shortest first; without any, names of similar spelling."""
     graph = formulated.graph
     paths: dict[str, None] = {}
     for op in graph.ops:
@@ -64,7 +64,7 @@ def near_names(formulated: Formulation, name: str) -> list[str]:
 
 
 def chosen(formulated: Formulation, about: Subject, choice: tuple[int, ...]) -> str:
-    """The layout of an op's first output; of a block nothing."""
+    """The planned layout of an op's first output; "" for a block."""
     return "" if about.kind == "block" else _said(formulated.candidate(about.nodes[0], choice).outputs[0])
 
 
@@ -73,58 +73,58 @@ def _said(layout: Layout | None) -> str:
 
 
 def ways(formulated: Formulation, about: Subject) -> list[Way]:
-    """All layouts that an op can give, in the order of its candidates; of a block the usual schemes, in it alone."""
+    """All output layouts of an op, in the order of its candidates; for a block the usual schemes, applied to this block alone."""
     if about.kind == "block":
         inside = {formulated.graph.ops[i].name for i in about.nodes}
         schemes = baselines(formulated.graph, formulated.mesh, formulated.candidates)
         pins = {scheme.name: {name: pin for name, pin in scheme.pins.items() if name in inside} for scheme in schemes}
         return [Way(name, _masks(allowed(of, formulated.graph, formulated.candidates))) for name, of in pins.items()]
     i = about.nodes[0]
-    given = dict.fromkeys(c.outputs[0] for c in formulated.candidates.of[i])
-    return [Way(_said(layout), {i: _gives(formulated, i, layout)}, {about.name: _said(layout)}) for layout in given]
+    layouts = dict.fromkeys(c.outputs[0] for c in formulated.candidates.of[i])
+    return [Way(_said(layout), {i: _with_output(formulated, i, layout)}, {about.name: _said(layout)}) for layout in layouts]
 
 
 def _masks(kept: Mapping[int, tuple[bool, ...]]) -> dict[int, np.ndarray]:
     return {i: np.array(keep, dtype=bool) for i, keep in kept.items()}
 
 
-def _gives(formulated: Formulation, i: int, layout: Layout | None) -> np.ndarray:
+def _with_output(formulated: Formulation, i: int, layout: Layout | None) -> np.ndarray:
     return np.array([c.outputs[0] == layout for c in formulated.candidates.of[i]])
 
 
 def wanted(formulated: Formulation, about: Subject, written: str) -> Way:
-    """The way that a layout names; of a block: that layout for each of its parameters that can have it.
+    """The written layout for an op; for a block, that layout for each of its parameters that can have it.
 
-    ValueError where the text is no layout at all; a layout that can't be is a way with a reason.
+    ValueError where the text is not a layout; an impossible layout returns a Way with a reason.
     """
     layout = parse(written)
     if about.kind != "block":
         i = about.nodes[0]
-        reason = why_not_given(formulated, i, layout)
+        reason = why_impossible(formulated, i, layout)
         return Way(text(layout), reason=reason) if reason else _pinned(formulated, layout, [i])
     parameters = [i for i in about.nodes if formulated.graph.ops[i].kind == "parameter"]
-    able = [i for i in parameters if not why_not_given(formulated, i, layout)]
+    able = [i for i in parameters if not why_impossible(formulated, i, layout)]
     if able:
         return _pinned(formulated, layout, able)
     if not parameters:
         return Way(text(layout), reason=f"block {about.name} has no parameters; name one of its ops")
-    why = why_not_given(formulated, parameters[0], layout)
+    why = why_impossible(formulated, parameters[0], layout)
     return Way(text(layout), reason=f"no parameter of block {about.name} can have it: {why}")
 
 
 def _pinned(formulated: Formulation, layout: Layout, nodes: list[int]) -> Way:
     names = {formulated.graph.ops[i].name: text(layout) for i in nodes}
-    return Way(text(layout), {i: _gives(formulated, i, layout) for i in nodes}, names)
+    return Way(text(layout), {i: _with_output(formulated, i, layout) for i in nodes}, names)
 
 
-def why_not_given(formulated: Formulation, i: int, layout: Layout) -> str:
-    """Why an op can't give its first output so; "" where it can."""
+def why_impossible(formulated: Formulation, i: int, layout: Layout) -> str:
+    """Why an op's first output can't have the layout; "" where it can."""
     op = formulated.graph.ops[i]
     if op.outputs[0] is None:
-        return f"{op.name} gives no tensor"
+        return f"{op.name} returns no tensor"
     if illegal := why_illegal(op.outputs[0].shape, layout, formulated.mesh):
         return illegal
-    given = dict.fromkeys(c.outputs[0] for c in formulated.candidates.of[i])
-    if layout in given:
+    possible = dict.fromkeys(c.outputs[0] for c in formulated.candidates.of[i])
+    if layout in possible:
         return ""
-    return f"{text(layout)} is not one that {op.target} can give; possible are {', '.join(_said(known) for known in given)}"
+    return f"{text(layout)} is no output layout of {op.target}; possible are {', '.join(_said(known) for known in possible)}"

@@ -1,12 +1,12 @@
-"""Why a parameter, an op or a block lies as it does: what that costs, and what it would cost otherwise.
+"""Why a parameter, an op or a block has its layout in a plan: what the layout costs, and what other layouts would cost.
 
-    x            the plan, K_y the choices that lay v out as y
-    globally     min cost(x') over x' with x'_v in K_y that fit; the cost of a new plan with that pin        (`Reopened.best`)
-    locally      the same with x' = x but for v and the copy of it that waits for its readers                (`Reopened.best_beside`)
-    why dearer   the ops and edges whose seconds differ between x and x': they add up to the difference      (`priced.moved`)
+    x             the plan; v the op; K_y the choices of v with output layout y
+    globally      min cost(x') over the x' that fit in memory and have x'_v in K_y: the cost of a new plan with that pin  (`Reopened.best`)
+    locally       the same with x' = x except for v and the copy of its output that is kept for the readers   (`Reopened.best_beside`)
+    differences   the ops and edges whose seconds differ between x and x'; they add up to the difference in cost    (`cost_differences`)
 
-Of an op's layouts the cheapest are told: they are solved in the order of a lower bound on each, until no bound is below what was
-found. Of a block the usual schemes are told, in it alone.
+For an op, the cheapest other layouts are reported. They are solved in ascending order of a lower bound on the cost of each, until no bound
+is below the costs that are known. For a block, the usual schemes are reported, each applied to this block alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from autoshard.capture import in_turn
-from autoshard.explain.differences import held_at_once, moved, priced_edge, priced_op, touching
+from autoshard.explain.differences import cost_differences, edge_term, held_at_once, op_term, touching
 from autoshard.explain.explanations import Alternative, Explanation
 from autoshard.explain.reopened import Choice, Reopened, Way, captured, nearest, reopened
 from autoshard.explain.subjects import Subject, chosen, subject, wanted, ways
@@ -30,7 +30,7 @@ from autoshard.problem import Problem, evaluate
 from autoshard.solution import Solution, misfits
 from autoshard.solvers import Answer, Status
 
-LISTED = 10  # ops and edges that differ, of each sign
+LISTED = 10  # at most so many ops and edges that cost more, and as many that cost less
 
 
 @in_turn
@@ -45,11 +45,11 @@ def explain(
     time_limit: float = 60.0,
     progress: Progress | None = None,
 ) -> Explanation:
-    """Why `name` (a parameter, buffer, input, op or block) lies as it does in a plan of this model, and what else it could be.
+    """Why `name` (a parameter, buffer, input, op or block) has its layout in a plan of this model, and what other layouts cost.
 
-    why_not: one layout to ask about, as `S(1),R`; of a block it is asked for each of its parameters that can have it. most: how many
-    alternatives to tell. time_limit: seconds for each plan made on the way. ValueError for an unknown name, with near ones, for a text
-    that is no layout, and where the solution is of another model.
+    why_not: one layout to ask about, as `S(1),R`; for a block, each of its parameters that can have it gets it. most: how many
+    alternatives to report. time_limit: seconds for each plan that is solved on the way. ValueError for an unknown name (the message lists
+    similar ones), for a text that is not a layout, and where the solution is of another model.
 
         autoshard.explain(model, example_inputs, solution, "h.3.attn.c_attn.weight", why_not="S(1),R").why_not.extra
     """
@@ -67,17 +67,17 @@ def explain(
     about = subject(plan.formulated, name)
     asked = None if why_not is None else wanted(plan.formulated, about, why_not)
     with watch.phase("solve", f"planning {about.name} in other ways", 0.5):
-        found, left_out = _alternatives(plan, about, most, time_limit)
-        same = (one for one in found if asked is not None and one.pins and one.pins == asked.pins and not one.reason)
+        alternatives, left_out = _alternatives(plan, about, most, time_limit)
+        same = (one for one in alternatives if asked is not None and one.pins and one.pins == asked.pins and not one.reason)
         answered = None if asked is None else next(same, None) or _alternative(plan, about, asked, time_limit, explained=True)
-    return _explanation(plan, about, solution, found, left_out, answered, watch.seconds()["cpu"])
+    return _explanation(plan, about, solution, alternatives, left_out, answered, watch.seconds()["cpu"])
 
 
 def _explanation(
     plan: Reopened,
     about: Subject,
     solution: Solution,
-    found: Sequence[Alternative],
+    alternatives: Sequence[Alternative],
     left_out: Mapping[str, float],
     answered: Alternative | None,
     spent: Mapping[str, float],
@@ -87,8 +87,8 @@ def _explanation(
     first = None if block else op.outputs[0]
     with_hubs = [*about.nodes, *(node for (i, _), node in formulated.hubs.items() if i in set(about.nodes))]
     crossing, within = touching(formulated, with_hubs)
-    edges = sorted((priced_edge(formulated, e, choice) for e in (*crossing, *within)), key=lambda edge: -edge.seconds)
-    parts = sorted((priced_op(formulated, i, choice) for i in about.nodes), key=lambda part: -part.seconds)
+    edges = sorted((edge_term(formulated, e, choice) for e in (*crossing, *within)), key=lambda edge: -edge.seconds)
+    parts = sorted((op_term(formulated, i, choice) for i in about.nodes), key=lambda part: -part.seconds)
     tables = formulated.problem.edges
     return Explanation(
         name=about.name,
@@ -109,7 +109,7 @@ def _explanation(
         status=solution.status,
         peak_bytes=plan.judged.peak,
         memory_limit=plan.options.memory_limit,
-        alternatives=tuple(found),
+        alternatives=tuple(alternatives),
         left_out=left_out,
         why_not=answered,
         cpu_seconds=spent,
@@ -118,32 +118,32 @@ def _explanation(
 
 def _parameters(plan: Reopened, about: Subject) -> dict[str, str]:
     ops = plan.formulated.graph.ops
-    given = {ops[i].name: plan.formulated.candidate(i, plan.choice).outputs[0] for i in about.nodes if ops[i].kind == "parameter"}
-    return {name: text(layout) for name, layout in given.items() if layout is not None}
+    layouts = {ops[i].name: plan.formulated.candidate(i, plan.choice).outputs[0] for i in about.nodes if ops[i].kind == "parameter"}
+    return {name: text(layout) for name, layout in layouts.items() if layout is not None}
 
 
 def _alternatives(plan: Reopened, about: Subject, most: int, time_limit: float) -> tuple[list[Alternative], dict[str, float]]:
-    """The cheapest `most` but the chosen one, and what the others cost at least."""
+    """The cheapest `most` alternatives to the planned layout, and a lower bound on the cost of each of the others."""
     own = chosen(plan.formulated, about, plan.choice)
     others = [way for way in ways(plan.formulated, about) if way.label != own] if most else []
     floors = {way.label: _floor(plan, about, way) for way in others}
-    found: list[Alternative] = []
+    solved: list[Alternative] = []
     for way in sorted(others, key=lambda way: floors[way.label]):
-        enough = sorted(one.cost for one in found)[most - 1] if len(found) >= most else math.inf
-        if floors[way.label] < enough or not found:
-            found.append(_alternative(plan, about, way, time_limit))
-            floors[way.label] = found[-1].bound
-    told = sorted(found, key=lambda one: one.cost)[:most]
+        enough = sorted(one.cost for one in solved)[most - 1] if len(solved) >= most else math.inf
+        if floors[way.label] < enough or not solved:
+            solved.append(_alternative(plan, about, way, time_limit))
+            floors[way.label] = solved[-1].bound
+    told = sorted(solved, key=lambda one: one.cost)[:most]
     return told, {label: floor for label, floor in floors.items() if label not in {one.label for one in told}}
 
 
 def _floor(plan: Reopened, about: Subject, way: Way) -> float:
-    """No plan that lays it out so costs less; of a block nothing is known beforehand."""
+    """A lower bound on the cost of plans with this layout; 0 for a block, of which nothing is known beforehand."""
     return 0.0 if about.kind == "block" else max((float(plan.floors[i][keep].min()) for i, keep in way.kept.items()), default=0.0)
 
 
 def _alternative(plan: Reopened, about: Subject, way: Way, time_limit: float, *, explained: bool = False) -> Alternative:
-    """One way, solved globally and locally. explained: say what conflicts where there is no plan, which takes a while."""
+    """One alternative, solved globally and locally. explained: where there is no plan, also find what conflicts, which takes a while."""
     if way.reason:
         return _impossible(way, way.reason)
     problem = plan.narrowed(way)
@@ -153,7 +153,7 @@ def _alternative(plan: Reopened, about: Subject, way: Way, time_limit: float, *,
     if answer.choice is None:
         return _impossible(way, _why_none(plan, problem, way, answer, time_limit, explained=explained), answer.bound, **beside)
     choice = answer.choice if plan.options.tie_blocks else nearest(problem, answer.choice, plan.choice, about.nodes)
-    judged, differing = evaluate(problem, choice), moved(plan.formulated, plan.choice, choice)
+    judged, differing = evaluate(problem, choice), cost_differences(plan.formulated, plan.choice, choice)
     dearer = [one for one in differing if one.extra_seconds > 0]
     cheaper = [one for one in reversed(differing) if one.extra_seconds < 0]
     return Alternative(
@@ -184,11 +184,11 @@ def _impossible(way: Way, reason: str, bound: float = math.inf, **local: Any) ->
 
 
 def _local(plan: Reopened, problem: Problem, way: Way, choice: Choice | None) -> dict[str, Any]:
-    """What it costs with all else as planned."""
+    """What the alternative costs with all other layouts as planned."""
     if choice is None:
         return {"local_extra": math.inf, "local_reason": _forbidden(plan, problem, way), "local_dearer": ()}
     judged = evaluate(problem, choice)
-    dearer = tuple(one for one in moved(plan.formulated, plan.choice, choice) if one.extra_seconds > 0)[:LISTED]
+    dearer = tuple(one for one in cost_differences(plan.formulated, plan.choice, choice) if one.extra_seconds > 0)[:LISTED]
     if not judged.fits:
         limit = bytes_text(problem.usage_limit or 0.0)
         reason = f"over memory: {bytes_text(judged.peak, up=True)} per device at the peak, the limit is {limit}"
@@ -197,28 +197,28 @@ def _local(plan: Reopened, problem: Problem, way: Way, choice: Choice | None) ->
 
 
 def _forbidden(plan: Reopened, problem: Problem, way: Way) -> str:
-    """An edge that has no route when the way's first choices are taken and nothing else moves."""
+    """Why it is impossible with all other layouts as planned: in words, an edge that has no route then."""
     if any(math.isinf(problem.node_costs[i].min()) for i in way.kept):
         return "what the plan was asked for is against it"
     first = {i: int(keep.argmax()) for i, keep in way.kept.items()}
     choice = tuple(first.get(v, k) for v, k in enumerate(plan.choice))
     for e, edge in enumerate(plan.formulated.problem.edges):
         if math.isinf(edge.table[choice[edge.a], choice[edge.b]]):
-            one = priced_edge(plan.formulated, e, choice)
-            return f"there is no way from {one.takes[0]} to {one.gives[0]} on {one.name}"
+            one = edge_term(plan.formulated, e, choice)
+            return f"there is no route from {one.inputs[0]} to {one.outputs[0]} on {one.name}"
     return "its neighbours as they are planned leave no choice"
 
 
 def _why_none(plan: Reopened, problem: Problem, way: Way, answer: Answer, time_limit: float, *, explained: bool) -> str:
     why = answer.infeasibility
     if answer.status is Status.INFEASIBLE and not plan.pinned and (why is None or math.isinf(why.smallest_limit[0])):
-        return "no choice of the other layouts leads to it: what it needs has no route"  # neither pins nor memory have a part in it
+        return "no choice of the other layouts leads to it: what it needs has no route"  # neither pins nor memory cause it
     asked = replace(plan.asked(way), time_limit=time_limit)
     return str(infeasible(plan.formulated, problem, answer, asked, explained=explained, seconds=time_limit))
 
 
 def _elsewhere(plan: Reopened, about: Subject, choice: Choice) -> dict[str, Any]:
-    """What else lies otherwise in another choice."""
+    """The other ops whose output layouts differ in another choice."""
     formulated, own = plan.formulated, set(about.nodes)
     changed, changed_ops = {}, []
     for i, op in enumerate(formulated.graph.ops):

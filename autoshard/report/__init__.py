@@ -1,4 +1,4 @@
-"""How to say it: plain records for scripts, tables for people."""
+"""Reports: plain records for scripts; text, HTML and plots for people."""
 
 from .exported import exported as exported
 from .exported import exported_text as exported_text

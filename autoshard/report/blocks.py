@@ -1,7 +1,7 @@
-"""Parameters by block, with blocks that are laid out alike folded into one: "h.0 .. h.11".
+"""Parameters grouped by block, with blocks of equal layouts folded into one row: "h.0 .. h.11".
 
-A block is what stands before the rest of a name up to its first number: `h.3` of `h.3.attn.c_attn.weight`. Two blocks of
-one family (`h.*`) are alike when the rest of their names, layouts, shapes and bytes are.
+The block of a parameter is its name up to the first number: `h.3` for `h.3.attn.c_attn.weight`. Two blocks of one family (`h.*`) are
+equal when their parameters have the same names within the block, layouts, shapes and bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Section:
 
 
 def sections(parameters: Mapping[str, dict], block_seconds: Mapping[str, object]) -> list[Section]:
-    """In the order of the parameters; equal blocks stand where the first of them does."""
+    """Sections in the order of the parameters; equal blocks are at the place of the first of them."""
     blocks: dict[str, dict[str, dict]] = {}
     for name, row in parameters.items():
         block, rest = split(name)
@@ -49,12 +49,12 @@ def sections(parameters: Mapping[str, dict], block_seconds: Mapping[str, object]
 
 def _row_seconds(rows: Mapping[str, dict], block_seconds: Mapping[str, object]) -> dict[str, float]:
     first = {name.split(".")[0]: name for name in reversed(list(rows))}
-    found = {name: _total(block_seconds.get(module)) for module, name in first.items()}
-    return {name: seconds for name, seconds in found.items() if seconds is not None}
+    totals = {name: _total(block_seconds.get(module)) for module, name in first.items()}
+    return {name: seconds for name, seconds in totals.items() if seconds is not None}
 
 
 def seconds_elsewhere(parameters: Mapping[str, dict], block_seconds: Mapping[str, object]) -> float:
-    """What `sections` leaves out: blocks and modules without parameters."""
+    """Seconds that `sections` leaves out: those of blocks and modules without parameters."""
     known = {split(name)[0] or name.split(".")[0] for name in parameters}
     return sum(_total(tree) or 0.0 for block, tree in block_seconds.items() if block not in known)
 
@@ -85,7 +85,7 @@ def _title(members: list[str]) -> str:
 
 
 def _total(tree: object) -> float | None:
-    """All seconds of a block, however they are split up."""
+    """All seconds of a block, summed over its parts."""
     if isinstance(tree, Mapping):
         parts = [part for part in map(_total, tree.values()) if part is not None]
         return sum(parts) if parts else None

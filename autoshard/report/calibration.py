@@ -1,4 +1,4 @@
-"""Curves and prices as tables and a figure: how far a fit is from its measurements, what a cluster was measured to be."""
+"""Fitted curves, measured clusters and presets of prices as tables; fits against their measurements as a figure."""
 
 from __future__ import annotations
 

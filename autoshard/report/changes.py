@@ -1,4 +1,4 @@
-"""Two plans beside each other, as tables: what each costs, which parameters lie differently, where the time moved."""
+"""Two plans compared, as tables: their costs, the parameters with different layouts, and the seconds that differ."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from autoshard.solution.changes import changes as changes
 from autoshard.units import seconds, size
 
 MOST_ROWS = 20  # of a table; the rest is counted
-LEAST_SHARE = 0.001  # of the cost: parts that moved by less are left out
+LEAST_SHARE = 0.001  # of the cost: parts that differ by less are left out
 
 
-def changes_tables(found: Mapping[str, Any]) -> RenderableType:
+def changes_tables(record: Mapping[str, Any]) -> RenderableType:
     """The record of `solution.changes` for the terminal."""
-    shown: list[RenderableType] = [_summary(found)]
-    if found["parameters"]:
-        shown += [_layouts("Parameters that lie differently", found["parameters"])]
-    if found["seconds"]:
-        shown += [_seconds(found)]
-    if found["assumptions"]:
-        shown += [_pairs("Assumptions that differ", {key: list(map(str, pair)) for key, pair in found["assumptions"].items()})]
-    if found["ops"]:
-        shown += [f"{len(found['ops'])} other tensors are laid out differently (--json lists them)"]
+    shown: list[RenderableType] = [_summary(record)]
+    if record["parameters"]:
+        shown += [_layouts("Parameters with different layouts", record["parameters"])]
+    if record["seconds"]:
+        shown += [_seconds(record)]
+    if record["assumptions"]:
+        shown += [_pairs("Assumptions that differ", {key: list(map(str, pair)) for key, pair in record["assumptions"].items()})]
+    if record["ops"]:
+        shown += [f"{len(record['ops'])} other tensors have different layouts (--json lists them)"]
     return Group(*shown)
 
 
-def _summary(found: Mapping[str, Any]) -> Table:
-    table = _table("The plans are the same" if found["same"] else "", "", "a", "b", "b to a")
+def _summary(record: Mapping[str, Any]) -> Table:
+    table = _table("The plans are the same" if record["same"] else "", "", "a", "b", "b to a")
     for key, shown in (("cost_seconds", seconds), ("bound_seconds", seconds), ("peak_bytes", size)):
-        a, b = found[key]
+        a, b = record[key]
         table.add_row(key.split("_")[0], shown(a), shown(b), f"{b / a:.3g}x" if a and a < float("inf") and b < float("inf") else "-")
-    table.add_row("status", *found["status"], "")
-    table.add_row("mesh", *found["mesh"], "")
+    table.add_row("status", *record["status"], "")
+    table.add_row("mesh", *record["mesh"], "")
     return table
 
 
@@ -64,10 +64,10 @@ def _pairs(title: str, pairs: Mapping[str, list]) -> Table:
     return table
 
 
-def _seconds(found: Mapping[str, Any]) -> Table:
+def _seconds(record: Mapping[str, Any]) -> Table:
     table = _table("Where the time moved", "", "a", "b", "b - a")
-    pairs = {name: [a or 0.0, b or 0.0] for name, (a, b) in found["seconds"].items()}
-    least = LEAST_SHARE * max(found["cost_seconds"])
+    pairs = {name: [a or 0.0, b or 0.0] for name, (a, b) in record["seconds"].items()}
+    least = LEAST_SHARE * max(record["cost_seconds"])
     for name, (a, b) in sorted(pairs.items(), key=lambda item: (-abs(item[1][1] - item[1][0]), item[0])):
         if abs(b - a) >= least:
             table.add_row(name, seconds(a), seconds(b), ("+" if b > a else "-") + seconds(abs(b - a)))

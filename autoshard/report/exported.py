@@ -1,4 +1,4 @@
-"""An export as text: what `export` prints where no file is asked for."""
+"""An export as text, which `export` prints without --out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures to files."""
+"""Figures written to files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def save(figure: Figure, path: str | os.PathLike[str], **options: Any) -> None:
-    """Write a figure whole or not at all; the format by the file's ending (png without one). ValueError for one that is unknown."""
+    """Write a figure completely or not at all; the format by the file's ending (png without one). ValueError for an unknown one."""
     kind = Path(path).suffix[1:].lower() or "png"
     if kind not in figure.canvas.get_supported_filetypes():
         raise ValueError(f"{path} ends in .{kind}, which is no picture; expected a name that ends in .png, .svg or .pdf")

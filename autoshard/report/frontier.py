@@ -1,4 +1,4 @@
-"""A frontier for people: its points as a table, as CSV, and as a plot with the bound below them. Reads the record of `Frontier.to_dict`."""
+"""The points of a frontier as a table, as CSV, and as a plot with the bound below them. All take the record of `Frontier.to_dict`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import io
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from matplotlib.figure import Figure
 from rich.console import Group, RenderableType
@@ -14,27 +14,28 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.report.figures import save
+from autoshard.report.html_frontier import exact
 from autoshard.units import seconds, size
 from autoshard.writing import whole
 
 COLUMNS = ("memory_bytes", "seconds", "bound_seconds", "gap", "status")
 COLORS = {"optimal": "#2a6f3e", "proven": "#4c78a8", "feasible": "#bab0ac"}
 FAR = 1.5  # a device with more than this many times the largest memory is named beside the plot, not drawn
-TIMES, SIZES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")), ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 STEPS = 400  # of the bound's line
 
 
 def bound_at(record: Mapping, limit: float) -> float:
     """Seconds that no plan within `limit` bytes beats; inf where there is none, -inf where nothing is known."""
-    found = [line["seconds"] - line["seconds_per_byte"] * limit for line in record["bound_lines"]]
+    bounds = [line["seconds"] - line["seconds_per_byte"] * limit for line in record["bound_lines"]]
     for known in record["bound_limits"]:
         if known["limit_bytes"] is None or known["limit_bytes"] >= limit:
-            found.append(math.inf if known["seconds"] is None else known["seconds"])
-    return max(found, default=-math.inf)
+            bounds.append(math.inf if known["seconds"] is None else known["seconds"])
+    return max(bounds, default=-math.inf)
 
 
 def frontier_report(record: Mapping) -> RenderableType:
-    """The points as a table, and what they were made in."""
+    """The points as a table, with the CPU seconds of planning."""
     table = Table("memory", "per step", "slower by", "no plan is faster than", "gap", "status", box=None, padding=(0, 2, 0, 0))
     for column in table.columns[:-1]:
         column.justify = "right"
@@ -42,21 +43,13 @@ def frontier_report(record: Mapping) -> RenderableType:
     for p in record["points"]:
         slower = "-" if p["seconds"] == fastest or not fastest else f"{p['seconds'] / fastest - 1:.1%}"
         gap = "-" if p["gap"] is None else f"{p['gap']:.1e}"
-        cells = (_exact(p["memory_bytes"], SIZES), _exact(p["seconds"]), slower, _exact(p["bound_seconds"]), gap, p["status"])
+        cells = (exact(p["memory_bytes"], SIZES), exact(p["seconds"]), slower, exact(p["bound_seconds"]), gap, p["status"])
         table.add_row(*cells)
     proven = sum(p["status"] != "feasible" for p in record["points"])
     mesh, what = "x".join(map(str, record["mesh"])), "a training step" if record["training"] else "a forward pass"
     head = f"{what} of {record['model']} on {mesh}: {proven} points proven within {record['gap']:g}"
-    made = f"in {record['planning_seconds']:.1f} CPU seconds; a {record['device']} has {size(record['device_memory_bytes'])}"
-    return Group(Text(head), Text(made), Text(""), table)
-
-
-def _exact(value: float | None, units: Sequence[tuple[float, str]] = TIMES) -> str:
-    """Five digits: neighbouring points differ by little."""
-    if value is None:
-        return "-"
-    scale, unit = next((unit for unit in units if abs(value) >= unit[0]), units[-1])
-    return f"{value / scale:.5g} {unit}"
+    planning = f"in {record['planning_seconds']:.1f} CPU seconds; a {record['device']} has {size(record['device_memory_bytes'])}"
+    return Group(Text(head), Text(planning), Text(""), table)
 
 
 def write_csv(record: Mapping, path: str | os.PathLike[str]) -> None:
@@ -80,7 +73,7 @@ def svg(record: Mapping) -> str:
 
 
 def plot(record: Mapping) -> Figure:
-    """The points, memory (GB) against seconds; below them the bound, and where it lies near the memory of the device."""
+    """The points, memory (GB) against seconds; below them the bound, and the memory of the device where it is near."""
     points = record["points"]
     figure = Figure(figsize=(8, 5))
     axes = figure.subplots()

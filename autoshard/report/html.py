@@ -1,11 +1,11 @@
-"""A plan as one page of HTML that stands alone: no network, no library, one small script; everything in it is escaped.
+"""A plan as one self-contained page of HTML: no network, no library, one small script; everything in it is escaped.
 
-    html_report    what is known -> the page as text          (html_parts, html_layouts, html_tree, html_charts -> templates/)
-    save_html      the text -> a file, whole or not at all
+    html_report    the plan -> the page as text               (html_parts, html_layouts, html_tree, html_charts -> templates/)
+    save_html      the text -> a file, written completely or not at all
     notebook       a few tables for a notebook                (Solution._repr_html_)
 
-Names in a plan are anybody's, so the page also forbids itself, in a Content-Security-Policy, every script but its own (by its hash)
-and every request. The same plan gives the same bytes: there is no date in it.
+Names in a plan may come from an untrusted file. So the page's Content-Security-Policy also forbids every request and every script but its
+own (by its hash). The same plan yields the same bytes, since the page holds no date.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SECTIONS = (
 def html_report(solution: Solution, timeline: Timeline | None = None, frontier: Mapping | None = None, *, no_model: str = NO_MODEL) -> str:
     """The page. timeline: of simulate, for the time line, memory over time and the ops. frontier: memory against seconds.
 
-    no_model: why there is no time line, as the end of a sentence. ValueError where the frontier is none.
+    no_model: why there is no time line, as the end of a sentence. ValueError where `frontier` is no record of a frontier.
     """
     script, style = _source("report.js.j2"), _source("report.css.j2")
     return (
@@ -165,16 +165,16 @@ def _frontier(solution: Solution, frontier: Mapping | None) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def _environment() -> Environment:
-    made = Environment(
+    environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters.update(seconds=numbers.seconds, size=numbers.size, exact=html_frontier.exact, exact_size=html_frontier.exact_size)
-    made.filters.update(words=lambda text: str(text).replace("_", " "), count=_count)
-    return made
+    environment.filters.update(seconds=numbers.seconds, size=numbers.size, exact=html_frontier.exact, exact_size=html_frontier.exact_size)
+    environment.filters.update(words=lambda text: str(text).replace("_", " "), count=_count)
+    return environment
 
 
 def _count(value: int, noun: str) -> str:

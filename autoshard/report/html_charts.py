@@ -1,7 +1,7 @@
 """Charts as SVG paths and ticks: memory over time, the time line, the frontier.
 
-Everything is drawn in a box of WIDTH x HEIGHT units that the page stretches; words stand beside it as HTML, placed in percent, so that
-they keep their size at every width of the page. Spans that are closer than a unit of the box are joined, and of samples in one column
+Everything is drawn in a box of WIDTH x HEIGHT units that the page stretches. Text is HTML beside the box, placed in percent, so that it
+keeps its size at every width of the page. Spans that are closer than a unit of the box are joined, and of samples in one column
 the largest total is kept: the peak is never lost.
 """
 
@@ -82,12 +82,12 @@ def _steps(line: Sequence[float], order: range) -> list[str]:
     """The first height, then a move across and one up or down wherever the height changes, and the way to the end."""
     unit = WIDTH // len(line)
     heights = [round(HEIGHT * (1 - line[k])) for k in order]
-    found, now = [str(heights[0])], heights[0]
+    path, now = [str(heights[0])], heights[0]
     for k, height in zip(order, heights):
         if height != now:
-            found.append(f"H{k * unit if order.step > 0 else (k + 1) * unit}V{height}")
+            path.append(f"H{k * unit if order.step > 0 else (k + 1) * unit}V{height}")
             now = height
-    return [*found, f"H{WIDTH if order.step > 0 else 0}"]
+    return [*path, f"H{WIDTH if order.step > 0 else 0}"]
 
 
 def timeline_chart(timeline: Timeline) -> dict:

@@ -1,11 +1,11 @@
-"""Pictures of shards: the tensor cut into its parts, and the mesh with the part that each device holds.
+"""Pictures of layouts: the tensor divided into its shards, and the mesh with the shard that each device holds.
 
     part of a device on dim d   = [lo_d, hi_d) / shape_d                    layout.rank_bounds, as fractions
     rectangle                   = part on the vertical dim  x  part on the horizontal dims, one inside the other
 
-Two parameters share a picture when their layouts are written alike and their fractions are equal, whatever their sizes. Vertical is
-the first dim that is cut, horizontal the others; a tensor of one dim lies across. Parts are numbered by the first device that
-holds them; the number is the hue.
+Two parameters share a picture when the texts of their layouts and their fractions are equal, whatever their sizes. The first sharded dim is
+vertical, the others are horizontal; the dim of a vector is horizontal. Parts are numbered by the first device that holds them; the number
+selects the hue.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GAP, LABEL = 8, 11  # between cells; above each of them, for its number
 
 @dataclass(frozen=True)
 class Picture:
-    """One way to lie on the mesh, with all that a template needs to draw it. Lengths of `devices` are SVG units."""
+    """One layout on the mesh, with all that a template needs to draw it. Lengths of `devices` are SVG units."""
 
     number: int
     layout: str
@@ -50,7 +50,7 @@ class Picture:
 
 def pictures(solution: Solution) -> tuple[list[Picture], dict[str, int]]:
     """The distinct pictures, in the order of the parameters, and per parameter the number of its own."""
-    found: dict[tuple, Picture] = {}
+    known: dict[tuple, Picture] = {}
     of: dict[str, int] = {}
     for name, row in solution.parameters.items():
         shape, layout = _shape(row), parsed(row["layout"])
@@ -59,10 +59,10 @@ def pictures(solution: Solution) -> tuple[list[Picture], dict[str, int]]:
         down, across = _dims(shape, layout, solution.mesh)
         rects = _rects(shape, layout, solution.mesh, down, across)
         key = (row["layout"], KINDS[min(len(shape), 3)], down, across, tuple(rects.values()))
-        if key not in found:
-            found[key] = _picture(len(found), row["layout"], layout, solution.mesh, len(shape), (down, across), rects)
-        of[name] = found[key].number
-    return list(found.values()), of
+        if key not in known:
+            known[key] = _picture(len(known), row["layout"], layout, solution.mesh, len(shape), (down, across), rects)
+        of[name] = known[key].number
+    return list(known.values()), of
 
 
 def _shape(row: Mapping) -> tuple[int, ...] | None:
@@ -73,24 +73,24 @@ def _shape(row: Mapping) -> tuple[int, ...] | None:
 
 def _dims(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Dims drawn downwards and across."""
-    cut = sorted({p.dim for p, axis in zip(layout, mesh.axes, strict=True) if isinstance(p, Shard) and axis.size > 1})
+    sharded = sorted({p.dim for p, axis in zip(layout, mesh.axes, strict=True) if isinstance(p, Shard) and axis.size > 1})
     if len(shape) < 2:
         return (), tuple(range(len(shape)))
-    if len(cut) < 2:
-        cut = sorted({*cut, 0, 1}) if not cut or cut[0] < 2 else [0, *cut]
-    return (cut[0],), tuple(cut[1:])
+    if len(sharded) < 2:
+        sharded = sorted({*sharded, 0, 1}) if not sharded or sharded[0] < 2 else [0, *sharded]
+    return (sharded[0],), tuple(sharded[1:])
 
 
 def _rects(
     shape: tuple[int, ...], layout: Layout, mesh: Mesh, down: tuple[int, ...], across: tuple[int, ...]
 ) -> dict[tuple[int, ...], Rect]:
     """By coordinate the part that the device holds."""
-    found = {}
+    rects = {}
     for coordinate in mesh.coordinates():
         bounds = rank_bounds(shape, layout, mesh, coordinate)
         (top, bottom), (left, right) = (_nested([(*bounds[d], shape[d]) for d in dims]) for dims in (down, across))
-        found[coordinate] = tuple(round(x, 6) for x in (left, top, right - left, bottom - top))
-    return found  # type: ignore[return-value]
+        rects[coordinate] = tuple(round(x, 6) for x in (left, top, right - left, bottom - top))
+    return rects  # type: ignore[return-value]
 
 
 def _nested(bounds: list[tuple[int, int, int]]) -> tuple[float, float]:
@@ -115,7 +115,7 @@ def _picture(
         for r, head in enumerate(heads)
         for c in range(shown[-1])
     ]
-    cut = ", ".join(f"{n} of {axis.size} along {axis.name}" for n, axis in zip(shown, mesh.axes) if n < axis.size)
+    drawn = ", ".join(f"{n} of {axis.size} along {axis.name}" for n, axis in zip(shown, mesh.axes) if n < axis.size)
     down, beside = (" inside ".join(f"dim {d}" for d in reversed(some)) for some in dims)
     return Picture(
         number,
@@ -128,7 +128,7 @@ def _picture(
         tuple(devices),
         (shown[-1] * across - GAP, len(heads) * height - GAP + 1),
         box,
-        cut,
+        drawn,
         min(min(rect[2:]) for rect in part_of) < FINE,
     )
 
@@ -170,14 +170,14 @@ def _device(mesh: Mesh, coordinate: tuple[int, ...], rect: Rect, corner: tuple[i
     }
 
 
-def _visible(start: float, length: float, whole: int) -> tuple[float, float]:
-    """Fractions to lengths, widened where nobody would see them."""
-    drawn = round(max(length * whole, LEAST), 2) if length else 0.0
-    return min(start * whole, whole - drawn), drawn
+def _visible(start: float, length: float, side: int) -> tuple[float, float]:
+    """Fractions to lengths of a box, widened where they would be too thin to see."""
+    drawn = round(max(length * side, LEAST), 2) if length else 0.0
+    return min(start * side, side - drawn), drawn
 
 
 def _words(layout: Layout, mesh: Mesh, rects: Mapping[tuple[int, ...], Rect]) -> str:
-    """`axis0 cuts dim 0 into 2; axis1 keeps 4 copies; each device holds 1/2 of it, 4 devices hold the same`."""
+    """`axis0 shards dim 0 into 2; axis1 keeps 4 copies; each device holds 1/2 of it, 4 devices hold the same`."""
     parts, devices = len(set(rects.values())), mesh.num_devices
     said = list(_axis_words(layout, mesh))
     areas = {round(rect[2] * rect[3], 5) for rect in rects.values()}
@@ -192,7 +192,7 @@ def _axis_words(layout: Layout, mesh: Mesh) -> Iterator[str]:
         if axis.size == 1:
             yield f"{axis.name} has one device"
         elif isinstance(placement, Shard):
-            yield f"{axis.name} cuts dim {placement.dim} into {axis.size}"
+            yield f"{axis.name} shards dim {placement.dim} into {axis.size}"
         elif isinstance(placement, Partial):
             yield f"the sum over {axis.name}'s {axis.size} devices is the value"
         else:

@@ -1,4 +1,4 @@
-"""The tables of a report as plain rows: the plan in figures, the usual plans, seconds, memory, prices, how it was made."""
+"""The tables of the HTML report as plain rows: summary, usual plans, seconds, memory, prices, options."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from autoshard.report.robustness import price_parts
+from autoshard.report.text import ROUNDING, flat
 from autoshard.solution import Solution
 from autoshard.units import seconds, size
 
 if TYPE_CHECKING:
     from autoshard.simulate.timeline import Timeline
 
-ROUNDING = 1e-9  # relative: a bound this near the cost differs by rounding only
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "split")
 SAID_ELSEWHERE = ("axes", "device", "training", "model", "set", "padding")  # assumptions that other places of the report hold
 
@@ -50,13 +50,13 @@ def verdict(solution: Solution) -> dict:
 
 
 def best_usual(solution: Solution) -> dict | None:
-    """The fastest of the usual plans that fits, and how many times our seconds it takes."""
+    """The fastest of the usual plans that fits, with the ratio of its seconds to this plan's."""
     rows = [row for row in usual(solution) if row["ratio"] is not None and row["fits"]]
     return min(rows, key=lambda row: row["ratio"]) if rows else None
 
 
 def usual(solution: Solution) -> list[dict]:
-    """Ours first, then the usual plans under the same judge, fastest first; `share` of the slowest, for a bar."""
+    """This plan first, then the usual plans at the same prices, fastest first; `share` of the slowest, for a bar."""
     ours = {"cost_seconds": solution.cost, "peak_bytes": solution.peak_bytes, "status": solution.status}
     rows: list[dict] = []
     for name, row in {"this plan": ours, **solution.baselines}.items():
@@ -82,9 +82,9 @@ def time_rows(solution: Solution) -> list[dict]:
     """Compute by class of op, communication by collective and axis: {name, seconds, share, rows [{what, kind, seconds, share}]}."""
     groups: list[dict] = []
     for name, caption in (("compute", "Compute, by class of op"), ("communication", "Communication, by collective and mesh axis")):
-        flat = {what: value for what, value in _flat(solution.breakdown.get(name, {})) if value > 0}
-        rows = [{"what": what, "kind": _kind(name, what), "seconds": value} for what, value in flat.items()]
-        groups.append({"name": name, "caption": caption, "seconds": math.fsum(flat.values()), "rows": rows})
+        spent = {what: value for what, value in flat(solution.breakdown.get(name, {})) if value > 0}
+        rows = [{"what": what, "kind": _kind(name, what), "seconds": value} for what, value in spent.items()]
+        groups.append({"name": name, "caption": caption, "seconds": math.fsum(spent.values()), "rows": rows})
     total = math.fsum(group["seconds"] for group in groups)
     for group in groups:
         group["share"] = 100 * group["seconds"] / total if total else 0.0
@@ -93,15 +93,9 @@ def time_rows(solution: Solution) -> list[dict]:
 
 
 def _kind(group: str, what: str) -> str:
-    """The name of its colour."""
+    """The name of the row's colour."""
     first = what.partition(" ")[0]
     return "compute" if group == "compute" else first if first in COLLECTIVES else "other"
-
-
-def _flat(tree: object, path: str = "") -> list[tuple[str, float]]:
-    if isinstance(tree, Mapping):
-        return [row for key, item in tree.items() for row in _flat(item, f"{path} {key}".strip())]
-    return [(path or "all", float(tree))] if isinstance(tree, (int, float)) else []
 
 
 def peak(solution: Solution) -> dict | None:
@@ -187,7 +181,7 @@ def offers(solution: Solution) -> list[str]:
 
 
 def op_rows(solution: Solution, timeline: Timeline) -> list[dict]:
-    """Every op of the program that is no parameter, buffer or input: module, target, the layout it gives, its kernel's seconds."""
+    """Every op of the program that is no parameter, buffer or input: module, target, output layouts, its kernel's seconds."""
     kernel: dict[int, float] = {}
     for task in timeline.tasks:
         if task.kind == "compute":
@@ -195,11 +189,11 @@ def op_rows(solution: Solution, timeline: Timeline) -> list[dict]:
     rows = []
     for i, op in enumerate(timeline.program.graph.ops):
         if not op.is_placeholder and op.name in solution.layouts:
-            given = [layout for layout in solution.layouts[op.name].outputs if layout is not None]
+            outputs = [layout for layout in solution.layouts[op.name].outputs if layout is not None]
             rows.append(
                 {
                     "name": op.name, "module": op.module, "target": op.target.removeprefix("aten.").removesuffix(".default"),
-                    "layout": " and ".join(dict.fromkeys(given)) or "no tensor", "seconds": kernel.get(i), "backward": op.backward,
+                    "layout": " and ".join(dict.fromkeys(outputs)) or "no tensor", "seconds": kernel.get(i), "backward": op.backward,
                 }  # fmt: skip
             )
     return rows

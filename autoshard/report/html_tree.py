@@ -1,7 +1,7 @@
 """The model as a tree: modules by the dots in the names of parameters (and of ops, where the model is known).
 
-Per module: elements and bytes per device of all parameters below (a tied one counts under its first name), seconds of the blocks
-below as the plan prices them. A module with a single module in it and nothing else is joined with it: `model.layers`.
+A module shows the elements and bytes per device of all parameters below it (a tied parameter counts under its first name), and the seconds
+of the blocks below it as the plan prices them. A module that holds a single module and nothing else is joined with it: `model.layers`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Module:
     parameters: list[dict] = field(default_factory=list)
     ops: list[dict] = field(default_factory=list)
     seconds: float | None = None
-    like: str = ""  # the first block that is laid out alike
-    ops_like: str = ""  # the first block whose ops are the same
+    same_as: str = ""  # the first block with the same layouts
+    same_ops_as: str = ""  # the first block whose ops are the same
     elements: int = 0
     local_bytes: float = 0.0
     num_parameters: int = 0
@@ -46,20 +46,20 @@ def tree(solution: Solution, picture_of: Mapping[str, int], ops: Sequence[Mappin
     for op in kept if len(kept) <= MANY_OPS else ():
         _at(root, op["module"]).ops.append(dict(op))
     for block, first in same.items():
-        _at(root, block).ops_like = first
+        _at(root, block).same_ops_as = first
     for path, parts in solution.breakdown.get("blocks", {}).items():
         known = _find(root, path)
         if known is not None:
             known.seconds = math.fsum(x for x in parts.values() if x) if isinstance(parts, Mapping) else parts
     for leader, members in _alike(solution).items():
         for path in members:
-            if (like := _find(root, path)) is not None:
-                like.like = leader
+            if (module := _find(root, path)) is not None:
+                module.same_as = leader
     return _summed(_joined(root))
 
 
 def ops_once(ops: Sequence[Mapping]) -> tuple[list[Mapping], dict[str, str]]:
-    """The ops without those of blocks that have the same as an earlier one of their family, and for each such block the earlier one."""
+    """The ops without those of blocks whose ops equal those of an earlier block of the family; and for each such block the earlier one."""
     blocks: dict[str, list[Mapping]] = {}
     for op in ops:
         blocks.setdefault(split(f"{op['module']}.")[0], []).append(op)
@@ -101,7 +101,7 @@ def _find(root: Module, path: str) -> Module | None:
 
 
 def _alike(solution: Solution) -> dict[str, list[str]]:
-    """The first of blocks that are laid out alike -> the others."""
+    """The first of the blocks with the same layouts -> the others."""
     blocks: dict[str, dict] = {}
     for name, row in solution.parameters.items():
         block, rest = split(name)
@@ -120,7 +120,8 @@ def _joined(node: Module) -> Module:
     modules = {key: _joined(child) for key, child in node.modules.items()}
     if node.path and len(modules) == 1 and not node.parameters and not node.ops and node.seconds is None:
         (child,) = modules.values()
-        return replace(child, name=f"{node.name}.{child.name}", like=child.like or node.like, ops_like=child.ops_like or node.ops_like)
+        same_as, same_ops_as = child.same_as or node.same_as, child.same_ops_as or node.same_ops_as
+        return replace(child, name=f"{node.name}.{child.name}", same_as=same_as, same_ops_as=same_ops_as)
     return replace(node, modules=modules)
 
 
@@ -140,13 +141,13 @@ def _summed(node: Module) -> Module:
 
 
 def users(solution: Solution, picture_of: Mapping[str, int]) -> dict[int, list[str]]:
-    """Per picture the parameters that lie so, blocks that are laid out alike folded: `h.0 .. h.11: attn.c_attn.weight`."""
-    found: dict[int, list[str]] = {}
+    """Per picture the parameters with this layout, blocks of equal layouts folded: `h.0 .. h.11: attn.c_attn.weight`."""
+    names: dict[int, list[str]] = {}
     for section in sections(solution.parameters, {}):
         title = section.title.removesuffix(": same")
         first = re.split(r" \.\. |, ", title)[0]
         for rest in section.rows:
             full = f"{first}.{rest}" if first else rest
             if full in picture_of:
-                found.setdefault(picture_of[full], []).append(f"{title}: {rest}" if title else rest)
-    return found
+                names.setdefault(picture_of[full], []).append(f"{title}: {rest}" if title else rest)
+    return names

@@ -1,4 +1,4 @@
-"""A pipeline for people: its stages, the configurations beside it, and how it scales; configurations as CSV; the plot."""
+"""A pipeline plan as tables (stages, configurations, speed-up), its configurations as CSV, and a plot of the speed-up."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def pipeline_report(found: Pipeline) -> RenderableType:
+def pipeline_report(pipeline: Pipeline) -> RenderableType:
     """Tables of stages, configurations and speed-ups."""
-    groups = len({s.group for s in found.stages})
+    groups = len({s.group for s in pipeline.stages})
     head = (
-        f"{seconds(found.seconds)} per step ({seconds(found.bound)} if nothing but kernels took time); {groups} device "
-        f"group{'s' if groups > 1 else ''}, {found.microbatches} microbatches, {found.schedule}; bubble {percent(found.bubble, 1)}, "
-        f"exposed communication {seconds(found.exposed_communication)}, {size(found.peak_bytes)} on the fullest device"
+        f"{seconds(pipeline.seconds)} per step ({seconds(pipeline.bound)} if nothing but kernels took time); {groups} device "
+        f"group{'s' if groups > 1 else ''}, {pipeline.microbatches} microbatches, {pipeline.schedule}; "
+        f"bubble {percent(pipeline.bubble, 1)}, exposed communication {seconds(pipeline.exposed_communication)}, "
+        f"{size(pipeline.peak_bytes)} on the fullest device"
     )
-    return Group(Text(head), _stages(found), _configurations(found), *_further(found))
+    return Group(Text(head), _stages(pipeline), _configurations(pipeline), *_further(pipeline))
 
 
-def _stages(found: Pipeline) -> Table:
+def _stages(pipeline: Pipeline) -> Table:
     columns = ("layers", "devices", "mesh", "forward", "backward", "per step", "sends", "peak", "in flight", "recomputed")
     table = Table(*columns, title="stages")
-    for s in found.stages:
+    for s in pipeline.stages:
         ranks = f"{s.devices[0]}-{s.devices[-1]}" if len(s.devices) > 1 else str(s.devices[0])
         table.add_row(
             f"{s.first}-{s.last - 1}", f"{ranks} ({s.device})", "x".join(map(str, s.mesh)), seconds(s.forward_seconds),
@@ -47,8 +48,8 @@ def _stages(found: Pipeline) -> Table:
     return table
 
 
-def _configurations(found: Pipeline) -> Table:
-    shown = found.configurations[:SHOWN]
+def _configurations(pipeline: Pipeline) -> Table:
+    shown = pipeline.configurations[:SHOWN]
     table = Table("layouts", "D x H", "P", "microbatches", "schedule", "step", "peak", "bubble", title="configurations, the best first")
     for row in shown:
         grid = f"{row['data']} x {row['tensor']}" if row["data"] else "x".join(map(str, sorted(set(row["devices"])))) + " devices"
@@ -57,25 +58,25 @@ def _configurations(found: Pipeline) -> Table:
             row["way"], grid, str(row["pipeline"]), str(row["microbatches"]), row["schedule"], seconds(row["seconds"]) + fits,
             size(row["peak_bytes"]), percent(row["bubble"], 1),
         )  # fmt: skip
-    if len(found.configurations) > SHOWN:
-        table.caption = f"and {len(found.configurations) - SHOWN} more: --csv writes all"
+    if len(pipeline.configurations) > SHOWN:
+        table.caption = f"and {len(pipeline.configurations) - SHOWN} more: --csv writes all"
     return table
 
 
-def _further(found: Pipeline) -> list[RenderableType]:
+def _further(pipeline: Pipeline) -> list[RenderableType]:
     parts: list[RenderableType] = []
-    if found.speed_up:
+    if pipeline.speed_up:
         table = Table("devices", "step", "speed-up", title="fewer devices")
-        for row in found.speed_up:
+        for row in pipeline.speed_up:
             said = f"{row['speed_up']:.2f}" if row["speed_up"] else "-" if row["seconds"] else "does not fit"
             table.add_row(str(row["devices"]), seconds(row["seconds"]), said)
-        fewest = next((row["devices"] for row in found.speed_up if row["speed_up"]), 1)
+        fewest = next((row["devices"] for row in pipeline.speed_up if row["speed_up"]), 1)
         if fewest > 1:
             table.caption = f"{fewest} devices, the fewest that fit, count as {fewest}"
         parts.append(table)
-    if found.budgets:
+    if pipeline.budgets:
         table = Table("memory", "step", "stages", "microbatches", "schedule", title="other limits")
-        for row in found.budgets:
+        for row in pipeline.budgets:
             cells = [str(row[key] or "-") for key in ("stages", "microbatches", "schedule")]
             table.add_row(size(row["memory_bytes"]), seconds(row["seconds"]) if row["seconds"] else "nothing fits", *cells)
         parts.append(table)
@@ -83,7 +84,7 @@ def _further(found: Pipeline) -> list[RenderableType]:
 
 
 def write_csv(rows: Sequence[dict[str, Any]], path: str | os.PathLike[str]) -> None:
-    """All configurations, one per line; devices and layers of the stages joined by "+". Whole or not at all."""
+    """All configurations, one per line; devices and layers of the stages joined by "+". Written completely or not at all."""
     with whole(path) as beside, beside.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
@@ -91,11 +92,11 @@ def write_csv(rows: Sequence[dict[str, Any]], path: str | os.PathLike[str]) -> N
             writer.writerow({key: "+".join(map(str, x)) if isinstance(x := row[key], list) else "" if x is None else x for key in COLUMNS})
 
 
-def plot_speed_up(found: Pipeline, path: str | os.PathLike[str]) -> None:
+def plot_speed_up(pipeline: Pipeline, path: str | os.PathLike[str]) -> None:
     """Speed-up over the number of devices, beside the ideal; the format by the file's ending (png, svg, pdf)."""
     from matplotlib.figure import Figure  # here: it takes a second to import
 
-    rows = [row for row in found.speed_up if row["speed_up"]]
+    rows = [row for row in pipeline.speed_up if row["speed_up"]]
     figure = Figure(figsize=(5, 4), layout="constrained")
     axes = figure.subplots()
     counts = [row["devices"] for row in rows]

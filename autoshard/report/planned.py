@@ -1,4 +1,4 @@
-"""What came out of planning beside the plan itself: the meshes that were compared, and what each pin costs."""
+"""The report of `plan`: the meshes that were compared, the plan, and what each pin costs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def planned_report(solution: Solution, meshes: Sequence[Mapping] | None = None) 
 
 
 def meshes_table(rows: Sequence[Mapping]) -> Table:
-    """A row per mesh, as they were planned; the one taken in bold."""
+    """A row per mesh, in the order of planning; the best one in bold."""
     best = next((row["cost_seconds"] for row in rows if row["best"]), None)
     table = Table(title="Meshes compared", title_justify="left", title_style="bold")
     for column in ("mesh", "cost", "to best", "gap", "peak memory", "planned in", "status"):

@@ -1,6 +1,6 @@
-"""A redistribution route for people: a table, the same in LaTeX, and a drawing of who holds what before and after each step.
+"""A redistribution route as a table, as LaTeX, and as a drawing of what each rank holds before and after each step.
 
-They take plain records: `BlockRoute.to_dict()`, and for the drawing panels of 0 and 1 (rank by rank, index by index).
+All take plain records: `BlockRoute.to_dict()`; the drawing takes panels of 0 and 1, by rank and index.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ COLORS = 20
 
 
 def rows(route: Mapping) -> list[tuple[str, str, str, str, str]]:
-    """As the published table: the source, then each step with where it leads."""
-    found = [("0", "", route["source"], "", _megabytes(route["source_bytes"]))]
+    """The rows of the published table: the source, then each step with the layout after it."""
+    steps = [("0", "", route["source"], "", _megabytes(route["source_bytes"]))]
     for i, step in enumerate(route["steps"], start=1):
-        found.append((str(i), operation(step), step["layout"], f"{step['seconds']:.6g}", _megabytes(step["held_bytes"])))
-    return found
+        steps.append((str(i), operation(step), step["layout"], f"{step['seconds']:.6g}", _megabytes(step["held_bytes"])))
+    return steps
 
 
 def operation(step: Mapping) -> str:
@@ -69,8 +69,10 @@ def latex(routes: Sequence[Mapping]) -> str:
 
 def _latex(layout: str) -> str:
     """`D_[4,2]⊥{(0,1),∅}(100,∅)` -> $T_{\\perp\\{(0,1),\\emptyset\\}(100,\\emptyset)}$"""
-    _, _, cut = layout.partition("⊥")
-    return "$T_{\\perp" + cut.replace("{", r"\{").replace("}", r"\}").replace("∅", r"\emptyset ").replace("chunk", r"\mathrm{chunk}") + "}$"
+    written = layout.partition("⊥")[2]
+    for text, command in (("{", r"\{"), ("}", r"\}"), ("∅", r"\emptyset "), ("chunk", r"\mathrm{chunk}")):
+        written = written.replace(text, command)
+    return "$T_{\\perp" + written + "}$"
 
 
 def draw(path: str, title: str, names: Sequence[str], panels: Sequence[Sequence[Sequence[Sequence[int]]]]) -> None:

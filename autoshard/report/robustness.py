@@ -1,4 +1,4 @@
-"""How much a plan hangs on its prices, as tables: the error of each, and the range of each bandwidth in which the plan stays best."""
+"""How much a plan depends on its prices, as tables: the error of each price, and the bandwidths at which the plan stays best."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def prices_table(solution: Solution) -> RenderableType:
     return Group(table, Text(said))
 
 
-def robustness_table(found: Mapping) -> RenderableType:
+def robustness_table(record: Mapping) -> RenderableType:
     """Per link the range, then the regret at the bandwidths probed outside it."""
-    slack = found["slack"]
+    slack = record["slack"]
     best = "best" if slack <= 1e-5 else f"within {100 * slack:.3g}% of the best"
     table = Table(title=f"Where the plan stays {best}", title_justify="left", title_style="bold")
     for column in ("link", "planned with", "from", "to", "its bytes take", "proven"):
@@ -45,7 +45,7 @@ def robustness_table(found: Mapping) -> RenderableType:
     regrets = Table(title="Outside", title_justify="left", title_style="bold")
     for column in ("link", "bandwidth", "this plan", "the best there", "regret"):
         regrets.add_column(column, justify="left" if column == "link" else "right", overflow="fold")
-    for link in found["links"]:
+    for link in record["links"]:
         name, (least, most) = ", ".join(link["axes"]), link["searched"]
         low = f"{size(link['low'])}/s" if link["low"] is not None else f"below {size(least)}/s"
         high = f"{size(link['high'])}/s" if link["high"] is not None else f"above {size(most)}/s"
@@ -54,11 +54,11 @@ def robustness_table(found: Mapping) -> RenderableType:
             lost = f"{100 * row['regret']:.3g}%" if row["regret"] < 1 else f"{row['regret'] + 1:.3g}x"
             cells = (f"{size(row['bandwidth'])}/s", seconds(row["plan_seconds"]), seconds(row["best_seconds"]), lost)
             regrets.add_row(name, *cells)
-    times = f"{found['span']:g}"
-    said = f"searched from 1/{times} to {times} times each bandwidth, one link at a time; {seconds(found['cost_seconds'])} as planned"
-    if abs(found["planned_seconds"] / found["cost_seconds"] - 1) > 1e-6:
-        said += f", but it says {seconds(found['planned_seconds'])}: model, sizes or rules are not those of then"
-    if found["regret"] > max(slack, 1e-5):
-        said += f"; a plan {100 * found['regret']:.2g}% faster was found at these very prices: plan again"
+    times = f"{record['span']:g}"
+    said = f"searched from 1/{times} to {times} times each bandwidth, one link at a time; {seconds(record['cost_seconds'])} as planned"
+    if abs(record["planned_seconds"] / record["cost_seconds"] - 1) > 1e-6:
+        said += f", but it says {seconds(record['planned_seconds'])}: model, sizes or rules are not those of then"
+    if record["regret"] > max(slack, 1e-5):
+        said += f"; a plan {100 * record['regret']:.2g}% faster was record at these very prices: plan again"
     outside: list[RenderableType] = [Text(""), regrets] if regrets.row_count else []
     return Group(table, Text(said), *outside)

@@ -1,4 +1,4 @@
-"""A plan as one flat record for scripts: what `plan --json` and `show --json` print."""
+"""A plan as one flat record for scripts, which `plan --json` and `show --json` print."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A plan of embedding tables for people: tables with the reason why each lies where it does, and the load per device as bars.
+"""A plan of embedding tables as text: the tables with the reason for their placement, and the load per device as bars.
 
-They take the record that `TablePlan.to_dict()` gives.
+All functions take the record of `TablePlan.to_dict()`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The plan as tables for a person: what it costs and what is proven, beside the usual plans, where each parameter lies."""
+"""A plan as tables of text: its cost and proof, the usual plans, where the time goes, and the layout of each parameter."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def as_text(renderable: RenderableType, width: int = WIDTH) -> str:
 
 
 def plan_report(solution: Solution) -> RenderableType:
-    """All there is to say about a plan, in the order in which one asks."""
+    """The full report of a plan."""
     parts = [header(solution), baselines(solution), where_time_goes(solution), layouts(solution), replicated(solution)]
     shown = [part for part in parts if part is not None]
     return Group(*(item for part in shown for item in (part, Text(""))))
@@ -121,7 +121,7 @@ def _solved(solution: Solution) -> str:
 
 
 def baselines(solution: Solution) -> Table | None:
-    """The usual plans under the same judge."""
+    """The usual plans at the same prices."""
     if not solution.baselines:
         return None
     table = Table(title="Beside the usual plans", title_justify="left", title_style="bold")
@@ -139,7 +139,7 @@ def baselines(solution: Solution) -> Table | None:
 
 def where_time_goes(solution: Solution) -> Table | None:
     """Seconds by class of compute and by collective and axis, largest first."""
-    rows = [(kind, *row) for kind in ("compute", "communication") for row in _flat(solution.breakdown.get(kind, {}))]
+    rows = [(kind, *row) for kind in ("compute", "communication") for row in flat(solution.breakdown.get(kind, {}))]
     rows = [row for row in rows if row[2] > 0]
     if not rows:
         return None
@@ -150,22 +150,22 @@ def where_time_goes(solution: Solution) -> Table | None:
     for kind in ("compute", "communication"):
         own = sorted((row for row in rows if row[0] == kind), key=lambda row: -row[2])
         if own:
-            whole = sum(row[2] for row in own)
-            table.add_row(kind, "", seconds(whole), percent(whole, total), style="bold")
+            subtotal = sum(row[2] for row in own)
+            table.add_row(kind, "", seconds(subtotal), percent(subtotal, total), style="bold")
         for _, what, value in own:
             table.add_row("", what, seconds(value), percent(value, total))
     return table
 
 
-def _flat(tree: object, path: str = "") -> list[tuple[str, float]]:
+def flat(tree: object, path: str = "") -> list[tuple[str, float]]:
     """`{"all_reduce": {"axis0": 1.0}}` -> [("all_reduce axis0", 1.0)]."""
     if isinstance(tree, Mapping):
-        return [row for key, item in tree.items() for row in _flat(item, f"{path} {key}".strip())]
+        return [row for key, item in tree.items() for row in flat(item, f"{path} {key}".strip())]
     return [(path or "all", float(tree))] if isinstance(tree, (int, float)) else []
 
 
 def layouts(solution: Solution) -> Table | None:
-    """Where each parameter lies; blocks that are laid out alike are shown once."""
+    """The layout of each parameter; blocks of equal layouts are shown once."""
     if not solution.parameters:
         return None
     axes = ", ".join(solution.mesh.axis_names)
@@ -198,7 +198,7 @@ def _add_section(table: Table, section: Section) -> None:
 
 
 def replicated(solution: Solution) -> RenderableType | None:
-    """Ops that nobody has rules for: replicated, with the seconds that this may hide."""
+    """Ops without rules: replicated, with the seconds that this may hide."""
     if not solution.replicated_ops:
         return None
     table = Table(title="Replicated for want of rules", title_justify="left", title_style="bold red")

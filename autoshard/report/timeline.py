@@ -1,4 +1,4 @@
-"""Time lines as pictures, as trace files, and in words."""
+"""Time lines as pictures, as trace files, and as tables."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def draw_timeline(timeline: Timeline, path: str, title: str = "") -> None:
 
 
 def simulation_report(record: Mapping, critical: Mapping[str, float] | None = None) -> RenderableType:
-    """What `simulate --json` holds, for people."""
+    """The record of `simulate --json` as tables."""
     said = f"{seconds(record['seconds'])} per step"
     if record["bubble"] is not None:
         said += (
@@ -116,10 +116,10 @@ def simulation_report(record: Mapping, critical: Mapping[str, float] | None = No
     if len(record["stages"]) > 1:
         parts += [Text(""), _stages(record["stages"])]
     if critical:
-        whole = sum(critical.values())
+        total = sum(critical.values())
         table = Table("on the critical path", "seconds", "share", box=None, padding=(0, 2, 0, 0))
         for kind, part in critical.items():
-            table.add_row(kind, seconds(part), percent(part, whole))
+            table.add_row(kind, seconds(part), percent(part, total))
         parts += [Text(""), table]
     return Group(*parts)
 

@@ -38,14 +38,14 @@ def _memory(timeline: Timeline) -> list[dict]:
     """A counter event where the bytes change; of several at one time the highest."""
     memory = timeline.memory
     kinds = [kind for kind in memory if kind not in ("seconds", "total")]
-    found: dict[float, tuple[float, dict]] = {}
+    peaks: dict[float, tuple[float, dict]] = {}
     for n, at in enumerate(memory["seconds"]):
         total = float(memory["total"][n])
-        if at not in found or total >= found[at][0]:
-            found[float(at)] = (total, {kind: float(memory[kind][n]) for kind in kinds})
+        if at not in peaks or total >= peaks[at][0]:
+            peaks[float(at)] = (total, {kind: float(memory[kind][n]) for kind in kinds})
     return [
         {"name": "memory_bytes", "ph": "C", "ts": at * MICRO, "pid": 0, "tid": 0, "args": values}
-        for at, (_, values) in sorted(found.items())
+        for at, (_, values) in sorted(peaks.items())
     ]
 
 
