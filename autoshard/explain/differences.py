@@ -53,20 +53,20 @@ def priced_op(formulated: Formulation, i: int, choice: Choice) -> Priced:
 
 
 def priced_edge(formulated: Formulation, e: int, choice: Choice) -> Priced:
-    link, edge, ops = formulated.links[e], formulated.problem.edges[e], formulated.graph.ops
+    link, edge, ops = formulated.tensor_edges[e], formulated.problem.edges[e], formulated.graph.ops
     seconds = float(edge.table[choice[edge.a], choice[edge.b]])
     route = formulated.route(link, choice)
     steps = tuple(f"{step.collective} {formulated.mesh.axes[step.axis].name}" for step in route.steps) if route else ()
     module = ops[link.b].module if link.b < len(ops) else ops[link.value[0]].module
     names = formulated.problem.names
-    takes, gives = _texts([link.gives[choice[link.a]]]), _texts([link.takes[choice[link.b]]])
+    takes, gives = _texts([link.source_layouts[choice[link.a]]]), _texts([link.target_layouts[choice[link.b]]])
     return Priced(_carried(formulated, e), f"{names[link.a]} -> {names[link.b]}", module, takes, gives, seconds, steps)
 
 
 def _carried(formulated: Formulation, e: int) -> str:
     """Edges stand in this order (formulate.build): to hubs, to inputs, to results."""
     results = [formulated.graph.results[k].kind for k in formulated.results]
-    first = len(formulated.links) - len(results)
+    first = len(formulated.tensor_edges) - len(results)
     return "copy" if e < len(formulated.hubs) else "input" if e < first else results[e - first]
 
 
