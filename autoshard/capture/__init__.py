@@ -1,4 +1,4 @@
-"""Models and fx graphs -> Graph. The only reader of fx."""
+"""PyTorch models and fx graphs -> Graph. No other room reads fx to plan."""
 
 from autoshard.capture.depth import Container as Container
 from autoshard.capture.depth import Depth as Depth
