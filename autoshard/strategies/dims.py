@@ -15,7 +15,7 @@ import torch
 
 from autoshard.graph import Op, Ref
 from autoshard.layout import P, R, S
-from autoshard.strategies.rows import Inputs, Row, argument, linear_rows, row, rule
+from autoshard.strategies.rows import Inputs, Row, argument, linear_rows, other_dims, row, rule, shard_rows
 
 
 def input_placements(op: Op, num_inputs: int, placements: dict[int, object]) -> tuple:
@@ -47,7 +47,7 @@ DIM_SECOND = (
 def ordered(op: Op, inputs: Inputs) -> list[Row]:
     rank = len(inputs[0].shape)
     dim = 0 if op.target == "aten.msort.default" else _dim(op, 1, rank)
-    kept = [Row(tuple(S(d) for _ in op.outputs), (S(d),)) for d in range(rank) if d != dim]
+    kept = shard_rows(op, inputs, other_dims(rank, {dim}, keep=True))
     return kept + (linear_rows(1, 1) if op.target == "aten.cumsum.default" and not op.literals[1] else [])
 
 
@@ -56,7 +56,7 @@ def selected(op: Op, inputs: Inputs) -> list[Row]:
     """As `ordered`, with the dim as third argument (for sort: a keyword)."""
     rank = len(inputs[0].shape)
     dim = _dim(op, 2 if op.target != "aten.sort.stable" else 1, rank)
-    return [Row((S(d), S(d)), (S(d),)) for d in range(rank) if d != dim]
+    return shard_rows(op, inputs, other_dims(rank, {dim}, keep=True))
 
 
 @rule("aten.argmax.default", "aten.argmin.default", "aten.max.dim", "aten.min.dim", "aten.any.dim", "aten.all.dim", "aten.prod.dim_int")
@@ -65,8 +65,7 @@ def picked(op: Op, inputs: Inputs) -> list[Row]:
     rank = len(inputs[0].shape)
     if argument(op, 1, "dim") is None:
         return []
-    dim, keep = _dim(op, 1, rank), len(op.output.shape) == rank
-    return [Row(tuple(S(d if keep or d < dim else d - 1) for _ in op.outputs), (S(d),)) for d in range(rank) if d != dim]
+    return shard_rows(op, inputs, other_dims(rank, {_dim(op, 1, rank)}, keep=len(op.output.shape) == rank))
 
 
 @rule("aten.glu.default", "aten.glu_backward.default")
@@ -80,13 +79,12 @@ def gated(op: Op, inputs: Inputs) -> list[Row]:
 @rule("aten.repeat_interleave.self_int", "aten.unfold.default", "aten.norm.ScalarOpt_dim", "aten.renorm.default")
 def along(op: Op, inputs: Inputs) -> list[Row]:
     """Ops of one tensor whose second or third argument names dims that can't be sharded; dims after a removed one move forward."""
-    rank, out = len(inputs[0].shape), op.output.shape
+    rank = len(inputs[0].shape)
     if op.target.startswith("aten.repeat_interleave") and argument(op, 2, "dim") is None:
         return []
     named = argument(op, 1 if "unfold" in op.target else 2, "dim", ())
     dims = {int(d) % rank for d in (named if isinstance(named, tuple) else (named,))}
-    keep = len(out) >= rank
-    return [row(S(d if keep else d - sum(k < d for k in dims)), S(d)) for d in range(rank) if d not in dims] if dims else []
+    return shard_rows(op, inputs, other_dims(rank, dims, keep=len(op.output.shape) >= rank)) if dims else []
 
 
 @rule("aten.isin.Tensor_Tensor")
@@ -108,8 +106,7 @@ def picked_along_several(op: Op, inputs: Inputs) -> list[Row]:
     rank = len(inputs[0].shape)
     named = argument(op, 1, "dim")
     dims = set(range(rank)) if named is None else {int(d) % rank for d in named}
-    keep = len(op.output.shape) == rank
-    return [row(S(d if keep else d - sum(k < d for k in dims)), S(d)) for d in range(rank) if d not in dims]
+    return shard_rows(op, inputs, other_dims(rank, dims, keep=len(op.output.shape) == rank))
 
 
 @rule("aten.count_nonzero.dim_IntList")
@@ -124,19 +121,12 @@ def largest(op: Op, inputs: Inputs) -> list[Row]:
     return [row(P(op.target.split(".")[1]), S(d)) for d in range(len(inputs[0].shape))]
 
 
-@rule("aten.flip.default", "aten.roll.default")
+@rule("aten.flip.default", "aten.roll.default", "aten.rot90.default")
 def turned(op: Op, inputs: Inputs) -> list[Row]:
-    rank = len(inputs[0].shape)
-    dims = argument(op, 1 if op.target == "aten.flip.default" else 2, "dims", ())
-    turned_dims = {int(d) % rank for d in dims} if dims or op.target == "aten.flip.default" else set(range(rank))
-    return [row(S(d), S(d)) for d in range(rank) if d not in turned_dims] + linear_rows(1, 1)
-
-
-@rule("aten.rot90.default")
-def rotated(op: Op, inputs: Inputs) -> list[Row]:
-    rank = len(inputs[0].shape)
-    dims = {int(d) % rank for d in argument(op, 2, "dims", (0, 1))}
-    return [row(S(d), S(d)) for d in range(rank) if d not in dims] + linear_rows(1, 1)
+    rank, flips = len(inputs[0].shape), op.target == "aten.flip.default"
+    dims = argument(op, 1 if flips else 2, "dims", (0, 1) if op.target == "aten.rot90.default" else ())
+    turned_dims = {int(d) % rank for d in dims} if dims or flips else set(range(rank))
+    return shard_rows(op, inputs, other_dims(rank, turned_dims, keep=True)) + linear_rows(1, 1)
 
 
 @rule("aten.tril.default", "aten.triu.default")
@@ -176,7 +166,7 @@ def pad(op: Op, inputs: Inputs) -> list[Row]:
     """The pads are pairs, that of the last dim first."""
     rank, pads = len(inputs[0].shape), argument(op, 1, "pad")
     padded = {rank - 1 - k // 2 for k, size in enumerate(pads) if size != 0}
-    kept = [row(S(d), S(d)) for d in range(rank) if d not in padded]
+    kept = shard_rows(op, inputs, other_dims(rank, padded, keep=True))
     return kept + (linear_rows(1, 1) if not argument(op, 2, "value", 0) else [])
 
 

@@ -11,7 +11,7 @@ that were divided by the global count, so there is no Partial(avg).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,3 +73,8 @@ def linear_rows(num_outputs: int, num_inputs: int) -> list[Row]:
 def shard_rows(op: Op, inputs: Inputs, pairs: Sequence[tuple[int, int]]) -> list[Row]:
     """One row per (input dim, output dim) pair for an op with one input; all outputs have the same placement."""
     return [Row(tuple(S(o) for _ in op.outputs), (S(i),)) for i, o in pairs]
+
+
+def other_dims(rank: int, dims: Collection[int], keep: bool) -> list[tuple[int, int]]:
+    """(input dim, output dim) of all dims but `dims`, which the output has too (keep) or lacks."""
+    return [(d, d if keep else d - sum(k < d for k in dims)) for d in range(rank) if d not in dims]

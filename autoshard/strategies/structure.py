@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from autoshard.graph import Op, is_dense
 from autoshard.layout import P, R, S
-from autoshard.strategies.rows import Inputs, Row, argument, linear_rows, row, rule, shard_rows
+from autoshard.strategies.rows import Inputs, Row, argument, linear_rows, other_dims, row, rule, shard_rows
 
 
 def leading_pairs(shape: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -113,16 +113,14 @@ def split(op: Op, inputs: Inputs) -> list[Row]:
     rank = len(inputs[0].shape)
     dim = int(argument(op, position, "dim", 0)) % rank
     unchanged = op.target == "aten.slice.Tensor" and op.output.shape == inputs[0].shape
-    pairs = [(d, d) for d in range(rank) if d != dim or unchanged]
-    return shard_rows(op, inputs, pairs) + linear_rows(len(op.outputs), 1)
+    return shard_rows(op, inputs, other_dims(rank, () if unchanged else {dim}, keep=True)) + linear_rows(len(op.outputs), 1)
 
 
 @rule("aten.select.int", "aten.unbind.int")
 def remove_dim(op: Op, inputs: Inputs) -> list[Row]:
     rank = len(inputs[0].shape)
     dim = int(argument(op, 1, "dim", 0)) % rank
-    pairs = [(d, d - (d > dim)) for d in range(rank) if d != dim]
-    return shard_rows(op, inputs, pairs) + linear_rows(len(op.outputs), 1)
+    return shard_rows(op, inputs, other_dims(rank, {dim}, keep=False)) + linear_rows(len(op.outputs), 1)
 
 
 @rule("aten.slice_backward.default", "aten.select_backward.default")
@@ -148,7 +146,7 @@ def unfold_backward(op: Op, inputs: Inputs) -> list[Row]:
     """The gradient of windows along a dim, whose elements are in a new last dim, is added up where windows overlap."""
     rank = len(op.output.shape)
     dim = int(argument(op, 2, "dim")) % rank
-    return shard_rows(op, inputs, [(d, d) for d in range(rank) if d != dim]) + linear_rows(1, 1)
+    return shard_rows(op, inputs, other_dims(rank, {dim}, keep=True)) + linear_rows(1, 1)
 
 
 @rule("aten.as_strided.default")
@@ -190,11 +188,8 @@ def reduce(op: Op, inputs: Inputs) -> list[Row]:
     name = op.target.split(".")[1]
     dims = () if op.target in ("aten.sum.default", "aten.mean.default") else argument(op, 1, "dim", ())
     reduced = {int(d) % rank for d in dims or range(rank)} if rank else set()
-    keep = len(op.output.shape) == rank
     rows = [row(REDUCTIONS[name], S(d)) for d in sorted(reduced)]
-    for d in range(rank):
-        if d not in reduced:
-            rows.append(row(S(d if keep else d - sum(r < d for r in reduced)), S(d)))
+    rows += shard_rows(op, inputs, other_dims(rank, reduced, keep=len(op.output.shape) == rank))
     return rows + (linear_rows(1, 1) if name in ("sum", "mean") else [])
 
 
