@@ -76,7 +76,7 @@ def capture_deep(
     def full_capture(reason: str) -> tuple[Graph, Depth]:
         full = capture_module(module, example_inputs, training=training)
         layers = (*captured, sum(c.layers for c in repeating)) if repeating else ()
-        return full.graph, Depth(repeating, layers, False, reason, ignored=ignored(full.given))
+        return full.graph, Depth(repeating, layers, False, reason, ignored=ignored(full.fx_graph))
 
     def at(periods: int) -> Graph:
         if periods not in graphs:
@@ -84,7 +84,7 @@ def capture_deep(
             captured.append(sum(depths.values()))
             few = capture_module(shrunk(module, depths), example_inputs, training=training)
             graphs[periods] = few.graph
-            notes.add(ignored(few.given))
+            notes.add(ignored(few.fx_graph))
         return graphs[periods]
 
     if not repeating:

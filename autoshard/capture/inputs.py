@@ -105,9 +105,9 @@ def is_mutable(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def mode_of(given: fx.GraphModule | ExportedProgram) -> FakeTensorMode:
+def mode_of(fx_graph: fx.GraphModule | ExportedProgram) -> FakeTensorMode:
     """The fake mode of the graph's values, as those of different modes can't be mixed; a new one if the graph has none."""
-    for node in given.graph.nodes:
+    for node in fx_graph.graph.nodes:
         mode = getattr(node.meta.get("val"), "fake_mode", None)
         if mode is not None:
             return mode
@@ -143,20 +143,20 @@ def export_signature(program: ExportedProgram, mode: FakeTensorMode) -> tuple[li
     return names, [fake(mode, value) if isinstance(value, torch.Tensor) else value for value in fakes], results
 
 
-def ignored(given: fx.GraphModule | ExportedProgram) -> str:
+def ignored(fx_graph: fx.GraphModule | ExportedProgram) -> str:
     """A sentence about what the model asks for and a plan of its captured program does not do; "" where there is nothing."""
-    if not any(node.meta.get("recompute") is not None for node in given.graph.nodes):
+    if not any(node.meta.get("recompute") is not None for node in fx_graph.graph.nodes):
         return ""
     return "torch.utils.checkpoint in the forward (its activations are planned as kept; recompute=N, 'all' or 'auto' plans to recompute)"
 
 
-def constants(given: fx.GraphModule | ExportedProgram) -> dict[str, torch.Tensor]:
+def constants(fx_graph: fx.GraphModule | ExportedProgram) -> dict[str, torch.Tensor]:
     """The constant tensors of a captured program (`torch.tensor([1.0, 2.0])` in a forward), by their names in its Graph."""
-    if isinstance(given, ExportedProgram):
-        held = dict(given.constants)
+    if isinstance(fx_graph, ExportedProgram):
+        held = dict(fx_graph.constants)
     else:
-        targets = {str(node.target) for node in given.graph.nodes if node.op == "get_attr"}
-        held = {name: getattr(given, name, None) for name in targets}
+        targets = {str(node.target) for node in fx_graph.graph.nodes if node.op == "get_attr"}
+        held = {name: getattr(fx_graph, name, None) for name in targets}
     return {name: value for name, value in held.items() if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)}
 
 

@@ -68,7 +68,7 @@ class Captured:
     as the node's result is, None where that is no tensor. returned: None where a graph was passed instead of a module."""
 
     graph: Graph
-    given: fx.GraphModule | ExportedProgram
+    fx_graph: fx.GraphModule | ExportedProgram
     values: dict[fx.Node, Any] = field(default_factory=dict)
     returned: Returned | None = None
 
@@ -147,29 +147,29 @@ def _merge_tied(graph: Graph, groups: Sequence[Sequence[str]]) -> Graph:
 
 
 @in_turn
-def capture_given(given: fx.GraphModule | ExportedProgram, example_inputs: Any = None) -> Captured:
+def capture_fx(fx_graph: fx.GraphModule | ExportedProgram, example_inputs: Any = None) -> Captured:
     """The inference program of a graph that the caller captured, with the value that each of its nodes became.
 
-    given: an ExportedProgram, a GraphModule of ATen nodes, or one from torch.fx.symbolic_trace. example_inputs: needed when
+    fx_graph: an ExportedProgram, a GraphModule of ATen nodes, or one from torch.fx.symbolic_trace. example_inputs: needed when
     the placeholders carry no `meta["val"]`.
     """
-    with explained(given.graph_module if isinstance(given, ExportedProgram) else given):
-        return _retraced(given, example_inputs)
+    with explained(fx_graph.graph_module if isinstance(fx_graph, ExportedProgram) else fx_graph):
+        return _retraced(fx_graph, example_inputs)
 
 
-def _retraced(given: fx.GraphModule | ExportedProgram, example_inputs: Any = None) -> Captured:
-    mode = mode_of(given)
+def _retraced(fx_graph: fx.GraphModule | ExportedProgram, example_inputs: Any = None) -> Captured:
+    mode = mode_of(fx_graph)
     result_names: list[tuple[str, str]] | None
-    if isinstance(given, ExportedProgram):
-        if any(is_mutable(node) for node in given.graph.nodes):
-            given = given.run_decompositions({})
-            mode = mode_of(given)
-        names, fakes, result_names = export_signature(given, mode)
-        module: fx.GraphModule = given.graph_module
+    if isinstance(fx_graph, ExportedProgram):
+        if any(is_mutable(node) for node in fx_graph.graph.nodes):
+            fx_graph = fx_graph.run_decompositions({})
+            mode = mode_of(fx_graph)
+        names, fakes, result_names = export_signature(fx_graph, mode)
+        module: fx.GraphModule = fx_graph.graph_module
         params: dict[str, torch.Tensor] = {}
         tied: Sequence[Sequence[str]] = ()
     else:
-        module = given
+        module = fx_graph
         names, fakes = placeholder_inputs(module, example_inputs, mode)
         params = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         tied = tied_parameters(module)
@@ -195,7 +195,7 @@ def _retraced(given: fx.GraphModule | ExportedProgram, example_inputs: Any = Non
         node: pytree.tree_map(lambda leaf: values[leaf] if isinstance(leaf, fx.Node) else None, became)
         for node, became in recorder.became.items()
     }
-    return Captured(_merge_tied(graph, tied), given, mapped)
+    return Captured(_merge_tied(graph, tied), fx_graph, mapped)
 
 
 def _described_results(module: fx.GraphModule) -> list[tuple[str, str]] | None:
