@@ -41,7 +41,7 @@ def given_graphs(name: str) -> dict:
         "exported": (exported, None, module),
         "module": (exported.module(), inputs, module),
         "aten": (make_fx(flat)(*(p.detach() for p in module.parameters()), *inputs), None, module),
-        "joint": (capture_module(module, inputs, training=True).given, None, module),
+        "joint": (capture_module(module, inputs, training=True).fx_graph, None, module),
     }
     return found | ({"symbolic_trace": (torch.fx.symbolic_trace(module), inputs, module)} if name == "mlp" else {})
 

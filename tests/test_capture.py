@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from autoshard.capture import capture, capture_given, input_names
+from autoshard.capture import capture, capture_fx, input_names
 from autoshard.graph import Graph, Op, Value
 from autoshard.lower import run_global
 from tests.helpers import TINY, difference, given_graphs, one_op, overload, random_inputs, tiny_graph
@@ -201,7 +201,7 @@ def given(name: str, kind: str):
 
 @cache
 def captured_from(name: str, kind: str):
-    return capture_given(*given(name, kind)[:2])
+    return capture_fx(*given(name, kind)[:2])
 
 
 GIVEN = [
@@ -248,7 +248,7 @@ def test_every_tensor_node_of_a_given_graph_becomes_a_value_of_its_shape_and_typ
             else:
                 assert value is None
     assert len(tensors) > {"mlp": 10, "gpt2": 50, "llama": 50, "bert": 50}[name]
-    assert captured.given is graph or kind == "exported"
+    assert captured.fx_graph is graph or kind == "exported"
 
 
 def is_value(leaf: object) -> bool:
@@ -272,14 +272,14 @@ def test_a_given_graph_computes_what_the_module_computes(name, kind):
 def test_placeholders_without_shapes_ask_for_example_inputs():
     graph = given("mlp", "symbolic_trace")[0]
     with pytest.raises(ValueError, match=r"^the graph's placeholders \['x', 'y'\] carry no shapes; pass example_inputs"):
-        capture_given(fx.GraphModule(graph, graph.graph))
+        capture_fx(fx.GraphModule(graph, graph.graph))
 
 
 @pytest.mark.parametrize("inputs", [(X,), (X, X, X), {"x": X, "z": X}], ids=["too few", "too many", "wrong name"])
 def test_a_wrong_number_of_example_inputs_is_one_sentence(inputs):
     graph = fx.symbolic_trace(lambda x, y: x + y)
     with pytest.raises(ValueError, match=r"^example_inputs has \d entries; the graph takes \['x', 'y'\]$"):
-        capture_given(graph, inputs)
+        capture_fx(graph, inputs)
 
 
 # -- views -----------------------------------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ VIEWS = [
 def test_an_op_is_a_view_of_the_input_whose_memory_it_shares(target, args):
     graph, tensors, _ = one_op(target, *args)
     function = lambda *xs: overload(target)(*replaced(args, xs))  # noqa: E731
-    traced = next(op for op in capture_given(make_fx(function)(*tensors)).graph.ops if op.target == target)
+    traced = next(op for op in capture_fx(make_fx(function)(*tensors)).graph.ops if op.target == target)
     assert len(traced.inputs) == len(tensors) == len(graph.ops) - 1
     result = function(*tensors)
     owners = [x.untyped_storage().data_ptr() for x in tensors]
@@ -408,18 +408,18 @@ def test_what_cannot_be_captured_is_one_sentence_with_the_models_line(make, inpu
 
 def test_a_graph_that_writes_in_place_becomes_functional():
     graph = make_fx(lambda x: x.clone().add_(1))(X)
-    assert [op.target for op in capture_given(graph).graph.ops] == ["input", "aten.clone.default", "aten.add.Tensor"]
+    assert [op.target for op in capture_fx(graph).graph.ops] == ["input", "aten.clone.default", "aten.add.Tensor"]
 
 
 @pytest.mark.parametrize("write", [lambda x: x.add_(1), lambda x: x[0].add_(1)], ids=["whole", "view"])
 def test_a_graph_that_writes_into_its_input_is_one_sentence(write):
     with pytest.raises(ValueError, match="the graph writes into its input input_0; give a functional graph"):
-        capture_given(make_fx(write)(X))
+        capture_fx(make_fx(write)(X))
 
 
 def test_a_graph_of_other_functions_is_captured_again_as_aten():
     graph = fx.symbolic_trace(lambda x: F.gelu(x) + x.relu())
-    assert [op.target for op in capture_given(graph, (X,)).graph.ops[1:]] == ["aten.gelu.default", "aten.relu.default", "aten.add.Tensor"]
+    assert [op.target for op in capture_fx(graph, (X,)).graph.ops[1:]] == ["aten.gelu.default", "aten.relu.default", "aten.add.Tensor"]
 
 
 # -- nothing is allocated ------------------------------------------------------------------------------------------------------------------

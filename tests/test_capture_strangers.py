@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from autoshard.api import plan, verify
-from autoshard.capture import capture, capture_given
+from autoshard.capture import capture, capture_fx
 from autoshard.capture.depth import shrunk
 from autoshard.capture.held import copied, reachable, tensors_of
 from autoshard.cli import main
@@ -248,7 +248,7 @@ STRIDED = [
 
 @pytest.mark.parametrize(("function", "left"), STRIDED, ids=range(len(STRIDED)))
 def test_as_strided_goes_where_it_moves_no_element(function, left):
-    graph = capture_given(make_fx(lambda x: function(x).exp())(X)).graph
+    graph = capture_fx(make_fx(lambda x: function(x).exp())(X)).graph
     assert [op.target for op in graph.ops].count("aten.as_strided.default") == left
     assert graph.tensor(graph.results[0].value).shape == tuple(function(X).shape)
 

@@ -35,7 +35,7 @@ def told(solution):
 def test_the_ops_and_edges_of_a_plan_add_up_to_its_cost(opened):
     formulated, choice = opened.formulated, opened.choice
     ops = [op_term(formulated, i, choice).seconds for i in range(len(formulated.graph.ops))]
-    edges = [edge_term(formulated, e, choice) for e in range(len(formulated.links))]
+    edges = [edge_term(formulated, e, choice) for e in range(len(formulated.tensor_edges))]
     assert math.fsum(ops) + math.fsum(edge.seconds for edge in edges) == pytest.approx(opened.judged.cost)
     gradients = {edge.name.partition(" -> ")[2] for edge in edges if edge.kind == "gradient"}
     assert gradients == set(formulated.graph.parameters)

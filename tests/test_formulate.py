@@ -115,7 +115,7 @@ def test_the_cost_is_the_sum_over_ops_and_ways(case):
 def test_every_edge_is_priced_as_its_route(case):
     f = formulated(*case)
     for choice in choices(f, 2):
-        for edge, link in zip(f.problem.edges, f.links, strict=True):
+        for edge, link in zip(f.problem.edges, f.tensor_edges, strict=True):
             route = f.route(link, choice)
             assert route.seconds == edge.table[choice[edge.a], choice[edge.b]]
             assert route.seconds == pytest.approx(sum(step.seconds for step in route.steps), rel=1e-12)
@@ -305,7 +305,7 @@ def test_a_gradient_is_held_from_its_making_to_the_end_in_the_parameters_layout(
     held = [(kind, u) for kind, u in zip(f.held, f.problem.usages, strict=True) if isinstance(u, NodeUsage) and u.node == node]
     own = {kind: (u.start, u.end, u.bytes.max()) for kind, u in held}
     assert own == {"gradients": (3, 5, 256), "optimizer_state": (0, 5, 2 * 256), "parameters": (0, 5, 256)}
-    link = next(link for link in f.links if link.value == (2, 0))
+    link = next(link for link in f.tensor_edges if link.value == (2, 0))
     assert link.b == 1  # the edge leads to the parameter itself
 
 
@@ -325,9 +325,9 @@ def test_a_second_name_of_a_parameter_costs_nothing():
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_partial_never_comes_from_what_is_not_partial(case):
     f = formulated(*case)
-    for edge, link in zip(f.problem.edges, f.links, strict=True):
-        for i, source in enumerate(link.gives):
-            for j, target in enumerate(link.takes):
+    for edge, link in zip(f.problem.edges, f.tensor_edges, strict=True):
+        for i, source in enumerate(link.source_layouts):
+            for j, target in enumerate(link.target_layouts):
                 grows = any(t.is_partial() and not s.is_partial() for s, t in zip(source, target, strict=True))
                 possible = np.isfinite(edge.table[i, j])
                 assert not (grows and possible)
@@ -347,7 +347,9 @@ def test_nodes_are_the_ops_a_hub_per_value_with_several_readers_and_the_outputs(
         if result.kind == "gradient" and result.value is not None:
             assert f.results[k] == f.graph.index[result.name]
     assert not any(has_partial(layout) for layouts in f.result_layouts.values() for layout in layouts)
-    assert all(is_legal(link.tensor.shape, layout, f.mesh) for link in f.links for layout in (*link.gives, *link.takes))
+    assert all(
+        is_legal(link.tensor.shape, layout, f.mesh) for link in f.tensor_edges for layout in (*link.source_layouts, *link.target_layouts)
+    )
 
 
 def test_equal_tables_are_one_array():

@@ -276,7 +276,7 @@ def test_an_import_that_the_table_allows_passes(tmp_path, place_name, source):
         ("cli.py", "try:\n    f()\nexcept ValueError:\n    pass", "except"),
         ("cli.py", "import contextlib\nwith contextlib.suppress(OSError):\n    f()", "except"),
         ("api.py", "from .mesh import *", "import *"),
-        ("strategies/own.py", "from torch.distributed.tensor._ops.utils import x", "private registries"),
+        ("strategies/matmuls_and_losses.py", "from torch.distributed.tensor._ops.utils import x", "private registries"),
         ("formulate.py", "DTensor._op_dispatcher", "private registries"),
     ],
 )

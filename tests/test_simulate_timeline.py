@@ -85,7 +85,7 @@ def test_nothing_begins_before_what_it_needs(plans, model, mesh, scheme):
     timeline = timeline_of_solution(graph, solution)
     program, (begin, end, _) = timeline.program, timeline.times
     made = {}
-    for k, link in enumerate(program.formulation.links):
+    for k, link in enumerate(program.formulation.tensor_edges):
         first, stop = program.of_link[k]
         if first < stop:
             made.setdefault(link.b, []).append(end[stop - 1])
@@ -276,7 +276,7 @@ def test_small_gradient_reductions_go_as_one(plans, scheme):
         if task.kind == "optimizer":
             assert all(joined.times.begin[i] >= joined.times.end[j] for j in task.after)
     ends = {task.name: joined.times.begin[i] for i, task in enumerate(joined.tasks) if task.kind == "optimizer"}
-    for k, link in enumerate(joined.program.formulation.links):
+    for k, link in enumerate(joined.program.formulation.tensor_edges):
         first, stop = joined.program.of_link[k]
         if link.b < len(graph.ops) and graph.ops[link.b].kind == "parameter" and first < stop:
             assert joined.tasks[stop - 1].seconds and ends[graph.ops[link.b].name] >= joined.times.end[stop - 1]

@@ -70,7 +70,7 @@ def verify(
         )
     report("running the unsharded model", 0.1)
     values, reference = run_unsharded(
-        model, example_inputs, graph, training=solution.training, seed=seed, held=constants(captured.given)
+        model, example_inputs, graph, training=solution.training, seed=seed, held=constants(captured.fx_graph)
     )
     plans: list[tuple[int | None, dict[str, Placed], dict[str, str]]] = [(None, dict(solution.layouts), dict(solution.results))]
     if random:

@@ -21,7 +21,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from autoshard.api.checking import verify_graph
-from autoshard.capture import Captured, capture_given, capture_module, ignored, in_turn
+from autoshard.capture import Captured, capture_fx, capture_module, ignored, in_turn
 from autoshard.exports.sharding_map import sharding_map, unbacked_mesh
 from autoshard.graph import Graph
 from autoshard.layout import local_numel, parse, replicated, text, why_illegal
@@ -135,14 +135,14 @@ def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **opt
     info |= {"cost_seconds": solution.cost, "bound_seconds": solution.bound, "gap": solution.gap}
     if not chosen.skip_forward:
         info["tensor_sharding_map"] = sharding_map(solution, device_mesh)
-    return captured.given, info
+    return captured.fx_graph, info
 
 
 def _capture(graph: Any, chosen: PassOptions) -> Captured:
     if isinstance(graph, (fx.GraphModule, ExportedProgram)):
         if chosen.training:
             raise ValueError("training=True needs an nn.Module; a graph that already holds forward and backward is planned as it is")
-        return capture_given(graph, chosen.example_inputs)
+        return capture_fx(graph, chosen.example_inputs)
     if isinstance(graph, nn.Module):
         if chosen.example_inputs is None:
             raise ValueError("an nn.Module needs example_inputs=(...), the arguments of its forward (meta tensors will do)")
@@ -152,7 +152,7 @@ def _capture(graph: Any, chosen: PassOptions) -> Captured:
 
 def _solve(captured: Captured, mesh: Mesh, planning: Options, watch: Stopwatch, chosen: PassOptions) -> Solution:
     noted = {"algo": chosen.algo, "communications_backend": chosen.communications_backend}
-    noted |= {"ignored": said} if (said := ignored(captured.given)) else {}
+    noted |= {"ignored": said} if (said := ignored(captured.fx_graph)) else {}
     if chosen.algo == "alpa":
         return plan_graph(captured.graph, mesh, planning, watch, noted)
     return baseline_only(captured.graph, mesh, planning, watch, noted, chosen.algo)

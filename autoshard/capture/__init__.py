@@ -1,4 +1,4 @@
-"""Models and fx graphs -> Graph. The only reader of fx."""
+"""PyTorch models and fx graphs -> Graph. No other room reads fx to plan."""
 
 from autoshard.capture.depth import Container as Container
 from autoshard.capture.depth import Depth as Depth
@@ -9,7 +9,7 @@ from autoshard.capture.inputs import input_names as input_names
 from autoshard.capture.module import Captured as Captured
 from autoshard.capture.module import Returned as Returned
 from autoshard.capture.module import capture as capture
-from autoshard.capture.module import capture_given as capture_given
+from autoshard.capture.module import capture_fx as capture_fx
 from autoshard.capture.module import capture_module as capture_module
 from autoshard.capture.module import tied_parameters as tied_parameters
 from autoshard.capture.turns import in_turn as in_turn

@@ -1,13 +1,13 @@
-"""Capture a deep model by capturing a few of its layers: the Graph is tiled to the full depth.
+"""Capture a deep model from a few of its layers: the Graph of few layers is tiled to the full depth.
 
     container   a ModuleList or Sequential of n layers whose fingerprints f_i = f_{i+p} for i >= h: head h, period p  `containers`
     shrunk      the module with k = h + q p + (n - h) mod p of them, q = 3, then 4, then 5 periods                   `shrunk`
     proof       tile(capture(k), 1) == capture(k + p), node for node, all containers at once
     deep        tile(capture(k), (n - k) / p)
-    witness     the eager program of all n layers, on fake tensors, is that of k layers with the same periods repeated: it sees
-                an `if i >= 6` in the model's code, which no capture of few layers can                              `witness.py`
+    witness     the eager program of all n layers, on fake tensors, is that of k layers with the same periods repeated: this test
+                detects an `if i >= 6` in the model's code, which no capture of few layers can                      `witness.py`
 
-A model for which one of these fails, or that isn't deep enough for it to pay, is captured whole, and the record says why.
+If one of these fails, or the model isn't deep enough for it to pay, all layers are captured, and `Depth.reason` says why.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autoshard.graph import Graph, Op
 from autoshard.graph.tile import tile
 
 PERIODS = (3, 4, 5)  # 3 suffice for GPT-2, Llama, BERT, Mixtral; 5 for T5's decoder, whose sums of gradients make the top layers special
-SHALLOW = 8  # periods: the innermost of them see nothing of the model's ends any more, as far as costs go
+SHALLOW = 8  # periods: the innermost of them have the costs that they have in a deeper model
 
 
 @dataclass(frozen=True)
@@ -36,115 +36,116 @@ class Container:
 
     name: str
     layers: int  # how many it has
-    head: int  # how many at its beginning are different
+    head: int  # how many layers at its beginning are different
     period: int  # after how many layers it repeats
 
     def depth(self, periods: int) -> int:
-        """The number of layers with that many periods; a container that has not so many keeps what it has."""
+        """The number of layers with that many periods; at most as many as the container has."""
         return min(self.layers, self.head + periods * self.period + (self.layers - self.head) % self.period)
 
 
 @dataclass(frozen=True)
 class Depth:
-    """How `capture_deep` came to its graph."""
+    """How `capture_deep` obtained its graph."""
 
     containers: tuple[Container, ...]
-    captured: tuple[int, ...]  # the number of layers in each capture made, that of the whole model included
+    captured: tuple[int, ...]  # the number of layers in each capture, that of the full model included
     tiled: bool
-    reason: str = ""  # why the model was captured whole
-    witnessed: bool = False
+    reason: str = ""  # why all layers of the model were captured
+    witnessed: bool = False  # whether the eager programs were compared
     shallow: Graph | None = None  # the same with SHALLOW periods, where the graph is deeper than that: a plan can start from its
     ignored: str = ""  # what the model asks for that a plan does not do
 
     @property
     def noted(self) -> dict[str, str]:
-        """What a plan notes about its capture."""
+        """The notes of a plan about its capture."""
         return {"capture": self.reason} | ({"ignored": self.ignored} if self.ignored else {})
 
 
 def capture_deep(
     module: nn.Module, example_inputs: Any, *, training: bool, witness: bool = False, gain: float = 3.0
 ) -> tuple[Graph, Depth]:
-    """`capture(module, ...)`, from a capture of few layers where that is proven to give the same and pays, and how it was done.
+    """The graph of `capture(module, ...)`, tiled from a capture of few layers where that pays and is tested, and how it was obtained.
 
-    witness: also run the whole model once, eagerly on fake tensors. gain: tile if the model has at least `gain` times the
-    layers that have to be captured for it (capturing costs little per layer beside the same again as a start).
+    witness: also run the full model once, eagerly on fake tensors. gain: tile if the model has at least `gain` times the
+    layers that have to be captured for it (a capture has a cost at its start that a few more layers add little to).
     """
-    found = containers(module)
+    repeating = containers(module)
     captured: list[int] = []
 
-    def whole(reason: str) -> tuple[Graph, Depth]:
-        made = capture_module(module, example_inputs, training=training)
-        layers = (*captured, sum(c.layers for c in found)) if found else ()
-        return made.graph, Depth(found, layers, False, reason, ignored=ignored(made.given))
+    def full_capture(reason: str) -> tuple[Graph, Depth]:
+        full = capture_module(module, example_inputs, training=training)
+        layers = (*captured, sum(c.layers for c in repeating)) if repeating else ()
+        return full.graph, Depth(repeating, layers, False, reason, ignored=ignored(full.fx_graph))
 
     def at(periods: int) -> Graph:
         if periods not in graphs:
-            depths = {c.name: c.depth(periods) for c in found}
+            depths = {c.name: c.depth(periods) for c in repeating}
             captured.append(sum(depths.values()))
-            made = capture_module(shrunk(module, depths), example_inputs, training=training)
-            graphs[periods] = made.graph
-            asked.add(ignored(made.given))
+            few = capture_module(shrunk(module, depths), example_inputs, training=training)
+            graphs[periods] = few.graph
+            notes.add(ignored(few.fx_graph))
         return graphs[periods]
 
-    if not found:
-        return whole(_why_no_container(module))
+    if not repeating:
+        return full_capture(_why_no_container(module))
     graphs: dict[int, Graph] = {}
-    asked: set[str] = set()
-    layers = sum(c.layers for c in found)
+    notes: set[str] = set()
+    layers = sum(c.layers for c in repeating)
     reasons: list[str] = []
     for periods in PERIODS:
-        needed = sum(c.depth(q) for c in found for q in (periods, periods + 1) if q not in graphs)
+        needed = sum(c.depth(q) for c in repeating for q in (periods, periods + 1) if q not in graphs)
         if layers < gain * needed:
             reasons.append(f"captures of {needed} layers for a model that has {layers} don't pay")
             break
         try:
             small = at(periods)
         except ValueError as error:
-            return whole(f"few of its layers can't be captured: {error}")
+            return full_capture(f"few of its layers can't be captured: {error}")
         try:
-            predicted = _tiled(small, found, periods, {c.name: c.depth(periods + 1) for c in found})
-            deep = _tiled(small, found, periods, {c.name: c.layers for c in found})
+            predicted = _tiled(small, repeating, periods, {c.name: c.depth(periods + 1) for c in repeating})
+            deep = _tiled(small, repeating, periods, {c.name: c.layers for c in repeating})
             reason = difference(predicted, at(periods + 1))
         except ValueError as error:
             reason = str(error)
         if reason:
             reasons.append(f"from {periods} periods: {reason}")
             continue
-        reason = _misnamed(deep, module) or (_doubted(module, found, periods, example_inputs, training) if witness else "")
+        reason = _misnamed(deep, module) or (_why_doubted(module, repeating, periods, example_inputs, training) if witness else "")
         if reason:
-            return whole(reason)
-        few = {c.name: c.depth(SHALLOW) for c in found}
-        shallow = None if all(few[c.name] == c.layers for c in found) else _tiled(small, found, periods, few)
-        return deep, Depth(found, tuple(captured), True, "", witness, shallow, max(asked))
-    return whole("; ".join(reasons))
+            return full_capture(reason)
+        few = {c.name: c.depth(SHALLOW) for c in repeating}
+        shallow = None if all(few[c.name] == c.layers for c in repeating) else _tiled(small, repeating, periods, few)
+        return deep, Depth(repeating, tuple(captured), True, "", witness, shallow, max(notes))
+    return full_capture("; ".join(reasons))
 
 
-def _tiled(graph: Graph, found: tuple[Container, ...], periods: int, depths: Mapping[str, int]) -> Graph:
-    for c in found:
+def _tiled(graph: Graph, repeating: tuple[Container, ...], periods: int, depths: Mapping[str, int]) -> Graph:
+    """The graph of `periods` periods, tiled until each container has as many layers as `depths` says."""
+    for c in repeating:
         graph = tile(graph, (depths[c.name] - c.depth(periods)) // c.period, container=c.name, period=c.period)
     return graph
 
 
 def difference(graph: Graph, other: Graph) -> str:
-    """The first thing in which two graphs differ, in words; "" if they are equal."""
+    """The first difference between two graphs, in words; "" if they are equal."""
     if graph == other:
         return ""
     for op, another in zip(graph.ops, other.ops):
         if op != another:
-            return f"{_said(op)} is {_said(another)}"
+            return f"{_text(op)} is {_text(another)}"
     if len(graph.ops) != len(other.ops):
         return f"{len(graph.ops)} ops are {len(other.ops)}"
     pairs = [(a, b) for a, b in zip(graph.results, other.results) if a != b]
     return f"result {pairs[0][0]} is {pairs[0][1]}" if pairs else "the number of results or the tied parameters differ"
 
 
-def _said(op: Op) -> str:
+def _text(op: Op) -> str:
     return f"{op.name} = {op.target} of {op.inputs}, {op.literals}"
 
 
 def _misnamed(graph: Graph, module: nn.Module) -> str:
-    """A parameter of the tiled graph that the module hasn't, or of another shape; "" if there is none."""
+    """A parameter of the tiled graph that the module doesn't have, or has with another shape; "" if there is none."""
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
     for name, i in graph.parameters.items():
         tensor = graph.ops[i].outputs[0]
@@ -153,36 +154,36 @@ def _misnamed(graph: Graph, module: nn.Module) -> str:
     return ""
 
 
-def _doubted(module: nn.Module, found: tuple[Container, ...], periods: int, example_inputs: Any, training: bool) -> str:
-    """Why the eager program of the whole model is not that of few layers repeated; "" if it is."""
-    few = [shrunk(module, {c.name: c.depth(q) for c in found}) for q in (periods, periods + 1)]
+def _why_doubted(module: nn.Module, repeating: tuple[Container, ...], periods: int, example_inputs: Any, training: bool) -> str:
+    """Why the eager program of the full model is not that of few layers repeated; "" if it is."""
+    few = [shrunk(module, {c.name: c.depth(q) for c in repeating}) for q in (periods, periods + 1)]
     try:
         short, longer, deep = (eager_program(part, example_inputs, training=training) for part in (*few, module))
     except ValueError as error:
         return f"there is no witness: {error}"
-    return grown(short, longer, deep, {(c.layers - c.depth(periods)) // c.period for c in found})
+    return grown(short, longer, deep, {(c.layers - c.depth(periods)) // c.period for c in repeating})
 
 
 # -- containers -----------------------------------------------------------------------------------------------------------------
 
 
 def containers(module: nn.Module) -> tuple[Container, ...]:
-    """The outermost containers with more layers than one would capture first, in the order of the modules."""
-    found: list[Container] = []
+    """The outermost containers with more layers than the first two captures would have, in the order of the modules."""
+    outermost: list[Container] = []
     for name, part in module.named_modules():
-        if any(name.startswith(c.name + ".") for c in found) or not isinstance(part, (nn.ModuleList, nn.Sequential)):
+        if any(name.startswith(c.name + ".") for c in outermost) or not isinstance(part, (nn.ModuleList, nn.Sequential)):
             continue
         container = _container(name, part)
         if container is not None and container.depth(PERIODS[0] + 1) < container.layers:
-            found.append(container)
-    return tuple(found)
+            outermost.append(container)
+    return tuple(outermost)
 
 
 def _container(name: str, part: nn.Module) -> Container | None:
-    """Its head and period, the pair that needs the fewest layers; None if no three periods are equal."""
+    """The container with the head and period that need the fewest layers; None if it doesn't repeat for three periods."""
     layers = list(part.children())
     if not name or len(layers) != len(part._modules) or len({id(layer) for layer in layers}) < len(layers):
-        return None  # a layer that stands in it twice is shared; the root's children have no common name
+        return None  # a layer that is in it twice is shared; the root's children have no common name
     prints = _fingerprints(layers)
     n = len(layers)
     best: Container | None = None
@@ -197,7 +198,7 @@ def _container(name: str, part: nn.Module) -> Container | None:
 
 
 def _fingerprints(layers: list[nn.Module]) -> list[frozenset]:
-    """What tells the layers apart: types, plain attributes and shapes of all their parts; the layer's own number left out."""
+    """Per layer its properties, equal for equal layers: types, plain attributes and shapes of all its modules, without its number."""
     facts = [dict(_facts(layer)) for layer in layers]
     numbered = {key for key in facts[0] if all(fact.get(key) == ("int", i) for i, fact in enumerate(facts))} if len(layers) > 1 else set()
     return [frozenset((key, value) for key, value in fact.items() if key not in numbered) for fact in facts]
@@ -235,7 +236,7 @@ def _why_no_container(module: nn.Module) -> str:
 
 
 class Dropped(nn.Module):
-    """Stands wherever a dropped layer stood, and raises: an alias to it would silently give the graph of another model."""
+    """Replaces a dropped layer and raises when called: an alias of the layer would silently lead to the graph of another model."""
 
     def __init__(self, layer: str):
         super().__init__()
@@ -246,7 +247,7 @@ class Dropped(nn.Module):
 
 
 def shrunk(module: nn.Module, depths: Mapping[str, int]) -> nn.Module:
-    """A copy of the module with only the first depths[name] layers of each container; it shares the tensors that are left.
+    """A copy of the module with only the first depths[name] layers of each container; it shares the tensors of those layers.
 
     ValueError if another part of the module holds one of the dropped layers; where a plain attribute does, its call raises.
     """

@@ -1,8 +1,8 @@
-"""What stops a capture, as one sentence that names the model's own line; torch's own words about it are kept off the terminal.
+"""Turns an error that stops a capture into one sentence that names the line of the model; torch's log messages are suppressed.
 
-    line    the deepest frame in a file that defines one of the module's classes (torch's own left out), else the deepest one
-            outside of torch, autoshard and the standard library
-    change  what to do about it, by the first row of CHANGES that fits the error's words or the functions it came through
+line    the deepest frame in a file that defines one of the module's classes (other than torch's), else the deepest frame outside
+        of torch, autoshard and the standard library
+change  what to change in the model: the first row of CHANGES that matches the error's text or a function that it went through
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ import torch
 import torch._dynamo
 from torch import nn
 
-_LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")  # they print tracebacks of what we say in a sentence
+_LOGS = (
+    "torch._subclasses.fake_tensor",
+    "torch.fx.experimental.symbolic_shapes",
+)  # they print tracebacks of errors that we explain in a sentence
 _OWN, _TORCH, _LIBRARY = (
     f"{path}{os.sep}" for path in (Path(__file__).parent.parent, Path(torch.__file__).parent, sysconfig.get_path("stdlib"))
 )
 
 FLEX = "no rule shards flex_attention: call F.scaled_dot_product_attention, with is_causal=True or an attn_mask"
-# (pattern, what goes before the error's own words, what to change)
+# (pattern, what the error means or "", what to change)
 CHANGES = (
     (
         r"\b_detect_is_causal_mask\b",
@@ -58,30 +61,32 @@ CHANGES = (
 
 @contextmanager
 def explained(module: nn.Module):
-    """Turns what stops a capture into one sentence with the model's own line, where there is one."""
+    """Raises an error of the capture as ValueError: one sentence with the line of the model, where the error went through one."""
     loggers = [logging.getLogger(name) for name in _LOGS]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
         yield
-    except (Exception, SystemExit) as error:  # whatever the user's forward raises is the user's to read, in one sentence
+    except (Exception, SystemExit) as error:  # the user's forward may raise anything
         frames = _frames(error)
         if isinstance(error, ValueError) and frames and frames[-1][0].startswith(_OWN):
-            raise  # a sentence already
-        raise ValueError(f"{type(module).__name__} can't be captured{_at(frames, module)}: {_said(error, frames)}") from error
+            raise  # it is one sentence already
+        raise ValueError(f"{type(module).__name__} can't be captured{_at(frames, module)}: {_sentence(error, frames)}") from error
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
 
 
-def _said(error: BaseException, frames: list[tuple[str, int, str]]) -> str:
-    """The error's first line, with what it means and what to change where that is known."""
+def _sentence(error: BaseException, frames: list[tuple[str, int, str]]) -> str:
+    """The error's first line, with its meaning and what to change where those are known."""
     text = str(error).strip()
-    raised = re.search(r"got (\w+Error\(['\"].+['\"]\))|raised exception (\w+\(.*\))", text)  # dynamo's own first line does not say this
+    raised = re.search(
+        r"got (\w+Error\(['\"].+['\"]\))|raised exception (\w+\(.*\))", text
+    )  # the first line of dynamo's message does not name this error
     first = next(filter(None, raised.groups())) if raised else text.splitlines()[0].strip() if text else ""
     if isinstance(error, KeyError | SystemExit) or not first or type(error).__module__ not in ("builtins", "torch._dynamo.exc"):
-        first = f"{type(error).__name__}{f': {first}' if first else ''}"  # the words alone don't say what went wrong
+        first = f"{type(error).__name__}{f': {first}' if first else ''}"  # the message alone doesn't say what went wrong
     first = first.rstrip(".")
     through = " ".join([text, *(name for _, _, name in frames)])
     for pattern, means, change in CHANGES:
@@ -91,9 +96,9 @@ def _said(error: BaseException, frames: list[tuple[str, int, str]]) -> str:
 
 
 def _frames(error: BaseException) -> list[tuple[str, int, str]]:
-    """File, line and function of each frame that the error went through: those that dynamo tells of, then its traceback's."""
+    """File, line and function of each frame that the error went through: those in dynamo's message, then those of the traceback."""
     frames = [(frame.filename, frame.lineno or 0, frame.name) for frame in getattr(error, "real_stack", None) or ()]
-    frames += _told(str(error))
+    frames += _frames_in(str(error))
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -102,26 +107,27 @@ def _frames(error: BaseException) -> list[tuple[str, int, str]]:
     return frames
 
 
-def _told(text: str) -> list[tuple[str, int, str]]:
+def _frames_in(text: str) -> list[tuple[str, int, str]]:
+    """File, line and function of each frame in a printed stack trace."""
     return [(name, int(line), function) for name, line, function in re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)]
 
 
 def line_of(stack_trace: str) -> str:
-    """` at file:line` of the deepest line outside of torch in a stack trace as nodes keep it; "" where there is none."""
-    return _at(_told(stack_trace), nn.Module())
+    """` at file:line` of the deepest line outside of torch in the stack trace of a node; "" where there is none."""
+    return _at(_frames_in(stack_trace), nn.Module())
 
 
 def _at(frames: list[tuple[str, int, str]], module: nn.Module) -> str:
-    """` at file:line` of the model's own line; "" where the error went through none."""
+    """` at file:line` of the line of the model; "" where the error went through none."""
     sources = {_source(type(part)) for part in module.modules()}
     outside = [frame for frame in frames if not frame[0].startswith((_OWN, _TORCH, "<"))]
     outside = [frame for frame in outside if "site-packages" in frame[0] or not frame[0].startswith(_LIBRARY)]
-    own = [frame for frame in outside if frame[0] in sources] or outside
-    return f" at {own[-1][0]}:{own[-1][1]}" if own else ""
+    model_frames = [frame for frame in outside if frame[0] in sources] or outside
+    return f" at {model_frames[-1][0]}:{model_frames[-1][1]}" if model_frames else ""
 
 
 def _source(kind: type) -> str | None:
     try:
         return inspect.getsourcefile(kind)
-    except (TypeError, OSError):  # it was written at a prompt
+    except (TypeError, OSError):  # it was defined at a prompt
         return None

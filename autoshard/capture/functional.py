@@ -1,9 +1,9 @@
-"""Functional graphs: a program runs without writing into a tensor, and results that equal their input are left out.
+"""Functional graphs: their operators write into no tensor, and as_strided operators that change nothing are removed.
 
-    functional              a function whose operators, once traced, write into nothing (pieces of composite operators do: rms_norm,
-                            adaptive_avg_pool2d); writing into an INPUT stays an error, a traced graph has no place for it
-    without_equal_strides   as_strided that reads the elements of its input where they are is that input; that reads the
-                            elements which as_strided_scatter wrote is what was scattered
+functional              wraps a function such that its traced operators write into no tensor (the decompositions of rms_norm and
+                        adaptive_avg_pool2d do); writing into an INPUT stays an error, which a traced graph can't represent
+without_equal_strides   replaces an as_strided that reads all elements of its input in place by that input, and one that reads the
+                        elements which an as_strided_scatter wrote by the tensor that was scattered
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def functional(run: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
-    """`run` of flat arguments with all writes into tensors turned into new tensors; ValueError if it writes into an argument."""
+    """`run`, of flat arguments, with each write into a tensor turned into a new tensor; ValueError if it writes into an argument."""
 
     def checked(*flat: Any) -> Any:
         result = run(*flat)
@@ -33,7 +33,7 @@ def functional(run: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
 
 
 def traced_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that is traced where `functional` runs: the one without a record of pending writes."""
+    """The tensor that is traced while `functional` runs: without the wrapper that records pending writes."""
     if not isinstance(tensor, FunctionalTensor):
         return tensor
     torch._sync(tensor)
@@ -41,10 +41,10 @@ def traced_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def without_equal_strides(traced: fx.GraphModule) -> dict[fx.Node, fx.Node]:
-    """Takes as_strided that moves no element out of the graph; returns which node each of them was replaced by.
+    """Removes each as_strided that moves no element from the graph; returns the nodes that replace them.
 
-    Average pooling to 1x1 in channels_last writes strides of dims of size 1 this way, and its backward scatters into zeros
-    what it reads again at once; no rule shards an as_strided.
+    Average pooling to 1x1 in channels_last sets the strides of dims of size 1 this way, and its backward scatters a tensor into
+    zeros and reads it again at once. No rule shards an as_strided.
     """
     replaced: dict[fx.Node, fx.Node] = {}
     for node in list(traced.graph.nodes):
@@ -57,7 +57,7 @@ def without_equal_strides(traced: fx.GraphModule) -> dict[fx.Node, fx.Node]:
 
 
 def _source(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """The node that an as_strided equals, made where it has other dims of size 1; None if it moves elements."""
+    """The node that an as_strided is equal to, a new view if the dims of size 1 differ; None if the as_strided moves elements."""
     source = node.args[0]
     tensor = source.meta["val"]
     size, strides, offset = [*node.args[1:], None][:3]
@@ -66,24 +66,24 @@ def _source(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         return _viewed(graph, source, node)
     if source.target is aten.as_strided_scatter.default and source.args[4:] and region == _region(*source.args[2:]):
         scattered = source.args[1]
-        if scattered.target is aten.copy.default and _alike(scattered, scattered.args[1]):
+        if scattered.target is aten.copy.default and _has_same_type(scattered, scattered.args[1]):
             scattered = scattered.args[1]
         return _viewed(graph, scattered, node)
     return None
 
 
 def _region(size: Sequence[int], strides: Sequence[int], offset: int) -> tuple:
-    """Which elements are addressed, in order: dims of size 1 address nothing, whatever their stride."""
+    """Which elements are addressed, in order; the strides of dims of size 1 don't matter."""
     return tuple((n, step) for n, step in zip(size, strides, strict=True) if n != 1), offset
 
 
-def _alike(node: fx.Node, other: fx.Node) -> bool:
+def _has_same_type(node: fx.Node, other: fx.Node) -> bool:
     tensor, another = node.meta["val"], other.meta["val"]
     return tensor.shape == another.shape and tensor.dtype == another.dtype
 
 
 def _viewed(graph: fx.Graph, source: fx.Node, node: fx.Node) -> fx.Node:
-    """The source in the shape of `node`, which has other dims of size 1 at most."""
+    """The source with the shape of `node`, whose dims differ in those of size 1 at most."""
     shape = list(node.meta["val"].shape)
     if list(source.meta["val"].shape) == shape:
         return source

@@ -1,8 +1,8 @@
 """The tensors that modules and arguments hold anywhere: in lists, caches and other objects, not only as parameters and buffers.
 
-    reachable   every object that can be reached through attributes, items and slots, each once
-    copied      a deep copy with other tensors in it; what can't be copied (a lock, a file) is shared
-    opened      a module whose arguments and results are trees of tensors: an object among them is the list of its tensors
+reachable   every object that can be reached through attributes, items and slots, each once
+copied      a deep copy with its tensors replaced; objects that can't be copied (a lock, a file) are shared
+opened      a module whose arguments and results are trees of tensors: an object among them is replaced by the list of its tensors
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PLAIN = (torch.Tensor, str, bytes, bool, int, float, complex, type(None), torch
 
 
 def reachable(*roots: Any) -> Iterator[Any]:
-    """Tensors and other objects, in the order in which a reader of the attributes meets them."""
+    """Tensors and other objects, depth first in the order of attributes and items."""
     seen: set[int] = set()
     waiting = [*reversed(roots)]
     while waiting:
@@ -50,8 +50,8 @@ def _parts(item: Any) -> Iterator[Any]:
 
 
 def copied(item: Any, replacement: Callable[[torch.Tensor], torch.Tensor], instead: Mapping[int, Any] | None = None) -> Any:
-    """A deep copy of the item with `replacement(t)` in the place of each tensor t (one tensor stays one); instead: objects by the
-    id of those whose place they take."""
+    """A deep copy of the item in which `replacement(t)` replaces each tensor t, once per tensor. instead: objects that replace
+    others, by the id of the object that they replace."""
     memo: dict[int, Any] = {}
     for part in reachable(item):
         if isinstance(part, torch.Tensor):
@@ -66,13 +66,13 @@ def _is_copyable(item: Any) -> bool:
         return True
     try:
         item.__reduce_ex__(4)
-    except (TypeError, NotImplementedError):  # what an object raises that has no state to copy
+    except (TypeError, NotImplementedError):  # raised by objects that have no state to copy
         return False
     return True
 
 
 def unsupported_kind(tensor: torch.Tensor) -> str:
-    """Why there is no plan for a tensor of this kind, as a sentence; "" for a dense one."""
+    """Why a tensor of this kind can't be planned, as a sentence; "" for a dense one."""
     if nn.parameter.is_lazy(tensor):
         return "a parameter has no shape yet (LazyLinear and the like): run the model on one batch first, then plan it"
     if tensor.is_nested:
@@ -89,9 +89,9 @@ def tensors_of(item: Any) -> list[torch.Tensor]:
 
 
 def opened(module: nn.Module, args: tuple, kwargs: dict) -> tuple[nn.Module, tuple, dict]:
-    """The module and arguments in which each object that is no tensor and no number is the list of the tensors that it holds.
+    """The module and arguments, with each object that is neither tensor nor number replaced by the list of the tensors in it.
 
-    The module is changed where it stands: give a copy. Its forward puts fresh copies of the objects together from the tensors.
+    The module is changed in place: pass a copy. Its forward rebuilds copies of the objects from the tensors.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     objects = {k: leaf for k, leaf in enumerate(leaves) if not isinstance(leaf, _PLAIN)}
@@ -112,7 +112,7 @@ def opened(module: nn.Module, args: tuple, kwargs: dict) -> tuple[nn.Module, tup
 
 
 def in_lists(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments with the list of its tensors in the place of each object."""
+    """The arguments with each object replaced by the list of its tensors."""
     return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else tensors_of(leaf), (args, kwargs))
 
 

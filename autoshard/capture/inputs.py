@@ -1,4 +1,4 @@
-"""What a capture starts from: names, and fake CPU tensors in place of weights and inputs. Nothing is allocated."""
+"""The inputs of a capture: the names of its placeholders, and fake CPU tensors instead of weights and inputs. Nothing is allocated."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Named:
-    """What a placeholder of a traced graph stands for."""
+    """The parameter, buffer, input or tangent that a placeholder of a traced graph stands for."""
 
     kind: str
     name: str
-    value: torch.Tensor | None = None  # of a constant that the program holds
-    fill: float | None = None  # every element, where that is known without a tensor
+    value: torch.Tensor | None = None  # of a constant in the program
+    fill: float | None = None  # the value of all elements, where that is known without a tensor
 
 
 def named(desc: Any) -> Named:
@@ -39,7 +39,7 @@ def named(desc: Any) -> Named:
         case descriptors.PlainAOTInput():
             return Named("input", f"input_{desc.idx}")
         case descriptors.TangentAOTInput(output=descriptors.InputMutationAOTOutput() as written):
-            # What the forward writes into a parameter or buffer is no result that the user differentiates.
+            # A value that the forward writes into a parameter or buffer is no result that the user differentiates.
             return Named("tangent", f"tangent_of_{named(written.mutated_input).name}", fill=0.0)
         case descriptors.TangentAOTInput():
             return Named("tangent", f"tangent_{getattr(desc.output, 'idx', 0)}")
@@ -68,8 +68,8 @@ def arguments(example_inputs: Any) -> tuple[tuple, dict]:
 
 
 def input_names(module: nn.Module, example_inputs: Any) -> list[str]:
-    """The names of the leaves of a call's inputs: `input_0`, `input_1`, ...; of a keyword argument its own (`mask.full` of a dict in
-    it), where no parameter or buffer is called so."""
+    """The names of the leaves of a call's inputs: `input_0`, `input_1`, ...; for keyword arguments their path (`mask.full` for an
+    entry of a dict), unless a parameter or buffer has that name."""
     args, kwargs = in_lists(*arguments(example_inputs))
     paths = [path for path, _ in pytree.tree_flatten_with_path(args or kwargs)[0]]
     if args:
@@ -91,12 +91,12 @@ def to_fake(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) 
     """A copy of the module whose tensors are fake CPU tensors (tied ones stay tied), and fake inputs. Nothing is allocated."""
     parts = [(*part._parameters.values(), *part._buffers.values(), *vars(part).values()) for part in module.modules()]
     direct = {id(tensor) for tensors in parts for tensor in tensors}
-    given = {id(tensor) for tensor in tensors_of((args, kwargs))}
+    passed = {id(tensor) for tensor in tensors_of((args, kwargs))}
 
     def replacement(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) in direct or id(tensor) in given or tensor.is_meta:
+        if id(tensor) in direct or id(tensor) in passed or tensor.is_meta:
             return fake(mode, tensor)
-        return tensor.detach().clone()  # an item of a list on a module: a constant of the program, which has to be known
+        return tensor.detach().clone()  # in a list on a module: a constant of the program, whose value is needed
 
     return copied((module, args, kwargs), replacement)
 
@@ -105,9 +105,9 @@ def is_mutable(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def mode_of(given: fx.GraphModule | ExportedProgram) -> FakeTensorMode:
-    """The fake mode that the graph's own values live in (they can't be mixed with another one's), or a new one."""
-    for node in given.graph.nodes:
+def mode_of(fx_graph: fx.GraphModule | ExportedProgram) -> FakeTensorMode:
+    """The fake mode of the graph's values, as those of different modes can't be mixed; a new one if the graph has none."""
+    for node in fx_graph.graph.nodes:
         mode = getattr(node.meta.get("val"), "fake_mode", None)
         if mode is not None:
             return mode
@@ -122,7 +122,7 @@ def export_signature(program: ExportedProgram, mode: FakeTensorMode) -> tuple[li
         InputKind.USER_INPUT: "input",
     }
     names, users = [], 0
-    given = [spec.arg.name for spec in program.graph_signature.input_specs]
+    argument_names = [spec.arg.name for spec in program.graph_signature.input_specs]
     for spec in program.graph_signature.input_specs:
         if spec.kind not in kinds:
             raise ValueError(f"the exported program has an input of kind {spec.kind.name}, which is not supported")
@@ -135,7 +135,7 @@ def export_signature(program: ExportedProgram, mode: FakeTensorMode) -> tuple[li
         if out.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION):
             results.append(("buffer", str(out.target)))
         elif out.kind == OutputKind.USER_INPUT_MUTATION:
-            results.append(("buffer", names[given.index(out.target)].name))
+            results.append(("buffer", names[argument_names.index(out.target)].name))
         else:
             results.append(("output", str(outputs)))
             outputs += 1
@@ -143,29 +143,29 @@ def export_signature(program: ExportedProgram, mode: FakeTensorMode) -> tuple[li
     return names, [fake(mode, value) if isinstance(value, torch.Tensor) else value for value in fakes], results
 
 
-def ignored(given: fx.GraphModule | ExportedProgram) -> str:
-    """What the model asks for that a plan of its captured program does not do, in a sentence; "" where there is nothing."""
-    if not any(node.meta.get("recompute") is not None for node in given.graph.nodes):
+def ignored(fx_graph: fx.GraphModule | ExportedProgram) -> str:
+    """A sentence about what the model asks for and a plan of its captured program does not do; "" where there is nothing."""
+    if not any(node.meta.get("recompute") is not None for node in fx_graph.graph.nodes):
         return ""
     return "torch.utils.checkpoint in the forward (its activations are planned as kept; recompute=N, 'all' or 'auto' plans to recompute)"
 
 
-def constants(given: fx.GraphModule | ExportedProgram) -> dict[str, torch.Tensor]:
-    """The tensors that a captured program holds itself (`torch.tensor([1.0, 2.0])` in a forward), by the name they have in its Graph."""
-    if isinstance(given, ExportedProgram):
-        held = dict(given.constants)
+def constants(fx_graph: fx.GraphModule | ExportedProgram) -> dict[str, torch.Tensor]:
+    """The constant tensors of a captured program (`torch.tensor([1.0, 2.0])` in a forward), by their names in its Graph."""
+    if isinstance(fx_graph, ExportedProgram):
+        held = dict(fx_graph.constants)
     else:
-        targets = {str(node.target) for node in given.graph.nodes if node.op == "get_attr"}
-        held = {name: getattr(given, name, None) for name in targets}
+        targets = {str(node.target) for node in fx_graph.graph.nodes if node.op == "get_attr"}
+        held = {name: getattr(fx_graph, name, None) for name in targets}
     return {name: value for name, value in held.items() if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)}
 
 
 def placeholder_inputs(module: fx.GraphModule, example_inputs: Any, mode: FakeTensorMode) -> tuple[list[Named], list[torch.Tensor]]:
-    """Names and fake values of a GraphModule's placeholders, from example inputs or from the nodes' own metadata."""
+    """Names and fake values of a GraphModule's placeholders, from example inputs or else from the nodes' metadata."""
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     if example_inputs is None:
-        given = [node.meta.get("val", node.meta.get("example_value")) for node in nodes]
-        missing = [node.name for node, value in zip(nodes, given, strict=True) if not isinstance(value, torch.Tensor)]
+        values = [node.meta.get("val", node.meta.get("example_value")) for node in nodes]
+        missing = [node.name for node, value in zip(nodes, values, strict=True) if not isinstance(value, torch.Tensor)]
         if missing:
             raise ValueError(f"the graph's placeholders {missing} carry no shapes; pass example_inputs=(...) with one tensor each")
     else:
@@ -174,9 +174,9 @@ def placeholder_inputs(module: fx.GraphModule, example_inputs: Any, mode: FakeTe
         missing = [str(node.target) for node in nodes if str(node.target) not in bound and not node.args]
         if missing or len(args) > len(nodes):
             raise ValueError(f"example_inputs has {len(args) + len(kwargs)} entries; the graph takes {[str(n.target) for n in nodes]}")
-        given = [bound.get(str(node.target), node.args[0] if node.args else None) for node in nodes]
+        values = [bound.get(str(node.target), node.args[0] if node.args else None) for node in nodes]
     names = []
     for i, node in enumerate(nodes):
         desc = node.meta.get("desc")
         names.append(named(desc) if desc is not None else Named("input", f"input_{i}"))
-    return names, [fake(mode, value) if isinstance(value, torch.Tensor) else value for value in given]
+    return names, [fake(mode, value) if isinstance(value, torch.Tensor) else value for value in values]

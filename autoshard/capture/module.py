@@ -1,13 +1,11 @@
-"""Models and fx graphs -> Graph. The only reader of fx; everything runs under fake tensors, so no weights are in memory.
+"""Captures a module, or reads an fx graph, as a Graph. Everything runs under fake tensors, so no weights are in memory.
 
-Two ways in, one way out:
+    training    dynamo captures the module; AOTAutograd joins forward and backward into one ATen graph
+    inference   torch.export captures the module, or the caller passes a graph; an interpreter runs it again under make_fx, below
+                autograd, so that linear, layer_norm and attention become the same ATen ops as in training
 
-    training    dynamo captures the module, AOTAutograd joins forward and backward into one ATen graph
-    inference   torch.export captures the module (or the caller brings a graph), an interpreter runs it once more under
-                make_fx, below autograd, so that linear, layer_norm, attention become the same ATen ops as in training
-
-Running a given graph through an interpreter also says which traced value each of its nodes became (`Captured.values`): that
-is how layouts find their way back onto the nodes that the caller gave.
+While the interpreter runs the graph, it records which traced value each of its nodes became (`Captured.values`), so that layouts
+can be written onto the nodes of the graph that the caller passed.
 """
 
 from __future__ import annotations
@@ -57,8 +55,8 @@ from autoshard.graph import Graph
 
 @dataclass(frozen=True)
 class Returned:
-    """How a module packs what it returns: leaf k of `structure` is the graph's result `output k` where that has a value, else
-    leaves[k], a constant."""
+    """The structure of what a module returns: its leaf k is the graph's result `output k` where that has a value, else the constant
+    leaves[k]."""
 
     structure: pytree.TreeSpec
     leaves: tuple[Any, ...]  # None in place of each tensor
@@ -66,17 +64,17 @@ class Returned:
 
 @dataclass(frozen=True)
 class Captured:
-    """A Graph and the fx graph that it stands for. values: for each of its nodes the Value that the node became, nested as the
-    node's result is, None where that is no tensor. returned: None where a graph was given instead of a module."""
+    """A Graph and the fx graph that it was read from. values: for each node of the fx graph the Value that the node became, nested
+    as the node's result is, None where that is no tensor. returned: None where a graph was passed instead of a module."""
 
     graph: Graph
-    given: fx.GraphModule | ExportedProgram
+    fx_graph: fx.GraphModule | ExportedProgram
     values: dict[fx.Node, Any] = field(default_factory=dict)
     returned: Returned | None = None
 
 
 def capture(module: nn.Module, example_inputs: Any, *, training: bool) -> Graph:
-    """`capture_module(...).graph`, for those who don't need the fx graph."""
+    """`capture_module(...).graph`."""
     return capture_module(module, example_inputs, training=training).graph
 
 
@@ -84,15 +82,15 @@ def capture(module: nn.Module, example_inputs: Any, *, training: bool) -> Graph:
 def capture_module(module: nn.Module, example_inputs: Any, *, training: bool) -> Captured:
     """The program of one call (or one training step up to the gradients) of `module`.
 
-    example_inputs: a tuple of positional arguments or a dict of keyword arguments, tensors on any device; the meta device
-    costs no memory. training: forward and backward joined; the module must return a tensor, or several, to differentiate.
+    example_inputs: a tuple of positional arguments or a dict of keyword arguments, with tensors on any device; those on the meta
+    device need no memory. training: forward and backward are joined; the module must return a tensor, or several, to differentiate.
     ValueError says what stopped the capture, and where.
     """
     args, kwargs = arguments(example_inputs)
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         raise ValueError(f"{type(module).__name__} is compiled by torch.jit, or a part of it is: give the module that was compiled")
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
-    torch._dynamo.reset()  # automatic dynamic shapes would turn the second model of a process into a symbolic one
+    torch._dynamo.reset()  # else automatic dynamic shapes would make the shapes of the second model of a process symbolic
     with explained(module):
         if not module._forward_pre_hooks:  # they may change the arguments
             inspect.signature(module.forward).bind(*args, **kwargs)
@@ -110,7 +108,7 @@ def capture_module(module: nn.Module, example_inputs: Any, *, training: bool) ->
 
 
 def _with_input_names(graph: Graph, names: Sequence[str]) -> Graph:
-    """The graph with input k under names[k]; an op that is called so gets a suffix."""
+    """The graph with input k renamed to names[k]; an op that has one of these names gets a suffix."""
     inputs = {op.name for op in graph.ops if op.kind == "input"}
     new = {f"input_{k}": name for k, name in enumerate(names) if f"input_{k}" in inputs and name != f"input_{k}"}
     taken = {op.name for op in graph.ops} | set(new.values())
@@ -131,7 +129,7 @@ def _check_returns(graph: Graph, module: nn.Module) -> None:
 
 
 def tied_parameters(module: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Groups of names of one and the same parameter, groups of one left out."""
+    """The names of each parameter that has more than one."""
     groups: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
@@ -139,7 +137,7 @@ def tied_parameters(module: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def _merge_tied(graph: Graph, groups: Sequence[Sequence[str]]) -> Graph:
-    """The graph with the names of each tied parameter noted: a capture leaves the second name as an input that nobody reads."""
+    """The graph with the names of tied parameters in `tied`: a capture leaves the second name as an input without readers."""
     tied = []
     for names in groups:
         present = [name for name in names if name in graph.parameters]
@@ -149,29 +147,29 @@ def _merge_tied(graph: Graph, groups: Sequence[Sequence[str]]) -> Graph:
 
 
 @in_turn
-def capture_given(given: fx.GraphModule | ExportedProgram, example_inputs: Any = None) -> Captured:
-    """The inference program of a graph that somebody else captured, with the value that each given node became.
+def capture_fx(fx_graph: fx.GraphModule | ExportedProgram, example_inputs: Any = None) -> Captured:
+    """The inference program of a graph that the caller captured, with the value that each of its nodes became.
 
-    given: an ExportedProgram, a GraphModule of ATen nodes, or one from torch.fx.symbolic_trace. example_inputs: needed when
+    fx_graph: an ExportedProgram, a GraphModule of ATen nodes, or one from torch.fx.symbolic_trace. example_inputs: needed when
     the placeholders carry no `meta["val"]`.
     """
-    with explained(given.graph_module if isinstance(given, ExportedProgram) else given):
-        return _retraced(given, example_inputs)
+    with explained(fx_graph.graph_module if isinstance(fx_graph, ExportedProgram) else fx_graph):
+        return _retraced(fx_graph, example_inputs)
 
 
-def _retraced(given: fx.GraphModule | ExportedProgram, example_inputs: Any = None) -> Captured:
-    mode = mode_of(given)
+def _retraced(fx_graph: fx.GraphModule | ExportedProgram, example_inputs: Any = None) -> Captured:
+    mode = mode_of(fx_graph)
     result_names: list[tuple[str, str]] | None
-    if isinstance(given, ExportedProgram):
-        if any(is_mutable(node) for node in given.graph.nodes):
-            given = given.run_decompositions({})
-            mode = mode_of(given)
-        names, fakes, result_names = export_signature(given, mode)
-        module: fx.GraphModule = given.graph_module
+    if isinstance(fx_graph, ExportedProgram):
+        if any(is_mutable(node) for node in fx_graph.graph.nodes):
+            fx_graph = fx_graph.run_decompositions({})
+            mode = mode_of(fx_graph)
+        names, fakes, result_names = export_signature(fx_graph, mode)
+        module: fx.GraphModule = fx_graph.graph_module
         params: dict[str, torch.Tensor] = {}
         tied: Sequence[Sequence[str]] = ()
     else:
-        module = given
+        module = fx_graph
         names, fakes = placeholder_inputs(module, example_inputs, mode)
         params = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         tied = tied_parameters(module)
@@ -197,11 +195,11 @@ def _retraced(given: fx.GraphModule | ExportedProgram, example_inputs: Any = Non
         node: pytree.tree_map(lambda leaf: values[leaf] if isinstance(leaf, fx.Node) else None, became)
         for node, became in recorder.became.items()
     }
-    return Captured(_merge_tied(graph, tied), given, mapped)
+    return Captured(_merge_tied(graph, tied), fx_graph, mapped)
 
 
 def _described_results(module: fx.GraphModule) -> list[tuple[str, str]] | None:
-    """What the outputs of a joint graph are, where its output node says so."""
+    """Kind and name of each output of a joint graph, where its output node has descriptions of them."""
     output = next(node for node in module.graph.nodes if node.op == "output")
     if "desc" not in output.meta:
         return None
@@ -209,7 +207,7 @@ def _described_results(module: fx.GraphModule) -> list[tuple[str, str]] | None:
 
 
 def _check_operators(traced: fx.GraphModule) -> None:
-    """ValueError where an operator of the program has a program inside."""
+    """ValueError where an operator of the program contains a program."""
     for node in traced.graph.nodes:
         if isinstance(node.target, HigherOrderOperator):
             change = FLEX if "flex" in node.target.name() else "write it with plain operators, cond with torch.where"
@@ -218,7 +216,7 @@ def _check_operators(traced: fx.GraphModule) -> None:
 
 
 class _Recorder(fx.Interpreter):
-    """Runs a given graph under make_fx and remembers which traced node each of its results is."""
+    """Runs a graph under make_fx and records which traced node each of its results became."""
 
     def __init__(self, module: fx.GraphModule):
         super().__init__(module)
@@ -226,7 +224,7 @@ class _Recorder(fx.Interpreter):
         self.modules: dict[fx.Node, str] = {}
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple, dict]:
-        """The node's arguments; devices that the graph was captured on become the CPU, where our fake tensors are."""
+        """The node's arguments, with the devices of the captured graph replaced by the CPU, where our fake tensors are."""
         args, kwargs = super().fetch_args_kwargs_from_env(n)
         args, kwargs = pytree.tree_map(lambda leaf: CPU if isinstance(leaf, torch.device) else leaf, (args, kwargs))
         return args, {key: CPU if key == "device" and isinstance(item, str) else item for key, item in kwargs.items()}
@@ -243,7 +241,7 @@ class _Recorder(fx.Interpreter):
 
         self.became[n] = pytree.tree_map(traced, result)
         path = module_path(n)
-        for node in reversed(mode.tracer.graph.nodes):  # all that this node was decomposed into
+        for node in reversed(mode.tracer.graph.nodes):  # all nodes that this one was decomposed into
             if node is before:
                 break
             self.modules[node] = path
@@ -251,9 +249,9 @@ class _Recorder(fx.Interpreter):
 
 
 def _exported(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict, *, training: bool) -> ExportedProgram:
-    """The module run once by torch.export, its Python code included: that follows locks, context managers, caches, any depth."""
+    """The program of the module by torch.export, which runs its Python code: locks, context managers and caches work, at any depth."""
     module, args, kwargs = opened(module, args, kwargs)
-    with mode, torch.set_grad_enabled(training), redirect_stderr(io.StringIO()):  # where it fails it prints the graph so far
+    with mode, torch.set_grad_enabled(training), redirect_stderr(io.StringIO()):  # when it fails, it prints the graph so far
         return torch.export.export(module, args, kwargs, strict=False)
 
 
@@ -278,12 +276,12 @@ def _capture_training(mode: FakeTensorMode, module: nn.Module, args: tuple, kwar
 
 
 def _constant(leaf: Any) -> Any:
-    """A leaf of what a traced graph returns; None in place of a tensor."""
+    """The value of a leaf of a traced graph's output; None for a tensor."""
     return None if isinstance(leaf, fx.Node) else leaf
 
 
 def _exported_results(program: ExportedProgram) -> Returned:
-    """As `Captured.returned`, of an exported program."""
+    """`Captured.returned` of an exported program."""
     arguments = [spec.arg for spec in program.graph_signature.output_specs if spec.kind == OutputKind.USER_OUTPUT]
     constants = tuple(argument.value if isinstance(argument, ConstantArgument) else None for argument in arguments)
     assert program.call_spec.out_spec is not None
@@ -296,16 +294,14 @@ def _forward(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict)
         try:
             with mode, warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "While compiling, we found certain side effects")
-                warnings.filterwarnings("ignore", "Dynamo detected a call to a")  # function with a cache, which it reads all the same
+                warnings.filterwarnings("ignore", "Dynamo detected a call to a")  # function with a cache, which dynamo reads nevertheless
                 return dynamo_graph_capture_for_export(module)(*args, **kwargs)
-        except Exception:  # dynamo's own errors among them; what the model raises the export raises again, with the model's own frames
+        except Exception:  # an error of the model is raised again by the export, with frames of the model
             torch._dynamo.reset()
     return _exported(mode, module, args, kwargs, training=True).module(check_guards=False)
 
 
 def _logging_functions() -> set:
-    """What a model calls to log: dynamo stops at it unless told to leave it out."""
+    """Logging functions that a model may call: dynamo stops at them unless they are ignored."""
     logger = type(torch._dynamo.output_graph.log)
     return {getattr(logger, name) for name in dir(logger) if name.split("_")[0] in ("debug", "info", "warning", "error", "critical", "log")}
-
-

@@ -1,4 +1,4 @@
-"""A traced ATen graph as a Graph: ops in order, literals as plain values, storage shared by views, module paths."""
+"""Reads a traced ATen graph into a Graph: ops in order, literals as plain values, which outputs are views, module paths."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read(
     modules: Mapping[fx.Node, str],
     keep: Collection[fx.Node] = (),
 ) -> tuple[Graph, dict[fx.Node, Value]]:
-    """fx nodes -> ops; placeholders first, dead code left out. Also returns the value of each tensor node."""
+    """The Graph of the traced nodes, placeholders first and dead code left out, and the Value of each tensor node."""
     alive = _alive(traced, keep)
     ops: list[Op] = []
     values: dict[fx.Node, Value] = {}
@@ -34,17 +34,17 @@ def read(
     constants = [
         (node, Named("buffer", str(node.target), _held(traced, node))) for node in nodes if node.op == "get_attr" and node in alive
     ]
-    made: list[tuple[fx.Node, Op]] = []
+    filled_ops: list[tuple[fx.Node, Op]] = []
     for node, named in [*zip(placeholders, names, strict=True), *constants]:
-        if node.meta.get("val") is None and not node.users:  # a flag among the inputs, decided while capturing
+        if node.meta.get("val") is None and not node.users:  # a flag among the inputs, which the capture has decided
             continue
         filled = _filled(named, node.meta["val"])
         if filled is not None:
-            made.append((node, filled))
+            filled_ops.append((node, filled))
             continue
         values[node] = (len(ops), 0)
         ops.append(Op(named.name, named.kind, (), (), (_tensor(node.meta["val"]),), named.kind))
-    for node, op in made:  # behind the placeholders
+    for node, op in filled_ops:  # after the placeholders
         values[node] = (len(ops), 0)
         ops.append(op)
     tuples: dict[fx.Node, int] = {}
@@ -60,8 +60,8 @@ def read(
             values[node] = (len(ops), 0)
         ops.append(_op(node, values, modules.get(node, "")))
     _check_names(ops)
-    found = tuple(Result(kind, name, values[leaf] if isinstance(leaf, fx.Node) else None) for (kind, name), leaf in results)
-    return Graph(tuple(ops), found), values
+    graph_results = tuple(Result(kind, name, values[leaf] if isinstance(leaf, fx.Node) else None) for (kind, name), leaf in results)
+    return Graph(tuple(ops), graph_results), values
 
 
 def _held(traced: fx.GraphModule, node: fx.Node) -> torch.Tensor | None:
@@ -69,17 +69,20 @@ def _held(traced: fx.GraphModule, node: fx.Node) -> torch.Tensor | None:
     return held if isinstance(held, torch.Tensor) else None
 
 
-def _filled(named: Named, like: torch.Tensor) -> Op | None:
-    """A constant of one value (`torch.tensor(0.5)` in a forward, an empty one) as the op that makes it; None where it is none."""
+def _filled(named: Named, reference: torch.Tensor) -> Op | None:
+    """The `aten.full` that creates a constant whose elements are all equal (`torch.tensor(0.5)`, an empty tensor); None for others.
+
+    reference: a tensor with the constant's shape and dtype.
+    """
     fill = _fill_of(named.value) if named.fill is None else named.fill
     if fill is None:
         return None
-    literals = ((tuple(map(int, like.shape)), fill), (("device", Const("device", "cpu")), ("dtype", _constant(like.dtype, None))))
-    return Op(named.name, "aten.full.default", (), literals, (_tensor(like),))
+    literals = ((tuple(map(int, reference.shape)), fill), (("device", Const("device", "cpu")), ("dtype", _constant(reference.dtype, None))))
+    return Op(named.name, "aten.full.default", (), literals, (_tensor(reference),))
 
 
 def _fill_of(value: torch.Tensor | None) -> Any:
-    """What every element of a constant is; None where that is not known or not one value."""
+    """The value of all elements of a constant; None where it is not known or they differ."""
     if value is None or (value.numel() and (isinstance(value, FakeTensor) or value.is_meta)):
         return None
     if value.numel() == 0:
@@ -89,7 +92,7 @@ def _fill_of(value: torch.Tensor | None) -> Any:
 
 
 def _check_names(ops: list[Op]) -> None:
-    """Op names are unique: a node that is called like a parameter gets a suffix."""
+    """Makes op names unique: a node with the name of a parameter gets a suffix."""
     taken: set[str] = set()
     for i, op in enumerate(ops):
         name = op.name
@@ -101,7 +104,7 @@ def _check_names(ops: list[Op]) -> None:
 
 
 def _alive(traced: fx.GraphModule, keep: Collection[fx.Node]) -> set[fx.Node]:
-    """Nodes that a result or a kept node depends on (assertions and other effects are left out: a plan does not need them)."""
+    """The kept nodes and those that results or kept nodes depend on, without assertions and other effects, which a plan doesn't need."""
     alive = set(keep)
     for node in reversed(traced.graph.nodes):
         if node.op == "output" or node in alive:
@@ -150,29 +153,29 @@ def _constant(item: Any, node: fx.Node | None) -> Any:
 
 
 def _alias(node: fx.Node) -> int | None:
-    """Which tensor input lends its storage to the output, by the operator's schema."""
+    """The index of the tensor input whose storage the output shares, by the operator's schema; None if the output is no view."""
     schema = node.target._schema
     if str(node.target) in ALWAYS_VIEWS:
         return 0
     if not schema.returns or schema.returns[0].alias_info is None:
         return None
-    lent = schema.returns[0].alias_info.before_set
+    shared = schema.returns[0].alias_info.before_set
     for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.before_set & lent:
-            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-            return next((k for k, source in enumerate(_input_nodes(node)) if source is given), None)
-    return 0  # a list of views: the schema marks its elements, the source is the first tensor
+        if argument.alias_info is not None and argument.alias_info.before_set & shared:
+            base = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            return next((k for k, source in enumerate(_input_nodes(node)) if source is base), None)
+    return 0  # a list of views: the schema marks its elements, their base is the first tensor
 
 
 def _input_nodes(node: fx.Node) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(node.args, found.append)
-    fx.map_arg({key: node.kwargs[key] for key in sorted(node.kwargs)}, found.append)
-    return found
+    nodes: list[fx.Node] = []
+    fx.map_arg(node.args, nodes.append)
+    fx.map_arg({key: node.kwargs[key] for key in sorted(node.kwargs)}, nodes.append)
+    return nodes
 
 
 def leaves_of(node: fx.Node) -> Any:
-    """The node itself, or for a node of several results its getitem nodes by index (None where nobody takes one)."""
+    """The node itself; for a node with several results its getitem nodes by index, None for a result without one."""
     result = node.meta.get("val")
     if not isinstance(result, (tuple, list)):
         return node

@@ -1,4 +1,4 @@
-"""One thread at a time: dynamo, fake modes and the tracers patch torch while they run, for all threads of the process."""
+"""Captures run in one thread at a time, because dynamo, fake modes and the tracers patch torch for all threads of the process."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-_TURN = threading.RLock()  # a property of the process, as what it guards
+_TURN = threading.RLock()  # one per process, as the patches that it guards are
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def in_turn(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, which waits while another thread runs one like it; a thread may call one from another."""
+    """The function, which first waits while another thread runs a function of this kind; a thread may call one from another."""
 
     @wraps(function)
     def waiting(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,12 +1,12 @@
-"""The eager program of a whole model, on fake tensors: a cheap witness for what a capture of few layers can't see.
+"""The eager program of the full model, on fake tensors: a cheap test for differences that a capture of few layers can't see.
 
-    program   w = the operators of one eager call (training: and its backward), each with its literals and output shapes
+    program   w = the operators of one eager call (in training with its backward), each with its literals and output shapes
     pieces    w = v_0 x_1 v_1 x_2 ... where x_r are the maximal repetitions, each a period repeated up to a length l_r
     grown     the programs of k, k + p and n = k + t p layers have the same v_r and periods, and
-              l_r(n) - l_r(k) is t periods where l_r(k + p) - l_r(k) is one, and 0 where that is 0
+              l_r(n) - l_r(k) is t periods where l_r(k + p) - l_r(k) is one period, and 0 where that is 0
 
-The eager program is compared with eager programs of few layers and not with the captured graph: a model may go another way
-while it is traced (Hugging Face masks do), and then does so in every layer.
+The eager program is compared with eager programs of few layers and not with the captured graph: a model may run other code while
+it is traced (Hugging Face masks do), and then does so in every layer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Program = list[str]
 
 
 class _Log(TorchDispatchMode):
-    """Writes down every operator that runs."""
+    """Records every operator that runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class _Log(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not str(func).startswith("prim."):  # asks a tensor for its device
+        if not str(func).startswith("prim."):  # only asks a tensor for its device
             self.program.append(f"{func} {_text((args, kwargs or {}))} -> {_text(result)}")
         return result
 
@@ -54,7 +54,7 @@ def _text(item: Any) -> str:
 
 
 def eager_program(module: nn.Module, example_inputs: Any, *, training: bool) -> Program:
-    """The operators that one call of the module runs, in order, and in training those of the gradients of its parameters."""
+    """The operators that one call of the module runs, in order; in training also those that compute its parameters' gradients."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
     fake, args, kwargs = to_fake(mode, module, *arguments(example_inputs))
     log = _Log()
@@ -77,12 +77,12 @@ def grown(short: Program, longer: Program, deep: Program, times: Collection[int]
     where = 0
     for pieces in zip_longest(*(_pieces(program) for program in programs)):
         if None in pieces or len({(piece[0], piece[1]) for piece in pieces}) > 1:
-            return f"run eagerly, the whole model does something else than few layers of it: {_first(pieces, deep, where)}"
+            return f"run eagerly, the full model does something else than few layers of it: {_first(pieces, deep, where)}"
         period, lengths = pieces[0][0], [piece[2] for piece in pieces]
-        one, all_of_them = lengths[1] - lengths[0], lengths[2] - lengths[0]
-        if (one, all_of_them) != (0, 0) and not (period and one == period and all_of_them in {t * period for t in times}):
+        one, total = lengths[1] - lengths[0], lengths[2] - lengths[0]
+        if (one, total) != (0, 0) and not (period and one == period and total in {t * period for t in times}):
             return (
-                f"run eagerly, {lengths[0]} repeating operators become {lengths[1]} one period deeper, but {lengths[2]} in the whole model"
+                f"run eagerly, {lengths[0]} repeating operators become {lengths[1]} one period deeper, but {lengths[2]} in the full model"
             )
         where += lengths[2]
     return ""
@@ -103,11 +103,11 @@ def _pieces(items: Sequence[int]) -> Iterator[Piece]:
 
 
 def _first(pieces: Sequence[Piece | None], deep: Program, where: int) -> str:
-    """The first operator of the whole model's piece that the piece of few layers hasn't."""
-    few, whole = pieces[0], pieces[2]
-    if whole is None:
+    """The first operator of the full model's piece that the piece of few layers doesn't have."""
+    few, full = pieces[0], pieces[2]
+    if full is None:
         return "it ends earlier"
     same = 0
-    while few is not None and same < min(len(few[1]), len(whole[1])) and few[1][same] == whole[1][same]:
+    while few is not None and same < min(len(few[1]), len(full[1])) and few[1][same] == full[1][same]:
         same += 1
     return f"{deep[min(where + same, len(deep) - 1)]} (operator {where + same})"

@@ -58,20 +58,20 @@ def op_term(formulated: Formulation, i: int, choice: Choice) -> CostTerm:
 
 
 def edge_term(formulated: Formulation, e: int, choice: Choice) -> CostTerm:
-    link, edge, ops = formulated.links[e], formulated.problem.edges[e], formulated.graph.ops
+    link, edge, ops = formulated.tensor_edges[e], formulated.problem.edges[e], formulated.graph.ops
     seconds = float(edge.table[choice[edge.a], choice[edge.b]])
     route = formulated.route(link, choice)
     steps = tuple(f"{step.collective} {formulated.mesh.axes[step.axis].name}" for step in route.steps) if route else ()
     module = ops[link.b].module if link.b < len(ops) else ops[link.value[0]].module
     names = formulated.problem.names
-    inputs, outputs = _texts([link.gives[choice[link.a]]]), _texts([link.takes[choice[link.b]]])
+    inputs, outputs = _texts([link.source_layouts[choice[link.a]]]), _texts([link.target_layouts[choice[link.b]]])
     return CostTerm(_kind_of_edge(formulated, e), f"{names[link.a]} -> {names[link.b]}", module, inputs, outputs, seconds, steps)
 
 
 def _kind_of_edge(formulated: Formulation, e: int) -> str:
     """Edges are in this order (formulate.build): to hubs, to inputs, to results."""
     results = [formulated.graph.results[k].kind for k in formulated.results]
-    first = len(formulated.links) - len(results)
+    first = len(formulated.tensor_edges) - len(results)
     return "copy" if e < len(formulated.hubs) else "input" if e < first else results[e - first]
 
 

@@ -1,12 +1,12 @@
-"""Graph and Candidates -> Formulation: nodes, edges and their prices in a fixed order."""
+"""Graph and Candidates -> Formulation: nodes and edges with their costs, in a fixed order."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from autoshard.cost import op_seconds, optimizer_step_seconds, priced
-from autoshard.formulate.records import Formulation, Layouts, Link, Training
-from autoshard.formulate.tables import Move, Tables
+from autoshard.formulate.records import Formulation, Layouts, TensorEdge, Training
+from autoshard.formulate.tables import MoveTables, Tables
 from autoshard.formulate.usages import Usages
 from autoshard.graph import Graph, Op, Tensor, Value
 from autoshard.layout import all_layouts, has_partial, local_numel, local_shape
@@ -19,12 +19,12 @@ from autoshard.strategies import Candidate, Candidates, internal_bytes, internal
 def formulate(
     graph: Graph, candidates: Candidates, mesh: Mesh, *, training: Training | None = None, memory_limit: float | None = None
 ) -> Formulation:
-    """The Problem of laying `graph` over `mesh`. memory_limit: bytes per device; training prices the optimizer too."""
+    """The Problem of choosing layouts for `graph` on `mesh`. memory_limit: bytes per device. training: the optimizer is counted."""
     return _Builder(graph, candidates, mesh, training, memory_limit).build()
 
 
 class _Builder:
-    """Collects nodes and edges; the usages follow from them."""
+    """Collects nodes and edges; the memory usages follow from them."""
 
     def __init__(self, graph: Graph, candidates: Candidates, mesh: Mesh, training: Training | None, memory_limit: float | None):
         self.graph, self.candidates, self.mesh, self.training, self.memory_limit = graph, candidates, mesh, training, memory_limit
@@ -34,7 +34,7 @@ class _Builder:
         self.names: list[str] = []
         self.node_costs: list[np.ndarray] = []
         self.edges: list[Edge] = []
-        self.links: list[Link] = []
+        self.tensor_edges: list[TensorEdge] = []
         self.hubs: dict[Value, int] = {}
         self.hub_layouts: dict[Value, Layouts] = {}
         self.results: dict[int, int] = {}
@@ -49,14 +49,15 @@ class _Builder:
             self._node(op.name, costs[self.first[i]])
         waiting = self._add_hubs()
         self.usages = Usages(
-            self.graph, self.tables, self.training, self.trained, self.hubs, self.gives, self.takes, self.makes, self.inside
-        )
+            self.graph, self.tables, self.training, self.trained, self.hubs, self.output_layouts, self.input_layouts,
+            self.output_bytes, self.internal_bytes,
+        )  # fmt: skip
         for value, edge, move in waiting:
             self.usages.add_hub(value, edge, move)
         for i, op in enumerate(self.graph.ops):
             for a, value in enumerate(op.inputs):
-                source, gives = self._source(value)
-                self.usages.add_input(i, a, *self._edge(value, source, i, gives, self.takes(i, a)))
+                source, layouts = self._source(value)
+                self.usages.add_input(i, a, *self._edge(value, source, i, layouts, self.input_layouts(i, a)))
             self.usages.add_op(i)
         for k, result in enumerate(self.graph.results):
             if result.value is not None:
@@ -66,21 +67,21 @@ class _Builder:
         )  # fmt: skip
         return Formulation(
             problem, self.graph, self.mesh, self.candidates, self.hubs, self.hub_layouts, self.results, self.result_layouts,
-            tuple(self.links), tuple(self.usages.held), self.routes,
+            tuple(self.tensor_edges), tuple(self.usages.held), self.routes,
         )  # fmt: skip
 
     def _signatures(self) -> None:
-        """The first op of each signature, and what candidates of that signature give and take, made once."""
+        """The first op of each signature; the layouts and bytes of a signature's candidates are computed once and kept."""
         seen: dict[tuple, int] = {}
         self.first = [
             seen.setdefault((self.graph.signature(i), i in self.trained), i) for i in range(len(self.graph.ops))
-        ]  # a parameter that is trained is priced otherwise than one that isn't
-        self._gives: dict[tuple[int, int], Layouts] = {}
-        self._takes: dict[tuple[int, int], Layouts] = {}
-        self._waits: dict[tuple, Layouts] = {}
-        self._nothing: dict[int, np.ndarray] = {}
-        self._inside: dict[int, np.ndarray | None] = {}
-        self._made: dict[int, np.ndarray] = {}
+        ]  # a parameter that is trained has other costs than one that isn't
+        self._output_layouts: dict[tuple[int, int], Layouts] = {}
+        self._input_layouts: dict[tuple[int, int], Layouts] = {}
+        self._waiting_layouts: dict[tuple, Layouts] = {}
+        self._zero_costs: dict[int, np.ndarray] = {}
+        self._internal_bytes: dict[int, np.ndarray | None] = {}
+        self._output_bytes: dict[int, np.ndarray] = {}
 
     def _trained(self) -> dict[int, int]:
         """Parameters that get a gradient, with the time at which it is complete."""
@@ -92,35 +93,35 @@ class _Builder:
             if r.kind == "gradient" and r.value is not None and r.name in self.graph.parameters
         }
 
-    def gives(self, value: Value) -> Layouts:
+    def output_layouts(self, value: Value) -> Layouts:
         i, k = value
         key = (self.first[i], k)
-        if key not in self._gives:
-            self._gives[key] = tuple(c.outputs[k] for c in self.candidates.of[i])  # type: ignore[misc]
-        return self._gives[key]
+        if key not in self._output_layouts:
+            self._output_layouts[key] = tuple(c.outputs[k] for c in self.candidates.of[i])  # type: ignore[misc]
+        return self._output_layouts[key]
 
-    def takes(self, i: int, a: int) -> Layouts:
+    def input_layouts(self, i: int, a: int) -> Layouts:
         key = (self.first[i], a)
-        if key not in self._takes:
-            self._takes[key] = tuple(c.inputs[a] for c in self.candidates.of[i])
-        return self._takes[key]
+        if key not in self._input_layouts:
+            self._input_layouts[key] = tuple(c.inputs[a] for c in self.candidates.of[i])
+        return self._input_layouts[key]
 
-    def makes(self, i: int) -> np.ndarray:
+    def output_bytes(self, i: int) -> np.ndarray:
         """Bytes of the outputs of op i, per choice."""
         first = self.first[i]
-        if first not in self._made:
-            outputs = enumerate(self.graph.ops[i].outputs)
-            self._made[first] = np.sum([self.tables.bytes(t, self.gives((i, k))) for k, t in outputs if t is not None], axis=0)
-        return self._made[first]
+        if first not in self._output_bytes:
+            outputs = [(k, t) for k, t in enumerate(self.graph.ops[i].outputs) if t is not None]
+            self._output_bytes[first] = np.sum([self.tables.bytes(t, self.output_layouts((i, k))) for k, t in outputs], axis=0)
+        return self._output_bytes[first]
 
-    def inside(self, i: int) -> np.ndarray | None:
-        """Bytes that the local program of op i holds beside its inputs and outputs, per choice; None where that is nothing."""
+    def internal_bytes(self, i: int) -> np.ndarray | None:
+        """Bytes that the local program of op i holds besides its inputs and outputs, per choice; None where all of them are 0."""
         first = self.first[i]
-        if first not in self._inside:
+        if first not in self._internal_bytes:
             op, inputs = self.graph.ops[i], self.graph.input_tensors(i)
-            made = [internal_bytes(op, inputs, c.inputs, self.mesh) for c in self.candidates.of[i]]
-            self._inside[first] = np.array(made, dtype=float) if any(made) else None
-        return self._inside[first]
+            sizes = [internal_bytes(op, inputs, c.inputs, self.mesh) for c in self.candidates.of[i]]
+            self._internal_bytes[first] = np.array(sizes, dtype=float) if any(sizes) else None
+        return self._internal_bytes[first]
 
     def _node(self, name: str, costs: np.ndarray) -> int:
         self.names.append(name)
@@ -132,72 +133,73 @@ class _Builder:
         if op.kind == "parameter" and i in self.trained:
             tensor, training = self.graph.tensor((i, 0)), self.training
             assert training is not None
-            sizes = [local_numel(tensor.shape, layout, self.mesh) for layout in self.gives((i, 0))]
+            sizes = [local_numel(tensor.shape, layout, self.mesh) for layout in self.output_layouts((i, 0))]
             master = training.master_weights
             return np.array([optimizer_step_seconds(n, tensor.itemsize, training.optimizer, device, master_weights=master) for n in sizes])
         if op.is_placeholder:
             return np.zeros(len(self.candidates.of[i]))
         return np.array([op_candidate_seconds(op, inputs, c, self.mesh) for c in self.candidates.of[i]])
 
-    def _add_hubs(self) -> list[tuple[Value, int, Move]]:
-        """A hub for every value with two readers or more, results included; returns the edges that lead to them."""
+    def _add_hubs(self) -> list[tuple[Value, int, MoveTables]]:
+        """Adds a hub for every value with two readers or more, results included; returns the edges that lead to the hubs."""
         readers: dict[Value, int] = {value: len(users) for value, users in self.graph.users.items()}
         for result in self.graph.results:
             if result.value is not None:
                 readers[result.value] = readers.get(result.value, 0) + 1
         edges = []
         for value in sorted(v for v, count in readers.items() if count > 1):
-            gives, layouts = self.gives(value), self._layouts_of_hub(value)
+            layouts = self._layouts_of_hub(value)
             node = self._node(f"{self.graph.ops[value[0]].name}.{value[1]} (hub)", self._zeros(len(layouts)))
             self.hubs[value], self.hub_layouts[value] = node, layouts
-            edges.append((value, *self._edge(value, value[0], node, gives, layouts)))
+            edges.append((value, *self._edge(value, value[0], node, self.output_layouts(value), layouts)))
         return edges
 
     def _layouts_of_hub(self, value: Value) -> Layouts:
-        """What its producer gives, sums completed, and what its readers take; made once per signature."""
+        """The output layouts of its producer that hold no Partial, and the input layouts of its readers; computed once per signature."""
         readers = self.graph.users.get(value, ())
-        alike = dict.fromkeys((self.first[i], a) for i, a in readers)  # a table that all layers read has hundreds of readers
-        key = (self.first[value[0]], value[1], *alike)
-        if key not in self._waits:
-            wanted = [layout for i, a in alike for layout in self.takes(i, a)]
-            self._waits[key] = tuple(dict.fromkeys([*(g for g in self.gives(value) if not has_partial(g)), *wanted]))
-        return self._waits[key]
+        distinct = dict.fromkeys((self.first[i], a) for i, a in readers)  # a table that all layers read has hundreds of readers
+        key = (self.first[value[0]], value[1], *distinct)
+        if key not in self._waiting_layouts:
+            wanted = [layout for i, a in distinct for layout in self.input_layouts(i, a)]
+            completed = [layout for layout in self.output_layouts(value) if not has_partial(layout)]
+            self._waiting_layouts[key] = tuple(dict.fromkeys([*completed, *wanted]))
+        return self._waiting_layouts[key]
 
     def _zeros(self, count: int) -> np.ndarray:
-        if count not in self._nothing:
-            self._nothing[count] = np.zeros(count)
-        return self._nothing[count]
+        if count not in self._zero_costs:
+            self._zero_costs[count] = np.zeros(count)
+        return self._zero_costs[count]
 
-    def _edge(self, value: Value, a: int, b: int, gives: Layouts, takes: Layouts) -> tuple[int, Move]:
+    def _edge(self, value: Value, a: int, b: int, source_layouts: Layouts, target_layouts: Layouts) -> tuple[int, MoveTables]:
         tensor = self.graph.tensor(value)
-        move = self.tables.move(tensor, gives, takes)
+        move = self.tables.move(tensor, source_layouts, target_layouts)
         self.edges.append(Edge(a, b, move.seconds))
-        self.links.append(Link(a, b, tensor, gives, takes, value))
+        self.tensor_edges.append(TensorEdge(a, b, tensor, source_layouts, target_layouts, value))
         return len(self.edges) - 1, move
 
     def _source(self, value: Value) -> tuple[int, Layouts]:
-        return (self.hubs[value], self.hub_layouts[value]) if value in self.hubs else (value[0], self.gives(value))
+        return (self.hubs[value], self.hub_layouts[value]) if value in self.hubs else (value[0], self.output_layouts(value))
 
     def _add_result(self, k: int, value: Value) -> None:
-        """An edge to the parameter or buffer that the result updates, or to a node of its own: any layout but Partial."""
+        """Adds an edge to the parameter or buffer that the result updates, or to a new node with all layouts but Partial as choices."""
         result, tensor = self.graph.results[k], self.graph.tensor(value)
         if result.kind in ("gradient", "buffer") and result.name in self.graph.index:
             node = self.graph.index[result.name]
-            layouts = self.gives((node, 0))
+            layouts = self.output_layouts((node, 0))
         else:
             layouts = all_layouts(tensor.shape, self.mesh)
             node = self._node(f"{result.kind}:{result.name}", np.zeros(len(layouts)))
         self.results[k], self.result_layouts[k] = node, layouts
-        source, gives = self._source(value)
-        self.usages.add_result(k, *self._edge(value, source, node, gives, layouts))
+        source, source_layouts = self._source(value)
+        self.usages.add_result(k, *self._edge(value, source, node, source_layouts, layouts))
 
 
 def op_candidate_seconds(op: Op, inputs: tuple[Tensor, ...], candidate: Candidate, mesh: Mesh) -> float:
-    """Seconds of one op under one candidate: its kernel on local shapes and the collectives inside it."""
+    """Seconds of one op under one candidate: its kernel on local shapes and the collectives of its local program."""
     ins = [(local_shape(t.shape, layout, mesh), t.dtype) for t, layout in zip(inputs, candidate.inputs, strict=True)]
     outs = [
         None if t is None or layout is None else (local_shape(t.shape, layout, mesh), t.dtype)
         for t, layout in zip(op.outputs, candidate.outputs, strict=True)
     ]
-    inside = priced(internal_collectives(op, inputs, candidate.inputs, mesh), mesh)
-    return op_seconds(op.target, ins, outs, op.alias, mesh.device) + sum(one.seconds for one in inside)
+    collectives = priced(internal_collectives(op, inputs, candidate.inputs, mesh), mesh)
+    return op_seconds(op.target, ins, outs, op.alias, mesh.device) + sum(one.seconds for one in collectives)

@@ -1,4 +1,4 @@
-"""What the numbers of a Problem mean: its nodes as ops, hubs and results, its edges as tensors that move."""
+"""What the numbers of a Problem mean: its nodes stand for ops, hubs and results, its edges for tensors that go from node to node."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ Layouts = tuple[Layout, ...]
 
 @dataclass(frozen=True)
 class Training:
-    """What a training step costs beside the graph: the optimizer."""
+    """What a training step does besides the graph: the update by the optimizer."""
 
-    optimizer: str | float = "adamw"  # or its bytes of state per parameter
-    master_weights: bool = False  # counted: a float32 copy of parameters that are kept in less
+    optimizer: str | float = "adamw"  # its name, or its bytes of state per parameter
+    master_weights: bool = False  # whether a float32 copy of parameters of lower precision is counted
 
 
-class Link(NamedTuple):  # a plain tuple: a deep model has tens of thousands
-    """What one edge of the Problem means: a tensor goes from node a, laid out as `gives[choice of a]`, to node b."""
+class TensorEdge(NamedTuple):  # a plain tuple: a deep model has tens of thousands
+    """The tensor that goes along one edge of the Problem, from node a to node b, with its layouts at both ends."""
 
     a: int
     b: int
     tensor: Tensor
-    gives: Layouts  # per choice of a
-    takes: Layouts  # per choice of b
+    source_layouts: Layouts  # per choice of a
+    target_layouts: Layouts  # per choice of b
     value: Value
 
 
 @dataclass(frozen=True, eq=False)
 class Formulation:
-    """A Problem and what its numbers mean. Nodes: first the ops in order, then hubs, then results."""
+    """A Problem and what its numbers mean. The nodes are first the ops in order, then the hubs, then the results."""
 
     problem: Problem
     graph: Graph
@@ -49,9 +49,9 @@ class Formulation:
     candidates: Candidates
     hubs: Mapping[Value, int]  # node of the hub of a value
     hub_layouts: Mapping[Value, Layouts]
-    results: Mapping[int, int]  # node that takes result k: a result node, or the parameter's or buffer's own
-    result_layouts: Mapping[int, Layouts]  # choices of that node as layouts
-    links: tuple[Link, ...]  # one per edge of the problem
+    results: Mapping[int, int]  # node that result k goes to: a result node, or the node of its parameter or buffer
+    result_layouts: Mapping[int, Layouts]  # the choices of that node as layouts
+    tensor_edges: tuple[TensorEdge, ...]  # one per edge of the problem
     held: tuple[str, ...]  # what each usage of the problem holds: one of usages.KINDS
     routes: Routes
 
@@ -68,12 +68,12 @@ class Formulation:
     def result(self, k: int, choice: Sequence[int]) -> Layout:
         return self.result_layouts[k][choice[self.results[k]]]
 
-    def route(self, link: Link, choice: Sequence[int]) -> Route | None:
-        """The route that the edge prices under `choice`."""
-        a, b, tensor = choice[link.a], choice[link.b], link.tensor
-        key = (tensor.shape, tensor.itemsize, id(link.gives), a, id(link.takes), b)  # the links keep both alive
+    def route(self, edge: TensorEdge, choice: Sequence[int]) -> Route | None:
+        """The route whose seconds are the cost of the edge under `choice`."""
+        a, b, tensor = choice[edge.a], choice[edge.b], edge.tensor
+        key = (tensor.shape, tensor.itemsize, id(edge.source_layouts), a, id(edge.target_layouts), b)  # the edges keep both alive
         if key not in self._known_routes:
-            self._known_routes[key] = self.routes.route(tensor.shape, tensor.itemsize, link.gives[a], link.takes[b])
+            self._known_routes[key] = self.routes.route(tensor.shape, tensor.itemsize, edge.source_layouts[a], edge.target_layouts[b])
         return self._known_routes[key]
 
     @cached_property
@@ -82,22 +82,22 @@ class Formulation:
 
     @cached_property
     def preference(self) -> tuple[np.ndarray, ...]:
-        """A fixed order among equal costs: the same everywhere, cut rather than whole, first dims first."""
-        made: dict[int, np.ndarray] = {}  # by what they are of: equal ops share their candidates, equal hubs their layouts
+        """A fixed order among choices of equal cost, the same on every machine: sharded before replicated, lower dims first."""
+        weights: dict[int, np.ndarray] = {}  # by id of candidates or layouts: equal ops share their candidates, equal hubs their layouts
         for cs in self.candidates.of:
-            if id(cs) not in made:
-                made[id(cs)] = _preferences([c.outputs[0] for c in cs])
-        own = len(self.graph.ops) + len(self.hubs)
+            if id(cs) not in weights:
+                weights[id(cs)] = _preferences([c.outputs[0] for c in cs])
+        first_result = len(self.graph.ops) + len(self.hubs)
         layouts = [self.hub_layouts[value] for value in self.hubs]
-        layouts += [self.result_layouts[k] for k, node in self.results.items() if node >= own]
+        layouts += [self.result_layouts[k] for k, node in self.results.items() if node >= first_result]
         for of in layouts:
-            if id(of) not in made:
-                made[id(of)] = _preferences(of)
-        return (*(made[id(cs)] for cs in self.candidates.of), *(made[id(of)] for of in layouts))
+            if id(of) not in weights:
+                weights[id(of)] = _preferences(of)
+        return (*(weights[id(cs)] for cs in self.candidates.of), *(weights[id(of)] for of in layouts))
 
 
 def _preferences(layouts: Sequence[Layout | None]) -> np.ndarray:
-    """Per layout a small number: cut on dim d costs 1 + d/8, whole 2, partial 3; earlier axes count a little more."""
+    """Per layout a small number: sharded on dim d counts 1 + d/8, replicated 2, partial 3; earlier axes count a little more."""
 
     def one(placement: object) -> float:
         if placement.is_shard():  # type: ignore[attr-defined]
@@ -109,7 +109,7 @@ def _preferences(layouts: Sequence[Layout | None]) -> np.ndarray:
 
 
 def with_pins(formulation: Formulation, allowed: Mapping[int, Sequence[bool] | np.ndarray]) -> Problem:
-    """The problem with choices forbidden: allowed[node][choice]. The choices keep their numbers."""
+    """The problem in which only the choices with allowed[node][choice] are finite. The choices keep their numbers."""
     if not allowed:
         return formulation.problem
     costs = list(formulation.problem.node_costs)

@@ -1,14 +1,15 @@
-"""Who holds bytes, and when: a storage lives from the op that makes it to the last reader of it or of a view of it.
+"""Which node or edge of the Problem holds bytes, and when: a storage lives from the op that creates it to the last reader of it
+or of a view of it. Its bytes depend on a layout, and so on the choice of one node or edge at a time, which is said to count for it:
 
-    owner     an output of op i, from i on; a parameter, buffer or input, throughout
-    hub       takes over when the first reader runs: the value then waits in the hub's layout
-    heir      a view that is read longer than whatever else reads its base: it takes over when those others are done, in the
-              layout that it takes, whether its base was moved for it or not
-    copy      what a route makes on an edge, where layouts differ; for an op's own time, for as long as it lives if the op
-              is a view that doesn't take over (yet)
+    owner     the op that creates the storage, from its time on; a parameter, buffer or input counts throughout
+    hub       counts from the first reader on: the value then waits in the hub's layout
+    heir      a view that is read longer than all other readers of its base: it counts when those others are done, with its input
+              layout, whether its base was resharded for it or not
+    copy      the copy that a route creates on an edge whose layouts differ; it is held while the reader runs, or if the reader is
+              a view for as long as that view lives, or until the view counts as heir
 
-Only a view of all of its base (a transpose, not a slice) can hand on: a slice keeps more than its own bytes. With t_v the time of
-view v, x its base, and from(x) the time from which x's node counts for its storage,
+Only a view of all elements of its base (a transpose, not a slice) can count for a storage: a slice keeps alive more than its own
+bytes. Let t_v be the time of view v, x its base, and from(x) the time from which x's node counts for its storage. Then
 
     from(v) = max(t_v + 1, last of the other readers of x + 1, from(x))
 """
@@ -22,7 +23,7 @@ import numpy as np
 
 from autoshard.cost import master_bytes, optimizer_state_bytes
 from autoshard.formulate.records import Layouts, Training
-from autoshard.formulate.tables import Move, Tables
+from autoshard.formulate.tables import MoveTables, Tables
 from autoshard.graph import Graph, Value
 from autoshard.problem import EdgeUsage, NodeUsage
 
@@ -32,7 +33,7 @@ Usage = NodeUsage | EdgeUsage
 
 
 class Usages:
-    """Collects usages with what they hold. The edges are those of the Problem, by what they mean."""
+    """Collects the usages of a Problem, each with the kind of what it holds (one of KINDS)."""
 
     def __init__(
         self,
@@ -41,21 +42,22 @@ class Usages:
         training: Training | None,
         trained: Mapping[int, int],  # parameter's op: the time at which its gradient is complete
         hubs: Mapping[Value, int],
-        gives: Callable[[Value], Layouts],
-        takes: Callable[[int, int], Layouts],
-        makes: Callable[[int], np.ndarray],  # bytes of an op's outputs, per choice
-        inside: Callable[[int], np.ndarray | None],  # bytes that the op's local program holds beside inputs and outputs, per choice
+        output_layouts: Callable[[Value], Layouts],
+        input_layouts: Callable[[int, int], Layouts],
+        output_bytes: Callable[[int], np.ndarray],  # bytes of an op's outputs, per choice
+        internal_bytes: Callable[[int], np.ndarray | None],  # bytes that its local program holds besides inputs and outputs, per choice
     ):
         self.graph, self.tables, self.training, self.trained = graph, tables, training, trained
-        self.hubs, self.gives, self.takes, self.makes, self.inside = hubs, gives, takes, makes, inside
+        self.hubs, self.output_layouts, self.input_layouts = hubs, output_layouts, input_layouts
+        self.output_bytes, self.internal_bytes = output_bytes, internal_bytes
         self.usages: list[Usage] = []
         self.held: list[str] = []
         self.end = len(graph.ops) + 1
         self.tied = {second for second, _ in graph.tied}
         self.returned = {r.value for r in graph.results if r.value is not None and r.kind == "output"}
         self.since: dict[Value, float] = {}  # from(x): when the value's own node begins to count for its storage; inf: never
-        self.until: dict[Value, int] = {}  # when the node (or hub) of the value ends to count for it
-        self.heirs: dict[int, int] = {}  # view -> from(v), for the views that take over
+        self.until: dict[Value, int] = {}  # when the node (or hub) of the value stops counting for its storage
+        self.heirs: dict[int, int] = {}  # view -> from(v), for the views that count for the storage of their base
         for i, op in enumerate(graph.ops):
             for k, tensor in enumerate(op.outputs):
                 if tensor is not None:
@@ -64,14 +66,14 @@ class Usages:
     # -- lifetimes
 
     def _decide(self, value: Value) -> None:
-        """When the value's node begins and ends to count, and which view takes over from it."""
+        """Sets when the value's node begins and stops to count, and which view counts after it."""
         i, op = value[0], self.graph.ops[value[0]]
         if op.is_placeholder:
             self.since[value] = math.inf
         elif op.alias is None:
             self.since[value] = i
         else:
-            self.since[value] = self.heirs.get(i, math.inf) if self._is_whole_view(i) else math.inf
+            self.since[value] = self.heirs.get(i, math.inf) if self._is_full_view(i) else math.inf
         self.until[value] = self._last(value) + 1
         if self.since[value] == math.inf:
             return
@@ -86,18 +88,18 @@ class Usages:
             self.heirs[heir] = since
             self.until[value] = since
 
-    def _is_whole_view(self, i: int) -> bool:
+    def _is_full_view(self, i: int) -> bool:
         op = self.graph.ops[i]
         assert op.alias is not None
         return len(op.outputs) == 1 and op.output.bytes == self.graph.tensor(op.inputs[op.alias]).bytes
 
     def _end(self, j: int, a: int) -> int:
-        """The last time at which op j needs what it takes as input a."""
+        """The last time at which op j, or a reader of it if it is a view, needs input a."""
         op = self.graph.ops[j]
         return max((self._last((j, k)) for k in range(len(op.outputs))), default=j) if op.alias == a else j
 
     def _hub_since(self, value: Value) -> int:
-        """When the hub of an owned value takes over; without a hub when the value's own node does."""
+        """When the hub of a value begins to count for its storage; where there is no hub, when the value's own node does."""
         since = int(self.since[value])
         return max(self.first_reader(value), since) if value in self.hubs else since
 
@@ -114,31 +116,31 @@ class Usages:
             self.usages.append(usage)
             self.held.append(kind)
 
-    def add_hub(self, value: Value, edge: int, move: Move) -> None:
-        """move: from what the value's op gives to what its hub takes."""
+    def add_hub(self, value: Value, edge: int, move: MoveTables) -> None:
+        """move: from the output layouts of the value's op to the layouts of its hub."""
         first, end = self.first_reader(value), self.until[value]
-        if self.since[value] == math.inf:  # whoever gave it keeps it: the hub is a copy where its layout differs
+        if self.since[value] == math.inf:  # the producer keeps it: the hub is a copy where its layout differs
             self._hold("resharded_copies", EdgeUsage(edge, first, self._last(value) + 1, move.copy))
             self._hold("temporaries", EdgeUsage(edge, first, first + 1, move.buffers))
             return
         since = self._hub_since(value)
-        if since == first:  # what the hub was made from is still there while it is made
+        if since == first:  # the source is still there while the route to the hub runs
             self._hold("temporaries", EdgeUsage(edge, first, first + 1, move.leaving))
         self._hold("resharded_copies", EdgeUsage(edge, first, since, move.copy))
-        self._hold("activations", NodeUsage(self.hubs[value], since, end, self.tables.bytes(move.tensor, move.takes)))
+        self._hold("activations", NodeUsage(self.hubs[value], since, end, self.tables.bytes(move.tensor, move.target_layouts)))
 
-    def add_input(self, i: int, a: int, edge: int, move: Move) -> None:
-        """The copy of what op i reads; where it is a view, as long as that lives or until it takes over."""
+    def add_input(self, i: int, a: int, edge: int, move: MoveTables) -> None:
+        """Adds the copy of input a of op i; where op i is a view of it, for as long as the view lives or until the view counts as heir."""
         if self.graph.ops[i].alias != a:
-            self._hold("resharded_copies", EdgeUsage(edge, i, i + 1, move.fetched(self.makes(i))))
+            self._hold("resharded_copies", EdgeUsage(edge, i, i + 1, move.fetched(self.output_bytes(i))))
             return
         self._hold("resharded_copies", EdgeUsage(edge, i, self.heirs.get(i, self._end(i, a) + 1), move.copy))
         self._hold("temporaries", EdgeUsage(edge, i, i + 1, move.buffers))
 
     def add_op(self, i: int) -> None:
-        """What op i allocates: outputs that are no views, the storage that a view takes over; a parameter with all that belongs to it."""
+        """Adds what op i holds: outputs that are no views, or the storage that it counts for as a view; for a parameter, its state too."""
         op = self.graph.ops[i]
-        if op.name in self.tied:  # another name of a parameter: nothing of its own
+        if op.name in self.tied:  # another name of a parameter holds no bytes
             return
         if op.is_placeholder:
             self._add_placeholder(i)
@@ -147,23 +149,23 @@ class Usages:
             if i in self.heirs:
                 base = self.graph.tensor(op.inputs[op.alias])
                 ends = [self._own_end((i, k)) for k, tensor in enumerate(op.outputs) if tensor is not None]
-                self._hold("activations", NodeUsage(i, self.heirs[i], max(ends), self.tables.bytes(base, self.takes(i, op.alias))))
+                self._hold("activations", NodeUsage(i, self.heirs[i], max(ends), self.tables.bytes(base, self.input_layouts(i, op.alias))))
             return
-        if (inside := self.inside(i)) is not None:
-            self._hold("temporaries", NodeUsage(i, i, i + 1, inside))
+        if (sizes := self.internal_bytes(i)) is not None:
+            self._hold("temporaries", NodeUsage(i, i, i + 1, sizes))
         for k, output in enumerate(op.outputs):
             if output is not None:
                 end = max(self._own_end((i, k)), i + 1)
-                self._hold("activations", NodeUsage(i, i, end, self.tables.bytes(output, self.gives((i, k)))))
+                self._hold("activations", NodeUsage(i, i, end, self.tables.bytes(output, self.output_layouts((i, k)))))
 
     def _own_end(self, value: Value) -> int:
-        """When the value's node ends to count for its storage: a hub may go on."""
+        """When the value's node stops counting for its storage: its hub may count from then on."""
         owned = self.since[value] < math.inf
         return self._hub_since(value) if owned and value in self.hubs else self.until[value]
 
     def _add_placeholder(self, i: int) -> None:
         tensor = self.graph.tensor((i, 0))
-        held = self.tables.bytes(tensor, self.gives((i, 0)))
+        held = self.tables.bytes(tensor, self.output_layouts((i, 0)))
         kind = "parameters" if self.graph.ops[i].kind == "parameter" else "inputs"
         if (ready := self.trained.get(i)) is not None:
             assert self.training is not None
@@ -176,11 +178,11 @@ class Usages:
                 self._hold("optimizer_state", NodeUsage(i, 0, self.end, state))
         self._hold(kind, NodeUsage(i, 0, self.end, held))
 
-    def add_result(self, k: int, edge: int, move: Move) -> None:
+    def add_result(self, k: int, edge: int, move: MoveTables) -> None:
         result = self.graph.results[k]
         assert result.value is not None
-        made = result.value[0]
+        producer = result.value[0]
         if result.kind == "output":
             self._hold("resharded_copies", EdgeUsage(edge, len(self.graph.ops), self.end, move.copy))
-        else:  # what a gradient is reduced from is there while it is reduced
-            self._hold("temporaries", EdgeUsage(edge, made + 1, made + 2, move.leaving))
+        else:  # the unreduced gradient is there while it is reduced
+            self._hold("temporaries", EdgeUsage(edge, producer + 1, producer + 2, move.leaving))

@@ -1,16 +1,16 @@
-"""Repeated blocks: which ops of a graph are the same op of another layer. Found by structure, never by digits in names.
+"""Repeated blocks: which ops of a graph are the same op in different layers. Blocks are recognized by structure, not by names.
 
     symbol       y_i = (what op i computes, its shapes, and which placeholder it is a unary function of)     `symbols`
     repetition   an interval [s, e) with y_i = y_{i+P} for all i in [s, e - P), e - s >= 2P, not extendable   `repetitions`
-    link         ops i and i + P of one repetition read a and a + D of another one with period |D|:           `links`
-                 they walk through the layers together (D > 0) or against each other (D < 0)
-    coordinate   b = i - s where a repetition walks upwards (layer 0 first), e - 1 - i where it walks downwards:
-                 the backward pass; b counts from the bottom of the model in both, and grows by P per layer
+    link         ops i and i + P of one repetition read a and a + D of another one with period |D|: both      `links`
+                 go through the layers in the same order (D > 0) or in opposite orders (D < 0)
+    coordinate   b = i - s where a repetition starts at layer 0 (forward), e - 1 - i where it starts at the last layer
+                 (backward). In both cases b counts from the bottom of the model and grows by P per layer
 
-Connected repetitions are one block: parameters, forward, backward (the gradients are results, and are no ops). The first one
-says how many instances there are; what happens to repeat beyond them (the norm after the last layer) has no place. A place is
-(block, instance, position): instances are the layers from the bottom, and ops at equal positions of a block have the same
-operator, literals, and shapes of inputs and outputs, so that they have the same candidates.
+Linked repetitions are one block: its parameters, its forward, its backward (gradients are results of the graph, not ops). The
+first repetition says how many instances there are; ops that repeat beyond them by chance (the norm after the last layer) have no
+place. A place is (block, instance, position): instances are the layers from the bottom, and ops at equal positions of a block have
+the same operator, literals, and shapes of inputs and outputs, and therefore the same candidates.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autoshard.graph.records import Graph, Op
 
 @dataclass(frozen=True)
 class Repetition:
-    """Items start ... stop - 1 of a sequence repeat with this period; the last instance may be cut short."""
+    """Items start ... stop - 1 of a sequence repeat with this period; the last instance may be incomplete."""
 
     start: int
     stop: int
@@ -34,7 +34,7 @@ class Repetition:
 
     @property
     def matches(self) -> int:
-        """How many items equal the one a period later."""
+        """How many items equal the item one period later."""
         return self.stop - self.start - self.period
 
 
@@ -48,39 +48,38 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """For each op of a graph its place, or None where it repeats nothing."""
+    """For each op of a graph its place, or None where the op is in no repeated block."""
 
     places: tuple[Place | None, ...]
 
     @cached_property
     def equal(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """(block, position) -> the ops there, bottom layer first: what a planner ties."""
-        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        """(block, position) -> the ops there, bottom layer first. A planner may give them equal layouts."""
+        members: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for i, place in enumerate(self.places):
             if place is not None:
-                found.setdefault((place.block, place.position), []).append((place.instance, i))
-        return {key: tuple(i for _, i in sorted(pairs)) for key, pairs in found.items()}
+                members.setdefault((place.block, place.position), []).append((place.instance, i))
+        return {key: tuple(i for _, i in sorted(pairs)) for key, pairs in members.items()}
 
 
 def repeated_blocks(graph: Graph) -> Blocks:
     """The places of the graph's ops."""
-    found = repetitions(symbols(graph))
+    repeats = repetitions(symbols(graph))
     inputs = [op.inputs for op in graph.ops]
-    home = homes(found, len(graph.ops))
-    linked = links(found, inputs, home)
+    linked = links(repeats, inputs, homes(repeats, len(graph.ops)))
     places: list[Place | None] = [None] * len(graph.ops)
     block = 0
     seen: set[int] = set()
-    for first in range(len(found)):  # parameters come first, so that the instances are those of their layers
+    for first in range(len(repeats)):  # parameters come first, so that the instances are those of their layers
         if first in seen:
             continue
         signs = orientations(first, linked)
         seen.update(signs)
         offset = 0  # of the positions of this repetition among those of its block
-        count = -(-(found[first].stop - found[first].start) // found[first].period)
-        shifts = _shifts(first, found, signs, linked)
+        count = -(-(repeats[first].stop - repeats[first].start) // repeats[first].period)
+        shifts = _shifts(first, repeats, signs, linked)
         for r in sorted(signs):
-            repetition = found[r]
+            repetition = repeats[r]
             for i in range(repetition.start, repetition.stop):
                 instance, position = divmod(coordinate(repetition, signs[r], i) + shifts[r], repetition.period)
                 if 0 <= instance < count:
@@ -90,23 +89,23 @@ def repeated_blocks(graph: Graph) -> Blocks:
     return Blocks(tuple(places))
 
 
-def _shifts(first: int, found: Sequence[Repetition], signs: dict[int, int], linked: Links) -> dict[int, int]:
-    """d_r, such that item b of r is in instance (b + d_r) // P_r, that in which most of what it reads (or is read by) is.
+def _shifts(first: int, repeats: Sequence[Repetition], signs: dict[int, int], linked: BlockLinks) -> dict[int, int]:
+    """The d_r for which item b of repetition r belongs to instance (b + d_r) // P_r: that of most of its inputs or readers.
 
-    A read between b, whose instance v is known, and b' asks for v P_s <= b' + d_s < (v + 1) P_s: d_s is where most of these
-    intervals overlap.
+    A read between an item b of a known instance v and an item b' of s belongs to that instance if v P_s <= b' + d_s < (v + 1) P_s,
+    an interval of d_s. d_s is the least point at which most of these intervals overlap.
     """
     shifts = {first: 0}
     while len(shifts) < len(signs):
         for (r, s), link in linked.items():
             if r not in signs or (r in shifts) == (s in shifts):
                 continue
-            pairs = [(coordinate(found[r], signs[r], i), coordinate(found[s], signs[s], a)) for i, a in link.reads]
+            pairs = [(coordinate(repeats[r], signs[r], i), coordinate(repeats[s], signs[s], a)) for i, a in link.reads]
             known, unknown = (r, s) if r in shifts else (s, r)
-            P = found[unknown].period
+            P = repeats[unknown].period
             opened: Counter[int] = Counter()
             for b, there in pairs if r in shifts else [pair[::-1] for pair in pairs]:
-                low = (b + shifts[known]) // found[known].period * P - there
+                low = (b + shifts[known]) // repeats[known].period * P - there
                 opened[low] += 1
                 opened[low + P] -= 1
             shifts[unknown] = _most_open(opened)
@@ -114,7 +113,7 @@ def _shifts(first: int, found: Sequence[Repetition], signs: dict[int, int], link
 
 
 def _most_open(opened: Counter[int]) -> int:
-    """The least point in most intervals. opened: how many begin less how many end there."""
+    """The least point that is in most intervals. opened: per point, how many intervals begin there minus how many end there."""
     count = most = best = 0
     for at in sorted(opened):
         count += opened[at]
@@ -127,7 +126,7 @@ def _most_open(opened: Counter[int]) -> int:
 
 
 def symbols(graph: Graph, label: Callable[[Op], object] = lambda op: None) -> list[int]:
-    """A number per op; equal for ops that differ at most in names and in what they read. label: what else tells placeholders apart."""
+    """A number per op, equal for ops that differ at most in their names and inputs. label: a further property of placeholders."""
     numbers: dict[object, int] = {}
     known: dict[int, int] = {}  # id of a literal or shape record -> number; records are shared between the layers of a tiled graph
 
@@ -136,7 +135,7 @@ def symbols(graph: Graph, label: Callable[[Op], object] = lambda op: None) -> li
             known[id(record)] = numbers.setdefault(record, len(numbers))
         return known[id(record)]
 
-    found: list[int] = []
+    op_symbols: list[int] = []
     roots: list[int | None] = []  # symbol of the placeholder that the op is a unary function of
     for op in graph.ops:
         sources = {i for i, _ in op.inputs}
@@ -145,17 +144,17 @@ def symbols(graph: Graph, label: Callable[[Op], object] = lambda op: None) -> li
         labelled = label(op) if op.is_placeholder else None
         key = (op.target, number(op.literals), number(op.outputs), op.kind, op.alias, op.backward, shapes, root, labelled)
         symbol = numbers.setdefault(key, len(numbers))
-        found.append(symbol)
+        op_symbols.append(symbol)
         roots.append(symbol if op.is_placeholder else root)
-    return found
+    return op_symbols
 
 
 # -- repetitions ------------------------------------------------------------------------------------------------------------
 
 
 def repetitions(items: Sequence[int]) -> list[Repetition]:
-    """Disjoint maximal repetitions, in order; where two overlap the one with more matches wins and the other is cut back."""
-    seeds: dict[int, list[int]] = {}  # distance to the next equal item -> where
+    """Disjoint maximal repetitions, in order; where two overlap, the one with more matches stays and the other is shortened."""
+    seeds: dict[int, list[int]] = {}  # distance to the next equal item -> the items with it
     after: dict[int, int] = {}
     for i in range(len(items) - 1, -1, -1):
         if items[i] in after:
@@ -188,58 +187,58 @@ def _runs(items: Sequence[int], period: int, seeds: Iterator[int]) -> Iterator[R
 
 def _free(taken: bytearray, start: int, stop: int) -> list[tuple[int, int]]:
     """The intervals of [start, stop) that aren't taken."""
-    found = []
+    intervals = []
     while start < stop:
         low = taken.find(0, start, stop)
         if low < 0:
             break
         high = taken.find(1, low, stop)
         start = stop if high < 0 else high
-        found.append((low, start))
-    return found
+        intervals.append((low, start))
+    return intervals
 
 
 # -- links ------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Link:
-    """Repetition r reads repetition s one layer further for each of its own layers. sign: +1 if both walk the same way."""
+class BlockLink:
+    """The reads of repetition s by repetition r: one layer of r further, they are one layer of s further, up (sign +1) or down (-1)."""
 
     sign: int
     reads: list[tuple[int, int]]  # (item of r, item of s that it reads)
 
 
-Links = dict[tuple[int, int], Link]
+BlockLinks = dict[tuple[int, int], BlockLink]
 
 
-def homes(found: Sequence[Repetition], count: int) -> list[int]:
-    """For each item the number of its repetition, or -1."""
+def homes(repeats: Sequence[Repetition], count: int) -> list[int]:
+    """For each of `count` items the number of its repetition, or -1."""
     home = [-1] * count
-    for r, repetition in enumerate(found):
+    for r, repetition in enumerate(repeats):
         home[repetition.start : repetition.stop] = [r] * (repetition.stop - repetition.start)
     return home
 
 
-def links(found: Sequence[Repetition], inputs: Sequence[Sequence[tuple[int, int]]], home: Sequence[int]) -> Links:
-    """How different repetitions are linked; where reads disagree about the direction, the one that more of them go."""
+def links(repeats: Sequence[Repetition], inputs: Sequence[Sequence[tuple[int, int]]], home: Sequence[int]) -> BlockLinks:
+    """The links by (r, s), r the repetition that reads s; where reads disagree about the direction, that of the majority."""
     votes: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
-    for r, repetition in enumerate(found):
+    for r, repetition in enumerate(repeats):
         P = repetition.period
         for i in range(repetition.start, repetition.stop - P):
             for (a, _), (later, _) in zip(inputs[i], inputs[i + P]):
                 s = home[a]
-                if s >= 0 and s != r and home[later] == s and abs(later - a) == found[s].period:
+                if s >= 0 and s != r and home[later] == s and abs(later - a) == repeats[s].period:
                     votes.setdefault((r, s, 1 if later > a else -1), []).append((i, a))
-    linked: Links = {}
+    linked: BlockLinks = {}
     for (r, s, sign), reads in sorted(votes.items(), reverse=True):
         if (r, s) not in linked or len(reads) > len(linked[r, s].reads):
-            linked[r, s] = Link(sign, reads)
+            linked[r, s] = BlockLink(sign, reads)
     return linked
 
 
-def orientations(first: int, linked: Links) -> dict[int, int]:
-    """For each repetition connected to `first` +1 if it walks the same way as `first`, else -1."""
+def orientations(first: int, linked: BlockLinks) -> dict[int, int]:
+    """For each repetition linked to `first`, directly or not, +1 if it goes through the layers in the same order as `first`, else -1."""
     signs = {first: 1}
     grown = True
     while grown:

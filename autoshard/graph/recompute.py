@@ -1,13 +1,14 @@
 """Activation checkpointing as a rewriting of the graph: a block's inner activations are computed again before its backward.
 
-For a block B (forward ops), values are
+Let B be a block, a set of forward ops:
 
-    kept        read by a forward op outside B, or made outside B: they stay as they are
-    saved       made in B, not kept, read by a backward op
-    recomputed  ops of B that the saved values need, walking back until kept values         (`_needed`)
+    kept        a value that is produced outside B or that a forward op outside B reads; it stays as it is
+    saved       a value that is produced in B, isn't kept, and is read by a backward op
+    recomputed  the ops of B that saved values depend on, back to kept values               (`_needed`)
 
-A copy of every recomputed op is put before the first backward op that reads a saved value; backward ops read the copies. The
-rest follows by itself: the originals die with their last forward reader, the copies have candidates, prices and bytes as any op.
+A copy of every recomputed op is inserted before the first backward op that reads a saved value, and backward ops read the copies.
+Nothing else has to change: the originals are freed after their last forward reader, and copies have candidates, costs and bytes
+like all ops.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SUFFIX = "_recomputed"
 
 
 def recompute(graph: Graph, blocks: Sequence[Collection[int]]) -> Graph:
-    """The graph in which each block (op indexes of its forward ops) is recomputed. ValueError where a block has random ops."""
+    """The graph in which each block (op indices of its forward ops) is recomputed. ValueError where a block has random ops."""
     before: dict[int, list[int]] = {}  # position: ops to copy in front of it
     for block in blocks:
         members = frozenset(i for i in block if not graph.ops[i].is_placeholder and not graph.ops[i].backward)
@@ -45,14 +46,14 @@ def _is_kept(graph: Graph, members: frozenset[int], value: Value) -> bool:
 
 def _saved(graph: Graph, members: frozenset[int]) -> set[Value]:
     returned = {result.value for result in graph.results}
-    found = set()
+    saved = set()
     for i in members:
         for k in range(len(graph.ops[i].outputs)):
             value = (i, k)
             read = any(graph.ops[j].backward for j, _ in graph.users.get(value, ()))
             if read and value not in returned and not _is_kept(graph, members, value):
-                found.add(value)
-    return found
+                saved.add(value)
+    return saved
 
 
 def _needed(graph: Graph, members: frozenset[int], saved: Iterable[Value]) -> set[int]:
@@ -76,7 +77,7 @@ def is_random(op: Op) -> bool:
 
 
 def _with_copies(graph: Graph, before: dict[int, list[int]]) -> Graph:
-    """Copies in place, everything renumbered; backward ops behind a copy read it instead of the original."""
+    """The graph with the copies inserted and all values renumbered; backward ops after a copy read it instead of the original."""
     ops: list[Op] = []
     place: dict[int, int] = {}  # old index: new index
     copy: dict[int, int] = {}  # old index: new index of its copy

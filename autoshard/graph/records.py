@@ -1,7 +1,7 @@
 """The program to plan, as frozen records without torch: ops in execution order, values, results.
 
-A value is `(op index, output index)`. `time` is the op index. Storage: an op with `alias = i` shares the storage of its
-input i (a view), every other output owns its bytes from its op until the last op that reads it or one of its views.
+A value is `(op index, output index)`. A time is an op index. Storage: the output of an op with `alias = i` is a view, which shares
+the storage of input i; every other output owns its bytes, from its op until the last op that reads it or one of its views.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PLACEHOLDERS = ("parameter", "buffer", "input", "tangent")
 
 @dataclass(frozen=True)
 class Tensor:
-    """Shape and dtype (torch's name without `torch.`) of a whole, unsharded tensor."""
+    """Global shape and dtype (torch's name without `torch.`) of a tensor."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -78,12 +78,12 @@ class Op:
     @property
     def output(self) -> Tensor:
         """The first output."""
-        assert self.outputs[0] is not None, f"{self.name} gives no tensor"
+        assert self.outputs[0] is not None, f"{self.name} has no tensor as output"
         return self.outputs[0]
 
     @property
     def signature(self) -> tuple:
-        """What decides candidates and prices, names left out (needs the graph for input tensors: `Graph.signature`)."""
+        """All that candidates and costs depend on except for the input tensors, which `Graph.signature` adds. Names are left out."""
         return (self.target, self.literals, self.outputs, self.kind, self.alias)
 
 
@@ -118,11 +118,11 @@ class Graph:
     @cached_property
     def users(self) -> dict[Value, tuple[tuple[int, int], ...]]:
         """For each value the (op index, argument index) pairs that read it, in order; results are not counted."""
-        found: dict[Value, list[tuple[int, int]]] = {}
+        pairs: dict[Value, list[tuple[int, int]]] = {}
         for i, op in enumerate(self.ops):
             for a, value in enumerate(op.inputs):
-                found.setdefault(value, []).append((i, a))
-        return {value: tuple(pairs) for value, pairs in found.items()}
+                pairs.setdefault(value, []).append((i, a))
+        return {value: tuple(readers) for value, readers in pairs.items()}
 
     @cached_property
     def index(self) -> dict[str, int]:
@@ -134,7 +134,7 @@ class Graph:
         return {op.name: i for i, op in enumerate(self.ops) if op.kind == "parameter"}
 
     def storage(self, value: Value) -> Value:
-        """The value that owns the bytes of `value` (views followed to their base)."""
+        """The value that owns the bytes of `value`: views are followed to their base."""
         op = self.ops[value[0]]
         while op.alias is not None:
             value = op.inputs[op.alias]
@@ -145,7 +145,8 @@ class Graph:
     def last_use(self) -> dict[Value, int]:
         """For each value the last time at which it, or a view of it, is read; len(ops) when the program returns it.
 
-        A gradient, or the new value of a buffer, is handed on to its parameter or buffer at once: its own time counts.
+        A gradient goes to its parameter, and the new value of a buffer to its buffer, as soon as it is computed: its last use is the
+        time of its op.
         """
         last: dict[Value, int] = {}
         for result in self.results:
@@ -171,7 +172,7 @@ class Graph:
         return digest.hexdigest()
 
     def structure(self) -> str:
-        """As `fingerprint`, sizes left out: equal for the same model at another batch size or width."""
+        """As `fingerprint` without sizes: equal for the same model with another batch size or width."""
         digest = hashlib.sha256()
         for op in self.ops:
             ranks = tuple(None if t is None else len(t.shape) for t in op.outputs)
@@ -199,7 +200,7 @@ def leaves(literals: object) -> Iterator[object]:
 
 
 def is_dense(shape: tuple[int, ...], size: tuple[int, ...], stride: tuple[int, ...], offset: int | None) -> bool:
-    """Whether a view by these strides is a reshape of a tensor of this shape, stored row by row: it begins there and has all of it."""
+    """Whether a view by these strides is a reshape of a contiguous tensor of this shape: it has the same offset and all elements."""
     step = 1
     for n, s in reversed(list(zip(size, stride, strict=True))):
         if n != 1 and s != step:

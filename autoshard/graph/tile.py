@@ -1,18 +1,19 @@
-"""The graph of a deeper model, made from that of a shallow one: one period of layers is copied `times` times.
+"""The graph of a deeper model, built from that of a shallow one: one period of layers is copied `times` times.
 
 Items are the ops and, after them, the results. The repetitions that are linked to the container's parameters (parameters,
-buffers, forward, backward, gradients) form a group; in repetition r with period P_r an item has the coordinate b, counted
-from the bottom of the model (`blocks.coordinate`).
+buffers, forward, backward, gradients) form a group, and each is a part of the graph; in repetition r with period P_r an item has
+the coordinate b, counted from the bottom of the model (`blocks.coordinate`).
 
-    cut      B_r, a place with the same wiring on both sides                                                      `cuts.cut_parts`
-    copies   the layers [B_r, B_r + times P_r): item b + m P_r is item b of [B_r - P_r, B_r), m = 1 ... times
-    moved    what lay at b >= B_r comes to b + times P_r; it is m = times, what lay below has m = 0
-    wiring   a regular read of b' becomes b' + m P_s; every other read stays with the value that it read             `_Tiling.read`
-    names    the container's index grows by m * (layers per period). fx numbers names of one stem in order: a copy is numbered
-             as many further as a period uses numbers of that stem                                                   `_Tiling.named`
+    point    B_r, the insertion point: a place with the same wiring on both sides                    `insertion.tiled_repetitions`
+    copies   the layers [B_r, B_r + times P_r): item b + m P_r is a copy of item b of [B_r - P_r, B_r), m = 1 ... times
+    moved    an item at b >= B_r moves to b + times P_r and has m = times; an item below the point stays and has m = 0
+    wiring   a regular read of b' becomes a read of b' + m P_s; every other read keeps the value that it read        `_Tiling.read`
+    names    the container's index grows by m * (layers per period). fx numbers the names of one stem in order: the number of a
+             copy grows by as many numbers of that stem as the periods before it use                                 `_Tiling.named`
 
-What `tile` makes is checked (`check`, and every copy has the readers that its source has), which does not prove that the
-deeper model is this graph: `capture_deep` compares with a real capture that is one period deeper.
+The graph that `tile` returns is checked: every op reads values that exist (`check`), and every copy has the readers of its
+source. That doesn't prove that it is the graph of the deeper model: `capture_deep` compares it with a capture of the model with one
+more period.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections import Counter
 from itertools import accumulate
 
 from autoshard.graph.blocks import Repetition, coordinate, homes, repetitions, symbols
-from autoshard.graph.cuts import Inputs, Part, cut_parts, item_at
+from autoshard.graph.insertion import Inputs, TiledRepetition, item_at, tiled_repetitions
 from autoshard.graph.records import Graph, Op, Result
 
 
@@ -40,7 +41,7 @@ def tile(graph: Graph, times: int, *, container: str, period: int = 1) -> Graph:
 
 
 def check(graph: Graph) -> Graph:
-    """The graph itself; ValueError if an op reads what comes later or doesn't exist, or a name is taken twice."""
+    """Returns the graph; ValueError if an op reads a value that comes later or doesn't exist, or if two ops have one name."""
     names: set[str] = set()
     for i, op in enumerate(graph.ops):
         for a, k in op.inputs:
@@ -59,7 +60,7 @@ def check(graph: Graph) -> Graph:
 
 
 class _Tiling:
-    """One tiling. `items` are ops, then results; `home[i]` is the part that item i belongs to, or -1."""
+    """One tiling. `items` are ops, then results; `parts` are the repetitions of the group; `home[i]` is the part of item i, or -1."""
 
     def __init__(self, graph: Graph, times: int, container: str, period: int):
         self.graph, self.times, self.container, self.period = graph, times, container, period
@@ -67,19 +68,21 @@ class _Tiling:
         self.items: list[Op | Result] = [*ops, *graph.results]
         self.inputs: Inputs = [op.inputs for op in ops] + [() if r.value is None else (r.value,) for r in graph.results]
         self.split = [_split_name(item) for item in self.items]
-        found = repetitions(self._symbols())
-        seeds = [r for r, rep in enumerate(found) if self._holds_parameters(rep)]
+        repeats = repetitions(self._symbols())
+        seeds = [r for r, rep in enumerate(repeats) if self._holds_parameters(rep)]
         if not seeds:
             raise ValueError(f"the parameters of {container} don't repeat after {period} of its layers")
-        self.parts = cut_parts(found, self.inputs, seeds, container)
+        self.parts = tiled_repetitions(repeats, self.inputs, seeds, container)
         if not any(self.graph.ops[part.repetition.start].kind == "compute" for part in self.parts if part.repetition.start < len(ops)):
             raise ValueError(f"no part of the graph repeats with the layers of {container}: they differ, or there are too few of them")
         self.home = homes([part.repetition for part in self.parts], len(self.items))
         grown = [part.repetition.period * times for part in self.parts]
-        self.shifts = [0, *accumulate(grown)]  # by how much what lies between the parts moves
+        self.shifts = [0, *accumulate(grown)]  # by how much the items between the parts move
         self.numbers = [self._numbers(part) for part in self.parts]
         self.first_moved = self._first_moved_layer()
-        self.moves: dict[tuple[int, int], bool] = {}  # by item and input; the same for all copies
+        self.moves: dict[
+            tuple[int, int], bool
+        ] = {}  # by item and input, the same for all copies: whether the read moves up with its reader
 
     def _symbols(self) -> list[int]:
         label = lambda op: self.template(op.name)  # noqa: E731
@@ -97,7 +100,7 @@ class _Tiling:
         return name if index is None else f"{self.container}.*{index % self.period}{name[len(self.container) + 1 + len(str(index)) :]}"
 
     def _holds_parameters(self, repetition: Repetition) -> bool:
-        """Whether it is of placeholders in the container, and its period is that of the container (not one within a layer)."""
+        """Whether it consists of placeholders in the container and has the container's period (not that of repeated parts of a layer)."""
         item, later = self.items[repetition.start], self.items[repetition.start + repetition.period]
         if not (isinstance(item, Op) and item.is_placeholder):
             return False
@@ -105,26 +108,25 @@ class _Tiling:
         return low is not None and high is not None and high - low == self.period
 
     def _first_moved_layer(self) -> int:
-        """Layers from this one on lie above the cut (for names of what isn't repeated)."""
+        """The first layer above the insertion point, from which on layers get a new number (for names of items in no part)."""
         part = next(part for part in self.parts if self._holds_parameters(part.repetition))
-        index = _index(self.items[item_at(part.repetition, part.sign, part.cut - 1)].name, self.container)
+        index = _index(self.items[item_at(part.repetition, part.sign, part.point - 1)].name, self.container)
         assert index is not None
         return index + 1
 
-    def _numbers(self, part: Part) -> Counter[str]:
-        """How many fx names of each stem a period uses up."""
+    def _numbers(self, part: TiledRepetition) -> Counter[str]:
+        """How many numbers of each fx stem a period uses."""
         repetition, P = part.repetition, part.repetition.period
-        low = part.cut - P
-        found: dict[str, int] = {}
-        for b in range(low, part.cut):
+        steps: dict[str, int] = {}
+        for b in range(part.point - P, part.point):
             i = item_at(repetition, part.sign, b)
             (stem, number), (later_stem, later) = self.split[i], self.split[i + P * part.sign]
             step = (later - number) * part.sign
             if number < 0 and later < 0:
                 continue
-            if stem != later_stem or found.setdefault(stem, step) != step:
+            if stem != later_stem or steps.setdefault(stem, step) != step:
                 raise ValueError(f"the names {self.items[i].name} and {self.items[i + P * part.sign].name} aren't numbered in order")
-        return Counter(found)
+        return Counter(steps)
 
     def tiled(self) -> Graph:
         ops: list[Op] = []
@@ -135,13 +137,13 @@ class _Tiling:
         while i < len(self.items):
             p = self.home[i]
             if p < 0:
-                made = [(i, self._copied(i, -1, 0, 0, numbers))]
+                items = [(i, self._copied(i, -1, 0, 0, numbers))]
                 i += 1
             else:
-                made = self._part_items(p, numbers)
+                items = self._part_items(p, numbers)
                 numbers.update({stem: step * self.times for stem, step in self.numbers[p].items()})
                 i = self.parts[p].repetition.stop
-            for source, item in made:
+            for source, item in items:
                 sources.append(source)
                 if isinstance(item, Op):
                     ops.append(item)
@@ -152,17 +154,17 @@ class _Tiling:
         return graph
 
     def _part_items(self, p: int, numbers: Counter[str]) -> list[tuple[int, Op | Result]]:
-        """All items of a part in order, each with the item that it is a copy of."""
-        repetition, sign, cut = self.parts[p]
+        """All items of a part of the deeper graph in order, each with the index of the item that it copies."""
+        repetition, sign, point = self.parts[p]
         P, length = repetition.period, repetition.stop - repetition.start
         deep = length + self.times * P
-        made = []
+        items = []
         for position in range(deep):
             b = position if sign > 0 else deep - 1 - position
-            m = 0 if b < cut else min((b - cut) // P + 1, self.times)
+            m = 0 if b < point else min((b - point) // P + 1, self.times)
             source = item_at(repetition, sign, b - m * P)
-            made.append((source, self._copied(source, p, m, m if sign > 0 else self.times - m, numbers)))
-        return made
+            items.append((source, self._copied(source, p, m, m if sign > 0 else self.times - m, numbers)))
+        return items
 
     def _copied(self, i: int, p: int, m: int, later: int, numbers: Counter[str]) -> Op | Result:
         """Item i of part p, m periods higher in the model and `later` periods later in its part."""
@@ -175,7 +177,7 @@ class _Tiling:
         return Op(name, item.target, inputs, item.literals, item.outputs, item.kind, module, item.alias, item.backward)
 
     def read(self, i: int, p: int, n: int, a: int, m: int) -> int:
-        """Where the value is that a copy of item i, m periods higher, takes as its input number n; item i takes a."""
+        """The op of the deeper graph that input n of a copy of item i, m periods higher, reads; item i reads op a."""
         s = self.home[a]
         if s < 0:
             return self.place(a, -1)
@@ -185,13 +187,13 @@ class _Tiling:
             self.moves[i, n] = self._moves(i, p, n, a)
         if p >= 0 and self.moves[i, n]:
             return self.place(there + m * part.repetition.period, s)
-        return self.place(there + self.times * part.repetition.period * (there >= part.cut), s)
+        return self.place(there + self.times * part.repetition.period * (there >= part.point), s)
 
     def _moves(self, i: int, p: int, n: int, a: int) -> bool:
-        """Whether input n of item i goes up with its reader, as that of the item next to the cut does."""
-        (repetition, sign, cut), P = self.parts[p], self.parts[p].repetition.period
+        """Whether input n of item i moves up with its reader, as that of the corresponding item next to the insertion point does."""
+        (repetition, sign, point), P = self.parts[p], self.parts[p].repetition.period
         b = coordinate(repetition, sign, i)
-        source = cut - P + (b - cut) % P
+        source = point - P + (b - point) % P
         t = self.inputs[item_at(repetition, sign, source)][n][0]
         if t == self.inputs[item_at(repetition, sign, source + P)][n][0] or self.home[t] != self.home[a]:
             return False
@@ -200,7 +202,7 @@ class _Tiling:
         return step * P == (b - source) * other.repetition.period
 
     def place(self, b: int, s: int) -> int:
-        """The place in the deeper graph of item b of part s (s = -1: of item b, which is in no part)."""
+        """The index in the deeper graph of the item with coordinate b of part s (s = -1: of item b, which is in no part)."""
         if s < 0:
             return b + self.shifts[sum(part.repetition.start < b for part in self.parts)]
         repetition, sign, _ = self.parts[s]
@@ -224,7 +226,7 @@ class _Tiling:
         return f"{stem}_{number}"
 
     def moved_name(self, name: str, p: int, m: int) -> str:
-        """The qualified name, m periods higher; what is in no part lies as high as its layer."""
+        """The qualified name, m periods higher; an item in no part moves if its layer does."""
         index = _index(name, self.container)
         if index is None:
             return name
@@ -233,17 +235,17 @@ class _Tiling:
         return f"{self.container}.{index + m * self.period}{name[len(self.container) + 1 + len(str(index)) :]}"
 
     def _check_readers(self, graph: Graph, sources: list[int]) -> None:
-        """Every copy is read like the item of the last layer below the copies or that of the first layer above them."""
+        """ValueError unless every copy has the readers of its item in the last layer below the copies, or in the first layer above them."""
         readers: list[list[tuple[int, int, int, int]]] = [[] for _ in graph.ops]
         inputs = [op.inputs for op in graph.ops] + [() if r.value is None else (r.value,) for r in graph.results]
         for j, values in enumerate(inputs):
             for n, (a, k) in enumerate(values):
                 readers[a].append((*self._phase(sources[j]), n, k))
-        for s, (repetition, _, cut) in enumerate(self.parts):
+        for s, (repetition, _, point) in enumerate(self.parts):
             P = repetition.period
             if repetition.start >= len(self.graph.ops):
                 continue
-            for below in range(cut - P, cut):
+            for below in range(point - P, point):
                 source, above = (self.place(at, s) for at in (below, below + (self.times + 1) * P))
                 known = (sorted(readers[source]), sorted(readers[above]))
                 for m in range(1, self.times + 1):
@@ -256,10 +258,10 @@ class _Tiling:
             read = Counter(self._phase(a) for a, _ in values if self.home[a] >= 0)
             if self.home[i] < 0 and max(read.values(), default=0) >= 3:
                 return f"{self._phase_name(-1, i)} reads every layer of {self.container} at once: it has as many inputs as there are layers"
-        found = sorted(self._phase_name(p, x) for p, x, *_ in readers)
+        names = sorted(self._phase_name(p, x) for p, x, *_ in readers)
         return (
-            f"{', '.join(found)} reads {name} of a layer of {self.container}, and nothing would read that of its copies: "
-            "what reads it doesn't repeat, or the layers are too few to tell"
+            f"{', '.join(names)} reads {name} of a layer of {self.container}, and nothing would read that of its copies: "
+            "its reader doesn't repeat, or the layers are too few to tell"
         )
 
     def _phase(self, i: int) -> tuple[int, int]:
@@ -280,7 +282,7 @@ def _index(name: str, container: str) -> int | None:
 
 
 def _split_name(item: Op | Result) -> tuple[str, int]:
-    """Stem and number of a name that fx counts ("mm_3", "mm" is 0); number -1 for a name that isn't counted."""
+    """Stem and number of a name that fx numbers ("mm_3" is 3, "mm" is 0); -1 for a name that fx doesn't number."""
     if isinstance(item, Result):
         return ("result", int(item.name)) if item.kind == "output" and item.name.isdigit() else (item.name, -1)
     if item.is_placeholder:

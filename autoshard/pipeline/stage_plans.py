@@ -187,7 +187,7 @@ def _static_and_saved(formulated: Formulation) -> tuple[frozenset[int], frozense
         if isinstance(usage, NodeUsage):
             i = hubs[usage.node][0] if usage.node in hubs else usage.node
         else:
-            i = formulated.links[usage.edge].value[0]
+            i = formulated.tensor_edges[usage.edge].value[0]
         if i >= len(graph.ops) or not varies[i] or turn > len(graph.ops):
             continue
         kept = usage.start < turn < usage.end and not (kind == "inputs" and graph.last_use.get((i, 0), 0) < turn)
@@ -208,9 +208,9 @@ def _as_stage(formulated: Formulation, problem: Problem, microbatches: int) -> P
         costs[i] = costs[i] + np.array(_arrivals(formulated, i))
     tables: dict[tuple, np.ndarray] = {}
     edges = []
-    for edge, link in zip(problem.edges, formulated.links, strict=True):
+    for edge, link in zip(problem.edges, formulated.tensor_edges, strict=True):
         if _is_gradient(formulated, link.b):
-            key = (id(edge.table), id(link.gives), id(link.takes))
+            key = (id(edge.table), id(link.source_layouts), id(link.target_layouts))
             if key not in tables:
                 tables[key] = np.where(_once(formulated, link), edge.table / K, edge.table)
             edge = Edge(edge.a, edge.b, tables[key])
@@ -241,4 +241,4 @@ def _once(formulated: Formulation, link) -> np.ndarray:
     def sizes(layouts: Sequence[Layout]) -> np.ndarray:
         return np.array([local_numel(link.tensor.shape, layout, formulated.mesh) for layout in layouts])
 
-    return sizes(link.gives)[:, None] <= sizes(link.takes)[None, :]
+    return sizes(link.source_layouts)[:, None] <= sizes(link.target_layouts)[None, :]

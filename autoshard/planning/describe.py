@@ -148,7 +148,7 @@ def breakdown(formulated: Formulation, choice: Choice) -> dict:
         if seconds:
             compute["optimizer" if op.is_placeholder else op_class(op.target)] += seconds
             blocks[block]["compute"] += seconds
-    for link in formulated.links:
+    for link in formulated.tensor_edges:
         route = formulated.route(link, choice)
         reader = graph.ops[link.b] if link.b < len(graph.ops) else graph.ops[link.value[0]]
         block = block_of(reader.name if reader.is_placeholder else reader.module)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoshard.cost import PricedCollective, priced
-from autoshard.formulate import Formulation, Link
+from autoshard.formulate import Formulation, TensorEdge
 from autoshard.graph import Graph
 from autoshard.layout import Layout, text
 from autoshard.routes import Step
@@ -73,7 +73,7 @@ class _Builder:
 
     def __init__(self, formulation: Formulation, choice: tuple[int, ...], overlap: bool, prefetch: int):
         self.formulation, self.choice, self.overlap = formulation, choice, overlap
-        self.graph, self.links = formulation.graph, formulation.links
+        self.graph, self.links = formulation.graph, formulation.tensor_edges
         self.tasks: list[Task] = []
         self.routes: dict[tuple, tuple[Step, ...]] = {}
         self.internal: dict[tuple, tuple[PricedCollective, ...]] = {}
@@ -98,13 +98,14 @@ class _Builder:
                 self._update(i)
         return TaskProgram(tuple(self.tasks), self.formulation, self.choice, tuple(self.of_op), tuple(self.of_link), self.overlap)
 
-    def _steps(self, link: Link) -> tuple[Step, ...]:
-        key = (id(link.tensor), id(link.gives), self.choice[link.a], id(link.takes), self.choice[link.b])  # shared by the layers
+    def _steps(self, link: TensorEdge) -> tuple[Step, ...]:
+        layouts = (id(link.source_layouts), self.choice[link.a], id(link.target_layouts), self.choice[link.b])  # shared by the layers
+        key = (id(link.tensor), *layouts)
         if key not in self.routes:
-            self.routes[key] = self._route(link, link.gives[self.choice[link.a]], link.takes[self.choice[link.b]])
+            self.routes[key] = self._route(link, link.source_layouts[self.choice[link.a]], link.target_layouts[self.choice[link.b]])
         return self.routes[key]
 
-    def _route(self, link: Link, source: Layout, target: Layout) -> tuple[Step, ...]:
+    def _route(self, link: TensorEdge, source: Layout, target: Layout) -> tuple[Step, ...]:
         if source == target:
             return ()
         route = self.formulation.routes.route(link.tensor.shape, link.tensor.itemsize, source, target)
@@ -177,7 +178,7 @@ class _Places:
     """The position of each link's tasks as a slot: -1 at the beginning, 2 i before op i, 2 i + 1 after it, 2 n at the end."""
 
     def __init__(self, formulation: Formulation, steps: Sequence[tuple[Step, ...]], overlap: bool, prefetch: int):
-        self.graph, self.links, self.steps = formulation.graph, formulation.links, steps
+        self.graph, self.links, self.steps = formulation.graph, formulation.tensor_edges, steps
         n = len(self.graph.ops)
         self.hubs = {node: value for value, node in formulation.hubs.items()}
         self.phases = ["rest" if op.is_placeholder else "backward" if op.backward else "forward" for op in self.graph.ops]
@@ -193,7 +194,7 @@ class _Places:
         filled = {self.links[k].b: self.slots[k] for k in self.hub_links}
         self.slots = [max(slot, filled.get(link.a, -1)) for slot, link in zip(self.slots, self.links)]
 
-    def _read(self, k: int, link: Link, n: int) -> None:
+    def _read(self, k: int, link: TensorEdge, n: int) -> None:
         if k in self.hub_links:
             self.reader[k] = min((i for i, _ in self.graph.users.get(self.hubs[link.b], ())), default=n)
         elif link.b < n and not self.graph.ops[link.b].is_placeholder:

@@ -198,7 +198,7 @@ def _moves_by_node(program: TaskProgram) -> tuple[dict[int, list[int]], dict[int
     into: dict[int, list[int]] = {}
     out_of: dict[int, list[int]] = {}
     hubs = set(program.formulation.hubs.values())
-    for k, link in enumerate(program.formulation.links):
+    for k, link in enumerate(program.formulation.tensor_edges):
         first, stop = program.of_link[k]
         if first < stop:
             out_of.setdefault(link.a, []).append(k)

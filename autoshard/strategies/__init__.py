@@ -1,4 +1,4 @@
-"""What layouts an op may take: rows for one mesh axis, crossed over the axes."""
+"""The layouts that each op may have on its inputs and outputs: rows for one mesh axis, crossed over all axes."""
 
 from autoshard.strategies.candidates import Candidate as Candidate
 from autoshard.strategies.candidates import Candidates as Candidates

@@ -1,11 +1,11 @@
 """Rows of scaled dot product attention: out[b, h, t] = softmax over s of (q[b, h, t] . k[b, h, s] + mask[b, h, t, s]) v[b, h, s].
 
-batch b and heads h   cut in every tensor (fewer key-value heads than query heads too: equal parts of both stay together)
-queries t             out S(2), k and v whole; backward gives parts of the gradients of k and v. Not when causal: which keys a
-                      query may see follows from its place in the whole sequence
-A mask is cut where it has the dim, and whole where it broadcasts.
+batch b and heads h   every tensor is sharded (also with fewer key-value heads than query heads: equal shards of both go together)
+queries t             q and out are S(2), k and v replicated; the backward returns partial gradients of k and v. Not if causal: which
+                      keys a query attends to depends on its position in the full sequence
+A mask is sharded where it has the dim, and replicated where it broadcasts.
 
-Attention that is captured as matmuls and softmax needs no row here; the fused kernels of other devices have torch's.
+Attention that is captured as matmuls and softmax needs no row here; for the fused kernels of other devices torch has rows.
 """
 
 from __future__ import annotations
@@ -35,6 +35,6 @@ def attention(op: Op, inputs: Inputs) -> list[Row]:
 
 
 def _mask(mask: Tensor, dim: int) -> object:
-    """dim counts in [b, h, t, s]; a mask of fewer dims lacks the first ones."""
-    own = dim - (4 - len(mask.shape))
-    return S(own) if own >= 0 and mask.shape[own] != 1 else R
+    """The placement of a mask when dim `dim` of [b, h, t, s] is sharded; a mask with fewer dims lacks the first ones."""
+    mask_dim = dim - (4 - len(mask.shape))
+    return S(mask_dim) if mask_dim >= 0 and mask.shape[mask_dim] != 1 else R

@@ -3,18 +3,18 @@
     y[n, o] = sum over i of x[n, i] * w[o, i] + b[o]         batch n, channels out o, channels in i (transposed: w[i, o])
 
 batch: x S(0) -> y S(0).   out: w, b S(o) -> y S(1).   in: x S(1), w S(i) -> y P, the bias added once (`lower.kernels.table`).
-Backward gives (x', w', b'): batch S(0), P, P;  out P, S(o), S(0);  in S(1), S(i), R. With groups, channels in and out are cut
-together, between groups.
+The backward returns the gradients (x', w', b'): batch S(0), P, P;  out P, S(o), S(0);  in S(1), S(i), R. With groups, the channels
+in and out are sharded together, and no group is split.
 
-batch norm: channels S(1) and S(0). A cut of the batch needs the mean and variance of all, two small reductions inside the op
-forward and one backward (`internal.py`, `lower.kernels.norms`). group norm: batch, or channels with their groups.
+batch norm: channels S(1) and S(0). A sharded batch needs the mean and variance of the full batch: the local program has two small
+reductions in the forward and one in the backward (`internal.py`, `lower.kernels.norms`). group norm: batch, or channels by groups.
 """
 
 from __future__ import annotations
 
 from autoshard.graph import Op
 from autoshard.layout import P, R, S
-from autoshard.strategies.dims import given, outs
+from autoshard.strategies.dims import input_placements, output_placements
 from autoshard.strategies.rows import Inputs, Row, argument, rule
 
 
@@ -24,13 +24,13 @@ def convolution(op: Op, inputs: Inputs) -> list[Row]:
     if len(inputs[0].shape) != len(inputs[1].shape):  # an image without a batch
         return []
     o, i = (S(1), S(0)) if transposed else (S(0), S(1))
-    rows = [Row((S(0),), given(op, n, {0: S(0)}))]
+    rows = [Row((S(0),), input_placements(op, n, {0: S(0)}))]
     if groups == 1:
-        rows += [Row((S(1),), given(op, n, {1: o, 2: S(0)})), Row((P(),), given(op, n, {0: S(1), 1: i}))]
+        rows += [Row((S(1),), input_placements(op, n, {1: o, 2: S(0)})), Row((P(),), input_placements(op, n, {0: S(1), 1: i}))]
     else:  # w[o, i / groups], transposed w[i, o / groups]
-        rows.append(Row((S(1),), given(op, n, {0: S(1), 1: S(0), 2: S(0)}), units=groups))
+        rows.append(Row((S(1),), input_placements(op, n, {0: S(1), 1: S(0), 2: S(0)}), units=groups))
     without_bias = argument(op, 2) is None
-    return rows + ([Row((P(),), given(op, n, {0: P()})), Row((P(),), given(op, n, {1: P()}))] if without_bias else [])
+    return rows + ([Row((P(),), input_placements(op, n, {0: P()})), Row((P(),), input_placements(op, n, {1: P()}))] if without_bias else [])
 
 
 @rule("aten.convolution_backward.default")
@@ -40,14 +40,14 @@ def convolution_backward(op: Op, inputs: Inputs) -> list[Row]:
         return []
     o, i = (S(1), S(0)) if transposed else (S(0), S(1))
     rows = [
-        Row(outs(op, S(0), P(), P()), given(op, n, {0: S(0), 1: S(0)})),
-        Row(outs(op, P(), P(), P()), given(op, n, {0: P()})),
+        Row(output_placements(op, S(0), P(), P()), input_placements(op, n, {0: S(0), 1: S(0)})),
+        Row(output_placements(op, P(), P(), P()), input_placements(op, n, {0: P()})),
     ]
     if groups == 1:
-        rows.append(Row(outs(op, P(), o, S(0)), given(op, n, {0: S(1), 2: o})))
-        rows.append(Row(outs(op, S(1), i, R), given(op, n, {1: S(1), 2: i})))
+        rows.append(Row(output_placements(op, P(), o, S(0)), input_placements(op, n, {0: S(1), 2: o})))
+        rows.append(Row(output_placements(op, S(1), i, R), input_placements(op, n, {1: S(1), 2: i})))
     else:
-        rows.append(Row(outs(op, S(1), S(0), S(0)), given(op, n, {0: S(1), 1: S(1), 2: S(0)}), units=groups))
+        rows.append(Row(output_placements(op, S(1), S(0), S(0)), input_placements(op, n, {0: S(1), 1: S(1), 2: S(0)}), units=groups))
     return rows
 
 
@@ -63,21 +63,21 @@ def batch_norm(op: Op, inputs: Inputs) -> list[Row]:
     """x, weight, bias, running mean and variance -> y, saved mean and deviation [, new running mean and variance]."""
     n, rest = len(inputs), len(op.outputs) - 1
     per_channel = {position: S(0) for position in range(1, 5)}
-    channels = Row(outs(op, S(1), *[S(0)] * rest), given(op, n, {0: S(1), **per_channel}))
+    channels = Row(output_placements(op, S(1), *[S(0)] * rest), input_placements(op, n, {0: S(1), **per_channel}))
     if any(t is not None and t.shape == (0,) for t in op.outputs):  # without training nothing is saved
         empty = [R if t is not None and t.shape == (0,) else S(0) for t in op.outputs[1:]]
-        channels = Row(outs(op, S(1), *empty), channels.inputs)
-    return [channels, Row(outs(op, S(0), *[R] * rest), given(op, n, {0: S(0)}))]
+        channels = Row(output_placements(op, S(1), *empty), channels.inputs)
+    return [channels, Row(output_placements(op, S(0), *[R] * rest), input_placements(op, n, {0: S(0)}))]
 
 
 @rule("aten.native_batch_norm_backward.default")
 def batch_norm_backward(op: Op, inputs: Inputs) -> list[Row]:
     n, train = len(inputs), argument(op, 7)
     per_channel = {p: S(0) for p in (2, 3, 4, 5, 6) if _is_per_channel(op, inputs, p)}
-    summed = R if train else P()  # training needs the sums of all inside already
+    summed = R if train else P()  # in training the local program reduces the sums already
     return [
-        Row(outs(op, S(1), S(0), S(0)), given(op, n, {0: S(1), 1: S(1), **per_channel})),
-        Row(outs(op, S(0), summed, summed), given(op, n, {0: S(0), 1: S(0)})),
+        Row(output_placements(op, S(1), S(0), S(0)), input_placements(op, n, {0: S(1), 1: S(1), **per_channel})),
+        Row(output_placements(op, S(0), summed, summed), input_placements(op, n, {0: S(0), 1: S(0)})),
     ]
 
 
@@ -88,20 +88,20 @@ def _is_per_channel(op: Op, inputs: Inputs, position: int) -> bool:
 
 @rule("aten.native_group_norm.default")
 def group_norm(op: Op, inputs: Inputs) -> list[Row]:
-    """The saved mean and deviation are [batch, groups]: they are cut with the channels, so that no group is torn."""
+    """The saved mean and deviation are [batch, groups]: they are sharded with the channels, so that no group is split."""
     n = len(inputs)
     return [
-        Row(outs(op, S(0), S(0), S(0)), given(op, n, {0: S(0)})),
-        Row(outs(op, S(1), S(1), S(1)), given(op, n, {0: S(1), 1: S(0), 2: S(0)})),
+        Row(output_placements(op, S(0), S(0), S(0)), input_placements(op, n, {0: S(0)})),
+        Row(output_placements(op, S(1), S(1), S(1)), input_placements(op, n, {0: S(1), 1: S(0), 2: S(0)})),
     ]
 
 
 @rule("aten.native_group_norm_backward.default")
 def group_norm_backward(op: Op, inputs: Inputs) -> list[Row]:
     n = len(inputs)
-    whole = {position: S(0) for position in range(4)}
+    batch = {position: S(0) for position in range(4)}
     channels = {position: S(1) for position in range(4)}
     return [
-        Row(outs(op, S(0), P(), P()), given(op, n, whole)),
-        Row(outs(op, S(1), S(0), S(0)), given(op, n, {**channels, 4: S(0)})),
+        Row(output_placements(op, S(0), P(), P()), input_placements(op, n, batch)),
+        Row(output_placements(op, S(1), S(0), S(0)), input_placements(op, n, {**channels, 4: S(0)})),
     ]

@@ -1,12 +1,12 @@
-"""Rows of ops that work along one dim (or the last two) and treat all others alike: those others may be cut.
+"""Rows of ops that work along one dim (or the last few) and do the same for every index of the other dims, which may be sharded.
 
     sort, topk, cumsum, argmax, ... along d      S(k) for each k != d
     scatter, gather along d                      S(k) for each k != d whose size is the same in all tensors; the index of a gather
-                                                 may be cut along d itself
+                                                 may also be sharded on d
     pooling, upsampling, tril                    S(k) for all dims but the last ones
-    add, where, floor_divide, ... per element    S(k) of the output, an input that broadcasts there is whole
+    add, where, floor_divide, ... per element    S(k) of the output; an input that broadcasts on k is replicated
 
-Linear ones also map sums to sums (P -> P).
+Linear ops also map partial sums to partial sums (P -> P).
 """
 
 from __future__ import annotations
@@ -15,27 +15,26 @@ import torch
 
 from autoshard.graph import Op, Ref
 from autoshard.layout import P, R, S
-from autoshard.strategies.rows import Inputs, Row, argument, linear_rows, row, rule
+from autoshard.strategies.rows import Inputs, Row, argument, linear_rows, other_dims, row, rule, shard_rows
 
 
-def given(op: Op, num_inputs: int, placements: dict[int, object]) -> tuple:
-    """Input placements by argument position; R where nothing is said, nothing where an argument is no tensor."""
-    found: list = [R] * num_inputs
+def input_placements(op: Op, num_inputs: int, placements: dict[int, object]) -> tuple:
+    """Placements of the inputs from those by argument position: R for the others; arguments that are no tensors have none."""
+    of_inputs: list = [R] * num_inputs
     for position, placement in placements.items():
         item = argument(op, position)
         if isinstance(item, Ref):
-            found[item.index] = placement
-    return tuple(found)
+            of_inputs[item.index] = placement
+    return tuple(of_inputs)
 
 
-def outs(op: Op, *placements: object) -> tuple:
-    """Output placements, None where the op gives no tensor."""
+def output_placements(op: Op, *placements: object) -> tuple:
+    """Placements of the outputs, None for an output that is no tensor."""
     return tuple(None if t is None else p for t, p in zip(op.outputs, placements, strict=True))
 
 
 def _dim(op: Op, position: int, rank: int, default: int = -1) -> int:
-    given_dim = argument(op, position, "dim", default)
-    return int(given_dim) % max(rank, 1)
+    return int(argument(op, position, "dim", default)) % max(rank, 1)
 
 
 DIM_SECOND = (
@@ -48,26 +47,25 @@ DIM_SECOND = (
 def ordered(op: Op, inputs: Inputs) -> list[Row]:
     rank = len(inputs[0].shape)
     dim = 0 if op.target == "aten.msort.default" else _dim(op, 1, rank)
-    kept = [Row(tuple(S(d) for _ in op.outputs), (S(d),)) for d in range(rank) if d != dim]
+    kept = shard_rows(op, inputs, other_dims(rank, {dim}, keep=True))
     return kept + (linear_rows(1, 1) if op.target == "aten.cumsum.default" and not op.literals[1] else [])
 
 
 @rule("aten.sort.stable", "aten.topk.default", "aten.kthvalue.default")
 def selected(op: Op, inputs: Inputs) -> list[Row]:
-    """As above, the dim in third place (of sort: a keyword)."""
+    """As `ordered`, with the dim as third argument (for sort: a keyword)."""
     rank = len(inputs[0].shape)
     dim = _dim(op, 2 if op.target != "aten.sort.stable" else 1, rank)
-    return [Row((S(d), S(d)), (S(d),)) for d in range(rank) if d != dim]
+    return shard_rows(op, inputs, other_dims(rank, {dim}, keep=True))
 
 
 @rule("aten.argmax.default", "aten.argmin.default", "aten.max.dim", "aten.min.dim", "aten.any.dim", "aten.all.dim", "aten.prod.dim_int")
 def picked(op: Op, inputs: Inputs) -> list[Row]:
-    """A reduction along one dim that has no sum of parts."""
+    """A reduction along one dim that can't be computed as a sum of partial results."""
     rank = len(inputs[0].shape)
     if argument(op, 1, "dim") is None:
         return []
-    dim, keep = _dim(op, 1, rank), len(op.output.shape) == rank
-    return [Row(tuple(S(d if keep or d < dim else d - 1) for _ in op.outputs), (S(d),)) for d in range(rank) if d != dim]
+    return shard_rows(op, inputs, other_dims(rank, {_dim(op, 1, rank)}, keep=len(op.output.shape) == rank))
 
 
 @rule("aten.glu.default", "aten.glu_backward.default")
@@ -80,14 +78,13 @@ def gated(op: Op, inputs: Inputs) -> list[Row]:
 
 @rule("aten.repeat_interleave.self_int", "aten.unfold.default", "aten.norm.ScalarOpt_dim", "aten.renorm.default")
 def along(op: Op, inputs: Inputs) -> list[Row]:
-    """One tensor, dims named in second or third place that stay whole; those behind a dim that goes move up."""
-    rank, out = len(inputs[0].shape), op.output.shape
+    """Ops of one tensor whose second or third argument names dims that can't be sharded; dims after a removed one move forward."""
+    rank = len(inputs[0].shape)
     if op.target.startswith("aten.repeat_interleave") and argument(op, 2, "dim") is None:
         return []
     named = argument(op, 1 if "unfold" in op.target else 2, "dim", ())
     dims = {int(d) % rank for d in (named if isinstance(named, tuple) else (named,))}
-    keep = len(out) >= rank
-    return [row(S(d if keep else d - sum(k < d for k in dims)), S(d)) for d in range(rank) if d not in dims] if dims else []
+    return shard_rows(op, inputs, other_dims(rank, dims, keep=len(op.output.shape) >= rank)) if dims else []
 
 
 @rule("aten.isin.Tensor_Tensor")
@@ -97,7 +94,7 @@ def is_in(op: Op, inputs: Inputs) -> list[Row]:
 
 @rule("aten.searchsorted.Tensor")
 def searched(op: Op, inputs: Inputs) -> list[Row]:
-    """The place of each value in a sorted row: one row for all values, or one for each row of values."""
+    """The position of each value in a sorted row: one row for all values, or one for each row of values."""
     rank = len(inputs[1].shape)
     if len(inputs) == 2 and len(inputs[0].shape) == 1:
         return [row(S(d), R, S(d)) for d in range(rank)]
@@ -109,8 +106,7 @@ def picked_along_several(op: Op, inputs: Inputs) -> list[Row]:
     rank = len(inputs[0].shape)
     named = argument(op, 1, "dim")
     dims = set(range(rank)) if named is None else {int(d) % rank for d in named}
-    keep = len(op.output.shape) == rank
-    return [row(S(d if keep else d - sum(k < d for k in dims)), S(d)) for d in range(rank) if d not in dims]
+    return shard_rows(op, inputs, other_dims(rank, dims, keep=len(op.output.shape) == rank))
 
 
 @rule("aten.count_nonzero.dim_IntList")
@@ -125,19 +121,12 @@ def largest(op: Op, inputs: Inputs) -> list[Row]:
     return [row(P(op.target.split(".")[1]), S(d)) for d in range(len(inputs[0].shape))]
 
 
-@rule("aten.flip.default", "aten.roll.default")
+@rule("aten.flip.default", "aten.roll.default", "aten.rot90.default")
 def turned(op: Op, inputs: Inputs) -> list[Row]:
-    rank = len(inputs[0].shape)
-    dims = argument(op, 1 if op.target == "aten.flip.default" else 2, "dims", ())
-    turned_dims = {int(d) % rank for d in dims} if dims or op.target == "aten.flip.default" else set(range(rank))
-    return [row(S(d), S(d)) for d in range(rank) if d not in turned_dims] + linear_rows(1, 1)
-
-
-@rule("aten.rot90.default")
-def rotated(op: Op, inputs: Inputs) -> list[Row]:
-    rank = len(inputs[0].shape)
-    dims = {int(d) % rank for d in argument(op, 2, "dims", (0, 1))}
-    return [row(S(d), S(d)) for d in range(rank) if d not in dims] + linear_rows(1, 1)
+    rank, flips = len(inputs[0].shape), op.target == "aten.flip.default"
+    dims = argument(op, 1 if flips else 2, "dims", (0, 1) if op.target == "aten.rot90.default" else ())
+    turned_dims = {int(d) % rank for d in dims} if dims or flips else set(range(rank))
+    return shard_rows(op, inputs, other_dims(rank, turned_dims, keep=True)) + linear_rows(1, 1)
 
 
 @rule("aten.tril.default", "aten.triu.default")
@@ -153,7 +142,7 @@ def affine_grid(op: Op, inputs: Inputs) -> list[Row]:
 
 @rule("aten._cdist_forward.default")
 def distances(op: Op, inputs: Inputs) -> list[Row]:
-    """out[b, p, r] = |x[b, p] - y[b, r]|, with the batch dims of both alike"""
+    """out[b, p, r] = |x[b, p] - y[b, r]|, where both have the same batch dims"""
     (x, y), rank = inputs, len(op.output.shape)
     if len(x.shape) != rank or len(y.shape) != rank:
         return []
@@ -174,23 +163,23 @@ def distances_backward(op: Op, inputs: Inputs) -> list[Row]:
 
 @rule("aten.constant_pad_nd.default")
 def pad(op: Op, inputs: Inputs) -> list[Row]:
-    """The pads come in pairs from the last dim on."""
+    """The pads are pairs, that of the last dim first."""
     rank, pads = len(inputs[0].shape), argument(op, 1, "pad")
     padded = {rank - 1 - k // 2 for k, size in enumerate(pads) if size != 0}
-    kept = [row(S(d), S(d)) for d in range(rank) if d not in padded]
+    kept = shard_rows(op, inputs, other_dims(rank, padded, keep=True))
     return kept + (linear_rows(1, 1) if not argument(op, 2, "value", 0) else [])
 
 
 @rule("aten.histc.default")
 def histogram(op: Op, inputs: Inputs) -> list[Row]:
-    """Counts of parts add up; the range must be given, else each part has its own."""
+    """The counts of shards add up; the range must be an argument, else each shard has another one."""
     ranged = argument(op, 2, "min", 0) != argument(op, 3, "max", 0)
     return [row(P(), S(d)) for d in range(len(inputs[0].shape))] if ranged else []
 
 
 @rule("aten.tril_indices.default", "aten.triu_indices.default", "aten.eye.default", "aten.linspace.default")
 def counted(op: Op, inputs: Inputs) -> list[Row]:
-    """Made from numbers, each part differently."""
+    """Ops that create a tensor from numbers, each part differently."""
     return []
 
 
@@ -212,11 +201,11 @@ def gather(op: Op, inputs: Inputs) -> list[Row]:
     "aten.scatter.value_reduce",
 )  # fmt: skip
 def scatter(op: Op, inputs: Inputs) -> list[Row]:
-    """x with src put (or added) at index; a sum of parts may also come from a cut of what is added (`lower.kernels.table`)."""
+    """x with src put (or added) at index; if what is added is sharded on dim, the result is Partial (`lower.kernels.table`)."""
     rank = len(inputs[0].shape)
     dim = _dim(op, 1, rank)
-    alike = [d for d in range(rank) if d != dim and len({t.shape[d] for t in inputs}) == 1]
-    rows = [Row((S(d),), (S(d),) * len(inputs)) for d in alike]
+    equal = [d for d in range(rank) if d != dim and len({t.shape[d] for t in inputs}) == 1]
+    rows = [Row((S(d),), (S(d),) * len(inputs)) for d in equal]
     if op.target == "aten.scatter_add.default" and rank:
         added = [row(P(), R, S(dim), S(dim))] if inputs[1].shape == inputs[2].shape else []
         rows += [row(P(), P(), R, P()), *added]
@@ -225,7 +214,7 @@ def scatter(op: Op, inputs: Inputs) -> list[Row]:
 
 @rule("aten.masked_scatter.default", "aten.masked_scatter_backward.default")
 def put_in_order(op: Op, inputs: Inputs) -> list[Row]:
-    """The n-th place that a mask marks gets the n-th value: which n that is follows from all places before."""
+    """The n-th True of a mask gets the n-th value, and n depends on the full mask before it."""
     return [Row((P(),), tuple(R if t.dtype == "bool" else P() for t in inputs))]
 
 
@@ -242,7 +231,7 @@ def put_part(op: Op, inputs: Inputs) -> list[Row]:
 
 # -- all but the last dims ----------------------------------------------------------------------------------------------------------
 
-# target: (how many last dims it works on, is it linear)
+# target: (how many last dims it works on, whether it is linear)
 LAST_DIMS = {
     "aten.max_pool2d_with_indices.default": (2, False),
     "aten.max_pool2d_with_indices_backward.default": (2, False),
@@ -305,7 +294,7 @@ UNTAGGED = (
     "aten._prelu_kernel.default", "aten.hardswish.default", "aten.log_sigmoid_forward.default", "aten.isin.Tensor_Scalar",
 )  # fmt: skip
 
-# target: the inputs in which it is linear together (the others replicated): of a backward, the gradient
+# target: the inputs in which it is jointly linear (the others replicated); in a backward, the gradient
 LINEAR_PER_ELEMENT = {
     **{
         f"aten.{name}_backward.default": (0,)
@@ -318,7 +307,7 @@ LINEAR_PER_ELEMENT = {
 
 
 def pointwise(op: Op, inputs: Inputs) -> list[Row] | None:
-    """Rows of an op that torch tags as pointwise and that no rule knows; None when it is none, or draws random numbers."""
+    """Rows of an op that torch tags as pointwise and that has no rule; None for other ops and for those that draw random numbers."""
     namespace, name, overload = op.target.split(".", 2)
     tags = getattr(getattr(getattr(torch.ops, namespace), name), overload).tags
     known = torch.Tag.pointwise in tags or op.target in UNTAGGED or op.target in LINEAR_PER_ELEMENT
@@ -328,8 +317,8 @@ def pointwise(op: Op, inputs: Inputs) -> list[Row] | None:
     rows = []
     for d, size in enumerate(shape):
         at = [len(t.shape) - len(shape) + d for t in inputs]
-        cut = tuple(S(k) if k >= 0 and t.shape[k] == size else R for k, t in zip(at, inputs, strict=True))
-        rows.append(Row(tuple(S(d) for _ in op.outputs), cut))
+        placements = tuple(S(k) if k >= 0 and t.shape[k] == size else R for k, t in zip(at, inputs, strict=True))
+        rows.append(Row(tuple(S(d) for _ in op.outputs), placements))
     if op.target in LINEAR_PER_ELEMENT:
         linear = LINEAR_PER_ELEMENT[op.target]
         rows.append(Row(tuple(P() for _ in op.outputs), tuple(P() if k in linear else R for k in range(len(inputs)))))

@@ -1,10 +1,10 @@
-"""Rows of matmuls of tokens sorted by expert: y[s] = x[s] @ w[e], e the group that token s belongs to, given by its end `offs[e]`.
+"""Rows of matmuls of tokens sorted by expert: y[s] = x[s] @ w[e], where e is the expert of token s; its tokens end at `offs[e]`.
 
     columns    w S(2) -> y S(1)         contraction   x S(1), w S(1) -> y P         sums   x P -> y P
-    experts    w S(0) -> y P            expert parallelism: each rank multiplies the tokens of its experts, the others are 0
+    experts    w S(0) -> y P            expert parallelism: each rank multiplies the tokens of its experts, the rest of y is 0
 
-Batched experts (x[e, c, k] @ w[e, k, n], a bmm) need no row here: their batch dim is the experts, and tokens that go from a
-cut of the batch to a cut of the experts go by all-to-all. Local programs with the experts cut are in `lower.kernels.experts`.
+Batched experts (x[e, c, k] @ w[e, k, n], a bmm) need no row here: the batch dim of the bmm is the experts, and tokens go from
+shards of the batch to shards of the experts by all-to-all. Local programs with sharded experts are in `lower.kernels.experts`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from autoshard.graph import Op
 from autoshard.layout import P, R, S
 from autoshard.strategies.rows import EVEN_ONLY, Inputs, Row, argument, row, rule
 
-EVEN_ONLY.add("aten._grouped_mm.default")  # its kernel wants strides of a multiple of 16 bytes
+EVEN_ONLY.add("aten._grouped_mm.default")  # its kernel needs strides that are multiples of 16 bytes
 
 FORWARD = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
 

@@ -1,22 +1,23 @@
 """Rows of look-ups by index tensors: index, index_put, index_select, index_add, index_copy, embedding_bag.
 
-    out[b, r] = x[i[b], r]        the dims b of the indices and the dims r that are not indexed may be cut; where one index goes
-                                  into dim k, so may k: each rank looks up what lies in its part, the parts add up (P)
-    x[i[b], r] += v[b, r]         the same, backwards: a cut of b gives sums of parts, a cut of k drops what is outside
+    out[b, r] = x[i[b], r]        the dims b of the indices and the dims r that are not indexed may be sharded; if only one dim k
+                                  is indexed, so may k: each rank looks up the entries of its shard, and the results add up (P)
+    x[i[b], r] += v[b, r]         the inverse: with b sharded the result is Partial, with k sharded each rank drops the values of
+                                  other shards
 
-The local programs with x cut along k are in `lower.kernels.lookups`.
+The local programs for x sharded on k are in `lower.kernels.lookups`.
 """
 
 from __future__ import annotations
 
 from autoshard.graph import Op, Ref
 from autoshard.layout import P, R, S
-from autoshard.strategies.dims import given, outs
+from autoshard.strategies.dims import input_placements, output_placements
 from autoshard.strategies.rows import Inputs, Row, argument, row, rule
 
 
 class Places:
-    """Where the dims of an indexed tensor and of its indices lie in the result."""
+    """Which dims of the result the dims of an indexed tensor and of its indices become."""
 
     def __init__(self, op: Op, inputs: Inputs):
         indices = argument(op, 1, "indices")
@@ -24,7 +25,7 @@ class Places:
         dims = [d for d, _ in self.indices]
         self.rank = len(inputs[0].shape)
         shapes = [inputs[k].shape for _, k in self.indices]
-        self.width = max(map(len, shapes))  # dims of the indices together
+        self.width = max(map(len, shapes))  # number of dims of the indices, broadcast together
         adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
         self.start = dims[0] if adjacent else 0
         self.sizes = tuple(max(shape[w - self.width] if len(shape) >= self.width - w else 1 for shape in shapes) for w in range(self.width))
@@ -33,14 +34,14 @@ class Places:
         self.kept = [(d, before.index(d) if d in before else self.width + rest.index(d)) for d in rest]  # (dim of x, dim of the result)
         self.masks = any(inputs[k].dtype == "bool" for _, k in self.indices)
 
-    def cut_indices(self, w: int, inputs: Inputs) -> dict[int, object]:
-        """Placements of the indices when dim w of them together is cut, by input."""
-        found: dict[int, object] = {}
+    def of_indices(self, w: int, inputs: Inputs) -> dict[int, object]:
+        """Placements of the indices, by input, when dim w of the broadcast indices is sharded."""
+        placements: dict[int, object] = {}
         for _, k in self.indices:
             shape = inputs[k].shape
-            own = w - (self.width - len(shape))
-            found[k] = S(own) if own >= 0 and shape[own] != 1 else R
-        return found
+            dim = w - (self.width - len(shape))
+            placements[k] = S(dim) if dim >= 0 and shape[dim] != 1 else R
+        return placements
 
 
 def _with(num: int, placements: dict[int, object]) -> tuple:
@@ -53,7 +54,7 @@ def index(op: Op, inputs: Inputs) -> list[Row]:
     if places.masks:
         return []
     rows = [Row((S(o),), _with(n, {0: S(d)})) for d, o in places.kept]
-    rows += [Row((S(places.start + w),), _with(n, places.cut_indices(w, inputs))) for w in range(places.width) if places.sizes[w] > 1]
+    rows += [Row((S(places.start + w),), _with(n, places.of_indices(w, inputs))) for w in range(places.width) if places.sizes[w] > 1]
     rows.append(Row((P(),), _with(n, {0: P()})))
     if len(places.indices) == 1:
         rows.append(Row((P(),), _with(n, {0: S(places.indices[0][0])})))
@@ -67,21 +68,21 @@ def index_put(op: Op, inputs: Inputs) -> list[Row]:
     accumulate = argument(op, 3, "accumulate", False)
     if places.masks:
         return []
-    whole = places.width + len(places.kept)
-    full = inputs[values].shape
+    rank = places.width + len(places.kept)  # of values that aren't broadcast
+    shape = inputs[values].shape
 
     def value_at(o: int) -> object:
-        own = o - (whole - len(full))
-        return S(own) if own >= 0 and full[own] != 1 else R
+        dim = o - (rank - len(shape))
+        return S(dim) if dim >= 0 and shape[dim] != 1 else R
 
     rows = [Row((S(d),), _with(n, {0: S(d), values: value_at(o)})) for d, o in places.kept]
     rows.append(Row((P(),), _with(n, {0: P(), values: P()})))
     if accumulate:
         for w in range(places.width):
             if places.sizes[w] > 1 and value_at(places.start + w) != R:
-                rows.append(Row((P(),), _with(n, {**places.cut_indices(w, inputs), values: value_at(places.start + w)})))
+                rows.append(Row((P(),), _with(n, {**places.of_indices(w, inputs), values: value_at(places.start + w)})))
         rows.append(Row((P(),), _with(n, {values: P()})))
-        if len(places.indices) == 1 and len(full) == whole:
+        if len(places.indices) == 1 and len(shape) == rank:
             dim = places.indices[0][0]
             rows.append(Row((S(dim),), _with(n, {0: S(dim)})))
     return rows
@@ -106,7 +107,7 @@ def index_add(op: Op, inputs: Inputs) -> list[Row]:
 
 @rule("aten.index_copy.default")
 def index_copy(op: Op, inputs: Inputs) -> list[Row]:
-    """x with source put at index along dim, each index once; with dim sharded each rank puts what belongs to its part."""
+    """x with source put at index along dim, each index once; with dim sharded each rank puts the values of its shard."""
     rank = len(inputs[0].shape)
     if rank == 0:
         return []
@@ -122,15 +123,18 @@ SUM, MEAN, MAX = range(3)
 
 @rule("aten._embedding_bag.default", "aten._embedding_bag_forward_only.default")
 def embedding_bag(op: Op, inputs: Inputs) -> list[Row]:
-    """out[bag, h] = sum over the bag of weight[ids, h]. Bags can't be cut: offsets count from the first id of all.
+    """out[bag, h] = sum over the bag of weight[ids, h]. Bags can't be sharded: offsets count from the first id of all bags.
 
-    Columns may be, and for sums rows too: what lies elsewhere counts as nothing. bag_size and max_indices speak of whole bags.
+    The columns of weight can, and for sums also its rows: ids of other shards add 0. bag_size and max_indices are those of full bags.
     """
     mode, n = argument(op, 4, "mode", 0), len(inputs)
     largest = S(1) if mode == MAX else R
-    rows = [Row(outs(op, S(1), R, R, largest), given(op, n, {0: S(1)}))]
+    rows = [Row(output_placements(op, S(1), R, R, largest), input_placements(op, n, {0: S(1)}))]
     if mode == SUM:
-        rows += [Row(outs(op, P(), R, R, R), given(op, n, {0: S(0)})), Row(outs(op, P(), R, R, R), given(op, n, {0: P()}))]
+        rows += [
+            Row(output_placements(op, P(), R, R, R), input_placements(op, n, {0: S(0)})),
+            Row(output_placements(op, P(), R, R, R), input_placements(op, n, {0: P()})),
+        ]
     return rows
 
 
@@ -144,6 +148,6 @@ def embedding_bag_backward(op: Op, inputs: Inputs) -> list[Row]:
     mode, n = argument(op, at_mode, "mode", 0), len(inputs)
     if argument(op, by_frequency, "scale_grad_by_freq", False):
         return []
-    columns = row(S(1), *given(op, n, {0: S(1), largest: S(1) if mode == MAX else R}))
-    linear = row(P(), *given(op, n, {0: P()}))
-    return [columns, linear, row(S(0), *given(op, n, {}))] if mode == SUM else [columns, linear]
+    columns = row(S(1), *input_placements(op, n, {0: S(1), largest: S(1) if mode == MAX else R}))
+    linear = row(P(), *input_placements(op, n, {0: P()}))
+    return [columns, linear, row(S(0), *input_placements(op, n, {}))] if mode == SUM else [columns, linear]

@@ -1,7 +1,7 @@
-"""What a row's local program does beside the op itself: collectives inside it, and tensors that it holds while it runs.
+"""The collectives that the local program of an op runs, and the bytes of the temporary tensors that it holds.
 
-Collectives are listed as (collective, axis, bytes that each rank puts in); `cost` prices them, `lower.kernels.table` runs the same ones.
-Bytes are those of the tensors of `lower.kernels.table` that live at once, beside the op's inputs and outputs.
+A collective is (its name, mesh axis, input bytes of each rank). `cost` computes its seconds; `lower.kernels.table` runs the same
+collectives. Bytes are the peak of the temporary tensors of `lower.kernels.table`, besides the op's inputs and outputs.
 """
 
 from __future__ import annotations
@@ -13,22 +13,26 @@ from autoshard.layout import Layout, local_shape
 from autoshard.mesh import Mesh
 from autoshard.strategies.rows import Inputs, argument
 
-Internal = tuple[str, int, int]
+InternalCollective = tuple[str, int, int]
 
 
-def internal_collectives(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> list[Internal]:
-    """The collectives of `op` when its inputs lie as `layouts` say."""
+def internal_collectives(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> list[InternalCollective]:
+    """The collectives of the local program of `op` with these input layouts."""
     if op.target in ("aten._log_softmax.default", "aten._softmax.default"):
-        return _over_dim(op, inputs, layouts, mesh, count=2)  # max, then the sum of exponentials
+        return _over_dim(op, inputs, layouts, mesh, count=2)  # the maximum, then the sum of exponentials
     if op.target in ("aten._log_softmax_backward_data.default", "aten._softmax_backward_data.default"):
         return _over_dim(op, inputs, layouts, mesh, count=1, position=2)
-    if op.target in NLL_LOSSES and argument(op, 3, "reduction") != 0:  # the total weight of a batch that is cut
+    if op.target in NLL_LOSSES and argument(op, 3, "reduction") != 0:  # the total weight of a sharded batch
         axes = [axis for axis, p in enumerate(layouts[0]) if p.is_shard() and p.dim != 1]  # type: ignore[attr-defined]
         return [("all_reduce", axis, inputs[0].itemsize) for axis in axes]
     if op.target in BATCH_NORMS:  # sums and squares forward, two sums in one backward
         position, per_reduction, count = BATCH_NORMS[op.target]
         channels = local_shape(inputs[0].shape, layouts[0], mesh)[1] * 4 * per_reduction
-        return [("all_reduce", axis, channels) for axis in _cutting(layouts[0], 0) for _ in range(count)] if argument(op, position) else []
+        return (
+            [("all_reduce", axis, channels) for axis in _axes_that_shard(layouts[0], 0) for _ in range(count)]
+            if argument(op, position)
+            else []
+        )
     if op.target in WEIGHT_NORMS:  # squares of v, or the products of v with the gradient
         dim = int(argument(op, WEIGHT_NORMS[op.target], "dim", 0)) % len(inputs[0].shape)
         norms = local_shape(inputs[0].shape, layouts[0], mesh)[dim] * 4
@@ -37,25 +41,27 @@ def internal_collectives(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], me
 
 
 def internal_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> int:
-    """Bytes that the local program of `op` holds at most beside its inputs and outputs; 0 where that is the op itself."""
+    """Peak bytes of the local program of `op` besides its inputs and outputs; 0 where the local program is the op itself."""
     if op.target in WIDE_TENSORS:
         position, dim, tensors, widened = WIDE_TENSORS[op.target]
-        cut = dim if position is None else int(argument(op, position, "dim")) % len(inputs[0].shape)
-        if _cutting(layouts[0], cut):
+        dim = dim if position is None else int(argument(op, position, "dim")) % len(inputs[0].shape)
+        if _axes_that_shard(layouts[0], dim):
             local = math.prod(local_shape(inputs[0].shape, layouts[0], mesh))
             narrow = inputs[0].itemsize < WIDE
             return WIDE * local * (tensors + (widened if narrow else 0))
-    if op.target == "aten.index_copy.default" and _cutting(layouts[0], int(argument(op, 1, "dim")) % len(inputs[0].shape)):
-        shape = local_shape(inputs[0].shape, layouts[0], mesh)  # a value for each place, unless there is one value only
+    if op.target == "aten.index_copy.default" and _axes_that_shard(layouts[0], int(argument(op, 1, "dim")) % len(inputs[0].shape)):
+        shape = local_shape(inputs[0].shape, layouts[0], mesh)  # a value for each position, unless there is one value only
         return math.prod(shape) * inputs[0].itemsize if inputs[2].shape != () and max(inputs[1].shape, default=1) > 1 else 0
-    if op.target == "aten.embedding.default" and _cutting(layouts[0], 0):  # what is looked up, before what is another rank's is masked
+    if op.target == "aten.embedding.default" and _axes_that_shard(
+        layouts[0], 0
+    ):  # the looked up rows, before those of other ranks are masked
         tokens = math.prod(local_shape(inputs[1].shape, layouts[1], mesh))
         return tokens * local_shape(inputs[0].shape, layouts[0], mesh)[1] * inputs[0].itemsize
     return 0
 
 
 WIDE = 4  # bytes per element: these kernels compute in float32
-# target: (position of `dim`, or None and the dim that is cut, tensors as large as the input, how many more where the input is narrow)
+# target: (position of `dim`, or None and the sharded dim, tensors of the input's size, how many more if the input's dtype is narrow)
 WIDE_TENSORS: dict[str, tuple[int | None, int, int, int]] = {
     "aten._log_softmax.default": (1, 0, 1, 2),
     "aten._softmax.default": (1, 0, 1, 2),
@@ -76,12 +82,15 @@ BATCH_NORMS = {
 }
 
 
-def _cutting(layout: Layout, dim: int) -> list[int]:
+def _axes_that_shard(layout: Layout, dim: int) -> list[int]:
+    """The axes that shard the dim."""
     return [k for k, placement in enumerate(layout) if placement.is_shard(dim)]
 
 
-def _over_dim(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh, *, count: int, position: int = 1) -> list[Internal]:
+def _over_dim(
+    op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh, *, count: int, position: int = 1
+) -> list[InternalCollective]:
     dim = int(argument(op, position, "dim")) % len(inputs[0].shape)
     local = local_shape(inputs[0].shape, layouts[0], mesh)
     rest = math.prod(n for d, n in enumerate(local) if d != dim) * inputs[0].itemsize
-    return [("all_reduce", axis, rest) for axis in _cutting(layouts[0], dim) for _ in range(count)]
+    return [("all_reduce", axis, rest) for axis in _axes_that_shard(layouts[0], dim) for _ in range(count)]

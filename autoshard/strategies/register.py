@@ -1,4 +1,4 @@
-"""Rules of the user's own, for custom operators and for ops that we know too little about."""
+"""Rules that users register, for custom operators and for operators whose own rule lacks rows."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from autoshard.strategies.rows import EVEN_ONLY, RULES, Inputs, Row, Rule, rule
 
 
 def register_rule(target: Any, *rows: str, replace: bool = False, uneven: bool = False) -> Callable[[Rule], Rule]:
-    """Say what layouts an operator may take, on one mesh axis; the one in which all is replicated is implied.
+    """Register the layouts that an operator may have on one mesh axis; the row in which all tensors are replicated is implied.
 
-    target: the operator, `torch.ops.mylib.scale.default` or "mylib.scale.default". rows: what its tensors may lie like,
-    inputs -> outputs, in the order of its schema; every rank then calls the operator on its local tensors. S(d): cut into
-    equal parts along dim d; R: whole on each; P: parts that add up to it (give it where the operator is linear). Several
-    tensors in a list count one by one. For rows that depend on the call, decorate a function of (op, input tensors) that
-    returns `Row`s. replace: an operator that has a rule gets this one instead. uneven: the parts need not be equal either
-    (5 rows in 3 + 2); say so where the operator treats each index of d by itself, or sums over d.
+    target: the operator, `torch.ops.mylib.scale.default` or "mylib.scale.default". rows: placements of its tensors, inputs ->
+    outputs, in the order of its schema; every rank then calls the operator on its local tensors. S(d): sharded on dim d into equal
+    shards; R: replicated; P: partial, the sum over the ranks is the tensor (use it where the operator is linear). The tensors of a
+    list count one by one. For rows that depend on the call, decorate a function of (op, input tensors) that returns `Row`s.
+    replace: replaces the rule that the operator has. uneven: the shards may also be unequal (5 rows as 3 + 2); allow it where the
+    operator works on each index of d separately, or sums over d.
 
         autoshard.register_rule(torch.ops.mylib.scale.default, "S(0), R -> S(0)", "P, R -> P")
 
@@ -29,7 +29,7 @@ def register_rule(target: Any, *rows: str, replace: bool = False, uneven: bool =
         def mix(op, inputs):
             return [autoshard.Row((Shard(d),), (Shard(d),) * len(inputs)) for d in range(len(op.output.shape) - 1)]
 
-    A row that is wrong is found by `autoshard.verify(..., random=3)`. ValueError on an unknown operator or a row that can't be read.
+    `autoshard.verify(..., random=3)` detects a wrong row. ValueError for an unknown operator or a row that can't be parsed.
     """
     name = _name(target)
     if name in RULES and not replace:
@@ -41,8 +41,8 @@ def register_rule(target: Any, *rows: str, replace: bool = False, uneven: bool =
         return rule(name)(function)
 
     if rows:
-        given = [_parsed(written) for written in rows]
-        put(lambda op, inputs: [_checked(row, written, op, inputs) for row, written in zip(given, rows, strict=True)])
+        parsed = [_parsed(written) for written in rows]
+        put(lambda op, inputs: [_checked(row, written, op, inputs) for row, written in zip(parsed, rows, strict=True)])
     return put
 
 
@@ -68,13 +68,15 @@ def _placements(written: str) -> tuple[Placement, ...]:
 
 
 def _checked(row: Row, written: str, op: Op, inputs: Inputs) -> Row:
-    made = [t for t in op.outputs if t is not None]
-    if len(row.inputs) != len(inputs) or len(row.outputs) != len(made):
+    tensors = [t for t in op.outputs if t is not None]
+    if len(row.inputs) != len(inputs) or len(row.outputs) != len(tensors):
         raise ValueError(
-            f"row {written!r} is of {len(row.inputs)} inputs and {len(row.outputs)} outputs; {op.target} has {len(inputs)} and {len(made)}"
+            f"row {written!r} is of {len(row.inputs)} inputs and {len(row.outputs)} outputs; "
+            f"{op.target} has {len(inputs)} and {len(tensors)}"
         )
-    for placement, tensor in [*zip(row.inputs, inputs, strict=True), *zip(row.outputs, made, strict=True)]:
+    for placement, tensor in [*zip(row.inputs, inputs, strict=True), *zip(row.outputs, tensors, strict=True)]:
         if placement.is_shard() and placement.dim >= len(tensor.shape):  # type: ignore[attr-defined]
-            raise ValueError(f"row {written!r} cuts dim {placement.dim} of a tensor of {op.target} that has {len(tensor.shape)} dims")  # type: ignore[attr-defined]
+            dim = placement.dim  # type: ignore[attr-defined]
+            raise ValueError(f"row {written!r} shards dim {dim} of a tensor of {op.target} that has {len(tensor.shape)} dims")
     outputs = iter(row.outputs)
     return Row(tuple(None if t is None else next(outputs) for t in op.outputs), row.inputs)

@@ -1,17 +1,17 @@
-"""Rows: what layouts an op may take and give on ONE mesh axis, and the table of our own rules.
+"""Rows: the placements that an op may have on ONE mesh axis, and the table of our own rules.
 
-    row = (outputs; inputs)      [S(0); S(0), R]  reads: when input 0 is cut on dim 0 and input 1 is whole, output 0 is cut on dim 0
+    row = (outputs; inputs)      [S(0); S(0), R] means: if input 0 is sharded on dim 0 and input 1 replicated, output 0 is S(0)
 
-A rule is a function of (op, input tensors) that returns rows; the row in which everything is replicated is implied. None
-instead of rows says that the op is unknown: replicated and listed. The local program of a row is the op itself on local
-tensors, its size literals made local, unless `lower.kernels.table` has another one.
-Partial always means a sum here, or max and min as the output of amax and amin: a mean over a cut dim is a sum of parts that
-were divided by the whole count, so there is no Partial(avg).
+A rule is a function of (op, input tensors) that returns rows; the row in which all tensors are replicated is implied. A rule that
+returns None says that the op is unknown: it is replicated and listed. The local program of a row is the op itself on local
+tensors, with local sizes in its literals, unless `lower.kernels.table` has another one.
+Partial always means a sum here, or max and min as the output of amax and amin: a mean over a sharded dim is a sum of partial sums
+that were divided by the global count, so there is no Partial(avg).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,19 +26,19 @@ Rule = Callable[[Op, Inputs], "list[Row] | None"]
 
 @dataclass(frozen=True)
 class Row:
-    """Placements on one axis, one per tensor output (None where the op gives none) and one per tensor input."""
+    """Placements on one axis, one per output (None for an output that is no tensor) and one per tensor input."""
 
     outputs: tuple[Placement | None, ...]
     inputs: tuple[Placement, ...]
-    units: int = 0  # of what is cut: parts are whole ones (the groups of a convolution); 0: every index is its own
+    units: int = 0  # a shard has an integer number of these (the groups of a convolution); 0: shards may end at any index
 
 
 RULES: dict[str, Rule] = {}
-EVEN_ONLY: set[str] = set()  # targets whose local program is right about equal parts only, as far as we know
+EVEN_ONLY: set[str] = set()  # targets whose local program is correct only for equal shards, as far as we know
 
 
 def rule(*targets: str) -> Callable[[Rule], Rule]:
-    """Registers our own rows for ATen targets (`aten.mm.default`); they take the place of torch's."""
+    """Registers a rule for ATen targets (`aten.mm.default`); it replaces torch's."""
 
     def register(function: Rule) -> Rule:
         for target in targets:
@@ -66,10 +66,15 @@ def argument(op: Op, position: int, name: str = "", default: Any = None) -> Any:
 
 
 def linear_rows(num_outputs: int, num_inputs: int) -> list[Row]:
-    """A linear op of its inputs together maps partial sums to partial sums."""
+    """The row of an op that is jointly linear in its inputs: partial sums map to partial sums."""
     return [Row((P(),) * num_outputs, (P(),) * num_inputs)]
 
 
 def shard_rows(op: Op, inputs: Inputs, pairs: Sequence[tuple[int, int]]) -> list[Row]:
-    """One row per (input dim, output dim) pair for an op with one input, every output alike."""
+    """One row per (input dim, output dim) pair for an op with one input; all outputs have the same placement."""
     return [Row(tuple(S(o) for _ in op.outputs), (S(i),)) for i, o in pairs]
+
+
+def other_dims(rank: int, dims: Collection[int], keep: bool) -> list[tuple[int, int]]:
+    """(input dim, output dim) of all dims but `dims`, which the output has too (keep) or lacks."""
+    return [(d, d if keep else d - sum(k < d for k in dims)) for d in range(rank) if d not in dims]

@@ -1,14 +1,14 @@
-"""Rows of ops that only move, cut, join or reduce dims: each is a map from input dims to output dims.
+"""Rows of ops that only move, slice, join or reduce dims: each row maps an input dim to an output dim.
 
-reshape: cut shape and new shape into the smallest groups of equal product; within a group only the leading dim (sizes of 1
-left out) keeps contiguous parts, so S(leading in) <-> S(leading out): [B,T,H] -> [BT,H] keeps a cut of B, not one of T.
+reshape: both shapes are divided into the smallest groups of dims with equal products. Only the leading dim of a group (without
+sizes of 1) has contiguous shards, so S(leading in) <-> S(leading out): [B,T,H] -> [BT,H] keeps shards of B, but not of T.
 """
 
 from __future__ import annotations
 
 from autoshard.graph import Op, is_dense
 from autoshard.layout import P, R, S
-from autoshard.strategies.rows import Inputs, Row, argument, linear_rows, row, rule, shard_rows
+from autoshard.strategies.rows import Inputs, Row, argument, linear_rows, other_dims, row, rule, shard_rows
 
 
 def leading_pairs(shape: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -65,7 +65,7 @@ def same(op: Op, inputs: Inputs) -> list[Row]:
 
 @rule("aten.copy.default")
 def overwrite(op: Op, inputs: Inputs) -> list[Row]:
-    """The second input in place of the first."""
+    """The values of the second input, in the shape and dtype of the first."""
     dims = range(len(inputs[0].shape)) if inputs[0].shape == inputs[1].shape else ()
     return [row(S(d), S(d), S(d)) for d in dims]
 
@@ -77,7 +77,7 @@ def unsqueeze(op: Op, inputs: Inputs) -> list[Row]:
 
 @rule("aten.squeeze.dim", "aten.squeeze.dims", "aten.squeeze.default")
 def squeeze(op: Op, inputs: Inputs) -> list[Row]:
-    """A dim that the op may remove is not cut: parts of size 1 would vanish too."""
+    """A dim that the op may remove can't be sharded: local shards of size 1 would be removed too."""
     rank = len(inputs[0].shape)
     named = argument(op, 1, "dim", tuple(range(rank)))
     removable = {int(d) % max(rank, 1) for d in (named if isinstance(named, tuple) else (named,))}  # type: ignore[call-overload]
@@ -87,7 +87,7 @@ def squeeze(op: Op, inputs: Inputs) -> list[Row]:
 
 @rule("aten.view.dtype")
 def reinterpret(op: Op, inputs: Inputs) -> list[Row]:
-    """The same bits read as another type: no sum survives it."""
+    """The same bits as another dtype, so partial sums are lost."""
     same_size = inputs[0].shape == op.outputs[0].shape  # type: ignore[union-attr]
     return shard_rows(op, inputs, [(d, d) for d in range(len(inputs[0].shape) - (not same_size))])
 
@@ -107,22 +107,20 @@ def expand(op: Op, inputs: Inputs) -> list[Row]:
     "aten.slice.Tensor", "aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.unsafe_split.Tensor",
     "aten.unsafe_split_with_sizes.default",
 )  # fmt: skip
-def cut(op: Op, inputs: Inputs) -> list[Row]:
-    """Dims other than the one that is cut up keep their shards; so does that one when nothing is cut off."""
+def split(op: Op, inputs: Inputs) -> list[Row]:
+    """All dims but the one that is split keep their shards; that one does if a slice takes all of it."""
     position = 1 if op.target == "aten.slice.Tensor" else 2
     rank = len(inputs[0].shape)
     dim = int(argument(op, position, "dim", 0)) % rank
-    whole = op.target == "aten.slice.Tensor" and op.output.shape == inputs[0].shape
-    pairs = [(d, d) for d in range(rank) if d != dim or whole]
-    return shard_rows(op, inputs, pairs) + linear_rows(len(op.outputs), 1)
+    unchanged = op.target == "aten.slice.Tensor" and op.output.shape == inputs[0].shape
+    return shard_rows(op, inputs, other_dims(rank, () if unchanged else {dim}, keep=True)) + linear_rows(len(op.outputs), 1)
 
 
 @rule("aten.select.int", "aten.unbind.int")
 def remove_dim(op: Op, inputs: Inputs) -> list[Row]:
     rank = len(inputs[0].shape)
     dim = int(argument(op, 1, "dim", 0)) % rank
-    pairs = [(d, d - (d > dim)) for d in range(rank) if d != dim]
-    return shard_rows(op, inputs, pairs) + linear_rows(len(op.outputs), 1)
+    return shard_rows(op, inputs, other_dims(rank, {dim}, keep=False)) + linear_rows(len(op.outputs), 1)
 
 
 @rule("aten.slice_backward.default", "aten.select_backward.default")
@@ -136,7 +134,7 @@ def put_back(op: Op, inputs: Inputs) -> list[Row]:
 
 @rule("aten.diagonal_backward.default")
 def diagonal_backward(op: Op, inputs: Inputs) -> list[Row]:
-    """The gradient of a diagonal, its last dim, put on the diagonal of zeros."""
+    """The gradient of a diagonal, its last dim, is put on the diagonal of a tensor of zeros."""
     rank = len(op.output.shape)
     both = {int(argument(op, position)) % rank for position in (3, 4)}
     others = [d for d in range(rank) if d not in both]
@@ -145,15 +143,15 @@ def diagonal_backward(op: Op, inputs: Inputs) -> list[Row]:
 
 @rule("aten.unfold_backward.default")
 def unfold_backward(op: Op, inputs: Inputs) -> list[Row]:
-    """The gradient of windows along a dim, their elements in a new last dim, added up where windows overlap."""
+    """The gradient of windows along a dim, whose elements are in a new last dim, is added up where windows overlap."""
     rank = len(op.output.shape)
     dim = int(argument(op, 2, "dim")) % rank
-    return shard_rows(op, inputs, [(d, d) for d in range(rank) if d != dim]) + linear_rows(1, 1)
+    return shard_rows(op, inputs, other_dims(rank, {dim}, keep=True)) + linear_rows(1, 1)
 
 
 @rule("aten.as_strided.default")
 def as_strided(op: Op, inputs: Inputs) -> list[Row]:
-    """A view by strides of whatever is stored: a reshape, where they are dense and take all; else only sums of parts survive it."""
+    """A view by strides: a reshape if the strides are dense and cover all elements; else only partial sums are kept."""
     size, stride, offset = (argument(op, position, name) for position, name in ((1, "size"), (2, "stride"), (3, "storage_offset")))
     if not is_dense(inputs[0].shape, size, stride, offset):
         return linear_rows(1, 1)
@@ -162,12 +160,12 @@ def as_strided(op: Op, inputs: Inputs) -> list[Row]:
 
 @rule("aten.as_strided_scatter.default")
 def as_strided_scatter(op: Op, inputs: Inputs) -> list[Row]:
-    """The first input with the second in place of a view of it: the second reshaped, where the view is all of it."""
+    """The first input with a view of it replaced by the second: the second reshaped, if the view covers all elements."""
     size, stride, offset = (argument(op, position, name) for position, name in ((2, "size"), (3, "stride"), (4, "storage_offset")))
-    whole, source = inputs
-    if 0 in source.shape or not is_dense(whole.shape, size, stride, offset):
+    base, source = inputs
+    if 0 in source.shape or not is_dense(base.shape, size, stride, offset):
         return linear_rows(1, 2)
-    return [row(S(o), S(o), S(i)) for i, o in leading_pairs(source.shape, whole.shape)] + linear_rows(1, 2)
+    return [row(S(o), S(o), S(i)) for i, o in leading_pairs(source.shape, base.shape)] + linear_rows(1, 2)
 
 
 @rule("aten.cat.default", "aten.stack.default")
@@ -190,11 +188,8 @@ def reduce(op: Op, inputs: Inputs) -> list[Row]:
     name = op.target.split(".")[1]
     dims = () if op.target in ("aten.sum.default", "aten.mean.default") else argument(op, 1, "dim", ())
     reduced = {int(d) % rank for d in dims or range(rank)} if rank else set()
-    keep = len(op.output.shape) == rank
     rows = [row(REDUCTIONS[name], S(d)) for d in sorted(reduced)]
-    for d in range(rank):
-        if d not in reduced:
-            rows.append(row(S(d if keep else d - sum(r < d for r in reduced)), S(d)))
+    rows += shard_rows(op, inputs, other_dims(rank, reduced, keep=len(op.output.shape) == rank))
     return rows + (linear_rows(1, 1) if name in ("sum", "mean") else [])
 
 
@@ -204,14 +199,14 @@ def reduce(op: Op, inputs: Inputs) -> list[Row]:
     "aten.new_full.default", "aten.new_empty.default", "aten.fill.Scalar", "aten.zero.default",
 )  # fmt: skip
 def constant(op: Op, inputs: Inputs) -> list[Row]:
-    """A constant may be made in any layout. A template of the same shape is cut alike, another one stays whole."""
-    alike = bool(inputs) and inputs[0].shape == op.output.shape
-    return [Row((S(d),), ((S(d) if alike else R),) * len(inputs)) for d in range(len(op.output.shape))]
+    """A constant may have any layout. A template of the same shape has the same layout; another one is replicated."""
+    same_shape = bool(inputs) and inputs[0].shape == op.output.shape
+    return [Row((S(d),), ((S(d) if same_shape else R),) * len(inputs)) for d in range(len(op.output.shape))]
 
 
 @rule("aten.fill.Tensor")
 def filled(op: Op, inputs: Inputs) -> list[Row]:
-    """One value everywhere, in the shape of the first input."""
+    """The value of the second input for all elements, in the shape of the first."""
     return [row(S(d), S(d), R) for d in range(len(op.output.shape))] + [row(P(), R, P())]
 
 

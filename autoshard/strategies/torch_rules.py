@@ -1,7 +1,7 @@
-"""Rows from torch's own sharding rules. The only file that touches torch's private registries (torch 2.13).
+"""Rows from torch's own sharding rules. Only this file uses torch's private registries (torch 2.13).
 
-Two registries: `op_single_dim_strategy_funcs` gives rows for one axis as they are; `op_strategy_funcs` wants an OpSchema of
-input strategies, here every placement on an axis of size 1 (sizes are filtered later, so no mesh enters the rows).
+There are two registries: the functions of `op_single_dim_strategy_funcs` return rows for one axis; those of `op_strategy_funcs`
+need an OpSchema of input strategies, here all placements on an axis of size 1 (sizes are filtered later, so rows depend on no mesh).
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from autoshard.strategies.rows import Inputs, Row
 
 
 def rows(op: Op, inputs: Inputs) -> list[Row] | None:
-    """torch's rows for the op on one axis; None when torch has no rule for it or its rule can't be asked this way."""
+    """torch's rows for the op on one axis; None if torch has no rule for it, or none that can be called this way."""
     overload = _overload(op.target)
     op = _with_counted_dims(op, inputs, overload)
     propagator = DTensor._op_dispatcher.sharding_propagator
     if overload in propagator.op_single_dim_strategy_funcs:
         args, kwargs = _arguments(op, tuple(_meta(t) for t in inputs))
-        found = propagator.op_single_dim_strategy_funcs[overload].func(overload, args, kwargs)
+        lines = propagator.op_single_dim_strategy_funcs[overload].func(overload, args, kwargs)
         num_outputs = len(op.outputs)
-        return _clean(op, inputs, [(line[:num_outputs], line[num_outputs:]) for line in found])
+        return _clean(op, inputs, [(line[:num_outputs], line[num_outputs:]) for line in lines])
     if overload in propagator.op_strategy_funcs:
         return _clean(op, inputs, _from_strategies(propagator.op_strategy_funcs[overload], overload, op, inputs))
     return None
 
 
 def _with_counted_dims(op: Op, inputs: Inputs, overload) -> Op:
-    """The op with negative dims counted from the front: torch's rule for cumsum would cut the dim that it sums along."""
+    """The op with negative dims counted from the front: torch's rule for cumsum would shard the dim that it sums along."""
     rank = len(inputs[0].shape) if inputs else 0
 
     def counted(name: str, item: object) -> object:
@@ -52,36 +52,36 @@ def _with_counted_dims(op: Op, inputs: Inputs, overload) -> Op:
 
 
 def _from_strategies(function, overload, op: Op, inputs: Inputs) -> list[tuple[list, list]]:
-    strategies = tuple(
-        OpStrategy([OpSpec(DTensorSpec(_one_device(), (p,), tensor_meta=_meta(t))) for p in _placements(t)]) for t in inputs
-    )
+    strategies = tuple(OpStrategy([OpSpec(DTensorSpec(_one_device(), (p,), tensor_meta=_meta(t))) for p in _placements(t)]) for t in inputs)
     args, kwargs = _arguments(op, strategies)
     args = tuple(TupleStrategy(tuple(a)) if _is_list_of_strategies(a) else a for a in args)
     result = function(OpSchema(overload, args, kwargs))
     if isinstance(result, TupleStrategy):
         return []
-    found = []
+    lines = []
     for spec in result.strategies:
         outputs = spec.output_specs if isinstance(spec.output_specs, (tuple, list)) else (spec.output_specs,) * len(op.outputs)
-        given = [s.placements[0] for s in spec.input_specs] if spec.input_specs is not None else [outputs[0].placements[0]] * len(inputs)
-        found.append(([None if s is None else s.placements[0] for s in outputs], given))
-    return found
+        ins = [s.placements[0] for s in spec.input_specs] if spec.input_specs is not None else [outputs[0].placements[0]] * len(inputs)
+        lines.append(([None if s is None else s.placements[0] for s in outputs], ins))
+    return lines
 
 
 def _clean(op: Op, inputs: Inputs, lines: list[tuple[list, list]]) -> list[Row]:
-    """Rows of S, R and P(sum) only (max and min as outputs), each placement inside its tensor's rank, dims of size 1 not cut."""
+    """Rows of S, R and P(sum) only (max and min as outputs), with shards on dims that the tensors have and whose size isn't 1."""
     kept = []
-    for outputs, given in lines:
+    for outputs, inputs_of_line in lines:
         outs = tuple(None if t is None else _placement(p, t) for p, t in zip(outputs, op.outputs, strict=True))
-        ins = tuple(_placement(p, t) for p, t in zip(given, inputs, strict=True)) if len(given) == len(inputs) else (None,)
-        whole = all(p is not None for p, t in zip(outs, op.outputs, strict=True) if t is not None)
-        if whole and None not in ins and not any(isinstance(p, Partial) and p.reduce_op != "sum" for p in ins):
+        ins = (
+            tuple(_placement(p, t) for p, t in zip(inputs_of_line, inputs, strict=True)) if len(inputs_of_line) == len(inputs) else (None,)
+        )
+        complete = all(p is not None for p, t in zip(outs, op.outputs, strict=True) if t is not None)
+        if complete and None not in ins and not any(isinstance(p, Partial) and p.reduce_op != "sum" for p in ins):
             kept.append(Row(outs, ins))  # type: ignore[arg-type]
     return kept
 
 
 def _placement(p: object, tensor: Tensor) -> Placement | None:
-    """The placement as ours, or None when a row with it is of no use to us."""
+    """The placement as ours, or None for one that rows can't have."""
     if isinstance(p, (_ShardingPlaceholder, Shard)) and type(p).__name__ != "_StridedShard":
         dim = p.dim % max(len(tensor.shape), 1)
         return S(dim) if dim < len(tensor.shape) and tensor.shape[dim] > 1 else None

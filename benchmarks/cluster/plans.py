@@ -96,7 +96,7 @@ def link_bytes(formulated: Formulation, choice) -> tuple[float, dict[str, int]]:
     def call(collective: str) -> None:
         calls["all_reduce" if collective == "reduce_scatter" else collective] += 1  # gloo has no reduce_scatter
 
-    for link in formulated.links:
+    for link in formulated.tensor_edges:
         route = formulated.route(link, choice)
         for step in route.steps if route else ():
             if step.axis == SLOW and step.bytes > 0:

@@ -1,8 +1,8 @@
-"""Rows of our own for ops that compute, where torch has none or where its rows mislead.
+"""Our own rows for matmuls with a bias, embeddings, softmax and losses, for which torch has no rows or has worse ones.
 
-Matmuls with a bias: torch wants a Partial bias when the contraction is cut; here the bias stays whole and is added once.
-Losses decide everything: with torch's rows for nll_loss only the replicated one survives, 1.96x slower on GPT-2; here the
-batch or the classes can be cut. A row that cuts the classes needs small reductions inside the op (`internal.py` lists them).
+Matmuls with a bias: torch needs a Partial bias when the contraction dim is sharded; here the bias is replicated and added once.
+Losses: of torch's rows for nll_loss only the replicated one can be used, and a plan of GPT-2 is then 1.96x slower; here the batch or
+the classes can be sharded. With sharded classes the local program needs small reductions (`internal.py` lists them).
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ def addmv(op: Op, inputs: Inputs) -> list[Row]:
 
 
 def _of_bias(bias: Tensor, dim: int) -> Placement:
-    """How a bias lies when dim `dim` (counted from the end) of the output is cut: alike, or whole where it is broadcast."""
+    """The placement of a bias when dim `dim` (counted from the end) of the output is sharded: replicated where the bias is broadcast."""
     has = len(bias.shape) >= -dim and bias.shape[dim] > 1
     return S(len(bias.shape) + dim) if has else R
 
 
 @rule("aten.embedding.default")
 def embedding(op: Op, inputs: Inputs) -> list[Row]:
-    """out[..., h] = weight[ids[...], h]; a cut of the vocabulary gives masked look-ups that add up."""
+    """out[..., h] = weight[ids[...], h]; with the vocabulary sharded, the results of masked look-ups add up."""
     rank = len(inputs[1].shape)
-    cut_ids = [row(S(d), R, S(d)) for d in range(rank)]
-    return [row(S(rank), S(1), R), row(P(), S(0), R), *cut_ids]
+    sharded_ids = [row(S(d), R, S(d)) for d in range(rank)]
+    return [row(S(rank), S(1), R), row(P(), S(0), R), *sharded_ids]
 
 
 @rule("aten.embedding_dense_backward.default")
@@ -82,8 +82,8 @@ def embedding_backward(op: Op, inputs: Inputs) -> list[Row]:
 def softmax(op: Op, inputs: Inputs) -> list[Row]:
     rank = len(inputs[0].shape)
     dim = int(argument(op, 1, "dim")) % rank
-    whole = op.target == "aten._safe_softmax.default"  # no local program with the softmax dim cut
-    return [row(S(d), S(d)) for d in range(rank) if not (whole and d == dim)]
+    local_only = op.target == "aten._safe_softmax.default"  # there is no local program for a sharded softmax dim
+    return [row(S(d), S(d)) for d in range(rank) if not (local_only and d == dim)]
 
 
 @rule("aten._log_softmax_backward_data.default", "aten._softmax_backward_data.default")
@@ -97,7 +97,7 @@ def nll_loss(op: Op, inputs: Inputs) -> list[Row]:
     if len(inputs[0].shape) == 1:
         return []
     none, weighted = argument(op, 3, "reduction") == 0, argument(op, 2, "weight") is not None
-    more = (R,) if weighted else ()  # input 2: a weight per class, whole
+    more = (R,) if weighted else ()  # input 2: a weight per class, replicated
     rows = [row((S(n) if none else P(), R), S(d), S(n), *more) for d, n in _places(inputs[0])]
     return rows if weighted else [*rows, row((P(), R), S(1), R)]
 
@@ -107,10 +107,10 @@ def nll_loss_backward(op: Op, inputs: Inputs) -> list[Row]:
     if len(inputs[1].shape) == 1:
         return []
     none = argument(op, 4, "reduction") == 0
-    whole = (R,) * (len(inputs) - 3)  # the weights, where there are any, and their total
-    rows = [row(S(d), S(n) if none else R, S(d), S(n), *whole) for d, n in _places(inputs[1])]
-    rows.append(row(P(), P(), R, R, *whole))
-    return rows if argument(op, 3, "weight") is not None else [*rows, row(S(1), R, S(1), R, *whole)]
+    weights = (R,) * (len(inputs) - 3)  # the weights, if there are any, and their total
+    rows = [row(S(d), S(n) if none else R, S(d), S(n), *weights) for d, n in _places(inputs[1])]
+    rows.append(row(P(), P(), R, R, *weights))
+    return rows if argument(op, 3, "weight") is not None else [*rows, row(S(1), R, S(1), R, *weights)]
 
 
 def _places(scores: Tensor) -> list[tuple[int, int]]:
@@ -146,7 +146,7 @@ CROSS_ENTROPIES = {
 
 @rule(*CROSS_ENTROPIES)
 def binary_cross_entropy(op: Op, inputs: Inputs) -> list[Row]:
-    """As mse_loss; weights per element or class are left whole, with all else."""
+    """As mse_loss; with weights per element or class only the replicated row remains."""
     first, weights, at_reduction = CROSS_ENTROPIES[op.target]
     x, y = inputs[first], inputs[first + 1]
     if x.shape != y.shape or (weights >= 0 and argument(op, weights) is not None) or len(inputs) != first + 2:
