@@ -15,7 +15,7 @@ from rich.text import Text
 
 from autoshard.report.figures import save
 from autoshard.units import seconds, size
-from autoshard.writing import whole
+from autoshard.writing import replacement
 
 COLUMNS = ("memory_bytes", "seconds", "bound_seconds", "gap", "status")
 COLORS = {"optimal": "#2a6f3e", "proven": "#4c78a8", "feasible": "#bab0ac"}
@@ -61,7 +61,7 @@ def _exact(value: float | None, units: Sequence[tuple[float, str]] = TIMES) -> s
 
 def write_csv(record: Mapping, path: str | os.PathLike[str]) -> None:
     """One line per point, columns as in the record. Whole or not at all."""
-    with whole(path) as beside, beside.open("w", newline="") as file:
+    with replacement(path) as beside, beside.open("w", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow(COLUMNS)
         table.writerows([["" if p[key] is None else p[key] for key in COLUMNS] for p in record["points"]])

@@ -72,20 +72,21 @@ def differences(problem: Problem, rows: Rows, peaks: list[int], x: np.ndarray, y
         cost[part[v]] += problem.node_costs[v][y[v]] - problem.node_costs[v][x[v]]
     for e in problem.edges:
         if differ[e.a] or differ[e.b]:
-            for k, change in _shares(e.table, e.a, e.b, part, x, y):
+            for k, change in _shares(e.table, (e.a, e.b), part, x, y):
                 cost[k] += change
     for j in np.flatnonzero(alive.any(axis=0)).tolist():
         u = problem.usages[j]
         if u.edge is not None:
-            for k, change in _shares(u.bytes, *u.ends, part, x, y):
+            for k, change in _shares(u.bytes, u.ends, part, x, y):
                 held[alive[:, j], k] += change
         elif differ[v := u.ends[0]]:
             held[alive[:, j], part[v]] += u.bytes[y[v]] - u.bytes[x[v]]
     return Differences(part, cost, held)
 
 
-def _shares(table: np.ndarray, a: int, b: int, part: np.ndarray, x: np.ndarray, y: np.ndarray) -> list[tuple[int, float]]:
+def _shares(table: np.ndarray, ends: tuple[int, ...], part: np.ndarray, x: np.ndarray, y: np.ndarray) -> list[tuple[int, float]]:
     """The change of an edge's entry due to the part of each of its ends: (part, change)."""
+    a, b = ends
     old = table[x[a], x[b]]
     if part[a] == part[b]:
         return [(part[a], table[y[a], y[b]] - old)] if part[a] >= 0 else []
@@ -94,10 +95,12 @@ def _shares(table: np.ndarray, a: int, b: int, part: np.ndarray, x: np.ndarray, 
 
 
 def _parts(problem: Problem, differ: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    joined = {e for e, edge in enumerate(problem.edges) if differ[edge.a] and differ[edge.b] and _coupled(edge.table, edge.a, edge.b, x, y)}
+    joined = {k for k, e in enumerate(problem.edges) if differ[e.a] and differ[e.b] and _coupled(e.table, e.a, e.b, x, y)}
     for u in problem.usages:
-        if u.edge is not None and u.edge not in joined and differ[u.ends[0]] and differ[u.ends[1]] and _coupled(u.bytes, *u.ends, x, y):
-            joined.add(u.edge)
+        if u.edge is not None and u.edge not in joined:
+            a, b = u.ends
+            if differ[a] and differ[b] and _coupled(u.bytes, a, b, x, y):
+                joined.add(u.edge)
     ends = np.array([(problem.edges[e].a, problem.edges[e].b) for e in sorted(joined)], dtype=np.int64).reshape(-1, 2)
     graph = coo_matrix((np.ones(len(ends)), ends.T), shape=(len(differ), len(differ)))
     _, label = connected_components(graph, directed=False)

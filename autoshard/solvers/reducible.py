@@ -50,7 +50,8 @@ class Reducible:
             if first < last and u.edge is None:
                 self.add_item(u.ends[0], first, last, self.pool.original(u.bytes))
             elif first < last:
-                self.add_pair_item(*u.ends, (first, last, self.pool.original(u.bytes)))
+                v, n = u.ends
+                self.add_pair_item(v, n, (first, last, self.pool.original(u.bytes)))
         self.refresh_memory()
 
     def add_edge(self, v: int, n: int, table: np.ndarray) -> None:

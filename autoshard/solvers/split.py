@@ -66,7 +66,7 @@ def _along(problem: Problem, rows: Rows, peaks: list[int], x: np.ndarray, y: np.
     for v in way.tolist():
         cost[turn[v]] += problem.node_costs[v][y[v]] - problem.node_costs[v][x[v]]
     for e in problem.edges:
-        for t, old, new in _changes(e.table, e.a, e.b, turn, count, x, y):
+        for t, old, new in _changes(e.table, (e.a, e.b), turn, count, x, y):
             cost[t] += (new if math.isfinite(new) else 0.0) - (old if math.isfinite(old) else 0.0)
             forbidden[t] += math.isinf(new) - math.isinf(old)
     alive = np.array([(rows.first <= row) & (row < rows.last) for row in peaks]).reshape(len(peaks), -1)
@@ -76,14 +76,15 @@ def _along(problem: Problem, rows: Rows, peaks: list[int], x: np.ndarray, y: np.
             (v,) = u.ends
             held[alive[:, j], turn[v]] += u.bytes[y[v]] - u.bytes[x[v]]
         else:
-            for t, old, new in _changes(u.bytes, *u.ends, turn, count, x, y):
+            for t, old, new in _changes(u.bytes, u.ends, turn, count, x, y):
                 held[alive[:, j], t] += new - old
     total = np.where(np.cumsum(forbidden) > 0, np.inf, np.cumsum(cost))
     return total[:count], np.cumsum(held, axis=1)[:, :count]
 
 
-def _changes(table: np.ndarray, a: int, b: int, turn: np.ndarray, never: int, x: np.ndarray, y: np.ndarray) -> Iterator[Change]:
+def _changes(table: np.ndarray, ends: tuple[int, ...], turn: np.ndarray, never: int, x: np.ndarray, y: np.ndarray) -> Iterator[Change]:
     """The steps at which the entry of an edge changes, with the old and the new entry: when its first end changes, and its second."""
+    a, b = ends
     if turn[a] > turn[b]:
         table, a, b = table.T, b, a
     if turn[a] < never:
