@@ -1,4 +1,4 @@
-"""Python's search for reference cycles, paused while nothing but long-lived records is made."""
+"""Python's search for reference cycles (its garbage collector), paused while only long-lived records are created."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_search_for_cycles() -> Iterator[None]:
-    """Without Python's collector: all that the block makes lives on, and looking through it again and again takes a third of the time."""
+    """Pause Python's collector: everything that the block creates stays alive, and scanning it repeatedly takes a third of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:

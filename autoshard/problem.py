@@ -1,12 +1,13 @@
-"""Pick one choice per node: the problem in numbers, its judge, and the contest's file format.
+"""Choose one of the choices of every node: the problem in numbers, the judge of its answers, and the contest's file format.
 
-    cost(x)    = sum_v c_v[x_v] + sum_(a,b) T_ab[x_a, x_b]                          -> evaluate
-    memory_t(x) = sum of bytes[x] over the usages with start <= t < end             -> usage_profile
+    cost(x)     = sum_v c_v[x_v] + sum_(a,b) T_ab[x_a, x_b]                                    -> evaluate
+    memory_t(x) = sum of bytes[x at the usage's ends] over the usages with start <= t < end     -> held, usage_profile
     minimise cost(x) subject to memory_t(x) <= usage_limit at every time t
 
-`inf` in c or T is a value and means forbidden. Parallel edges add up. A usage belongs to a node (bytes per choice) or to
-an edge (bytes per pair of choices: a copy that exists only where two layouts differ). Empty intervals use no memory.
-The file format is that of the ASPLOS/EuroSys 2025 contest (github.com/google/iopddl), where 1e18 stands for `inf`.
+`inf` in c or T is a value and means forbidden. The costs of parallel edges add up. The bytes of a usage depend on the choice of one node
+(a tensor), on the choices of both ends of an edge (a copy that exists only where two layouts differ), or on no choice. A usage whose
+interval is empty uses no memory. The file format is that of the ASPLOS/EuroSys 2025 contest (github.com/google/iopddl), in which 1e18
+stands for `inf`.
 """
 
 import json
@@ -24,19 +25,17 @@ from autoshard.reading import data_of
 from autoshard.writing import write_atomically
 
 CONTEST_FORBIDDEN = 1e18  # the contest's files write forbidden as a number
-
-
 FLOAT64 = np.dtype(np.float64)
 
 
 def _is_float64(array: object) -> bool:
-    """Usually so, and then cheaper to see than to convert: a deep model has a hundred thousand of these arrays."""
+    """Whether no conversion is needed, which is the usual case. The test is cheaper than a conversion: a deep model has 1e5 arrays."""
     return type(array) is np.ndarray and array.dtype is FLOAT64
 
 
 @dataclass(frozen=True, eq=False)
 class Edge:
-    """Cost of a pair of choices; equal tables should be one array, shared by reference."""
+    """The cost of each pair of choices of two nodes. Edges with equal tables should share one array."""
 
     a: int
     b: int
@@ -48,31 +47,35 @@ class Edge:
 
 
 @dataclass(frozen=True, eq=False)
-class NodeUsage:
-    """Bytes that a node's tensor holds while it is alive."""
+class Usage:
+    """Bytes that are in use for some time. The choices of the nodes `ends` decide how many; without ends they are constant."""
 
-    node: int
+    ends: tuple[int, ...]  # no node, one node, or the two ends of `edge` in its order
     start: int
-    end: int  # alive on [start, end)
-    bytes: np.ndarray  # per choice
+    end: int  # in use on [start, end)
+    bytes: np.ndarray  # one dim per end, indexed by its choice
+    edge: int | None = None  # the edge that the bytes are a copy for, where there are two ends
 
     def __post_init__(self) -> None:
         if not _is_float64(self.bytes):
             object.__setattr__(self, "bytes", np.asarray(self.bytes, dtype=np.float64))
 
+    def held(self, choice: Sequence[int] | np.ndarray) -> float:
+        """Bytes under a choice (an index per node of the problem)."""
+        return float(self.bytes[tuple([choice[v] for v in self.ends])])
 
-@dataclass(frozen=True, eq=False)
-class EdgeUsage:
-    """Bytes of the copy that an edge makes where its ends disagree."""
 
-    edge: int
-    start: int
-    end: int  # alive on [start, end)
-    bytes: np.ndarray  # shape of the edge's table
+def NodeUsage(node: int, start: int, end: int, bytes: np.ndarray) -> Usage:
+    """The usage of a node's tensor while it is alive, on [start, end): bytes per choice of the node."""
+    return Usage((node,), start, end, bytes)
 
-    def __post_init__(self) -> None:
-        if not _is_float64(self.bytes):
-            object.__setattr__(self, "bytes", np.asarray(self.bytes, dtype=np.float64))
+
+def EdgeUsage(edge: int, start: int, end: int, bytes: np.ndarray) -> Usage:
+    """The usage of the copy that an edge makes where its ends disagree, on [start, end): bytes in the shape of the edge's table.
+
+    The Problem that the usage becomes a part of adds the edge's ends.
+    """
+    return Usage((), start, end, bytes, edge)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,23 +85,51 @@ class Problem:
     names: tuple[str, ...]
     node_costs: tuple[np.ndarray, ...]  # seconds per choice
     edges: tuple[Edge, ...]
-    usages: tuple[NodeUsage | EdgeUsage, ...] = ()
+    usages: tuple[Usage, ...] = ()
     usage_limit: float | None = None  # bytes
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", tuple(self.names))
         object.__setattr__(self, "node_costs", tuple(np.asarray(c, dtype=np.float64) for c in self.node_costs))
         object.__setattr__(self, "edges", tuple(self.edges))
-        object.__setattr__(self, "usages", tuple(self.usages))
+        object.__setattr__(self, "usages", tuple(map(self._with_ends, self.usages)))
         _validate(self)
 
+    def _with_ends(self, usage: Usage) -> Usage:
+        if usage.edge is None or usage.ends or not 0 <= usage.edge < len(self.edges):
+            return usage
+        edge = self.edges[usage.edge]
+        return replace(usage, ends=(edge.a, edge.b))
+
     @cached_property
-    def _times(self) -> tuple[np.ndarray, np.ndarray]:
-        """Times at which a usage that is not empty begins or ends; and which of them, for all begins and then for all ends."""
-        live = [u for u in self.usages if u.start < u.end]
-        spans = np.array([[u.start for u in live], [u.end for u in live]], dtype=np.int64)
-        times, index = np.unique(spans.ravel(), return_inverse=True)
-        return times, index
+    def spans(self) -> np.ndarray:
+        """Start and end of every usage: two rows."""
+        return np.array([[u.start for u in self.usages], [u.end for u in self.usages]], dtype=np.int64)
+
+    @cached_property
+    def _times(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Times at which a nonempty usage begins or ends; the index of each usage's begin, then of each usage's end; and those usages."""
+        live = np.flatnonzero(self.spans[0] < self.spans[1])
+        times, index = np.unique(self.spans[:, live].ravel(), return_inverse=True)
+        return times, index, live
+
+    @cached_property
+    def _flat_usages(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The bytes of all usages in one array, equal arrays once; per usage where its bytes begin, its two ends, and a row's length.
+
+        An end that a usage lacks is -1: its choice counts as 0.
+        """
+        place: dict[int, int] = {}
+        arrays, rows, size = [np.zeros(0)], [], 0
+        for u in self.usages:
+            if id(u.bytes) not in place:
+                place[id(u.bytes)] = size
+                arrays.append(u.bytes.ravel())
+                size += u.bytes.size
+            a, b = (-1, -1, *u.ends)[-2:]
+            rows.append((place[id(u.bytes)], a, b, u.bytes.shape[-1] if a >= 0 else 0))
+        begins, a_ends, b_ends, widths = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+        return np.concatenate(arrays), begins, np.stack([a_ends, b_ends]), widths
 
 
 def _validate(problem: Problem) -> None:
@@ -129,24 +160,27 @@ def _validate(problem: Problem) -> None:
         raise ValueError(f"the usage limit is {problem.usage_limit}; expected zero or more bytes, or None for no limit")
 
 
-def _validate_usage(problem: Problem, k: int, usage: NodeUsage | EdgeUsage, seen: set[int]) -> None:
-    what, index, count = (
-        ("node", usage.node, len(problem.node_costs)) if isinstance(usage, NodeUsage) else ("edge", usage.edge, len(problem.edges))
-    )
-    if not 0 <= index < count:
-        raise ValueError(f"usage {k} belongs to {what} {index}, but {what}s are numbered 0 to {count - 1}")
-    shape = problem.node_costs[index].shape if isinstance(usage, NodeUsage) else problem.edges[index].table.shape
+def _validate_usage(problem: Problem, k: int, usage: Usage, seen: set[int]) -> None:
+    kind, index = ("edge", usage.edge) if usage.edge is not None else ("node", usage.ends[0] if usage.ends else None)
+    count = len(problem.node_costs if kind == "node" else problem.edges)
+    if index is not None and not 0 <= index < count:
+        raise ValueError(f"usage {k} belongs to {kind} {index}, but {kind}s are numbered 0 to {count - 1}")
+    edge = None if usage.edge is None else problem.edges[usage.edge]
+    if len(usage.ends) > 1 if edge is None else usage.ends != (edge.a, edge.b):
+        expected = f"those of edge {usage.edge}, {edge.a} and {edge.b}" if edge is not None else "one, or the edge that they belong to"
+        raise ValueError(f"usage {k} has the ends {', '.join(map(str, usage.ends))}; expected {expected}")
+    shape = edge.table.shape if edge is not None else problem.node_costs[index].shape if index is not None else ()
     if usage.bytes.shape != shape:
-        raise ValueError(f"usage {k} of {what} {index} has bytes of shape {usage.bytes.shape}; expected {shape}")
+        raise ValueError(f"usage {k} of {kind} {index} has bytes of shape {usage.bytes.shape}; expected {shape}")
     if id(usage.bytes) not in seen:
-        _check_values(usage.bytes, f"the bytes of usage {k} ({what} {index})", seen, infinite=False)
+        _check_values(usage.bytes, f"the bytes of usage {k} ({kind} {index})", seen, infinite=False)
 
 
 def _check_values(array: np.ndarray, what: str, seen: set[int], *, infinite: bool) -> None:
     seen.add(id(array))
     if array.size and not (array.min() >= (-np.finfo(float).max if infinite else 0.0)):  # NaN fails too
-        found, expected = ("-inf", "finite or inf") if infinite else ("a negative number", "0 or more")
-        raise ValueError(f"{what} hold NaN or {found}; expected {expected}")
+        wrong, expected = ("-inf", "finite or inf") if infinite else ("a negative number", "0 or more")
+        raise ValueError(f"{what} hold NaN or {wrong}; expected {expected}")
     if not infinite and array.size and not math.isfinite(array.max()):
         raise ValueError(f"{what} hold inf; expected finite bytes (forbid a choice with an infinite cost)")
 
@@ -164,8 +198,16 @@ class Evaluation:
 
 
 def without_limit(problem: Problem) -> Problem:
-    """The problem, memory set aside."""
+    """The problem without its memory limit."""
     return problem if problem.usage_limit is None else replace(problem, usage_limit=None)
+
+
+def anchored(problem: Problem) -> Problem:
+    """The problem in which constant bytes are bytes of the first node, equal for all its choices: solvers need no third kind of usage."""
+    if not problem.node_costs or all(u.ends for u in problem.usages):
+        return problem
+    shape = problem.node_costs[0].shape
+    return replace(problem, usages=tuple(u if u.ends else replace(u, ends=(0,), bytes=np.full(shape, u.bytes)) for u in problem.usages))
 
 
 def evaluate(problem: Problem, choice: Sequence[int] | np.ndarray) -> Evaluation:
@@ -173,15 +215,10 @@ def evaluate(problem: Problem, choice: Sequence[int] | np.ndarray) -> Evaluation
 
     choice: an index per node, in the order of the problem's nodes. ValueError on too few or too many, and on an index out of range.
     """
-    if len(choice) != len(problem.node_costs):
-        raise ValueError(f"the answer has {len(choice)} entries, but the problem has {len(problem.node_costs)} nodes")
-    x = [int(i) for i in choice]
-    for v, (i, c) in enumerate(zip(x, problem.node_costs, strict=True)):
-        if not 0 <= i < len(c):
-            raise ValueError(f"the answer takes choice {i} of node {v} ({problem.names[v]}), which has choices 0 to {len(c) - 1}")
+    x = _checked(problem, choice)
     node_cost = math.fsum(c[i] for i, c in zip(x, problem.node_costs, strict=True))
     edge_cost = math.fsum(e.table[x[e.a], x[e.b]] for e in problem.edges)
-    times, profile = usage_profile(problem, x)
+    times, profile = _profile(problem, x)
     at = int(profile.argmax()) if len(profile) else 0
     peak, peak_time = (float(profile[at]), int(times[at])) if len(profile) else (0.0, 0)
     fits = problem.usage_limit is None or peak <= problem.usage_limit
@@ -193,23 +230,36 @@ def usage_profile(problem: Problem, choice: Sequence[int] | np.ndarray) -> tuple
 
     choice: as for `evaluate`.
     """
-    times, index = problem._times
-    held = np.array([held_by(problem, u, choice) for u in problem.usages if u.start < u.end], dtype=np.float64)
+    return _profile(problem, _checked(problem, choice))
+
+
+def _profile(problem: Problem, choice: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    times, index, live = problem._times
+    amounts = held(problem, choice)[live]
     delta = np.zeros(len(times))
-    np.add.at(delta, index, np.concatenate([held, -held]))
+    np.add.at(delta, index, np.concatenate([amounts, -amounts]))
     return times, np.cumsum(delta)
 
 
-def held_by(problem: Problem, usage: NodeUsage | EdgeUsage, choice: Sequence[int] | np.ndarray) -> float:
-    """Bytes of one usage under a choice."""
-    if isinstance(usage, NodeUsage):
-        return float(usage.bytes[choice[usage.node]])
-    edge = problem.edges[usage.edge]
-    return float(usage.bytes[choice[edge.a], choice[edge.b]])
+def held(problem: Problem, choice: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Bytes of every usage under a choice of valid indices."""
+    flat, begins, ends, widths = problem._flat_usages
+    a, b = np.append(choice, 0).astype(np.int64)[ends]  # the last entry is the choice of an end that is missing
+    return flat[begins + a * widths + b]
+
+
+def _checked(problem: Problem, choice: Sequence[int] | np.ndarray) -> list[int]:
+    if len(choice) != len(problem.node_costs):
+        raise ValueError(f"the answer has {len(choice)} entries, but the problem has {len(problem.node_costs)} nodes")
+    x = [int(i) for i in choice]
+    for v, (i, c) in enumerate(zip(x, problem.node_costs, strict=True)):
+        if not 0 <= i < len(c):
+            raise ValueError(f"the answer takes choice {i} of node {v} ({problem.names[v]}), which has choices 0 to {len(c) - 1}")
+    return x
 
 
 def read_contest(path: str | os.PathLike[str]) -> Problem:
-    """Read a contest instance (.json or .json.gz); a ValueError says in one sentence what is wrong with the file."""
+    """The Problem of a contest instance (.json or .json.gz). ValueError in one sentence where the file is not one."""
     problem = data_of(path, "problem")["problem"]
     nodes, edges = problem["nodes"], problem["edges"]
     intervals, costs, usages = nodes["intervals"], nodes["costs"], nodes["usages"]
@@ -221,7 +271,7 @@ def read_contest(path: str | os.PathLike[str]) -> Problem:
         raise ValueError(f"{path} has {len(ends)} edges and {len(tables)} edge cost tables; expected as many of each")
     try:
         return _contest_problem(intervals, costs, usages, ends, tables, problem.get("usage_limit"))
-    except (ValueError, OverflowError) as error:  # the latter: whole numbers beyond a float
+    except (ValueError, OverflowError) as error:  # the latter: integers beyond a float
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -239,7 +289,7 @@ def _contest_problem(intervals: list, costs: list, usages: list, ends: list, tab
     node_costs = [array(c, (len(c),)) for c in costs]
     num_nodes, edges = len(costs), []
     for k, (pair, table) in enumerate(zip(ends, tables, strict=True)):
-        bad = [v for v in pair if type(v) is not int or v >= num_nodes]  # 1.0 is whole to a schema
+        bad = [v for v in pair if type(v) is not int or v >= num_nodes]  # a schema counts 1.0 as an integer
         if bad:
             raise ValueError(f"edge {k} names node {bad[0]}, but nodes are numbered 0 to {num_nodes - 1}")
         t = array(table, tuple(len(costs[v]) for v in pair))
@@ -252,13 +302,13 @@ def _contest_problem(intervals: list, costs: list, usages: list, ends: list, tab
         if len(b) != len(costs[v]):
             raise ValueError(f"node {v} has {len(costs[v])} costs and {len(b)} usages; expected as many of each")
         if interval[0] < interval[1]:
-            items.append(NodeUsage(v, int(interval[0]), int(interval[1]), np.array(b, dtype=np.float64)))
+            items.append(Usage((v,), int(interval[0]), int(interval[1]), np.array(b, dtype=np.float64)))
     names = tuple(str(v) for v in range(len(costs)))
     return Problem(names, tuple(node_costs), tuple(edges), tuple(items), None if limit is None else float(limit))
 
 
 class _Answered(Protocol):
-    """The part of the solvers' Answer that a file holds; solvers import this module, so it can't be named here."""
+    """The fields of the solvers' Answer that a file holds. The class itself can't be named here: its module imports this one."""
 
     @property
     def choice(self) -> tuple[int, ...] | None: ...
@@ -271,7 +321,7 @@ class _Answered(Protocol):
 
 
 def write_choice(path: str | os.PathLike[str], answer: _Answered) -> None:
-    """Write an Answer's choice, cost, bound and status as JSON, whole or not at all (a temporary file, then renamed)."""
+    """Write an Answer's choice, cost, bound and status as JSON: all of it or nothing (a temporary file, which is then renamed)."""
     record = {
         "choice": None if answer.choice is None else [int(i) for i in answer.choice],
         "cost": _finite(answer.cost),

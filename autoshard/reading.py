@@ -1,6 +1,6 @@
-"""The one door for files from outside: what gets through has the types that the rest of autoshard counts on.
+"""The one entrance for files from outside: whatever passes has the types on which the rest of autoshard relies.
 
-    content    a regular file, no larger than its format allows; gzip unpacked up to the same size     (`content_of`)
+    content    a regular file, no larger than its format allows; gzip is unpacked up to the same size  (`content_of`)
     text       UTF-8 without NUL; CSV as rows                                                          (`text_of`, `rows_of`)
     data       JSON, checked in this order:                                                            (`data_of`)
                sound      at most 64 levels deep, every number finite and within 64 bits, no text with NUL or half a character
@@ -8,7 +8,7 @@
 
 Every refusal is a ValueError of one sentence that begins with the file's name. A contest's instance of 70 MB is read in 2.2 s, of which the
 schema takes 0.1 s (one core): jsonschema-rs was chosen for that; jsonschema takes 300 times as long, fastjsonschema 50 times.
-Problems are not walked value by value for soundness: their schema leaves nothing but numbers in the lists that are read.
+The values of problems are not checked for soundness one by one: their schema allows only numbers in the lists that are read.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from pathlib import Path
 from typing import Any
 
 DEEPEST = 64  # levels of lists and objects; our own files have about ten
-MOST_VALUES = 8_000_000  # in one file, shared ones of a pickle counted as often as they stand there; a plan has 10 bytes per value
-WHOLE_NUMBERS = 2**63
-SHOWN = 80  # characters of what was found
+MOST_VALUES = 8_000_000  # in one file, where a shared value of a pickle counts once per reference; a plan has 10 bytes per value
+MOST_INTEGER = 2**63
+SHOWN = 80  # characters of a wrong value
 SCHEMAS = Path(__file__).with_name("schemas")
 
 
 @dataclass(frozen=True)
 class Format:
-    """How large a kind of file may be, and how it is called in sentences."""
+    """The largest size of a kind of file, and its names in sentences."""
 
     name: str  # "a plan"
     expected: str  # ends the sentence "expected ..."
-    most_bytes: int  # of the file; of what a gzip file unpacks to
-    schema: str = ""  # schemas/<schema>.json; none where others define the format
+    most_bytes: int  # of the file, after unpacking
+    schema: str = ""  # schemas/<schema>.json; empty where other projects define the format
 
 
 MB = 10**6
@@ -52,7 +52,7 @@ FORMATS = {
     "problem": Format(
         "a problem", "a contest instance, problem.nodes and problem.edges, as JSON or gzipped JSON named .gz", 1000 * MB, "problem.1"
     ),
-    # inside a plan, packed: autoshard/planning/keeping.py
+    # part of a plan, packed: autoshard/planning/keeping.py
     "layouts": Format("packed layouts", "rows of inputs, outputs and hubs, and results", 100 * MB, "layouts.1"),
     "cluster": Format("a measured cluster", "what `autoshard calibrate measure --out` wrote", 64 * MB, "cluster.1"),
     "curves": Format("a file of curves", "what `autoshard calibrate fit --out` wrote", 64 * MB, "curves.1"),
@@ -73,10 +73,10 @@ FORMATS = {
 
 
 def content_of(path: str | os.PathLike[str], kind: str) -> bytes:
-    """The bytes of a regular file. ValueError where there is none, or where it is something else or larger than its format allows."""
+    """The bytes of a regular file. ValueError where it doesn't exist, is something else, or is larger than its format allows."""
     form = FORMATS[kind]
     try:
-        mode = os.stat(path).st_mode  # before it is opened: a pipe would wait for its writer, and opening a device can do something
+        mode = os.stat(path).st_mode  # before it is opened: a pipe would wait for its writer, and opening a device can have effects
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"there is no file {path}; expected {form.expected}") from None
     except ValueError:  # a NUL in the name
@@ -96,7 +96,7 @@ def _kind_of_file(mode: int) -> str:
 
 
 def _unpacked(content: bytes, path: str | os.PathLike[str], form: Format) -> bytes:
-    """What a gzip file holds, all its members; never more than the format allows is unpacked."""
+    """The content of all members of a gzip file; never more than the format allows is unpacked."""
     parts, left = [], form.most_bytes + 1
     while content.strip(b"\0"):  # gzip may be padded with zeros
         stream = zlib.decompressobj(wbits=31)
@@ -119,7 +119,7 @@ def _unpacked(content: bytes, path: str | os.PathLike[str], form: Format) -> byt
 
 
 def text_of(path: str | os.PathLike[str], kind: str) -> str:
-    """The text of a regular file, UTF-8 with or without its mark. ValueError where it is no text."""
+    """The text of a regular file, UTF-8 with or without a byte order mark. ValueError where it is no text."""
     try:
         text = content_of(path, kind).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -130,8 +130,8 @@ def text_of(path: str | os.PathLike[str], kind: str) -> str:
 
 
 def rows_of(text: str, path: str | os.PathLike[str]) -> tuple[list[str], list[tuple[int, dict]]]:
-    """The header of a CSV text, and each row with its line, texts by column. Under the key None are fields that the header lacks, None is
-    the value of a field that the row lacks. ValueError where it is no CSV."""
+    """The header of a CSV text, and each row as its line number and its texts by column. Surplus fields of a row are under the key None;
+    a field that the row lacks is None. ValueError where it is no CSV."""
     reader = csv.DictReader(io.StringIO(text), skipinitialspace=True)
     try:
         header = list(reader.fieldnames or ())
@@ -144,13 +144,13 @@ def rows_of(text: str, path: str | os.PathLike[str]) -> tuple[list[str], list[tu
 
 
 def data_of(path: str | os.PathLike[str], kind: str) -> Any:
-    """The JSON of a file, sound and as the format's schema says. ValueError in one sentence where it isn't."""
+    """The JSON of a file, sound and according to the format's schema. ValueError in one sentence where it isn't."""
     data = parsed(content_of(path, kind), path, kind)
     return checked(data, path, kind)
 
 
 def parsed(content: bytes | str, path: str | os.PathLike[str], kind: str) -> Any:
-    """JSON as plain data that is sound; nothing is known about its keys. ValueError where it can't be read."""
+    """JSON as plain data that is sound; its keys are not checked. ValueError where it can't be read."""
     expected = FORMATS[kind].expected
     if not content.strip():
         raise ValueError(f"{path} is empty; expected {expected}")
@@ -158,8 +158,9 @@ def parsed(content: bytes | str, path: str | os.PathLike[str], kind: str) -> Any
         text = content if isinstance(content, str) else content.decode("utf-8-sig")
         data = json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
-        cut = "ends early" if error.pos >= len(error.doc.rstrip()) - 1 else f"is no sound JSON at line {error.lineno}, column {error.colno}"
-        raise ValueError(f"{path} {cut} ({error.msg}); expected {expected}, so copy it or write it again") from None
+        early = error.pos >= len(error.doc.rstrip()) - 1
+        wrong = "ends early" if early else f"is no sound JSON at line {error.lineno}, column {error.colno}"
+        raise ValueError(f"{path} {wrong} ({error.msg}); expected {expected}, so copy it or write it again") from None
     except (ValueError, RecursionError) as error:  # not UTF-8, a number of thousands of digits, or nested without end
         raise ValueError(f"{path} is no sound JSON ({_short(error)}); expected {expected}, so copy it or write it again") from None
     if kind != "problem":
@@ -172,24 +173,24 @@ def _refuse_constant(name: str) -> object:
 
 
 def check_sound(data: object, path: str | os.PathLike[str], also: type | tuple[type, ...] = ()) -> None:
-    """ValueError where the data is too deep or too much, or holds a number or a text that nothing else could hold. Each value counts as
-    often as it stands there: a pickle can name one a thousand times.
+    """ValueError where the data is too deep or too large, or holds a number or a text that JSON files in UTF-8 can't hold. A value counts
+    once per reference: a pickle can refer to one value a thousand times.
 
-    also: a type of objects that are let through, their fields looked at as an object's.
+    also: a type of objects that are allowed; their fields are checked like those of a JSON object.
     """
     count = 0
     for item, depth in _values(data, also):
         count += 1
         if count > MOST_VALUES or depth > DEEPEST:
-            found = f"{DEEPEST} levels" if depth > DEEPEST else f"{MOST_VALUES} values"
-            raise ValueError(f"{path} holds more than {found} of lists and objects; expected fewer, so write the file again")
+            most = f"{DEEPEST} levels" if depth > DEEPEST else f"{MOST_VALUES} values"
+            raise ValueError(f"{path} holds more than {most} of lists and objects; expected fewer, so write the file again")
         why = _why_unsound(item, also)
         if why:
             raise ValueError(f"{path} holds {why}, so write the file again")
 
 
 def _values(data: object, also: type | tuple[type, ...]) -> Iterator[tuple[object, int]]:
-    """Every value and key with its depth; not recursive, since it is the depth that is in question."""
+    """Every value and key with its depth; not recursive, since the depth is what is being checked."""
     waiting: list[tuple[object, int]] = [(data, 0)]
     while waiting:
         item, depth = waiting.pop()
@@ -214,17 +215,17 @@ def _why_unsound(item: object, also: type | tuple[type, ...]) -> str:
     if isinstance(item, float):
         return "" if math.isfinite(item) else "a number too large for a float; expected finite numbers"
     if isinstance(item, int):
-        return "" if abs(item) < WHOLE_NUMBERS else "a whole number of more than 64 bits; expected smaller ones"
+        return "" if abs(item) < MOST_INTEGER else "a whole number of more than 64 bits; expected smaller ones"
     return f"a {type(item).__name__}; expected objects, lists, text and numbers"
 
 
 def checked(data: Any, path: str | os.PathLike[str], kind: str) -> Any:
-    """The same data, as the format's schema says. ValueError that names the place and what was found there."""
+    """The same data, if it follows the format's schema; else a ValueError that names the place and the value there."""
     form = FORMATS[kind]
     try:
         first = islice(_validator(form.schema).iter_errors(data), 100)
-        error = min(first, key=lambda error: error.instance_path != ["format"], default=None)  # of another format, that is what to say
-    except ValueError as why:  # what isn't JSON: a record of a pickle, keys that are no text; or nested too deep
+        error = min(first, key=lambda error: error.instance_path != ["format"], default=None)  # a wrong format is reported first
+    except ValueError as why:  # not JSON: a record of a pickle, or keys that are no text; or too deep
         raise ValueError(f"{path} is not {form.name}: {_short(why)}; expected {form.expected}") from None
     if error is None:
         return data
@@ -233,7 +234,7 @@ def checked(data: Any, path: str | os.PathLike[str], kind: str) -> Any:
 
 
 def _message(error: Any) -> str:
-    """What the schema says, in words that follow the name of the place, without long values."""
+    """The schema's complaint, in words that follow the name of the place, without long values."""
     if type(error.instance) is float and not math.isfinite(error.instance):
         return "has a number too large for a float"
     if error.kind.name == "required":
@@ -248,7 +249,7 @@ def _message(error: Any) -> str:
 
 @cache
 def _validator(schema: str) -> Any:
-    import jsonschema_rs  # here: reading text or an old plan doesn't need it
+    import jsonschema_rs  # here: text and old plans are read without it
 
     schemas = {path.name: json.loads(path.read_text()) for path in SCHEMAS.glob("*.json")}
     registry = jsonschema_rs.Registry(list(schemas.items()))

@@ -1,4 +1,4 @@
-"""SI numbers as people read them: 1.23 ms, 4.5 GB, 300 GB/s."""
+"""SI numbers as text for people: 1.23 ms, 4.5 GB, 300 GB/s."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def _scaled(value: float | None, units: tuple[tuple[float, str], ...]) -> str:
         return "-"
     if value == 0:
         return "0"
-    scale, unit = next((unit for unit in units if abs(value) >= unit[0] * 0.9995), units[-1])  # 0.9996 ms is said as 1 ms
+    scale, unit = next((unit for unit in units if abs(value) >= unit[0] * 0.9995), units[-1])  # 0.9996 ms is printed as 1 ms
     return f"{_three(value / scale)} {unit}"
 
 
 def _three(value: float) -> str:
-    """Three significant digits, whole above 100; no exponent below a million."""
+    """Three significant digits; no decimals above 100, no exponent below a million."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.0f}%" if whole else "-"
+def percent(part: float, total: float) -> str:
+    return f"{100 * part / total:.0f}%" if total else "-"

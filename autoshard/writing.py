@@ -1,4 +1,7 @@
-"""Files that appear whole or not at all; what isn't a file, such as a device or a pipe, is written into and stays what it is."""
+"""Files that are written completely or not at all.
+
+What isn't a file, such as a device or a pipe, is written into and stays what it is.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from pathlib import Path
 
 
 @contextmanager
-def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary file, with the ending of `path`: what the block wrote there becomes the content of `path` when the block ends well.
+def replacement(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary file with the suffix of `path`. Its content becomes the content of `path` when the block ends without an exception.
 
-        with whole("plot.png") as beside:
+        with replacement("plot.png") as beside:
             figure.savefig(beside)
 
-    A file is replaced, a link stays and its target is replaced, a device or a pipe gets the content. OSError where `path` is a folder,
-    something that is never a file, or lies in no folder. A block that raises leaves what there was before, and nothing else.
+    A file is replaced, a link stays and its target is replaced, a device or a pipe gets the content. OSError where `path` is a folder or
+    something else that is never a file, or where its folder doesn't exist. After an exception in the block everything is as it was before.
     """
     path = destination(path)
     through = is_stream(path)
@@ -39,13 +42,13 @@ def whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_atomically(content: str | bytes, path: str | os.PathLike[str]) -> None:
-    """Write text (UTF-8) or bytes whole or not at all; OSError where that can't be."""
-    with whole(path) as beside:
+    """Write text (UTF-8) or bytes, completely or not at all; OSError where that is impossible."""
+    with replacement(path) as beside:
         beside.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def destination(path: str | os.PathLike[str]) -> Path:
-    """The file that a write to `path` replaces or begins, links followed; or the device or pipe that gets it. OSError where none can be."""
+    """The file that a write to `path` replaces or creates, after links; or the device or pipe that is written to. OSError if impossible."""
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; give the name of a file to write")
@@ -54,23 +57,23 @@ def destination(path: str | os.PathLike[str]) -> Path:
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is neither a file nor a pipe; give the name of a file to write")
     target = Path(os.path.realpath(path))
-    if target.is_symlink():  # what remains unresolved is a circle
+    if target.is_symlink():  # a link that can't be resolved is a cycle
         raise OSError(f"{path} is a link to itself; give the name of a file to write")
     if not target.parent.is_dir():
-        said = path if target == path.absolute() else target
-        raise FileNotFoundError(f"there is no folder {said.parent}; make it first")
+        named = path if target == path.absolute() else target
+        raise FileNotFoundError(f"there is no folder {named.parent}; make it first")
     return target
 
 
 def is_stream(path: Path) -> bool:
-    """A pipe, a device of characters such as /dev/null, or a file that the process already has open, by its number (/dev/stdout)."""
+    """Whether this is a pipe, a character device such as /dev/null, or a file that the process has open, by its number (/dev/stdout)."""
     if os.path.realpath(path.parent).startswith("/proc/") or (path.is_symlink() and os.readlink(path).startswith("/proc/")):
         return path.exists()
     return path.is_fifo() or path.is_char_device()
 
 
 def _pour(source: Path, path: Path) -> None:
-    """Write through: never a new file, and an error where nobody reads a pipe."""
+    """Write to a pipe or a device: no file is created, and a pipe without a reader is an error."""
     try:
         handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_APPEND)
     except OSError as error:

@@ -3,12 +3,12 @@
     python benchmarks/limited.py [DIR] [--only NAME ...] [--large] [--time-limit 15] [--json]
     python benchmarks/limited.py --only gpt2 --time-limit 5
 
-DIR holds the models' files (default: models/). A case is a model, a mesh, blocks that are recomputed, and its limit: bytes per device, or
-a part of what its fastest plan holds. One process per case, on one core with one thread, solves the same problem twice from the same
-start: `with` as `plan` does (autoshard/solvers/limited.py, then auto), `without` by auto alone. Seconds are CPU seconds of the solver, and
-so is --time-limit; capture and formulation are left out. --large is Llama-3 70B on 8x8 with 20 of its 80 blocks recomputed, in 80 GB,
-60 s each. `to 1 %`: when the answer was proven to be within that of the best. A row fails where the bound of one is above the other's
-cost, where the gap of `with` is above what the case allows, or above that of `without` by more than 0.1 %.
+DIR holds the models' files (default: models/). A case is a model, a mesh, blocks that are recomputed, and its limit: bytes per device, or a
+part of what its fastest plan holds. One process per case, on one core with one thread, solves the same problem twice from the same start:
+`with` as `plan` does (the solver auto), `without` by the second half of auto alone (autoshard/solvers/settle.py). Seconds are CPU seconds
+of the solver, and so is --time-limit; capture and formulation are left out. --large is Llama-3 70B on 8x8 with 20 of its 80 blocks
+recomputed, in 80 GB, 60 s each. `to 1 %`: when the answer was proven to be within that of the best. A row fails where the bound of one is
+above the other's cost, where the gap of `with` is above what the case allows, or above that of `without` by more than 0.1 %.
 """
 
 # ruff: noqa: E402  (its own folder has to leave sys.path first)
@@ -47,15 +47,15 @@ ROUNDING = 1e-9  # relative
 
 @dataclass(frozen=True)
 class Alone:
-    """auto as it would be without prices: `solve` puts those before its own Auto only."""
+    """auto without the search over prices that comes first under a limit."""
 
     time_limit: float | None = None
     gap: float | None = None
 
     def run(self, problem, incumbent) -> None:
-        from autoshard.solvers import Auto
+        from autoshard.solvers.settle import reduce_and_settle
 
-        Auto().run(problem, incumbent)
+        reduce_and_settle(problem, incumbent)
 
 
 def compare(case: dict, folder: str, time_limit: float) -> dict:

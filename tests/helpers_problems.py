@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from autoshard.problem import Edge, EdgeUsage, NodeUsage, Problem
+from autoshard.problem import Edge, EdgeUsage, NodeUsage, Problem, Usage
 
 
 def random_problem(seed: int, *, most_nodes: int = 6, most_choices: int = 4, most_answers: int = 20000) -> Problem:
@@ -39,7 +39,7 @@ def random_problem(seed: int, *, most_nodes: int = 6, most_choices: int = 4, mos
     def amounts(shape: tuple[int, ...]) -> np.ndarray:
         return rng.integers(0, 12, shape).astype(float) if whole else rng.uniform(0, 5, shape).round(3)
 
-    usages: list[NodeUsage | EdgeUsage] = []
+    usages: list[Usage] = []
     for v in range(n):
         for _ in range(rng.integers(0, 4)):
             start = int(rng.integers(0, 12))

@@ -16,7 +16,7 @@ from autoshard.layout import has_partial, is_legal, local_shape, parse, replicat
 from autoshard.mesh import Mesh
 from autoshard.planning.describe import layouts_of, results_of
 from autoshard.planning.plan import Options, allowed_by_pins
-from autoshard.problem import EdgeUsage, NodeUsage, evaluate
+from autoshard.problem import evaluate
 from autoshard.routes import Routes
 from autoshard.solvers import solve
 from autoshard.strategies import candidates, internal_collectives
@@ -235,8 +235,8 @@ def unary(name: str, target: str, source, *, alias=None, args=()) -> Op:
 def usages(f: Formulation, name: str) -> list[tuple]:
     """(start, end, largest bytes) of what belongs to a node, and to the edges that lead to it."""
     node = f.problem.names.index(name)
-    own = [(u.start, u.end, u.bytes.max()) for u in f.problem.usages if isinstance(u, NodeUsage) and u.node == node]
-    edges = [u for u in f.problem.usages if isinstance(u, EdgeUsage) and f.problem.edges[u.edge].b == node]
+    own = [(u.start, u.end, u.bytes.max()) for u in f.problem.usages if u.ends == (node,)]
+    edges = [u for u in f.problem.usages if u.edge is not None and u.ends[1] == node]
     return [*own, *(("edge", u.start, u.end, u.bytes.max()) for u in edges)]
 
 
@@ -262,7 +262,7 @@ def test_a_hub_of_a_parameter_is_a_copy_that_lives_as_long_as_it_is_read():
     assert usages(f, "w") == [(0, 5, 256)]
     assert usages(f, "w.0 (hub)")[:1] == [("edge", 1, 4, 256)]  # nothing where its layout is the parameter's
     assert usages(f, "w.0 (hub)")[1:] == [("edge", 1, 2, 256)]  # the buffers of the dearest route, while the copy is made
-    edge = next(u for u in f.problem.usages if isinstance(u, EdgeUsage) and f.problem.names[f.problem.edges[u.edge].b] == "w.0 (hub)")
+    edge = next(u for u in f.problem.usages if u.edge is not None and f.problem.names[u.ends[1]] == "w.0 (hub)")
     gives, takes = f.candidates.of[0], f.hub_layouts[0, 0]
     for i, c in enumerate(gives):
         for j, layout in enumerate(takes):
@@ -302,7 +302,7 @@ def test_a_gradient_is_held_from_its_making_to_the_end_in_the_parameters_layout(
         X, W, unary("g", "exp", (0, 0)), unary("h", "exp", (0, 0)), results=(Result("gradient", "w", (2, 0)), Result("output", "0", (3, 0)))
     )
     node = f.problem.names.index("w")
-    held = [(kind, u) for kind, u in zip(f.held, f.problem.usages, strict=True) if isinstance(u, NodeUsage) and u.node == node]
+    held = [(kind, u) for kind, u in zip(f.held, f.problem.usages, strict=True) if u.ends == (node,)]
     own = {kind: (u.start, u.end, u.bytes.max()) for kind, u in held}
     assert own == {"gradients": (3, 5, 256), "optimizer_state": (0, 5, 2 * 256), "parameters": (0, 5, 256)}
     link = next(link for link in f.tensor_edges if link.value == (2, 0))

@@ -14,9 +14,9 @@ from autoshard.planning.options import Options
 from autoshard.planning.plan import formulate_for
 from autoshard.planning.refusal import PATIENCE, searched_seconds
 from autoshard.problem import evaluate
-from autoshard.solvers import Status, auto, certificate, solve
-from autoshard.solvers.certificate import hopeless, level, refute, without_prices
+from autoshard.solvers import Status, infeasibility, settle, solve
 from autoshard.solvers.incumbent import Incumbent, Record
+from autoshard.solvers.infeasibility import hopeless, level, refute, without_costs
 from autoshard.strategies import candidates
 from autoshard.tables import plan_tables
 from autoshard.tables.plan import MOST_DEVICES as MOST_OF_TABLES
@@ -35,7 +35,7 @@ def formulated():
 @cache
 def leveled() -> tuple[float, float]:
     """Below the first nothing fits, something does at the second."""
-    low, high, choice = level(replace(without_prices(formulated()[1].problem), usage_limit=None), lambda: 0.0, 1.0)
+    low, high, choice = level(replace(without_costs(formulated()[1].problem), usage_limit=None), lambda: 0.0, 1.0)
     assert choice is not None
     return low, high
 
@@ -44,14 +44,14 @@ def leveled() -> tuple[float, float]:
 def test_a_hopeless_limit_is_refused_without_a_search(monkeypatch, share):
     problem = replace(formulated()[1].problem, usage_limit=share * leveled()[0])
     assert hopeless(problem)
-    monkeypatch.setattr(certificate.Auto, "run", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr(infeasibility, "reduce_and_settle", lambda *_: pytest.fail("searched"))
     monkeypatch.setattr(sys.modules["autoshard.solvers.solve"], "explain_infeasible", lambda *_: None)
     assert solve(problem).status is Status.INFEASIBLE
 
 
 def test_a_limit_just_too_small_is_refused_by_prices_on_bytes_alone(monkeypatch):
     problem = replace(formulated()[1].problem, usage_limit=0.97 * leveled()[0])
-    monkeypatch.setattr(auto, "branch", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr(settle, "branch", lambda *_: pytest.fail("searched"))
     incumbent = Incumbent(problem, Record(problem, math.inf, 0.0, lambda: 0.0))
     refute(problem, incumbent)
     assert incumbent.bound == math.inf and incumbent.choice is None

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.problem import Edge, EdgeUsage, Evaluation, NodeUsage, Problem, evaluate
-from autoshard.solvers import Answer, Status, cutting, limited, solve
-from autoshard.solvers.pricing import Line
-from autoshard.solvers.times import binding_rows, held, load
+from autoshard.problem import Edge, EdgeUsage, Evaluation, NodeUsage, Problem, Usage, evaluate, held
+from autoshard.solvers import Answer, Status, price_search, solve, split
+from autoshard.solvers.binding_times import binding_rows, load
+from autoshard.solvers.lagrangian import Line
 from tests.helpers_problems import random_problem
 
 ROOT = Path(__file__).parent.parent
@@ -50,7 +50,7 @@ def shaped(shape: str, copies: bool, seed: int) -> Problem:
     tables = [tables[k % 3] for k in range(len(ends))] if alike else tables
     own = [rng.integers(0, 9, s).astype(float) for s in sizes]
     own = [own[v % 2] for v in range(count)] if alike else own
-    usages: list[NodeUsage | EdgeUsage] = []
+    usages: list[Usage] = []
     for v in range(count):
         amounts = np.sort(rng.integers(0, 12, sizes[v]))[np.argsort(np.argsort(-own[v]))].astype(float)  # what is faster holds more
         end = 2 * count - v if alike else int(rng.integers(v + 1, 2 * count))
@@ -218,7 +218,7 @@ def test_the_check_sees_planted_faults(plant):
     ("where", "name", "planted"),
     [
         (Line, "at", lambda line, limit: line.intercept),  # the bytes that are allowed were priced, too
-        (limited, "tell", lambda pricing, incumbent, limit: (TELL(pricing, incumbent, limit), incumbent.close())),  # as if it were proven
+        (price_search, "report", lambda lagrangian, incumbent, limit: (REPORT(lagrangian, incumbent, limit), incumbent.close())),
     ],
     ids=["line", "proof"],
 )
@@ -235,7 +235,7 @@ def test_a_planted_bound_is_seen(where, name, planted, monkeypatch):
     assert seen > len(problems) / 4
 
 
-TELL = limited.tell
+REPORT = price_search.report
 
 
 # -- layers that repeat ----------------------------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ def test_many_layers_are_proven_to_a_small_gap(share):
 def test_without_the_cut_one_part_that_couples_all_layers_is_all_or_nothing(monkeypatch):
     problem = replace(layers(60), usage_limit=528.0)
     whole = solve(problem, solver="prices")
-    monkeypatch.setattr(limited, "cut", lambda *_: None)
+    monkeypatch.setattr(price_search, "split", lambda *_: None)
     corner = solve(problem, solver="prices")
     assert whole.gap < 0.01 and corner.gap > 0.1 and corner.bound == pytest.approx(whole.bound)
 
@@ -311,7 +311,7 @@ def test_without_exchange_there_are_only_the_corners(monkeypatch):
     problem = Problem(tuple(f"w{v}" for v in range(60)), (WEIGHTS[0],) * 60, (), alone, 400.0)
     exchanged = solve(problem, solver="prices")
     assert exchanged.cost == 155.0 and exchanged.gap <= 1e-8  # 25 layers of 9 bytes and 2 s, 35 of 5 bytes and 3 s
-    monkeypatch.setattr(limited, "fill", lambda *_: None)
+    monkeypatch.setattr(price_search, "fill", lambda *_: None)
     assert solve(problem, solver="prices").gap > 0.1
 
 
@@ -325,7 +325,7 @@ def test_what_lies_on_the_way_is_what_evaluate_says(shape, copies):
         peaks = list(range(len(rows.times)))
         for x, y in zip(map(np.array, allowed), map(np.array, reversed(allowed))):
             way = np.random.default_rng(seed).permutation(np.flatnonzero(x != y))[: 4 if seed % 2 else None]
-            cost, bytes_ = cutting._along(problem, rows, peaks, x, y, way)
+            cost, bytes_ = split._along(problem, rows, peaks, x, y, way)
             for t in range(len(way)):
                 mixed = x.copy()
                 mixed[way[: t + 1]] = y[way[: t + 1]]
@@ -338,7 +338,7 @@ def test_layers_are_cut_between_layers():
     problem, shuffle = layers(30), np.random.default_rng(0).permutation(60)
     edges = tuple(Edge(int(shuffle[e.a]), int(shuffle[e.b]), e.table) for e in problem.edges)
     costs = tuple(problem.node_costs[v] for v in np.argsort(shuffle))
-    place = np.argsort(cutting._order(replace(problem, node_costs=costs, edges=edges, usages=()), np.arange(60)))
+    place = np.argsort(split._order(replace(problem, node_costs=costs, edges=edges, usages=()), np.arange(60)))
     assert max(abs(int(place[e.a]) - int(place[e.b])) for e in edges) <= 2
 
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoshard.problem import Edge, Evaluation, NodeUsage, Problem, evaluate, without_limit
-from autoshard.solvers import Hull, HullPoint, exchange, hull, parametric
-from autoshard.solvers.pricing import Line, Pricing
-from autoshard.solvers.times import held, load
+from autoshard.problem import Edge, Evaluation, NodeUsage, Problem, evaluate, held, without_limit
+from autoshard.solvers import Hull, HullPoint, exchange_parts, hull, memory_hull
+from autoshard.solvers.binding_times import load
+from autoshard.solvers.lagrangian import Lagrangian, Line
 from tests.helpers_problems import random_problem
 
-TIGHT = parametric.LEAST_GAP  # relative
+TIGHT = memory_hull.LEAST_GAP  # relative
 SEEDS = [seed for seed in range(40) if math.prod(map(len, random_problem(seed).node_costs)) <= 2000]
 
 
@@ -58,7 +58,7 @@ def test_every_point_and_every_bound_agrees_with_brute_force(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_prices_alone_never_claim_too_much(seed, monkeypatch):
-    monkeypatch.setattr(parametric, "SMALL", -1)
+    monkeypatch.setattr(memory_hull, "SMALL", -1)
     problem = unlimited(seed)
     assert wrong(problem, hull(problem), 1e-3) == []
 
@@ -111,7 +111,7 @@ def test_the_check_by_brute_force_sees_planted_faults(known, plant):
 
 
 def test_parts_between_two_corners_are_exchanged_one_by_one(monkeypatch):
-    monkeypatch.setattr(parametric, "SMALL", -1)
+    monkeypatch.setattr(memory_hull, "SMALL", -1)
     found = hull(layers(30), points=31)
     assert [p.memory for p in found.points] == list(range(30, 61))  # a layer at a time
     assert [p.cost for p in found.points] == list(range(90, 29, -2))
@@ -119,20 +119,20 @@ def test_parts_between_two_corners_are_exchanged_one_by_one(monkeypatch):
 
 
 def test_points_lie_evenly_where_there_are_more_than_asked_for(monkeypatch):
-    monkeypatch.setattr(parametric, "SMALL", -1)
+    monkeypatch.setattr(memory_hull, "SMALL", -1)
     memories = [p.memory for p in hull(layers(100), points=6).points]
     assert 6 <= len(memories) <= 12
-    assert max(np.diff(memories)) <= parametric.EVEN * 100 / 5
+    assert max(np.diff(memories)) <= memory_hull.EVEN * 100 / 5
 
 
 def test_prices_are_spread_where_the_peak_moves():
     """Two nodes that peak at different times: no single time's price proves the middle."""
     costs, held = np.array([1.0, 2.0]), np.array([4.0, 2.0])
     problem = Problem(("a", "b"), (costs, costs), (), (NodeUsage(0, 0, 1, held), NodeUsage(1, 2, 3, held)))
-    pricing = Pricing(problem, math.inf, lambda: 0.0)
+    lagrangian = Lagrangian(problem, math.inf, lambda: 0.0)
     for choice in itertools.product(range(2), repeat=2):
-        pricing.learn(choice)
-    prices, promise = pricing.spread(1.0)
+        lagrangian.add(choice)
+    prices, promise = lagrangian.best_prices(1.0)
     assert prices.tolist() == pytest.approx([0.5, 0.5]) and promise == pytest.approx(6.0)
     found = hull(problem)
     assert [(p.memory, p.cost) for p in found.points] == [(2.0, 4.0), (4.0, 2.0)]
@@ -142,38 +142,38 @@ def test_prices_are_spread_where_the_peak_moves():
 @pytest.mark.parametrize("seed", SEEDS[::3])
 def test_what_the_parts_cost_and_hold_adds_up(seed):
     problem = unlimited(seed)
-    pricing = Pricing(problem, math.inf, lambda: 0.0)
+    lagrangian = Lagrangian(problem, math.inf, lambda: 0.0)
     rng = np.random.default_rng(seed)
     for _ in range(20):
-        pricing.learn([int(rng.integers(len(c))) for c in problem.node_costs])
-    known = list(pricing.found.values())
-    rows = list(range(len(pricing.rows.times)))
+        lagrangian.add([int(rng.integers(len(c))) for c in problem.node_costs])
+    known = list(lagrangian.answers.values())
+    rows = list(range(len(lagrangian.rows.times)))
     for a, b in itertools.pairwise(known):
         x, y = np.array(a.choice), np.array(b.choice)
-        more = exchange.differences(problem, pricing.rows, rows, x, y)
+        more = exchange_parts.differences(problem, lagrangian.rows, rows, x, y)
         parts = range(len(more.cost))
         for taken in itertools.chain.from_iterable(itertools.combinations(parts, n) for n in (1, 2, len(parts))):
             mixed = np.where(np.isin(more.part, taken), y, x)
             assert evaluate(problem, mixed).cost == pytest.approx(a.cost + more.cost[list(taken)].sum())
-            assert load(pricing.rows, held(problem, mixed)) == pytest.approx(a.loads + more.bytes[:, list(taken)].sum(axis=1))
+            assert load(lagrangian.rows, held(problem, mixed)) == pytest.approx(a.loads + more.bytes[:, list(taken)].sum(axis=1))
 
 
 def test_a_pair_that_an_edge_couples_is_one_part():
     """Equal choices are free, others cost 5 s: apart, each of the two would cost that."""
     table = np.array([[0.0, 5.0], [5.0, 0.0]])
     problem = replace(layers(3), edges=(Edge(0, 1, table), Edge(1, 2, np.zeros((2, 2)))))
-    pricing = Pricing(problem, math.inf, lambda: 0.0)
-    more = exchange.differences(problem, pricing.rows, [0], np.zeros(3, int), np.ones(3, int))
+    lagrangian = Lagrangian(problem, math.inf, lambda: 0.0)
+    more = exchange_parts.differences(problem, lagrangian.rows, [0], np.zeros(3, int), np.ones(3, int))
     assert more.part.tolist() == [0, 0, 1]
     assert (more.cost.tolist(), more.bytes.tolist()) == ([4.0, 2.0], [[-2.0, -1.0]])
 
 
 def test_a_bound_above_a_cost_is_an_error():
-    sweep = parametric.Sweep(Pricing(layers(3), math.inf, lambda: 0.0), 3, 0.0)
+    sweep = memory_hull.Sweep(Lagrangian(layers(3), math.inf, lambda: 0.0), 3, 0.0)
     sweep.ends(None)
-    sweep.pricing.lines.append(Line(1000.0, 0.0))
+    sweep.lagrangian.lines.append(Line(1000.0, 0.0))
     with pytest.raises(AssertionError, match="bound .* above cost"):
-        [sweep._point(f) for f in sweep.found]
+        [sweep._point(f) for f in sweep.answers]
 
 
 def test_without_memory_the_frontier_is_one_point():
@@ -188,7 +188,7 @@ def test_where_everything_is_forbidden_there_is_no_point():
 @pytest.mark.parametrize("small", [-1, 10**4])
 @pytest.mark.parametrize("time_limit", [2, 3, 5, 10, 20])
 def test_time_that_runs_out_leaves_what_is_known(time_limit, small, monkeypatch):
-    monkeypatch.setattr(parametric, "SMALL", small)
+    monkeypatch.setattr(memory_hull, "SMALL", small)
     ticks = itertools.count()
     found = hull(layers(30), points=31, time_limit=time_limit, clock=lambda: float(next(ticks)))
     assert 0 < len(found.points) < 31

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autoshard.problem import Edge, EdgeUsage, NodeUsage, Problem, evaluate, read_contest, usage_profile, write_choice
+from autoshard.problem import Edge, EdgeUsage, NodeUsage, Problem, Usage, evaluate, read_contest, usage_profile, write_choice
 from autoshard.solvers import solve
 from tests.helpers_problems import random_problem
 
@@ -22,8 +22,7 @@ def slow_evaluate(problem: Problem, x) -> tuple[float, float]:
     peak = 0.0
     for t in range(-1, 40):
         alive = [u for u in problem.usages if u.start <= t < u.end]
-        ends = [(u.node,) if isinstance(u, NodeUsage) else (problem.edges[u.edge].a, problem.edges[u.edge].b) for u in alive]
-        peak = max(peak, sum(u.bytes[tuple(x[v] for v in nodes)] for u, nodes in zip(alive, ends)))
+        peak = max(peak, sum(u.bytes[tuple(x[v] for v in u.ends)] for u in alive))
     return float(cost), float(peak)
 
 
@@ -83,6 +82,10 @@ BAD_PROBLEMS = {
     "belongs to node 3": lambda: Problem(("a",), (ONE,), (), (NodeUsage(3, 0, 1, ONE),)),
     "belongs to edge 0, but edges": lambda: Problem(("a",), (ONE,), (), (EdgeUsage(0, 0, 1, np.zeros((1, 1))),)),
     r"bytes of shape \(2,\); expected \(1,\)": lambda: Problem(("a",), (ONE,), (), (NodeUsage(0, 0, 1, np.zeros(2)),)),
+    "has the ends 1, 0; expected those of edge 0, 0 and 1": lambda: Problem(
+        ("a", "b"), (ONE, ONE), (Edge(0, 1, np.zeros((1, 1))),), (Usage((1, 0), 0, 1, np.zeros((1, 1)), 0),)
+    ),
+    "has the ends 0, 1; expected one, or the edge": lambda: Problem(("a", "b"), (ONE, ONE), (), (Usage((0, 1), 0, 1, np.zeros((1, 1))),)),
     "a negative number": lambda: Problem(("a",), (ONE,), (), (NodeUsage(0, 0, 1, np.array([-1.0])),)),
     "finite bytes": lambda: Problem(("a",), (ONE,), (), (NodeUsage(0, 0, 1, np.array([np.inf])),)),
     "the usage limit is -1": lambda: Problem(("a",), (ONE,), (), (), -1.0),

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autoshard.problem import Edge, NodeUsage, Problem, evaluate, read_contest
-from autoshard.solvers import DP, ILP, Answer, Status, anneal, auto, frontier, solve
+from autoshard.problem import Edge, NodeUsage, Problem, Usage, evaluate, read_contest
+from autoshard.solvers import DP, ILP, Answer, Status, annealing, frontier, settle, solve
 from autoshard.solvers.incumbent import Incumbent, Record
 from autoshard.solvers.reduce import reduce
 from tests.helpers_problems import random_problem
@@ -84,17 +84,17 @@ def test_auto_reduce_and_dual_on_800_problems(block):
 
 @pytest.mark.parametrize("block", range(4))
 def test_prices_and_the_stages_for_large_problems_are_exact_on_small_ones(block, monkeypatch):
-    monkeypatch.setattr(auto, "SMALL", -1)
-    monkeypatch.setattr(anneal, "SLICE", 10**5)
+    monkeypatch.setattr(settle, "SMALL", -1)
+    monkeypatch.setattr(annealing, "SLICE", 10**5)
     for seed in range(50 * block, 50 * block + 50):
         problem = random_problem(seed)
         assert_exact(problem, solve(problem), solve(problem, solver="exhaustive"))
 
 
 def test_neighbourhood_search_finds_answers_and_never_a_wrong_bound(monkeypatch):
-    monkeypatch.setattr(auto, "SMALL", -1)
-    monkeypatch.setattr(auto, "LARGE", -1)
-    monkeypatch.setattr(anneal, "SLICE", 10**5)
+    monkeypatch.setattr(settle, "SMALL", -1)
+    monkeypatch.setattr(settle, "LARGE", -1)
+    monkeypatch.setattr(annealing, "SLICE", 10**5)
     for seed in range(60):
         problem = random_problem(seed)
         ticks = itertools.count()
@@ -279,3 +279,18 @@ def test_the_answer_does_not_depend_on_the_hash_seed():
 
 def test_status_gives_advice():
     assert all(status.advice for status in Status)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_constant_bytes_are_a_lower_limit_to_every_solver(seed):
+    """A usage without ends throughout leaves as much room less; `evaluate` counts it."""
+    problem = random_problem(seed)
+    ends = [t for u in problem.usages for t in (u.start, u.end)] or [0, 1]
+    constant = Usage((), min(ends), max(ends) + 1, np.array(7.0))
+    limit = 7.0 + (problem.usage_limit or 50.0)
+    less, more = replace(problem, usage_limit=limit - 7.0), replace(problem, usages=(*problem.usages, constant), usage_limit=limit)
+    for solver in ("auto", "prices", "ilp", "cvxpy", "exhaustive"):
+        a, b = solve(less, solver=solver), solve(more, solver=solver)
+        assert a.status is b.status and b.cost == pytest.approx(a.cost, rel=1e-9)
+        if b.choice is not None:
+            assert evaluate(more, b.choice).peak == b.peak <= limit

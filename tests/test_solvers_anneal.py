@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from autoshard.problem import Edge, NodeUsage, Problem, evaluate
-from autoshard.solvers import Status, anneal, solve
-from autoshard.solvers.anneal import Annealing, graph_of
-from autoshard.solvers.dual import Messages
-from autoshard.solvers.forest import walk
+from autoshard.solvers import Status, annealing, solve
+from autoshard.solvers.annealing import Annealing, graph_of
+from autoshard.solvers.cutting_planes import PriceAscent
+from autoshard.solvers.dual_ascent import Messages
+from autoshard.solvers.forest_moves import walk
 from autoshard.solvers.incumbent import Incumbent, Record
-from autoshard.solvers.prices import Ascent
 
 
 def grid_problem(seed: int, side: int = 4, num_choices: int = 3) -> Problem:
@@ -28,10 +28,10 @@ def grid_problem(seed: int, side: int = 4, num_choices: int = 3) -> Problem:
     return Problem(tuple(map(str, range(nodes))), costs, edges, usages, float(2 * least + most) / 3)
 
 
-def start(problem: Problem) -> tuple[Ascent, Incumbent]:
+def start(problem: Problem) -> tuple[PriceAscent, Incumbent]:
     ticks = iter(range(10**9))
     incumbent = Incumbent(problem, Record(problem, 1e9, 0.0, lambda: float(next(ticks))))
-    ascent = Ascent(Messages(problem), incumbent)
+    ascent = PriceAscent(Messages(problem), incumbent)
     ascent.climb(3)
     if incumbent.choice is None:
         ascent.raise_until_fits()
@@ -54,17 +54,17 @@ def test_a_walk_reports_the_cost_that_the_judge_finds_and_what_it_keeps_fits(see
 
 
 def test_annealing_finds_the_optimum_of_grids_and_rows_that_nobody_looked_at(monkeypatch):
-    monkeypatch.setattr(anneal, "SLICE", 2 * 10**6)
-    monkeypatch.setattr(anneal, "FEW_ROWS", -1)  # rows are looked at once they are exceeded
+    monkeypatch.setattr(annealing, "SLICE", 2 * 10**6)
+    monkeypatch.setattr(annealing, "FEW_ROWS", -1)  # rows are looked at once they are exceeded
     found, tried = 0, 0
     for seed in range(20):
         problem = grid_problem(seed)
         ascent, incumbent = start(problem)
         if incumbent.choice is None:
             continue
-        annealing = Annealing(ascent, incumbent)
-        annealing.run(4)
-        annealing.run(4)
+        walkers = Annealing(ascent, incumbent)
+        walkers.run(4)
+        walkers.run(4)
         best = solve(problem, solver="ilp")
         assert best.status is Status.OPTIMAL and incumbent.cost >= best.cost
         assert evaluate(problem, incumbent.choice).fits
@@ -73,7 +73,7 @@ def test_annealing_finds_the_optimum_of_grids_and_rows_that_nobody_looked_at(mon
 
 
 def test_annealing_is_the_same_twice(monkeypatch):
-    monkeypatch.setattr(anneal, "SLICE", 10**5)
+    monkeypatch.setattr(annealing, "SLICE", 10**5)
     answers = []
     for _ in range(2):
         ascent, incumbent = start(grid_problem(3))

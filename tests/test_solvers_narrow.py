@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.problem import Edge, Problem
-from autoshard.solvers import auto, solve
-from autoshard.solvers.auto import Work, narrow
-from autoshard.solvers.dual import Messages, ascend
-from autoshard.solvers.eliminate import eliminate, elimination
+from autoshard.solvers import settle, solve
+from autoshard.solvers.dual_ascent import Messages, ascend
+from autoshard.solvers.elimination import eliminate, elimination
 from autoshard.solvers.incumbent import Incumbent, Record
-from autoshard.solvers.pool import eliminate_link, worst_loss
+from autoshard.solvers.interning import eliminate_link, worst_loss
+from autoshard.solvers.settle import Work, narrow
 from tests.helpers_problems import random_problem
 
 PLENTY = 10**9
@@ -44,7 +44,7 @@ def test_narrow_finds_what_enumeration_finds_however_small_its_tables_are(larges
     problem = replace(random_problem(seed), usages=(), usage_limit=None)
     reference = solve(problem, solver="exhaustive")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(auto, "LARGEST_TABLE", largest)
+        patch.setattr(settle, "LARGEST_TABLE", largest)
         messages, incumbent = stopped_ascent(problem, sweeps)
         assert narrow(messages, incumbent, Work(PLENTY))
     assert incumbent.proven
@@ -58,7 +58,7 @@ def test_narrow_finds_what_enumeration_finds_however_small_its_tables_are(larges
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("work", [0, 10**6, 3 * 10**6])
 def test_where_the_work_is_not_enough_the_bound_holds_and_nothing_is_claimed(seed, work, monkeypatch):
-    monkeypatch.setattr(auto, "LARGEST_TABLE", 12)
+    monkeypatch.setattr(settle, "LARGEST_TABLE", 12)
     problem = frustrated(seed)
     reference = solve(problem, solver="exhaustive")
     messages, incumbent = stopped_ascent(problem, 5)
@@ -78,13 +78,13 @@ def test_auto_closes_the_gap_of_dual_ascent_without_branch_and_bound(monkeypatch
         gaps.append(incumbent.cost - incumbent.bound > 1e-3 * incumbent.cost)
     assert sum(gaps) >= 5  # else this tests nothing
     expected = [solve(problem, solver="ilp").cost for problem in problems]
-    monkeypatch.setattr(auto, "prove", called)
+    monkeypatch.setattr(settle, "prove", called)
     for largest in (300, 10**7):
-        monkeypatch.setattr(auto, "LARGEST_TABLE", largest)
+        monkeypatch.setattr(settle, "LARGEST_TABLE", largest)
         for problem, cost in zip(problems, expected, strict=True):
             answer = solve(problem)
             assert answer.status == "optimal" and answer.cost == pytest.approx(cost, rel=1e-9)
-    monkeypatch.setattr(auto, "THOROUGH", 0)
+    monkeypatch.setattr(settle, "THOROUGH", 0)
     with pytest.raises(AssertionError, match="HiGHS was asked"):  # nothing else would have closed it
         for problem in problems:
             solve(problem)

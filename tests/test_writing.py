@@ -12,7 +12,7 @@ import pytest
 from autoshard.cli import main
 from autoshard.cli.arguments import check_out
 from autoshard.solution.files import clear_folder
-from autoshard.writing import is_stream, whole, write_atomically
+from autoshard.writing import is_stream, replacement, write_atomically
 
 EXAMPLE = str(Path(__file__).parent / "data" / "iopddl" / "example.json")
 
@@ -109,7 +109,7 @@ def test_what_is_no_file_is_refused_before_the_work_and_after_it(tmp_path, monke
     path = Path("out.json")
     NOT_WRITTEN[sentence](path)
     before = path.lstat()
-    with pytest.raises(OSError, match=sentence), whole(path) as beside:
+    with pytest.raises(OSError, match=sentence), replacement(path) as beside:
         beside.write_text("content")
     with pytest.raises(ValueError, match=f"--out .*{sentence}"):
         check_out(str(path))
@@ -126,7 +126,7 @@ def test_a_file_that_the_process_has_open_is_written_into(tmp_path):
 def test_a_block_that_raises_leaves_what_there_was(tmp_path):
     (tmp_path / "a").write_text("old")
     (tmp_path / "link").symlink_to("a")
-    with pytest.raises(KeyError), whole(tmp_path / "link") as beside:
+    with pytest.raises(KeyError), replacement(tmp_path / "link") as beside:
         beside.write_text("half")
         raise KeyError
     assert (tmp_path / "a").read_text() == "old" and only(tmp_path) == ["a", "link"]

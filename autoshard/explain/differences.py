@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 
 from autoshard.formulate import Formulation
 from autoshard.layout import Layout, text
-from autoshard.problem import NodeUsage, held_by
 from autoshard.strategies import internal_collectives
 
 Choice = Sequence[int]
@@ -106,8 +105,7 @@ def held_at_once(formulated: Formulation, nodes: Collection[int], choice: Choice
     problem, inside = formulated.problem, set(nodes)
     spans = []
     for kind, usage in zip(formulated.held, problem.usages, strict=True):
-        node = usage.node if isinstance(usage, NodeUsage) else problem.edges[usage.edge].b
-        if node in inside and usage.start < usage.end and (held := held_by(problem, usage, choice)):
+        if usage.ends[-1] in inside and usage.start < usage.end and (held := usage.held(choice)):
             spans.append((usage.start, usage.end, kind, held))
     best: dict[str, float] = {}
     for time in sorted({start for start, _, _, _ in spans}):

@@ -32,7 +32,7 @@ from autoshard.planning.tying import solve_tied
 from autoshard.problem import Evaluation, Problem, evaluate, without_limit
 from autoshard.solution import Solution
 from autoshard.solvers import Answer, converged, solve
-from autoshard.solvers.dual import Messages
+from autoshard.solvers.dual_ascent import Messages
 from autoshard.strategies import candidates
 
 Choice = tuple[int, ...]

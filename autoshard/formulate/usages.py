@@ -25,11 +25,9 @@ from autoshard.cost import master_bytes, optimizer_state_bytes
 from autoshard.formulate.records import Layouts, Training
 from autoshard.formulate.tables import MoveTables, Tables
 from autoshard.graph import Graph, Value
-from autoshard.problem import EdgeUsage, NodeUsage
+from autoshard.problem import EdgeUsage, NodeUsage, Usage
 
 KINDS = ("parameters", "gradients", "optimizer_state", "inputs", "activations", "resharded_copies", "temporaries")
-
-Usage = NodeUsage | EdgeUsage
 
 
 class Usages:

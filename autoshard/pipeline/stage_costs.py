@@ -26,7 +26,6 @@ from autoshard.layout import local_numel
 from autoshard.mesh import Axis
 from autoshard.pipeline.schedule_times import ScheduleRun, run
 from autoshard.pipeline.schedules import Schedule
-from autoshard.problem import NodeUsage
 from autoshard.simulate.engine import run_tasks
 from autoshard.simulate.tasks import Task, TaskProgram
 
@@ -186,14 +185,10 @@ def _bytes(program: TaskProgram, of: Sequence[int], count: int) -> list[tuple[fl
     rows: list[list[tuple[int, float]]] = [[] for _ in range(count)]
     fixed, waiting = [0.0] * count, [0.0] * count
     for usage, kind in zip(problem.usages, program.formulation.held, strict=True):
-        if isinstance(usage, NodeUsage):
-            amount = float(usage.bytes[choice[usage.node]])
-            v = of[usage.node] if usage.node < len(of) else of[min(usage.start, len(of) - 1)]
-        else:
-            edge = problem.edges[usage.edge]
-            amount, v = float(usage.bytes[choice[edge.a], choice[edge.b]]), of[min(usage.start, len(of) - 1)]
+        amount, op = usage.held(choice), usage.ends[0] if usage.edge is None else usage.start
+        v = of[op if op < len(of) else min(usage.start, len(of) - 1)]
         if kind in ("parameters", "gradients", "optimizer_state", "inputs"):
-            for part in _holders(graph, of, usage.node if isinstance(usage, NodeUsage) else usage.start):
+            for part in _holders(graph, of, op):
                 fixed[part] += amount
             continue
         rows[v] += [(usage.start, amount), (usage.end, -amount)]

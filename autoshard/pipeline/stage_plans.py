@@ -33,7 +33,7 @@ from autoshard.mesh import Mesh
 from autoshard.pipeline.configurations import StageOption
 from autoshard.pipeline.stage_costs import stage_costs_of
 from autoshard.planning.describe import layouts_of
-from autoshard.problem import Edge, EdgeUsage, NodeUsage, Problem, evaluate
+from autoshard.problem import Edge, Problem, evaluate
 from autoshard.simulate.tasks import program_of
 from autoshard.solvers import converged, solve
 from autoshard.strategies import Candidates, candidates
@@ -106,10 +106,9 @@ class StageProblem:
         costs, tables = list(self.problem.node_costs), [edge.table for edge in self.problem.edges]
         for k, usage in enumerate(self.problem.usages):
             times = 1 if k in self.static else self.job.in_flight if k in self.saved else 0
-            if times and isinstance(usage, NodeUsage):
-                costs[usage.node] = costs[usage.node] + times * price * usage.bytes
-            elif times and isinstance(usage, EdgeUsage):
-                tables[usage.edge] = tables[usage.edge] + times * price * usage.bytes
+            if times:
+                arrays, at = (costs, usage.ends[0]) if usage.edge is None else (tables, usage.edge)
+                arrays[at] = arrays[at] + times * price * usage.bytes
         edges = tuple(Edge(e.a, e.b, table) for e, table in zip(self.problem.edges, tables))
         return replace(self.problem, node_costs=tuple(costs), edges=edges, usages=())
 
@@ -119,7 +118,7 @@ class StageProblem:
         held = {True: 0.0, False: 0.0}
         for k, usage in enumerate(problem.usages):
             if k in self.static or k in self.saved:
-                held[k in self.static] += _bytes(usage, problem, choice)
+                held[k in self.static] += usage.held(choice)
         peak = evaluate(problem, choice).peak
         program = program_of(formulated, choice)
         everything = [0] * len(formulated.graph.ops)
@@ -160,13 +159,6 @@ def _pinned(graph: Graph, options: Candidates, job: Job) -> tuple[Candidates, di
     return Candidates(of, options.unknown, options.num_signatures), {i: mask[union[graph.signature(i)]] for i, mask in enumerate(masks)}
 
 
-def _bytes(usage: NodeUsage | EdgeUsage, problem: Problem, choice: Sequence[int]) -> float:
-    if isinstance(usage, NodeUsage):
-        return float(usage.bytes[choice[usage.node]])
-    edge = problem.edges[usage.edge]
-    return float(usage.bytes[choice[edge.a], choice[edge.b]])
-
-
 def turn_of(graph: Graph) -> int:
     """The index of the first backward op; beyond the last op where there is none."""
     return next((i for i, op in enumerate(graph.ops) if op.backward), len(graph.ops) + 1)
@@ -184,10 +176,8 @@ def _static_and_saved(formulated: Formulation) -> tuple[frozenset[int], frozense
         if kind in STATIC:
             static.add(k)
             continue
-        if isinstance(usage, NodeUsage):
-            i = hubs[usage.node][0] if usage.node in hubs else usage.node
-        else:
-            i = formulated.tensor_edges[usage.edge].value[0]
+        node = usage.ends[0]
+        i = formulated.tensor_edges[usage.edge].value[0] if usage.edge is not None else hubs[node][0] if node in hubs else node
         if i >= len(graph.ops) or not varies[i] or turn > len(graph.ops):
             continue
         kept = usage.start < turn < usage.end and not (kind == "inputs" and graph.last_use.get((i, 0), 0) < turn)

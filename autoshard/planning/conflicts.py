@@ -27,9 +27,9 @@ from autoshard.planning.options import Demand, Options
 from autoshard.planning.tying import tied, tied_groups
 from autoshard.problem import Edge, Problem, evaluate
 from autoshard.solvers import Answer, Status
-from autoshard.solvers.auto import Auto
-from autoshard.solvers.certificate import hopeless, level
 from autoshard.solvers.incumbent import Incumbent, Record
+from autoshard.solvers.infeasibility import hopeless, level
+from autoshard.solvers.settle import reduce_and_settle
 
 CONFLICT_SECONDS = 20.0  # at most, to find one
 QUICK_SECONDS = 2.0  # of search, which sees soon that nothing fits; then prices on bytes, which find what only just fits
@@ -147,7 +147,7 @@ class _Tests:
         """Whether there is an answer; None where the time was too short."""
         record = Record(problem, deadline, 0.0, self.clock, worst=0.0)
         incumbent = Incumbent(problem, record)
-        Auto().run(problem, incumbent)
+        reduce_and_settle(problem, incumbent)
         return True if record.choice is not None else False if incumbent.proven else None
 
 

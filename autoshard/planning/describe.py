@@ -10,7 +10,7 @@ from functools import lru_cache
 from autoshard.cost import priced
 from autoshard.formulate import KINDS, Formulation
 from autoshard.layout import Layout, local_numel, parse, text
-from autoshard.problem import NodeUsage, evaluate, held_by
+from autoshard.problem import evaluate
 from autoshard.solution import Placed, Solution
 from autoshard.strategies import internal_collectives
 
@@ -96,10 +96,9 @@ def peak_of(formulated: Formulation, choice: Choice) -> dict:
     holders: dict[str, float] = defaultdict(float)
     for kind, usage in zip(formulated.held, problem.usages, strict=True):
         if usage.start <= judged.peak_time < usage.end:
-            held = held_by(problem, usage, choice)
+            held = usage.held(choice)
             parts[kind] += held
-            node = usage.node if isinstance(usage, NodeUsage) else problem.edges[usage.edge].b
-            holders[f"{problem.names[node]} ({kind.replace('_', ' ')})"] += held
+            holders[f"{problem.names[usage.ends[-1]]} ({kind.replace('_', ' ')})"] += held
     largest = sorted(((held, name) for name, held in holders.items() if held), key=lambda pair: (-pair[0], pair[1]))[:LARGEST]
     during = ops[judged.peak_time].name if judged.peak_time < len(ops) else "end"  # at the end results are handed over
     return {

@@ -2,7 +2,7 @@
 
 graph      = capture_deep(model, example_inputs)
 formulated = formulate(graph, candidates(graph, mesh), mesh)
-found      = hull(formulated.problem)                            every answer that a price on bytes makes best (solvers.parametric)
+found      = hull(formulated.problem)                            every answer that a price on bytes makes best (solvers.memory_hull)
 points     = what each holds and costs, and the bound on all plans within its memory
 """
 
@@ -31,7 +31,7 @@ from autoshard.problem import Problem
 from autoshard.solution import Solution
 from autoshard.solution.provided import provided
 from autoshard.solvers import Answer, Hull, HullPoint, Status, converged, hull
-from autoshard.solvers.parametric import LEAST_GAP, PROVEN_GAP
+from autoshard.solvers.memory_hull import LEAST_GAP, PROVEN_GAP
 from autoshard.strategies import candidates
 from autoshard.writing import write_atomically
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from autoshard.formulate import Formulation
 from autoshard.graph import repeated_blocks
-from autoshard.problem import Edge, EdgeUsage, NodeUsage, Problem
+from autoshard.problem import Edge, Problem, Usage
 from autoshard.solvers import Answer, certified, solve
 
 
@@ -78,28 +78,22 @@ def tied(problem: Problem, groups: Sequence[int]) -> Problem:
         known = summed.setdefault((a, b), {})
         key = id(table) if (groups[e.a], groups[e.b]) == (a, b) else -id(table)  # seen from the other end
         known[key] = (table if key > 0 else table.T, known.get(key, (table, 0))[1] + 1)
-    place: dict[tuple[int, int], int] = {}
+    place: dict[tuple[int, ...], int] = {}
     edges: list[Edge] = []
     for (a, b), tables in summed.items():
         place[a, b] = len(edges)
         edges.append(Edge(a, b, sum(np.asarray(count * table) for table, count in tables.values())))  # type: ignore[arg-type]
     usages: dict[tuple, list[Any]] = {}
     for u in problem.usages:
-        if isinstance(u, NodeUsage):
-            key2, held = ("node", groups[u.node], u.start, u.end), u.bytes
-        else:
-            e = problem.edges[u.edge]
-            a, b = groups[e.a], groups[e.b]
-            if a == b:
-                key2, held = ("node", a, u.start, u.end), np.diagonal(u.bytes)
-            else:
-                key2, held = ("edge", place[min(a, b), max(a, b)], u.start, u.end), u.bytes if a < b else u.bytes.T
-        usages.setdefault(key2, []).append(held)
-    made = [
-        (NodeUsage if kind == "node" else EdgeUsage)(where, start, end, _sum(held)) for (kind, where, start, end), held in usages.items()
-    ]
+        ends, held = tuple(groups[v] for v in u.ends), u.bytes
+        if len(set(ends)) < len(ends):
+            ends, held = ends[:1], np.diagonal(held)
+        if ends != tuple(sorted(ends)):
+            ends, held = ends[::-1], held.T
+        usages.setdefault((ends, u.start, u.end), []).append(held)
+    summed_usages = tuple(Usage(ends, start, end, _sum(held), place.get(ends)) for (ends, start, end), held in usages.items())
     filled = tuple(np.full(1, math.inf) if c is None else c for c in costs)
-    return Problem(tuple(names), filled, tuple(edges), tuple(made), problem.usage_limit)
+    return Problem(tuple(names), filled, tuple(edges), summed_usages, problem.usage_limit)
 
 
 def _sum(arrays: list[np.ndarray]) -> np.ndarray:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoshard.writing import whole
+from autoshard.writing import replacement
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -17,5 +17,5 @@ def save(figure: Figure, path: str | os.PathLike[str], **options: Any) -> None:
     kind = Path(path).suffix[1:].lower() or "png"
     if kind not in figure.canvas.get_supported_filetypes():
         raise ValueError(f"{path} ends in .{kind}, which is no picture; expected a name that ends in .png, .svg or .pdf")
-    with whole(path) as beside:
+    with replacement(path) as beside:
         figure.savefig(beside, format=kind, **options)

@@ -16,7 +16,7 @@ from rich.text import Text
 from autoshard.report.figures import save
 from autoshard.report.html_frontier import exact
 from autoshard.units import seconds, size
-from autoshard.writing import whole
+from autoshard.writing import replacement
 
 COLUMNS = ("memory_bytes", "seconds", "bound_seconds", "gap", "status")
 COLORS = {"optimal": "#2a6f3e", "proven": "#4c78a8", "feasible": "#bab0ac"}
@@ -54,7 +54,7 @@ def frontier_report(record: Mapping) -> RenderableType:
 
 def write_csv(record: Mapping, path: str | os.PathLike[str]) -> None:
     """One line per point, columns as in the record. Whole or not at all."""
-    with whole(path) as beside, beside.open("w", newline="") as file:
+    with replacement(path) as beside, beside.open("w", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow(COLUMNS)
         table.writerows([["" if p[key] is None else p[key] for key in COLUMNS] for p in record["points"]])

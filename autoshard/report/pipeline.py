@@ -14,7 +14,7 @@ from rich.text import Text
 from autoshard.pipeline.pipeline_record import Pipeline
 from autoshard.report.figures import save
 from autoshard.units import percent, seconds, size
-from autoshard.writing import whole
+from autoshard.writing import replacement
 
 SHOWN = 12  # configurations in the table
 COLUMNS = (
@@ -85,7 +85,7 @@ def _further(pipeline: Pipeline) -> list[RenderableType]:
 
 def write_csv(rows: Sequence[dict[str, Any]], path: str | os.PathLike[str]) -> None:
     """All configurations, one per line; devices and layers of the stages joined by "+". Written completely or not at all."""
-    with whole(path) as beside, beside.open("w", newline="") as file:
+    with replacement(path) as beside, beside.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         for row in rows:

@@ -23,7 +23,6 @@ from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import Formulation
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
-from autoshard.problem import NodeUsage
 from autoshard.simulate.engine import Times, run_tasks
 from autoshard.simulate.from_solution import formulation_of_solution
 from autoshard.simulate.joining import with_joined_gradients
@@ -159,13 +158,10 @@ def _memory(program: TaskProgram, times: Times, seconds: float) -> dict[str, np.
     producers: Sequence[int]
     readers: Sequence[int]
     for usage, kind in zip(problem.usages, held, strict=True):
-        if isinstance(usage, NodeUsage):
-            amount, producers, readers = usage.bytes[choice[usage.node]], into.get(usage.node, ()), out_of.get(usage.node, ())
-        else:
-            edge = problem.edges[usage.edge]
-            amount, producers, readers = usage.bytes[choice[edge.a], choice[edge.b]], (usage.edge,), ()
-        if not amount:
+        if not (amount := usage.held(choice)):
             continue
+        node = usage.ends[0]
+        producers, readers = ((usage.edge,), ()) if usage.edge is not None else (into.get(node, ()), out_of.get(node, ()))
         begin, end = op_begin[usage.start], op_end[usage.end - 1]
         moves = [program.of_link[k] for k in producers]
         starts = [times.begin[first] for first, stop in moves if first < stop]
@@ -173,7 +169,7 @@ def _memory(program: TaskProgram, times: Times, seconds: float) -> dict[str, np.
             starts = []
         begin = min([begin, *starts])
         ends = [times.end[stop - 1] for first, stop in (program.of_link[k] for k in readers) if first < stop]
-        rows.append((begin, usage.start, max([end, *ends]), usage.end, float(amount), kind))
+        rows.append((begin, usage.start, max([end, *ends]), usage.end, amount, kind))
     return _profile(rows, by_order=not program.overlap)
 
 

@@ -1,4 +1,4 @@
-"""A plan as a value: layouts by name, certificate, fingerprint, and the files it lives in."""
+"""A plan as a value: layouts by name, certificate and fingerprint; and its file formats."""
 
 from .compare import differences as differences
 from .compare import misfits as misfits

@@ -1,7 +1,7 @@
-"""What stands between a plan and another model, mesh or version, in words.
+"""The differences between a plan and a model, mesh or version to which it is to be applied, in words.
 
-`misfits` are reasons why the plan can't be applied at all; `differences` adds what has changed since it was made, under
-which it still runs but its cost and proof are those of then.
+`misfits` are reasons why the plan can't be applied at all. `differences` adds what has changed since the plan was made: the plan still
+runs, but its cost and its proof are those of the time at which it was made.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autoshard.mesh import Mesh
 from autoshard.solution.record import Placed, Solution, parsed, plain
 
 FEW = 3  # names listed before "and 12 more"
-# assumptions that the mesh and the graph say better, or that change no layout
+# assumptions that the comparison of mesh and graph covers better, or that change no layout
 NOT_COMPARED = ("axes", "device", "inputs", "model", "set", "solver")
 
 
@@ -26,19 +26,19 @@ def differences(
     fingerprint: Mapping[str, str] | None = None,
     assumptions: Mapping | None = None,
 ) -> tuple[str, ...]:
-    """All that differs, misfits first; empty where the plan is as good as new.
+    """All differences, misfits first; empty where a new plan would be the same.
 
     fingerprint, assumptions: those of a plan that would be made now, to compare prices, options and versions.
     """
-    found = [*misfits(solution, graph, mesh), *_sizes(solution, graph), *_links(solution.mesh, mesh)]
-    found += _assumptions(solution.assumptions, plain(dict(assumptions), "assumptions") if assumptions is not None else None)
+    reasons = [*misfits(solution, graph, mesh), *_sizes(solution, graph), *_links(solution.mesh, mesh)]
+    reasons += _assumptions(solution.assumptions, plain(dict(assumptions), "assumptions") if assumptions is not None else None)
     changed = {key for key, value in (fingerprint or {}).items() if key in solution.fingerprint and solution.fingerprint[key] != value}
-    found += [_HASHES[key] for key in ("prices", "options") if key in changed and not found]
-    if "structure" in changed and not found:
-        found.append("the model's ops are wired or parameterised differently from when this was planned")
-    elif "graph" in changed and not found:
-        found.append("the model's sizes or constants differ from when this was planned")
-    return tuple(found)
+    reasons += [_HASHES[key] for key in ("prices", "options") if key in changed and not reasons]
+    if "structure" in changed and not reasons:
+        reasons.append("the model's ops are wired or parameterised differently from when this was planned")
+    elif "graph" in changed and not reasons:
+        reasons.append("the model's sizes or constants differ from when this was planned")
+    return tuple(reasons)
 
 
 _HASHES = {
@@ -51,14 +51,14 @@ def misfits(solution: Solution, graph: Graph, mesh: Mesh) -> tuple[str, ...]:
     """Why the plan can't be applied to this graph on this mesh; empty where it can."""
     if solution.mesh.shape != mesh.shape:
         return (f"planned for mesh {_by(solution.mesh.shape)}, but this mesh is {_by(mesh.shape)}",)
-    found = []
+    reasons = []
     missing = [op.name for op in graph.ops if op.name not in solution.layouts]
     extra = [name for name in solution.layouts if name not in graph.index]
     if missing:
-        found.append(f"{_count(missing, 'op')} of the model have no layout in the plan: {_names(missing)}")
+        reasons.append(f"{_count(missing, 'op')} of the model have no layout in the plan: {_names(missing)}")
     if extra:
-        found.append(f"{_count(extra, 'op')} of the plan are not in the model: {_names(extra)}")
-    return (*found, *_illegal(solution, graph, mesh))
+        reasons.append(f"{_count(extra, 'op')} of the plan are not in the model: {_names(extra)}")
+    return (*reasons, *_illegal(solution, graph, mesh))
 
 
 def _illegal(solution: Solution, graph: Graph, mesh: Mesh) -> list[str]:
@@ -101,7 +101,7 @@ def _links(planned: Mesh, now: Mesh) -> list[str]:
 def _assumptions(planned: dict, now: dict | None) -> list[str]:
     if now is None:
         return []
-    return _changes("", *({key: value for key, value in said.items() if key not in NOT_COMPARED} for said in (planned, now)))
+    return _changes("", *({key: value for key, value in noted.items() if key not in NOT_COMPARED} for noted in (planned, now)))
 
 
 def _changes(what: str, old: Mapping, new: Mapping) -> list[str]:

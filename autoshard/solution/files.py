@@ -1,9 +1,9 @@
-"""Plain data to a file and back: JSON to read and compare by eye, or a pickle; whole or not at all, and never code.
+"""Plain data to a file and back, as JSON that people can read and compare, or as a pickle; completely or not at all, and never as code.
 
-A pickle is a program. The reader here looks at its opcodes first: only those that picklers write for plain data and for placements, their
-memo counted up as picklers do. Then it runs it with nothing to call: the only names that it may use are those of torch's placement
-classes, which old plans hold, and even they are not torch's classes but records that say what was written. What comes out must be as
-sound as JSON (reading.check_sound): one list that is named a thousand times counts a thousand times.
+A pickle is a program. The reader first checks its opcodes: it accepts only those that picklers write for plain data and for placements,
+with a memo that is counted up as picklers do. Then it runs the program without anything that could be called: the only names allowed are
+those of torch's placement classes, which old plans hold, and these stand for records of the written fields instead of torch's classes.
+The result must be as sound as JSON (reading.check_sound): a list that is referred to a thousand times counts a thousand times.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from autoshard.reading import FORMATS, MOST_VALUES, check_sound, content_of, parsed
 from autoshard.writing import write_atomically
 
-LINE = 140  # characters; what fits is written in one line
+LINE = 140  # characters; a record that fits is written in one line
 
 PICKLE_SUFFIXES = (".pkl", ".pickle", ".dill")
 
@@ -35,7 +35,7 @@ def write(data: dict, path: str | os.PathLike[str]) -> None:
 
 
 def json_text(data: object, indent: int = 0) -> str:
-    """JSON with one record per line: the two outer levels are spread over lines, what is inside them only if it is long."""
+    """JSON with one record per line: the two outer levels have a line per item, inner levels only if they are long."""
     line = json.dumps(data, ensure_ascii=False, allow_nan=False)
     if not isinstance(data, (dict, list)) or not data:
         return line
@@ -51,7 +51,7 @@ def json_text(data: object, indent: int = 0) -> str:
 
 
 def read(path: str | os.PathLike[str]) -> dict:
-    """The dict that a file holds, JSON or pickle by content; ValueError that says in one sentence what is wrong with it."""
+    """The dict in a file, whose content shows whether it is JSON or a pickle; ValueError in one sentence where something is wrong."""
     content = content_of(path, "plan")
     is_json = content.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[", b"")
     data = parsed(content, path, "plan") if is_json else _from_pickle(content, path)
@@ -63,11 +63,11 @@ def read(path: str | os.PathLike[str]) -> dict:
 
 
 class Inert:
-    """Stands for a placement in a pickle: what was written are its class's name and its fields, none of it trusted."""
+    """A placement of a pickle: the name of its class and its fields as they were written, none of them trusted."""
 
 
 class _Closed(type):
-    """A class that a pickle can make records of, without arguments, but neither call nor write to."""
+    """A class of which a pickle can create records without arguments, and which it can neither call nor write to."""
 
     def __call__(cls, *args: object, **options: object) -> object:
         raise pickle.UnpicklingError("it calls a class")
@@ -77,7 +77,7 @@ class _Closed(type):
 
 
 class _Reader(pickle.Unpickler):
-    """Lets a pickle make records of fresh empty classes, made for this file alone, and call nothing."""
+    """Lets a pickle create records of empty classes, which exist for this file alone, and call nothing."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
@@ -98,13 +98,13 @@ OPCODES = frozenset(
     "PROTO FRAME STOP MARK POP POP_MARK PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET NONE NEWTRUE NEWFALSE INT BININT BININT1 "
     "BININT2 LONG LONG1 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8 EMPTY_LIST LIST "
     "APPEND APPENDS EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_DICT DICT SETITEM SETITEMS GLOBAL STACK_GLOBAL NEWOBJ BUILD "
-    "REDUCE PERSID BINPERSID".split()  # the last three are refused by the reader, which knows what they want
+    "REDUCE PERSID BINPERSID".split()  # the reader refuses the last three: it can say what they want to use
 )
 PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
 
 
 def _check_opcodes(content: bytes) -> None:
-    """UnpicklingError on what picklers don't write for a plan; ValueError (of pickletools) where the bytes are no opcodes or too few."""
+    """UnpicklingError on opcodes that picklers don't write for a plan; ValueError (of pickletools) on other or missing bytes."""
     saved = 0
     for count, (opcode, argument, _) in enumerate(pickletools.genops(content)):
         if opcode.name not in OPCODES:
@@ -121,7 +121,7 @@ def _from_pickle(content: bytes, path: str | os.PathLike[str]) -> object:
     try:
         _check_opcodes(content)
         return reader.load()
-    except Exception as error:  # a broken or hostile pickle can raise anything; none of it may reach the user as it is
+    except Exception as error:  # a broken or hostile pickle can raise anything, and the user gets one of our sentences
         if reader.refused:
             raise ValueError(
                 f"{path} wants to use {reader.refused[:80]}, which a plan never needs; it was not run, so take a plan from a source "
@@ -133,8 +133,8 @@ def _from_pickle(content: bytes, path: str | os.PathLike[str]) -> object:
 
 
 def clear_folder(path: str | os.PathLike[str], final: str | os.PathLike[str]) -> None:
-    """Make an empty folder here, in place of what there is. OSError where that can't be, and where `final`, which it is to become, is
-    something else than a folder."""
+    """Create an empty folder in place of whatever is there. OSError where that is impossible, and where `final`, the folder's later name,
+    is something else than a folder."""
     path = Path(path)
     if os.path.lexists(final) and not Path(final).is_dir():
         raise NotADirectoryError(f"{final} is not a folder; give a folder, or a name that is free")
@@ -144,7 +144,7 @@ def clear_folder(path: str | os.PathLike[str], final: str | os.PathLike[str]) ->
 
 
 def publish_folder(partial: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Give a folder that is complete its name; one that had the name goes when the new one is in place."""
+    """Rename a complete folder to its final name; an older folder of that name is removed when the new one is in place."""
     path, old = Path(path), Path(path).with_name(f".{Path(path).name}.old")
     if old.exists():
         shutil.rmtree(old)

@@ -1,11 +1,11 @@
-"""How far predicted seconds may be off, from the errors of the prices that made them.
+"""The interval in which the true seconds of a plan are expected, from the errors of the prices that its cost is computed from.
 
     c    = sum_j c_j                                   parts of the cost: compute, a collective on an axis     (`parts`)
     low  = sum_j c_j / (1 + e_j)
     high = sum_j c_j (1 + e_j)                         e_j = mean relative error of the price of part j        (`interval`)
 
-Errors are not averaged away: all prices are taken to be off in the same direction. A measured price has the error that it had on
-sizes it was not fitted to; the others have what is usual for prices of their kind (mesh.UNMEASURED_LINK, UNMEASURED_DEVICE).
+Errors are not averaged: all prices are assumed to be wrong in the same direction. The error of a measured price is its error on sizes
+to which it was not fitted; any other price has an error that is usual for its kind (mesh.UNMEASURED_LINK, UNMEASURED_DEVICE).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autoshard.mesh import UNMEASURED_DEVICE, UNMEASURED_LINK, Mesh
 
 
 def price_errors(mesh: Mesh) -> dict:
-    """{"device": error, "links": {axis: {collective: error}}}, relative; None or absent where nothing is known."""
+    """{"device": error, "links": {axis: {collective: error}}}, relative; None or absent where it is unknown."""
     links = {axis.name: {curve.collective: curve.error or None for curve in axis.curves} for axis in mesh.axes}
     return {"device": mesh.device.error, "links": links}
 
@@ -35,7 +35,7 @@ def parts(breakdown: Mapping, errors: Mapping) -> list[dict]:
 
 
 def interval(cost: float, breakdown: Mapping, errors: Mapping) -> tuple[float, float] | None:
-    """Least and most seconds, for a cost of these parts; None where nobody said what it is made of."""
+    """Least and most seconds, for a cost of these parts; None where the parts are unknown."""
     rows = parts(breakdown, errors)
     total = sum(row["seconds"] for row in rows)
     if not total > 0 or not cost < float("inf"):
@@ -45,8 +45,8 @@ def interval(cost: float, breakdown: Mapping, errors: Mapping) -> tuple[float, f
     return cost * low / total, cost * high / total
 
 
-def _row(what: str, seconds: float, measured: float | None, otherwise: float) -> dict:
-    return {"what": what, "seconds": seconds, "error": otherwise if measured is None else measured, "measured": measured is not None}
+def _row(what: str, seconds: float, measured: float | None, usual: float) -> dict:
+    return {"what": what, "seconds": seconds, "error": usual if measured is None else measured, "measured": measured is not None}
 
 
 def _flat(tree: object, path: str = "") -> list[tuple[str, float]]:

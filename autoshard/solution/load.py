@@ -1,4 +1,4 @@
-"""A file to a Solution: our own format, or an old plan of `{node: {"args": {...}, "results": {...}}}` with torch placements."""
+"""A Solution from a file: our own format, or an old plan of `{node: {"args": {...}, "results": {...}}}` with torch placements."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from autoshard.solution.record import FORMAT, Placed, Solution
 def load(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Solution:
     """Read a plan; ValueError in one sentence on anything that isn't one.
 
-    mesh: for old plans, whose files don't say what they were made for. Their layouts come back with status "unjudged",
-    cost inf and bound 0, under the node names that they were saved with. A plan of our own has its mesh; another shape
-    given here is an error.
+    mesh: for old plans, whose files don't name their mesh. Their layouts are returned with status "unjudged", cost inf and bound 0,
+    under the node names in the file. A plan of our own format has its mesh; it is an error if the argument has another shape.
     """
     data = read(path)
     if _is_old(data):
@@ -88,7 +87,7 @@ def _old_placement(where: str, placement: object) -> str:
 
 
 def _word(value: object) -> str:
-    """A value in a sentence; of a list or an object its type, since it may hold anything."""
+    """A value as part of a sentence; a list or an object, which may hold anything, as its type."""
     return repr(value)[:40] if isinstance(value, (str, int, float)) or value is None else f"of type {type(value).__name__}"
 
 

@@ -1,6 +1,6 @@
-"""Methods of plans whose work rooms below do: a plan can be extrapolated and drawn, but knows neither the planner nor the reports.
+"""Methods of a plan that later rooms implement: a plan can be extrapolated and drawn, but imports neither the planner nor the reports.
 
-`autoshard.api` provides them when it is imported, which every function that makes a plan does.
+`autoshard.api` registers them when it is imported, and every function that creates a plan imports it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def provide(name: str, function: Callable) -> None:
 
 
 def provided(name: str) -> Callable[..., Any]:
-    """The function of that name. ValueError where nobody has provided it."""
+    """The function of that name. ValueError where none is registered."""
     if name not in _PROVIDED:
         raise ValueError(f"{name} is provided by autoshard.api; import autoshard.api first")
     return _PROVIDED[name]

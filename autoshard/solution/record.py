@@ -1,11 +1,10 @@
-"""The plan as a value: layouts by name, what they cost, what is proven about it, and under which assumptions.
+"""The plan as a value: layouts by name, their cost, what is proven about it, and under which assumptions.
 
     gap = (cost - bound) / |cost|
 
-Everything in it is text and numbers, so that it can be read by eye, compared line by line and loaded without running
-anybody's code. Layouts are written as `layout.text` writes them: "S(0),R". A number that isn't known is inf for the
-fields of the record and None inside the free-form dicts (files can't hold inf); records are brought into this form when
-they are made, hence what is saved and what is loaded are equal.
+Everything in it is text and numbers, so it can be read by people, compared line by line and loaded without running anybody's code.
+Layouts are written as `layout.text` writes them: "S(0),R". An unknown number is inf in the fields of the record and None inside the
+free-form dicts (files can't hold inf); records get this form when they are created, so a saved plan and the loaded one are equal.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ FORMAT = 1  # raised when an older reader would misread a newer file
 class Placed:
     """The layouts of one op, as text."""
 
-    inputs: tuple[str, ...]  # what each tensor input must have when the op runs
+    inputs: tuple[str, ...]  # layouts that the tensor inputs have when the op runs
     outputs: tuple[str | None, ...]  # None where the output is no tensor
-    hubs: tuple[str | None, ...] = ()  # per output: the layout in which it waits for several users, None without a hub
+    hubs: tuple[str | None, ...] = ()  # per output: the layout in which several users read it, None without a hub
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inputs", tuple(self.inputs))
@@ -42,7 +41,7 @@ class Placed:
         object.__setattr__(self, "hubs", tuple(self.hubs) or (None,) * len(self.outputs))
 
     def to_dict(self) -> dict:
-        """Plain lists; without hubs where there are none."""
+        """Plain lists; the key "hubs" only where there are hubs."""
         hubs = {"hubs": list(self.hubs)} if any(self.hubs) else {}
         return {"inputs": list(self.inputs), "outputs": list(self.outputs), **hubs}
 
@@ -54,11 +53,11 @@ class Solution:
     layouts: dict[str, Placed]  # by op name, in graph order; parameters, buffers and inputs are ops of their qualified names
     results: dict[str, str]  # "output:0", "gradient:h.0.attn.weight" -> layout
     mesh: Mesh
-    cost: float  # seconds; inf where nobody judged it
+    cost: float  # seconds; inf where it is unknown
     bound: float  # seconds; no plan costs less
-    status: str  # "optimal", "feasible", or "unjudged" for layouts that came without a certificate
+    status: str  # "optimal", "feasible", or "unjudged" for layouts without a certificate
     solver: str
-    peak_bytes: float  # inf where nobody judged it
+    peak_bytes: float  # inf where it is unknown
     training: bool
     baselines: dict[str, dict] = field(default_factory=dict)  # name -> cost_seconds, peak_bytes, status, matched
     replicated_ops: tuple[dict, ...] = ()  # ops without rules: target, count, seconds, bytes
@@ -68,7 +67,7 @@ class Solution:
     fingerprint: dict[str, str] = field(default_factory=dict)  # hashes: graph, structure, mesh, prices, options
     assumptions: dict = field(default_factory=dict)  # prices and options in words
     prices: dict = field(default_factory=dict)  # their errors, relative: {"device": e, "links": {axis: {collective: e}}}
-    peak: dict = field(default_factory=dict)  # when peak_bytes are held and what they are: op, module, parts {kind: bytes}, largest
+    peak: dict = field(default_factory=dict)  # the moment of peak_bytes and what they consist of: op, module, parts {kind: bytes}, largest
     modules: dict = field(default_factory=dict)  # by axis name, for launchers that know modules only: styles, dropped, seconds
     seconds: dict = field(default_factory=dict)  # {"cpu": {capture, candidates, formulate, solve, total}, "wall": ...}
     format: int = FORMAT
@@ -84,7 +83,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How far the cost may be above the best, relative; 0 where it is proven best."""
+        """How far the cost may be above the optimum, relative; 0 where it is proven optimal."""
         if self.cost == self.bound:
             return 0.0
         if not (math.isfinite(self.cost) and math.isfinite(self.bound)) or self.cost == 0:
@@ -93,7 +92,7 @@ class Solution:
 
     @property
     def inputs(self) -> dict[str, tuple[int, ...] | None]:
-        """The planned global shapes of the model's inputs, by name; None where the plan doesn't say."""
+        """The planned global shapes of the model's inputs, by name; None where the plan doesn't have them."""
         noted = self.assumptions.get("inputs")
         if isinstance(noted, dict):
             return {name: tuple(shape) for name, shape in noted.items() if isinstance(shape, list) and name in self.layouts}
@@ -101,19 +100,19 @@ class Solution:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Least and most seconds that the cost stands for, as far as the prices are known to be off (solution.interval)."""
+        """Least and most seconds that the errors of the prices allow for the cost (solution.interval)."""
         return interval(self.cost, self.breakdown, self.prices or price_errors(self.mesh))
 
     def extrapolate(self, model: Any, example_inputs: Any, **options: Any) -> Solution:
-        """`autoshard.extrapolate(self, model, example_inputs)`: this plan of few layers on the same model with many."""
+        """`autoshard.extrapolate(self, model, example_inputs)`: this plan of few layers for the same model with many."""
         return provided("extrapolate")(self, model, example_inputs, **options)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: cost and proof, the usual plans, layouts."""
+        """The view in a notebook: cost and proof, the usual plans, layouts."""
         return provided("notebook")(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write to `path`, whole or not at all: `.pkl` and `.dill` as a pickle of plain containers, anything else as JSON."""
+        """Write to `path`, completely or not at all: `.pkl` and `.dill` as a pickle of plain containers, anything else as JSON."""
         write(self.to_dict(), path)
 
     def to_dict(self) -> dict:
@@ -128,7 +127,7 @@ class Solution:
 
     @staticmethod
     def from_dict(data: dict) -> Solution:
-        """The inverse of `to_dict`; ValueError (without a file's name) that says what is missing, unknown or odd."""
+        """The inverse of `to_dict`; ValueError (without a file's name) that names what is missing, unknown or wrong."""
         _check_keys(data)
         mesh = _mesh(data["mesh"])
         layouts = {name: _placed(name, row, mesh) for name, row in data["layouts"].items()}
@@ -142,7 +141,7 @@ class Solution:
         return Solution(**{**data, **numbers, "mesh": mesh, "layouts": layouts, "replicated_ops": tuple(data["replicated_ops"])})
 
 
-_HEAD = ("status", "solver", "training", "cost", "bound", "peak_bytes", "counts", "mesh")  # first in a file: what a reader looks for
+_HEAD = ("status", "solver", "training", "cost", "bound", "peak_bytes", "counts", "mesh")  # first in a file, as readers look for them
 _TYPES = {
     "status": str, "solver": str, "training": bool, "counts": dict, "mesh": dict, "layouts": dict, "results": dict, "baselines": dict,
     "replicated_ops": list, "parameters": dict, "breakdown": dict, "fingerprint": dict, "assumptions": dict, "seconds": dict,
@@ -191,8 +190,8 @@ def _placed(name: str, row: object, mesh: Mesh) -> Placed:
 def _check_layout(what: str, written: object, num_axes: int) -> None:
     if not isinstance(written, str):
         raise ValueError(f"{what} has {str(written)[:40]!r} where a layout such as S(0),R should be")
-    if (found := len(parsed(written))) != num_axes:
-        raise ValueError(f"{what} has layout {written!r} of {found} placements, the mesh has {num_axes} axes")
+    if (count := len(parsed(written))) != num_axes:
+        raise ValueError(f"{what} has layout {written!r} of {count} placements, the mesh has {num_axes} axes")
 
 
 parsed = lru_cache(maxsize=4096)(parse)  # a plan has thousands of layouts and a few dozen different ones
@@ -207,7 +206,7 @@ def _number(what: str, value: object) -> float:
 
 
 def plain(value: object, where: str) -> Any:
-    """`value` as JSON can hold it: tuples become lists, numpy's numbers Python's, inf and nan None; ValueError on the rest."""
+    """`value` in JSON's types: tuples become lists, numpy's numbers Python's, inf and nan None; ValueError on other types."""
     if value is None or isinstance(value, (str, bool)):
         return value
     if isinstance(value, Mapping):

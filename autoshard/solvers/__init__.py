@@ -1,4 +1,4 @@
-"""Numbers in, numbers out: pick one choice per node of a Problem, with a proof."""
+"""Solvers: they choose one choice per node of a Problem, with a proof. They know numbers only, no tensors and no meshes."""
 
 from .answer import TOLERANCE as TOLERANCE
 from .answer import Answer as Answer
@@ -6,13 +6,13 @@ from .answer import Infeasibility as Infeasibility
 from .answer import Status as Status
 from .auto import Auto as Auto
 from .cvx import CVX as CVX
-from .dual import Dual as Dual
-from .eliminate import DP as DP
+from .dual_ascent import Dual as Dual
+from .elimination import DP as DP
 from .exhaustive import Exhaustive as Exhaustive
 from .ilp import ILP as ILP
-from .parametric import Hull as Hull
-from .parametric import HullPoint as HullPoint
-from .parametric import hull as hull
+from .memory_hull import Hull as Hull
+from .memory_hull import HullPoint as HullPoint
+from .memory_hull import hull as hull
 from .solve import certified as certified
 from .solve import converged as converged
 from .solve import frontier as frontier

@@ -1,4 +1,4 @@
-"""What a solver answers: a choice per node, what it costs, what is proven about it, and where the time went."""
+"""The answer of a solver: a choice per node, its cost, what is proven about it, and where the time went."""
 
 import math
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ TOLERANCE = 1e-9  # relative; sums of the same numbers in another order differ b
 
 
 class Status(StrEnum):
-    """How an answer stands; `advice` says what to do about it."""
+    """What is known about an answer; `advice` tells the user what to do."""
 
     OPTIMAL = "optimal"
     FEASIBLE = "feasible"
@@ -30,11 +30,11 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class Infeasibility:
-    """Why nothing fits: a time at which even the smallest choices are too many, and who holds the bytes there."""
+    """Why no answer fits: a time at which even the smallest choices exceed the limit, and the nodes that hold the bytes then."""
 
     time: int | None  # None where the costs alone forbid every answer
     nodes: tuple[tuple[int, float], ...]  # (node, bytes it holds at least), largest first
-    smallest_limit: tuple[float, float]  # bytes: nothing fits below the first, something fits at the second
+    smallest_limit: tuple[float, float]  # bytes: no answer fits below the first, one fits at the second
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Answer:
     interrupted: bool = False  # by Ctrl-C, before the time was up
 
     def in_passing(self) -> "Answer":
-        """The answer, where it is one of many on the way to something: Ctrl-C then ends the whole. KeyboardInterrupt."""
+        """The answer, if it is one of many steps of a larger search, which Ctrl-C ends as well. KeyboardInterrupt."""
         if self.interrupted:
             raise KeyboardInterrupt
         return self

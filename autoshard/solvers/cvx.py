@@ -1,9 +1,9 @@
-"""The same integer program, written in cvxpy as papers write it: an independent check of `ilp`, and easy to extend.
+"""The integer program of linear_program.py written in cvxpy, as papers write it: an independent check of `ilp`, and easy to extend.
 
     minimise sum_v c_v' x_v + sum_e T_e . P_e     x boolean, P >= 0
     1' x_v = 1,   P_e 1 = x_a,   P_e' 1 = x_b,   P_e[forbidden] = 0,   x_v[forbidden] = 0
-    at every time at which something starts: bytes alive <= limit
-No row is lazy and nothing is reduced. The solver is named (HIGHS): which one cvxpy takes by itself depends on what is installed.
+    at every time at which a usage starts: bytes alive <= limit
+All rows are there from the start and nothing is reduced. The solver is named (HIGHS): cvxpy's default depends on what is installed.
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..problem import EdgeUsage, NodeUsage, Problem
+from ..problem import Problem, Usage
 from .answer import TOLERANCE
 from .incumbent import Incumbent
 
@@ -63,7 +63,7 @@ def _finite(table: np.ndarray, largest: float) -> np.ndarray:
 
 
 def _memory(cp, problem: Problem, x: list, pairs: list) -> list:
-    """One row per time at which something starts, bytes as fractions of the limit."""
+    """One row per time at which a usage starts, bytes as fractions of the limit."""
     limit = problem.usage_limit
     if limit is None:
         return []
@@ -75,7 +75,5 @@ def _memory(cp, problem: Problem, x: list, pairs: list) -> list:
     return rows
 
 
-def _held(cp, usage: NodeUsage | EdgeUsage, x: list, pairs: list):
-    if isinstance(usage, NodeUsage):
-        return usage.bytes @ x[usage.node]
-    return cp.sum(cp.multiply(usage.bytes, pairs[usage.edge]))
+def _held(cp, usage: Usage, x: list, pairs: list):
+    return usage.bytes @ x[usage.ends[0]] if usage.edge is None else cp.sum(cp.multiply(usage.bytes, pairs[usage.edge]))

@@ -1,11 +1,11 @@
-"""The reference: the cost of every answer in one array with an axis per node, and the same for the bytes of every live set."""
+"""The reference solver: the cost of every answer in one array with an axis per node, and the bytes of every live set in another."""
 
 import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..problem import NodeUsage, Problem
+from ..problem import Problem
 from .incumbent import Incumbent
 
 MOST_ANSWERS = 10**7  # an array of 80 MB
@@ -40,8 +40,7 @@ def _bytes_at(problem: Problem, t: int, shape: tuple[int, ...]) -> np.ndarray:
     total = np.zeros(shape)
     for u in problem.usages:
         if u.start <= t < u.end:
-            nodes = (u.node,) if isinstance(u, NodeUsage) else (problem.edges[u.edge].a, problem.edges[u.edge].b)
-            total += _spread(u.bytes, nodes, len(shape))
+            total += _spread(u.bytes, u.ends, len(shape))
     return total
 
 

@@ -1,8 +1,8 @@
-"""HiGHS on the marginal form (program.py): the relaxation first, branch and bound after, memory rows when violated.
+"""HiGHS on the marginal form (linear_program.py): first the relaxation, then branch and bound; memory rows are added when violated.
 
-With 1e18 instead of absence for forbidden pairs, or the textbook products e <= x, the same problems take 10 to 100 times
-longer; on planning problems the relaxation is integral unless memory binds. A handful of memory rows is ever violated
-(12 to 15 of 139 to 15152 on the contest's instances).
+With 1e18 in the place of forbidden pairs instead of no column, or with the textbook products e <= x, the same problems take 10 to 100
+times longer; on planning problems the relaxation is integral unless memory binds. Only a few memory rows are ever violated (12 to 15 of
+139 to 15152 on the contest's instances).
 """
 
 import math
@@ -16,15 +16,15 @@ import numpy as np
 from ..problem import Problem
 from .answer import TOLERANCE
 from .incumbent import Incumbent
-from .program import Program
+from .linear_program import LinearProgram
 
 OBJECTIVE = 1e5  # costs are scaled so that answers cost about this: HiGHS's tolerances are absolute
 FEASIBILITY = 1e-9  # HiGHS's tolerances; its defaults of 1e-6 and 1e-7 are too loose for proofs to 1e-9
 ROUNDING = TOLERANCE / 2  # relative; by this much a bound that HiGHS reports is rounded down
 LONGEST_SLICE = 1e6  # seconds
-LISTEN = 0.2  # seconds until Ctrl-C is heard
-TELLINGS = 5
-GRACE = 1.0  # seconds: HiGHS looks at its clock, and hears that it is cancelled, now and then
+LISTEN = 0.2  # seconds until Ctrl-C is noticed
+CANCELLATIONS = 5
+GRACE = 1.0  # seconds: HiGHS looks at its clock and at a cancellation only from time to time
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ILP:
     gap: float | None = None  # relative
 
     def run(self, problem: Problem, incumbent: Incumbent) -> None:
-        program = Program(problem)
+        program = LinearProgram(problem)
         if program.empty:
             incumbent.raise_bound(math.inf)
             return
@@ -44,8 +44,8 @@ class ILP:
             branch(program, incumbent, memory)
 
 
-def relax(program: Program, incumbent: Incumbent) -> list[int]:
-    """Solve the relaxation, adding memory rows until none is violated; returns those rows."""
+def relax(program: LinearProgram, incumbent: Incumbent) -> list[int]:
+    """Solve the relaxation and add memory rows until none is violated; returns those rows."""
     memory: list[int] = []
     model = Model(program, incumbent, memory, integer=False)
     while model.run(incumbent) == highspy.HighsModelStatus.kOptimal:
@@ -66,8 +66,8 @@ def relax(program: Program, incumbent: Incumbent) -> list[int]:
     return memory
 
 
-def branch(program: Program, incumbent: Incumbent, memory: list[int], most_nodes: int | None = None) -> None:
-    """Branch and bound, again after each answer that violates a memory row, until one fits or time is up."""
+def branch(program: LinearProgram, incumbent: Incumbent, memory: list[int], most_nodes: int | None = None) -> None:
+    """Branch and bound; repeated with more memory rows while the answer violates some, until an answer fits or time is up."""
     while not incumbent.done:
         model = Model(program, incumbent, memory, integer=True)
         if most_nodes is not None:
@@ -93,9 +93,9 @@ def branch(program: Program, incumbent: Incumbent, memory: list[int], most_nodes
 
 
 class Model:
-    """A Program handed to HiGHS, its costs scaled."""
+    """A LinearProgram in HiGHS, its costs scaled."""
 
-    def __init__(self, program: Program, incumbent: Incumbent, memory: list[int], *, integer: bool) -> None:
+    def __init__(self, program: LinearProgram, incumbent: Incumbent, memory: list[int], *, integer: bool) -> None:
         self.scale = OBJECTIVE / _magnitude(program, incumbent)
         self.highs = highspy.Highs()
         self.highs.HandleUserInterrupt = True
@@ -117,7 +117,7 @@ class Model:
             start.col_value = program.columns_of(incumbent.choice)
             self.highs.setSolution(start)
 
-    def _lp(self, program: Program, memory: list[int], integer: bool) -> highspy.HighsLp:
+    def _lp(self, program: LinearProgram, memory: list[int], integer: bool) -> highspy.HighsLp:
         rows = [program.memory_row(row) for row in memory]
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = program.num_columns, len(program.rhs) + len(rows)
@@ -139,21 +139,21 @@ class Model:
         return lp
 
     def run(self, incumbent: Incumbent) -> highspy.HighsModelStatus | None:
-        """Solve in the time left; None where HiGHS did not come back in time (it was told to stop, and will some time later)."""
+        """Solve in the time left; None where HiGHS did not return in time (it was cancelled and will stop some time later)."""
         left = min(max(incumbent.time_left(), 0.01), LONGEST_SLICE)
         self.highs.setOptionValue("time_limit", self.highs.getRunTime() + left)  # HiGHS counts all runs of a model together
-        # a thread, so that Ctrl-C and the time limit are heard meanwhile; no daemon: HiGHS aborts a process that ends before it does
+        # a thread, so that Ctrl-C and the time limit take effect meanwhile; no daemon: HiGHS aborts a process that ends before it does
         done = threading.Event()
         until = time.monotonic() + left + GRACE / 10
         try:
-            threading.Thread(target=self._work, args=(done,)).start()  # Ctrl-C in here leaves a thread that isn't known yet
+            threading.Thread(target=self._work, args=(done,)).start()  # Ctrl-C inside start() leaves a thread without a reference
             while not done.is_set() and time.monotonic() < until:
-                done.wait(min(LISTEN, max(until - time.monotonic(), 0.0)))  # a signal just before a wait is heard after it
+                done.wait(min(LISTEN, max(until - time.monotonic(), 0.0)))  # a signal just before a wait takes effect after it
         finally:
-            for _ in range(TELLINGS):  # again: a run that only begins forgets that it was cancelled
+            for _ in range(CANCELLATIONS):  # repeated: a run that is just starting loses a cancellation
                 if not done.is_set():
                     self.highs.cancelSolve()
-                    done.wait(GRACE / TELLINGS)
+                    done.wait(GRACE / CANCELLATIONS)
         self.status = self.highs.getModelStatus() if done.is_set() else None
         return self.status
 
@@ -164,8 +164,8 @@ class Model:
             done.set()
 
 
-def _magnitude(program: Program, incumbent: Incumbent) -> float:
-    """About what an answer costs above the constant; only the scaling depends on it."""
+def _magnitude(program: LinearProgram, incumbent: Incumbent) -> float:
+    """The approximate cost of an answer above the constant; only the scaling depends on it."""
     if math.isfinite(incumbent.cost) and incumbent.cost - program.constant > 0:
         return incumbent.cost - program.constant
     total = float(np.mean(program.cost)) * (len(program.first_x) + len(program.first_e) - 2)

@@ -1,9 +1,9 @@
-"""The best answer and the best bound so far, under one clock: what every solver reads and improves.
+"""The best answer and the best bound so far, under one clock; every solver reads and improves them.
 
     bound <= optimum <= cost          proven where cost - bound <= max(gap, 1e-9) |cost|
 
-A solver offers choices and raises the bound; what an offer is worth is asked of `evaluate`, never of the solver. A smaller problem
-of equal cost (after reductions) has an incumbent of its own that shares the record: what is offered there is lifted.
+A solver offers choices and raises the bound; `evaluate` judges every offer, never the solver. A smaller problem of equal cost (after
+reductions) has an incumbent of its own with the same record: a choice that is offered to it is lifted.
 """
 
 import math
@@ -20,7 +20,7 @@ Choice = Sequence[int] | np.ndarray
 
 @dataclass
 class Record:
-    """What is known about the problem that the user gave."""
+    """The state of the solution of one problem: its options, the best answer, the best bound, and where the time went."""
 
     problem: Problem
     deadline: float  # seconds on the clock
@@ -29,10 +29,12 @@ class Record:
     progress: Callable[[float, float], None] | None = None
     tolerance: float = TOLERANCE  # relative
     patience: float = math.inf  # seconds on the clock: the deadline while there is no answer
-    worst: float = math.inf  # no answer costs more: a bound above it says that none exists
+    worst: float = math.inf  # no answer costs more, so a bound above it proves that none exists
+    messages: np.ndarray | None = None  # of dual ascent on a similar problem
     choice: tuple[int, ...] | None = None
     cost: float = math.inf
     bound: float = -math.inf
+    carried: bool = False  # the answer is proven with the messages alone: preferences were applied where these come from
     size: dict[str, int] = field(default_factory=dict)  # nodes, edges, cells left after reduction
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -46,7 +48,7 @@ class Record:
 
 
 class Incumbent:
-    """The record as seen from `problem`; `choice` is the best one offered here, in this problem's choices."""
+    """The record in terms of `problem`, which may be smaller than the record's own; `choice` is the best one that was offered here."""
 
     def __init__(self, problem: Problem, record: Record) -> None:
         self.problem, self.record = problem, record
@@ -54,12 +56,12 @@ class Incumbent:
         self.deadline = record.deadline
         self._outer: Incumbent | None = None
         self._lift: Callable[[Choice], Choice] = tuple
-        self.complete = True  # holds every answer of the record's problem that is cheaper than the record's
+        self.complete = True  # the problem contains every answer of the record's problem that is cheaper than the record's
 
     def inside(self, problem: Problem, lift: Callable[[Choice], Choice], *, complete: bool = True) -> "Incumbent":
-        """The incumbent of a problem whose answers `lift` takes to this one's, at equal cost.
+        """The incumbent of a problem whose answers `lift` maps to answers of this one, at equal cost.
 
-        Where it is not complete, bounds on it say nothing about this problem and are dropped.
+        Where it is not complete, a bound on it is no bound on this problem and is dropped.
         """
         inner = Incumbent(problem, self.record)
         inner.choice, inner._outer, inner._lift = None, self, lift
@@ -67,32 +69,36 @@ class Incumbent:
         return inner
 
     def offer(self, choice: Choice) -> bool:
-        """Take the choice if it fits and is cheaper than the best so far."""
+        """Keep the choice if it fits and is cheaper than the best so far. Returns whether it was kept."""
         if self._outer is not None:
-            taken = self._outer.offer(self._lift(choice))
+            kept = self._outer.offer(self._lift(choice))
         else:
             judged = evaluate(self.problem, choice)
-            taken = judged.fits and judged.cost < self.record.cost
-            if taken:
+            kept = judged.fits and judged.cost < self.record.cost
+            if kept:
                 self.record.choice, self.record.cost = tuple(int(i) for i in choice), judged.cost
                 self.record.report()
-        if taken:
+        if kept:
             self.choice = tuple(int(i) for i in choice)
-        return taken
+        return kept
 
     def raise_bound(self, bound: float) -> None:
-        """Take a proven lower bound on every answer of `problem`; inf says that none exists."""
+        """Record a proven lower bound on every answer of `problem`; inf: none exists."""
         if self.complete and bound > self.record.bound:
             self.record.bound = float(bound) if bound <= self.record.worst else math.inf
             self.record.report()
 
     def close(self) -> None:
-        """Nothing cheaper than the incumbent is left in `problem`."""
+        """Record that no answer of `problem` is cheaper than the incumbent."""
         self.raise_bound(self.record.cost)
 
     def raise_bound_below(self, bound: float) -> None:
-        """Take a bound on the answers of `problem` where the incumbent itself may lie outside."""
+        """Record a bound on the answers of `problem`, which need not contain the incumbent itself."""
         self.raise_bound(min(bound, self.record.cost))
+
+    def note_carried(self) -> None:
+        """Record whether the answer is proven at a time at which only the messages have been used."""
+        self.record.carried = self.record.messages is not None and self.proven
 
     @property
     def cost(self) -> float:
@@ -108,13 +114,12 @@ class Incumbent:
 
     @property
     def slack(self) -> float:
-        """How far a bound may stay under the cost and still prove it."""
+        """The distance below the cost within which a bound proves it."""
         return max(self.record.gap, self.record.tolerance) * abs(self.record.cost)
 
     @property
     def proven(self) -> bool:
-        found = self.record.choice is not None
-        return self.bound == math.inf or (found and self.cost - self.bound <= self.slack)
+        return self.bound == math.inf or (self.record.choice is not None and self.cost - self.bound <= self.slack)
 
     def time_left(self) -> float:
         until = self.deadline if self.record.choice is not None else min(self.deadline, self.record.patience)
@@ -126,7 +131,7 @@ class Incumbent:
 
 
 class Fixed(Incumbent):
-    """One choice is to be judged; others that are found on the way are not taken, bounds are."""
+    """The incumbent for the certificate of one choice: bounds are recorded, other choices are ignored."""
 
     def __init__(self, problem: Problem, record: Record, choice: Choice) -> None:
         super().__init__(problem, record)

@@ -1,14 +1,14 @@
-"""Exact reductions to a fixpoint: a smaller Problem with the same optimal cost, and a lift of its answers.
+"""Exact reductions up to a fixed point: a smaller Problem with the same optimal cost, and a lift of its answers.
 
 Per node, until nothing changes (every step keeps at least one optimal answer, memory included):
-    forbidden    choices without a finite cost, or without a finite pair on some edge, or too large by themselves
-    fixed        one choice left: its costs and bytes move to its neighbours
+    forbidden    choices without a finite cost, without a finite pair on some edge, or too large by themselves
+    fixed        one choice is left: its costs and bytes move to the neighbours
     separable    T[i, j] = a[i] + b[j]: the edge dissolves into its ends
-    function     each choice of v leaves one choice f(v) of n: n's costs, edges and bytes move into v
+    function     each choice of v leaves one choice f(v) of n: the costs, edges and bytes of n move into v
     dominated    c[k] - c[i] + sum over edges max_j (T[k, j] - T[i, j]) <= 0 and k holds no more bytes than i at any time
     eliminated   nodes whose bytes can't matter, with one edge (min_i c[i] + T[i, j]) or two
     memory       times that can't bind any more are dropped; constant bytes become a base load
-Repeated tables are handled once (pool.py). The lift replays the steps backwards.
+Repeated tables are handled once (interning.py). The lift replays the steps backwards.
 """
 
 import math
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..problem import Edge, EdgeUsage, NodeUsage, Problem
-from .pool import (
+from ..problem import Edge, Problem, Usage
+from .interning import (
     eliminate_leaf,
     eliminate_link,
     finite,
@@ -30,7 +30,7 @@ from .pool import (
     take,
     worst_loss,
 )
-from .reducible import Infeasible, Reducible
+from .reducible import NothingFits, Reducible
 
 DOMINANCE_CELLS = 3 * 10**7  # most operations to compare all rows of one table
 LINK_CELLS = 3 * 10**7  # most operations to eliminate a node between two others
@@ -39,16 +39,16 @@ STOP_EVERY = 100  # nodes
 
 @dataclass(frozen=True)
 class Reduced:
-    """A smaller problem of equal cost; `lift` takes its answers back. `problem` is None where nothing fits."""
+    """A smaller problem of equal cost; `lift` maps its answers back. `problem` is None where no answer fits."""
 
     problem: Problem | None
-    times: np.ndarray  # what a time of the reduced problem stands for
-    nodes: tuple[int, ...]  # what a node of the reduced problem was; the base load (if any) comes after them
+    times: np.ndarray  # per time of the reduced problem, the time of the original problem
+    nodes: tuple[int, ...]  # per node of the reduced problem, the original node; the node of the base load follows them
     steps: tuple[tuple, ...] = field(repr=False)
     num_nodes: int = 0
 
     def lift(self, choice: Sequence[int] | np.ndarray) -> list[int]:
-        """The answer to the original problem, of the same cost, that this one stands for."""
+        """The corresponding answer of the original problem, of the same cost."""
         x = [0] * self.num_nodes
         for v, i in zip(self.nodes, choice, strict=False):
             x[v] = int(i)
@@ -74,13 +74,13 @@ def _undo(step: tuple, x: list[int]) -> None:
 
 
 def reduce(problem: Problem, *, stop: Callable[[], bool] = lambda: False) -> Reduced:
-    """Apply every reduction until none applies, or until stop() says so (what was reduced by then is as exact)."""
+    """Apply every reduction until none applies, or until stop() returns true (the result is then exact as well)."""
     state = _Reducer(problem, stop)
     try:
         state.read_usages()
         while state.sweep() or (state.refresh_memory() and not stop()):
             pass
-    except Infeasible:
+    except NothingFits:
         return Reduced(None, state.times, (), tuple(state.steps), len(problem.names))
     return state.result()
 
@@ -89,7 +89,7 @@ class _Reducer(Reducible):
     """The reductions, one node at a time."""
 
     def sweep(self) -> bool:
-        """Work through the nodes that something happened to; says whether anything was reduced."""
+        """Reduce the nodes that have changed; returns whether anything was reduced."""
         before = len(self.steps)
         edges_before = sum(map(len, self.tables))
         while self.dirty:
@@ -141,13 +141,13 @@ class _Reducer(Reducible):
                 continue
             self.add_cost(v, parts[0])
             self.add_cost(n, parts[1])
-            for first, last, (mine, theirs) in amounts:
-                self.add_item(v, first, last, mine)
-                self.add_item(n, first, last, theirs)
+            for first, last, (bytes_of_v, bytes_of_n) in amounts:
+                self.add_item(v, first, last, bytes_of_v)
+                self.add_item(n, first, last, bytes_of_n)
             self.drop_edge(v, n)
 
     def merge_functions(self, v: int) -> bool:
-        """Fold v into a neighbour that decides it, or neighbours that v decides into v; says whether v is gone."""
+        """Merge v into a neighbour that decides it, or the neighbours that v decides into v; returns whether v is gone."""
         for n in list(self.tables[v]):
             f = self.pool.of(function_of, self.tables[n][v])
             if f is None:
@@ -156,7 +156,7 @@ class _Reducer(Reducible):
             if inverse is None or len(self.items[v]) <= len(self.items[n]):
                 self.merge(n, v, f)
                 return True
-            self.merge(v, n, inverse)  # each decides the other: the longer list of bytes stays where it is
+            self.merge(v, n, inverse)  # each decides the other: the longer list of bytes stays
         for n in list(self.tables[v]):
             table = self.tables[v].get(n)
             f = None if table is None else self.pool.of(function_of, table)
@@ -165,7 +165,7 @@ class _Reducer(Reducible):
         return False
 
     def merge(self, v: int, n: int, f: np.ndarray) -> None:
-        """n = f(v) disappears into v."""
+        """Merge n = f(v) into v."""
         pool = self.pool
         self.add_cost(v, pool.of(graph_values, self.tables[v][n], f))
         self.add_cost(v, pool.of(take, self.cost[n], f))
@@ -241,18 +241,19 @@ class _Reducer(Reducible):
         nodes = [v for v, alive in enumerate(self.alive) if alive]
         number = {v: k for k, v in enumerate(nodes)}
         edges: list[Edge] = []
-        usages: list[NodeUsage | EdgeUsage] = []
+        usages: list[Usage] = []
         for v in nodes:
-            usages += [NodeUsage(number[v], first, last, b) for (first, last), b in self.items[v].items()]
+            usages += [Usage((number[v],), first, last, b) for (first, last), b in self.items[v].items()]
             for n, table in self.tables[v].items():
                 if v < n:
-                    usages += [EdgeUsage(len(edges), first, last, b) for first, last, b in self.pair_items[v].get(n, ())]
-                    edges.append(Edge(number[v], number[n], table))
+                    ends = (number[v], number[n])
+                    usages += [Usage(ends, first, last, b, len(edges)) for first, last, b in self.pair_items[v].get(n, ())]
+                    edges.append(Edge(*ends, table))
         costs = [self.cost[v] for v in nodes]
         names = [self.problem.names[v] for v in nodes]
         base = len(nodes)
         names.append("base")
         costs.append(np.array([math.fsum(self.constant)]))
-        usages += [NodeUsage(base, r, r + 1, np.array([max(self.limit - room, 0.0)])) for r, room in enumerate(self.room)]
+        usages += [Usage((base,), r, r + 1, np.array([max(self.limit - room, 0.0)])) for r, room in enumerate(self.room)]
         small = Problem(tuple(names), tuple(costs), tuple(edges), tuple(usages), self.limit if len(self.room) else None)
         return Reduced(small, self.times, tuple(nodes), tuple(self.steps), len(self.problem.names))

@@ -1,7 +1,7 @@
-"""A problem while it is being reduced: the graph with its tables, and memory as room left per binding time.
+"""A problem while it is being reduced: the graph with its tables, and memory as the room that is left per binding time.
 
-    room[r] = limit - bytes that can't be avoided at row r; a usage's items hold what its choices add to that, from row to row
-Tables and bytes are interned (pool.py). `steps` records what a lift has to undo.
+    room[r] = limit - bytes that every answer holds at row r; the items of a node or a pair hold what its choices add, from row to row
+Tables and bytes are interned (interning.py). `steps` records what the lift of an answer has to undo.
 """
 
 import math
@@ -9,15 +9,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..problem import EdgeUsage, NodeUsage, Problem
-from .pool import Pool, add, take, transpose
-from .times import maximal_rows
+from ..problem import Problem
+from .binding_times import maximal_rows
+from .interning import Pool, add, take, transpose
 
 ROUNDING = 1e-9  # relative to the limit: a row that misses the limit by less is kept
 
 
-class Infeasible(Exception):
-    """No choice of some node is left, or what can't be avoided exceeds the limit."""
+class NothingFits(Exception):
+    """A node has no choice left, or the bytes that every answer holds exceed the limit."""
 
 
 class Reducible:
@@ -42,17 +42,16 @@ class Reducible:
 
     def read_usages(self) -> None:
         usages = self.problem.usages
-        starts, ends = (np.array([getattr(u, end) for u in usages], dtype=np.int64) for end in ("start", "end"))
         counts = np.array([self.limit < math.inf and u.bytes.max() > 0 for u in usages], dtype=bool)
-        rows = maximal_rows(starts, ends, counts)
+        rows = maximal_rows(self.problem, counts)
         self.times = rows.times
         self.room = np.full(len(rows.times), self.limit)
         for u, first, last in zip(usages, rows.first.tolist(), rows.last.tolist(), strict=True):
-            if first < last and isinstance(u, NodeUsage):
-                self.add_item(u.node, first, last, self.pool.original(u.bytes))
-            elif first < last and isinstance(u, EdgeUsage):
-                e = self.problem.edges[u.edge]
-                self.add_pair_item(e.a, e.b, (first, last, self.pool.original(u.bytes)))
+            if first < last and u.edge is None:
+                self.add_item(u.ends[0], first, last, self.pool.original(u.bytes))
+            elif first < last:
+                v, n = u.ends
+                self.add_pair_item(v, n, (first, last, self.pool.original(u.bytes)))
         self.refresh_memory()
 
     def add_edge(self, v: int, n: int, table: np.ndarray) -> None:
@@ -91,7 +90,7 @@ class Reducible:
     def keep(self, v: int, mask: np.ndarray) -> None:
         index = self.pool.intern(np.flatnonzero(mask))
         if len(index) == 0:
-            raise Infeasible
+            raise NothingFits
         self.steps.append(("kept", v, index))
         self.cost[v] = self.pool.of(take, self.cost[v], index)
         self.items[v] = {rows: self.pool.of(take, b, index) for rows, b in self.items[v].items()}
@@ -108,7 +107,7 @@ class Reducible:
     # ---- memory
 
     def refresh_memory(self) -> bool:
-        """Move constant bytes to the base load, drop times that can't bind; says whether a node may be reduced again."""
+        """Move constant bytes to the base load and drop times that can't bind. Returns whether a node may be reduced further."""
         if not len(self.room):
             return False
         changed: dict[int, None] = {}
@@ -125,7 +124,7 @@ class Reducible:
                     for item in rest:
                         self.add_pair_item(v, n, item)
         if self.room.min() < -self.slack:
-            raise Infeasible
+            raise NothingFits
         keep = np.cumsum(most)[:-1] > self.room - self.slack
         keep &= self._tightest_of_equals()
         if not keep.all():
@@ -140,7 +139,7 @@ class Reducible:
         rest = []
         for first, last, b in items:
             least = float(b.min())
-            if least != 0:  # below 0 where the other half of a separated edge took more than its own
+            if least != 0:  # below 0 where the other half of a separated edge has more than its share
                 self.room[first:last] -= least
                 b = self.pool.intern(b - least)
             spread = float(b.max())
@@ -151,7 +150,7 @@ class Reducible:
         return rest
 
     def _tightest_of_equals(self) -> np.ndarray:
-        """Of neighbouring rows with the same usages alive, mark the one with the least room."""
+        """Mark, of neighbouring rows with the same live usages, the one with the least room."""
         boundary = np.zeros(len(self.room) + 1, bool)
         boundary[0] = True
         for rows in self.items:
@@ -186,7 +185,7 @@ class Reducible:
                     changed[v] = None
 
     def _drop_too_large(self, v: int) -> bool:
-        """Drop choices that don't fit even where everything else is as small as can be."""
+        """Drop choices that don't fit even if everything else is as small as possible."""
         events: dict[int, np.ndarray | float] = {}
         for (first, last), b in self.items[v].items():
             events[first] = events.get(first, 0.0) + b

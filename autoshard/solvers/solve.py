@@ -1,8 +1,8 @@
-"""solve: the one entry. It sets the clock, asks one solver, has `evaluate` judge, and says what is proven.
+"""solve: the one entry. It sets the clock, runs one solver, lets `evaluate` judge, and states what is proven.
 
-Among answers of equal cost, a preference p (one array per node) decides: the costs c + s p, with s p below 1e-6 of the optimum C
-in total, are solved again, and the answer is taken if `evaluate` says that it costs at most (1 + 1e-9) C; else once more at 1e-9.
-It never enters cost or bound. On large problems whose memory limit binds it stays unused: that would take as long as the proof.
+Among answers of equal cost a preference p (one array per node) decides: the problem is solved again with the costs c + s p, where s p is
+below 1e-6 of the optimum C in total, and the answer is accepted if `evaluate` gives it a cost of at most (1 + 1e-9) C; else once more with
+1e-9. The preference never enters cost or bound. Large problems whose memory limit binds ignore it: it would take as long as the proof.
 """
 
 import math
@@ -13,18 +13,19 @@ from typing import Protocol
 
 import numpy as np
 
-from ..problem import EdgeUsage, Problem, evaluate, without_limit
+from ..problem import Problem, anchored, evaluate, without_limit
 from .answer import TOLERANCE, Answer, Status
-from .auto import Auto, finish, polish
-from .certificate import explain_infeasible, hopeless
+from .auto import Auto
+from .cutting_planes import bound_below
 from .cvx import CVX
-from .dual import Dual, converge, resume
-from .eliminate import DP
+from .dual_ascent import Dual, converge, resume
+from .elimination import DP
 from .exhaustive import Exhaustive
 from .ilp import ILP
 from .incumbent import Fixed, Incumbent, Record
-from .limited import Prices, approach
-from .prices import bound_below
+from .infeasibility import explain_infeasible, hopeless
+from .price_search import PriceSearch
+from .settle import finish, polish
 
 TIME_LIMIT = 10000.0  # seconds
 PREFERENCE_SHARES = (1e-6, 1e-9)  # of the cost, for all preferences together
@@ -32,7 +33,7 @@ PREFERENCE_TOLERANCE = 1e-12  # the first share over the nodes of a large proble
 
 
 class Solver(Protocol):
-    """Improves an incumbent until it is proven or its time is up."""
+    """A method that improves an incumbent until it is proven or its time is up."""
 
     @property
     def time_limit(self) -> float | None: ...
@@ -44,7 +45,7 @@ class Solver(Protocol):
 
 
 SOLVERS: dict[str, type[Solver]] = {
-    "auto": Auto, "prices": Prices, "ilp": ILP, "cvxpy": CVX, "dp": DP, "dual": Dual, "exhaustive": Exhaustive,
+    "auto": Auto, "prices": PriceSearch, "ilp": ILP, "cvxpy": CVX, "dp": DP, "dual": Dual, "exhaustive": Exhaustive,
 }  # fmt: skip
 
 
@@ -63,19 +64,20 @@ def solve(
 ) -> Answer:
     """The cheapest choice that fits, with its proof; `time_limit` in seconds, `gap` relative.
 
-    `patience`: seconds after which the search ends where it has no answer yet, nor a proof that there is none.
-    `starts` are choices that may be feasible; those that aren't are ignored. `messages`: where dual ascent stood on a problem like
-    this one (`converged`); it goes on from there before anything else is tried, and a start that it proves is not changed for
-    `preference`. `progress` is told (cost, bound) whenever one improves.
-    Ctrl-C ends the search, not the program: what is known by then is the answer.
+    `patience`: seconds after which the search ends if it has no answer yet, nor a proof that there is none.
+    `starts` are choices that may be feasible; those that aren't are ignored. `messages`: those of dual ascent on a similar problem
+    (`converged`), which continues from them before anything else is tried; a start that this proves is not changed for `preference`.
+    `progress` is called with (cost, bound) whenever one of them improves.
+    Ctrl-C ends the search, not the program: the best known answer is returned.
     """
+    given, problem = problem, anchored(problem)
     began = clock()
     chosen = _named(solver)
     time_limit = chosen.time_limit if chosen.time_limit is not None else time_limit
     gap = chosen.gap if chosen.gap is not None else gap
     if not time_limit > 0 or not gap >= 0:
         raise ValueError(f"time_limit is {time_limit} and gap is {gap}; expected more than 0 seconds and a gap of 0 or more")
-    record = Record(problem, began + time_limit, gap, clock, progress, patience=began + patience)
+    record = Record(problem, began + time_limit, gap, clock, progress, patience=began + patience, messages=messages)
     incumbent = Incumbent(problem, record)
     for start in starts:
         incumbent.offer(start)
@@ -85,26 +87,19 @@ def solve(
             incumbent.raise_bound(math.inf)
         if messages is not None and not incumbent.done:
             finish(problem, incumbent, resume(problem, incumbent, messages))
-        if isinstance(chosen, Auto) and not incumbent.done and _is_limited_plan(problem):
-            approach(problem, incumbent, messages)
-        carried = messages is not None and incumbent.proven  # the start was preferred where it comes from
+        incumbent.note_carried()
         if not incumbent.done:
             chosen.run(problem, incumbent)
-        if incumbent.proven and preference is not None and record.choice is not None and not carried:
+        if incumbent.proven and preference is not None and record.choice is not None and not record.carried:
             _prefer(record, preference)
         if incumbent.proven and record.choice is None:
-            infeasibility = explain_infeasible(problem, incumbent)
-    except KeyboardInterrupt:  # the user has waited enough: what is known so far is the answer
+            infeasibility = explain_infeasible(given, incumbent)
+    except KeyboardInterrupt:  # the user doesn't want to wait longer: the best known answer is the answer
         interrupted = True
     record.seconds["total"] = clock() - began
     peak = None if record.choice is None else evaluate(problem, record.choice).peak
-    name, found = type(chosen).__name__.lower(), (record.choice, record.cost, record.bound)
-    return Answer(_status(incumbent), *found, name, record.seconds, record.size, peak, infeasibility, interrupted)
-
-
-def _is_limited_plan(problem: Problem) -> bool:
-    """Is there a limit, and do moves between layouts take memory? Then layers repeat, and answers lie densely near the limit."""
-    return problem.usage_limit is not None and any(isinstance(u, EdgeUsage) for u in problem.usages)
+    known = (record.choice, record.cost, record.bound)
+    return Answer(_status(incumbent), *known, _name_of(chosen), record.seconds, record.size, peak, infeasibility, interrupted)
 
 
 def certified(
@@ -117,10 +112,11 @@ def certified(
     progress: Callable[[float, float], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Answer:
-    """The choice as an answer, with the best bound on all answers that dual ascent finds, from `messages` if there are some.
+    """The choice as an answer, with the best bound on all answers from dual ascent, which starts from `messages` if there are some.
 
     ValueError where the choice doesn't fit.
     """
+    problem = anchored(problem)
     record = Record(problem, clock() + time_limit, gap, clock, progress)
     incumbent = Fixed(problem, record, choice)
     if record.choice is None:
@@ -135,7 +131,7 @@ def certified(
 def converged(
     problem: Problem, *, gap: float = 0.0, time_limit: float = TIME_LIMIT, clock: Callable[[], float] = time.monotonic
 ) -> tuple[Sequence[int] | None, np.ndarray]:
-    """The best choice that dual ascent decodes, memory aside, and its messages: what `solve` takes as a start, or carries over."""
+    """The best choice that dual ascent decodes without the memory limit, and its messages: a start and messages for `solve`."""
     free = without_limit(problem)
     record = Record(free, clock() + time_limit, gap, clock)
     messages = converge(free, Incumbent(free, record))
@@ -143,7 +139,7 @@ def converged(
 
 
 def frontier(problem: Problem, limits: Sequence[float | None], **options) -> list[Answer]:
-    """One answer per memory limit, in the order given; loose limits first, so that each hands its bound and answer on."""
+    """One answer per memory limit, in the order of `limits`. Loose limits are solved first: their answers may fit under tighter ones."""
     answers: dict[int, Answer] = {}
     order = sorted(range(len(limits)), key=lambda k: -math.inf if limits[k] is None else -float(limits[k] or 0.0))
     known: Answer | None = None
@@ -167,6 +163,10 @@ def _named(solver: str | Solver) -> Solver:
     return SOLVERS[solver]()
 
 
+def _name_of(solver: Solver) -> str:
+    return "prices" if isinstance(solver, PriceSearch) else type(solver).__name__.lower()
+
+
 def _status(incumbent: Incumbent) -> Status:
     if incumbent.record.choice is not None:
         return Status.OPTIMAL if incumbent.proven else Status.FEASIBLE
@@ -174,7 +174,7 @@ def _status(incumbent: Incumbent) -> Status:
 
 
 def _prefer(record: Record, preference: Sequence[np.ndarray]) -> None:
-    """Put in place of the record's choice one of equal cost that has the smallest sum of preferences."""
+    """Replace the record's choice by one of equal cost with the smallest sum of preferences."""
     problem, allowed = record.problem, record.cost + max(TOLERANCE * abs(record.cost), 0.0)
     if len(preference) != len(problem.node_costs) or any(len(p) != len(c) for p, c in zip(preference, problem.node_costs)):
         raise ValueError("the preference does not match the problem; expected one number per choice of every node")

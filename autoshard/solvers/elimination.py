@@ -1,10 +1,10 @@
-"""Dynamic programming by variable elimination, capped: exact where the width allows, a bound and a start where not.
+"""Dynamic programming by variable elimination with capped tables: exact where the width allows it, else a bound and an answer.
 
     to eliminate v:  m(rest) = min over x_v of the sum of all tables that contain v
-The node whose elimination looks at the fewest cells goes first. Where the table it leaves would have more than `cells` cells, the tables
-of v are dealt into buckets that stay below it, and each is minimised on its own: the total is then a lower bound (Dechter and Rish 2003).
-Going back, every node takes what is best for the tables it was eliminated from, given the nodes eliminated after it.
-Memory is left out: a bound it remains, and the answer counts if it fits.
+The node whose elimination looks at the fewest cells goes first. If the resulting table had more than `cells` cells, the tables of v are
+divided into buckets that stay below that, and each bucket is minimised on its own; the total is then a lower bound (Dechter and Rish
+2003). On the way back every node gets the choice that is best for the tables from which it was eliminated, given the nodes that were
+eliminated after it. Memory is ignored: the bound remains a bound, and the answer counts if it fits.
 """
 
 import heapq
@@ -41,16 +41,16 @@ class DP:
             incumbent.raise_bound(math.inf)
             return
         inner = incumbent.inside(reduced.problem, reduced.lift)
-        found = eliminate(reduced.problem, self.cells, inner)
-        if found is not None:
-            choice, bound = found
+        solved = eliminate(reduced.problem, self.cells, inner)
+        if solved is not None:
+            choice, bound = solved
             inner.offer(choice)
             inner.raise_bound(lowered(bound))
 
 
 @dataclass(frozen=True)
 class Elimination:
-    """In which order the nodes go, and how many cells are looked at on the way."""
+    """The order in which the nodes are eliminated, and how many cells are looked at."""
 
     order: tuple[int, ...]
     cells: int  # of all tables together
@@ -59,7 +59,7 @@ class Elimination:
 
 
 def elimination(problem: Problem, single: int | None = None) -> Elimination:
-    """The order in which each node goes when it has the smallest table; `single` counts as a node of one choice."""
+    """The order in which the node with the smallest table is always next; `single` counts as a node of one choice."""
     sizes = [1 if v == single else len(c) for v, c in enumerate(problem.node_costs)]
     near: list[set[int]] = [set() for _ in sizes]
     for e in problem.edges:
@@ -74,7 +74,7 @@ def elimination(problem: Problem, single: int | None = None) -> Elimination:
     while waiting:
         size, v = heapq.heappop(waiting)
         if size != cells[v]:
-            continue  # it has other neighbours since, or is gone
+            continue  # an old entry: its neighbours have changed, or it is eliminated
         order.append(v)
         cells[v] = -1
         total += size
@@ -92,14 +92,12 @@ def elimination(problem: Problem, single: int | None = None) -> Elimination:
 
 
 def lowered(bound: float) -> float:
-    """A bound without what it may be too high by, since floats were added."""
+    """A bound, lowered by what rounding in sums of floats may have added."""
     return bound - TOLERANCE / 10 * abs(bound) if math.isfinite(bound) else bound
 
 
-def eliminate(
-    problem: Problem, most_cells: int, incumbent: Incumbent, way: Elimination | None = None
-) -> tuple[list[int], float] | None:
-    """(choice, bound); the choice costs the bound where no table was split. None where time ran out."""
+def eliminate(problem: Problem, most_cells: int, incumbent: Incumbent, way: Elimination | None = None) -> tuple[list[int], float] | None:
+    """(choice, bound); where no table was split, the choice costs the bound. None where time ran out."""
     sizes = [len(c) for c in problem.node_costs]
     factors = {v: [Factor((v,), c)] for v, c in enumerate(problem.node_costs)}
     for e in problem.edges:
@@ -111,13 +109,13 @@ def eliminate(
     for v in (way or elimination(problem)).order:
         if incumbent.time_left() <= 0:
             return None
-        mine = factors.pop(v)
-        order.append((v, mine))
-        for f in mine:
+        factors_of_v = factors.pop(v)
+        order.append((v, factors_of_v))
+        for f in factors_of_v:
             for n in f.nodes:
                 if n != v:
                     factors[n] = [g for g in factors[n] if g is not f]
-        for bucket in _deal(mine, sizes, most_cells):
+        for bucket in _buckets(factors_of_v, sizes, most_cells):
             message = _minimise(v, bucket)
             if not message.nodes:
                 constant.append(float(message.table))
@@ -126,8 +124,8 @@ def eliminate(
     return _decide(order, sizes), math.fsum(constant)
 
 
-def _deal(factors: list[Factor], sizes: list[int], most_cells: int) -> list[list[Factor]]:
-    """Largest tables first, each into the first bucket that stays below the cap with it."""
+def _buckets(factors: list[Factor], sizes: list[int], most_cells: int) -> list[list[Factor]]:
+    """Largest tables first, each in the first bucket that stays below the cap with it."""
     buckets: list[tuple[set[int], list[Factor]]] = []
     for f in sorted(factors, key=lambda f: (-f.table.size, f.nodes)):
         for nodes, bucket in buckets:
@@ -147,7 +145,7 @@ def _minimise(v: int, bucket: list[Factor]) -> Factor:
 
 
 def _spread(factor: Factor, nodes: tuple[int, ...]) -> np.ndarray:
-    """The table with an axis for every one of nodes."""
+    """The table with one dim per node of `nodes`."""
     where = dict(zip(factor.nodes, factor.table.shape, strict=True))
     return factor.table.reshape([where.get(n, 1) for n in nodes])
 

@@ -1,10 +1,10 @@
-"""Why nothing fits: the smallest limit that works, between a proven floor and a found answer, and who holds the bytes.
+"""Why no answer fits: an interval for the smallest limit that works, and the nodes that hold the bytes.
 
     floor = max over t of the sum of every usage's fewest bytes  <=  smallest limit  <=  peak of any answer
-Prices on the times narrow that from both sides: what is cheapest when bytes are paid for                -> level
-Where a limit is hopeless one of the two says so at once, before anything is searched for                 -> refute
-Between them the interval is halved: with all costs set to zero, is there an answer under this limit?   -> smallest_limit
-Whatever fits costs nothing then, so a bound above zero says that nothing fits: prices alone prove it (Record.worst).
+Prices on the times narrow the interval on both sides: they give the cheapest answer when bytes are paid for       -> level
+Where a limit is far too small or large enough, one of the two shows it at once, before any search                  -> refute
+The rest of the interval is halved: with all finite costs set to zero, is there an answer under this limit?        -> smallest_limit
+Every answer that fits costs 0 then, so a bound above zero proves that none fits: prices alone can do that (Record.worst).
 """
 
 import math
@@ -13,50 +13,48 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..problem import Edge, NodeUsage, Problem, evaluate
+from ..problem import Edge, Problem, anchored, evaluate, held
 from .answer import Infeasibility
-from .auto import Auto
+from .binding_times import load, maximal_rows
 from .incumbent import Incumbent, Record
-from .times import held, load, maximal_rows
+from .settle import reduce_and_settle
 
 TOP_NODES = 10
-MOST_SECONDS = 10.0  # for the smallest limit, when the answer is known to be no; the contest's G takes 0.3
-PATIENT_SECONDS = 3.0  # before CLOSE is close enough
+MOST_SECONDS = 10.0  # for the smallest limit, after it is proven that no answer fits; the contest's G takes 0.3
+PATIENT_SECONDS = 3.0  # after which CLOSE is close enough
 SECONDS_PER_LIMIT = 2.0
-REFUTE_SHARE = 0.1  # of the time left, to prove soon that nothing fits, or to find the first answer that does
+REFUTE_SHARE = 0.1  # of the time left, to prove that no answer fits or to find the first one that does
 REFUTE_SECONDS = 10.0  # at most
 CLOSE = 0.01  # relative
 LEVELLINGS, SHARPEN = 8, 4.0  # rounds of prices, and the power of a time's fill by which its price grows
-RELATIVE = 1e-9  # where bytes aren't whole numbers, limits this close are equal
+RELATIVE = 1e-9  # where bytes aren't integers, limits this close are equal
 
 
 def explain_infeasible(problem: Problem, incumbent: Incumbent) -> Infeasibility:
-    """The certificate for a problem of which it is proven that no answer exists, in the time that is left."""
-    free, clock = without_prices(problem), incumbent.record.clock
+    """The certificate for a problem that is proven to have no answer, in the time that is left."""
+    free, clock = without_costs(anchored(problem)), incumbent.record.clock
     low, high, choice = smallest_limit(free, clock, min(incumbent.record.deadline, clock() + MOST_SECONDS))
     if choice is None and low == math.inf:
         return Infeasibility(None, (), (math.inf, math.inf))
     fewest = np.array([u.bytes.min() for u in problem.usages])
     amounts = fewest if choice is None else held(problem, choice)
-    starts, ends = (np.array([getattr(u, end) for u in problem.usages], dtype=np.int64) for end in ("start", "end"))
-    rows = maximal_rows(starts, ends, amounts > 0)
+    rows = maximal_rows(problem, amounts > 0)
     at = int(load(rows, amounts).argmax())
     total: dict[int, float] = {}
     for k in rows.alive(at).tolist():
-        u = problem.usages[k]
-        node = u.node if isinstance(u, NodeUsage) else problem.edges[u.edge].b  # the copy is made for the consumer
-        total[node] = total.get(node, 0.0) + float(amounts[k])
+        for node in problem.usages[k].ends[-1:]:  # of an edge its second end, as the copy is made for the consumer
+            total[node] = total.get(node, 0.0) + float(amounts[k])
     top = sorted(total.items(), key=lambda item: (-item[1], item[0]))[:TOP_NODES]
     return Infeasibility(int(rows.times[at]), tuple(top), (low, high))
 
 
 def refute(problem: Problem, incumbent: Incumbent) -> None:
-    """Prove soon that nothing fits, or find something that does; neither where the limit is near the smallest that works."""
+    """Prove quickly that no answer fits, or find one that does; neither where the limit is near the smallest that works."""
     limit, clock = problem.usage_limit, incumbent.record.clock
     if limit is None or incumbent.done or incumbent.choice is not None:
         return
     seconds = min(REFUTE_SHARE * incumbent.time_left(), REFUTE_SECONDS)
-    low, _, choice = level(replace(without_prices(problem), usage_limit=None), clock, clock() + seconds, enough=limit)
+    low, _, choice = level(replace(without_costs(problem), usage_limit=None), clock, clock() + seconds, enough=limit)
     if low > limit:
         incumbent.raise_bound(math.inf)
     elif choice is not None:
@@ -64,36 +62,36 @@ def refute(problem: Problem, incumbent: Incumbent) -> None:
 
 
 def hopeless(problem: Problem) -> bool:
-    """Whether the fewest bytes of every usage are too many already."""
+    """Whether the sum of every usage's fewest bytes already exceeds the limit."""
     return problem.usage_limit is not None and _floor(problem) * (1 - RELATIVE) > problem.usage_limit
 
 
 def smallest_limit(free: Problem, clock: Callable[[], float], deadline: float) -> tuple[float, float, tuple[int, ...] | None]:
-    """(low, high, choice): nothing fits below low, choice fits at high; low == high where proven. Costs are 0 or inf."""
-    whole = all((u.bytes == np.rint(u.bytes)).all() for u in free.usages)
+    """(low, high, choice): no answer fits below low, choice fits at high; low == high where proven. Costs are 0 or inf."""
+    integral = all((u.bytes == np.rint(u.bytes)).all() for u in free.usages)
     low, high, best = level(free, clock, deadline)
-    low = math.ceil(low) if whole and low < math.inf else low
-    open_until = low  # limits up to here were tried, and neither proven too small nor found to be enough
+    low = math.ceil(low) if integral and low < math.inf else low
+    open_until = low  # limits up to here were tried without a proof and without an answer
     patient_until = min(deadline, clock() + PATIENT_SECONDS)
-    limit = low  # which is often enough
+    limit = low  # it often works
     while best is not None and clock() < deadline:
-        if high <= low or (not whole and high - low <= 3 * RELATIVE * high):
+        if high <= low or (not integral and high - low <= 3 * RELATIVE * high):
             break
         tried = max(low, open_until)
         if high - tried <= CLOSE * high and (clock() > patient_until or open_until > low):
             break
         record = Record(replace(free, usage_limit=limit), min(deadline, clock() + SECONDS_PER_LIMIT), 0.0, clock, worst=0.0)
         incumbent = Incumbent(record.problem, record)
-        Auto().run(record.problem, incumbent)
+        reduce_and_settle(record.problem, incumbent)
         if record.choice is not None:
             best, high = record.choice, evaluate(record.problem, record.choice).peak
         elif incumbent.proven:
-            low = limit + 1.0 if whole else limit
+            low = limit + 1.0 if integral else limit
         else:
             open_until = limit
         limit = (max(low, open_until) + high) / 2
-        limit = math.floor(limit) if whole else limit * (1 + RELATIVE)
-    return (high if whole and high <= low else low), high, best
+        limit = math.floor(limit) if integral else limit * (1 + RELATIVE)
+    return (high if integral and high <= low else low), high, best
 
 
 def level(
@@ -101,23 +99,21 @@ def level(
 ) -> tuple[float, float, tuple[int, ...] | None]:
     """(low, high, choice) by prices y on the times: min over x of y . bytes(x) <= peak * sum of y, and y follows the bytes held.
 
-    enough: a limit of which only is asked whether it lies below low or above high.
+    enough: a limit; the search ends once it is below low or above high.
     """
     low, high, best = _floor(free), math.inf, None
-    starts, ends = (np.array([getattr(u, end) for u in free.usages], dtype=np.int64) for end in ("start", "end"))
-    rows = maximal_rows(starts, ends, np.array([u.bytes.max() > 0 for u in free.usages], dtype=bool))
+    rows = maximal_rows(free, np.array([u.bytes.max() > 0 for u in free.usages], dtype=bool))
     prices = np.full(len(rows.times), 1.0 / max(len(rows.times), 1))
     patient_until = clock() + PATIENT_SECONDS
     for _ in range(LEVELLINGS):
         if enough is not None and not low <= enough < high:
             break
-        until = np.concatenate([[0.0], np.cumsum(prices)])
-        record = Record(priced(free, until[rows.last] - until[rows.first]), deadline, 0.0, clock)
+        record = Record(priced(free, rows.of_usages(prices)), deadline, 0.0, clock)
         incumbent = Incumbent(record.problem, record)
-        Auto().run(record.problem, incumbent)
+        reduce_and_settle(record.problem, incumbent)
         if record.choice is None:
             return (math.inf, math.inf, None) if incumbent.proven else (low, high, best)
-        low = max(low, record.bound * (1 - RELATIVE) / until[-1]) if len(prices) else low
+        low = max(low, record.bound * (1 - RELATIVE) / np.cumsum(prices)[-1]) if len(prices) else low
         peak = evaluate(free, record.choice).peak
         if peak < high:
             best, high = record.choice, peak
@@ -129,32 +125,31 @@ def level(
 
 
 def priced(free: Problem, prices: np.ndarray) -> Problem:
-    """Bytes as costs, at a price per usage, and no limit."""
+    """The problem without limit whose costs include the bytes at a price per usage."""
     costs, tables = list(free.node_costs), [e.table for e in free.edges]
     for u, price in zip(free.usages, prices.tolist(), strict=True):
-        if isinstance(u, NodeUsage):
-            costs[u.node] = costs[u.node] + price * u.bytes
-        else:
+        if u.edge is not None:
             tables[u.edge] = tables[u.edge] + price * u.bytes
+        else:
+            costs[u.ends[0]] = costs[u.ends[0]] + price * u.bytes
     return Problem(free.names, tuple(costs), tuple(Edge(e.a, e.b, t) for e, t in zip(free.edges, tables, strict=True)))
 
 
 def _floor(problem: Problem) -> float:
     fewest = np.array([u.bytes.min() for u in problem.usages])
-    starts, ends = (np.array([getattr(u, end) for u in problem.usages], dtype=np.int64) for end in ("start", "end"))
-    return float(load(maximal_rows(starts, ends, fewest > 0), fewest).max(initial=0.0))
+    return float(load(maximal_rows(problem, fewest > 0), fewest).max(initial=0.0))
 
 
-def without_prices(problem: Problem) -> Problem:
+def without_costs(problem: Problem) -> Problem:
     """The problem with every finite cost set to zero."""
-    return replace(problem, node_costs=_without_prices(problem.node_costs), edges=_edges_without_prices(problem))
+    return replace(problem, node_costs=_without_costs(problem.node_costs), edges=_edges_without_costs(problem))
 
 
-def _without_prices(tables: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+def _without_costs(tables: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
     return tuple(np.where(np.isfinite(t), 0.0, np.inf) for t in tables)
 
 
-def _edges_without_prices(problem: Problem) -> tuple[Edge, ...]:
+def _edges_without_costs(problem: Problem) -> tuple[Edge, ...]:
     free = {id(e.table): e.table for e in problem.edges}
-    free = dict(zip(free, _without_prices(tuple(free.values()))))
+    free = dict(zip(free, _without_costs(tuple(free.values()))))
     return tuple(Edge(e.a, e.b, free[id(e.table)]) for e in problem.edges)

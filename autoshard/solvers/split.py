@@ -1,12 +1,12 @@
-"""Between two answers whose differences are all coupled: a change on the way, from one of them to the other.
+"""A change from one answer to another half way: where one coupled part of the differences is too large, a beginning or an end of it.
 
-    order    of the nodes in which y differs from x, neighbours near each other (Cuthill and McKee 1969): layers after layers
-    x(t)     = x with the nodes before the t-th of that order, or after it, as in y
-    cost(t)  = cost(x) + what the nodes passed cost more + per edge T[y_a, x_b] - T[x_a, x_b] when its first end is passed,
-                                                              T[y_a, y_b] - T[y_a, x_b] when its second is; bytes alike   -> _along
+    order    of the nodes in which y differs from x, with neighbours near each other (Cuthill and McKee 1969): layer after layer
+    x(t)     = x in which the nodes before the t-th of that order, or those after it, are as in y
+    cost(t)  = cost(x) + the extra cost of the changed nodes + per edge T[y_a, x_b] - T[x_a, x_b] when its first end has changed,
+                                     T[y_a, y_b] - T[y_a, x_b] when its second has; the same for bytes                  -> _along
 
-Where layers repeat and what passes between them is laid out otherwise in y, exchange.py sees one part, all or nothing. Cut in two, it
-costs one change of layout more than the straight line between them.
+Where layers repeat and the value between them has another layout in y, exchange_parts.py has one part, which it exchanges completely or
+not at all. A split part costs one change of layout more than the straight line between the two answers.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ import numpy as np
 from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 
-from ..problem import NodeUsage, Problem
-from .times import Rows
+from ..problem import Problem
+from .binding_times import Rows
 
 Change = tuple[int, float, float]  # at which step, from what to what
 
 
-def cut(
+def split(
     problem: Problem, rows: Rows, peaks: list[int], x: np.ndarray, y: np.ndarray, nodes: np.ndarray, room: np.ndarray
 ) -> np.ndarray | None:
-    """x with a beginning or an end of `nodes`, in their order, as in y: the cheapest that holds no more than `room` more.
+    """x with a beginning or an end of `nodes`, in their order, as in y: the cheapest one that holds at most `room` bytes more.
 
     room: bytes, one per row of `peaks`. None where none of them is cheaper than x.
     """
-    least, found = 0.0, None
+    least, changed = 0.0, None
     order = _order(problem, nodes)
     for way in (order, order[::-1]):
         cost, held = _along(problem, rows, peaks, x, y, way)
         cost = np.where((held <= room[:, None]).all(axis=0), cost, np.inf)
         t = int(cost.argmin())
         if cost[t] < least:
-            least, found = float(cost[t]), way[: t + 1]
-    if found is None:
+            least, changed = float(cost[t]), way[: t + 1]
+    if changed is None:
         return None
     mixed = x.copy()
-    mixed[found] = y[found]
+    mixed[changed] = y[changed]
     return mixed
 
 
 def _order(problem: Problem, nodes: np.ndarray) -> np.ndarray:
-    """The nodes, neighbours near each other."""
+    """The nodes in an order in which neighbours are near each other."""
     place = np.full(len(problem.node_costs), -1)
     place[nodes] = np.arange(len(nodes))
     joined = [(place[e.a], place[e.b]) for e in problem.edges if place[e.a] >= 0 and place[e.b] >= 0]
@@ -57,35 +57,34 @@ def _order(problem: Problem, nodes: np.ndarray) -> np.ndarray:
     return nodes[reverse_cuthill_mckee(graph, symmetric_mode=True)]
 
 
-def _along(
-    problem: Problem, rows: Rows, peaks: list[int], x: np.ndarray, y: np.ndarray, way: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """What x costs and holds more with the first t + 1 nodes of the way as in y: of shapes (nodes,) and (peaks, nodes)."""
+def _along(problem: Problem, rows: Rows, peaks: list[int], x: np.ndarray, y: np.ndarray, way: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The extra cost and bytes of x with the first t + 1 nodes of the way as in y: of shapes (nodes,) and (peaks, nodes)."""
     count = len(way)
-    turn = np.full(len(problem.node_costs), count)  # the step at which a node changes; `count`: it doesn't
+    turn = np.full(len(problem.node_costs), count)  # the step at which a node changes; `count`: it doesn't change
     turn[way] = np.arange(count)
     cost, forbidden, held = np.zeros(count + 1), np.zeros(count + 1), np.zeros((len(peaks), count + 1))
     for v in way.tolist():
         cost[turn[v]] += problem.node_costs[v][y[v]] - problem.node_costs[v][x[v]]
     for e in problem.edges:
-        for t, old, new in _changes(e.table, e.a, e.b, turn, count, x, y):
+        for t, old, new in _changes(e.table, (e.a, e.b), turn, count, x, y):
             cost[t] += (new if math.isfinite(new) else 0.0) - (old if math.isfinite(old) else 0.0)
             forbidden[t] += math.isinf(new) - math.isinf(old)
     alive = np.array([(rows.first <= row) & (row < rows.last) for row in peaks]).reshape(len(peaks), -1)
     for j in np.flatnonzero(alive.any(axis=0)).tolist():
         u = problem.usages[j]
-        if isinstance(u, NodeUsage):
-            held[alive[:, j], turn[u.node]] += u.bytes[y[u.node]] - u.bytes[x[u.node]]
+        if u.edge is None:
+            (v,) = u.ends
+            held[alive[:, j], turn[v]] += u.bytes[y[v]] - u.bytes[x[v]]
         else:
-            edge = problem.edges[u.edge]
-            for t, old, new in _changes(u.bytes, edge.a, edge.b, turn, count, x, y):
+            for t, old, new in _changes(u.bytes, u.ends, turn, count, x, y):
                 held[alive[:, j], t] += new - old
     total = np.where(np.cumsum(forbidden) > 0, np.inf, np.cumsum(cost))
     return total[:count], np.cumsum(held, axis=1)[:, :count]
 
 
-def _changes(table: np.ndarray, a: int, b: int, turn: np.ndarray, never: int, x: np.ndarray, y: np.ndarray) -> Iterator[Change]:
-    """The steps at which an edge's entry becomes another, and both: at its first end that changes, and at its second."""
+def _changes(table: np.ndarray, ends: tuple[int, ...], turn: np.ndarray, never: int, x: np.ndarray, y: np.ndarray) -> Iterator[Change]:
+    """The steps at which the entry of an edge changes, with the old and the new entry: when its first end changes, and its second."""
+    a, b = ends
     if turn[a] > turn[b]:
         table, a, b = table.T, b, a
     if turn[a] < never:

@@ -1,15 +1,16 @@
-"""Dual ascent: messages between nodes and a price per binding time give a certified bound and, in the same loop, answers.
+"""Dual ascent: messages between nodes, and a price per binding time, give a certified bound; the same sweeps decode answers.
 
-    for any messages M and prices y_t >= 0, nothing that fits costs less than
+    for any messages M and prices y_t >= 0, no answer that fits costs less than
         min over x of [ sum_v theta_v(x_v) + sum_(a,b) theta_ab(x_a, x_b) ] - sum_t y_t limit
         theta = cost + sum over usages of bytes * (y summed over the usage's rows)                       -> Messages.price
-    split into chains that run along the order of the nodes, each minimised exactly                      -> sweep
-    nodes decided one after the other, by what earlier ones chose and later ones tell, are an answer      -> sweep
-    y moves along (bytes held by the answers - limit), the step from the gap (Polyak 1969)               -> Dual.run
+    The problem is split into chains along the order of the nodes, and each is minimised exactly          -> sweep
+    Nodes that are decided one after the other, from the choices of earlier nodes and the messages of
+    later ones, are an answer                                                                             -> sweep
 
-Sequential tree-reweighted message passing (Kolmogorov 2006); the bound never falls while prices stay. When a sweep passes node v,
-bound + (total_v(i) - min total_v) is a bound for x_v = i: choices that it puts above a known answer can go  -> affordable.
-Sums are of positive and negative floats: every bound is lowered by ROUNDING of their total size before it is reported.
+This is sequential tree-reweighted message passing (Kolmogorov 2006): the bound never falls while the prices stay. When a sweep passes
+node v, bound + (total_v(i) - min total_v) is a bound on the answers with x_v = i; choices for which it exceeds the cost of a known answer
+can be dropped (Messages.affordable). The sums are of positive and negative floats, so every bound is lowered by ROUNDING of their total
+size before it is reported. The best prices are found in cutting_planes.py.
 """
 
 import math
@@ -19,16 +20,16 @@ from dataclasses import dataclass
 import numba
 import numpy as np
 
-from ..problem import EdgeUsage, NodeUsage, Problem, without_limit
+from ..problem import Problem, held, without_limit
+from .binding_times import binding_rows, load
 from .incumbent import Incumbent
-from .times import binding_rows, load
 
 ROUNDING = 2e-13  # relative to the sum of sizes: floats are rounded to 1.1e-16, a thousand times over
 PATIENCE = 20  # sweeps without progress before the loop gives up
 PROGRESS = 1e-3  # of the gap, within PATIENCE sweeps
 CONVERGED = 600  # sweeps at most; Llama blocks on 8x8 are proven in 300
 FIRST_LOOKS, RESUMED = 4, 40  # sweeps
-OFFER_EVERY = 10  # sweeps: evaluating an answer to the original problem costs as much as a sweep
+OFFER_EVERY = 10  # sweeps: to evaluate an answer of the original problem takes as long as a sweep
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Dual:
 
 
 class Messages:
-    """The arrays that sweep works on: half-edges in order of their node, tables shared, messages both ways."""
+    """The arrays of `sweep`: half-edges in the order of their nodes, each distinct table once, and messages in both directions."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -53,18 +54,18 @@ class Messages:
         self.prices = np.zeros(len(self.rows.times))  # per byte over the limit
         self.first = np.cumsum([0, *map(len, problem.node_costs)])
         self.costs = np.concatenate(problem.node_costs)
-        self._lay_out_tables()
-        self._lay_out_usages()
+        self._set_tables()
+        self._set_usages()
         self.message = np.zeros(int(self._message_size))
         self.reduced = np.zeros(len(self.costs))
         self.previous_bound = self._bound = -math.inf  # before and after the sweep that wrote `reduced`
         self.price(self.prices)
 
-    def _lay_out_tables(self) -> None:
-        """One copy of every distinct table and of its transpose; tables with bytes of their own get their own."""
+    def _set_tables(self) -> None:
+        """One copy of every distinct table and of its transpose; an edge whose pairs hold bytes has a copy of its own, which is priced."""
         problem, nodes = self.problem, len(self.problem.node_costs)
         live = self.rows.first < self.rows.last
-        own = {u.edge for k, u in enumerate(problem.usages) if live[k] and not isinstance(u, NodeUsage)}
+        own = {u.edge for k, u in enumerate(problem.usages) if live[k] and u.edge is not None}
         place: dict[int, int] = {}
         at: dict[int, int] = {}
         shared, priced, size = [], [], 0
@@ -93,23 +94,16 @@ class Messages:
         self.split = self.start[:-1] + np.bincount(table[:, 0], weights=table[:, 1] < table[:, 0], minlength=nodes).astype(np.int64)
         self.neighbour, self.table, self.into, self.out = (np.ascontiguousarray(column) for column in table[:, 1:].T)
 
-    def _lay_out_usages(self) -> None:
-        """Flat bytes of all usages, with the entry of theta or of the pool that each adds to."""
-        live = np.flatnonzero(self.rows.first < self.rows.last).tolist()
-        usages = self.problem.usages
-        of_nodes = [(k, u) for k in live if isinstance(u := usages[k], NodeUsage)]
-        of_pairs = [(k, u, self.problem.edges[u.edge]) for k in live if isinstance(u := usages[k], EdgeUsage)]
+    def _set_usages(self) -> None:
+        """The bytes of all usages in flat arrays, with the entry of theta (one end) or of the pool (two ends) that each adds to."""
         none, nothing = np.zeros(0, np.int64), np.zeros(0)
-        self._node_usage, self._usage_node = _integers(k for k, _ in of_nodes), _integers(u.node for _, u in of_nodes)
-        sizes = _integers(len(u.bytes) for _, u in of_nodes)
-        self._node_start, self._node_of = np.cumsum(sizes) - sizes, np.repeat(self._node_usage, sizes)
-        self._node_slots = np.concatenate([none, *(self.first[u.node] + np.arange(len(u.bytes)) for _, u in of_nodes)])
+        live = [(k, self.problem.usages[k]) for k in np.flatnonzero(self.rows.first < self.rows.last).tolist()]
+        of_nodes, of_pairs = [(k, u) for k, u in live if u.edge is None], [(k, u, u.edge) for k, u in live if u.edge is not None]
+        self._node_of = np.repeat(_integers(k for k, _ in of_nodes), _integers(u.bytes.size for _, u in of_nodes))
+        self._node_slots = np.concatenate([none, *(self.first[u.ends[0]] + np.arange(u.bytes.size) for _, u in of_nodes)])
         self._node_bytes = np.concatenate([nothing, *(u.bytes for _, u in of_nodes)])
-        self._pair_usage, self._pair_width = _integers(k for k, _, _ in of_pairs), _integers(u.bytes.shape[1] for _, u, _ in of_pairs)
-        self._usage_a, self._usage_b = _integers(e.a for _, _, e in of_pairs), _integers(e.b for _, _, e in of_pairs)
-        sizes = _integers(2 * u.bytes.size for _, u, _ in of_pairs)
-        self._pair_start, self._pair_of = np.cumsum(sizes) - sizes, np.repeat(self._pair_usage, sizes)
-        places = [self._place_of_own[u.edge] - self.num_shared + np.arange(2 * u.bytes.size) for _, u, _ in of_pairs]
+        self._pair_of = np.repeat(_integers(k for k, _, _ in of_pairs), _integers(2 * u.bytes.size for _, u, _ in of_pairs))
+        places = [self._place_of_own[edge] - self.num_shared + np.arange(2 * u.bytes.size) for _, u, edge in of_pairs]
         self._pair_slots = np.concatenate([none, *places])
         self._pair_bytes = np.concatenate([nothing, *(half for _, u, _ in of_pairs for half in (u.bytes.ravel(), u.bytes.T.ravel()))])
 
@@ -117,8 +111,7 @@ class Messages:
         """Set the price per byte of every binding time."""
         self.prices = prices
         self._bound = -math.inf
-        until = np.concatenate([[0.0], np.cumsum(prices)])
-        of_usage = until[self.rows.last] - until[self.rows.first]
+        of_usage = self.rows.of_usages(prices)
         extra = np.bincount(self._node_slots, self._node_bytes * of_usage[self._node_of], minlength=len(self.costs))
         self.theta = self.costs + extra
         if len(self._priced_tables):
@@ -127,7 +120,7 @@ class Messages:
         self.fee = float(prices.sum() * self.limit) if len(prices) else 0.0
 
     def sweep(self, forward: bool) -> tuple[float, np.ndarray, float]:
-        """One pass over the nodes: (bound, answer, its cost with bytes priced)."""
+        """One pass over the nodes: (bound, answer, the answer's cost with its bytes priced)."""
         choice = np.zeros(len(self.first) - 1, np.int64)
         bound, size, energy = sweep(
             self.first, self.theta, self.start, self.split, self.neighbour, self.table, self.into, self.out,
@@ -137,20 +130,17 @@ class Messages:
         return self._bound, choice, energy - self.fee
 
     def loads(self, choice: np.ndarray) -> np.ndarray:
-        """Bytes held at every binding time."""
-        held = np.zeros(len(self.problem.usages))
-        held[self._node_usage] = self._node_bytes[self._node_start + choice[self._usage_node]]
-        held[self._pair_usage] = self._pair_bytes[self._pair_start + choice[self._usage_a] * self._pair_width + choice[self._usage_b]]
-        return load(self.rows, held)
+        """Bytes at every binding time."""
+        return load(self.rows, np.where(self.rows.first < self.rows.last, held(self.problem, choice), 0.0))
 
     def affordable(self, incumbent: Incumbent) -> list[np.ndarray]:
-        """Per node, which choices an answer cheaper than the incumbent's can use."""
+        """Per node, the choices that an answer cheaper than the incumbent can use."""
         if not math.isfinite(self.previous_bound):
             return [np.ones(len(c), bool) for c in self.problem.node_costs]
         return np.split(self.reduced + self.previous_bound <= incumbent.cost + incumbent.slack, self.first[1:-1])
 
     def near(self, incumbent: Incumbent, share: float) -> list[np.ndarray]:
-        """Per node, the choices whose bound lies within a share of the gap, the best one, and the incumbent's."""
+        """Per node, the choices whose bound is within a share of the gap, the best choice, and the incumbent's choice."""
         gap = incumbent.cost - self.previous_bound if math.isfinite(incumbent.cost) else 0.1 * abs(self.previous_bound)
         keep = np.split(self.reduced <= share * gap, self.first[1:-1])
         for v, k in enumerate(keep):
@@ -165,7 +155,7 @@ def _integers(values: Iterable[int]) -> np.ndarray:
 
 
 def ascend(messages: Messages, incumbent: Incumbent, sweeps: int) -> None:
-    """Sweep to and fro until the incumbent is proven, nothing moves any more, or time is up."""
+    """Sweep in alternating directions until the incumbent is proven, the bound no longer rises, or time is up."""
     best_bound, best_energy, best_choice = -math.inf, math.inf, None
     recent: list[float] = []
     for k in range(sweeps):
@@ -180,26 +170,26 @@ def ascend(messages: Messages, incumbent: Incumbent, sweeps: int) -> None:
         if best_choice is not None and (close or stuck or k % OFFER_EVERY == OFFER_EVERY - 1):
             incumbent.offer(best_choice)
             best_choice = None
-        if stuck or incumbent.done or best_bound >= incumbent.cost:  # nothing cheaper is here, be it all or a part of the answers
+        if stuck or incumbent.done or best_bound >= incumbent.cost:  # no cheaper answer is among these, be they all answers or a part
             break
     if best_choice is not None:
         incumbent.offer(best_choice)
 
 
 def converge(problem: Problem, incumbent: Incumbent, sweeps: int = CONVERGED) -> np.ndarray:
-    """Sweep over the problem as it is, without reductions; the messages, in order of the edges, into the first end and the second."""
+    """Sweep over the problem without reductions. Returns the messages in the order of the edges, into the first end and the second."""
     messages = Messages(problem)
     ascend(messages, incumbent, sweeps)
     return messages.message
 
 
 def resume(problem: Problem, incumbent: Incumbent, message: np.ndarray) -> Messages:
-    """Go on from messages that are good already, those of a like problem for example; any messages give a valid bound."""
+    """Continue from given messages, for example those of a similar problem; any messages give a valid bound."""
     messages = Messages(without_limit(problem))  # the bound holds under any limit
     if message.shape != messages.message.shape:
         raise ValueError(f"there are {len(message)} messages; expected {len(messages.message)}, one per choice of each end of every edge")
     messages.message[:] = message
-    for k in range(FIRST_LOOKS):  # a proof of the answer at hand comes before any other answer that is as cheap
+    for k in range(FIRST_LOOKS):  # the known answer is proven before another answer of the same cost is decoded
         incumbent.raise_bound(messages.sweep(forward=k % 2 == 0)[0])
         if incumbent.done:
             return messages
@@ -209,7 +199,7 @@ def resume(problem: Problem, incumbent: Incumbent, message: np.ndarray) -> Messa
 
 @numba.njit(cache=True)
 def sweep(first, theta, start, split, neighbour, table, into, out, pool, message, reduced, choice, forward):  # pragma: no cover
-    """Pass messages along the order of the nodes (or against it); fills reduced and choice. Returns bound, size, energy."""
+    """Pass messages along the order of the nodes or against it. Fills reduced and choice; returns bound, size and energy."""
     nodes = len(first) - 1
     bound, size, energy = 0.0, 0.0, 0.0
     widest = 0

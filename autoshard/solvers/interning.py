@@ -1,4 +1,4 @@
-"""Arrays that are equal are one array, and what is computed from them is computed once.
+"""Interned arrays: equal arrays become one array, and a function of interned arrays is computed once.
 
 A 32-layer model repeats a block's tables 32 times; the contest's instance A has 54801 edges and 1560 different tables.
 """
@@ -13,7 +13,7 @@ SEPARABLE = 1e-13  # relative to the table's largest entry: a[i] + b[j] up to ro
 
 
 class Pool:
-    """Interned arrays, kept alive so that an id names one of them for good."""
+    """Interned arrays. They are kept alive, so an id stands for the same array throughout."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, np.ndarray] = {}
@@ -30,13 +30,13 @@ class Pool:
         return known
 
     def original(self, array: np.ndarray) -> np.ndarray:
-        """Intern an array of the caller's, which is likely to come by again."""
+        """Intern an array of the caller's, which is likely to be passed again."""
         if id(array) not in self._originals:
             self._originals[id(array)] = (self.intern(array), array)  # the caller's array is kept alive with its id
         return self._originals[id(array)][0]
 
     def of(self, function: Callable, *arrays: np.ndarray):
-        """function(*arrays) for interned arrays; a resulting array is interned, and so are those of a tuple."""
+        """function(*arrays) for interned arrays, computed once; a resulting array is interned, and so are the arrays of a tuple."""
         key = (function, *map(id, arrays))
         if key in self._results:
             return self._results[key]
@@ -67,7 +67,7 @@ def first_row(table: np.ndarray) -> np.ndarray:
 
 
 def supported(table: np.ndarray) -> np.ndarray:
-    """Which rows have a finite entry."""
+    """Mask of the rows that have a finite entry."""
     return np.isfinite(table).any(axis=1)
 
 
@@ -97,16 +97,16 @@ def graph_values(table: np.ndarray, f: np.ndarray) -> np.ndarray:
 
 @numba.njit(cache=True, nogil=True)
 def worst_loss(table: np.ndarray) -> np.ndarray:  # pragma: no cover
-    """[i, k]: the most that taking row k in place of row i can cost, max_j table[k, j] - table[i, j] where table[i, j] is finite."""
+    """[i, k]: the largest cost of row k in place of row i, max_j table[k, j] - table[i, j] where table[i, j] is finite."""
     n, m = table.shape
     out = np.full((n, n), -np.inf)
     columns = np.ascontiguousarray(table.T)
     for i in range(n):
         for j in range(m):
-            mine = table[i, j]
-            if mine < np.inf:
+            entry = table[i, j]
+            if entry < np.inf:
                 for k in range(n):  # the innermost loop runs along memory
-                    loss = columns[j, k] - mine
+                    loss = columns[j, k] - entry
                     out[i, k] = loss if loss > out[i, k] else out[i, k]
     return out
 

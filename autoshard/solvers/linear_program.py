@@ -1,12 +1,12 @@
-"""The integer program in marginal form: columns, rows, and a bound that holds for any row prices.
+"""The integer program in marginal form: its columns, its rows, and a bound that holds for any row prices.
 
     minimise   sum_v c_v . x_v + sum_(a,b) T_ab . e_ab
     x_v integer >= 0, sum_i x_v[i] = 1                                              -> _node_rows
     e_ab continuous >= 0: the two marginals force it to be the product              -> _edge_rows
         sum_j e_ab[i,j] = x_a[i]   and   sum_i e_ab[i,j] = x_b[j]
     at time t: sum of bytes . x over what is alive <= limit                         -> memory_row, one at a time
-Forbidden choices and pairs get no column. The columns of a node, and those of an edge, sum to one; so for any prices y of
-the rows (<= 0 for memory rows) nothing costs less than
+Forbidden choices and pairs have no column. The columns of a node sum to one, and so do those of an edge; hence for any prices y of
+the rows (<= 0 for memory rows) no answer costs less than
     y . rhs + sum over nodes and edges of min (c - A'y)                              -> bound
 """
 
@@ -16,14 +16,14 @@ from collections.abc import Sequence
 import numpy as np
 import scipy.sparse as sp
 
-from ..problem import NodeUsage, Problem
-from .times import binding_rows, held, load
+from ..problem import Problem, held
+from .binding_times import binding_rows, load
 
 FRACTIONAL_EXCESS = 1e-7  # relative to the limit: what counts as violated by a fractional point
 
 
-class Program:
-    """minimise cost . z + constant, matrix z = rhs, 0 <= z, the first num_x columns integer; memory rows apart."""
+class LinearProgram:
+    """minimise cost . z + constant, matrix z = rhs, 0 <= z, the first num_x columns integer; memory rows are separate."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -37,7 +37,7 @@ class Program:
         costs = [c[i] for c, i in zip(problem.node_costs, choices, strict=True)]
         costs += [e.table.ravel()[p] for e, p in zip(problem.edges, cells, strict=True)]
         least = [float(c.min(initial=math.inf)) for c in costs]
-        # no answer exists when some node or edge has nothing left; the caller asks before solving
+        # no answer exists where a node or an edge has no column; the caller looks before it solves
         self.empty = math.inf in least
         self.constant = math.fsum(least)
         self.cost = np.concatenate(costs) - np.repeat(least, np.diff(starts))
@@ -48,7 +48,7 @@ class Program:
         nodes, edges = self._node_rows(), self._edge_rows()
         self.matrix = sp.vstack([nodes, edges], format="csr")
         self.rhs = np.concatenate([np.ones(nodes.shape[0]), np.zeros(edges.shape[0])])
-        self.priced = -math.inf, self.cost  # the last bound, and the costs that were left of the columns
+        self.priced = -math.inf, self.cost  # the last bound, and the reduced costs of the columns
         self.rows = binding_rows(problem)
         self.limit = math.inf if problem.usage_limit is None else problem.usage_limit
 
@@ -72,7 +72,7 @@ class Program:
         return sp.csr_matrix(entries, shape=(count, self.num_columns))
 
     def memory_row(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Columns and bytes of what is alive at a binding time, the limit being 1 (a tolerance is then a relative one)."""
+        """Columns and bytes of the usages at a binding time, divided by the limit (so that a tolerance is a relative one)."""
         out = np.zeros(self.num_columns)
         for k in self.rows.alive(row).tolist():
             columns, amounts = self._usage(k)
@@ -86,13 +86,13 @@ class Program:
 
     def _usage(self, k: int) -> tuple[slice, np.ndarray]:
         u = self.problem.usages[k]
-        if isinstance(u, NodeUsage):
-            columns = slice(int(self.first_x[u.node]), int(self.first_x[u.node + 1]))
-            return columns, u.bytes[self.choices[columns]]
-        return slice(self.first_e[u.edge], self.first_e[u.edge + 1]), u.bytes.ravel()[self._cells[u.edge]]
+        if u.edge is not None:
+            return slice(self.first_e[u.edge], self.first_e[u.edge + 1]), u.bytes.ravel()[self._cells[u.edge]]
+        columns = slice(int(self.first_x[u.ends[0]]), int(self.first_x[u.ends[0] + 1]))
+        return columns, u.bytes[self.choices[columns]]
 
     def bound(self, prices: np.ndarray, memory: Sequence[int], memory_prices: np.ndarray) -> float:
-        """What no answer undercuts, given a price per row of the matrix and per memory row."""
+        """A lower bound on the cost of every answer, for a price per row of the matrix and per memory row."""
         y = np.minimum(memory_prices, 0.0)
         reduced = self.cost - self.matrix[len(self.first_x) - 1 :].T @ prices[len(self.first_x) - 1 :]
         for row, price in zip(memory, y, strict=True):
@@ -102,7 +102,7 @@ class Program:
         return self.priced[0]
 
     def affordable(self, most: float) -> list[np.ndarray]:
-        """Per node, which choices an answer of cost `most` can take, as the prices of the last bound say."""
+        """Per node, the choices that an answer of cost `most` can use according to the prices of the last bound."""
         base, reduced = self.priced
         excess = reduced - np.repeat(np.minimum.reduceat(reduced, self._starts), np.diff([*self._starts, self.num_columns]))
         total = [np.full(len(c), np.inf) for c in self.problem.node_costs]
@@ -117,11 +117,11 @@ class Program:
         return [t <= most for t in total]
 
     def round(self, z: np.ndarray) -> list[int]:
-        """The largest choice of every node."""
+        """The choice with the largest entry, per node."""
         return [int(self.choices[a + np.argmax(z[a:b])]) for a, b in zip(self.first_x[:-1], self.first_x[1:], strict=True)]
 
     def columns_of(self, choice: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The point z of a choice."""
+        """The point z of an answer."""
         z = np.zeros(self.num_columns)
         z[[self._column[v][i] for v, i in enumerate(choice)]] = 1.0
         for e, p, first in zip(self.problem.edges, self._cells, self.first_e, strict=False):
@@ -129,7 +129,7 @@ class Program:
         return z
 
     def exceeded(self, z: np.ndarray) -> list[int]:
-        """Binding times at which a fractional point holds too much: the worst of each run of neighbours."""
+        """Binding times at which a fractional point exceeds the limit: the worst of each run of neighbours."""
         if not len(self.rows.times):
             return []
         mean = np.zeros(len(self.problem.usages))
@@ -139,12 +139,12 @@ class Program:
         return worst_of_runs(load(self.rows, mean) - self.limit, FRACTIONAL_EXCESS * self.limit)
 
     def exceeded_by(self, choice: Sequence[int] | np.ndarray) -> list[int]:
-        """The same for a choice, without tolerance."""
+        """The same for an answer, without tolerance."""
         return worst_of_runs(load(self.rows, held(self.problem, choice)) - self.limit, 0.0) if len(self.rows.times) else []
 
 
 def worst_of_runs(excess: np.ndarray, tolerance: float) -> list[int]:
-    """Index of the largest entry of every run of neighbours above the tolerance."""
+    """Index of the largest entry of every run of neighbouring entries above the tolerance."""
     over = np.flatnonzero(excess > tolerance)
     runs = np.split(over, np.flatnonzero(np.diff(over) > 1) + 1) if len(over) else []
     return [int(run[np.argmax(excess[run])]) for run in runs]

@@ -1,12 +1,12 @@
-"""Move a whole forest at once: the kernels of the annealing (anneal.py), compiled.
+"""The moves of simulated annealing (annealing.py), compiled: all nodes of a forest change at once.
 
-    block     nodes grown at random around a centre, each taken only if the block stays a forest             -> grow
+    block     nodes grown at random around a centre; a node is added only if the block stays a forest         -> grow
     unary     v(i) = c_v[i] + sum over neighbours outside of T[i, x_n] - T Gumbel(i)                          -> price_alone
               + sum over rows r of y_r bytes[i, r]
     x'        argmin over the block of unaries and tables, by dynamic programming from the leaves            -> decide
-    taken     where it fits, with probability exp(-(cost(x') - cost(x)) / T)                                 -> walk
-Noise of the Gumbel distribution on the unaries makes the minimiser a sample of about exp(-cost / T) (Papandreou and Yuille 2011). Where x'
-doesn't fit, the prices of the rows that it exceeds are raised and it is decided again: what fits at once moves freely, what doesn't pays.
+    accepted  if it fits, with probability exp(-(cost(x') - cost(x)) / T)                                     -> walk
+Noise of the Gumbel distribution on the unaries makes the minimiser a sample of about exp(-cost / T) (Papandreou and Yuille 2011). If x'
+doesn't fit, the prices of the rows that it exceeds are raised and the block is decided again: moves that fit are free, others pay.
 """
 
 import math
@@ -20,7 +20,7 @@ RAISE = 1.5  # of the price of a row that is exceeded
 
 
 class EdgeGraph(NamedTuple):
-    """Costs and tables as Messages lays them out, and per node the bytes of its choices at the rows that it touches."""
+    """Costs and tables in the arrays of Messages, and per node the bytes of its choices at the rows at which it holds any."""
 
     first: np.ndarray
     costs: np.ndarray
@@ -80,7 +80,7 @@ def grow(g, rng, size, stamp, seen, inside, touched, parent, block, queue):  # p
                 tree = tree and touched[root] != v
                 touched[root] = v
         if tree:
-            for h in range(g.start[v], g.start[v + 1]):  # every tree that v touches hangs under it from now on
+            for h in range(g.start[v], g.start[v + 1]):  # v becomes the root of every tree that it touches
                 a, above = g.neighbour[h], v
                 while inside[g.neighbour[h]] and a >= 0:
                     next_up = parent[a]
@@ -123,7 +123,7 @@ def parents_first(g, block, count, inside, parent, order, link):  # pragma: no c
 
 @numba.njit(cache=True, nogil=True)
 def price_alone(g, rng, order, count, inside, x, temperature, alone, noise):  # pragma: no cover
-    """Costs of the block's choices with everything outside as it is, and the noise that makes them a sample."""
+    """Costs of the block's choices while the nodes outside keep theirs, and the noise that makes the minimiser a sample."""
     operations = 0
     for k in range(count):
         v = order[k]
@@ -186,7 +186,7 @@ def decide(g, order, count, parent, link, price, alone, noise, total, y):  # pra
 
 @numba.njit(cache=True, nogil=True)
 def difference(g, order, count, parent, link, alone, x, y):  # pragma: no cover
-    """What the block's choices y cost more than x."""
+    """The extra cost of the block's choices y over x."""
     more = 0.0
     for k in range(count):
         v = order[k]
@@ -200,7 +200,7 @@ def difference(g, order, count, parent, link, alone, x, y):  # pragma: no cover
 
 @numba.njit(cache=True, nogil=True)
 def walk(g, limit, prices, x, best, hot, cold, largest, spread, operations, rng):  # pragma: no cover
-    """Cool from hot to cold within so many operations. x moves, best keeps the cheapest; returns its cost and moves tried."""
+    """Cool from hot to cold within `operations`. x moves, best keeps the cheapest; returns its cost and the number of moves."""
     num_nodes, num_rows = len(x), len(prices)
     seen, touched = np.zeros(num_nodes, np.int64), np.full(num_nodes, -1)
     parent, link = np.full(num_nodes, -1), np.zeros(num_nodes, np.int64)
@@ -242,17 +242,17 @@ def walk(g, limit, prices, x, best, hot, cold, largest, spread, operations, rng)
             if fits:
                 break
         more = difference(g, order, count, parent, link, alone, x, y) if fits else np.inf
-        taken = more <= -temperature * math.log(1e-300 + rng.random())
+        accepted = more <= -temperature * math.log(1e-300 + rng.random())
         for k in range(count):
             v = order[k]
-            if taken:
+            if accepted:
                 x[v] = y[v]
             else:
                 y[v] = x[v]
                 add_bytes(g, v, x[v], 1.0, load)
             inside[v] = False
             parent[v] = -1
-        if taken:
+        if accepted:
             load[:] = held
             cost += more
             if cost < cheapest:

@@ -1,8 +1,9 @@
-"""Simulated annealing whose moves are forests (forest.py): answers for large problems whose memory limit binds.
+"""Simulated annealing whose moves are forests (forest_moves.py): answers for large problems whose memory limit binds.
 
-Every state fits at the rows looked at; rows are added when an answer exceeds another one. A run starts from the incumbent, at a
-temperature of a few times the gap per node. Two walkers run side by side, and runs are counted in operations, not seconds: the number of
-cores doesn't change an answer. The contest's best published M took a run of 25 CPU seconds; no team reached what V has after 10.
+Every state fits at the rows that are watched; a row is added when an answer exceeds the limit at it. A run starts from the incumbent, at a
+temperature of a few times the gap per node. Two walkers run side by side, and a run is measured in operations, not in seconds, so the
+number of cores does not change an answer. The contest's best published M needs a run of 25 CPU seconds; no team reached the cost that V
+has after 10.
 """
 
 import itertools
@@ -11,34 +12,34 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from ..problem import NodeUsage
-from .dual import Messages
-from .forest import EdgeGraph, walk
+from .cutting_planes import PriceAscent
+from .dual_ascent import Messages
+from .forest_moves import EdgeGraph, walk
 from .incumbent import Incumbent
-from .prices import Ascent
-from .program import worst_of_runs
+from .linear_program import worst_of_runs
 
 WALKERS = 2  # always, whatever the number of cores: the same answers everywhere
-SLICE = 2 * 10**8  # operations: about half a second, so that Ctrl-C and the time limit are heard
+SLICE = 2 * 10**8  # operations: about half a second, so that Ctrl-C and the time limit take effect
 SHORT = 2.0  # seconds left: slices are ten times shorter then
 HOT = (10.0, 5.0, 20.0)  # temperatures to start from, run by run and walker by walker, in gaps per node
 COOLING = 100.0  # the last temperature is so many times lower
 LARGEST_BLOCK = 60  # nodes
 SPREAD = 0.5  # of the logarithm of the prices, from move to move
 LEAST_PRICE = 1e-3  # of the largest one
-FEW_ROWS = 100  # all of them are looked at
-FULL = 0.9  # of the limit: rows that the first answer fills so far are looked at from the start
+FEW_ROWS = 100  # up to so many rows, all are watched
+FULL = 0.9  # of the limit: rows that the first answer fills so far are watched from the start
 
 
 def graph_of(messages: Messages, rows: Sequence[int]) -> EdgeGraph:
-    """The arrays of the kernels; `rows` are the binding times looked at, ascending."""
-    problem, looked = messages.problem, np.array(rows, dtype=np.int64)
+    """The arrays of the kernels; `rows` are the binding times that are watched, ascending."""
+    problem, watched = messages.problem, np.array(rows, dtype=np.int64)
     held: list[dict[int, np.ndarray]] = [{} for _ in problem.node_costs]
-    low, high = np.searchsorted(looked, messages.rows.first).tolist(), np.searchsorted(looked, messages.rows.last).tolist()
+    low, high = np.searchsorted(watched, messages.rows.first).tolist(), np.searchsorted(watched, messages.rows.last).tolist()
     for u, a, b in zip(problem.usages, low, high, strict=True):
-        if isinstance(u, NodeUsage):
+        if u.edge is None:
+            of_node = held[u.ends[0]]
             for r in range(a, b):
-                held[u.node][r] = held[u.node].get(r, 0.0) + u.bytes
+                of_node[r] = of_node.get(r, 0.0) + u.bytes
     bytes_of = [np.array([h[r] for r in sorted(h)]).T.ravel() for h in held]
     return EdgeGraph(
         messages.first, messages.costs, messages.start, messages.neighbour, messages.table, messages.pool,
@@ -48,24 +49,24 @@ def graph_of(messages: Messages, rows: Sequence[int]) -> EdgeGraph:
 
 
 class Annealing:
-    """Walkers that cool side by side; their answers go to the incumbent."""
+    """Walkers that cool side by side; their answers are offered to the incumbent."""
 
-    def __init__(self, ascent: Ascent, incumbent: Incumbent) -> None:
+    def __init__(self, ascent: PriceAscent, incumbent: Incumbent) -> None:
         self.messages, self.incumbent, self.prices = ascent.messages, incumbent, ascent.prices
         rows = set(ascent.rows)
         if incumbent.choice is not None:
             rows |= set(worst_of_runs(self.messages.loads(np.array(incumbent.choice)), FULL * self.messages.limit))
-        self._look_at(rows if len(self.prices) > FEW_ROWS else set(range(len(self.prices))))
+        self._watch(rows if len(self.prices) > FEW_ROWS else set(range(len(self.prices))))
         self.runs = 0
 
-    def _look_at(self, rows: set[int]) -> None:
+    def _watch(self, rows: set[int]) -> None:
         self.rows = sorted(rows)
         self.graph = graph_of(self.messages, self.rows)
         self.row_prices = self.prices[self.rows]
         self.row_prices = self.row_prices + LEAST_PRICE * self.row_prices.max(initial=0.0)
 
     def run(self, num_slices: int) -> None:
-        """Cool once, in so many slices, from the incumbent; needs one."""
+        """Cool once, in `num_slices` slices, from the incumbent; there must be one."""
         assert self.incumbent.choice is not None
         start = np.array(self.incumbent.choice)
         states = [(start.copy(), start.copy()) for _ in range(WALKERS)]
@@ -94,7 +95,7 @@ class Annealing:
         )  # fmt: skip
 
     def _offer(self, states: list[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Judge the walkers' best; rows that they exceed, because nobody looked, are looked at from now on."""
+        """Offer the walkers' best answers; rows that they exceed because these were not watched are watched from now on."""
         new: set[int] = set()
         for _, best in states:
             exceeded = self._exceeded(best)
@@ -102,7 +103,7 @@ class Annealing:
             if not exceeded:
                 self.incumbent.offer(best)
         if new:
-            self._look_at(set(self.rows) | new)
+            self._watch(set(self.rows) | new)
             for state in itertools.chain(*states):
                 if self._exceeded(state):
                     state[:] = self.incumbent.choice

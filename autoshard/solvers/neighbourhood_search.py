@@ -1,7 +1,8 @@
-"""Large-neighbourhood search: everything is fixed to the incumbent but one neighbourhood, and that is solved exactly.
+"""Large-neighbourhood search: every node but those of one neighbourhood keeps the incumbent's choice, and the rest is solved exactly.
 
-A neighbourhood is a ball in the graph around a node that pays more than its bound says it must: the price for taking the incumbent's
-choice, as reduced costs tell it, is the chance of being drawn. Its size follows what was solved: it grows after one that was proven.
+A neighbourhood is a ball in the graph around a node that is drawn at random, with a weight that is the reduced cost of its choice in the
+incumbent (how much more the incumbent pays there than the bound requires). Its size follows the success: it grows after a neighbourhood
+that was solved in time.
 """
 
 from collections import deque
@@ -10,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ..problem import Problem
-from .dual import Messages
+from .dual_ascent import Messages
 from .incumbent import Incumbent
 
 FIRST_CELLS, LEAST_CELLS, MOST_CELLS = 20000, 2000, 200000  # table cells of a neighbourhood
@@ -21,9 +22,9 @@ SHARE_OF_TIME = 0.1  # of what is left, for one neighbourhood
 def improve(
     messages: Messages, incumbent: Incumbent, solve: Callable[[list[np.ndarray], float], bool], patience: float, seed: int = 0
 ) -> None:
-    """Draw neighbourhoods until `patience` of them in a row found nothing better, or time is up.
+    """Draw neighbourhoods until `patience` of them in a row had no better answer, or time is up.
 
-    `solve(choices kept per node, seconds)` looks for a better answer and says whether it was done in time.
+    `solve(choices kept per node, seconds)` looks for a better answer and returns whether the time was enough.
     """
     futile = 0
     rng = np.random.default_rng(seed)
@@ -36,14 +37,14 @@ def improve(
         choice = np.array(incumbent.choice)
         affordable = messages.affordable(incumbent)
         regret = messages.reduced[messages.first[:-1] + choice]
-        weight = regret + 1e-3 * regret.max() + 1e-300  # the others get a chance too
+        weight = regret + 1e-3 * regret.max() + 1e-300  # other nodes are drawn as well
         centre = int(rng.choice(len(choice), p=weight / weight.sum()))
         free = _ball(problem, neighbours, affordable, centre, cells)
         keep = []
         for v, allowed in enumerate(affordable):
-            mine = allowed.copy() if v in free else np.zeros(len(allowed), bool)
-            mine[choice[v]] = True
-            keep.append(mine)
+            kept = allowed.copy() if v in free else np.zeros(len(allowed), bool)
+            kept[choice[v]] = True
+            keep.append(kept)
         before = incumbent.cost
         solved = solve(keep, SHARE_OF_TIME * incumbent.time_left())
         futile = 0 if incumbent.cost < before else futile + 1
@@ -51,7 +52,7 @@ def improve(
 
 
 def _ball(problem: Problem, neighbours: list[list[int]], affordable: list[np.ndarray], centre: int, cells: float) -> set[int]:
-    """Nodes around the centre, nearest first, until the tables between them have so many cells."""
+    """Nodes around the centre, nearest first, until the tables between them have `cells` cells."""
     free, queue, size = {centre}, deque([centre]), 0.0
     while queue:
         for n in neighbours[queue.popleft()]:

@@ -1,0 +1,116 @@
+"""The parts in which two answers differ, each of which can be exchanged independently.
+
+    D      the nodes at which answers x and y differ; two of them belong to the same part if the edge between them couples them:
+               T[x_a, x_b] + T[y_a, y_b] != T[x_a, y_b] + T[y_a, x_b]       (or if it forbids a mixed pair; the same for bytes)
+    parts  the connected components of D under that relation. Between parts, the extra cost of an edge is the sum of the extra
+           costs that its two ends cause, so the costs and bytes of the parts add up:
+               cost(x with some parts as in y) = cost(x) + sum of the extra costs of those parts         -> Differences
+
+If x and y are both optimal at some price, the exchange of any part is worth 0 at that price, so all mixtures are optimal at it too: between
+two corners of a hull there are as many proven answers as there are parts, for example one per layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.sparse import coo_matrix
+from scipy.sparse.csgraph import connected_components
+
+from ..problem import Problem
+from .binding_times import Rows
+from .lagrangian import KnownAnswer
+
+EVEN = 1e-9  # relative to the cost: parts whose worth differs by less are exchanged in the order of the nodes
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Per node its part (-1 where the answers agree; parts are numbered by their first nodes), and the effect of each part."""
+
+    part: np.ndarray
+    cost: np.ndarray  # extra seconds as in y, per part
+    bytes: np.ndarray  # extra bytes, of shape (rows, parts)
+
+    def by_worth(self, a: KnownAnswer, b: KnownAnswer) -> np.ndarray:
+        """The parts by their extra cost at the price at which a and b are equal, cheapest first."""
+        price = (a.cost - b.cost) / (b.memory - a.memory)
+        worth = np.round((self.cost + price * self.bytes.max(axis=0)) / (EVEN * max(abs(a.cost), abs(b.cost))))
+        return np.lexsort((np.arange(len(worth)), worth))
+
+
+def between(problem: Problem, rows: Rows, peaks: list[int], a: KnownAnswer, b: KnownAnswer) -> np.ndarray | None:
+    """The mixture of a and b that is nearest to half way between them, in bytes and seconds; None where there is none.
+
+    a holds fewer bytes and costs more. peaks: the rows at which bytes are compared.
+    """
+    x, y = np.array(a.choice), np.array(b.choice)
+    more = differences(problem, rows, peaks, x, y)
+    count = len(more.cost)
+    order = more.by_worth(a, b)
+    memory = (a.loads[peaks][:, None] + np.cumsum(more.bytes[:, order], axis=1)).max(axis=0)
+    cost = a.cost + np.cumsum(more.cost[order])
+    inside = (memory > a.memory) & (memory < b.memory) & (cost < a.cost) & (cost > b.cost)
+    if not inside.any():
+        return None
+    way = (memory - a.memory) / (b.memory - a.memory) + (a.cost - cost) / (a.cost - b.cost)
+    p = int(np.where(inside, np.abs(way - 1.0), np.inf).argmin())
+    exchanged = np.zeros(count + 1, bool)  # the last entry: nodes that belong to no part
+    exchanged[order[: p + 1]] = True
+    return np.where(exchanged[more.part], y, x)
+
+
+def differences(problem: Problem, rows: Rows, peaks: list[int], x: np.ndarray, y: np.ndarray) -> Differences:
+    """The parts in which y differs from x, with their extra cost and their extra bytes at the rows `peaks`."""
+    differ = x != y
+    part = _parts(problem, differ, x, y)
+    count = int(part.max(initial=-1)) + 1
+    cost, held = np.zeros(count), np.zeros((len(peaks), count))
+    alive = np.array([(rows.first <= row) & (row < rows.last) for row in peaks]).reshape(len(peaks), -1)
+    for v in np.flatnonzero(differ).tolist():
+        cost[part[v]] += problem.node_costs[v][y[v]] - problem.node_costs[v][x[v]]
+    for e in problem.edges:
+        if differ[e.a] or differ[e.b]:
+            for k, change in _shares(e.table, (e.a, e.b), part, x, y):
+                cost[k] += change
+    for j in np.flatnonzero(alive.any(axis=0)).tolist():
+        u = problem.usages[j]
+        if u.edge is not None:
+            for k, change in _shares(u.bytes, u.ends, part, x, y):
+                held[alive[:, j], k] += change
+        elif differ[v := u.ends[0]]:
+            held[alive[:, j], part[v]] += u.bytes[y[v]] - u.bytes[x[v]]
+    return Differences(part, cost, held)
+
+
+def _shares(table: np.ndarray, ends: tuple[int, ...], part: np.ndarray, x: np.ndarray, y: np.ndarray) -> list[tuple[int, float]]:
+    """The change of an edge's entry due to the part of each of its ends: (part, change)."""
+    a, b = ends
+    old = table[x[a], x[b]]
+    if part[a] == part[b]:
+        return [(part[a], table[y[a], y[b]] - old)] if part[a] >= 0 else []
+    of_a = [(part[a], table[y[a], x[b]] - old)] if part[a] >= 0 else []
+    return of_a + ([(part[b], table[x[a], y[b]] - old)] if part[b] >= 0 else [])
+
+
+def _parts(problem: Problem, differ: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    joined = {k for k, e in enumerate(problem.edges) if differ[e.a] and differ[e.b] and _coupled(e.table, e.a, e.b, x, y)}
+    for u in problem.usages:
+        if u.edge is not None and u.edge not in joined:
+            a, b = u.ends
+            if differ[a] and differ[b] and _coupled(u.bytes, a, b, x, y):
+                joined.add(u.edge)
+    ends = np.array([(problem.edges[e].a, problem.edges[e].b) for e in sorted(joined)], dtype=np.int64).reshape(-1, 2)
+    graph = coo_matrix((np.ones(len(ends)), ends.T), shape=(len(differ), len(differ)))
+    _, label = connected_components(graph, directed=False)
+    labels, first = np.unique(label[differ], return_index=True)
+    number = np.full(label.max(initial=0) + 1, -1)
+    number[labels[np.argsort(first)]] = np.arange(len(labels))
+    return np.where(differ, number[label], -1)
+
+
+def _coupled(table: np.ndarray, a: int, b: int, x: np.ndarray, y: np.ndarray) -> bool:
+    """Whether the table is not the sum of two independent changes. Compared without tolerance: in doubt the ends are joined."""
+    mixed = table[x[a], y[b]] + table[y[a], x[b]]
+    return not mixed == table[x[a], x[b]] + table[y[a], y[b]]

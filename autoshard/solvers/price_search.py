@@ -1,0 +1,128 @@
+"""Price search: answers just below a memory limit, and a bound, from prices per byte alone.
+
+    p, q      corners of the lower hull of (memory, cost) on both sides of the limit B: p fits, q is too large
+    chord     The slope from p to q is the next price of a byte. A cheaper answer at that price is a new corner; if there is
+              none, the hull is straight there and no answer within B costs less than the chord at B       (lagrangian.py)
+    exchange  The parts in which q differs from p are put into p in the order of their savings per byte, as long as they
+              fit: the remaining gap is less than the saving of one part, for example of a layer           (exchange_parts.py)
+    split     Where one part is too large, because something couples all layers: a beginning or an end of it      (split.py)
+
+Where many layers are equal this proves in seconds what branching on their choices doesn't prove in hours.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..problem import Problem, held, without_limit
+from .binding_times import load
+from .exchange_parts import differences
+from .incumbent import Incumbent
+from .infeasibility import refute
+from .lagrangian import KnownAnswer, Lagrangian, corners, scale
+from .settle import reduce_and_settle
+from .split import split
+
+AGREED = 1e-4  # relative: answer and bound at a price; branch and bound proves the rest
+STEEPER, STEEPEST = 8.0, 1e4  # until an answer fits, the fastest answer's memory is worth its seconds once, 8 times, ...
+CHORDS = 30
+FILLINGS = 6  # of an answer with parts of another; a time at which one filling was too large is considered in the next
+SPLITS = 3  # parts, those with the largest savings, of which a beginning or an end is tried
+
+
+@dataclass(frozen=True)
+class PriceSearch:
+    """Price search alone, without branch and bound: soon an answer whose gap is less than one part saves, and its bound."""
+
+    time_limit: float | None = None  # seconds
+    gap: float | None = None  # relative
+
+    def run(self, problem: Problem, incumbent: Incumbent) -> None:
+        if problem.usage_limit is None:
+            reduce_and_settle(problem, incumbent)
+        else:
+            search_prices(problem, incumbent)
+
+
+def search_prices(problem: Problem, incumbent: Incumbent, messages: np.ndarray | None = None) -> None:
+    """Answers and bounds for a problem with a limit. messages: those of dual ascent on the problem without it."""
+    limit = problem.usage_limit
+    assert limit is not None
+    gap = max(incumbent.record.gap / 4, AGREED)
+    lagrangian = Lagrangian(without_limit(problem), incumbent.deadline, incumbent.record.clock, gap, exact_seconds=0.0)
+    if incumbent.choice is not None:
+        lagrangian.add(incumbent.choice)
+    lagrangian.minimum(np.zeros(len(lagrangian.rows.times)), messages)
+    report(lagrangian, incumbent, limit)
+    if not lagrangian.answers or incumbent.done:
+        return
+    fastest = min(lagrangian.answers.values(), key=lambda f: (f.cost, f.memory))
+    worth = 1.0
+    while not any(f.memory <= limit for f in lagrangian.answers.values()) and worth <= STEEPEST and not incumbent.done:
+        lagrangian.minimise(worth * scale(lagrangian.problem, fastest) / fastest.memory)
+        report(lagrangian, incumbent, limit)
+        if worth == 1.0:
+            refute(problem, incumbent)
+            if incumbent.choice is not None:
+                lagrangian.add(incumbent.choice)
+        worth *= STEEPER
+    for _ in range(CHORDS):
+        ends = around(lagrangian, limit)
+        if ends is None or incumbent.done:
+            return
+        p, q = ends
+        price = (p.cost - q.cost) / (q.memory - p.memory)
+        before = p.cost + price * p.memory
+        lagrangian.minimise(price)
+        report(lagrangian, incumbent, limit)
+        if min(f.cost + price * f.memory for f in lagrangian.answers.values()) >= before - gap * abs(before):
+            break
+    fill(lagrangian, incumbent, limit)
+
+
+def report(lagrangian: Lagrangian, incumbent: Incumbent, limit: float) -> None:
+    """Raise the incumbent's bound to the one at the limit, and offer the best answer within it."""
+    incumbent.raise_bound(max((line.at(limit) for line in lagrangian.lines), default=-math.inf))
+    fitting = [f for f in lagrangian.answers.values() if f.memory <= limit]
+    if fitting:
+        incumbent.offer(min(fitting, key=lambda f: f.cost).choice)
+
+
+def around(lagrangian: Lagrangian, limit: float) -> tuple[KnownAnswer, KnownAnswer] | None:
+    """The neighbouring corners of the hull that are below and above the limit."""
+    hull = corners(list(lagrangian.answers.values()))
+    return next(((p, q) for p, q in itertools.pairwise(hull) if p.memory <= limit < q.memory), None)
+
+
+def fill(lagrangian: Lagrangian, incumbent: Incumbent, limit: float) -> None:
+    """Put parts of the corner above the limit into the one below it; the room that is left goes to beginnings or ends of other parts."""
+    ends = around(lagrangian, limit)
+    if ends is None:
+        return
+    p, q = ends
+    x, y = np.array(p.choice), np.array(q.choice)
+    for _ in range(FILLINGS):
+        peaks, known = list(lagrangian.peaks), len(lagrangian.answers)
+        more = differences(lagrangian.problem, lagrangian.rows, peaks, x, y)
+        room = limit - p.loads[peaks]
+        exchanged = np.zeros(len(more.cost) + 1, bool)  # the last entry: nodes that belong to no part
+        for k in more.by_worth(p, q).tolist():
+            if more.cost[k] < 0 and (more.bytes[:, k] <= room).all():
+                exchanged[k] = True
+                room = room - more.bytes[:, k]
+        filled = np.where(exchanged[more.part], y, x)
+        lagrangian.add(filled)
+        left = [k for k in np.argsort(more.cost, kind="stable").tolist() if more.cost[k] < 0 and not exchanged[k]]
+        for k in left[:SPLITS]:
+            mixed = split(lagrangian.problem, lagrangian.rows, peaks, filled, y, np.flatnonzero(more.part == k), room)
+            if mixed is not None:
+                filled = mixed
+                room = limit - load(lagrangian.rows, held(lagrangian.problem, filled))[peaks]
+        lagrangian.add(filled)
+        report(lagrangian, incumbent, limit)
+        if len(lagrangian.peaks) == len(peaks) or len(lagrangian.answers) == known:
+            return
