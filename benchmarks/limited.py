@@ -78,9 +78,9 @@ def formulated(case: dict, folder: str):
 
     from autoshard.capture import capture_deep
     from autoshard.cli.model import load_model
+    from autoshard.graph import checkpointed
     from autoshard.mesh import Mesh
     from autoshard.planning.plan import Options, formulate_for, stretched
-    from autoshard.planning.recomputing import checkpointed
     from autoshard.problem import without_limit
     from autoshard.solvers import solve
     from autoshard.strategies import candidates

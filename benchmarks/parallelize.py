@@ -35,12 +35,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.profiler import ProfilerActivity, profile
 
 import autoshard
-from autoshard.api.checking import materialized
 from autoshard.capture import capture
 from autoshard.graph import replace_refs
 from autoshard.lower import lower
 from autoshard.lower.literals import by_name, overload, torch_constants
 from autoshard.lower.program import Give, Load, Move, Run
+from autoshard.lower.unsharded import materialized
 from autoshard.planning.plan import Options, Stopwatch, baseline_only
 from models import bert, gpt2, llama
 

@@ -10,12 +10,12 @@ import pytest
 
 from autoshard.capture import capture
 from autoshard.formulate import Formulation, with_pins
+from autoshard.graph import checkpointed, forward_blocks
 from autoshard.layout import text
 from autoshard.planning.conflicts import find_conflict
 from autoshard.planning.demands import allowed_by_pins
 from autoshard.planning.options import Demand, Infeasible, Options, Stopwatch
 from autoshard.planning.plan import baseline_only, formulate_for, plan_captured
-from autoshard.planning.recomputing import checkpointed, forward_blocks
 from autoshard.planning.refusal import infeasible
 from autoshard.planning.tying import tied, tied_groups
 from autoshard.solvers import Answer, Status, solve

@@ -185,7 +185,7 @@ def test_an_edited_plan_holds_as_edited_and_the_rest_is_best():
     assert edited_layouts(edited) == {name: [free.parameters[name]["layout"], "R,R"]}
     again = plan_mlp(keep=kept_layouts(edited))
     assert {n: row["layout"] for n, row in again.parameters.items()} == {n: row["layout"] for n, row in edited.parameters.items()}
-    (price,) = again.assumptions["pin_prices"]
+    (price,) = again.pin_prices
     assert price["name"] == "8 layouts" and price["proven"] and price["costs_seconds"] == pytest.approx(again.cost - free.cost, rel=1e-9)
     assert again.cost > free.cost
 
@@ -193,7 +193,7 @@ def test_an_edited_plan_holds_as_edited_and_the_rest_is_best():
 def test_a_plan_kept_as_it_is_costs_nothing():
     again = plan_mlp(keep=kept_layouts(planned()))
     assert again.cost == pytest.approx(planned().cost, rel=1e-9)
-    assert again.assumptions["pin_prices"][0]["costs_seconds"] <= 1e-9 * again.cost
+    assert again.pin_prices[0]["costs_seconds"] <= 1e-9 * again.cost
 
 
 def test_free_and_pins_come_before_what_is_kept():
@@ -320,7 +320,7 @@ def test_the_price_of_a_pin_is_that_of_a_cold_solve_without_it():
     said: list[str] = []
     solution = plan_mlp(pins=pins, forbid=forbid, price_pins=True, memory_limit=limit, progress=lambda what, fraction: said.append(what))
     assert [what for what in said if "pins: " in what] == [f"pricing the pins: {k} of 4" for k in (1, 2, 3, 4)]
-    rows = {(row["kind"], row["name"], row["layout"]): row for row in solution.assumptions["pin_prices"]}
+    rows = {(row["kind"], row["name"], row["layout"]): row for row in solution.pin_prices}
     forbidden = [("forbid", "layers.1.down.weight", "R,S(0)"), ("forbid", "layers.1.down.weight", "S(0),R")]
     assert list(rows) == [("pin", name, layout) for name, layout in pins.items()] + forbidden
     formulated = formulated_of()
@@ -335,8 +335,8 @@ def test_the_price_of_a_pin_is_that_of_a_cold_solve_without_it():
 
 
 def test_nothing_is_priced_unless_asked_for():
-    assert "pin_prices" not in plan_mlp(pins={"*.up.weight": "R,R"}).assumptions
-    assert "pin_prices" not in plan_mlp(price_pins=True).assumptions
+    assert plan_mlp(pins={"*.up.weight": "R,R"}).pin_prices is None
+    assert plan_mlp(price_pins=True).pin_prices is None
 
 
 def test_a_plan_without_kept_or_forbidden_layouts_is_noted_as_before():

@@ -24,10 +24,9 @@ from autoshard.pipeline.schedules import schedule_of
 from autoshard.pipeline.stage_costs import Part, parts_of, run_parts
 from autoshard.pipeline.stage_programs import partial_gradients
 from autoshard.planning.plan import Options, Progress, Stopwatch, baseline_only, plan_graph
-from autoshard.planning.recomputing import checkpointed
 from autoshard.simulate.degrees import Parallel
 from autoshard.simulate.timeline import Timeline, timeline_of_solution
-from autoshard.solution import Solution
+from autoshard.solution import Solution, replay
 
 SCHEMES = ("auto", "data_parallel", "fsdp", "megatron", "megatron_sp", "planned")
 
@@ -81,7 +80,7 @@ class Simulation:
             "bubble": self.bubble,
             "exposed_communication_seconds": self.exposed_communication_seconds,
             "devices": self.mesh.num_devices * self.parallel.pipeline,
-            "layouts": self.solution.assumptions.get("matched", "planned"),
+            "layouts": "planned" if self.solution.matched is None else self.solution.matched,
         }
 
 
@@ -107,7 +106,7 @@ def simulate(
     report = progress or (lambda message, fraction: None)
     report("capturing the model", 0.1)
     graph, _ = capture_deep(model, example_inputs, training=solution.training)
-    graph = checkpointed(graph, int(solution.assumptions.get("recompute") or 0))
+    graph = replay(solution, graph).graph
     report("simulating", 0.8)
     return timeline_of_solution(graph, solution, mesh, overlap=overlap, prefetch=prefetch, join=join, links=links)
 

@@ -27,7 +27,7 @@ from autoshard.layout import text
 from autoshard.planning.options import Progress, Stopwatch, bytes_text
 from autoshard.planning.refusal import infeasible
 from autoshard.problem import Problem, evaluate
-from autoshard.solution import Solution, misfits
+from autoshard.solution import Solution
 from autoshard.solvers import Answer, Status
 
 LISTED = 10  # ops and edges that differ, of each sign
@@ -57,9 +57,7 @@ def explain(
         raise ValueError(f"most is {most} and time_limit is {time_limit}; expected 0 or more, and more than 0 seconds")
     watch = Stopwatch(progress)
     with watch.phase("capture", "capturing the model", 0.0):
-        graph = captured(model, example_inputs, solution)
-    if reasons := misfits(solution, graph, solution.mesh):
-        raise ValueError(f"the solution does not fit this model: {'; '.join(reasons)}")
+        graph = captured(model, example_inputs, solution).checked()
     with watch.phase("formulate", "pricing layouts", 0.3):
         plan = reopened(graph, solution)
     if not math.isfinite(plan.judged.cost):

@@ -21,11 +21,10 @@ import torch
 from autoshard.capture import capture_deep, in_turn
 from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import Formulation, with_pins
-from autoshard.graph import Graph
+from autoshard.graph import Graph, checkpointed, forward_blocks
 from autoshard.mesh import Mesh
 from autoshard.planning.certify import describe
 from autoshard.planning.plan import Infeasible, Options, Progress, Stopwatch, allowed_by_pins, checked_options, formulate_for, stretched
-from autoshard.planning.recomputing import checkpointed, forward_blocks
 from autoshard.planning.shallow import Shallow
 from autoshard.problem import Problem
 from autoshard.solution import Solution

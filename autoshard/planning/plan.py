@@ -23,7 +23,7 @@ from autoshard.baselines import allowed, baselines
 from autoshard.capture import capture_deep, in_turn
 from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import Formulation, Training, formulate, with_pins
-from autoshard.graph import Graph
+from autoshard.graph import Graph, checkpointed, forward_blocks
 from autoshard.mesh import Mesh
 from autoshard.planning.baselining import BASELINE_SECONDS, scheme_price, solve_baselines
 from autoshard.planning.batches import alike
@@ -39,7 +39,7 @@ from autoshard.planning.options import Progress as Progress
 from autoshard.planning.options import Stopwatch as Stopwatch
 from autoshard.planning.options import checked_options as checked_options
 from autoshard.planning.padding import padding_offers
-from autoshard.planning.recomputing import cheapest, checkpointed, forward_blocks
+from autoshard.planning.recomputing import cheapest
 from autoshard.planning.refusal import infeasible, searched_seconds
 from autoshard.planning.shallow import Shallow, correspondence
 from autoshard.planning.tying import solve_tied

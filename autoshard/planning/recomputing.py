@@ -10,24 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autoshard.graph import Graph, recompute, repeated_blocks
 from autoshard.solution import Solution
-
-
-def checkpointed(graph: Graph, k: int) -> Graph:
-    """The graph with its first k repeated blocks recomputed; k counts from the bottom of the model."""
-    return recompute(graph, forward_blocks(graph)[:k]) if k else graph
-
-
-def forward_blocks(graph: Graph) -> list[list[int]]:
-    """Forward ops of each instance of the repeated block that computes most."""
-    found: dict[int, dict[int, list[int]]] = {}
-    for i, place in enumerate(repeated_blocks(graph).places):
-        if place is not None and not graph.ops[i].is_placeholder and not graph.ops[i].backward:
-            found.setdefault(place.block, {}).setdefault(place.instance, []).append(i)
-    largest = max(found.values(), key=lambda instances: sum(map(len, instances.values())), default={})
-    whole = max(map(len, largest.values()), default=0)  # what repeats beyond the last block (a norm) is no block
-    return [largest[instance] for instance in sorted(largest) if len(largest[instance]) == whole]
 
 
 def cheapest(num_blocks: int, planned: Callable[[int], Solution | None]) -> int | None:
