@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from autoshard.api import PassOptions, autosharding_pass, passes
 from autoshard.layout import P, text
 from autoshard.mesh import Device
-from autoshard.planning.plan import Infeasible
+from autoshard.planning.options import Infeasible
 from autoshard.strategies import Row
 from autoshard.strategies.rows import RULES
 from tests.helpers import TINY, given_graphs
@@ -247,12 +247,12 @@ def test_forbidden_layouts_reach_the_planner():
 AGAIN = """
 import sys
 sys.path.insert(0, ROOT)
-import autoshard.planning.plan as planning, autoshard.solvers.solve as solving
+import autoshard.planning.plan as plan, autoshard.planning.solving as planning, autoshard.solvers.solve as solving
 from autoshard.layout import text
 from torch.utils import _pytree as pytree
 from tests.helpers import TINY, given_graphs
 def forbidden(*args, **kwargs): raise AssertionError("solved")
-planning.solve = solving.solve = forbidden
+plan.solve = planning.solve = solving.solve = forbidden
 from autoshard.api import autosharding_pass
 graph, inputs, module = given_graphs("mlp")["exported"]
 graph, info = autosharding_pass(graph, mesh_shape=(2, 4), preload_solution=True, ilp_solution_file=FILE)

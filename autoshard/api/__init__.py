@@ -30,8 +30,8 @@ from autoshard.planning.keeping import edited_layouts as edited_layouts
 from autoshard.planning.keeping import kept_layouts as kept_layouts
 from autoshard.planning.mesh_shapes import mesh_shapes as mesh_shapes
 from autoshard.planning.mesh_shapes import plan_meshes as plan_meshes
-from autoshard.planning.plan import Infeasible as Infeasible
-from autoshard.planning.plan import Options as Options
+from autoshard.planning.options import Infeasible as Infeasible
+from autoshard.planning.options import Options as Options
 from autoshard.planning.plan import plan as plan
 from autoshard.solution import Solution as Solution
 from autoshard.solution import load as load

@@ -26,9 +26,11 @@ from autoshard.graph import Graph
 from autoshard.layout import parse
 from autoshard.lower.unsharded import verify_graph
 from autoshard.mesh import Device, Mesh
+from autoshard.planning.context import Context
 from autoshard.planning.demands import broken_by
 from autoshard.planning.node_layouts import is_value, with_node_layouts
-from autoshard.planning.plan import Options, Stopwatch, baseline_only, checked_options, plan_graph
+from autoshard.planning.options import Options, Stopwatch, checked_options
+from autoshard.planning.plan import baseline_only, plan_graph
 from autoshard.solution import Replay, Solution, load
 
 log = logging.getLogger("autoshard")
@@ -114,8 +116,8 @@ def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **opt
         raise ValueError("mesh_shape is missing; give the sizes of the mesh, slowest axis first, for example mesh_shape=(2, 4)")
     chosen: PassOptions = checked_options(PassOptions, options)
     mesh, planning = chosen.mesh(), chosen.planning()
-    watch = Stopwatch(None)
-    with watch.phase("capture", "capturing the graph", 0.0):
+    clock = Stopwatch(None)
+    with clock.phase("capture", "capturing the graph", 0.0):
         captured = _capture(graph, chosen)
     if chosen.preload_solution:
         solution = _preloaded(captured, chosen, mesh)
@@ -123,7 +125,7 @@ def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **opt
         seconds = 0.0
     else:
         began = time.monotonic()
-        solution = _solve(captured, mesh, planning, watch, chosen)
+        solution = _solve(captured, clock, chosen)
         seconds = time.monotonic() - began
         if chosen.ilp_solution_file:
             solution.save(chosen.ilp_solution_file)
@@ -151,12 +153,13 @@ def _capture(graph: Any, chosen: PassOptions) -> Captured:
     raise ValueError(f"graph is {type(graph).__name__}; expected a torch.fx.GraphModule, a torch.export.ExportedProgram or an nn.Module")
 
 
-def _solve(captured: Captured, mesh: Mesh, planning: Options, watch: Stopwatch, chosen: PassOptions) -> Solution:
+def _solve(captured: Captured, clock: Stopwatch, chosen: PassOptions) -> Solution:
     noted = {"algo": chosen.algo, "communications_backend": chosen.communications_backend}
     noted |= {"ignored": words} if (words := ignored(captured.given)) else {}
+    context = Context(captured.graph, chosen.mesh(), chosen.planning(), clock, noted)
     if chosen.algo == "alpa":
-        return plan_graph(captured.graph, mesh, planning, watch, noted)
-    return baseline_only(captured.graph, mesh, planning, watch, noted, chosen.algo)
+        return plan_graph(context)
+    return baseline_only(context, chosen.algo)
 
 
 def _preloaded(captured: Captured, chosen: PassOptions, mesh: Mesh) -> Solution:

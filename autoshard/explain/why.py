@@ -24,6 +24,7 @@ from autoshard.explain.explanations import Alternative, Explanation
 from autoshard.explain.reopened import Choice, Reopened, Way, captured, nearest, reopened
 from autoshard.explain.subjects import Subject, chosen, subject, wanted, ways
 from autoshard.layout import text
+from autoshard.planning.context import Context, Instance
 from autoshard.planning.options import Progress, Stopwatch, bytes_text
 from autoshard.planning.refusal import infeasible
 from autoshard.problem import Problem, evaluate
@@ -212,7 +213,8 @@ def _why_none(plan: Reopened, problem: Problem, way: Way, answer: Answer, time_l
     if answer.status is Status.INFEASIBLE and not plan.pinned and (why is None or math.isinf(why.smallest_limit[0])):
         return "no choice of the other layouts leads to it: what it needs has no route"  # neither pins nor memory have a part in it
     asked = replace(plan.asked(way), time_limit=time_limit)
-    return str(infeasible(plan.formulated, problem, answer, asked, explained=explained, seconds=time_limit))
+    context = Context(plan.formulated.graph, plan.formulated.mesh, asked, Stopwatch(None), explains=explained)
+    return str(infeasible(context, Instance(plan.formulated, problem), answer))
 
 
 def _elsewhere(plan: Reopened, about: Subject, choice: Choice) -> dict[str, Any]:

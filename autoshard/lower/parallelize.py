@@ -47,7 +47,7 @@ def parallelize(
     The result is a copy of the model (which is left as it is) with DTensor parameters under their own names, in the layouts of the
     plan. Call it like the model, with tensors of the planned global shape, the same on every rank, or with DTensors:
     `shard_inputs(batch)` makes them from global inputs of any shape, `shard_inputs(batch, local=True)` from this rank's shards. Replicated
-    results are plain tensors, all others DTensors. Hooks on submodules, and calls of submodules, are refused: the plan's graph runs instead.
+    results are plain tensors, all others DTensors. Hooks on submodules and calls of submodules are refused: the plan's graph runs instead.
     A plan made with training=True can be differentiated: `loss.backward()`, any optimizer, gradients add up over calls.
 
     from_first_rank: all ranks use rank 0's parameters (False: all ranks hold the same ones already). The parameters of a model on the meta

@@ -33,7 +33,7 @@ from autoshard.pipeline.schedules import SCHEDULES
 from autoshard.pipeline.stage_plans import Job, options
 from autoshard.pipeline.stage_tables import PRICES, StageTable
 from autoshard.pipeline.submeshes import Cluster
-from autoshard.planning.plan import Infeasible, Stopwatch, checked_options
+from autoshard.planning.options import Infeasible, Stopwatch, checked_options
 
 Progress = Callable[[str, float], None]
 RECOMPUTE = ("auto", "never", "always")

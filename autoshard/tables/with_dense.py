@@ -1,13 +1,15 @@
-"""A dense model and its embedding tables planned as one, on the same devices.
+"""A dense model and its embedding tables, planned for the same devices.
 
     seconds(D, X) = cost(D) + slowest device(X) + route(S(0) on every axis -> layout of `pooled` in D), there and back
     memory        = peak(D) + bytes of X on every device  <=  limit
 
-D = a plan of the dense model, X = a plan of the tables. The tables give each device the pooled rows of its own examples (that all_to_all is
-in the tables' seconds); where D wants them otherwise, that is one more route on the same mesh. The memory that D takes is missing for X.
+D = a plan of the dense model, X = a plan of the tables. The tables leave on each device the pooled rows of its own examples (that
+all_to_all is in the tables' seconds); where D has another input layout for them, one more route on the same mesh follows. X may use the
+memory that D leaves free.
 
 apart     D planned alone with all the memory, X in what D leaves
-together  the best of: D free or told to take `pooled` by examples, with all the memory or less, each with the best X beside it
+together  the best of several D, each with the best X beside it: D free or with `pooled` pinned to the layout by examples, with all the
+          memory or less
 """
 
 from __future__ import annotations
@@ -30,19 +32,19 @@ from autoshard.solution import Solution
 from autoshard.tables.plan import plan_tables
 from autoshard.tables.records import Table, TablePlan
 
-LESS = (1.0, 0.6)  # of the peak of the plan with all the memory: limits that the dense plan is tried under
+LIMITS = (1.0, 0.6)  # of the peak of the plan with all the memory: limits under which the dense model is planned
 
 
 @dataclass(frozen=True)
 class WithTables:
-    """A dense plan and a tables plan that share the devices, and what a step of both takes."""
+    """A dense plan and a tables plan that share the devices, and the seconds of a step of both."""
 
     dense: Solution
     tables: TablePlan
-    pooled: str  # layout in which the dense plan takes the pooled rows
+    pooled: str  # input layout of the pooled rows in the dense plan
     route_seconds: float  # of the pooled rows and their gradients, beyond the tables' own all_to_all
     limit: float  # bytes per device
-    how: str  # what the dense plan was told
+    how: str  # under which limit and pins the dense model was planned
 
     @property
     def seconds(self) -> float:
@@ -93,14 +95,14 @@ def plan_with_tables(
 ) -> Together:
     """Plan a model and its tables on the same devices.
 
-    pooled: the name of the dense model's input (batch, tables, columns) that the tables give; the batch must divide over the devices.
+    pooled: the name of the dense model's input (batch, tables, columns) that the tables produce; the batch must divide over the devices.
     hbm: bytes per device for both; host_memory: bytes per host, for tables. options: those of `plan`. ValueError on bad input,
     `Infeasible` where the two do not fit together.
     """
     position = _position(dense, pooled)
-    given = example_inputs[position]
+    rows = example_inputs[position]
     op = f"input_{position}"  # as captured
-    batch, by_examples = given.shape[0], ",".join(["S(0)"] * len(mesh.axes))
+    batch, by_examples = rows.shape[0], ",".join(["S(0)"] * len(mesh.axes))
     if batch % mesh.num_devices:
         raise ValueError(f"{pooled} has {batch} examples; expected a multiple of the {mesh.num_devices} devices")
 
@@ -112,19 +114,20 @@ def plan_with_tables(
             return None
 
     def beside(solution: Solution, how: str) -> WithTables | None:
+        """The plan with the best tables plan in the memory that it leaves; None where the tables don't fit."""
         left = hbm - solution.peak_bytes
         if left <= 0:
             return None
-        laid = plan_tables(
+        table_plan = plan_tables(
             tables, mesh, hbm=left, host_memory=host_memory, batch=batch // mesh.num_devices, devices_per_node=devices_per_node,
             effort=effort, seed=seed,
         )  # fmt: skip
-        wanted = solution.layouts[op].outputs[0] or by_examples
-        here, there, routes = parse(by_examples), parse(wanted), Routes(mesh)
-        ways = [(here, there), (there, here)] if training else [(here, there)]
-        found = [routes.route(tuple(given.shape), given.element_size(), a, b) for a, b in ways]
-        seconds = sum(route.seconds if route is not None else math.inf for route in found)
-        return WithTables(solution, laid, wanted, seconds, hbm, how) if laid.devices else None
+        layout = solution.layouts[op].outputs[0] or by_examples
+        produced, read, routes = parse(by_examples), parse(layout), Routes(mesh)
+        pairs = [(produced, read), (read, produced)] if training else [(produced, read)]  # the rows, and their gradients
+        known = [routes.route(tuple(rows.shape), rows.element_size(), a, b) for a, b in pairs]
+        seconds = sum(route.seconds if route is not None else math.inf for route in known)
+        return WithTables(solution, table_plan, layout, seconds, hbm, how) if table_plan.devices else None
 
     say = progress or (lambda what, fraction: None)
     say("planning the two apart", 0.0)
@@ -132,14 +135,14 @@ def plan_with_tables(
     apart = beside(alone, "planned apart") if alone is not None else None
     tried = [apart] if apart is not None else []
     peak = alone.peak_bytes if alone is not None else hbm
-    asked = [(share, pins) for share in LESS for pins in ({}, {op: by_examples})][1:]  # the first one is the plan apart
+    asked = [(share, pins) for share in LIMITS for pins in ({}, {op: by_examples})][1:]  # the first one is the plan apart
     for k, (share, pins) in enumerate(asked):
         say("planning the two together", (k + 1) / (len(asked) + 1))
         limit = min(hbm, peak * share if share < 1 else hbm)
         solution = dense_plan(limit, pins)
-        found = beside(solution, _how(share, pins)) if solution is not None else None
-        if found is not None:
-            tried.append(found)
+        both = beside(solution, _how(share, pins)) if solution is not None else None
+        if both is not None:
+            tried.append(both)
     if not tried:
         raise Infeasible(f"the model and its {len(tables)} tables do not fit {hbm / 1e9:.3g} GB per device together; raise the memory")
     return Together(min(tried, key=lambda one: one.seconds), apart, tuple(tried))
