@@ -47,10 +47,10 @@ from torch.utils import _pytree as pytree
 
 import autoshard
 from autoshard import api
-from autoshard.api.checking import materialized, run_unsharded
 from autoshard.capture import capture
 from autoshard.cli.arguments import parse_settings
 from autoshard.cli.model import load_model
+from autoshard.lower.unsharded import materialized, run_unsharded
 from autoshard.mesh import Mesh
 from benchmarks import strangers
 from benchmarks.strangers import STRANGERS

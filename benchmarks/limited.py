@@ -78,9 +78,10 @@ def formulated(case: dict, folder: str):
 
     from autoshard.capture import capture_deep
     from autoshard.cli.model import load_model
+    from autoshard.graph import checkpointed
     from autoshard.mesh import Mesh
-    from autoshard.planning.plan import Options, formulate_for, stretched
-    from autoshard.planning.recomputing import checkpointed
+    from autoshard.planning.context import extended_from, formulate_for
+    from autoshard.planning.options import Options
     from autoshard.problem import without_limit
     from autoshard.solvers import solve
     from autoshard.strategies import candidates
@@ -92,7 +93,7 @@ def formulated(case: dict, folder: str):
     graph = checkpointed(graph, blocks)
     options = Options(training=True, memory_limit=case.get("limit_bytes"))
     made = formulate_for(graph, candidates(graph, mesh), mesh, options)
-    few = None if depth.shallow is None or blocks else stretched(made, depth.shallow, options)
+    few = None if depth.shallow is None or blocks else extended_from(depth.shallow, made, options)
     run = partial(solve if few is None else few.solve, preference=made.preference)
     if "share" not in case:
         return run, made.problem, None

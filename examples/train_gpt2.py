@@ -26,7 +26,7 @@ def batch_of(text: torch.Tensor, step: int, shape: tuple[int, int]) -> tuple[tor
 
 def train(options: argparse.Namespace) -> None:
     solution = autoshard.load(options.solution)
-    module, (tokens, _) = gpt2.tiny(**solution.assumptions["set"])
+    module, (tokens, _) = gpt2.tiny(**solution.model_settings)
     text = torch.tensor(list(Path(options.text).read_bytes()))
     model = autoshard.parallelize(gpt2.initialised(module), solution, autoshard.device_mesh(solution))
     if options.compile:

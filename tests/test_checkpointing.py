@@ -4,10 +4,10 @@ import pytest
 
 from autoshard import Mesh
 from autoshard.api import Infeasible, plan, verify
-from autoshard.api.checking import run_unsharded
 from autoshard.capture import capture
+from autoshard.graph import checkpointed, forward_blocks
 from autoshard.lower import run_global
-from autoshard.planning.recomputing import checkpointed, forward_blocks
+from autoshard.lower.unsharded import run_unsharded
 from models import bert, gpt2, llama
 
 MESH = Mesh.from_bandwidths((2, 2), device="cpu")
@@ -39,12 +39,12 @@ def test_auto_recomputes_only_what_the_limit_asks_for():
     model, inputs = gpt2.tiny(layers=4, seq=64, batch=16)
     free = plan(model, inputs, MESH, training=True, baselines=False)
     auto = plan(model, inputs, MESH, training=True, baselines=False, recompute="auto")
-    assert auto.assumptions["recompute"] == 0 and auto.cost == free.cost
+    assert auto.recompute == 0 and auto.cost == free.cost
     with pytest.raises(Infeasible) as refused:
         plan(model, inputs, MESH, training=True, baselines=False, memory_limit=free.peak_bytes / 100)
     low, _ = refused.value.smallest_limit
     tight = plan(model, inputs, MESH, training=True, baselines=False, recompute="auto", memory_limit=low * 0.98, gap=0.05, time_limit=60)
-    assert tight.assumptions["recompute"] > 0 and tight.peak_bytes <= low * 0.98
+    assert tight.recompute > 0 and tight.peak_bytes <= low * 0.98
 
 
 def test_a_wrong_number_of_blocks_is_one_sentence():

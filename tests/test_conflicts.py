@@ -10,12 +10,13 @@ import pytest
 
 from autoshard.capture import capture
 from autoshard.formulate import Formulation, with_pins
+from autoshard.graph import checkpointed, forward_blocks
 from autoshard.layout import text
 from autoshard.planning.conflicts import find_conflict
+from autoshard.planning.context import Context, Instance, formulate_for
 from autoshard.planning.demands import allowed_by_pins
 from autoshard.planning.options import Demand, Infeasible, Options, Stopwatch
-from autoshard.planning.plan import baseline_only, formulate_for, plan_captured
-from autoshard.planning.recomputing import checkpointed, forward_blocks
+from autoshard.planning.plan import baseline_only, plan_captured
 from autoshard.planning.refusal import infeasible
 from autoshard.planning.tying import tied, tied_groups
 from autoshard.solvers import Answer, Status, solve
@@ -245,8 +246,13 @@ CASES = [
 def refused(model: str, asked) -> Infeasible:
     mesh = fast_mesh(MODELS[model][2])
     with pytest.raises(Infeasible) as caught:
-        plan_captured(graph_of(model), mesh, options_of(model, asked), Stopwatch(None), {})
+        plan_captured(Context(graph_of(model), mesh, options_of(model, asked), Stopwatch(None)))
     return caught.value
+
+
+def question(model: str, options: Options, progress=None) -> tuple[Context, Instance]:
+    formulated = formulated_of(model)
+    return Context(graph_of(model), formulated.mesh, options, Stopwatch(progress)), Instance(formulated, formulated.problem)
 
 
 def case(model: str, kind):
@@ -289,7 +295,7 @@ def test_without_time_the_conflict_is_all_that_was_asked_and_says_so():
     model = "mlp forward 2"
     asked = pinned_and_forbidden(model)
     options = options_of(model, asked)
-    found = find_conflict(formulated_of(model), options, seconds=1e9, clock=_late())
+    found = find_conflict(*question(model, options), seconds=1e9, now=_late())
     assert not found.minimal and set(found.demands) == {one.demand for one in asked}
     assert complaint(model, asked, found.demands) == "it is more than need be"
 
@@ -303,7 +309,7 @@ def _late():
 def test_a_baseline_that_a_pin_forbids_is_named():
     graph, name = graph_of("mlp training 2"), "layers.0.up.weight"
     with pytest.raises(Infeasible) as caught:
-        baseline_only(graph, fast_mesh((2,)), Options(training=True, pins={name: "S(0)"}), Stopwatch(None), {}, "data_parallel")
+        baseline_only(Context(graph, fast_mesh((2,)), Options(training=True, pins={name: "S(0)"}), Stopwatch(None)), "data_parallel")
     assert caught.value.conflict == (Demand("pin", name, "S(0)"), Demand("algo", value="data_parallel"))
 
 
@@ -313,7 +319,7 @@ def test_recomputing_is_no_part_of_a_conflict_that_it_does_not_solve():
     for recompute, words in (("auto", ", with all 2 blocks recomputed"), (0, "")):
         options = Options(training=True, baselines=False, recompute=recompute, memory_limit=1000.0)
         with pytest.raises(Infeasible) as caught:
-            plan_captured(graph, mesh, options, Stopwatch(None), {})
+            plan_captured(Context(graph, mesh, options, Stopwatch(None)))
         assert [d.kind for d in caught.value.conflict] == ["memory_limit"] and str(caught.value).endswith(words)
 
 
@@ -321,24 +327,25 @@ def test_an_exact_pin_in_a_conflict_is_taken_away_by_stars():
     graph, mesh, name = graph_of("mlp training 2"), fast_mesh((2,)), "layers.0.up.weight"
     given = {"training": True, "baselines": False, "forbid": {name: ["S(0)", "R"]}}
     with pytest.raises(Infeasible) as caught:
-        plan_captured(graph, mesh, Options(pins={"*.weight": "R", name: "S(0)"}, **given), Stopwatch(None), {})
+        plan_captured(Context(graph, mesh, Options(pins={"*.weight": "R", name: "S(0)"}, **given), Stopwatch(None)))
     assert [str(d) for d in caught.value.conflict] == [f"pin {name}=S(0)", f"forbid {name}=S(0)"]
-    freed = plan_captured(graph, mesh, Options(pins={"*.weight": "R", name: "*"}, **given), Stopwatch(None), {})
+    freed = plan_captured(Context(graph, mesh, Options(pins={"*.weight": "R", name: "*"}, **given), Stopwatch(None)))
     assert freed.parameters[name]["layout"] == "S(1)" and freed.parameters["layers.1.up.weight"]["layout"] == "R"
 
 
 def test_what_time_did_not_suffice_to_decide_is_no_conflict():
-    formulated = formulated_of("mlp forward 2")
     answer = Answer(Status.UNKNOWN, None, math.inf, 0.0, "auto")
     for limit, sentence in ((1e6, "no plan within 1.000 MB per device was found in 7 s; raise the memory limit or the time limit"),
                             (None, "no plan was found in 7 s; raise the time limit")):  # fmt: skip
-        error = infeasible(formulated, formulated.problem, answer, Options(memory_limit=limit, time_limit=7.0, pins={"gelu": "R,R"}))
+        options = Options(memory_limit=limit, time_limit=7.0, pins={"gelu": "R,R"})
+        error = infeasible(*question("mlp forward 2", options), answer)
         assert str(error) == sentence and error.conflict == () and not error.minimal
 
 
 def test_progress_counts_the_tests():
     model, said = "mlp forward 2", []
-    find_conflict(formulated_of(model), options_of(model, pinned_and_forbidden(model)), tested=said.append)
+    options = options_of(model, pinned_and_forbidden(model))
+    find_conflict(*question(model, options, lambda message, _: said.append(int(message.rpartition(" ")[2]))))
     assert said == list(range(1, len(said) + 1)) and 2 <= len(said) <= 2 * 2 * 3  # 2 |C| log2 of the 5 demands
 
 

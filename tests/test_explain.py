@@ -49,7 +49,7 @@ def solution() -> Solution:
 
 @pytest.fixture(scope="module")
 def opened(solution):
-    return reopened(captured(*model(), solution), solution)
+    return reopened(captured(*model(), solution).graph, solution)
 
 
 # --- globally
@@ -101,7 +101,7 @@ def test_so_it_does_with_tied_blocks():
 def test_why_not_of_everything(training, sizes, limit, count):
     """Every layout of some tensors, each against a plan made from nothing."""
     base = planned(training, sizes, memory_limit=limit)
-    again = reopened(captured(*model(training, sizes), base), base)
+    again = reopened(captured(*model(training, sizes), base).graph, base)
     names = random.Random(f"{training}{limit}").sample(sorted(again.formulated.graph.index), count)
     for name in names:
         for way in ways(again.formulated, subject(again.formulated, name)):

@@ -21,7 +21,7 @@ def solution():
 
 @pytest.fixture(scope="module")
 def opened(solution):
-    return reopened(captured(*model(), solution), solution)
+    return reopened(captured(*model(), solution).graph, solution)
 
 
 @pytest.fixture(scope="module")

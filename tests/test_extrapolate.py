@@ -28,24 +28,24 @@ def formulated(name: str, layers: int) -> Formulation:
     return formulate(graph, candidates(graph, MESH), MESH, training=Training())
 
 
-# -- twins -------------------------------------------------------------------------------------------------------------------------
+# -- corresponding ops and nodes -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["mlp"])
-def test_twins_are_alike_and_the_shallow_graph_is_its_own(name):
+def test_corresponding_ops_are_equal_and_those_of_a_graph_with_itself_are_the_same(name):
     deep, shallow = formulated(name, 5), formulated(name, 3)
     assert corresponding_ops(shallow.graph, shallow.graph) == list(range(len(shallow.graph.ops)))
-    for i, twin in enumerate(corresponding_ops(deep.graph, shallow.graph)):
-        assert deep.graph.signature(i) == shallow.graph.signature(twin)
-        assert deep.graph.ops[i].backward == shallow.graph.ops[twin].backward
+    for i, small in enumerate(corresponding_ops(deep.graph, shallow.graph)):
+        assert deep.graph.signature(i) == shallow.graph.signature(small)
+        assert deep.graph.ops[i].backward == shallow.graph.ops[small].backward
     found = correspondence(deep, shallow)
-    for v, twin in enumerate(found.nodes):
-        assert len(deep.problem.node_costs[v]) == len(shallow.problem.node_costs[twin])
-    for e, twin in enumerate(found.edges):
-        assert np.array_equal(deep.problem.edges[e].table, shallow.problem.edges[twin].table)
+    for v, small in enumerate(found.nodes):
+        assert len(deep.problem.node_costs[v]) == len(shallow.problem.node_costs[small])
+    for e, small in enumerate(found.edges):
+        assert np.array_equal(deep.problem.edges[e].table, shallow.problem.edges[small].table)
 
 
-def test_another_model_has_no_twins():
+def test_another_model_has_no_corresponding_ops():
     with pytest.raises(ValueError, match="has no like in the shallow one|ops that repeat nothing"):
         correspondence(formulated("gpt2", 3), formulated("mlp", 3))
 
@@ -108,7 +108,7 @@ def test_what_can_not_be_extrapolated_is_one_sentence():
         few.extrapolate(*mlp.tiny(layers=5, width=64))
     with pytest.raises(ValueError, match="no ModuleList or Sequential of equal layers"):
         few.extrapolate(*mlp.tiny(layers=2))
-    with pytest.raises(autoshard.Infeasible, match="on the full model the plan takes .* the limit is"):
+    with pytest.raises(autoshard.Infeasible, match="on the full model the plan needs .* the limit is"):
         few.extrapolate(*mlp.tiny(layers=5), memory_limit=10_000.0)
 
 

@@ -7,15 +7,16 @@ from functools import cache
 import numpy as np
 import pytest
 
-from autoshard.api.checking import random_choice
 from autoshard.capture import capture
 from autoshard.cost import collective_seconds, op_seconds, optimizer_state_bytes, optimizer_step_seconds
 from autoshard.formulate import Formulation, Training, formulate, with_pins
 from autoshard.graph import Graph, Op, Ref, Result, Tensor
 from autoshard.layout import has_partial, is_legal, local_shape, parse, replicated, text
 from autoshard.mesh import Mesh
+from autoshard.planning.demands import allowed_by_pins
 from autoshard.planning.describe import layouts_of, results_of
-from autoshard.planning.plan import Options, allowed_by_pins
+from autoshard.planning.options import Options
+from autoshard.planning.random_choice import random_choice
 from autoshard.problem import evaluate
 from autoshard.routes import Routes
 from autoshard.solvers import solve

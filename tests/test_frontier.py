@@ -48,7 +48,7 @@ def test_each_point_is_a_plan_that_loads_and_verifies(tiny, tmp_path):
         assert (made.cost, made.peak_bytes, made.gap) == (p.seconds, p.memory_bytes, p.gap)
         made.save(tmp_path / "plan.json")
         assert autoshard.load(tmp_path / "plan.json") == made
-        assert made.assumptions["memory_limit"] == p.limit_bytes
+        assert made.memory_limit == p.limit_bytes
     assert autoshard.verify(*mlp.tiny(), tiny.solution(0))["ok"]
 
 
@@ -94,7 +94,7 @@ def test_pins_hold_at_every_point():
 
 def test_recomputed_blocks_are_as_many_as_asked_for():
     found = autoshard.frontier(*mlp.tiny(), Mesh.from_bandwidths((2,)), training=True, points=2, recompute="all")
-    assert found.solution(0).assumptions["recompute"] == 2
+    assert found.solution(0).recompute == 2
 
 
 @pytest.mark.slow

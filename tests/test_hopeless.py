@@ -10,8 +10,8 @@ import pytest
 from autoshard.capture import capture
 from autoshard.mesh import MOST_AXES, MOST_DEVICES, Mesh, parse_shape
 from autoshard.pipeline.submeshes import Cluster
+from autoshard.planning.context import formulate_for
 from autoshard.planning.options import Options
-from autoshard.planning.plan import formulate_for
 from autoshard.planning.refusal import PATIENCE, searched_seconds
 from autoshard.problem import evaluate
 from autoshard.solvers import Status, infeasibility, settle, solve

@@ -66,7 +66,7 @@ def interrupt(*_, **__):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("where", ["capture_deep", "candidates", "formulate_for", "describe", "solve_baselines"])
+@pytest.mark.parametrize("where", ["capture_deep", "candidates", "instance_of", "describe", "solve_baselines"])
 def test_ctrl_c_before_there_is_a_plan_is_one_line(capsys, monkeypatch, where):
     monkeypatch.setattr(planning, where, interrupt)
     code = main(["plan", TINY, "--mesh", "2", "--quiet"])
@@ -74,7 +74,7 @@ def test_ctrl_c_before_there_is_a_plan_is_one_line(capsys, monkeypatch, where):
     assert (code, out, err) == (130, "", "autoshard: interrupted\n")
 
 
-@pytest.mark.parametrize("where", ["modules_of", "padding_offers", "priced"])
+@pytest.mark.parametrize("where", ["modules_of", "padding_offers", "pin_prices"])
 def test_ctrl_c_in_what_is_told_beside_a_plan_gives_the_plan(capsys, monkeypatch, where):
     monkeypatch.setattr(planning, where, interrupt)
     code = main(["plan", TINY, "--mesh", "2", "--pin", "layers.0.up.weight=R", "--price-pins", "--json", "--quiet"])
@@ -89,20 +89,20 @@ def plan(**options):
 
 def test_ctrl_c_in_the_search_gives_the_best_plan_so_far(monkeypatch):
     monkeypatch.setattr(planning, "padding_offers", pytest.fail)  # nothing more is searched for
-    best, real = plan(baselines=False), planning._solve
+    best, real = plan(baselines=False), planning.solve_instance
 
     def early(*args, **more) -> Answer:
         found = real(*args, **more)
         return Answer(Status.FEASIBLE, found.choice, found.cost, 0.0, "auto", peak=found.peak, interrupted=True)
 
-    monkeypatch.setattr(planning, "_solve", early)
+    monkeypatch.setattr(planning, "solve_instance", early)
     found = plan()
     assert found.cost == best.cost and found.status == "feasible"
 
 
 def test_ctrl_c_in_the_search_without_a_plan_ends_it(monkeypatch):
     none = Answer(Status.UNKNOWN, None, float("inf"), 0.0, "auto", interrupted=True)
-    monkeypatch.setattr(planning, "_solve", lambda *_, **__: none)
+    monkeypatch.setattr(planning, "solve_instance", lambda *_, **__: none)
     with pytest.raises(KeyboardInterrupt):
         plan()
 

@@ -5,12 +5,12 @@ from functools import cache
 import pytest
 
 from autoshard.api import Infeasible, plan
-from autoshard.api.checking import random_choice
 from autoshard.cost import bytes_per_parameter, master_bytes, optimizer_step_seconds
 from autoshard.formulate import KINDS, Formulation, Training, formulate
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
 from autoshard.planning.describe import layouts_of, peak_of, results_of
+from autoshard.planning.random_choice import random_choice
 from autoshard.problem import evaluate
 from autoshard.solution import Solution
 from autoshard.solvers import solve

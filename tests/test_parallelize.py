@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoshard
-from autoshard.api.checking import materialized
 from autoshard.lower.agreement import RankLost
 from autoshard.lower.fx_program import boxed
 from autoshard.lower.module import Parallel
+from autoshard.lower.unsharded import materialized
 from models import gpt2, mlp
 from tests.helpers import fast_mesh
 from tests.helpers_ranks import results, run_ranks
@@ -227,7 +227,7 @@ def test_every_fault_is_the_same_sentence_on_every_rank_and_nothing_hangs(tmp_pa
     assert "the device mesh is 4" in said["mesh"] and "2x2" in said["mesh"]
     assert "has shape" in said["shape"] and "(on rank 2 of 4)" in said["shape"]
     assert "of another model" in said["model"] and "of another model" in said["program"]
-    assert "is not a whole checkpoint" in said["no folder"] and "can't be written" in said["unwritable"]
+    assert "is not a complete checkpoint" in said["no folder"] and "can't be written" in said["unwritable"]
     assert said["dies"] == said["saving"] and said["dies"].startswith("a rank of the mesh died or stopped answering")
     assert sorted(os.listdir(tmp_path)) in (["saved"], [".saved.partial", "saved"])
     assert results(4, saved_step, planned_mlp(), str(folder)) == [7] * 4  # the checkpoint before is whole

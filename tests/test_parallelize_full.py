@@ -10,10 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from autoshard.api.checking import materialized, random_choice
 from autoshard.capture import capture
 from autoshard.formulate import Training, formulate
+from autoshard.lower.unsharded import materialized
 from autoshard.planning.describe import layouts_of, results_of
+from autoshard.planning.random_choice import random_choice
 from autoshard.strategies import candidates
 from models import bert, gpt2, llama, moe
 from tests.helpers import fast_mesh

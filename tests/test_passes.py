@@ -16,9 +16,9 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from autoshard.api import PassOptions, autosharding_pass, passes
-from autoshard.layout import P
+from autoshard.layout import P, text
 from autoshard.mesh import Device
-from autoshard.planning.plan import Infeasible
+from autoshard.planning.options import Infeasible
 from autoshard.strategies import Row
 from autoshard.strategies.rows import RULES
 from tests.helpers import TINY, given_graphs
@@ -119,7 +119,7 @@ def test_a_specs_placement_is_the_solutions():
         spec = node.meta.get("autoshard")
         placed = info["solution"].layouts.get(node.name)
         if isinstance(spec, DTensorSpec) and placed is not None:
-            assert passes.text(tuple(spec.placements)) == placed.outputs[0]
+            assert text(tuple(spec.placements)) == placed.outputs[0]
 
 
 # -- options ---------------------------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_skip_fully_replicated_cuts_every_op_that_can_be_cut():
 def test_a_baseline_can_be_asked_for(algo):
     best = run(kind="joint")[1]
     solution = run(kind="joint", algo=algo)[1]["solution"]
-    assert solution.assumptions["pinned_to"] == solution.assumptions["algo"] == algo
+    assert solution.pinned_scheme == solution.assumptions["algo"] == algo
     assert solution.cost >= best["cost_seconds"] * (1 - 1e-9)
     assert best["solution"].baselines[algo]["cost_seconds"] == pytest.approx(solution.cost, rel=1e-9)
     if algo == "data_parallel":
@@ -247,12 +247,12 @@ def test_forbidden_layouts_reach_the_planner():
 AGAIN = """
 import sys
 sys.path.insert(0, ROOT)
-import autoshard.planning.plan as planning, autoshard.solvers.solve as solving
+import autoshard.planning.plan as plan, autoshard.planning.solving as planning, autoshard.solvers.solve as solving
 from autoshard.layout import text
 from torch.utils import _pytree as pytree
 from tests.helpers import TINY, given_graphs
 def forbidden(*args, **kwargs): raise AssertionError("solved")
-planning.solve = solving.solve = forbidden
+plan.solve = planning.solve = solving.solve = forbidden
 from autoshard.api import autosharding_pass
 graph, inputs, module = given_graphs("mlp")["exported"]
 graph, info = autosharding_pass(graph, mesh_shape=(2, 4), preload_solution=True, ilp_solution_file=FILE)
@@ -270,7 +270,7 @@ def test_a_saved_plan_annotates_alike_in_a_new_process_without_solving(file, tmp
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root)
     assert done.returncode == 0, done.stderr
     here = [
-        f"{n.name} {passes.text(spec.placements)}" for n in graph.graph.nodes for spec in pytree.tree_leaves(n.meta.get("autoshard", ()))
+        f"{n.name} {text(spec.placements)}" for n in graph.graph.nodes for spec in pytree.tree_leaves(n.meta.get("autoshard", ()))
     ]
     assert done.stdout.splitlines() == [*here, "status optimal"]
     assert len(here) > 15 and any("S(" in line for line in here)

@@ -14,10 +14,11 @@ import autoshard
 from autoshard.capture import capture
 from autoshard.formulate import Formulation, with_pins
 from autoshard.layout import R, S, text
+from autoshard.planning.context import formulate_for
 from autoshard.planning.demands import allowed_by_pins, demanded
 from autoshard.planning.keeping import edited_layouts, kept_layouts, packed
 from autoshard.planning.options import Options
-from autoshard.planning.plan import formulate_for, plan
+from autoshard.planning.plan import plan
 from autoshard.solution import Solution
 from autoshard.solvers import solve
 from autoshard.strategies import candidates
@@ -147,12 +148,12 @@ BAD = [
     (dict(pins={"*.weight": "R"}), "pin on '*.weight' (layers.0.up.weight): layout R has 1 placements, the mesh 2x2 has 2 axes"),
     (dict(pins={"*.weight": "*,*,R"}), "pin on '*.weight' (layers.0.up.weight): layout *,*,R has 3 placements, the mesh 2x2 has 2 axes"),
     (dict(pins={"*.bias": "R,S(1)"}), "pin on '*.bias' (layers.0.up.bias): layout R,S(1) shards dim 1, the tensor has 1 dims"),
-    (dict(pins={"*.bias": "*,P"}), "pin on '*.bias' (layers.0.up.bias): layout *,P is not one that parameter can give; possible are "),
+    (dict(pins={"*.bias": "*,P"}), "pin on '*.bias' (layers.0.up.bias): layout *,P is no output layout of parameter; possible are "),
     (dict(pins={"*.bias": "*,Q"}), "layout 'Q' has 'Q'; expected R, S(dim) or P per mesh axis"),
     (dict(forbid={"*.bais": "R,R"}), "forbid on '*.bais': no tensor of the model matches; near are "),
     (dict(forbid={"layers.0.up.bais": "R,R"}), "forbid on 'layers.0.up.bais': the model has no such tensor; near are layers.0.up.bias"),
     (dict(forbid={"*.bias": "R"}), "forbid on '*.bias': nothing is forbidden by it, layout R has 1 placements, the mesh 2x2 has 2 axes"),
-    (dict(forbid={"*.bias": "P,*"}), "forbid on '*.bias': nothing is forbidden by it, layout P,* is not one that parameter can give; "),
+    (dict(forbid={"*.bias": "P,*"}), "forbid on '*.bias': nothing is forbidden by it, layout P,* is no output layout of parameter; "),
     (dict(forbid={"*.bias": 3}), "forbid on '*.bias': 3 is no layout"),
     (dict(forbid=["*.bias"]), "forbid is a list; expected a dict"),
     (dict(keep={"*.bias": "R,R"}), "keep on '*.bias': the model has no such tensor"),
@@ -185,7 +186,7 @@ def test_an_edited_plan_holds_as_edited_and_the_rest_is_best():
     assert edited_layouts(edited) == {name: [free.parameters[name]["layout"], "R,R"]}
     again = plan_mlp(keep=kept_layouts(edited))
     assert {n: row["layout"] for n, row in again.parameters.items()} == {n: row["layout"] for n, row in edited.parameters.items()}
-    (price,) = again.assumptions["pin_prices"]
+    (price,) = again.pin_prices
     assert price["name"] == "8 layouts" and price["proven"] and price["costs_seconds"] == pytest.approx(again.cost - free.cost, rel=1e-9)
     assert again.cost > free.cost
 
@@ -193,7 +194,7 @@ def test_an_edited_plan_holds_as_edited_and_the_rest_is_best():
 def test_a_plan_kept_as_it_is_costs_nothing():
     again = plan_mlp(keep=kept_layouts(planned()))
     assert again.cost == pytest.approx(planned().cost, rel=1e-9)
-    assert again.assumptions["pin_prices"][0]["costs_seconds"] <= 1e-9 * again.cost
+    assert again.pin_prices[0]["costs_seconds"] <= 1e-9 * again.cost
 
 
 def test_free_and_pins_come_before_what_is_kept():
@@ -226,7 +227,7 @@ def edit_rows(solution: Solution, **rows: dict) -> Solution:
 def test_an_op_edited_in_the_file_holds_as_edited(rows, keep):
     edited = edit_rows(planned(), **rows)
     if keep is None:
-        with pytest.raises(ValueError, match=r"^keep on 'addmm': aten.addmm.default can't take and give S\(0\),R;.* -> S\(1\),P; "):
+        with pytest.raises(ValueError, match=r"^keep on 'addmm': aten.addmm.default can't have the layouts S\(0\),R;.* -> S\(1\),P; "):
             plan_mlp(keep=kept_layouts(edited))
         return
     before = kept_layouts(planned())
@@ -265,7 +266,7 @@ def test_free_globs_release_edited_ops_too():
     [
         (lambda d: d["layouts"]["gelu"].update(hubs=["S(1),R"]), "the edit of the hubs of gelu can't be kept; "),
         (lambda d: d["results"].update({"output:0": "P,P"}), "the edit of result output:0 can't be kept; "),
-        (lambda d: d["layouts"].pop("gelu"), "the plan has 57 layouts and 9 results, it was made with 58 and 9; "),
+        (lambda d: d["layouts"].pop("gelu"), "the plan has 57 layouts and 9 results, it was planned with 58 and 9; "),
         (lambda d: d["fingerprint"].update(layouts="0:nonsense"), "the plan's packed layouts can't be read "),
         (lambda d: d["fingerprint"].update(layouts=""), "the plan's packed layouts can't be read "),
         (
@@ -273,7 +274,7 @@ def test_free_globs_release_edited_ops_too():
                 d["layouts"]["layers.0.up.bias"].update(outputs=["R,R"]),
                 d["parameters"]["layers.0.up.bias"].update(layout="R,S(0)"),
             ),
-            "layers.0.up.bias is laid out as R,S(0) in parameters, but as R,R in layouts; give both the same",
+            "layers.0.up.bias has layout R,S(0) in parameters, but R,R in layouts; give both the same",
         ),
     ],
 )
@@ -302,7 +303,7 @@ def test_a_tensor_of_two_names_is_kept_once_and_edited_in_both():
     rows = {"a": {"layout": "R,R"}, "b": {"layout": "R,R", "tied_to": "a"}, "c": {"layout": "R,S(0)"}}
     assert kept_layouts(replace(planned(), parameters=rows)) == {"a": "R,R", "c": "R,S(0)"}
     assert kept_layouts(replace(planned(), parameters=rows), free=["a"]) == {"b": "R,R", "c": "R,S(0)"}
-    with pytest.raises(ValueError, match="^b is laid out as R,S.0., but a, the same tensor, as R,R; give both the same$"):
+    with pytest.raises(ValueError, match="^b has layout R,S.0., but a, the same tensor, has R,R; give both the same$"):
         kept_layouts(replace(planned(), parameters=rows | {"b": {"layout": "R,S(0)", "tied_to": "a"}}))
     with pytest.raises(ValueError, match="^the plan to keep has no parameters; expected one that `autoshard plan --out` wrote$"):
         kept_layouts(replace(planned(), parameters={}))
@@ -320,7 +321,7 @@ def test_the_price_of_a_pin_is_that_of_a_cold_solve_without_it():
     said: list[str] = []
     solution = plan_mlp(pins=pins, forbid=forbid, price_pins=True, memory_limit=limit, progress=lambda what, fraction: said.append(what))
     assert [what for what in said if "pins: " in what] == [f"pricing the pins: {k} of 4" for k in (1, 2, 3, 4)]
-    rows = {(row["kind"], row["name"], row["layout"]): row for row in solution.assumptions["pin_prices"]}
+    rows = {(row["kind"], row["name"], row["layout"]): row for row in solution.pin_prices}
     forbidden = [("forbid", "layers.1.down.weight", "R,S(0)"), ("forbid", "layers.1.down.weight", "S(0),R")]
     assert list(rows) == [("pin", name, layout) for name, layout in pins.items()] + forbidden
     formulated = formulated_of()
@@ -335,8 +336,8 @@ def test_the_price_of_a_pin_is_that_of_a_cold_solve_without_it():
 
 
 def test_nothing_is_priced_unless_asked_for():
-    assert "pin_prices" not in plan_mlp(pins={"*.up.weight": "R,R"}).assumptions
-    assert "pin_prices" not in plan_mlp(price_pins=True).assumptions
+    assert plan_mlp(pins={"*.up.weight": "R,R"}).pin_prices is None
+    assert plan_mlp(price_pins=True).pin_prices is None
 
 
 def test_a_plan_without_kept_or_forbidden_layouts_is_noted_as_before():

@@ -20,7 +20,7 @@ from autoshard.pipeline.pipeline_record import Pipeline
 from autoshard.pipeline.pipelines import pipeline
 from autoshard.pipeline.submeshes import Cluster, Kind
 from autoshard.planning.mesh_shapes import mesh_shapes
-from autoshard.planning.plan import Infeasible
+from autoshard.planning.options import Infeasible
 from autoshard.report.pipeline import pipeline_report, plot_speed_up
 from autoshard.units import seconds
 from models import mlp

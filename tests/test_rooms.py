@@ -40,11 +40,11 @@ TABLE = {
     "simulate": ("cost cycles formulate graph layout mesh problem routes solution strategies", "numpy"),
     "pipeline": (PLANNER + " planning simulate", "numpy networkx torch"),
     "explain": (PLANNER + " planning simulate", "numpy torch"),
-    "lower": ("cost graph layout mesh routes solution", "torch"),
+    "lower": ("capture cost graph layout mesh routes solution", "torch"),
     "calibrate": ("cost mesh lower reading", "numpy scipy torch"),
     "exports": ("graph layout mesh solution writing", "torch"),
     "relayout": ("cost layout mesh lower", "numpy torch"),
-    "tables": ("cost mesh problem solvers", "numpy scipy numba torch torchrec"),
+    "tables": (PLANNER + " planning", "numpy scipy numba torch torchrec"),
     "report": ("graph layout mesh pipeline problem reading simulate solution units writing", "rich jinja2 matplotlib"),
     "api": (PLANNER + " planning simulate pipeline explain lower calibrate exports relayout tables report", "torch numpy"),
     "cli": (

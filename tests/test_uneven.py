@@ -10,7 +10,6 @@ import transformers.integrations.moe  # noqa: F401  (registers grouped_mm_fallba
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from autoshard.api import plan
-from autoshard.api.checking import random_choice, run_unsharded
 from autoshard.capture import capture
 from autoshard.formulate import Training, formulate, op_candidate_seconds
 from autoshard.layout import P, R, S, all_layouts, is_even, is_legal, parse, rank_bounds, text
@@ -19,8 +18,10 @@ from autoshard.lower.literals import UNINITIALISED
 from autoshard.lower.parts import cut, distance
 from autoshard.lower.program import Move, slot_of
 from autoshard.lower.run import World
+from autoshard.lower.unsharded import run_unsharded
 from autoshard.mesh import Mesh
 from autoshard.planning.describe import layouts_of, results_of
+from autoshard.planning.random_choice import random_choice
 from autoshard.report.text import as_text, plan_report
 from autoshard.routes import Routes
 from autoshard.strategies import Candidate, candidates, register_rule
@@ -378,11 +379,11 @@ def convolutions(channels):
 def test_the_offer_to_pad_is_what_the_padded_model_saves():
     """20 channels on 8 leave a rank without any, so they stay whole; 24 don't."""
     found, padded = (plan(*convolutions(n), fast_mesh((8,))) for n in (20, 24))
-    (offer,) = found.assumptions["padding"]
+    (offer,) = found.padding
     assert (offer["dim"], offer["from"], offer["to"]) == (0, 20, 24)
     assert offer["saves_seconds"] == pytest.approx(found.cost - padded.cost, rel=1e-3) and padded.cost < 0.9 * found.cost
     assert f"padding {offer['parameter']} rows 20 -> 24 would save" in as_text(plan_report(found), 200)
-    assert "padding" not in padded.assumptions
+    assert not padded.padding
 
 
 def test_random_sizes_on_random_meshes_are_never_wrong():

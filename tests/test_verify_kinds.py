@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from autoshard import api
-from autoshard.api.checking import run_unsharded
 from autoshard.capture import capture
 from autoshard.graph import Graph, Op, Ref, Result, Tensor
 from autoshard.lower import plant_fault, run_global, verify_program
@@ -22,6 +21,7 @@ from autoshard.lower.kernels import dropout
 from autoshard.lower.kernels.dropout import draws
 from autoshard.lower.kernels.local_inputs import local
 from autoshard.lower.parts import gap, largest
+from autoshard.lower.unsharded import run_unsharded
 from autoshard.mesh import Mesh
 from autoshard.solution import Placed
 from autoshard.strategies import candidates

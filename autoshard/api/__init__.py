@@ -1,14 +1,10 @@
-"""The order of things: plan, verify, load, export, the fx pass."""
+"""The public functions: plan, verify, load, export, the fx pass and the others. Each calls one room after another."""
 
 from autoshard.api.checking import verify as verify
 from autoshard.api.methods import provide_methods
-from autoshard.api.parallel import device_mesh as device_mesh
-from autoshard.api.parallel import parallelize as parallelize
 from autoshard.api.passes import PassOptions as PassOptions
 from autoshard.api.passes import autosharding_pass as autosharding_pass
 from autoshard.api.reporting import html_report as html_report
-from autoshard.api.saving import load_checkpoint as load_checkpoint
-from autoshard.api.saving import save_checkpoint as save_checkpoint
 from autoshard.api.simulating import Parallel as Parallel
 from autoshard.api.simulating import Simulation as Simulation
 from autoshard.api.simulating import simulate as simulate
@@ -21,6 +17,10 @@ from autoshard.explain.why import explain as explain
 from autoshard.exports import as_plain as as_plain
 from autoshard.exports import export as export
 from autoshard.lower.agreement import RankLost as RankLost
+from autoshard.lower.checkpoints import load_checkpoint as load_checkpoint
+from autoshard.lower.checkpoints import save_checkpoint as save_checkpoint
+from autoshard.lower.parallelize import device_mesh as device_mesh
+from autoshard.lower.parallelize import parallelize as parallelize
 from autoshard.pipeline.pipelines import pipeline as pipeline
 from autoshard.planning.extrapolate import extrapolate as extrapolate
 from autoshard.planning.frontier import Frontier as Frontier
@@ -30,8 +30,8 @@ from autoshard.planning.keeping import edited_layouts as edited_layouts
 from autoshard.planning.keeping import kept_layouts as kept_layouts
 from autoshard.planning.mesh_shapes import mesh_shapes as mesh_shapes
 from autoshard.planning.mesh_shapes import plan_meshes as plan_meshes
-from autoshard.planning.plan import Infeasible as Infeasible
-from autoshard.planning.plan import Options as Options
+from autoshard.planning.options import Infeasible as Infeasible
+from autoshard.planning.options import Options as Options
 from autoshard.planning.plan import plan as plan
 from autoshard.solution import Solution as Solution
 from autoshard.solution import load as load

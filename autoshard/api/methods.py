@@ -1,4 +1,4 @@
-"""The methods of plans and frontiers that need other rooms: this door gives them their functions."""
+"""Methods of Solution and Frontier whose code is in rooms below theirs (extrapolation, notebook pages, plots) get their functions here."""
 
 from __future__ import annotations
 

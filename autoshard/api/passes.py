@@ -1,8 +1,8 @@
 """The compiler pass: an fx graph in, the same graph out with a DTensorSpec on every tensor node.
 
-Four kinds of graph: an nn.Module (captured; the captured graph comes back), a GraphModule of ATen nodes, one from
-torch.fx.symbolic_trace, an ExportedProgram. `node.meta["autoshard"]` is written once, at the end: a DTensorSpec, or a tuple of
-them (None where there is no tensor) for a node of several results.
+A graph is an nn.Module (the graph captured from it is returned), a GraphModule of ATen nodes, one from torch.fx.symbolic_trace, or an
+ExportedProgram. `node.meta["autoshard"]` is written once, at the end: a DTensorSpec, or for a node of several results a tuple of
+them (None where a result is no tensor).
 """
 
 from __future__ import annotations
@@ -10,25 +10,28 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.distributed.tensor import DeviceMesh
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from autoshard.api.checking import verify_graph
 from autoshard.capture import Captured, capture_fx, capture_module, ignored, in_turn
-from autoshard.exports.sharding_map import sharding_map, unbacked_mesh
+from autoshard.exports.sharding_map import sharding_map, spec_of, unbacked_mesh
 from autoshard.graph import Graph
-from autoshard.layout import local_numel, parse, replicated, text, why_illegal
+from autoshard.layout import parse
+from autoshard.lower.unsharded import verify_graph
 from autoshard.mesh import Device, Mesh
+from autoshard.planning.context import Context
 from autoshard.planning.demands import broken_by
-from autoshard.planning.plan import Options, Stopwatch, baseline_only, checked_options, plan_graph
-from autoshard.solution import Placed, Solution, load, misfits
+from autoshard.planning.node_layouts import is_value, with_node_layouts
+from autoshard.planning.options import Options, Stopwatch, checked_options
+from autoshard.planning.plan import baseline_only, plan_graph
+from autoshard.solution import Replay, Solution, load
 
 log = logging.getLogger("autoshard")
 
@@ -45,7 +48,7 @@ class PassOptions:
     intra_node_bandwidth: float = 300e9  # per device
     algo: str = "alpa"  # or a baseline: data_parallel, fsdp, megatron, megatron_sp
     communications_backend: str = "nccl"
-    skip_fully_replicated: bool = False  # no op fully replicated where it can be cut
+    skip_fully_replicated: bool = False  # no op fully replicated where it can be sharded
     time_limit: float = 10000.0
     mip_rel_gap: float = 0.0  # percent
     run_checks: bool = False  # verify the plan on simulated ranks
@@ -98,7 +101,7 @@ class PassOptions:
 
 @in_turn
 def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Shard every tensor of an fx graph over a mesh: returns the annotated graph and what was found.
+    """Shard every tensor of an fx graph over a mesh: returns the annotated graph and a dict about the plan.
 
     options: the fields of `PassOptions`; `mesh_shape` is required, a wrong name is an error that names the right one. The
     returned dict holds `autosharding_time` (seconds), `tensor_sharding_map` (`{module: {"node", "sharding": {attribute:
@@ -113,8 +116,8 @@ def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **opt
         raise ValueError("mesh_shape is missing; give the sizes of the mesh, slowest axis first, for example mesh_shape=(2, 4)")
     chosen: PassOptions = checked_options(PassOptions, options)
     mesh, planning = chosen.mesh(), chosen.planning()
-    watch = Stopwatch(None)
-    with watch.phase("capture", "capturing the graph", 0.0):
+    clock = Stopwatch(None)
+    with clock.phase("capture", "capturing the graph", 0.0):
         captured = _capture(graph, chosen)
     if chosen.preload_solution:
         solution = _preloaded(captured, chosen, mesh)
@@ -122,7 +125,7 @@ def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **opt
         seconds = 0.0
     else:
         began = time.monotonic()
-        solution = _solve(captured, mesh, planning, watch, chosen)
+        solution = _solve(captured, clock, chosen)
         seconds = time.monotonic() - began
         if chosen.ilp_solution_file:
             solution.save(chosen.ilp_solution_file)
@@ -150,22 +153,21 @@ def _capture(graph: Any, chosen: PassOptions) -> Captured:
     raise ValueError(f"graph is {type(graph).__name__}; expected a torch.fx.GraphModule, a torch.export.ExportedProgram or an nn.Module")
 
 
-def _solve(captured: Captured, mesh: Mesh, planning: Options, watch: Stopwatch, chosen: PassOptions) -> Solution:
+def _solve(captured: Captured, clock: Stopwatch, chosen: PassOptions) -> Solution:
     noted = {"algo": chosen.algo, "communications_backend": chosen.communications_backend}
-    noted |= {"ignored": said} if (said := ignored(captured.fx_graph)) else {}
+    noted |= {"ignored": words} if (words := ignored(captured.fx_graph)) else {}
+    context = Context(captured.graph, chosen.mesh(), chosen.planning(), clock, noted)
     if chosen.algo == "alpa":
-        return plan_graph(captured.graph, mesh, planning, watch, noted)
-    return baseline_only(captured.graph, mesh, planning, watch, noted, chosen.algo)
+        return plan_graph(context)
+    return baseline_only(context, chosen.algo)
 
 
 def _preloaded(captured: Captured, chosen: PassOptions, mesh: Mesh) -> Solution:
     assert chosen.ilp_solution_file is not None
     solution = load(chosen.ilp_solution_file, mesh)
     if solution.status == "unjudged":
-        return _by_given_nodes(captured, solution, chosen.ilp_solution_file)
-    reasons = misfits(solution, captured.graph, mesh)
-    if reasons:
-        raise ValueError(f"{chosen.ilp_solution_file} does not fit this graph: {'; '.join(reasons)}; plan again without preload_solution")
+        return with_node_layouts(captured, solution, chosen.ilp_solution_file)
+    Replay(solution, captured.graph, mesh).checked(chosen.ilp_solution_file, "graph", "; plan again without preload_solution")
     return solution
 
 
@@ -175,73 +177,30 @@ def _check_obeys(graph: Graph, solution: Solution, planning: Options, path: str 
         raise ValueError(f"{path} does not obey {', '.join(map(str, broken))}; plan again without preload_solution")
 
 
-def _by_given_nodes(captured: Captured, old: Solution, path: str) -> Solution:
-    """An old plan speaks of the given graph's nodes: its result layouts, put onto the values that those nodes became.
-
-    Ops that it does not name stay replicated; nobody has judged such a plan, and its status says so.
-    """
-    graph, mesh = captured.graph, old.mesh
-    whole = text(replicated(len(mesh.axes)))
-    layouts = {op.name: Placed((whole,) * len(op.inputs), tuple(None if t is None else whole for t in op.outputs)) for op in graph.ops}
-    known = [node for node in captured.values if node.name in old.layouts]
-    if not known:
-        raise ValueError(f"{path} names none of this graph's nodes; it is a plan of another graph, so plan again without preload_solution")
-    for node in known:
-        values = [leaf for leaf in pytree.tree_leaves(captured.values[node], is_leaf=_is_value) if leaf is not None]
-        for (i, k), written in zip(values, old.layouts[node.name].outputs, strict=False):
-            op, tensor = graph.ops[i], graph.tensor((i, k))
-            reason = why_illegal(tensor.shape, parse(written), mesh) if written else None
-            if reason:
-                raise ValueError(f"{path} does not fit this graph: {node.name}: {reason}; plan again without preload_solution")
-            outputs = list(layouts[op.name].outputs)
-            outputs[k] = written or outputs[k]
-            layouts[op.name] = replace(layouts[op.name], outputs=tuple(outputs))
-    parameters = {
-        name: {
-            "layout": layouts[name].outputs[0],
-            "shape": list(graph.tensor((i, 0)).shape),
-            "dtype": graph.tensor((i, 0)).dtype,
-            "local_bytes": local_numel(graph.tensor((i, 0)).shape, parse(layouts[name].outputs[0] or whole), mesh)
-            * graph.tensor((i, 0)).itemsize,
-        }
-        for name, i in graph.parameters.items()
-    }
-    return replace(old, layouts=layouts, parameters=parameters)
-
-
 def _check(captured: Captured, solution: Solution) -> None:
-    found = verify_graph(captured.graph, solution)
-    if not found.ok:
-        wrong = found.placement_mismatches[:1]
-        what = f"{wrong[0].op} gives {wrong[0].found}, planned {wrong[0].planned}" if wrong else "its numbers are off"
+    verification = verify_graph(captured.graph, solution)
+    if not verification.ok:
+        wrong = verification.placement_mismatches[:1]
+        what = f"{wrong[0].op} has output layout {wrong[0].found}, planned {wrong[0].planned}" if wrong else "its numbers are off"
         raise ValueError(f"run_checks: the plan does not compute what the graph computes: {what}")
 
 
 def annotate(captured: Captured, solution: Solution, device_mesh: DeviceMesh) -> None:
     """Writes `node.meta["autoshard"]` on every tensor node of the given graph."""
-    graph = captured.graph
-    made: dict[tuple, DTensorSpec] = {}
+    specs: dict[tuple, DTensorSpec] = {}  # by tensor and layout, which many nodes share
 
     def spec(value: tuple[int, int] | None) -> DTensorSpec | None:
         if value is None:
             return None
-        op = graph.ops[value[0]]
-        written = solution.layouts[op.name].outputs[value[1]]
-        tensor = op.outputs[value[1]]
+        op = captured.graph.ops[value[0]]
+        tensor, written = op.outputs[value[1]], solution.layouts[op.name].outputs[value[1]]
         if tensor is None or written is None:
             return None
-        key = (tensor, written)
-        if key not in made:
-            stride = torch.empty(tensor.shape, device="meta").stride()
-            meta = TensorMeta(torch.Size(tensor.shape), stride, getattr(torch, tensor.dtype))
-            made[key] = DTensorSpec(device_mesh, parse(written), tensor_meta=meta)
-        return made[key]
+        if (tensor, written) not in specs:
+            specs[tensor, written] = spec_of(tensor.shape, getattr(torch, tensor.dtype), parse(written), device_mesh)
+        return specs[tensor, written]
 
     for node, values in captured.values.items():
-        specs = pytree.tree_map(spec, values, is_leaf=_is_value)
-        if any(isinstance(leaf, DTensorSpec) for leaf in pytree.tree_leaves(specs)):
-            node.meta["autoshard"] = tuple(specs) if isinstance(specs, list) else specs
-
-
-def _is_value(leaf: object) -> bool:
-    return leaf is None or (isinstance(leaf, tuple) and len(leaf) == 2 and all(isinstance(n, int) for n in leaf))
+        of_node = pytree.tree_map(spec, values, is_leaf=is_value)
+        if any(isinstance(leaf, DTensorSpec) for leaf in pytree.tree_leaves(of_node)):
+            node.meta["autoshard"] = tuple(of_node) if isinstance(of_node, list) else of_node

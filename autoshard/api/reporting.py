@@ -1,4 +1,4 @@
-"""The report of a plan as a page: simulate where the model is known, then say it."""
+"""The report of a plan as one HTML page, with a simulated time line where the model is known."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autoshard.api.simulating import simulate
-from autoshard.planning.plan import Progress
+from autoshard.planning.options import Progress
 from autoshard.report import html
 from autoshard.solution import Solution
 

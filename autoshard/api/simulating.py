@@ -12,11 +12,10 @@ from autoshard.mesh import Mesh
 from autoshard.pipeline.grid import SCHEMES as SCHEMES
 from autoshard.pipeline.grid import Simulation as Simulation
 from autoshard.pipeline.grid import simulate_grid as simulate_grid
-from autoshard.planning.plan import Progress
-from autoshard.planning.recomputing import checkpointed
+from autoshard.planning.options import Progress
 from autoshard.simulate.degrees import Parallel as Parallel
 from autoshard.simulate.timeline import Timeline, timeline_of_solution
-from autoshard.solution import Solution
+from autoshard.solution import Solution, replay
 
 
 @in_turn
@@ -41,6 +40,6 @@ def simulate(
     report = progress or (lambda message, fraction: None)
     report("capturing the model", 0.1)
     graph, _ = capture_deep(model, example_inputs, training=solution.training)
-    graph = checkpointed(graph, int(solution.assumptions.get("recompute") or 0))
+    graph = replay(solution, graph).graph
     report("simulating", 0.8)
     return timeline_of_solution(graph, solution, mesh, overlap=overlap, prefetch=prefetch, join=join, links=links)

@@ -84,7 +84,7 @@ def model_of(
     """
     if model is not None:
         return model, settings
-    named, given = solution.assumptions.get("model"), solution.assumptions.get("set") or {}
+    named, given = solution.model, solution.model_settings or {}
     if not named:
         raise ValueError(f"{path} does not say which model it is for; name it, for example autoshard verify {path} models/gpt2.py:small")
     if not isinstance(named, str) or not isinstance(given, dict):

@@ -79,7 +79,7 @@ def planning_options(
 
 def handed_on(options: Mapping[str, Any], kept: Any) -> dict[str, Any]:
     """The options, and those of the kept plan where the command line sets none."""
-    said = {} if kept is None else {**kept.assumptions, "training": kept.training}
+    said = {} if kept is None else {**kept.noted(*HANDED_ON), "training": kept.training}
     open_ = [key for key in HANDED_ON if options.get(key) is None or options.get(key) is False]
     inherited = {key: said[key] for key in open_ if said.get(key) is not None}
     return {key: value for key, value in {**options, **inherited}.items() if value is not None}

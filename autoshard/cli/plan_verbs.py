@@ -144,8 +144,8 @@ def _plan(
 
 def _record(solution: Any) -> dict:
     """The plan's summary, with what its pins cost where that was asked for."""
-    prices = solution.assumptions.get("pin_prices")
-    return load_report().summary(solution) | ({"pins": prices} if prices is not None else {})
+    prices = solution.pin_prices
+    return load_report().summary(solution) | ({"pins": list(prices)} if prices is not None else {})
 
 
 @app.command()

@@ -59,7 +59,7 @@ def _page(
 ) -> tuple[str, str]:
     """The page, and why it has no time line (empty where it has one). ValueError where a model that was named can't be used."""
     api, named = load_api(), model is not None or bool(settings)
-    if no_model or not (named or loaded.assumptions.get("model")):
+    if no_model or not (named or loaded.model):
         why = "it was left out" if no_model else "the plan doesn't say which model it is for"
         return api.html_report(loaded, frontier=points, no_model=why), why
     written, keywords = model_of(loaded, model, settings, path, trust, without="; or --no-model, for a page without a time line")

@@ -25,12 +25,13 @@ from autoshard.capture import capture_deep
 from autoshard.formulate import Formulation, with_pins
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
+from autoshard.planning.context import formulate_for
+from autoshard.planning.demands import allowed_by_pins
 from autoshard.planning.describe import choice_of
-from autoshard.planning.plan import Options, allowed_by_pins, formulate_for
-from autoshard.planning.recomputing import checkpointed
+from autoshard.planning.options import Options
 from autoshard.planning.tying import solve_tied
 from autoshard.problem import Evaluation, Problem, evaluate, without_limit
-from autoshard.solution import Solution
+from autoshard.solution import Replay, Solution, replay
 from autoshard.solvers import Answer, converged, solve
 from autoshard.solvers.dual_ascent import Messages
 from autoshard.strategies import candidates
@@ -52,15 +53,14 @@ class Way:
 
 def options_of(solution: Solution) -> Options:
     """The options that a plan was made with, to be solved to the optimum on a graph in which recomputed blocks are ops already."""
-    known = {key: value for key, value in solution.assumptions.items() if key in Options.__dataclass_fields__}
-    known["training"] = solution.training
-    return Options(**{key: value for key, value in known.items() if key not in NOT_OPTIONS}, baselines=False)
+    noted = solution.noted(*(name for name in Options.__dataclass_fields__ if name not in NOT_OPTIONS))
+    return Options(**{**noted, "training": solution.training}, baselines=False)
 
 
-def captured(model: nn.Module, example_inputs: Any, solution: Solution) -> Graph:
-    """The model's graph as the plan's options ask for it."""
+def captured(model: nn.Module, example_inputs: Any, solution: Solution, mesh: Mesh | None = None) -> Replay:
+    """The plan on the model as it is now."""
     graph, _ = capture_deep(model, example_inputs, training=solution.training)
-    return checkpointed(graph, int(solution.assumptions.get("recompute") or 0))
+    return replay(solution, graph, mesh)
 
 
 @dataclass(frozen=True, eq=False)

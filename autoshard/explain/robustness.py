@@ -21,18 +21,19 @@ from typing import Any
 
 from torch import nn
 
-from autoshard.capture import capture_deep, in_turn
+from autoshard.capture import in_turn
 from autoshard.cost import axes_by_link, priced, size_independent_seconds
+from autoshard.explain.reopened import captured, reopened
 from autoshard.formulate import Formulation, with_pins
 from autoshard.graph import Graph
 from autoshard.mesh import Axis, LinkCurve, Mesh
-from autoshard.planning.describe import choice_of
-from autoshard.planning.plan import Options, Progress, allowed_by_pins, formulate_for
-from autoshard.planning.recomputing import checkpointed
+from autoshard.planning.context import formulate_for
+from autoshard.planning.demands import allowed_by_pins
+from autoshard.planning.options import Progress
 from autoshard.problem import Problem, evaluate
-from autoshard.solution import Solution, misfits
+from autoshard.solution import Solution
 from autoshard.solvers import solve
-from autoshard.strategies import candidates, internal_collectives
+from autoshard.strategies import internal_collectives
 
 SPAN = 8.0  # bandwidths are searched from 1/SPAN to SPAN times what was planned with
 PROBES = (1 / 8, 1 / 4, 1 / 2, 2.0, 4.0, 8.0)  # times the bandwidth: where the regret is reported
@@ -64,10 +65,7 @@ def robustness(
         raise ValueError(f"slack is {slack!r}; expected a number of 0 or more, relative: 0.01 is one percent")
     report = progress or (lambda message, fraction: None)
     report("capturing the model", 0.0)
-    graph, _ = capture_deep(model, example_inputs, training=solution.training)
-    graph = checkpointed(graph, int(solution.assumptions.get("recompute") or 0))
-    if reasons := misfits(solution, graph, solution.mesh):
-        raise ValueError(f"the solution does not fit this model: {'; '.join(reasons)}")
+    graph = captured(model, example_inputs, solution).checked()
     planner = _Planner(graph, solution, max(slack, SLACK), time_limit)
     links = link_groups(solution.mesh)
     planner.planned = lambda axes, factor: report(
@@ -115,20 +113,17 @@ class _Planner:
 
     def __init__(self, graph: Graph, solution: Solution, slack: float, time_limit: float):
         self.graph, self.mesh, self.slack, self.time_limit = graph, solution.mesh, slack, time_limit
-        known = {key: value for key, value in solution.assumptions.items() if key in Options.__dataclass_fields__}
-        self.options = Options(**{**known, "time_limit": time_limit, "baselines": False, "recompute": 0, "gap": 0.0})
-        self.candidates = candidates(graph, self.mesh)
+        plan = reopened(graph, solution)
+        self.options, self.candidates, self.choice = replace(plan.options, time_limit=time_limit), plan.formulated.candidates, plan.choice
         self.link: tuple[int, ...] = ()
         self.planned: Callable[[str, float], None] = lambda axes, factor: None
-        formulated, problem = self._formulated(self.mesh)
-        self.choice = choice_of(formulated, solution)
-        judged = evaluate(problem, self.choice)
+        judged = evaluate(plan.problem, self.choice)
         if not math.isfinite(judged.cost):
             raise ValueError("the plan's layouts are no longer possible under today's rules; plan again")
-        self.cost, self.formulated = judged.cost, formulated
+        self.cost, self.formulated = judged.cost, plan.formulated
         self.regret = 0.0
         if not (solution.status == "optimal" and math.isclose(judged.cost, solution.cost, rel_tol=1e-9)):  # else it is proven already
-            self.regret = judged.cost / solve(problem, time_limit=time_limit, starts=[self.choice]).in_passing().cost - 1
+            self.regret = judged.cost / solve(plan.problem, time_limit=time_limit, starts=[self.choice]).in_passing().cost - 1
 
     def row(self, link: tuple[int, ...]) -> dict:
         """The row of one link in the result."""

@@ -22,12 +22,11 @@ from torch import nn
 
 from autoshard.capture import in_turn
 from autoshard.explain.reopened import Reopened, captured, options_of, reopened
-from autoshard.graph import Graph
 from autoshard.mesh import Mesh
 from autoshard.planning.certify import fingerprint
 from autoshard.planning.options import Progress, Stopwatch
 from autoshard.problem import evaluate
-from autoshard.solution import VERSION, Solution, differences, misfits
+from autoshard.solution import VERSION, Replay, Solution, differences
 from autoshard.solution.record import plain
 from autoshard.solvers import certified
 from autoshard.units import seconds, size
@@ -97,10 +96,10 @@ def check(
         raise ValueError(f"within is {within} and time_limit is {time_limit}; expected 0 or more (0.05 is five percent), and more than 0 s")
     watch = Stopwatch(progress)
     with watch.phase("capture", "capturing the model", 0.0):
-        graph = captured(model, example_inputs, solution)
-    today = mesh or solution.mesh
+        today = mesh or solution.mesh
+        now = captured(model, example_inputs, solution, today)
     limit = options_of(solution).memory_limit
-    changes = _changes(solution, graph, today)
+    changes = _changes(now, today)
 
     def answer(*more: str, cost: float = math.inf, best: float = math.inf, bound: float = 0.0, peak: float = math.inf) -> Checked:
         forgiven = not same_graph or (changes.constants_only and math.isclose(peak, solution.peak_bytes, rel_tol=ROUNDING))
@@ -112,7 +111,7 @@ def check(
         return answer()
     with watch.phase("formulate", "pricing layouts", 0.3):
         try:
-            plan = reopened(graph, solution, today)
+            plan = reopened(now.graph, solution, today)
         except ValueError as error:  # a layout or a pin that is not possible any more
             return answer(str(error))
     judged = evaluate(plan.problem, plan.choice)
@@ -139,10 +138,11 @@ class _Changes:
     around: tuple[str, ...]  # prices and versions
 
 
-def _changes(solution: Solution, graph: Graph, mesh: Mesh) -> _Changes:
+def _changes(now: Replay, mesh: Mesh) -> _Changes:
+    solution, graph = now.solution, now.graph
     hashes = fingerprint(graph, mesh, options_of(solution))
     of_graph = {key: hashes[key] for key in ("graph", "structure")}
-    fatal, sizes = misfits(solution, graph, mesh), differences(solution, graph, solution.mesh)
+    fatal, sizes = now.misfits, differences(solution, graph, solution.mesh)
     other = tuple(line for line in differences(solution, graph, solution.mesh, fingerprint=of_graph) if line not in fatal)
     versions = {"torch_version": torch.__version__.split("+")[0], "autoshard_version": VERSION}
     since = {**solution.assumptions, **{key: value for key, value in versions.items() if key in solution.assumptions}}

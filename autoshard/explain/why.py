@@ -24,10 +24,11 @@ from autoshard.explain.explanations import Alternative, Explanation
 from autoshard.explain.reopened import Choice, Reopened, Way, captured, nearest, reopened
 from autoshard.explain.subjects import Subject, chosen, subject, wanted, ways
 from autoshard.layout import text
+from autoshard.planning.context import Context, Instance
 from autoshard.planning.options import Progress, Stopwatch, bytes_text
 from autoshard.planning.refusal import infeasible
 from autoshard.problem import Problem, evaluate
-from autoshard.solution import Solution, misfits
+from autoshard.solution import Solution
 from autoshard.solvers import Answer, Status
 
 LISTED = 10  # at most so many ops and edges that cost more, and as many that cost less
@@ -57,9 +58,7 @@ def explain(
         raise ValueError(f"most is {most} and time_limit is {time_limit}; expected 0 or more, and more than 0 seconds")
     watch = Stopwatch(progress)
     with watch.phase("capture", "capturing the model", 0.0):
-        graph = captured(model, example_inputs, solution)
-    if reasons := misfits(solution, graph, solution.mesh):
-        raise ValueError(f"the solution does not fit this model: {'; '.join(reasons)}")
+        graph = captured(model, example_inputs, solution).checked()
     with watch.phase("formulate", "pricing layouts", 0.3):
         plan = reopened(graph, solution)
     if not math.isfinite(plan.judged.cost):
@@ -214,7 +213,8 @@ def _why_none(plan: Reopened, problem: Problem, way: Way, answer: Answer, time_l
     if answer.status is Status.INFEASIBLE and not plan.pinned and (why is None or math.isinf(why.smallest_limit[0])):
         return "no choice of the other layouts leads to it: what it needs has no route"  # neither pins nor memory cause it
     asked = replace(plan.asked(way), time_limit=time_limit)
-    return str(infeasible(plan.formulated, problem, answer, asked, explained=explained, seconds=time_limit))
+    context = Context(plan.formulated.graph, plan.formulated.mesh, asked, Stopwatch(None), explains=explained)
+    return str(infeasible(context, Instance(plan.formulated, problem), answer))
 
 
 def _elsewhere(plan: Reopened, about: Subject, choice: Choice) -> dict[str, Any]:

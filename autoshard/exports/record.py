@@ -43,7 +43,7 @@ class Export(dict):
 def made(solution: Solution, value: dict, left: tuple[Left, ...], found: dict, name: str) -> Export:
     """The export with the price of the scheme `name` among those that planning has priced for an axis."""
     cost, peak = found["seconds"].get(name), found.get("peak_bytes", {}).get(name)
-    limit = solution.assumptions.get("memory_limit")
+    limit = solution.memory_limit
     if peak is not None and limit is not None and peak > limit:
         said = f"a device needs {peak / 1e6:.4g} MB as exported, the plan was made for {limit / 1e6:.4g} MB"
         left = (*left, Left("the memory limit", said))

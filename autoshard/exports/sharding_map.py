@@ -8,13 +8,15 @@ under "".
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.distributed.tensor import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
 from autoshard.exports.record import Export, Left
-from autoshard.layout import parse, placement_text
+from autoshard.layout import Layout, parse, placement_text
 from autoshard.mesh import Mesh
 from autoshard.solution import Solution
 
@@ -51,9 +53,13 @@ def _spec(name: str, row: dict, device_mesh: DeviceMesh) -> DTensorSpec:
     dtype = getattr(torch, row["dtype"], None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"parameter {name!r} has dtype {row['dtype']!r}, which this torch {torch.__version__} lacks; plan again")
-    shape = torch.Size(row["shape"])
+    return spec_of(row["shape"], dtype, parse(row["layout"]), device_mesh)
+
+
+def spec_of(shape: Sequence[int], dtype: torch.dtype, layout: Layout, device_mesh: DeviceMesh) -> DTensorSpec:
+    """The spec of a contiguous tensor."""
     stride = torch.empty(shape, device="meta").stride()
-    return DTensorSpec(device_mesh, parse(row["layout"]), tensor_meta=TensorMeta(shape, stride, dtype))
+    return DTensorSpec(device_mesh, layout, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
 
 
 def as_text(sharding: dict[str, dict]) -> dict[str, dict]:

@@ -3,6 +3,8 @@
 from autoshard.graph.blocks import Blocks as Blocks
 from autoshard.graph.blocks import Place as Place
 from autoshard.graph.blocks import repeated_blocks as repeated_blocks
+from autoshard.graph.checkpointing import checkpointed as checkpointed
+from autoshard.graph.checkpointing import forward_blocks as forward_blocks
 from autoshard.graph.recompute import recompute as recompute
 from autoshard.graph.records import ITEMSIZE as ITEMSIZE
 from autoshard.graph.records import PLACEHOLDERS as PLACEHOLDERS

@@ -26,7 +26,9 @@ from autoshard.pipeline.schedule_times import ScheduleRun
 from autoshard.pipeline.schedules import schedule_of
 from autoshard.pipeline.stage_costs import StageCost, run_stages, stage_costs_of
 from autoshard.pipeline.stage_programs import partial_gradients
-from autoshard.planning.plan import Options, Progress, Stopwatch, baseline_only, plan_graph
+from autoshard.planning.context import Context
+from autoshard.planning.options import Options, Progress, Stopwatch
+from autoshard.planning.plan import baseline_only, plan_graph
 from autoshard.simulate.degrees import Parallel
 from autoshard.simulate.timeline import Timeline, timeline_of_solution
 from autoshard.solution import Solution
@@ -83,7 +85,7 @@ class Simulation:
             "bubble": self.bubble,
             "exposed_communication_seconds": self.exposed_communication_seconds,
             "devices": self.mesh.num_devices * self.parallel.pipeline,
-            "layouts": self.solution.assumptions.get("matched", "planned"),
+            "layouts": "planned" if self.solution.matched is None else self.solution.matched,
         }
 
 
@@ -149,11 +151,11 @@ def _stage_plan(
     graph: Graph, mesh: Mesh, scheme: str, training: bool, overlap: bool, prefetch: int, options: Mapping
 ) -> tuple[Solution, Timeline]:
     name = scheme if scheme != "auto" else "megatron" if mesh.shape[-1] > 1 else "data_parallel"
-    checked, watch = Options(training=training, baselines=False, **options), Stopwatch(None)
+    context = Context(graph, mesh, Options(training=training, baselines=False, **options), Stopwatch(None))
     if name == "planned":
-        solution = plan_graph(graph, mesh, checked, watch, {})
+        solution = plan_graph(context)
     else:
-        solution = baseline_only(graph, mesh, checked, watch, {}, name)
+        solution = baseline_only(context, name)
     return solution, timeline_of_solution(graph, solution, overlap=overlap, prefetch=prefetch)
 
 

@@ -33,7 +33,7 @@ from autoshard.pipeline.schedules import SCHEDULES
 from autoshard.pipeline.stage_plans import Job, stage_options
 from autoshard.pipeline.stage_tables import PRICES, StageTable
 from autoshard.pipeline.submeshes import Cluster
-from autoshard.planning.plan import Infeasible, Progress, Stopwatch, checked_options
+from autoshard.planning.options import Infeasible, Progress, Stopwatch, checked_options
 
 RECOMPUTE = ("auto", "never", "always")
 

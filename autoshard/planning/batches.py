@@ -1,10 +1,10 @@
-"""Inputs of one batch laid out alike, among plans of equal cost: one loader then feeds them all.
+"""One layout for all inputs of a batch, among plans of equal cost: one data loader can then feed all of them.
 
-    batch       inputs with the same first dim
-    alike       they are sharded on that dim over the same mesh axes, and those of one shape have one layout
+    batch       inputs with the same size of dim 0
+    aligned     they are sharded on dim 0 over the same mesh axes, and those of one shape have one layout
 
-A solver settles each input's layout for itself, by the op that reads it, and a preference per layout can't tie two inputs. Here that is
-done where the plan stays as good as was asked for: pins and memory limit hold, and the cost is the same, or within the gap asked for.
+A solver decides each input's layout by the op that reads it, and a preference per layout can't tie two inputs. Here they are tied
+where the plan stays as good as was asked for: pins and memory limit hold, and the cost is the same, or within the gap asked for.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from autoshard.layout import Layout
 from autoshard.problem import Problem, evaluate
 from autoshard.solvers import TOLERANCE, Answer
 
-TRIES = 8  # common layouts of a batch that are judged, cheapest first: the first that is cheap enough may not fit in memory
+TRIES = 8  # common layouts of a batch that are evaluated, cheapest first: the first that is cheap enough may not fit in memory
 
 
-def alike(formulated: Formulation, problem: Problem, answer: Answer, gap: float) -> Answer:
-    """The answer with the inputs of each batch laid out alike, where that fits and costs the same, or within `gap` of the bound; else as
-    it is."""
+def align_batches(formulated: Formulation, problem: Problem, answer: Answer, gap: float) -> Answer:
+    """The answer with aligned inputs in each batch, where that fits and costs the same, or within `gap` of the bound; else the answer
+    unchanged."""
     most = max(answer.cost + TOLERANCE * abs(answer.cost), answer.bound + gap * abs(answer.bound))
     for batch in _batches(formulated):
-        for choices in _common(formulated, problem, answer, batch):
+        for choices in _aligned(formulated, problem, answer, batch):
             assert answer.choice is not None
             choice = list(answer.choice)
             for node, k in choices.items():
                 choice[node] = k
-            judged = evaluate(problem, choice)
-            if judged.fits and judged.cost <= most:
-                bound = min(answer.bound, judged.cost)
-                answer = replace(answer, choice=tuple(choice), cost=judged.cost, bound=bound, peak=judged.peak)
+            evaluation = evaluate(problem, choice)
+            if evaluation.fits and evaluation.cost <= most:
+                bound = min(answer.bound, evaluation.cost)
+                answer = replace(answer, choice=tuple(choice), cost=evaluation.cost, bound=bound, peak=evaluation.peak)
                 break
     return answer
 
@@ -49,8 +49,8 @@ def _batches(formulated: Formulation) -> list[list[int]]:
     return [nodes for nodes in by_size.values() if len(nodes) > 1]
 
 
-def _common(formulated: Formulation, problem: Problem, answer: Answer, batch: Sequence[int]) -> Iterator[dict[int, int]]:
-    """The choices of the batch's nodes under each way to lay it out alike, cheapest first, then most preferred."""
+def _aligned(formulated: Formulation, problem: Problem, answer: Answer, batch: Sequence[int]) -> Iterator[dict[int, int]]:
+    """The choices of the batch's nodes under each way to align them, cheapest first, then most preferred."""
     costs = {node: _costs(problem, answer, node) for node in batch}
     layouts = {node: [c.outputs[0] for c in formulated.candidates.of[node]] for node in batch}
     by_shape: dict[tuple[int, ...], list[int]] = {}
@@ -58,20 +58,20 @@ def _common(formulated: Formulation, problem: Problem, answer: Answer, batch: Se
         by_shape.setdefault(formulated.graph.ops[node].output.shape, []).append(node)
 
     def priced(nodes: Sequence[int], layout: Layout | None) -> tuple[float, float]:
-        """What nodes cost together in one layout, and their preferences."""
+        """The cost of nodes that all have one layout, and their preferences."""
         at = [(n, layouts[n].index(layout)) for n in nodes]
         return sum(float(costs[n][k]) for n, k in at), sum(float(formulated.preference[n][k]) for n, k in at)
 
     def best(nodes: Sequence[int], axes: frozenset[int]) -> list[Layout | None]:
-        """Of the layouts that nodes of one shape share, sharded on dim 0 over these axes, the best for all of them; or none."""
-        shared = [layout for layout in layouts[nodes[0]] if _on_first(layout) == axes and all(layout in layouts[n] for n in nodes)]
+        """The best of the layouts that nodes of one shape share and that are sharded on dim 0 over these axes; empty without any."""
+        shared = [layout for layout in layouts[nodes[0]] if _axes_of_first_dim(layout) == axes and all(layout in layouts[n] for n in nodes)]
         return sorted(shared, key=lambda layout: priced(nodes, layout))[:1]
 
     ways = []
-    for axes in {_on_first(layout) for node in batch for layout in layouts[node]}:
+    for axes in {_axes_of_first_dim(layout) for node in batch for layout in layouts[node]}:
         chosen = [(nodes, layout) for nodes in by_shape.values() for layout in best(nodes, axes)]
         cost = sum(priced(nodes, layout)[0] for nodes, layout in chosen)
-        if len(chosen) < len(by_shape) or not math.isfinite(cost):  # not finite: a pin says otherwise
+        if len(chosen) < len(by_shape) or not math.isfinite(cost):  # not finite: a pin excludes it
             continue
         preference = sum(priced(nodes, layout)[1] for nodes, layout in chosen)
         choices = {n: layouts[n].index(layout) for nodes, layout in chosen for n in nodes}
@@ -79,13 +79,13 @@ def _common(formulated: Formulation, problem: Problem, answer: Answer, batch: Se
     yield from (way[-1] for way in sorted(ways, key=lambda way: way[:3])[:TRIES])
 
 
-def _on_first(layout: Layout | None) -> frozenset[int]:
+def _axes_of_first_dim(layout: Layout | None) -> frozenset[int]:
     """The mesh axes over which dim 0 is sharded."""
     return frozenset(k for k, p in enumerate(layout or ()) if p.is_shard() and p.dim == 0)  # type: ignore[attr-defined]
 
 
 def _costs(problem: Problem, answer: Answer, node: int) -> np.ndarray:
-    """What each choice of a node costs while all others stay."""
+    """The cost of each choice of a node while all others stay."""
     assert answer.choice is not None
     costs = problem.node_costs[node].astype(float)
     for edge in problem.edges:

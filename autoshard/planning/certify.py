@@ -1,4 +1,4 @@
-"""An answer as a Solution: layouts by name, certificate, fingerprint, and what it was made under."""
+"""An answer as a Solution: layouts by name, certificate, fingerprint, and the assumptions behind it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from autoshard.solution import VERSION, Solution, price_errors
 from autoshard.solvers import Answer
 
 
-def describe(formulated: Formulation, answer: Answer, options: Options, judged: Mapping[str, dict], assumptions: Mapping) -> Solution:
-    """The answer by name: layouts, certificate, baselines, what was not understood, and what it was made under."""
+def describe(formulated: Formulation, answer: Answer, options: Options, baselines: Mapping[str, dict], assumptions: Mapping) -> Solution:
+    """The answer by name: layouts, certificate, baselines, ops without rules, and the assumptions."""
     assert answer.choice is not None
     graph, mesh, problem, choice = formulated.graph, formulated.mesh, formulated.problem, answer.choice
     noted = {
@@ -28,7 +28,7 @@ def describe(formulated: Formulation, answer: Answer, options: Options, judged: 
         "autoshard_version": VERSION,
         "axes": [axis.link_dict() for axis in mesh.axes],
         "device": mesh.device.name,
-        "inputs": {op.name: list(op.output.shape) for op in graph.ops if op.kind == "input"},  # whole shapes
+        "inputs": {op.name: list(op.output.shape) for op in graph.ops if op.kind == "input"},  # global shapes
         **assumptions,
     }
     layouts, results = layouts_of(formulated, choice), results_of(formulated, choice)
@@ -43,7 +43,7 @@ def describe(formulated: Formulation, answer: Answer, options: Options, judged: 
         peak_bytes=float(answer.peak or 0.0),
         peak=peak_of(formulated, choice),
         training=any(r.kind == "gradient" for r in graph.results),
-        baselines=dict(judged),
+        baselines=dict(baselines),
         replicated_ops=replicated_ops(formulated, choice),
         parameters=parameters_of(formulated, choice),
         breakdown=breakdown(formulated, choice),

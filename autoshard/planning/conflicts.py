@@ -1,20 +1,18 @@
-"""Which demands no plan meets together, and what each of them costs where there is a plan.
+"""Which demands no plan meets together.
 
     D            the demands: the memory limit, pins, kept and forbidden layouts, skip_fully_replicated, tie_blocks, recompute
-    X(S)         the answers that meet all of S; S within T means that X(T) lies within X(S)
-    feasible(S)  is X(S) not empty? The problem with every finite cost set to zero, so that the first answer found is enough, and
+    X(S)         the answers that meet all of S; where S is a subset of T, X(T) is a subset of X(S)
+    feasible(S)  X(S) is not empty. Tested on the problem with every finite cost set to zero, so that the first answer is enough, and
                  a bound above zero says that there is none                                              (`_Tests.feasible`)
-    conflict     C within D: X(C) is empty, X(C without d) is not, for every d of C. Halves of D are tried, as QuickXplain does
+    conflict     C, a subset of D: X(C) is empty, X(C without d) is not, for every d of C. Halves of D are tried, as QuickXplain does
                  (Junker 2004): about 2 |C| log |D| tests rather than |D|                                (`_within`)
-    price of d   best cost over X(D) - best cost over X(D without d)                                     (`priced`)
 
-recompute given up means that every block may be recomputed instead. What the time did not suffice to decide counts as possible: the
-conflict then still is one, though perhaps with more in it than need be.
+Giving up the demand "recompute" means that every block may be recomputed instead. What the time did not suffice to decide counts as
+possible: the conflict then still is one, but it may hold more demands than necessary.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,17 +20,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoshard.formulate import Formulation, with_pins
+from autoshard.planning.context import Context, Instance, formulate_for
 from autoshard.planning.demands import Demanded, demanded, together
-from autoshard.planning.options import Demand, Options
+from autoshard.planning.options import Demand
 from autoshard.planning.tying import tied, tied_groups
 from autoshard.problem import Edge, Problem, evaluate
-from autoshard.solvers import Answer, Status
 from autoshard.solvers.incumbent import Incumbent, Record
 from autoshard.solvers.infeasibility import hopeless, level
 from autoshard.solvers.settle import reduce_and_settle
+from autoshard.strategies import candidates
 
 CONFLICT_SECONDS = 20.0  # at most, to find one
-QUICK_SECONDS = 2.0  # of search, which sees soon that nothing fits; then prices on bytes, which find what only just fits
+QUICK_SECONDS = 2.0  # of search, enough where clearly nothing fits; then prices on bytes, which find what only just fits
 GRAPH = ("memory_limit", "recompute", "tie_blocks")  # demands that say more than which choices a node has
 
 
@@ -45,21 +44,13 @@ class Conflict:
 
 
 def find_conflict(
-    formulated: Formulation,
-    options: Options,
-    *,
-    also: Sequence[Demanded] = (),
-    thrifty: Callable[[], Formulation] | None = None,
-    seconds: float = CONFLICT_SECONDS,
-    clock: Callable[[], float] = time.monotonic,
-    tested: Callable[[int], None] = lambda count: None,
+    context: Context, instance: Instance, *, seconds: float = CONFLICT_SECONDS, now: Callable[[], float] = time.monotonic
 ) -> Conflict:
-    """A minimal reason why no plan meets `options`: taking away any one member of it leaves a plan.
+    """A minimal reason why the context has no plan: without any one member of it there is a plan.
 
-    also: demands beside those of the options. thrifty: makes the same problem with every block recomputed. Only to be asked where it
-    is proven that there is no plan; takes about `seconds` at most. tested: told how many tests were begun.
+    Only to be asked where it is proven that there is no plan; lasts about `seconds` at most, by the time that `now` tells.
     """
-    tests = _Tests(formulated, options, also, thrifty, clock, clock() + seconds, tested)
+    tests = _Tests(context, instance, seconds, now)
     names = list(tests.demands)
     if len(names) == 1:
         return Conflict(tuple(names), True)
@@ -67,12 +58,12 @@ def find_conflict(
     rest = [d for d in names if d.kind != "memory_limit"]
     if memory and not tests.feasible(rest):  # then memory is not to blame, and every test is much quicker without it
         memory, rest = [], [d for d in rest if d.kind != "recompute"]
-    found = {*memory, *_within(tests.feasible, memory, rest, changed=bool(memory))}
-    return Conflict(tuple(d for d in names if d in found), not tests.undecided)
+    members = {*memory, *_within(tests.feasible, memory, rest, changed=bool(memory))}
+    return Conflict(tuple(d for d in names if d in members), not tests.undecided)
 
 
 def _within(feasible: Callable[[Sequence[Demand]], bool], held: list[Demand], rest: list[Demand], *, changed: bool) -> list[Demand]:
-    """A minimal part of `rest` that can't be met beside `held`. changed: `held` alone has not been tested yet."""
+    """A minimal part of `rest` that can't be met together with `held`. changed: `held` alone has not been tested yet."""
     if changed and not feasible(held):
         return []
     if len(rest) <= 1:
@@ -86,56 +77,50 @@ def _within(feasible: Callable[[Sequence[Demand]], bool], held: list[Demand], re
 class _Tests:
     """Is there a plan that meets these demands?"""
 
-    def __init__(
-        self,
-        formulated: Formulation,
-        options: Options,
-        also: Sequence[Demanded],
-        thrifty: Callable[[], Formulation] | None,
-        clock: Callable[[], float],
-        deadline: float,
-        tested: Callable[[int], None],
-    ):
-        self.options, self.clock, self.deadline, self.tested, self.count = options, clock, deadline, tested, 0
-        self.thrifty = thrifty if options.memory_limit is not None else None
-        self.given = _Free(formulated, options, also)
-        self.spared: _Free | None = None
-        self.demands = dict.fromkeys([*self._of_graph(), *self.given.limits])
+    def __init__(self, context: Context, instance: Instance, seconds: float, now: Callable[[], float]):
+        self.context, self.options, self.now, self.count = context, context.options, now, 0
+        self.recomputed = context.all_recomputed() if self.options.memory_limit is not None else None
+        self.free = _Free(instance.formulated, _demands_of(context, instance))
+        self.free_recomputed: _Free | None = None
+        self.demands = dict.fromkeys([*self._of_graph(), *self.free.limits])
         self.undecided = 0  # tests for which there was not time enough
+        self.deadline = now() + seconds
 
     def _of_graph(self) -> list[Demand]:
         options = self.options
-        found = [Demand("memory_limit", value=options.memory_limit)] if options.memory_limit is not None else []
-        found += [Demand("recompute", value=options.recompute)] if self.thrifty is not None else []
-        return found + ([Demand("tie_blocks")] if options.tie_blocks else [])
+        demands = [Demand("memory_limit", value=options.memory_limit)] if options.memory_limit is not None else []
+        demands += [Demand("recompute", value=options.recompute)] if self.recomputed is not None else []
+        return demands + ([Demand("tie_blocks")] if options.tie_blocks else [])
 
     def feasible(self, demands: Sequence[Demand]) -> bool:
-        """Whether there is a plan, or nobody knows."""
+        """Whether there is a plan; also where that is not known."""
         kinds = {d.kind for d in demands}
         layouts = [d for d in demands if d.kind not in GRAPH]
         if kinds <= {"recompute"}:
             return True  # nothing was asked
-        refused = all(d in demands or d.kind == "recompute" for d in self.demands)  # that has brought us here
-        if not refused and self._has_answer(self.given, layouts, kinds):
+        refused = all(d in demands or d.kind == "recompute" for d in self.demands)  # known: this is why a conflict is looked for
+        if not refused and self._has_answer(self.free, layouts, kinds):
             return True
-        if self.thrifty is None or "memory_limit" not in kinds or "recompute" in kinds:
+        if self.recomputed is None or "memory_limit" not in kinds or "recompute" in kinds:
             return False
-        if self.spared is None and self.clock() < self.deadline:
-            self.spared = _Free(self.thrifty(), self.options, ())
-        if self.spared is None:
+        if self.free_recomputed is None and self.now() < self.deadline:
+            mesh = self.context.mesh
+            formulated = formulate_for(self.recomputed, candidates(self.recomputed, mesh), mesh, self.options)
+            self.free_recomputed = _Free(formulated, demanded(formulated, self.options))
+        if self.free_recomputed is None:
             self.undecided += 1
             return True
-        return self._has_answer(self.spared, layouts, kinds)
+        return self._has_answer(self.free_recomputed, layouts, kinds)
 
     def _has_answer(self, free: _Free, layouts: Sequence[Demand], kinds: set[str]) -> bool:
         self.count += 1
-        self.tested(self.count)
+        self.context.clock.say(f"looking for what conflicts: {self.count}", 0.9)
         problem = free.under(layouts, self.options.memory_limit if "memory_limit" in kinds else None)
         if "tie_blocks" in kinds:
             problem = tied(problem, free.groups)
-        decided = False if hopeless(problem) else self._searched(problem, min(self.deadline, self.clock() + QUICK_SECONDS))
+        decided = False if hopeless(problem) else self._searched(problem, min(self.deadline, self.now() + QUICK_SECONDS))
         if decided is None and problem.usage_limit is not None:
-            low, _, choice = level(problem, self.clock, self.deadline, enough=problem.usage_limit)
+            low, _, choice = level(problem, self.now, self.deadline, enough=problem.usage_limit)
             fits = choice is not None and evaluate(problem, choice).fits
             decided = True if fits else False if low > problem.usage_limit else None
         if decided is None:
@@ -145,22 +130,27 @@ class _Tests:
 
     def _searched(self, problem: Problem, deadline: float) -> bool | None:
         """Whether there is an answer; None where the time was too short."""
-        record = Record(problem, deadline, 0.0, self.clock, worst=0.0)
+        record = Record(problem, deadline, 0.0, self.now, worst=0.0)
         incumbent = Incumbent(problem, record)
         reduce_and_settle(problem, incumbent)
         return True if record.choice is not None else False if incumbent.proven else None
 
 
-class _Free:
-    """A problem whose costs are 0 or inf, and what each demand leaves of its choices."""
+def _demands_of(context: Context, instance: Instance) -> list[Demanded]:
+    """All demands on layouts: those of the options, and the scheme of a baseline."""
+    return [*demanded(instance.formulated, context.options), *([instance.scheme] if instance.scheme is not None else [])]
 
-    def __init__(self, formulated: Formulation, options: Options, also: Sequence[Demanded]):
+
+class _Free:
+    """A problem whose costs are 0 or inf, and which of its choices each demand leaves."""
+
+    def __init__(self, formulated: Formulation, demands: Sequence[Demanded]):
         tables = {id(e.table): e.table for e in formulated.problem.edges}
         free = {key: _without_prices(table) for key, table in tables.items()}
         costs = tuple(_without_prices(c) for c in formulated.problem.node_costs)
         edges = tuple(Edge(e.a, e.b, free[id(e.table)]) for e in formulated.problem.edges)
         self.formulated = replace(formulated, problem=replace(formulated.problem, node_costs=costs, edges=edges, usage_limit=None))
-        self.limits: dict[Demand, Mapping[int, np.ndarray]] = {one.demand: one.allowed for one in (*demanded(formulated, options), *also)}
+        self.limits: dict[Demand, Mapping[int, np.ndarray]] = {one.demand: one.allowed for one in demands}
 
     @property
     def groups(self) -> list[int]:
@@ -173,33 +163,3 @@ class _Free:
 
 def _without_prices(table: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(table), 0.0, np.inf)
-
-
-def priced(
-    formulated: Formulation,
-    options: Options,
-    answer: Answer,
-    best: Callable[[Problem], Answer],
-    begun: Callable[[str], None] = lambda what: None,
-) -> list[dict]:
-    """What pins cost: of each the cost with all of them minus the cost without that one, in seconds.
-
-    best: solves a problem under the same options; `answer` is what it said under all demands. Kept layouts are priced as one. Rows are
-    {kind, name, layout, costs_seconds, proven}; where a solve was not proven best, the price is that of the best plans found.
-    begun: told which one is priced now.
-    """
-    demands = demanded(formulated, options)
-    groups = [[one] for one in demands if options.price_pins and one.demand.kind in ("pin", "forbid")]
-    groups += [kept] if (kept := [one for one in demands if one.demand.kind == "keep"]) else []
-    rows = []
-    for k, group in enumerate(groups):
-        begun(f"{k + 1} of {len(groups)}")
-        without = best(with_pins(formulated, together(one for one in demands if one not in group)))
-        first = group[0].demand
-        row = {"kind": first.kind, "name": first.name, "layout": first.value}
-        if first.kind == "keep":
-            row = {"kind": "keep", "name": f"{len(group)} layouts", "layout": None}
-        cost = min(without.cost, answer.cost) if math.isfinite(without.cost) else answer.cost
-        proven = answer.status is Status.OPTIMAL and without.status is Status.OPTIMAL
-        rows.append({**row, "costs_seconds": answer.cost - cost, "proven": proven})
-    return rows

@@ -1,12 +1,13 @@
 """Which choices the user's pins leave, demand by demand.
 
-    pins      layout by name or glob: the tensor lies like this. An exact name wins over a glob, a later glob over an earlier one
-    keep      layout by name, of an older plan: where no pin says otherwise; or an op's whole row, `inputs -> outputs` with `;` between
-    forbid    layouts by name or glob: the tensor lies otherwise. All of them hold
+    pins      layout by name or glob: the tensor has this layout. An exact name wins over a glob, a later glob over an earlier one
+    keep      layout by name, of an older plan, unless a pin governs the tensor; or all layouts of an op, `inputs -> outputs`, each
+              list separated by `;`
+    forbid    layouts by name or glob: the tensor has another layout. All of them hold
     layout    a placement per mesh axis; `*` stands for any:  "*,S(0)"
 
 A glob is one of fnmatch, in which `*` also matches dots; it looks at parameters, buffers and inputs, and at ops only where it matches
-none of those. Which pin governs which tensor is settled once, from all of them: from there on each only forbids choices, so that
+none of those. Which pin governs which tensor is decided once, from all pins together. After that a pin only forbids choices, so that
 taking one away never makes less possible.
 """
 
@@ -27,8 +28,8 @@ from autoshard.planning.options import Demand, Options
 from autoshard.solution import Solution
 
 Pattern = tuple[Placement | None, ...]  # a layout in which None stands for any placement
-ROW = "->"  # in a kept layout, between what an op takes and what it gives
-NEAR = 0.5  # how alike a name must be to be suggested
+ROW = "->"  # in a kept layout, between the input layouts and the output layouts of an op
+NEAR = 0.5  # how similar a name must be to be suggested
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,37 +55,37 @@ def together(demands: Iterable[Demanded]) -> dict[int, np.ndarray]:
 
 
 def demanded(formulated: Formulation, options: Options) -> list[Demanded]:
-    """What is asked of layouts, one by one in the order given: pins, kept layouts, forbidden ones, skip_fully_replicated."""
+    """The demands on layouts, in the order given: pins, kept layouts, forbidden ones, skip_fully_replicated."""
     masks = _Masks(formulated)
-    found = [_pinned(masks, "pin", name, options.pins[name], nodes) for name, nodes in _governed(formulated.graph, options.pins).items()]
-    pinned = {node for one in found for node in one.allowed}
+    demands = [_pinned(masks, "pin", name, options.pins[name], nodes) for name, nodes in _governed(formulated.graph, options.pins).items()]
+    pinned = {node for one in demands for node in one.allowed}
     for name, written in options.keep.items():
         nodes = _find(formulated.graph, name, "keep", exactly=True)
         if not pinned.intersection(nodes.values()):
             row = isinstance(written, str) and ROW in written
-            found.append(_kept_row(masks, name, written, nodes) if row else _pinned(masks, "keep", name, written, nodes))
-    governed = {node for one in found for node in one.allowed}
-    found += [_forbidden(masks, name, written) for name, layouts in options.forbid.items() for written in layouts]
+            demands.append(_kept_row(masks, name, written, nodes) if row else _pinned(masks, "keep", name, written, nodes))
+    governed = {node for one in demands for node in one.allowed}
+    demands += [_forbidden(masks, name, written) for name, layouts in options.forbid.items() for written in layouts]
     if options.skip_fully_replicated:
-        found.append(Demanded(Demand("skip_fully_replicated"), _cut_only(formulated, governed)))
-    return found
+        demands.append(Demanded(Demand("skip_fully_replicated"), _sharded_only(formulated, governed)))
+    return demands
 
 
 def broken_by(solution: Solution, graph: Graph, options: Options) -> list[Demand]:
     """The pins and forbidden layouts of the options that a plan of this graph does not obey; ValueError on an unknown name."""
     layouts = [solution.layouts[op.name].outputs[0] if op.outputs else None for op in graph.ops]
 
-    def lies_so(node: int, pattern: Pattern) -> bool:
+    def obeys(node: int, pattern: Pattern) -> bool:
         return _matches(pattern, None if (written := layouts[node]) is None else parse(written))
 
     broken = []
     for name, nodes in _governed(graph, options.pins).items():
         pattern = _pattern(options.pins[name], f"pin on {name!r}")
-        if not all(lies_so(node, pattern) for node in nodes.values()):
+        if not all(obeys(node, pattern) for node in nodes.values()):
             broken.append(Demand("pin", name, pattern_text(pattern)))
     for name, several in options.forbid.items():
         for pattern in (_pattern(written, f"forbid on {name!r}") for written in several):
-            if any(lies_so(node, pattern) for node in _find(graph, name, "forbid").values()):
+            if any(obeys(node, pattern) for node in _find(graph, name, "forbid").values()):
                 broken.append(Demand("forbid", name, pattern_text(pattern)))
     return broken
 
@@ -102,15 +103,16 @@ def _pinned(masks: _Masks, kind: str, name: str, written: object, nodes: Mapping
 
 
 def _kept_row(masks: _Masks, name: str, written: str, nodes: Mapping[str, int]) -> Demanded:
-    """As `_pinned`, for all that an op gives and, where that is said, takes."""
-    taken, given = (tuple(map(_layout_or_none, part.split(";"))) if part.strip() else None for part in written.split(ROW, 1))
+    """As `_pinned`, for all output layouts of an op and, where they are written, its input layouts."""
+    inputs, outputs = (tuple(map(_layout_or_none, part.split(";"))) if part.strip() else None for part in written.split(ROW, 1))
     allowed = {}
     for node in nodes.values():
         of = masks.formulated.candidates.of[node]
-        keep = np.array([(taken is None or tuple(c.inputs) == taken) and (given is None or tuple(c.outputs) == given) for c in of])
+        keep = np.array([(inputs is None or tuple(c.inputs) == inputs) and (outputs is None or tuple(c.outputs) == outputs) for c in of])
         if not keep.any():
             target = masks.formulated.graph.ops[node].target
-            raise ValueError(f"keep on {name!r}: {target} can't take and give {written}; edit what it gives alone, and plan the rest")
+            instead = "edit its output layouts alone, and plan the rest"
+            raise ValueError(f"keep on {name!r}: {target} can't have the layouts {written}; {instead}")
         allowed[node] = keep
     return Demanded(Demand("keep", name, written), allowed)
 
@@ -131,17 +133,17 @@ def _forbidden(masks: _Masks, name: str, written: object) -> Demanded:
 
 def _governed(graph: Graph, pins: Mapping[str, str]) -> dict[str, dict[str, int]]:
     """By pin the tensors that it governs, as {name: node}: an exact name before any glob, a later glob before an earlier one."""
-    found = {name: _find(graph, name, "pin") for name in pins}
-    exact = {node for name, nodes in found.items() for tensor, node in nodes.items() if tensor == name}
-    last = {node: name for name, nodes in found.items() for node in nodes.values()}
+    matches = {name: _find(graph, name, "pin") for name in pins}
+    exact = {node for name, nodes in matches.items() for tensor, node in nodes.items() if tensor == name}
+    last = {node: name for name, nodes in matches.items() for node in nodes.values()}
     return {
         name: {tensor: node for tensor, node in nodes.items() if (tensor == name if node in exact else last[node] == name)}
-        for name, nodes in found.items()
+        for name, nodes in matches.items()
     }
 
 
 def _find(graph: Graph, name: str, kind: str, *, exactly: bool = False) -> dict[str, int]:
-    """The nodes that a name or a glob means, each by one of its names; ValueError where there is none."""
+    """The nodes that a name or a glob matches, each by one of its names; ValueError where it matches none."""
     tied = dict(graph.tied)
     if (known := tied.get(name, name)) in graph.index:
         return {name: graph.index[known]}
@@ -159,9 +161,10 @@ def _find(graph: Graph, name: str, kind: str, *, exactly: bool = False) -> dict[
 
 
 def near_names(name: str, names: Iterable[str]) -> str:
+    """The end of a sentence that suggests names; empty where none is near."""
     names = list(names)
     near = difflib.get_close_matches(name, names, n=3, cutoff=NEAR)
-    if not near:  # a glob is unlike any name; its last part may be like theirs
+    if not near:  # a glob resembles no name, but its last part may resemble that of a name
         ends: dict[str, str] = {}
         for known in names:
             ends.setdefault(known.rpartition(".")[2], known)
@@ -187,42 +190,42 @@ class _Masks:
 
     def __init__(self, formulated: Formulation):
         self.formulated = formulated
-        self.made: dict[tuple[int, Pattern], np.ndarray] = {}
+        self.masks: dict[tuple[int, Pattern], np.ndarray] = {}
 
     def of(self, node: int, pattern: Pattern) -> np.ndarray:
         candidates = self.formulated.candidates.of[node]
         key = (id(candidates), pattern)
-        if key not in self.made:
-            self.made[key] = np.array([_matches(pattern, c.outputs[0]) for c in candidates], dtype=bool)
-        return self.made[key]
+        if key not in self.masks:
+            self.masks[key] = np.array([_matches(pattern, c.outputs[0]) for c in candidates], dtype=bool)
+        return self.masks[key]
 
     def why_not(self, node: int, pattern: Pattern) -> str:
         """Why no choice of the node has such a layout."""
         graph, mesh = self.formulated.graph, self.formulated.mesh
         tensor = graph.ops[node].outputs[0]
-        whole = tuple(p for p in pattern if p is not None)
+        placements = tuple(p for p in pattern if p is not None)
         if len(pattern) != len(mesh.axes):
             shape = "x".join(map(str, mesh.shape))
             return f"layout {pattern_text(pattern)} has {len(pattern)} placements, the mesh {shape} has {len(mesh.axes)} axes"
-        if tensor is not None and len(whole) == len(pattern) and (reason := why_illegal(tensor.shape, whole, mesh)):
+        if tensor is not None and len(placements) == len(pattern) and (reason := why_illegal(tensor.shape, placements, mesh)):
             return reason
-        given = (c.outputs[0] for c in self.formulated.candidates.of[node])
-        listed = ", ".join(dict.fromkeys(pattern_text(layout) for layout in given if layout is not None))
-        return f"layout {pattern_text(pattern)} is not one that {graph.ops[node].target} can give; possible are {listed}"
+        outputs = (c.outputs[0] for c in self.formulated.candidates.of[node])
+        listed = ", ".join(dict.fromkeys(pattern_text(layout) for layout in outputs if layout is not None))
+        return f"layout {pattern_text(pattern)} is no output layout of {graph.ops[node].target}; possible are {listed}"
 
 
 def _matches(pattern: Pattern, layout: Layout | None) -> bool:
     return layout is not None and len(layout) == len(pattern) and all(p is None or p == q for p, q in zip(pattern, layout))
 
 
-def _cut_only(formulated: Formulation, governed: set[int]) -> dict[int, np.ndarray]:
-    """No op fully replicated where it has another candidate (an op that can't be cut stays, and one that is pinned)."""
+def _sharded_only(formulated: Formulation, governed: set[int]) -> dict[int, np.ndarray]:
+    """No op fully replicated where it has another candidate; ops that can't be sharded are left alone, and those that are pinned."""
     allowed = {}
     for i, op in enumerate(formulated.graph.ops):
         if op.is_placeholder or i in governed:
             continue
         layouts = [[layout for layout in (*c.inputs, *c.outputs) if layout is not None] for c in formulated.candidates.of[i]]
-        cut = np.array([any(not p.is_replicate() for layout in of for p in layout) for of in layouts])
-        if cut.any():
-            allowed[i] = cut
+        sharded = np.array([any(not p.is_replicate() for layout in of for p in layout) for of in layouts])
+        if sharded.any():
+            allowed[i] = sharded
     return allowed

@@ -1,4 +1,4 @@
-"""A choice, told by name: layouts per op, parameters, where the seconds go, which ops nobody knows."""
+"""A choice by name: the layouts of ops and parameters, what holds the memory, where the seconds go, which ops have no rules."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ Choice = Sequence[int]
 
 def layouts_of(formulated: Formulation, choice: Choice) -> dict[str, Placed]:
     """Layouts by op name, in graph order."""
-    found: dict[str, Placed] = {}
-    made: dict[tuple, Placed] = {}  # by candidate, which equal ops share, and layouts of hubs
+    layouts: dict[str, Placed] = {}
+    shared: dict[tuple, Placed] = {}  # by candidate, which equal ops share, and layouts of hubs
     for i, op in enumerate(formulated.graph.ops):
         candidate = formulated.candidate(i, choice)
         hubs = [formulated.hub((i, k), choice) for k in range(len(op.outputs))]
         key = (id(candidate), *map(id, hubs))
-        if key not in made:
-            made[key] = Placed(tuple(map(text, candidate.inputs)), _texts(candidate.outputs), _texts(hubs))
-        found[op.name] = made[key]
+        if key not in shared:
+            shared[key] = Placed(tuple(map(text, candidate.inputs)), _texts(candidate.outputs), _texts(hubs))
+        layouts[op.name] = shared[key]
     for second, name in formulated.graph.tied:
-        if second in found:
-            found[second] = found[name]
-    return found
+        if second in layouts:
+            layouts[second] = layouts[name]
+    return layouts
 
 
 def _texts(layouts: Sequence[Layout | None]) -> tuple[str | None, ...]:
@@ -39,7 +39,7 @@ def _texts(layouts: Sequence[Layout | None]) -> tuple[str | None, ...]:
 
 
 def results_of(formulated: Formulation, choice: Choice) -> dict[str, str]:
-    """The layout in which each result is left, `output:0` or `gradient:NAME`."""
+    """The layout of each result, `output:0` or `gradient:NAME`."""
     results = formulated.graph.results
     return {f"{results[k].kind}:{results[k].name}": text(formulated.result(k, choice)) for k in formulated.results}
 
@@ -50,11 +50,11 @@ def choice_of(formulated: Formulation, solution: Solution) -> tuple[int, ...]:
     tied = dict(formulated.graph.tied)
     for i, op in enumerate(formulated.graph.ops):
         placed = solution.layouts[tied.get(op.name, op.name)]
-        given = tuple(None if written is None else parse(written) for written in placed.outputs)
-        taken = tuple(parse(written) for written in placed.inputs)
-        same = [k for k, c in enumerate(formulated.candidates.of[i]) if (tuple(c.inputs), tuple(c.outputs)) == (taken, given)]
+        outputs = tuple(None if written is None else parse(written) for written in placed.outputs)
+        inputs = tuple(parse(written) for written in placed.inputs)
+        same = [k for k, c in enumerate(formulated.candidates.of[i]) if (tuple(c.inputs), tuple(c.outputs)) == (inputs, outputs)]
         if not same:
-            raise ValueError(f"{op.name}: no candidate of today's rules takes and gives what the plan says; plan again")
+            raise ValueError(f"{op.name}: no candidate of today's rules has the plan's input and output layouts; plan again")
         choice[i] = min(same, key=lambda k: float(formulated.problem.node_costs[i][k]))
         for k, written in enumerate(placed.hubs):
             if written is not None and (i, k) in formulated.hubs:
@@ -67,6 +67,7 @@ def choice_of(formulated: Formulation, solution: Solution) -> tuple[int, ...]:
 
 
 def _place(layouts: Sequence[Layout], written: str, name: str) -> int:
+    """Which of the layouts of a hub or a result is meant."""
     if parse(written) not in layouts:
         raise ValueError(f"{name}: the plan's layout {written} is none of today's rules; plan again")
     return list(layouts).index(parse(written))
@@ -91,20 +92,20 @@ def parameters_of(formulated: Formulation, choice: Choice) -> dict[str, dict]:
 def peak_of(formulated: Formulation, choice: Choice) -> dict:
     """The op during which a device holds most, its bytes by kind (they add up to the peak), and the largest tensors then."""
     problem, ops = formulated.problem, formulated.graph.ops
-    judged = evaluate(problem, choice)
+    evaluation = evaluate(problem, choice)
     parts = dict.fromkeys(KINDS, 0.0)
     holders: dict[str, float] = defaultdict(float)
     for kind, usage in zip(formulated.held, problem.usages, strict=True):
-        if usage.start <= judged.peak_time < usage.end:
+        if usage.start <= evaluation.peak_time < usage.end:
             held = usage.held(choice)
             parts[kind] += held
             holders[f"{problem.names[usage.ends[-1]]} ({kind.replace('_', ' ')})"] += held
     largest = sorted(((held, name) for name, held in holders.items() if held), key=lambda pair: (-pair[0], pair[1]))[:LARGEST]
-    during = ops[judged.peak_time].name if judged.peak_time < len(ops) else "end"  # at the end results are handed over
+    op = ops[evaluation.peak_time] if evaluation.peak_time < len(ops) else None  # None: after the last op, when results are handed over
     return {
-        "op": during,
-        "module": ops[judged.peak_time].module if judged.peak_time < len(ops) else "",
-        "backward": ops[judged.peak_time].backward if judged.peak_time < len(ops) else formulated.trains,
+        "op": "end" if op is None else op.name,
+        "module": "" if op is None else op.module,
+        "backward": formulated.trains if op is None else op.backward,
         "parts": {kind: held for kind, held in parts.items() if held},
         "largest": [{"name": name, "bytes": held} for held, name in largest],
     }
@@ -116,14 +117,14 @@ LARGEST = 5  # tensors listed
 def replicated_ops(formulated: Formulation, choice: Choice) -> tuple[dict, ...]:
     """Ops without rules, by target: how many, and the seconds and bytes that replicating them may hide."""
     graph = formulated.graph
-    found: dict[str, dict] = {}
+    rows: dict[str, dict] = {}
     for i in formulated.candidates.unknown:
         op = graph.ops[i]
-        row = found.setdefault(op.target, {"target": op.target, "count": 0, "seconds": 0.0, "bytes": 0})
+        row = rows.setdefault(op.target, {"target": op.target, "count": 0, "seconds": 0.0, "bytes": 0})
         row["count"] += 1
         row["seconds"] += float(formulated.problem.node_costs[i][choice[i]])
         row["bytes"] += sum(t.bytes for t in op.outputs if t is not None)
-    return tuple(found.values())
+    return tuple(rows.values())
 
 
 def breakdown(formulated: Formulation, choice: Choice) -> dict:
@@ -175,5 +176,5 @@ def op_class(target: str) -> str:
 @lru_cache(maxsize=65536)
 def block_of(path: str) -> str:
     """`h.0.attn.c_attn` -> `h.0`: up to the first number; without one the first part."""
-    found = re.match(r"(.*?\.\d+)(\.|$)", path)
-    return found[1] if found else path.split(".")[0]
+    numbered = re.match(r"(.*?\.\d+)(\.|$)", path)
+    return numbered[1] if numbered else path.split(".")[0]

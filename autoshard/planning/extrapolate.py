@@ -1,13 +1,12 @@
-"""A plan for few layers on a model of many: `extrapolate(solution, model, example_inputs)`.
+"""A plan of few layers, extended to a model of many: `extrapolate(solution, model, example_inputs)`.
 
-The few layers are captured again (the model with its containers cut to what the plan knows), every op of the deep model takes what its
-twin in them has (extrapolate.py), and the result is judged on the full graph: its cost, its peak, and a bound on all plans of the full
-graph, by dual ascent. Its gap says what a plan of the full model could gain.
+The few layers are captured again (the model with its containers shortened to the layers that the plan has). Every op of the deep model
+gets the choice of the corresponding op of the shallow one (shallow.py), and the result is evaluated on the full graph: its cost, its peak,
+and a bound on all plans of the full graph, by dual ascent. The gap says how much a plan of the full model could gain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,56 +15,55 @@ from torch import nn
 from autoshard.capture import capture, capture_deep, in_turn
 from autoshard.capture.depth import containers, shrunk
 from autoshard.planning.certify import describe
+from autoshard.planning.context import extended_from, formulate_for
 from autoshard.planning.describe import choice_of
 from autoshard.planning.options import Infeasible, Options, Progress, Stopwatch, checked_options
-from autoshard.planning.plan import formulate_for, stretched
 from autoshard.planning.shallow import completed, op_choices
 from autoshard.problem import evaluate
 from autoshard.solution import Solution, differences
 from autoshard.solvers import certified, converged
 from autoshard.strategies import candidates
 
-KEPT = ("optimizer", "master_weights", "memory_limit")  # options of the plan that hold on, unless others are given
+KEPT = ("optimizer", "master_weights", "memory_limit")  # options of the plan that apply unless others are given
 
 
 @in_turn
 def extrapolate(
     solution: Solution, model: nn.Module, example_inputs: Any, *, progress: Progress | None = None, **options: Any
 ) -> Solution:
-    """The plan of a model with few layers, on the same model with many: judged on the full graph, with a bound on all of its plans.
+    """The plan of a model with few layers, on the same model with many: evaluated on the full graph, with a bound on all of its plans.
 
     model, example_inputs: as for `plan`, the deep model; its layers sit in a ModuleList or Sequential. options: of `Options`;
     optimizer, master_weights and memory_limit are the plan's own where they aren't given. ValueError where the plan is not of the
-    model's first layers, `Infeasible` where it takes more than the memory limit.
+    model's first layers, `Infeasible` where it needs more than the memory limit.
 
         deep = autoshard.extrapolate(autoshard.load("llama-2.json"), *llama.llama3_8b(layers=32)); print(deep.cost, deep.gap)
     """
-    kept = {key: solution.assumptions[key] for key in KEPT if solution.assumptions.get(key) is not None}
+    kept = {key: value for key, value in solution.noted(*KEPT).items() if value is not None}
     chosen: Options = checked_options(Options, {**kept, "training": solution.training, **options})
-    watch, mesh = Stopwatch(progress), solution.mesh
-    with watch.phase("capture", "capturing the model", 0.0):
+    clock, mesh = Stopwatch(progress), solution.mesh
+    with clock.phase("capture", "capturing the model", 0.0):
         depths = _depths(solution, model)
         graph, depth = capture_deep(model, example_inputs, training=solution.training)
         shallow = capture(shrunk(model, depths), example_inputs, training=solution.training)
         if reasons := differences(solution, shallow, mesh):
             layers = ", ".join(f"{n} of {name}" for name, n in depths.items())
             raise ValueError(f"the plan is not one of this model's first layers ({layers}): {'; '.join(reasons)}; plan those first")
-    with watch.phase("formulate", "pricing layouts", 0.5):
+    with clock.phase("formulate", "pricing layouts", 0.5):
         deep, small = (formulate_for(g, candidates(g, mesh), mesh, chosen) for g in (graph, shallow))
         choice = completed(deep, op_choices(deep, small, choice_of(small, solution)))
-    judged = evaluate(deep.problem, choice)
-    if not judged.fits:
-        limit, peak = (chosen.memory_limit or 0.0) / 1e9, judged.peak / 1e9
-        raise Infeasible(f"on the full model the plan takes {peak:.3f} GB per device, the limit is {limit:.3f} GB; plan the full model")
-    with watch.phase("solve", "bounding all plans", 0.7):
-        few = None if depth.shallow is None else stretched(deep, depth.shallow, chosen)
+    evaluation = evaluate(deep.problem, choice)
+    if not evaluation.fits:
+        limit, peak = (chosen.memory_limit or 0.0) / 1e9, evaluation.peak / 1e9
+        raise Infeasible(f"on the full model the plan needs {peak:.3f} GB per device, the limit is {limit:.3f} GB; plan the full model")
+    with clock.phase("solve", "bounding all plans", 0.7):
+        few = extended_from(depth.shallow, deep, chosen)
         messages = None if few is None else few.correspondence.messages(few.formulated, converged(few.formulated.problem)[1])
         answer = certified(deep.problem, choice, messages=messages, gap=chosen.gap, time_limit=chosen.time_limit)
-    with watch.phase("describe", "writing the plan", 0.95):
-        noted: Mapping[str, Any] = {key: solution.assumptions[key] for key in ("model", "set") if key in solution.assumptions}
-        said = {"ignored": depth.ignored} if depth.ignored else {}
-        found = describe(deep, answer, chosen, {}, {**noted, **said, "extrapolated_from": depths})
-    return replace(found, seconds=watch.seconds())
+    with clock.phase("describe", "writing the plan", 0.95):
+        assumptions = solution.noted("model", "set") | ({"ignored": depth.ignored} if depth.ignored else {})
+        extended = describe(deep, answer, chosen, {}, {**assumptions, "extrapolated_from": depths})
+    return replace(extended, seconds=clock.seconds())
 
 
 def _depths(solution: Solution, model: nn.Module) -> dict[str, int]:
@@ -80,5 +78,5 @@ def _depths(solution: Solution, model: nn.Module) -> dict[str, int]:
             )
         depths[container.name] = len(known)
     if not depths:
-        raise ValueError("the model has no ModuleList or Sequential of equal layers to extrapolate over; plan it as a whole")
+        raise ValueError("the model has no ModuleList or Sequential of equal layers to extrapolate over; plan the model itself")
     return depths

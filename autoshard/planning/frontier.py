@@ -1,9 +1,9 @@
 """Memory against time: the fastest plans for less and less memory, with proof, from one formulation of the problem.
 
-graph      = capture_deep(model, example_inputs)
-formulated = formulate(graph, candidates(graph, mesh), mesh)
-found      = hull(formulated.problem)                            every answer that a price on bytes makes best (solvers.memory_hull)
-points     = what each holds and costs, and the bound on all plans within its memory
+graph    = capture_deep(model, example_inputs)
+instance = instance_of(context, candidates(graph, mesh))       the same problem as for one plan, without a memory limit
+swept    = hull(instance.problem)                              every answer that is best for some price per byte (solvers.memory_hull)
+points   = the memory and seconds of each answer, and the bound on all plans within its memory
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -20,14 +20,12 @@ import torch
 
 from autoshard.capture import capture_deep, in_turn
 from autoshard.cycles import no_search_for_cycles
-from autoshard.formulate import Formulation, with_pins
-from autoshard.graph import Graph
+from autoshard.formulate import Formulation
 from autoshard.mesh import Mesh
 from autoshard.planning.certify import describe
-from autoshard.planning.plan import Infeasible, Options, Progress, Stopwatch, allowed_by_pins, checked_options, formulate_for, stretched
-from autoshard.planning.recomputing import checkpointed, forward_blocks
-from autoshard.planning.shallow import Shallow
-from autoshard.problem import Problem
+from autoshard.planning.context import Context, Instance, instance_of
+from autoshard.planning.options import Infeasible, Options, Progress, Stopwatch, checked_options
+from autoshard.planning.recomputing import as_asked
 from autoshard.solution import Solution
 from autoshard.solution.provided import provided
 from autoshard.solvers import Answer, Hull, HullPoint, Status, converged, hull
@@ -36,7 +34,7 @@ from autoshard.strategies import candidates
 from autoshard.writing import write_atomically
 
 FORMAT = "autoshard.frontier/1"
-OPTIMAL_GAP = 1e-6  # relative: up to here they are called optimal
+OPTIMAL_GAP = 1e-6  # relative: points up to here are called optimal
 NOT_HERE = {  # options of plan
     "memory_limit": "the frontier is about all memory limits",
     "tie_blocks": "its bound would not be that of the frontier",
@@ -54,18 +52,18 @@ class FrontierPoint:
     seconds: float
     bound_seconds: float  # no plan within limit_bytes is faster
     gap: float  # (seconds - bound_seconds) / seconds
-    status: str  # optimal (gap up to 1e-6), proven (up to the gap asked for), feasible
-    limit_bytes: float  # what the bound holds for: plan(memory_limit=limit_bytes) finds nothing faster than the bound
+    status: str  # optimal (gap up to 1e-6), proven (up to the requested gap), feasible
+    limit_bytes: float  # the bound holds for plan(memory_limit=limit_bytes)
 
 
 @dataclass(frozen=True, eq=False)
 class Frontier:
-    """Points by growing memory and falling seconds, and bounds for all limits. `solution(i)` is the plan of point i."""
+    """Points in order of growing memory and falling seconds, and bounds for all limits. `solution(i)` is the plan of point i."""
 
     model: str
     mesh: Mesh
     training: bool
-    gap: float  # that was asked for, relative
+    gap: float  # the requested one, relative
     points: tuple[FrontierPoint, ...]
     seconds: dict[str, Any] = field(default_factory=dict)  # {"cpu": {capture, candidates, formulate, solve, total}, "wall": ...}
     assumptions: dict[str, Any] = field(default_factory=dict)
@@ -75,7 +73,7 @@ class Frontier:
 
     @property
     def proven(self) -> tuple[FrontierPoint, ...]:
-        """The points whose gap is at most the one asked for."""
+        """The points whose gap is at most the requested one."""
         return tuple(p for p in self.points if p.status != "feasible")
 
     def bound(self, limit: float) -> float:
@@ -91,10 +89,9 @@ class Frontier:
         point, formulated = self._hull.points[i], self._formulated
         assert formulated is not None
         options = replace(self._options, memory_limit=point.memory, gap=self.gap)
-        status = Status.FEASIBLE if self.points[i].status == "feasible" else Status.OPTIMAL  # within the gap that it notes
+        status = Status.FEASIBLE if self.points[i].status == "feasible" else Status.OPTIMAL  # within the gap of the options
         answer = Answer(status, point.choice, point.cost, point.bound, "hull", peak=point.memory)
-        made = describe(formulated, answer, options, {}, self.assumptions)
-        return replace(made, seconds=self.seconds)
+        return replace(describe(formulated, answer, options, {}, self.assumptions), seconds=self.seconds)
 
     def _repr_html_(self) -> str:
         """The plot, for notebooks."""
@@ -141,33 +138,32 @@ def frontier(
     witness, skip_fully_replicated; and gap, relative, up to which a point counts as proven (default 1e-3, at least 1e-8). ValueError
     on bad input, `Infeasible` where the pins leave no plan.
 
-        found = frontier(module, (tokens, targets), Mesh.from_bandwidths((8, 8)), training=True)
-        found.within(40e9), found.bound(40e9), found.solution(0).save("smallest.json")
+        curve = frontier(module, (tokens, targets), Mesh.from_bandwidths((8, 8)), training=True)
+        curve.within(40e9), curve.bound(40e9), curve.solution(0).save("smallest.json")
     """
     checked = _checked(model, mesh, points, options)
-    watch = Stopwatch(progress)
-    with watch.phase("capture", "capturing the model", 0.0), no_search_for_cycles():
+    clock = Stopwatch(progress)
+    with clock.phase("capture", "capturing the model", 0.0), no_search_for_cycles():
         graph, depth = capture_deep(model, example_inputs, training=checked.training, witness=checked.witness)
-        graph, shallow, checked = _recomputed(graph, depth.shallow, checked)
-    with watch.phase("candidates", "listing layouts", 0.1), no_search_for_cycles():
-        found = candidates(graph, mesh)
-    with watch.phase("formulate", "pricing layouts", 0.15), no_search_for_cycles():
-        formulated = formulate_for(graph, found, mesh, checked)
-        problem = with_pins(formulated, allowed_by_pins(formulated, checked))
-        few = None if shallow is None else stretched(formulated, shallow, checked)
-    with watch.phase("solve", "sweeping the price of memory", 0.2):
-        start, messages = _start(formulated, problem, few)
-        shown = hull(
-            problem, points=points, gap=checked.gap, starts=start, messages=messages, time_limit=checked.time_limit,
-            progress=_progress(watch),
+        noted = {**(assumptions or {}), **depth.noted}
+        context = as_asked(Context(graph, mesh, checked, clock, noted, depth.shallow))
+    with clock.phase("candidates", "listing layouts", 0.1), no_search_for_cycles():
+        layouts = candidates(context.graph, mesh)
+    with clock.phase("formulate", "pricing layouts", 0.15), no_search_for_cycles():
+        instance = instance_of(context, layouts)
+    with clock.phase("solve", "sweeping the price of memory", 0.2):
+        starts, messages = _start(instance)
+        swept = hull(
+            instance.problem, points=points, gap=checked.gap, starts=starts, messages=messages, time_limit=checked.time_limit,
+            progress=_progress(clock),
         )  # fmt: skip
-    if not shown.points:
+    if not swept.points:
         raise Infeasible("no plan was found at any memory: take away a pin, or raise the time limit")
-    noted = {**(assumptions or {}), **depth.noted}
     gap = max(checked.gap, LEAST_GAP)
-    made = tuple(_point(p, gap) for p in shown.points)
     name = str(noted.get("model") or type(model).__name__)
-    return Frontier(name, mesh, _trained(graph), gap, made, watch.seconds(), noted, shown, formulated, checked)
+    trained = any(r.kind == "gradient" for r in context.graph.results)
+    rows = tuple(_point(p, gap) for p in swept.points)
+    return Frontier(name, mesh, trained, gap, rows, clock.seconds(), noted, swept, instance.formulated, context.options)
 
 
 def _checked(model: object, mesh: object, points: object, options: Mapping[str, Any]) -> Options:
@@ -186,33 +182,23 @@ def _checked(model: object, mesh: object, points: object, options: Mapping[str, 
     return checked
 
 
-def _recomputed(graph: Graph, shallow: Graph | None, options: Options) -> tuple[Graph, Graph | None, Options]:
-    """The graphs with as many blocks recomputed as asked for, and the options with that number."""
-    if not (options.recompute and options.training):
-        return graph, shallow, replace(options, recompute=0)
-    count = len(forward_blocks(graph))
-    k = count if options.recompute == "all" else min(int(options.recompute), count)
-    few = None if shallow is None or k < count else checkpointed(shallow, len(forward_blocks(shallow)))
-    return checkpointed(graph, k), few, replace(options, recompute=k)
-
-
-def _start(formulated: Formulation, problem: Problem, few: Shallow | None) -> tuple[list, np.ndarray | None]:
-    """The plan without a limit and its messages, stretched from few layers; nothing where pins make the layers differ."""
-    if few is None or problem is not formulated.problem:
+def _start(instance: Instance) -> tuple[list, np.ndarray | None]:
+    """The plan without a limit and its messages, extended from few layers; nothing where pins make the layers differ."""
+    shallow = instance.shallow
+    if shallow is None or instance.problem is not instance.formulated.problem:
         return [], None
-    choice, messages = converged(few.formulated.problem)
+    choice, messages = converged(shallow.formulated.problem)
     if choice is None:
         return [], None
-    return [few.correspondence.choice(choice)], few.correspondence.messages(few.formulated, messages)
+    return [shallow.correspondence.choice(choice)], shallow.correspondence.messages(shallow.formulated, messages)
 
 
-def _progress(watch: Stopwatch) -> Any:
-    report = watch.progress
-    if report is None:
+def _progress(clock: Stopwatch) -> Callable[[int, int], None] | None:
+    if clock.progress is None:
         return None
 
     def show(proven: int, wanted: int) -> None:
-        report(f"sweeping the price of memory: {proven} of {wanted} points", 0.2 + 0.75 * min(proven / wanted, 1.0))
+        clock.say(f"sweeping the price of memory: {proven} of {wanted} points", 0.2 + 0.75 * min(proven / wanted, 1.0))
 
     return show
 
@@ -220,10 +206,6 @@ def _progress(watch: Stopwatch) -> Any:
 def _point(p: HullPoint, gap: float) -> FrontierPoint:
     status = "optimal" if p.gap <= min(OPTIMAL_GAP, gap) else "proven" if p.gap <= gap else "feasible"
     return FrontierPoint(p.memory, p.cost, p.bound, p.gap, status, p.memory)
-
-
-def _trained(graph: Graph) -> bool:
-    return any(r.kind == "gradient" for r in graph.results)
 
 
 def _finite(value: Any) -> Any:

@@ -1,19 +1,17 @@
 """Which mesh: every way to arrange the devices as one to three axes, each planned with its own proof, side by side.
 
     N devices, n per node, N / n nodes
-    shape = (factors of N / n) + (factors of n), ordered, each 2 or more: an axis lies inside a node or between nodes
+    shape = (factors of N / n) + (factors of n), ordered, each 2 or more: an axis is inside a node or between nodes
 
-The flat mesh (N,) is tried as well, though its one axis crosses the nodes' boundaries: it is what plain FSDP uses. One device stands beside
-them as what there is to gain. What is compared must be one cluster: give all meshes the same number of devices per node.
+The flat mesh (N,) is tried as well, although its one axis crosses the nodes' boundaries: plain FSDP uses it. One device is planned beside
+them, to show the speedup. The meshes must describe one cluster: give all of them the same number of devices per node.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -22,13 +20,13 @@ import torch
 from autoshard.capture import capture_deep, in_turn
 from autoshard.cycles import no_search_for_cycles
 from autoshard.mesh import DEVICES_PER_NODE, Mesh
+from autoshard.planning.context import Context
 from autoshard.planning.options import Infeasible, Options, Progress, Stopwatch, checked_options
 from autoshard.planning.plan import plan_captured
 from autoshard.solution import Solution
 
 MOST_AXES = 3
-EQUAL = 1e-9  # relative: of plans this near in cost the first mesh is taken
-BY_SHAPE = ("pins", "keep", "forbid")  # options whose layouts fit meshes of as many axes only
+EQUAL = 1e-9  # relative: among plans this near in cost the first mesh wins
 
 
 def mesh_shapes(devices: int, devices_per_node: int = DEVICES_PER_NODE) -> list[tuple[int, ...]]:
@@ -45,8 +43,8 @@ def mesh_shapes(devices: int, devices_per_node: int = DEVICES_PER_NODE) -> list[
     if devices % per_node:
         raise ValueError(f"{devices} devices do not fill nodes of {per_node}; give a devices_per_node that divides {devices}")
     pairs = product(_ordered(devices // per_node), _ordered(per_node))
-    found = [outer + inner for outer, inner in pairs if 1 <= len(outer + inner) <= MOST_AXES]
-    return sorted({(devices,), *found} - {(1,)}, key=lambda shape: (len(shape), shape)) + [(1,)]
+    shapes = [outer + inner for outer, inner in pairs if 1 <= len(outer + inner) <= MOST_AXES]
+    return sorted({(devices,), *shapes} - {(1,)}, key=lambda shape: (len(shape), shape)) + [(1,)]
 
 
 def _ordered(n: int) -> Iterator[tuple[int, ...]]:
@@ -60,13 +58,13 @@ def _ordered(n: int) -> Iterator[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """What came out on one mesh."""
+    """The plan on one mesh, or why there is none."""
 
     mesh: Mesh
     solution: Solution | None
-    message: str  # why there is none; empty where there is
+    message: str  # why there is no plan; empty where there is one
     refusal: Infeasible | None
-    cpu: float  # seconds of planning, without the capture, which all share
+    cpu: float  # seconds of planning, without the capture, which all meshes share
     wall: float
 
     @property
@@ -99,7 +97,7 @@ class MeshPlans:
     best: Solution
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """A row per mesh; `best` says which one was taken."""
+        """A row per mesh; `best` marks the best one."""
         return [{**plan.to_dict(), "best": plan.solution is self.best} for plan in self.plans]
 
 
@@ -115,7 +113,7 @@ def plan_meshes(
 ) -> MeshPlans:
     """`plan` on each of the meshes; the model is captured once, and they share the time limit.
 
-    Arguments but meshes: as for `plan`. With pins, kept or forbidden layouts only meshes of as many axes as these have are planned, and
+    The other arguments are those of `plan`. With pins, kept or forbidden layouts only meshes with as many axes as these are planned, and
     no single device. ValueError on bad input, `Infeasible` where nothing fits on any mesh.
 
         meshes = [Mesh.from_bandwidths(shape, devices_per_node=8) for shape in mesh_shapes(16)]
@@ -123,15 +121,17 @@ def plan_meshes(
     """
     checked: Options = checked_options(Options, options)
     if not meshes or not all(isinstance(mesh, Mesh) for mesh in meshes):
-        raise ValueError("meshes holds no mesh, or something else; expected a list of autoshard.Mesh, as mesh_shapes gives shapes for")
+        raise ValueError(
+            "meshes holds no mesh, or something else; expected a list of autoshard.Mesh, for example of the shapes that mesh_shapes returns"
+        )
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"model is {type(model).__name__}; expected a torch.nn.Module")
     axes = _axes_of_layouts(checked)
     chosen = [mesh for mesh in meshes if axes is None or (len(mesh.axes) == axes and mesh.num_devices > 1)]
     if not chosen:
         raise ValueError(f"the layouts of pins have {axes} placements, but no mesh has {axes} axes; pin for one mesh, on that mesh")
-    watch = Stopwatch(progress)
-    with watch.phase("capture", "capturing the model", 0.0), no_search_for_cycles():
+    clock = Stopwatch(progress)
+    with clock.phase("capture", "capturing the model", 0.0), no_search_for_cycles():
         graph, depth = capture_deep(model, example_inputs, training=checked.training, witness=checked.witness)
     noted = {**(assumptions or {}), **depth.noted}
     plans = []
@@ -140,25 +140,25 @@ def plan_meshes(
             plans.append(MeshPlan(mesh, None, f"the layouts of pins have {axes} placements", None, 0.0, 0.0))
             continue
         k = chosen.index(mesh)
-        left = checked.time_limit - (time.monotonic() - watch.began)
+        left = checked.time_limit - clock.elapsed
         under = replace(checked, time_limit=max(left / (len(chosen) - k), 0.1))
-        own = Stopwatch(_of_one(progress, mesh, k, len(chosen)))
-        plans.append(_planned(mesh, own, partial(plan_captured, graph, mesh, under, own, noted, depth.shallow)))
+        mesh_clock = Stopwatch(_progress_of_one(progress, mesh, k, len(chosen)))
+        plans.append(_mesh_plan(Context(graph, mesh, under, mesh_clock, noted, depth.shallow)))
     return MeshPlans(tuple(plans), _best(plans))
 
 
-def _planned(mesh: Mesh, watch: Stopwatch, planned: Callable[[], Solution]) -> MeshPlan:
+def _mesh_plan(context: Context) -> MeshPlan:
     solution, refusal = None, None
     try:
-        solution = planned()
+        solution = plan_captured(context)
     except Infeasible as error:
         refusal = error
-    taken = watch.seconds()
-    return MeshPlan(mesh, solution, str(refusal or ""), refusal, taken["cpu"]["total"], taken["wall"]["total"])
+    seconds = context.clock.seconds()
+    return MeshPlan(context.mesh, solution, str(refusal or ""), refusal, seconds["cpu"]["total"], seconds["wall"]["total"])
 
 
 def _axes_of_layouts(options: Options) -> int | None:
-    """How many placements the layouts of pins and the like have; None without any."""
+    """How many placements the layouts of pins, kept and forbidden layouts have; None without any."""
     written = [*options.pins.values(), *options.keep.values(), *(one for several in options.forbid.values() for one in several)]
     counts = sorted({layout.count(",") + 1 for layout in written if isinstance(layout, str)})
     if len(counts) > 1:
@@ -166,8 +166,8 @@ def _axes_of_layouts(options: Options) -> int | None:
     return counts[0] if counts else None
 
 
-def _of_one(progress: Progress | None, mesh: Mesh, k: int, count: int) -> Progress | None:
-    """Progress of mesh k of several as that of the whole."""
+def _progress_of_one(progress: Progress | None, mesh: Mesh, k: int, count: int) -> Progress | None:
+    """Reports the progress of mesh k of several as part of the progress of all."""
     if progress is None:
         return None
     name = "x".join(map(str, mesh.shape))

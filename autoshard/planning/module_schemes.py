@@ -1,50 +1,50 @@
-"""What launchers that know modules only can be told of a plan, worked out while the graph is known, and what it costs.
+"""The part of a plan that launchers can run which know modules only (torch's parallel styles, fully_shard), and what it costs.
 
-    styles   {weight: column | row | column_gathered | vocabulary | features | inside}, over one mesh axis; others stay whole
-    dropped  [{"weights", "why", "plan"}]: what the plan cuts on that axis, and the launchers can't
-    seconds, peak_bytes  of a step under these styles: other axes cut the batch; parameters whole there, or cut (fully_shard)
+    styles   {weight: column | row | column_gathered | vocabulary | features | inside}, over one mesh axis; other weights are replicated
+    dropped  [{"weights", "why", "plan"}]: weights that the plan shards on that axis and the launchers can't
+    seconds, peak_bytes  of a step under these styles: other axes shard the batch; parameters are replicated there, or sharded (fully_shard)
 
-A group (baselines/uses.py) is cut where the plan computes more than half of its layers so. Layers that are alike are cut alike,
-because a launcher's plan says `layers.*`.
+A group of weights (baselines/uses.py) is sharded where the plan shards it in more than half of the layers. Equal layers get equal styles,
+because a launcher's plan says `layers.*`. The styles are worked out while planning, because a saved plan no longer has the graph.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from autoshard.baselines import Baseline
 from autoshard.baselines.launched import launched
 from autoshard.baselines.uses import Group, Use, Uses, parameter_uses
 from autoshard.formulate import Formulation
 from autoshard.layout import text
+from autoshard.planning.baselining import scheme_price
+from autoshard.planning.context import Instance
 
 Choice = Sequence[int]
-Price = Callable[[Baseline], tuple[float, float] | None]  # seconds and peak bytes
 
 
-def modules_of(formulated: Formulation, choice: Choice, price: Price) -> dict[str, dict]:
-    """For every mesh axis that cuts a weight where it is used, and the last axis: styles, dropped, seconds, peak_bytes."""
+def modules_of(instance: Instance, choice: Choice) -> dict[str, dict]:
+    """For every mesh axis that shards a weight where it is used, and the last axis: styles, dropped, seconds, peak_bytes."""
+    formulated = instance.formulated
     graph, mesh = formulated.graph, formulated.mesh
     axes = [k for k, axis in enumerate(mesh.axes) if axis.size > 1]
-    known: dict[int, Uses] = {}
-    found = {}
+    uses_by_size: dict[int, Uses] = {}
+    rows = {}
     for k in axes:
         size = mesh.axes[k].size
-        if size not in known:
-            slots = next(iter(known.values())).slots if known else None
-            known[size] = parameter_uses(graph, formulated.candidates, size, slots)
-        uses = known[size]
+        if size not in uses_by_size:
+            slots = next(iter(uses_by_size.values())).slots if uses_by_size else None
+            uses_by_size[size] = parameter_uses(graph, formulated.candidates, size, slots)
+        uses = uses_by_size[size]
         modes = {use: _mode(formulated, choice, use, k) for use in uses.uses}
         if any(modes.values()) or k == axes[-1]:
-            found[mesh.axes[k].name] = _on_axis(formulated, choice, k, uses, modes, price)
-    return found
+            rows[mesh.axes[k].name] = _on_axis(instance, choice, k, uses, modes)
+    return rows
 
 
-def _on_axis(
-    formulated: Formulation, choice: Choice, axis: int, uses: Uses, modes: dict[Use, str], price: Price
-) -> dict[str, Any]:
+def _on_axis(instance: Instance, choice: Choice, axis: int, uses: Uses, modes: dict[Use, str]) -> dict[str, Any]:
+    formulated = instance.formulated
     graph = formulated.graph
     tied = {name for pair in graph.tied for name in pair}
     chosen = _chosen_groups(uses.groups, modes)
@@ -61,14 +61,15 @@ def _on_axis(
         elif modes[use] == "column" and use.kept == 0 and not _in_a_group(use, chosen):
             styles[use.parameter] = "column_gathered"
             lone.append((use, use.kept))
-    styles = _alike(styles, uses)
+    styles = _equal_in_all_layers(styles, uses)
     lone = [(use, dim) for use, dim in lone if use.parameter in styles]
-    prices = {
-        name: price(launched(graph, formulated.mesh, formulated.candidates, axis, uses, [g.root for g in chosen], lone, fully_shard=fs))
-        for name, fs in (("modules", False), ("fully_shard", True))
-        if not fs or len([a for a in formulated.mesh.axes if a.size > 1]) > 1
-    }
-    known = {name: found for name, found in prices.items() if found is not None}
+    roots = [g.root for g in chosen]
+    prices = {}
+    for name, fully_shard in (("modules", False), ("fully_shard", True)):
+        if not fully_shard or len([a for a in formulated.mesh.axes if a.size > 1]) > 1:
+            scheme = launched(graph, formulated.mesh, formulated.candidates, axis, uses, roots, lone, fully_shard=fully_shard)
+            prices[name] = scheme_price(instance, scheme)
+    known = {name: price for name, price in prices.items() if price is not None}
     return {
         "styles": styles,
         "dropped": _dropped(formulated, choice, axis, uses, modes, styles),
@@ -78,7 +79,7 @@ def _on_axis(
 
 
 def _mode(formulated: Formulation, choice: Choice, use: Use, axis: int) -> str:
-    """How the plan computes with a weight on an axis: column, row, or "" where it is whole there."""
+    """How the plan computes with a weight on an axis: column, row, or "" where it is replicated there."""
     position, kept, contracted = use.w
     layout = formulated.candidate(use.index, choice).inputs[position]
     placement, rank = layout[axis], len(formulated.graph.input_tensors(use.index)[position].shape)
@@ -97,16 +98,16 @@ def _kind(group: Group) -> tuple:
 
 
 def _chosen_groups(groups: Sequence[Group], modes: dict[Use, str]) -> list[Group]:
-    """Groups that can be cut in all layers and that the plan cuts in most of them."""
+    """Groups that can be sharded in all layers and that the plan shards in most of them."""
     by_kind: dict[tuple, list[Group]] = {}
     for group in groups:
         by_kind.setdefault(_kind(group), []).append(group)
     chosen = []
-    for alike in by_kind.values():
-        cut = [g for g in alike if all(modes[u] == "column" for u in g.columns) and all(modes[u] == "row" for u in g.rows)]
-        linear = all(u.kept == 0 for g in alike for u in (*g.columns, *g.rows))  # nn.Linear; [in, out] is a Conv1D
-        if linear and not any(g.why for g in alike) and 2 * len(cut) > len(alike):
-            chosen += alike
+    for members in by_kind.values():
+        sharded = [g for g in members if all(modes[u] == "column" for u in g.columns) and all(modes[u] == "row" for u in g.rows)]
+        linear = all(u.kept == 0 for g in members for u in (*g.columns, *g.rows))  # nn.Linear; [in, out] is a Conv1D
+        if linear and not any(g.why for g in members) and 2 * len(sharded) > len(members):
+            chosen += members
     return chosen
 
 
@@ -114,8 +115,8 @@ def _in_a_group(use: Use, groups: Sequence[Group]) -> bool:
     return any(use in (*g.columns, *g.rows) for g in groups)
 
 
-def _alike(styles: dict[str, str], uses: Uses) -> dict[str, str]:
-    """Without the weights whose counterparts in other layers have another style."""
+def _equal_in_all_layers(styles: dict[str, str], uses: Uses) -> dict[str, str]:
+    """Without the weights whose corresponding weights in other layers have another style."""
     by_name: dict[str, set] = {}
     for use in uses.uses:
         by_name.setdefault(generic(use.parameter), set()).add(styles.get(use.parameter))
@@ -132,7 +133,7 @@ def _count(names: Any) -> dict[str, int]:
 def _dropped(
     formulated: Formulation, choice: Choice, axis: int, uses: Uses, modes: dict[Use, str], styles: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Weights that lie cut on the axis in the plan but not in the export, and why; like ones of all layers in one row."""
+    """Weights that are sharded on the axis in the plan but not in the export, and why; corresponding weights of all layers in one row."""
     graph = formulated.graph
     tied = {name for pair in graph.tied for name in pair}
     why_not = {use.parameter: g.why for g in uses.groups for use in (*g.columns, *g.rows) if g.why}
@@ -143,18 +144,18 @@ def _dropped(
         if layout is None or name in styles or not (layout[axis].is_shard() or any(modes[u] for u in of)):
             continue
         if of and name in uses.fused:
-            why = "it holds several projections side by side, which equal parts would mix: its rows would have to be permuted head by head"
+            why = "it holds several projections side by side, which equal shards would mix: its rows would have to be permuted head by head"
         elif not any(modes[u] for u in of):
             weight = name.rpartition(".")[0] + ".weight"
             if len(graph.ops[i].output.shape) < 2 and (weight in styles or any(modes[u] for u in uses.uses if u.parameter == weight)):
                 continue  # a bias follows its weight
-            why = "stored in parts but used whole: fully_shard does that, tensor parallel styles don't"
+            why = "stored sharded but used replicated: fully_shard does that, tensor parallel styles don't"
         elif name in tied or len(of) > 1:
-            why = "it is used in two places, whose styles would part it from itself"
+            why = "it is used in two places, whose styles would shard it differently"
         elif of[0].kind == "linear" and of[0].kept != 0:
             why = "its module is no nn.Linear: the weight is [in, out]"
         else:
-            why = why_not.get(name) or "the weights that it would have to be cut together with are not all cut by the plan"
+            why = why_not.get(name) or "the weights that it would have to be sharded together with are not all sharded by the plan"
             why = generic(why)
         row = rows.setdefault((generic(name), why, text(layout)), {"weights": generic(name), "why": why, "plan": text(layout), "count": 0})
         row["count"] += 1

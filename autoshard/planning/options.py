@@ -1,4 +1,4 @@
-"""What a plan is made under, its clock, and the sentence where there is none."""
+"""The options of a plan, the clock of its making, and the exception where no plan fits."""
 
 from __future__ import annotations
 
@@ -56,31 +56,33 @@ class Infeasible(ValueError):
     def to_dict(self) -> dict[str, Any]:
         """What `plan --json` prints."""
         limit = None if self.smallest_limit is None else list(self.smallest_limit)
-        found = {"conflict": [demand.to_dict() for demand in self.conflict], "minimal": self.minimal, "smallest_limit_bytes": limit}
-        return {"status": "infeasible", "message": str(self), **found}
+        conflict = [demand.to_dict() for demand in self.conflict]
+        return {
+            "status": "infeasible", "message": str(self), "conflict": conflict, "minimal": self.minimal, "smallest_limit_bytes": limit,
+        }  # fmt: skip
 
 
 def bytes_text(size: float, *, up: bool = False) -> str:
-    """Bytes to read, to a thousandth of the unit; `up`: never less than they are."""
+    """Bytes as text, to a thousandth of the unit; `up`: rounded up."""
     unit, name = (1e9, "GB") if size >= 1e8 else (1e6, "MB") if size >= 1e5 else (1e3, "kB")
     return f"{math.ceil(size / unit * 1e3) / 1e3 if up else size / unit:.3f} {name}"
 
 
-TIME_LIMIT = 10000.0  # seconds, where none is set: to prove a plan; for a first one see refusal.PATIENCE
+TIME_LIMIT = 10000.0  # seconds for the proof, where no limit is set; refusal.PATIENCE limits the search for a first plan
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a plan is made under, beside the model and the mesh."""
+    """Everything that a plan depends on beside the model and the mesh."""
 
     training: bool = False
     optimizer: str | float = "adamw"  # or its bytes of state per parameter
-    master_weights: bool = False  # count the float32 copy that your optimizer holds of parameters in less: no plan makes one
+    master_weights: bool = False  # count the float32 copies that your optimizer holds of parameters of smaller dtypes; no plan makes them
     memory_limit: float | None = None  # bytes per device
     pins: Mapping[str, str] = field(default_factory=dict)  # layout by parameter, buffer, input or op name, or by a glob of names
-    keep: Mapping[str, str] = field(default_factory=dict)  # layout by name, where no pin says otherwise: those of an older plan
+    keep: Mapping[str, str] = field(default_factory=dict)  # layouts of an older plan by name; pins go first
     forbid: Mapping[str, str | Sequence[str]] = field(default_factory=dict)  # layouts that a tensor must not have, by name or glob
-    price_pins: bool = False  # say what each pin and each forbidden layout costs
+    price_pins: bool = False  # work out what each pin and each forbidden layout costs
     solver: str = "auto"
     time_limit: float = TIME_LIMIT  # seconds, for the whole plan
     gap: float = 0.0  # relative
@@ -99,9 +101,9 @@ class Options:
         if not (_is_number(self.gap) and self.gap >= 0):
             raise ValueError(f"gap is {self.gap!r}; expected a number of 0 or more")
         for name in ("pins", "keep", "forbid"):
-            if not isinstance(given := getattr(self, name), Mapping):
-                raise ValueError(f"{name} is a {type(given).__name__}; expected a dict, for example {{'wte.weight': 'S(0),R'}}")
-            object.__setattr__(self, name, {key: _written(value) for key, value in given.items()})
+            if not isinstance(layouts := getattr(self, name), Mapping):
+                raise ValueError(f"{name} is a {type(layouts).__name__}; expected a dict, for example {{'wte.weight': 'S(0),R'}}")
+            object.__setattr__(self, name, {key: _written(value) for key, value in layouts.items()})
         object.__setattr__(self, "forbid", {key: _listed(value) for key, value in self.forbid.items()})
         if self.memory_limit is not None and not (_is_number(self.memory_limit) and self.memory_limit > 0):
             raise ValueError(f"memory_limit is {self.memory_limit!r}; expected a positive number of bytes per device, or None")
@@ -112,7 +114,7 @@ class Options:
 
 
 def _written(layout: Any) -> Any:
-    """A layout as text, be it text or placements; anything else as it is, for those who read it to refuse."""
+    """A layout as text, whether it is text or placements; anything else unchanged, to be refused where it is read."""
     return text(layout) if isinstance(layout, tuple) and layout and all(isinstance(p, Placement) for p in layout) else layout
 
 
@@ -124,14 +126,14 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def checked_options(kind: type, given: Mapping[str, Any]) -> Any:
+def checked_options(kind: type, options: Mapping[str, Any]) -> Any:
     """The options as a record; an unknown name is an error that says which one was meant."""
     known = list(kind.__dataclass_fields__)  # type: ignore[attr-defined]
-    for name in given:
+    for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             raise ValueError(f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"))
-    return kind(**given)
+    return kind(**options)
 
 
 class Stopwatch:
@@ -143,10 +145,19 @@ class Stopwatch:
         self.wall: dict[str, float] = {}
         self.began = time.monotonic()
 
+    @property
+    def elapsed(self) -> float:
+        """Wall seconds since it was started."""
+        return time.monotonic() - self.began
+
+    def say(self, message: str, fraction: float) -> None:
+        """Tell the user what is being done, and which fraction of the whole is done."""
+        if self.progress is not None:
+            self.progress(message, fraction)
+
     @contextmanager
     def phase(self, name: str, message: str, fraction: float):
-        if self.progress:
-            self.progress(message, fraction)
+        self.say(message, fraction)
         cpu, wall = time.process_time(), time.monotonic()
         yield
         self.cpu[name] = self.cpu.get(name, 0.0) + time.process_time() - cpu

@@ -1,34 +1,39 @@
-"""What it would save to pad a parameter: the same step planned once more with a dim that all devices together divide.
+"""What padding a parameter would save: the same step, planned once more with a dim that the number of devices divides.
 
-A dim of n that p devices don't divide costs as if it were ceil(n / p) p where uneven parts can be cut, and stays whole where they
-can't (a view that merges it, fewer indices than devices). The offer is the difference of two plans, both judged alike:
+A dim of size n that p devices don't divide costs as if it were ceil(n / p) p where it can be sharded unevenly, and is replicated where it
+can't (a view merges it, or it has fewer indices than there are devices). The offer is the difference of two plans, both evaluated alike:
 
-    saves = cost(graph) - cost(graph with n -> ceil(n / p) p in every dim that is cut together with the parameter's)
+    saves = cost(graph) - cost(graph with n -> ceil(n / p) p in every dim that is sharded together with the parameter's)
 
-Where the padded graph has no candidate that the graph lacks, nothing is saved, and nothing is solved: with the same layouts no part
-of the graph is larger than that of the padded one.
+Where the padded graph has no candidate that the graph lacks, nothing is saved, and nothing is solved: with the same layouts no shard
+of the graph is larger than that of the padded graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from autoshard.baselines.classes import dim_classes, number_slots
-from autoshard.formulate import Formulation
+from autoshard.formulate import Formulation, with_pins
 from autoshard.graph import Graph
+from autoshard.planning.baselining import BASELINE_SECONDS
+from autoshard.planning.context import Context, formulate_for
+from autoshard.planning.demands import allowed_by_pins
+from autoshard.solvers import solve
 from autoshard.strategies import Candidates, candidates
 
 MOST = 1.5  # a dim that grows by more is not worth an offer
-LEAST_SHARE = 0.01  # of all bytes of parameters, that those with the dim have
+LEAST_SHARE = 0.01  # of the bytes of all parameters: what the parameters with the dim must have
 LEAST_SAVING = 1e-3  # of the cost; less counts as nothing
 TRIED = 2  # dims, those of the most bytes
+GAP = 1e-4  # relative, of the plan of a padded model
 
-Price = Callable[[Graph, Candidates], "float | None"]  # of the best plan, in seconds; None where there is none
 
+def padding_offers(context: Context, formulated: Formulation, cost: float) -> list[dict]:
+    """[{parameter, dim, from, to, saves_seconds}], the largest saving first; empty where the devices divide all dims. A saving may be 0.
 
-def padding_offers(formulated: Formulation, cost: float, price: Price) -> list[dict]:
-    """[{parameter, dim, from, to, saves_seconds}], the largest saving first; empty where all dims divide. A saving may be 0."""
+    cost: of the plan without padding.
+    """
     graph, p = formulated.graph, formulated.mesh.num_devices
     sizes = [t.shape for t in (graph.tensor((i, 0)) for i in graph.parameters.values())]
     if not any(n % p and _padded(n, p) <= MOST * n for shape in sizes for n in shape):
@@ -38,11 +43,20 @@ def padding_offers(formulated: Formulation, cost: float, price: Price) -> list[d
         larger = _with_sizes(graph, slots, _padded(n, p))
         possible = candidates(larger, formulated.mesh)
         gains = any(len(a) != len(b) for a, b in zip(possible.of, formulated.candidates.of, strict=True))
-        padded = price(larger, possible) if gains else cost
+        padded = _best_cost(context, larger, possible) if gains else cost
         if padded is not None:
             saves = cost - padded if cost - padded > LEAST_SAVING * cost else 0.0
             offers.append({"parameter": name, "dim": dim, "from": n, "to": _padded(n, p), "saves_seconds": saves})
     return sorted(offers, key=lambda offer: -offer["saves_seconds"])
+
+
+def _best_cost(context: Context, graph: Graph, layouts: Candidates) -> float | None:
+    """Seconds of the best plan of a graph; None where none was found."""
+    options = context.options
+    formulated = formulate_for(graph, layouts, context.mesh, options)
+    pinned = with_pins(formulated, allowed_by_pins(formulated, options))
+    answer = solve(pinned, solver=options.solver, time_limit=BASELINE_SECONDS, gap=GAP).in_passing()
+    return answer.cost if answer.choice is not None else None
 
 
 def _padded(n: int, p: int) -> int:
@@ -50,7 +64,7 @@ def _padded(n: int, p: int) -> int:
 
 
 def _dims(formulated: Formulation) -> list[tuple[tuple[str, int, int], set[tuple[int, int, int]]]]:
-    """((parameter, dim, size), all (op, output, dim) that are cut together with it) by bytes of parameters, most first."""
+    """((parameter, dim, size), all (op, output, dim) that are sharded together with it) by bytes of parameters, most first."""
     graph, p = formulated.graph, formulated.mesh.num_devices
     numbered = number_slots(graph, formulated.candidates)
     classes = dim_classes(numbered)
@@ -67,9 +81,9 @@ def _dims(formulated: Formulation) -> list[tuple[tuple[str, int, int], set[tuple
         for d, n in enumerate(tensor.shape):
             root = classes.of((i, 0), d)
             shapes = [graph.tensor((j, k)).shape for j, k, _ in members[root]]
-            alike = all(shape[e] == n for shape, (_, _, e) in zip(shapes, members[root], strict=True))  # no view that merges it
+            is_unmerged = all(shape[e] == n for shape, (_, _, e) in zip(shapes, members[root], strict=True))  # by no view
             is_kernel = d > 1 and all(shape == tensor.shape for shape in shapes)  # of a convolution: no activation has it
-            if name not in second and alike and not is_kernel and n % p and _padded(n, p) <= MOST * n:
+            if name not in second and is_unmerged and not is_kernel and n % p and _padded(n, p) <= MOST * n:
                 held[root] = held.get(root, 0) + tensor.bytes
                 named.setdefault(root, (name, d, n))
     worth = sorted((root for root in held if held[root] >= LEAST_SHARE * total), key=lambda root: (-held[root], named[root]))
@@ -77,7 +91,7 @@ def _dims(formulated: Formulation) -> list[tuple[tuple[str, int, int], set[tuple
 
 
 def _with_sizes(graph: Graph, slots: set[tuple[int, int, int]], size: int) -> Graph:
-    """The graph with other sizes of some dims. For prices only: literals stay, rows read shapes."""
+    """The graph with another size of some dims. It can be priced but not run, because literals of ops keep the old size."""
     of_op: dict[int, set[tuple[int, int]]] = {}
     for i, k, d in slots:
         of_op.setdefault(i, set()).add((k, d))

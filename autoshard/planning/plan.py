@@ -1,19 +1,25 @@
-"""The order of things: a model and a mesh in, a Solution out.
+"""Plan: a model and a mesh in, a Solution out. This page holds the steps in their order; each is one call into the file named beside it.
 
-graph, _  = capture_deep(model, example_inputs)                   what is computed (few layers are captured, then tiled)
-found     = candidates(graph, mesh)                               what layouts each op may take
-formulated = formulate(graph, found, mesh)                        what each choice costs, in numbers
-answer    = solve(formulated.problem)                             the best choice, with a proof
-solution  = describe(formulated, answer)                          layouts by name again
+capture_deep            what is computed: few layers are captured, then tiled to the model's depth    capture
+as_asked                how many blocks are recomputed; "auto" plans several numbers of them          recomputing
+candidates              which layouts each op may have                                                strategies
+instance_of             what each choice costs, in numbers, and which choices the pins leave          context, formulate
+solve_baselines         the usual plans, as comparison and as starts of the search                    baselining
+solve_instance          the best choice, with a proof                                                 solving, solvers
+infeasible              where there is no plan: which demands conflict, and what would help           refusal, conflicts
+align_batches           inputs of one batch get one layout, where that costs nothing                  batches
+describe                the choice as layouts by name, with its certificate                           certify, describe
+modules_of              what launchers that know modules only can be told                             module_schemes
+padding_offers          whether padding a parameter would pay                                         padding
+pin_prices              what each pin costs                                                           pin_prices
+
+All of them read one value, `Context`: the graph, the mesh, the options and the clock.
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,31 +28,26 @@ import torch
 from autoshard.baselines import allowed, baselines
 from autoshard.capture import capture_deep, in_turn
 from autoshard.cycles import no_search_for_cycles
-from autoshard.formulate import Formulation, Training, formulate, with_pins
-from autoshard.graph import Graph
+from autoshard.formulate import with_pins
+from autoshard.graph import forward_blocks
 from autoshard.mesh import Mesh
-from autoshard.planning.baselining import BASELINE_SECONDS, scheme_price, solve_baselines
-from autoshard.planning.batches import alike
+from autoshard.planning.baselining import solve_baselines
+from autoshard.planning.batches import align_batches
 from autoshard.planning.certify import describe
-from autoshard.planning.conflicts import priced
+from autoshard.planning.context import Context, Instance, instance_of
 from autoshard.planning.demands import Demanded
-from autoshard.planning.demands import allowed_by_pins as allowed_by_pins
 from autoshard.planning.module_schemes import modules_of
-from autoshard.planning.options import Demand as Demand
-from autoshard.planning.options import Infeasible as Infeasible
-from autoshard.planning.options import Options as Options
-from autoshard.planning.options import Progress as Progress
-from autoshard.planning.options import Stopwatch as Stopwatch
-from autoshard.planning.options import checked_options as checked_options
+from autoshard.planning.options import Demand, Infeasible, Options, Progress, Stopwatch, checked_options
 from autoshard.planning.padding import padding_offers
-from autoshard.planning.recomputing import cheapest, checkpointed, forward_blocks
-from autoshard.planning.refusal import infeasible, searched_seconds
-from autoshard.planning.shallow import Shallow, correspondence
-from autoshard.planning.tying import solve_tied
-from autoshard.problem import Problem
+from autoshard.planning.pin_prices import pin_prices
+from autoshard.planning.recomputing import as_asked, cheapest, with_blocks_recomputed
+from autoshard.planning.refusal import infeasible
+from autoshard.planning.solving import solve_instance
 from autoshard.solution import Solution
 from autoshard.solvers import Answer, Status, solve
-from autoshard.strategies import Candidates, candidates
+from autoshard.strategies import candidates
+
+RECOMPUTE_GAP = 0.01  # relative: how well `auto` plans at least, the numbers of blocks that it compares and the one that it chooses
 
 
 @in_turn
@@ -61,7 +62,7 @@ def plan(
 ) -> Solution:
     """The fastest layout of every tensor of `model` on `mesh` that fits in memory, with its proof.
 
-    model, example_inputs: a module and what its forward takes (a tuple, or a dict of keyword arguments); the meta device
+    model, example_inputs: a module and the inputs of its forward (a tuple, or a dict of keyword arguments); the meta device
     costs no memory. options: the fields of `Options` (training, optimizer, memory_limit in bytes per device, pins, forbid, keep,
     price_pins, solver, time_limit in seconds, gap, baselines, recompute, tie_blocks). progress: called with (what is being done,
     fraction done). assumptions: more facts to note in the solution. Threads plan in turn. ValueError on bad input; `Infeasible` when
@@ -74,218 +75,105 @@ def plan(
         raise ValueError(f"mesh is {type(mesh).__name__}; expected an autoshard.Mesh, for example Mesh.from_bandwidths((2, 4))")
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"model is {type(model).__name__}; expected a torch.nn.Module")
-    watch = Stopwatch(progress)
-    with watch.phase("capture", "capturing the model", 0.0), no_search_for_cycles():
+    clock = Stopwatch(progress)
+    with clock.phase("capture", "capturing the model", 0.0), no_search_for_cycles():
         graph, depth = capture_deep(model, example_inputs, training=checked.training, witness=checked.witness)
-    noted = {**(assumptions or {}), **depth.noted}
-    return plan_captured(graph, mesh, checked, watch, noted, depth.shallow)
+    return plan_captured(Context(graph, mesh, checked, clock, {**(assumptions or {}), **depth.noted}, depth.shallow))
 
 
-def plan_captured(
-    graph: Graph, mesh: Mesh, options: Options, watch: Stopwatch, assumptions: Mapping, shallow: Graph | None = None
-) -> Solution:
+def plan_captured(context: Context) -> Solution:
     """The plan with as many blocks recomputed as asked for; with "auto" the cheapest of those that fit."""
-    if not (options.recompute and options.training):
-        thrifty = partial(_all_recomputed, graph) if options.training else None
-        return plan_graph(graph, mesh, replace(options, recompute=0), watch, assumptions, shallow, thrifty=thrifty)
-    num_blocks = len(forward_blocks(graph))
-    auto = options.recompute == "auto"
-    if auto:
-        options = replace(options, gap=max(options.gap, RECOMPUTE_GAP))
-    quick = replace(options, baselines=False, solver="prices" if options.solver == "auto" else options.solver)
+    options = context.options
+    if options.recompute == "auto" and options.training:
+        return _plan_with_cheapest_recomputation(context)
+    return plan_graph(as_asked(context))
 
-    def of(k: int, options: Options = options) -> Solution:
-        few = None if shallow is None else checkpointed(shallow, k) if k == 0 else None
-        if shallow is not None and k == num_blocks:
-            few = checkpointed(shallow, len(forward_blocks(shallow)))
-        thrifty = partial(_all_recomputed, graph) if k < num_blocks and not auto else None
-        chosen, explained = replace(options, recompute=k), k == num_blocks or not auto
-        return plan_graph(checkpointed(graph, k), mesh, chosen, watch, assumptions, few, thrifty=thrifty, explained=explained)
 
-    def planned(k: int) -> Solution | None:
+def _plan_with_cheapest_recomputation(context: Context) -> Solution:
+    num_blocks = len(forward_blocks(context.graph))
+    careful = replace(context.options, gap=max(context.options.gap, RECOMPUTE_GAP))
+    quick = replace(careful, baselines=False, solver="prices" if careful.solver == "auto" else careful.solver)
+
+    def plan_with(k: int, options: Options) -> Solution:
+        context_k = with_blocks_recomputed(replace(context, options=options), k, num_blocks)
+        return plan_graph(replace(context_k, explains=k == num_blocks))
+
+    def quick_plan(k: int) -> Solution | None:
         try:
-            return of(k, quick)
+            return plan_with(k, quick)
         except Infeasible:
             return None
 
-    if not auto:
-        return of(num_blocks if options.recompute == "all" else min(int(options.recompute), num_blocks))
-    best = cheapest(num_blocks, planned)
+    best = cheapest(num_blocks, quick_plan)
     try:
-        return of(num_blocks if best is None else best)
+        return plan_with(num_blocks if best is None else best, careful)
     except Infeasible as error:
-        said = f"{error}, with all {num_blocks} blocks recomputed"
-        raise Infeasible(said, error.smallest_limit, error.conflict, error.minimal) from None
+        sentence = f"{error}, with all {num_blocks} blocks recomputed"
+        raise Infeasible(sentence, error.smallest_limit, error.conflict, error.minimal) from None
 
 
-def _all_recomputed(graph: Graph) -> Graph | None:
-    """None where the model has no repeated blocks."""
-    blocks = len(forward_blocks(graph))
-    return checkpointed(graph, blocks) if blocks else None
-
-
-def plan_graph(
-    graph: Graph,
-    mesh: Mesh,
-    options: Options,
-    watch: Stopwatch,
-    assumptions: Mapping,
-    shallow: Graph | None = None,
-    *,
-    thrifty: Callable[[], Graph | None] | None = None,
-    explained: bool = True,
-) -> Solution:
-    """The plan of a graph. shallow: the same model with fewer layers, whose plan then is where the search starts.
-
-    thrifty: makes the graph with every block recomputed, to see whether that would fit where nothing does. explained: False where nobody
-    will ask why nothing fits.
-    """
-    with watch.phase("candidates", "listing layouts", 0.3), no_search_for_cycles():
-        found = candidates(graph, mesh)
-    with watch.phase("formulate", "pricing layouts", 0.35), no_search_for_cycles():
-        formulated = formulate_for(graph, found, mesh, options)
-        problem = with_pins(formulated, allowed_by_pins(formulated, options))
-        few = None if shallow is None or options.solver != "auto" else stretched(formulated, shallow, options)
-    judged: dict[str, dict] = {}
-    with watch.phase("solve", "solving the baselines", 0.4):
-        starts = solve_baselines(formulated, problem, options, watch, judged, few) if options.baselines else []
-    with watch.phase("solve", "solving", 0.55):
-        answer = _solve(formulated, problem, options, watch, starts, few)
+def plan_graph(context: Context) -> Solution:
+    """The plan of the context's graph as it is, all steps in their order."""
+    clock, options = context.clock, context.options
+    with clock.phase("candidates", "listing layouts", 0.3), no_search_for_cycles():
+        layouts = candidates(context.graph, context.mesh)
+    with clock.phase("formulate", "pricing layouts", 0.35), no_search_for_cycles():
+        instance = instance_of(context, layouts)
+    with clock.phase("solve", "solving the baselines", 0.4):
+        rows, starts = solve_baselines(context, instance) if options.baselines else ({}, [])
+    with clock.phase("solve", "solving", 0.55):
+        answer = solve_instance(context, instance, starts)
     if answer.choice is None:
         if answer.status is not Status.INFEASIBLE:
-            answer.in_passing()  # nothing is known that could be the answer
-        raise _refused(formulated, problem, answer, options, watch, thrifty=thrifty, explained=explained)
-    answer = alike(formulated, problem, answer, options.gap)
-    assert answer.choice is not None
-    with watch.phase("describe", "writing the plan", 0.95), no_search_for_cycles():
-        solution = describe(formulated, answer, options, judged, assumptions)
+            answer.in_passing()  # after Ctrl-C without any plan
+        raise infeasible(context, instance, answer)
+    answer = align_batches(instance.formulated, instance.problem, answer, options.gap)
+    with clock.phase("describe", "writing the plan", 0.95), no_search_for_cycles():
+        solution = describe(instance.formulated, answer, options, rows, context.assumptions)
     if not answer.interrupted:
-        try:
-            for added in _beside(formulated, answer, options, watch, few):
-                solution = added(solution)
-        except KeyboardInterrupt:  # the plan is known, and this was only beside it
-            pass
-    return replace(solution, seconds=watch.seconds())
+        solution = _with_advice(context, instance, answer, solution)
+    return replace(solution, seconds=clock.seconds())
 
 
-def _beside(
-    formulated: Formulation, answer: Answer, options: Options, watch: Stopwatch, few: Shallow | None
-) -> Iterator[Callable[[Solution], Solution]]:
-    """What a plan tells beside itself: what is usual for its modules, whether padding pays, what pins cost. Each as what adds it."""
-    mesh, choice = formulated.mesh, answer.choice
-    assert choice is not None
-    if options.baselines:
-        with watch.phase("describe", "pricing schemes of modules", 0.96), no_search_for_cycles():
-            modules = modules_of(formulated, choice, partial(scheme_price, formulated, few))
-        yield lambda solution: replace(solution, modules=modules)
-    if options.baselines and not options.recompute:
-        with watch.phase("padding", "pricing padded parameters", 0.97):
-            offers = padding_offers(formulated, answer.cost, lambda padded, found: _best(padded, found, mesh, options))
-        if offers:
-            yield lambda solution: replace(solution, assumptions={**solution.assumptions, "padding": offers})
-    if options.keep or (options.price_pins and (options.pins or options.forbid)):
-        with watch.phase("pins", "pricing the pins", 0.98):
-            said = partial(_say, watch, "pricing the pins", 0.98)
-            best = partial(_solve, options=options, watch=watch, starts=[choice], few=few)
-            rows = priced(formulated, options, answer, lambda free: best(formulated, free).in_passing(), said)
-        yield lambda solution: replace(solution, assumptions={**solution.assumptions, "pin_prices": rows})
-
-
-def _refused(
-    formulated: Formulation,
-    problem: Problem,
-    answer: Answer,
-    options: Options,
-    watch: Stopwatch,
-    *,
-    thrifty: Callable[[], Graph | None] | None = None,
-    explained: bool = True,
-    also: Sequence[Demanded] = (),
-) -> Infeasible:
-    spared = None if thrifty is None or options.memory_limit is None or not explained else thrifty()
-    mesh = formulated.mesh
-    again = None if spared is None else lambda: formulate_for(spared, candidates(spared, mesh), mesh, options)
-    left = max(options.time_limit - (time.monotonic() - watch.began), 0.1)
-    with watch.phase("refuse", "looking for what conflicts", 0.9):
-        said = partial(_say, watch, "looking for what conflicts", 0.9)
-        return infeasible(
-            formulated, problem, answer, options, also=also, thrifty=again, explained=explained, seconds=left, tested=said
-        )  # fmt: skip
-
-
-def _say(watch: Stopwatch, what: str, fraction: float, which: object) -> None:
-    if watch.progress is not None:
-        watch.progress(f"{what}: {which}", fraction)
-
-
-RECOMPUTE_GAP = 0.01  # relative: how well `auto` plans at least, the numbers of blocks that it compares and the one that it takes
-PADDING_GAP = 1e-4  # relative, of the plan of a padded model
-
-
-def _best(graph: Graph, found: Candidates, mesh: Mesh, options: Options) -> float | None:
-    """The cost of the best plan of a graph, nothing else about it."""
-    formulated = formulate_for(graph, found, mesh, options)
-    answer = solve(
-        with_pins(formulated, allowed_by_pins(formulated, options)), solver=options.solver, time_limit=BASELINE_SECONDS, gap=PADDING_GAP
-    ).in_passing()
-    return answer.cost if answer.choice is not None else None
-
-
-def _solve(
-    formulated: Formulation, problem: Problem, options: Options, watch: Stopwatch, starts: list[tuple[int, ...]], few: Shallow | None
-) -> Answer:
-    left = max(options.time_limit - (time.monotonic() - watch.began), 0.1)
-    given: dict[str, Any] = {"time_limit": left, "gap": options.gap, "progress": _solver_progress(watch)}
-    given["preference"] = formulated.preference
-    if options.tie_blocks:
-        return solve_tied(formulated, problem, solver=options.solver, **given)
-    given["patience"] = searched_seconds(options)
-    if few is not None:
-        return few.solve(problem, starts=starts, **given)
-    return solve(problem, solver=options.solver, starts=starts, **given)
-
-
-def stretched(formulated: Formulation, shallow: Graph, options: Options) -> Shallow | None:
-    """The problem of fewer layers and how it stretches to this one; None where something in it has no like."""
-    small = formulate_for(shallow, candidates(shallow, formulated.mesh), formulated.mesh, options)
+def _with_advice(context: Context, instance: Instance, answer: Answer, solution: Solution) -> Solution:
+    """The plan with what is known beside it: schemes for launchers, offers of padding, prices of pins. Ctrl-C leaves out the rest."""
+    clock, options = context.clock, context.options
+    assert answer.choice is not None
     try:
-        return Shallow(small, correspondence(formulated, small))
-    except ValueError:  # not an error: the deep problem is solved from scratch
-        return None
+        if options.baselines:
+            with clock.phase("describe", "pricing schemes of modules", 0.96), no_search_for_cycles():
+                solution = replace(solution, modules=modules_of(instance, answer.choice))
+        if options.baselines and not options.recompute:
+            with clock.phase("padding", "pricing padded parameters", 0.97):
+                offers = padding_offers(context, instance.formulated, answer.cost)
+            solution = solution.noting(padding=offers) if offers else solution
+        if options.keep or (options.price_pins and (options.pins or options.forbid)):
+            with clock.phase("pins", "pricing the pins", 0.98):
+                solution = solution.noting(pin_prices=pin_prices(context, instance, answer))
+    except KeyboardInterrupt:  # the plan is known already
+        pass
+    return solution
 
 
-def formulate_for(graph: Graph, found: Candidates, mesh: Mesh, options: Options) -> Formulation:
-    training = Training(options.optimizer, options.master_weights) if any(r.kind == "gradient" for r in graph.results) else None
-    return formulate(graph, found, mesh, training=training, memory_limit=options.memory_limit)
-
-
-def _solver_progress(watch: Stopwatch) -> Callable[[float, float], None] | None:
-    if watch.progress is None:
-        return None
-    report = watch.progress
-
-    def show(cost: float, bound: float) -> None:
-        gap = (cost - bound) / cost if cost and math.isfinite(cost) and math.isfinite(bound) else math.inf
-        report(f"solving: best {cost * 1e3:.3f} ms, proven within {gap:.2%}" if math.isfinite(gap) else "solving", 0.6)
-
-    return show
-
-
-def baseline_only(graph: Graph, mesh: Mesh, options: Options, watch: Stopwatch, assumptions: Mapping, name: str) -> Solution:
+def baseline_only(context: Context, name: str) -> Solution:
     """The plan of one baseline, its pins completed by the solver; the bound is that of the pinned problem."""
-    with watch.phase("candidates", "listing layouts", 0.3):
-        found = candidates(graph, mesh)
-    with watch.phase("formulate", "pricing layouts", 0.35):
-        formulated = formulate_for(graph, found, mesh, options)
-        chosen = next(b for b in baselines(graph, mesh, found) if b.name == name)
-        problem = with_pins(formulated, allowed_by_pins(formulated, options))
-        kept = {node: np.array(keep) for node, keep in allowed(chosen.pins, graph, found).items()}
-        scheme = Demanded(Demand("algo", value=name), kept)
-        pinned = replace(problem, node_costs=tuple(map(np.maximum, problem.node_costs, with_pins(formulated, scheme.allowed).node_costs)))
-    with watch.phase("solve", f"completing {name}", 0.5):
-        answer = solve(pinned, solver=options.solver, time_limit=options.time_limit, gap=options.gap, preference=formulated.preference)
+    clock, options = context.clock, context.options
+    with clock.phase("candidates", "listing layouts", 0.3):
+        layouts = candidates(context.graph, context.mesh)
+    with clock.phase("formulate", "pricing layouts", 0.35):
+        instance = instance_of(replace(context, shallow=None), layouts)
+        baseline = next(b for b in baselines(context.graph, context.mesh, layouts) if b.name == name)
+        masks = {node: np.array(mask) for node, mask in allowed(baseline.pins, context.graph, layouts).items()}
+        scheme = Demanded(Demand("algo", value=name), masks)
+        costs = tuple(map(np.maximum, instance.problem.node_costs, with_pins(instance.formulated, masks).node_costs))
+        instance = replace(instance, problem=replace(instance.problem, node_costs=costs), scheme=scheme)
+    with clock.phase("solve", f"completing {name}", 0.5):
+        preference = instance.formulated.preference
+        answer = solve(
+            instance.problem, solver=options.solver, time_limit=options.time_limit, gap=options.gap, preference=preference
+        )  # fmt: skip
     if answer.choice is None:
-        raise _refused(formulated, pinned, answer, options, watch, also=[scheme])
-    solution = describe(formulated, answer, options, {}, {**assumptions, "pinned_to": name, "matched": chosen.matched})
-    modules = modules_of(formulated, answer.choice, partial(scheme_price, formulated, None))
-    return replace(solution, modules=modules, seconds=watch.seconds())
+        raise infeasible(context, instance, answer)
+    assumptions = {**context.assumptions, "pinned_to": name, "matched": baseline.matched}
+    solution = describe(instance.formulated, answer, options, {}, assumptions)
+    return replace(solution, modules=modules_of(instance, answer.choice), seconds=clock.seconds())

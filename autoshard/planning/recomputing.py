@@ -1,37 +1,46 @@
 """Activation checkpointing as a choice: how many of the repeated blocks are recomputed in the backward pass.
 
 k blocks recomputed, k = 0 ... n, is k graphs, each planned with its own proof under the same memory limit. More blocks mean
-more seconds and fewer bytes, but a tight limit also makes layouts dearer, so `auto` tries no block, all, and by bisection the
-fewest that fit and the middle of what is left, with the solver `prices`, and plans the cheapest of them to within one
+more seconds and fewer bytes, but a tight limit also makes layouts more expensive. So `auto` tries no block, all blocks, and by bisection
+the fewest that fit and the middle of what is left, with the solver `prices`, and plans the cheapest of them to within one
 percent. The proof is that of the chosen k.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from autoshard.graph import Graph, recompute, repeated_blocks
+from autoshard.graph import checkpointed, forward_blocks
+from autoshard.planning.context import Context
 from autoshard.solution import Solution
 
 
-def checkpointed(graph: Graph, k: int) -> Graph:
-    """The graph with its first k repeated blocks recomputed; k counts from the bottom of the model."""
-    return recompute(graph, forward_blocks(graph)[:k]) if k else graph
+def as_asked(context: Context) -> Context:
+    """The context with as many blocks recomputed as its options ask for: a number, or "all"."""
+    options = context.options
+    if not (options.recompute and options.training):
+        recomputable = context.graph if options.training else None
+        return replace(context, options=replace(options, recompute=0), recomputable=recomputable)
+    num_blocks = len(forward_blocks(context.graph))
+    k = num_blocks if options.recompute == "all" else min(int(options.recompute), num_blocks)
+    recomputed = with_blocks_recomputed(context, k, num_blocks)
+    return replace(recomputed, recomputable=context.graph if k < num_blocks else None)
 
 
-def forward_blocks(graph: Graph) -> list[list[int]]:
-    """Forward ops of each instance of the repeated block that computes most."""
-    found: dict[int, dict[int, list[int]]] = {}
-    for i, place in enumerate(repeated_blocks(graph).places):
-        if place is not None and not graph.ops[i].is_placeholder and not graph.ops[i].backward:
-            found.setdefault(place.block, {}).setdefault(place.instance, []).append(i)
-    largest = max(found.values(), key=lambda instances: sum(map(len, instances.values())), default={})
-    whole = max(map(len, largest.values()), default=0)  # what repeats beyond the last block (a norm) is no block
-    return [largest[instance] for instance in sorted(largest) if len(largest[instance]) == whole]
+def with_blocks_recomputed(context: Context, k: int, num_blocks: int) -> Context:
+    """The context with the first k of `num_blocks` blocks recomputed. Its shallow graph stays where none or all of them are."""
+    shallow = context.shallow if k in (0, num_blocks) else None
+    if shallow is not None and k == num_blocks:
+        shallow = checkpointed(shallow, len(forward_blocks(shallow)))
+    return replace(context, graph=checkpointed(context.graph, k), options=replace(context.options, recompute=k), shallow=shallow)
 
 
 def cheapest(num_blocks: int, planned: Callable[[int], Solution | None]) -> int | None:
-    """The best of the tried k, the least of several; None where not even recomputing every block fits. `planned(k)` is None likewise."""
+    """The k of the cheapest plan among those tried, the least of several; None where not even recomputing every block fits.
+
+    planned(k) is the plan with k blocks recomputed, None where it does not fit.
+    """
     tried: dict[int, Solution | None] = {}
 
     def at(k: int) -> Solution | None:

@@ -1,13 +1,12 @@
-"""Why there is no plan, in one sentence."""
+"""Why there is no plan, in one sentence: the demands that conflict, the smallest memory limit that works, or too short a time limit."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from autoshard.formulate import Formulation
 from autoshard.planning.conflicts import CONFLICT_SECONDS, Conflict, find_conflict
-from autoshard.planning.demands import Demanded
+from autoshard.planning.context import Context, Instance
 from autoshard.planning.options import TIME_LIMIT, Infeasible, Options, bytes_text
 from autoshard.problem import Problem
 from autoshard.solvers import Answer, Status
@@ -17,38 +16,26 @@ PATIENCE = 120.0  # seconds of search for a first plan, where no time limit is s
 FEW = 6  # demands that the sentence names
 
 
-def infeasible(
-    formulated: Formulation,
-    problem: Problem,
-    answer: Answer,
-    options: Options,
-    *,
-    also: Sequence[Demanded] = (),
-    thrifty: Callable[[], Formulation] | None = None,
-    explained: bool = True,
-    seconds: float = CONFLICT_SECONDS,
-    tested: Callable[[int], None] = lambda count: None,
-) -> Infeasible:
-    """The exception for an answer without a choice, with the demands that conflict where it is proven that there is none.
-
-    also, thrifty, seconds, tested: as for `find_conflict`. explained: False where nobody will read it.
-    """
+def infeasible(context: Context, instance: Instance, answer: Answer) -> Infeasible:
+    """The exception for an answer without a choice. It names the demands that conflict, where it is proven that no plan exists."""
     conflict = Conflict((), False)
-    if explained and answer.status is Status.INFEASIBLE:
-        seconds = min(seconds, CONFLICT_SECONDS)
-        conflict = find_conflict(formulated, options, also=also, thrifty=thrifty, seconds=seconds, tested=tested)
+    seconds = min(context.seconds_left(), CONFLICT_SECONDS)
+    with context.clock.phase("refuse", "looking for what conflicts", 0.9):
+        if context.explains and answer.status is Status.INFEASIBLE:
+            conflict = find_conflict(context, instance, seconds=seconds)
     why = answer.infeasibility
     smallest = None if why is None or math.isinf(why.smallest_limit[0]) else why.smallest_limit
-    return Infeasible(why_nothing_fits(problem, answer, options, conflict), smallest, conflict.demands, conflict.minimal)
+    sentence = why_nothing_fits(instance.problem, answer, context.options, conflict)
+    return Infeasible(sentence, smallest, conflict.demands, conflict.minimal)
 
 
 def searched_seconds(options: Options) -> float:
-    """For how long a first plan is looked for: a time limit that was set is one for that too."""
+    """Seconds of search for a first plan: the time limit that was set, else PATIENCE."""
     return min(options.time_limit, PATIENCE) if options.time_limit == TIME_LIMIT else options.time_limit
 
 
 def why_nothing_fits(problem: Problem, answer: Answer, options: Options, conflict: Conflict) -> str:
-    """One sentence: what can't be met together; of a memory limit the smallest that would do, and what holds the bytes."""
+    """One sentence: what can't be met together; for a memory limit also the smallest one that works, and the tensors that hold most."""
     seconds = searched_seconds(options)
     longer = "raise the time limit" if seconds == options.time_limit else f"set a time limit above {seconds:g} s"
     why, blamed = answer.infeasibility, [d for d in conflict.demands if d.kind == "memory_limit"]
@@ -77,7 +64,7 @@ def _smallest(problem: Problem, why: Infeasibility) -> str:
 
 
 def _against(others: Sequence, conflict: Conflict) -> str:
-    """What else could give way."""
+    """Which other demands could be taken away instead of raising the limit."""
     if conflict.minimal and [d.kind for d in others] == ["recompute"]:
         return f"with {others[0]} the limit is too small, with recompute=all there is a plan"
     one_of = "without it" if len(others) == 1 else "without any one of them"

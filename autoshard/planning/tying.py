@@ -1,10 +1,10 @@
-"""One decision per repeated block: equal ops of all its instances take the same candidate, their hubs the same layout.
+"""One decision per repeated block: equal ops of all its instances have the same candidate, their hubs the same layout.
 
     tied problem    a node per group of equal nodes; its costs are their sum, its edges and bytes theirs; an edge within a group
-                    is read off its table's diagonal                                                          (`tied`)
+                    costs the diagonal of its table                                                            (`tied`)
     answer          the best of the tied problem, on all layers; its bound that of the untied problem, by dual ascent
 
-Tied plans are easier to read and to run. What they cost more is the gap.
+Tied plans are easier to read and to run. The gap says how much more they may cost.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ def solve_tied(
     preference: Sequence[np.ndarray],
     progress: Callable[[float, float], None] | None,
 ) -> Answer:
-    """The best answer in which equal ops of repeated blocks agree, with a bound on all answers."""
+    """The best answer in which equal ops of repeated blocks have equal choices, with a bound on all answers."""
     groups = tied_groups(formulated)
     small = tied(problem, groups)
-    liked = [np.zeros(len(c)) for c in small.node_costs]
+    tied_preference = [np.zeros(len(c)) for c in small.node_costs]
     for v, p in zip(groups, preference, strict=True):
-        liked[v] = liked[v] + p
-    answer = solve(small, solver=solver, time_limit=time_limit, gap=gap, preference=liked)
+        tied_preference[v] = tied_preference[v] + p
+    answer = solve(small, solver=solver, time_limit=time_limit, gap=gap, preference=tied_preference)
     if answer.choice is None:
         return answer
     choice = tuple(answer.choice[v] for v in groups)
-    found = certified(problem, choice, gap=gap, time_limit=time_limit, progress=progress)
-    return replace(found, solver=answer.solver, seconds=answer.seconds, reduced=answer.reduced)
+    untied = certified(problem, choice, gap=gap, time_limit=time_limit, progress=progress)
+    return replace(untied, solver=answer.solver, seconds=answer.seconds, reduced=answer.reduced)
 
 
 def tied_groups(formulated: Formulation) -> list[int]:
@@ -76,7 +76,7 @@ def tied(problem: Problem, groups: Sequence[int]) -> Problem:
         if a > b:
             a, b = b, a
         known = summed.setdefault((a, b), {})
-        key = id(table) if (groups[e.a], groups[e.b]) == (a, b) else -id(table)  # seen from the other end
+        key = id(table) if (groups[e.a], groups[e.b]) == (a, b) else -id(table)  # transposed
         known[key] = (table if key > 0 else table.T, known.get(key, (table, 0))[1] + 1)
     place: dict[tuple[int, ...], int] = {}
     edges: list[Edge] = []

@@ -20,8 +20,7 @@ SAID_ELSEWHERE = ("axes", "device", "training", "model", "set", "padding")  # as
 
 def title(solution: Solution) -> str:
     """`models/gpt2.py:small on 2x4 h100`."""
-    model = solution.assumptions.get("model")
-    return f"{model or 'A plan'} on {shape_of(solution)} {solution.mesh.device.name}"
+    return f"{solution.model or 'A plan'} on {shape_of(solution)} {solution.mesh.device.name}"
 
 
 def shape_of(solution: Solution) -> str:
@@ -30,7 +29,7 @@ def shape_of(solution: Solution) -> str:
 
 def settings(solution: Solution) -> str:
     """`batch=512, vocab=50304`."""
-    given = solution.assumptions.get("set")
+    given = solution.model_settings
     return ", ".join(f"{key}={value}" for key, value in given.items()) if isinstance(given, Mapping) else ""
 
 
@@ -115,7 +114,7 @@ def peak(solution: Solution) -> dict | None:
 
 def memory_limit(solution: Solution) -> tuple[float, str]:
     """Bytes of a device that may be used, and whose number that is."""
-    asked = solution.assumptions.get("memory_limit")
+    asked = solution.memory_limit
     if isinstance(asked, (int, float)) and asked > 0:
         return float(asked), "the limit of"
     return solution.mesh.device.memory, "its"
@@ -175,7 +174,7 @@ def offers(solution: Solution) -> list[str]:
     return [
         f"padding {row.get('parameter')}, dim {row.get('dim')}, from {row.get('from')} to {row.get('to')} would save "
         f"{seconds(row.get('saves_seconds')) if row.get('saves_seconds') else 'nothing'}"
-        for row in solution.assumptions.get("padding") or ()
+        for row in solution.padding
         if isinstance(row, Mapping)
     ]
 

@@ -17,7 +17,7 @@ def planned_report(solution: Solution, meshes: Sequence[Mapping] | None = None) 
     """The meshes compared (rows of `MeshPlans.to_dicts`), the plan, and the price of its pins where that was asked for."""
     parts: list[RenderableType] = [] if meshes is None else [meshes_table(meshes), Text("")]
     parts.append(plan_report(solution))
-    if rows := solution.assumptions.get("pin_prices"):
+    if rows := solution.pin_prices:
         parts += [pins_table(rows, solution.cost), Text("")]
     return Group(*parts)
 

@@ -64,7 +64,7 @@ def header(solution: Solution) -> RenderableType:
     if assumed:
         table.add_row("assumed", ", ".join(f"{key} {_words(value, key)}" for key, value in assumed.items()))
     table.add_row("solved", _solved(solution))
-    for offer in solution.assumptions.get("padding") or ():
+    for offer in solution.padding:
         table.add_row("offer", _padding(offer))
     return table
 

@@ -9,3 +9,5 @@ from .record import FORMAT as FORMAT
 from .record import VERSION as VERSION
 from .record import Placed as Placed
 from .record import Solution as Solution
+from .replay import Replay as Replay
+from .replay import replay as replay

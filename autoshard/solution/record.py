@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any
@@ -97,6 +97,73 @@ class Solution:
         if isinstance(noted, dict):
             return {name: tuple(shape) for name, shape in noted.items() if isinstance(shape, list) and name in self.layouts}
         return {name: None for name in self.layouts if name.startswith("input_")}
+
+    # Facts about the plan that files keep among its assumptions. Here they have types; nobody else reads them by key.
+
+    @property
+    def model(self) -> Any:
+        """`file.py:function` of the planned model; None where the plan was not made from a file. A file may hold anything here."""
+        return self.assumptions.get("model")
+
+    @property
+    def model_settings(self) -> Any:
+        """Keyword arguments of the function `model`; None without any. A file may hold anything here."""
+        return self.assumptions.get("set")
+
+    @property
+    def memory_limit(self) -> float | None:
+        """Bytes per device that the plan had to fit in; None without a limit."""
+        return self.assumptions.get("memory_limit")
+
+    @property
+    def optimizer(self) -> str | float:
+        """The optimizer's name, or its bytes of state per parameter."""
+        noted = self.assumptions.get("optimizer")
+        return "adamw" if noted is None else noted
+
+    @property
+    def master_weights(self) -> bool:
+        """Whether the optimizer's float32 copies of the parameters were counted."""
+        return bool(self.assumptions.get("master_weights", False))
+
+    @property
+    def recompute(self) -> int:
+        """How many of the repeated blocks are recomputed in the backward pass."""
+        return int(self.assumptions.get("recompute") or 0)
+
+    @property
+    def pinned_scheme(self) -> str | None:
+        """The baseline whose layouts the plan was pinned to, `fsdp`; None where all layouts were planned."""
+        return self.assumptions.get("pinned_to")
+
+    @property
+    def matched(self) -> str | None:
+        """Which parameters the rules of `pinned_scheme` applied to, in words."""
+        return self.assumptions.get("matched")
+
+    @property
+    def ignored(self) -> str | None:
+        """What in the model's forward the plan ignores, in words; None where it ignores nothing."""
+        return self.assumptions.get("ignored")
+
+    @property
+    def padding(self) -> tuple[dict, ...]:
+        """What padding a parameter would save: parameter, dim, from, to, saves_seconds."""
+        return tuple(self.assumptions.get("padding") or ())
+
+    @property
+    def pin_prices(self) -> tuple[dict, ...] | None:
+        """What each pin costs: kind, name, layout, costs_seconds, proven; None where nobody asked."""
+        rows = self.assumptions.get("pin_prices")
+        return None if rows is None else tuple(rows)
+
+    def noted(self, *keys: str) -> dict[str, Any]:
+        """Those of these assumptions that the plan has, by key: options of another plan, for example."""
+        return {key: value for key, value in self.assumptions.items() if key in keys}
+
+    def noting(self, **assumptions: Any) -> Solution:
+        """The same plan with more assumptions, by the keys that files have."""
+        return replace(self, assumptions={**self.assumptions, **assumptions})
 
     @property
     def interval(self) -> tuple[float, float] | None:

@@ -14,8 +14,8 @@ from autoshard.graph import Graph
 from autoshard.mesh import Mesh
 from autoshard.planning.baselining import pinned_to
 from autoshard.planning.certify import describe
+from autoshard.planning.context import formulate_for
 from autoshard.planning.options import Options
-from autoshard.planning.plan import formulate_for
 from autoshard.solution import Solution
 from autoshard.solvers import solve
 from autoshard.strategies import candidates, internal_collectives

@@ -1,9 +1,9 @@
 """Run a plan: a model becomes a trainable module on a device mesh.
 
-graph   = capture(model, inputs)                the program of one call, when the module is first called
-program = lower(graph, solution.layouts)        what every rank does
-graphs  = trace(program)                        this rank's forward and backward as fx graphs
-module  = a copy of the model with DTensor parameters, whose forward and backward are those graphs
+graph   = replay(solution, capture(model, inputs))    the program of one call, captured when the module is first called
+program = lower(graph, solution.layouts)              the program that every rank runs
+graphs  = trace(program)                              this rank's forward and backward as fx graphs
+module  = a copy of the model with DTensor parameters, whose forward and backward run those graphs
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torch.utils import _pytree as pytree
 from autoshard.capture import Returned, capture_module, input_names
 from autoshard.graph import Graph
 from autoshard.layout import Layout, parse
-from autoshard.lower import lower
 from autoshard.lower.agreement import agree, grouped, join, limit_waiting, patiently, share
 from autoshard.lower.collectives import Groups
 from autoshard.lower.distribute import copy_with, distributed, on_meta
@@ -30,8 +29,8 @@ from autoshard.lower.flow import Pace
 from autoshard.lower.fx_program import trace
 from autoshard.lower.module import Runner, Step, parallel_class, refuse_parts
 from autoshard.lower.overlap import scheduled
-from autoshard.planning.recomputing import checkpointed
-from autoshard.solution import Solution, misfits
+from autoshard.lower.program import lower
+from autoshard.solution import Solution, replay
 
 
 def parallelize(
@@ -46,14 +45,14 @@ def parallelize(
     """The model as a module that runs `solution` on `device_mesh`; every rank of the mesh calls this.
 
     The result is a copy of the model (which is left as it is) with DTensor parameters under their own names, in the layouts of the
-    plan. Call it as the model, with whole tensors of the planned shape, the same on every rank, or with DTensors: `shard_inputs(batch)`
-    makes them of whole inputs of any shape, `shard_inputs(batch, local=True)` of what this rank holds. What every rank holds whole comes
-    back as a plain tensor, anything else as a DTensor. Hooks on inner modules, and calls of them, are refused: the plan's graph runs.
+    plan. Call it like the model, with tensors of the planned global shape, the same on every rank, or with DTensors:
+    `shard_inputs(batch)` makes them from global inputs of any shape, `shard_inputs(batch, local=True)` from this rank's shards. Replicated
+    results are plain tensors, all others DTensors. Hooks on submodules and calls of submodules are refused: the plan's graph runs instead.
     A plan made with training=True can be differentiated: `loss.backward()`, any optimizer, gradients add up over calls.
 
-    from_first_rank: rank 0's parameters count (False: all ranks hold the same ones already). A model on the meta device gets nan,
-    to be filled by `load_state_dict` or torch.distributed.checkpoint. timeout: seconds after which a rank that does not answer
-    is taken for lost. example_inputs: capture now, not with the first call.
+    from_first_rank: all ranks use rank 0's parameters (False: all ranks hold the same ones already). The parameters of a model on the meta
+    device are nan until `load_state_dict` or torch.distributed.checkpoint fills them. timeout: seconds after which a rank that does not
+    answer counts as lost. example_inputs: capture now instead of with the first call.
 
     ValueError, the same on every rank, where mesh, model and plan don't belong together; RankLost (a RuntimeError) when a rank dies.
     """
@@ -81,9 +80,9 @@ def parallelize(
 def device_mesh(solution: Solution, *, backend: str | None = None, timeout: float = 40.0) -> DeviceMesh:
     """The device mesh of a plan on the processes that torchrun (or another launcher) started; every rank calls this.
 
-    backend: nccl where torch sees GPUs, else gloo. A process group that is there already is used. timeout: seconds in which all ranks
-    must come; more where they are started far apart. ValueError, the same on every rank, when their number isn't the plan's; RankLost
-    where one does not come.
+    backend: nccl where torch sees GPUs, else gloo. A process group that exists already is used. timeout: seconds within which all ranks
+    must call; give more where they are started far apart. ValueError, the same on every rank, when their number isn't the plan's; RankLost
+    where one does not call.
     """
     cuda = backend == "nccl" or (backend is None and torch.cuda.is_available())
     try:
@@ -92,7 +91,7 @@ def device_mesh(solution: Solution, *, backend: str | None = None, timeout: floa
         n = solution.mesh.num_devices
         raise ValueError(f"no processes to run on ({error}); start them with: torchrun --nproc-per-node {n} SCRIPT ...") from None
     complaint = _wrong_number(solution)
-    if complaint is not None:  # every rank sees the same
+    if complaint is not None:  # it is the same on every rank
         raise ValueError(complaint)
     if cuda:
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
@@ -107,13 +106,13 @@ def _wrong_number(solution: Solution) -> str | None:
 
 
 def _complaint(model: nn.Module, solution: Solution, device_mesh: DeviceMesh) -> str | None:
-    """Why this can't run, as far as it can be seen before the first call."""
+    """Why the plan can't run on this model and mesh, as far as that is known before the first call; None where it can."""
     planned = "x".join(map(str, solution.mesh.shape))
     if (wrong := _wrong_number(solution)) is not None:
         return wrong
     if tuple(device_mesh.shape) != solution.mesh.shape:
-        found = "x".join(map(str, device_mesh.shape))
-        return f"the device mesh is {found}, but the plan is for a mesh of {planned}; make a mesh of that shape or plan again"
+        actual = "x".join(map(str, device_mesh.shape))
+        return f"the device mesh is {actual}, but the plan is for a mesh of {planned}; make a mesh of that shape or plan again"
     held = dict(model.named_parameters(remove_duplicate=False))
     missing = [name for name in solution.parameters if name not in held]
     extra = [name for name, p in held.items() if name not in solution.parameters and p.requires_grad and solution.training]
@@ -130,7 +129,7 @@ def _complaint(model: nn.Module, solution: Solution, device_mesh: DeviceMesh) ->
 
 
 class _Builder:
-    """Makes the graphs for one kind of call."""
+    """Builds the graphs for one kind of call."""
 
     def __init__(self, model: nn.Module, solution: Solution, device_mesh: DeviceMesh, timeout: float):
         self.model, self.solution, self.device_mesh = model, solution, device_mesh
@@ -152,13 +151,13 @@ class _Builder:
         return step
 
     def _graph(self, inputs: Any, training: bool) -> tuple[Graph, Returned, bool]:
-        """The program of the call and what it returns, captured by the first rank for all: it takes seconds, and ranks may share
-        a machine.
+        """The program of the call, what it returns, and whether it applies dropout. The first rank captures it for all ranks, because a
+        capture takes seconds and ranks may share a machine.
 
-        A plan is of a model in training mode or in eval mode. Where they differ by dropout only, eval mode runs the training
-        mode's program without it (the last value is then False).
+        A plan is of a model in training mode or in eval mode. Where the two differ by dropout only, eval mode runs the training
+        mode's program without dropout (the last value is then False).
         """
-        found, complaint = None, None
+        program, complaint = None, None
         if dist.get_rank() == 0:
             try:
                 graph, returned, reasons = self._captured(inputs, training)
@@ -167,20 +166,20 @@ class _Builder:
                     other, same, rest = self._captured(inputs, True)
                     if not rest and not any("batch_norm" in op.target for op in other.ops):
                         graph, returned, reasons, drops = other, same, (), False
-                found = (graph, returned, drops)
+                program = (graph, returned, drops)
                 _check_shareable(returned)
                 complaint = f"the solution is of another model: {'; '.join(reasons)}; plan this model" if reasons else None
             except ValueError as error:
                 complaint = str(error)
-        return share(found, complaint, "capturing the model")
+        return share(program, complaint, "capturing the model")
 
     def _captured(self, inputs: Any, training: bool) -> tuple[Graph, Returned, tuple[str, ...]]:
-        """The graph, what the model returns, and why the plan does not fit it."""
-        with torch.enable_grad():  # whatever the call is made under
+        """The graph, what the model returns, and the reasons why the plan does not fit it."""
+        with torch.enable_grad():  # also where the call itself is made without gradients
             captured = capture_module(self.model.train(training), inputs, training=self.solution.training)
-        graph = checkpointed(captured.graph, int(self.solution.assumptions.get("recompute") or 0))
         assert captured.returned is not None, "a module was captured, not a graph"
-        return graph, captured.returned, misfits(self.solution, graph, self.solution.mesh)
+        plan = replay(self.solution, captured.graph)
+        return plan.graph, captured.returned, plan.misfits
 
     def _step(self, graph: Graph, returned: Returned, drops: bool) -> Step:
         solution, mesh = self.solution, self.solution.mesh
@@ -189,11 +188,11 @@ class _Builder:
         graphs = trace(program, graph, self.groups, self.where, self.device_mesh.device_type, drops=drops)
         inference = graphs.inference()
         timelines = {}
-        if program.is_even:  # else what is cheap to move differs from rank to rank
+        if program.is_even:  # else ranks would choose different orders, as their shards differ in size
             passes = {"forward": graphs.forward, "backward": graphs.backward, "inference": inference}
-            made = {name: part for name, part in passes.items() if part is not None}
-            rows = scheduled(list(made.values()), Pace(mesh, self.groups), spare_bytes(solution))
-            timelines = dict(zip(made, rows, strict=True))
+            present = {name: graph for name, graph in passes.items() if graph is not None}
+            rows = scheduled(list(present.values()), Pace(mesh, self.groups), spare_bytes(solution))
+            timelines = dict(zip(present, rows, strict=True))
         shapes = {f"{r.kind}:{r.name}": graph.tensor(r.value).shape for r in graph.results if r.value is not None}
         position = [torch.tensor(c, device=self.device_mesh.device_type) for c in self.where]
         return Step(graphs, inference, shapes, returned.structure, returned.leaves, position, timelines, self.patiently)
@@ -207,7 +206,7 @@ class _Builder:
 
 
 def _check_shareable(returned: Returned) -> None:
-    """The first rank sends it to the others, by the names of its classes."""
+    """ValueError where the structure of the results can't be pickled: the first rank sends it to the others."""
     try:
         pickle.dumps(returned)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -218,9 +217,9 @@ def _check_shareable(returned: Returned) -> None:
 
 
 def spare_bytes(solution: Solution) -> float:
-    """By how much overlap may raise the peak: 5 % of it, so that the plan's figure stays true, or half a megabyte, which matters
-    nowhere else than in models made for tests; never beyond its limit."""
+    """By how much overlapping may raise the peak: by 5 %, so that the plan's figure stays true, or by half a megabyte, which matters
+    in test models only; never beyond the plan's memory limit."""
     if not math.isfinite(solution.peak_bytes):
         return 0.0
-    limit = solution.assumptions.get("memory_limit")
+    limit = solution.memory_limit
     return min(max(0.05 * solution.peak_bytes, 5e5), max(limit - solution.peak_bytes, 0.0) if limit else math.inf)

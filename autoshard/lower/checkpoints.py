@@ -1,7 +1,7 @@
-"""Checkpoints of a parallel module: saved from one mesh, loaded on any other, whole or not at all.
+"""Checkpoints of a parallel module: saved from one mesh, loaded on any other, and never half written.
 
-All ranks write their parts into `.NAME.partial` beside the folder (torch.distributed.checkpoint); when every one of them is done,
-rank 0 gives it its name. A rank that dies on the way leaves the checkpoint before as it was.
+All ranks write their shards into `.NAME.partial` beside the folder (torch.distributed.checkpoint); when all of them are done, rank 0
+renames it. Where a rank dies before that, the previous checkpoint stays as it was.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def save_checkpoint(
 
     Every rank calls this. ValueError on all ranks where the folder can't be written, RankLost when one of them dies.
     """
-    path = Path(os.path.realpath(path))  # a link stays, the folder that it points to is replaced
+    path = Path(os.path.realpath(path))  # a symbolic link is kept, the folder that it points to is replaced
     partial = path.with_name(f".{path.name}.partial")
     _on_first(lambda: clear_folder(partial, path), f"the checkpoint {path} can't be written", "beginning a checkpoint")
     complaint = None
@@ -48,18 +48,18 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | os.PathLike[str], module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """The inverse, on any mesh: fills module and optimizer and returns `extra`.
+    """The inverse of `save_checkpoint`, on any mesh: fills module and optimizer and returns `extra`.
 
-    ValueError on all ranks where there is no whole checkpoint, or one of another model.
+    ValueError on all ranks where the folder holds no complete checkpoint, or one of another model.
     """
     path = Path(path)
-    found, complaint = None, None
+    metadata, complaint = None, None
     if dist.get_rank() == 0:
         try:
-            found = dcp.FileSystemReader(path).read_metadata()
+            metadata = dcp.FileSystemReader(path).read_metadata()
         except (OSError, EOFError, ValueError) as error:
-            complaint = f"{path} is not a whole checkpoint ({type(error).__name__}); give a folder that save_checkpoint wrote"
-    metadata = share(found, complaint, f"reading the checkpoint {path}")
+            complaint = f"{path} is not a complete checkpoint ({type(error).__name__}); give a folder that save_checkpoint wrote"
+    metadata = share(metadata, complaint, f"reading the checkpoint {path}")
     sizes = {name: getattr(entry, "size", None) for name, entry in metadata.state_dict_metadata.items()}
     state = _state(module, optimizer, {key.removeprefix("extra."): None for key in sizes if key.startswith("extra.")})
     if "random" in sizes:
@@ -96,12 +96,12 @@ def _misfit(path: Path, state: Mapping, sizes: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _on_first(do: Any, complaint: str, what: str) -> None:
-    """Something that rank 0 does for all."""
-    said = None
+def _on_first(action: Any, complaint: str, what: str) -> None:
+    """Let rank 0 do something for all ranks; ValueError on all of them where it fails."""
+    failure = None
     if dist.get_rank() == 0:
         try:
-            do()
+            action()
         except OSError as error:
-            said = f"{complaint}: {error.strerror or error}"
-    share(None, said, what)
+            failure = f"{complaint}: {error.strerror or error}"
+    share(None, failure, what)

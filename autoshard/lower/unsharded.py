@@ -1,0 +1,174 @@
+"""The unsharded model: the values that go into it, its outputs and its gradients. A sharded program is compared with these.
+
+run_unsharded     the module itself, run eagerly on seeded values
+materialized      a copy of the module with real tensors, where the module's own are on the meta device
+verify_graph      the comparison for a graph without a module: the graph, run on one device, is the reference
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoshard.capture import input_names
+from autoshard.capture.held import copied, opened
+from autoshard.capture.inputs import arguments
+from autoshard.graph import Graph, Tensor, Value
+from autoshard.lower.kernels.dropout import DrawsInOrder, first_state, from_state
+from autoshard.lower.verify import Verification, verify_program
+from autoshard.solution import Solution
+
+
+def run_unsharded(
+    model: nn.Module, example_inputs: Any, graph: Graph, *, training: bool, seed: int, held: Mapping[str, torch.Tensor] | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Values for the graph's placeholders, and what the module computes from them: "output:0", "gradient:NAME", "buffer:NAME".
+
+    held: constants of the captured program.
+    """
+    # objects among the inputs become lists of their tensors, as in the captured program
+    module, args, kwargs = opened(materialized(model, seed), *arguments(example_inputs))
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    bounds, names = index_bounds(graph), input_names(model, example_inputs)
+    leaves = [_input(leaf, bounds.get(names[k]), seed + k) if isinstance(leaf, torch.Tensor) else leaf for k, leaf in enumerate(leaves)]
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    pairs = zip(names, leaves, strict=True)
+    values = {name: leaf.clone() for name, leaf in pairs if isinstance(leaf, torch.Tensor)}  # the module may write into its inputs
+    state = _state(module)
+    values |= {name: tensor.detach().clone() for name, tensor in state.items()} | dict(held or {})
+    for name in [op.name for op in graph.ops if op.kind == "buffer" and op.name not in values]:
+        attribute = attribute_of(module, name)  # a tensor that the module holds without registering it
+        values |= {name: attribute.clone()} if attribute is not None else {}
+    with torch.set_grad_enabled(training), from_state(first_state(seed)), DrawsInOrder():
+        outputs = module(*args, **kwargs)
+    flat = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    reference = {f"output:{k}": leaf.detach() for k, leaf in enumerate(flat)}
+    tangents = [name for name, i in graph.index.items() if graph.ops[i].kind == "tangent"]
+    values |= {name: _ones(graph.tensor((graph.index[name], 0))) for name in tangents}
+    if training:
+        differentiable = [leaf for leaf in flat if leaf.requires_grad]
+        with DrawsInOrder():  # torch.utils.checkpoint draws again
+            torch.autograd.backward(differentiable, [torch.ones_like(leaf) for leaf in differentiable])
+        reference |= {f"gradient:{name}": p.grad for name, p in state.items() if p.is_leaf and p.grad is not None}
+    written = _state(module) | {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
+    reference |= {f"buffer:{r.name}": written[r.name].detach() for r in graph.results if r.kind == "buffer" and r.name in written}
+    missing = [op.name for op in graph.ops if op.is_placeholder and op.name not in values]
+    if missing:
+        raise ValueError(
+            f"the captured program reads {missing[0]!r}, which is no parameter, buffer or input of the model; register it as a buffer"
+        )
+    return values, reference
+
+
+def with_errors_of(
+    verification: Verification, results: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
+) -> Verification:
+    """The verification with the errors of a second run where those are larger; a tensor that is zero but for rounding is measured
+    absolutely."""
+    worst = {"output": verification.max_relative_error_outputs, "gradient": verification.max_relative_error_gradients}
+    for key, y in results.items():
+        kind = key.split(":")[0]
+        if kind in worst:
+            x = reference[key]
+            scale = max(float(x.abs().max()), 1e-3) if x.numel() else 1.0
+            worst[kind] = max(worst[kind], float((y - x).abs().max()) / scale if x.numel() else 0.0)
+    return replace(verification, max_relative_error_outputs=worst["output"], max_relative_error_gradients=worst["gradient"])
+
+
+def verify_graph(graph: Graph, solution: Solution, seed: int = 0) -> Verification:
+    """The plan of a graph without a module, against the graph run on one device with seeded random values."""
+    bounds = index_bounds(graph)
+    generator = torch.Generator().manual_seed(seed)
+    values = {}
+    for op in graph.ops:
+        if op.is_placeholder and op.outputs[0] is not None:
+            example = torch.empty(op.outputs[0].shape, dtype=getattr(torch, op.outputs[0].dtype), device="meta")
+            is_input = op.kind == "input"
+            values[op.name] = _input(example, bounds.get(op.name), seed) if is_input else _random_weight(example, generator)
+    return verify_program(graph, solution.layouts, solution.results, solution.mesh, values, seed=seed)
+
+
+def materialized(model: nn.Module, seed: int) -> nn.Module:
+    """A copy with real CPU tensors: the model's own where it has them, else seeded random ones of a sensible size."""
+    memo: dict[int, Any] = {}
+    generator = torch.Generator().manual_seed(seed)
+    for part in model.modules():
+        for tensor in [*part._parameters.values(), *part._buffers.values()]:
+            if tensor is not None and id(tensor) not in memo:
+                filled = _random_weight(tensor, generator) if tensor.is_meta else tensor.detach().cpu().clone()
+                memo[id(tensor)] = nn.Parameter(filled, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else filled
+    return copied(model, lambda tensor: tensor.detach().clone(), memo)
+
+
+def attribute_of(module: nn.Module, path: str) -> torch.Tensor | None:
+    """The tensor that a module or one of its submodules holds under this name; None where there is none."""
+    attribute: Any = module
+    for name in path.split("."):
+        attribute = getattr(attribute, name, None)
+    return attribute.detach().cpu() if isinstance(attribute, torch.Tensor) and not attribute.is_meta else None
+
+
+def _state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, under all of their names."""
+    return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+
+
+def _ones(tensor: Tensor) -> torch.Tensor:
+    return torch.ones(tensor.shape, dtype=getattr(torch, tensor.dtype))
+
+
+def _random_weight(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Matrices of about unit gain, vectors near 1/2 (scales and shifts alike), integers 0."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.complex64 if tensor.is_complex() else torch.float32)
+    filled = 0.5 + 0.1 * noise if tensor.dim() < 2 else noise / math.sqrt(max(math.prod(tensor.shape[1:]), 1))
+    return filled.to(tensor.dtype)
+
+
+def _input(example: torch.Tensor, bound: int | None, seed: int) -> torch.Tensor:
+    """The example itself where it has values, else seeded random ones; integers are below `bound`, the size of what they index."""
+    if not example.is_meta:
+        return example.detach().cpu().clone()
+    generator = torch.Generator().manual_seed(1_000 + seed)
+    if example.is_floating_point() or example.is_complex():
+        real = torch.complex64 if example.is_complex() else torch.float32
+        return torch.randn(example.shape, generator=generator, dtype=real).to(example.dtype)
+    if example.dtype == torch.bool:
+        return torch.ones(example.shape, dtype=torch.bool)
+    return torch.randint(0, bound or 2, example.shape, generator=generator).to(example.dtype)
+
+
+INDEXES = {  # target: (input that holds indexes, input that they index, its dim)
+    "aten.embedding.default": (1, 0, 0),
+    "aten.nll_loss_forward.default": (1, 0, 1),
+    "aten.gather.default": (1, 0, None),
+    "aten.index_select.default": (1, 0, None),
+}
+
+
+def index_bounds(graph: Graph) -> dict[str, int]:
+    """For each integer input the size of the smallest dim that it indexes, followed through views and copies."""
+    bounds: dict[str, int] = {}
+    for op in graph.ops:
+        if op.target in INDEXES:
+            holds, indexed, dim = INDEXES[op.target]
+            shape = graph.tensor(op.inputs[indexed]).shape
+            size = shape[dim] if dim is not None else min(shape)
+            name = graph.ops[_origin(graph, op.inputs[holds])[0]].name
+            bounds[name] = min(size, bounds.get(name, size))
+    return bounds
+
+
+def _origin(graph: Graph, value: Value) -> Value:
+    op = graph.ops[value[0]]
+    while not op.is_placeholder and len(op.inputs) == 1:
+        value = op.inputs[0]
+        op = graph.ops[value[0]]
+    return value

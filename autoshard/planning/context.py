@@ -1,0 +1,77 @@
+"""What planning works with. Both values are made once; every step of planning reads them and none changes them.
+
+    Context     the question: a graph, a mesh, the options, the clock, and what else is known about the model
+    Instance    the same question in numbers: the formulation of the graph, and the problem that obeys the pins
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autoshard.formulate import Formulation, Training, formulate, with_pins
+from autoshard.graph import Graph, checkpointed, forward_blocks
+from autoshard.mesh import Mesh
+from autoshard.planning.demands import Demanded, allowed_by_pins
+from autoshard.planning.options import Options, Stopwatch
+from autoshard.planning.shallow import Shallow, correspondence
+from autoshard.problem import Problem
+from autoshard.strategies import Candidates, candidates
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """The graph to plan and everything that planning it depends on."""
+
+    graph: Graph
+    mesh: Mesh
+    options: Options
+    clock: Stopwatch
+    assumptions: Mapping = field(default_factory=dict)  # further facts that the plan notes
+    shallow: Graph | None = None  # the same model with fewer layers; the search starts from its plan
+    recomputable: Graph | None = None  # the graph without recomputation, where a refusal may advise to recompute every block
+    explains: bool = True  # a refusal names the demands that conflict
+
+    def seconds_left(self) -> float:
+        """Of the time limit; never nothing, so that a solver can begin."""
+        return max(self.options.time_limit - self.clock.elapsed, 0.1)
+
+    def all_recomputed(self) -> Graph | None:
+        """The graph with every block recomputed; None where that is no alternative, or the model has no repeated blocks."""
+        num_blocks = 0 if self.recomputable is None else len(forward_blocks(self.recomputable))
+        return checkpointed(self.recomputable, num_blocks) if self.recomputable is not None and num_blocks else None
+
+
+@dataclass(frozen=True, eq=False)
+class Instance:
+    """A context in numbers."""
+
+    formulated: Formulation
+    problem: Problem  # without the choices that pins, kept and forbidden layouts exclude
+    shallow: Shallow | None = None  # the same model with fewer layers, and how its answers extend to this one
+    scheme: Demanded | None = None  # a baseline that the plan has to follow
+
+
+def instance_of(context: Context, layouts: Candidates) -> Instance:
+    """The problem that the solvers get. ValueError where a pin names no tensor, or a layout that is not possible."""
+    formulated = formulate_for(context.graph, layouts, context.mesh, context.options)
+    problem = with_pins(formulated, allowed_by_pins(formulated, context.options))
+    use_shallow = context.shallow is not None and context.options.solver == "auto"
+    return Instance(formulated, problem, extended_from(context.shallow, formulated, context.options) if use_shallow else None)
+
+
+def extended_from(shallow: Graph | None, formulated: Formulation, options: Options) -> Shallow | None:
+    """The problem of the same model with fewer layers, and how it extends to this one; None where some op has no corresponding op."""
+    if shallow is None:
+        return None
+    small = formulate_for(shallow, candidates(shallow, formulated.mesh), formulated.mesh, options)
+    try:
+        return Shallow(small, correspondence(formulated, small))
+    except ValueError:  # this is no error: the deep problem is solved without the shallow one
+        return None
+
+
+def formulate_for(graph: Graph, layouts: Candidates, mesh: Mesh, options: Options) -> Formulation:
+    """The graph's problem with the optimizer and the memory limit of the options, before any pins."""
+    training = Training(options.optimizer, options.master_weights) if any(r.kind == "gradient" for r in graph.results) else None
+    return formulate(graph, layouts, mesh, training=training, memory_limit=options.memory_limit)

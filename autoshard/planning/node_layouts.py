@@ -1,0 +1,51 @@
+"""An old plan of a given fx graph, which knows only that graph's nodes and their placements, as a Solution of the captured graph."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch.utils import _pytree as pytree
+
+from autoshard.capture import Captured
+from autoshard.graph import Graph
+from autoshard.layout import local_numel, parse, replicated, text, why_illegal
+from autoshard.mesh import Mesh
+from autoshard.solution import Placed, Solution
+
+
+def with_node_layouts(captured: Captured, old: Solution, path: str) -> Solution:
+    """The old plan with the layouts of its nodes on the values that the nodes became; all other ops are replicated.
+
+    Nobody has judged such a plan, and its status says so. ValueError, which names the file `path`, where the plan is of another graph.
+    """
+    graph, mesh = captured.graph, old.mesh
+    everywhere = text(replicated(len(mesh.axes)))
+    layouts = {
+        op.name: Placed((everywhere,) * len(op.inputs), tuple(None if t is None else everywhere for t in op.outputs)) for op in graph.ops
+    }
+    known = [node for node in captured.values if node.name in old.layouts]
+    if not known:
+        raise ValueError(f"{path} names none of this graph's nodes; it is a plan of another graph, so plan again without preload_solution")
+    for node in known:
+        values = [leaf for leaf in pytree.tree_leaves(captured.values[node], is_leaf=is_value) if leaf is not None]
+        for (i, k), written in zip(values, old.layouts[node.name].outputs, strict=False):
+            op, tensor = graph.ops[i], graph.tensor((i, k))
+            reason = why_illegal(tensor.shape, parse(written), mesh) if written else None
+            if reason:
+                raise ValueError(f"{path} does not fit this graph: {node.name}: {reason}; plan again without preload_solution")
+            outputs = list(layouts[op.name].outputs)
+            outputs[k] = written or outputs[k]
+            layouts[op.name] = replace(layouts[op.name], outputs=tuple(outputs))
+    parameters = {name: _row(graph, i, layouts[name].outputs[0], everywhere, mesh) for name, i in graph.parameters.items()}
+    return replace(old, layouts=layouts, parameters=parameters)
+
+
+def _row(graph: Graph, i: int, layout: str | None, everywhere: str, mesh: Mesh) -> dict:
+    tensor = graph.tensor((i, 0))
+    local_bytes = local_numel(tensor.shape, parse(layout or everywhere), mesh) * tensor.itemsize
+    return {"layout": layout, "shape": list(tensor.shape), "dtype": tensor.dtype, "local_bytes": local_bytes}
+
+
+def is_value(leaf: object) -> bool:
+    """Whether a leaf of `Captured.values` is a Value of the graph, or None where the node has no tensor."""
+    return leaf is None or (isinstance(leaf, tuple) and len(leaf) == 2 and all(isinstance(n, int) for n in leaf))

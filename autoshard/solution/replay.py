@@ -1,0 +1,43 @@
+"""A saved plan meets a model again: the graph that the plan speaks of, and whether the plan fits it.
+
+    replay(solution, graph)            the captured graph, with as many blocks recomputed as the plan recomputes
+    replay(...).misfits                why the plan can't be applied to that graph; empty where it can
+    replay(...).checked()              the graph; ValueError where the plan does not fit it
+
+Verifying, simulating, running, explaining and checking a plan all begin here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from autoshard.graph import Graph, checkpointed
+from autoshard.mesh import Mesh
+from autoshard.solution.compare import misfits
+from autoshard.solution.record import Solution
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """A plan and the graph that it is applied to."""
+
+    solution: Solution
+    graph: Graph
+    mesh: Mesh | None = None  # the plan's own where none is given
+
+    @cached_property
+    def misfits(self) -> tuple[str, ...]:
+        """Why the plan can't be applied to the graph; empty where it can."""
+        return misfits(self.solution, self.graph, self.mesh or self.solution.mesh)
+
+    def checked(self, name: str = "the solution", program: str = "model", advice: str = "") -> Graph:
+        """The graph. ValueError, with the reasons, where the plan (called `name`) does not fit it."""
+        if self.misfits:
+            raise ValueError(f"{name} does not fit this {program}: {'; '.join(self.misfits)}{advice}")
+        return self.graph
+
+
+def replay(solution: Solution, graph: Graph, mesh: Mesh | None = None) -> Replay:
+    """A plan on the captured graph of a model, with the blocks recomputed that the plan recomputes."""
+    return Replay(solution, checkpointed(graph, solution.recompute), mesh)
