@@ -8,7 +8,7 @@ import torch
 from autoshard.layout import P, R, S, has_partial, is_legal, text
 from autoshard.lower.collectives import Ask, check_step, exchange, take
 from autoshard.lower.parts import assemble, cut, distance, gap, reduce_parts
-from autoshard.lower.program import Move, Slot
+from autoshard.lower.program import Redistribute, Slot
 from autoshard.lower.run import World, check, together
 from autoshard.routes import Routes, Step
 from tests.helpers_lower import mesh_of
@@ -50,7 +50,7 @@ def test_every_route_ends_with_the_target_cut(sizes, reduce_op):
         parts = parts_of(whole, source, mesh, reduce_op)
         assert distance(parts, source, mesh, whole) < 1e-5  # what we start from does stand for the whole
         world.held["a"] = parts
-        moved = world.move(Move(*slots, route.steps))
+        moved = world.move(Redistribute(*slots, route.steps))
         assert distance(moved, target, mesh, whole) < 1e-5, (text(source), text(target))
         assert all(part.is_contiguous() for part in moved) or not route.steps
         seen |= {step.collective for step in route.steps}
@@ -72,7 +72,7 @@ def test_other_dtypes_travel_too(dtype):
 def move_between(whole, source, target, mesh):
     kind = str(whole.dtype).removeprefix("torch.")
     a, b = (Slot(name, (0, 0), x, tuple(cut(whole, x, mesh)[0].shape), kind) for name, x in (("a", source), ("b", target)))
-    return Move(a, b, Routes(mesh).route(tuple(whole.shape), whole.itemsize, source, target).steps)
+    return Redistribute(a, b, Routes(mesh).route(tuple(whole.shape), whole.itemsize, source, target).steps)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from autoshard.lower import lower
 from autoshard.lower.kernels import dropout
 from autoshard.lower.kernels.table import KERNELS
-from autoshard.lower.program import Run
+from autoshard.lower.program import RunOp
 from tests.helpers_lower import check_op, crossed, laid, mesh_of, one_op
 from tests.test_coverage_ops import CASES as MORE_CASES
 
@@ -162,7 +162,7 @@ def test_kernel_gives_the_whole_op(name, sizes):
 def runs(target, arguments, inputs, outputs, *sizes):
     graph, _ = one_op(target, *arguments)
     program = lower(graph, laid(graph, inputs, outputs), {}, mesh_of(*sizes))
-    return next(record for record in program.records if isinstance(record, Run))
+    return next(record for record in program.records if isinstance(record, RunOp))
 
 
 def test_the_plain_op_runs_where_it_is_right():

@@ -17,7 +17,7 @@ from autoshard.layout import P, R, S, all_layouts, is_even, is_legal, parse, ran
 from autoshard.lower import lower, plant_fault, run_local_tensor, run_simulated, verify_program
 from autoshard.lower.literals import UNINITIALISED
 from autoshard.lower.parts import cut, distance
-from autoshard.lower.program import Move, slot_of
+from autoshard.lower.program import Redistribute, slot_of
 from autoshard.lower.run import World
 from autoshard.mesh import Mesh
 from autoshard.planning.describe import layouts_of, results_of
@@ -84,7 +84,7 @@ def test_every_route_ends_with_the_target_cut(sizes, shape):
             continue
         a, b = (slot_of(name, (0, 0), described(whole), x, mesh) for name, x in (("a", source), ("b", target)))
         world.held["a"] = cut(whole, source, mesh)
-        assert distance(world.move(Move(a, b, route.steps, shape)), target, mesh, whole) < 1e-5, (text(source), text(target))
+        assert distance(world.move(Redistribute(a, b, route.steps, shape)), target, mesh, whole) < 1e-5, (text(source), text(target))
         moved += bool(a.shapes or b.shapes)
     assert moved >= 8
 

@@ -21,7 +21,7 @@ from .sharding_map import sharding_map as sharding_map
 
 
 @dataclass(frozen=True)
-class Kind:
+class ExportFormat:
     """A format: how it is made of a Solution (and an axis' name), as plain data, as Python source."""
 
     make: Callable[[Solution, str | None], Any]
@@ -29,13 +29,13 @@ class Kind:
     python: Callable[[Any], str] | None = None
 
 
-KINDS = {
-    "sharding_map": Kind(lambda solution, _: sharding_map(solution), as_text),
-    "json": Kind(lambda solution, _: portable(solution)),
-    "parallelize_module": Kind(modules.parallelize_plan, modules.styles_as_text, modules.as_python),
-    "tp_plan": Kind(modules.tp_plan),
-    "fully_shard": Kind(fully_shard.recipe, fully_shard.as_text, fully_shard.as_python),
-    "distribute_module": Kind(lambda solution, _: partition.partition_fn(solution), partition.as_text, partition.as_python),
+FORMATS = {
+    "sharding_map": ExportFormat(lambda solution, _: sharding_map(solution), as_text),
+    "json": ExportFormat(lambda solution, _: portable(solution)),
+    "parallelize_module": ExportFormat(modules.parallelize_plan, modules.styles_as_text, modules.as_python),
+    "tp_plan": ExportFormat(modules.tp_plan),
+    "fully_shard": ExportFormat(fully_shard.recipe, fully_shard.as_text, fully_shard.as_python),
+    "distribute_module": ExportFormat(lambda solution, _: partition.partition_fn(solution), partition.as_text, partition.as_python),
 }
 apply_recipe = fully_shard.apply
 BY_MODULES = ("parallelize_module", "tp_plan", "fully_shard")
@@ -55,12 +55,12 @@ def export(solution: Solution, kind: str, path: str | os.PathLike[str] | None = 
     `cost_seconds` and `extra_seconds`: what of the plan it does not carry, and what that costs. Files are JSON; what is code for a
     launcher can also be written to a `.py` file. ValueError on an unknown kind, axis or ending.
     """
-    if kind not in KINDS:
-        raise ValueError(f"there is no export {kind!r}; expected one of {', '.join(KINDS)}")
+    if kind not in FORMATS:
+        raise ValueError(f"there is no export {kind!r}; expected one of {', '.join(FORMATS)}")
     if axis is not None and kind not in BY_MODULES:
         raise ValueError(f"{kind} carries every axis; leave axis={axis!r} out")
     content = None if path is None else _content(kind, Path(path))
-    value = KINDS[kind].make(solution, axis)
+    value = FORMATS[kind].make(solution, axis)
     if path is not None and content is not None:
         write_atomically(content(value), path)
     return value
@@ -68,12 +68,12 @@ def export(solution: Solution, kind: str, path: str | os.PathLike[str] | None = 
 
 def as_plain(value: Any, kind: str) -> Any:
     """What `export(solution, kind)` gave, as lists, dicts and strings: what its JSON file holds."""
-    return KINDS[kind].plain(value)
+    return FORMATS[kind].plain(value)
 
 
 def _content(kind: str, path: Path) -> Callable[[Any], bytes]:
     """How the file is made; known before anything is."""
-    python = KINDS[kind].python
+    python = FORMATS[kind].python
     if path.suffix in PICKLE_SUFFIXES:
         if kind != "sharding_map":
             raise ValueError(f"{path} asks for a pickle, but {kind} is text; name a file that ends in .json")

@@ -24,7 +24,7 @@ from torch.fx.graph import _BoxedCodeGen
 from autoshard.graph import Graph
 from autoshard.lower.collectives import Groups
 from autoshard.lower.flow import owners, size
-from autoshard.lower.program import Give, Move, Program, Run, Slot
+from autoshard.lower.program import Program, Redistribute, ReturnResult, RunOp, Slot
 from autoshard.lower.run import run_rank
 
 _c10d = torch.ops._c10d_functional
@@ -119,19 +119,19 @@ def first_of_backward(program: Program, graph: Graph) -> int:
     begin, behind = end, end
     for i, record in enumerate(program.records):
         match record:
-            case Move(source=source, target=target):
+            case Redistribute(source=source, target=target):
                 if source.name in known:
                     known.add(target.name)
                     begin = min(begin, i)
-            case Run():
+            case RunOp():
                 if not graph.ops[record.op].backward:
                     behind = i + 1
                 if any(slot.name in known for slot in record.inputs):
                     known.update(slot.name for slot in record.outputs if slot is not None)
                     begin = min(begin, i)
-            case Give(key=key) if not key.startswith("gradient:"):
+            case ReturnResult(key=key) if not key.startswith("gradient:"):
                 behind = i + 1
-    gives = any(isinstance(r, Give) and r.key.startswith("gradient:") for r in program.records)
+    gives = any(isinstance(r, ReturnResult) and r.key.startswith("gradient:") for r in program.records)
     return min(begin, behind) if gives else end
 
 

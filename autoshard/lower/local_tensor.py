@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autoshard.lower.collectives import Asking, Groups
 from autoshard.lower.parts import assemble, cut
-from autoshard.lower.program import Give, Load, Move, Program, Run
+from autoshard.lower.program import Program, Redistribute, ReturnResult, RunOp
 from autoshard.lower.run import World, asking, run_rank, taking, whole_input
 
 
@@ -41,9 +41,7 @@ def run_local_tensor(program: Program, values: Mapping[str, Tensor]) -> dict[str
             results = _run_apart(program, values, groups)
     finally:
         dist.destroy_process_group()
-    return {
-        record.key: assemble(results[record.key], record.slot.layout, mesh) for record in program.records if isinstance(record, Give)
-    }
+    return {record.key: assemble(results[record.key], record.slot.layout, mesh) for record in program.results}
 
 
 def _run_once(program: Program, values: Mapping[str, Tensor], groups: Groups) -> dict[str, list[Tensor]]:
@@ -52,8 +50,7 @@ def _run_once(program: Program, values: Mapping[str, Tensor], groups: Groups) ->
     with LocalTensorMode(mesh.num_devices):
         local = {
             record.name: _local(cut(whole_input(record, values, mesh), record.slot.layout, mesh))
-            for record in program.records
-            if isinstance(record, Load)
+            for record in program.loads
         }
         coordinate = tuple(_local([torch.tensor(c[axis]) for c in mesh.coordinates()]) for axis in range(len(mesh.axes)))
         results = run_rank(program, local, groups, coordinate)
@@ -65,13 +62,13 @@ def _run_apart(program: Program, values: Mapping[str, Tensor], groups: Groups) -
     world, results = World(program.mesh), {}
     for record in program.records:
         match record:
-            case Give():
+            case ReturnResult():
                 results[record.key] = world.parts(record.slot)
-            case Move():
+            case Redistribute():
                 parts = world.parts(record.source)
                 programs = [taking(record.steps, rank, x, record.whole) for rank, x in zip(world.ranks, parts, strict=True)]
                 world.held[record.target.name] = _together(programs, groups)
-            case Run():
+            case RunOp():
                 inputs = [[world.parts(slot)[r] for slot in record.inputs] for r in range(len(world.ranks))]
                 programs = [asking(record, rank, given) for rank, given in zip(world.ranks, inputs, strict=True)]
                 world.hold(record, _together(programs, groups))

@@ -36,7 +36,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(eq=False)
-class Step:
+class TracedCall:
     """What a rank runs for one kind of call."""
 
     graphs: RankGraphs
@@ -70,11 +70,11 @@ class Runner:
 
     mesh: Mesh
     device_mesh: DeviceMesh
-    build: Callable[[pytree.TreeSpec, list[Any], bool], Step]  # from the inputs on the meta device, whole; is it in training mode
+    build: Callable[[pytree.TreeSpec, list[Any], bool], TracedCall]  # from the inputs on the meta device, whole; is it in training mode
     names: Callable[[Any], list[str]]  # of the leaves of a call's inputs
     inputs: dict[str, Layout]
     planned: dict[str, tuple[int, ...] | None]  # global shapes of the inputs, where the plan knows them
-    steps: dict[Any, Step] = field(default_factory=dict)
+    steps: dict[Any, TracedCall] = field(default_factory=dict)
     where: tuple[int, ...] = ()
     batch_layouts: dict[str, Layout] = field(init=False)  # in which this rank's shards come
     known_names: dict[pytree.TreeSpec, list[str]] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class Runner:
             self.random = generator.get_rng_state()
             generator.set_rng_state(own)
 
-    def prepare(self, module: nn.Module, inputs: Any) -> Step:
+    def prepare(self, module: nn.Module, inputs: Any) -> TracedCall:
         """The graphs for inputs like these, given whole: their shapes are from now on the planned ones."""
         bound = self._bound(module, *_arguments(inputs))
         leaves, spec = pytree.tree_flatten(bound)
@@ -113,7 +113,7 @@ class Runner:
 
     def _step(
         self, spec: pytree.TreeSpec, leaves: Sequence[Any], wholes: Sequence[Shape | None], training: bool, by_inductor: bool
-    ) -> Step:
+    ) -> TracedCall:
         pairs = list(zip(leaves, wholes, strict=True))
         key = (spec, tuple((whole, leaf.dtype) if whole is not None else leaf for leaf, whole in pairs), training)
         if key not in self.steps:
@@ -132,7 +132,7 @@ class Runner:
         """The arguments of a call as they were planned: a dict by name in the plan's order, or a tuple by position."""
         if not kwargs and not self.is_by_name:
             return args
-        own: Any = next(c for c in type(module).__mro__ if "forward" in vars(c) and not issubclass(c, Parallel))
+        own: Any = next(c for c in type(module).__mro__ if "forward" in vars(c) and not issubclass(c, ParallelModule))
         signature = inspect.signature(own.forward)
         bound = signature.bind(module, *args, **kwargs)
         if not self.is_by_name:
@@ -159,7 +159,7 @@ class Runner:
         return any(re.fullmatch(r"input_\d+", name) is None for name in self.inputs)
 
     def shard(self, module: nn.Module, batch: Any, *, local: bool) -> Any:
-        """As `Parallel.shard_inputs`."""
+        """As `ParallelModule.shard_inputs`."""
         args, kwargs = _arguments(batch)
         leaves, spec = pytree.tree_flatten(kwargs or args)
         marks = pytree.tree_unflatten([_Leaf(k) for k in range(len(leaves))], spec)
@@ -231,7 +231,7 @@ class Runner:
             return given.redistribute(placements=list(layout)).to_local()
         return part_of(given.to(self.device_mesh.device_type), layout, self.mesh, self.where).contiguous()
 
-    def _run(self, step: Step, module: nn.Module, given: dict[str, Tensor]) -> Any:
+    def _run(self, step: TracedCall, module: nn.Module, given: dict[str, Tensor]) -> Any:
         held = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False)), **given}
         tensors = [held[name] for name in step.graphs.loads]
         trains = step.graphs.backward is not None and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
@@ -247,7 +247,7 @@ class Runner:
                     local(held[key.removeprefix("buffer:")]).copy_(local(value))
         return pytree.tree_unflatten([results.get(f"output:{k}", leaf) for k, leaf in enumerate(step.leaves)], step.structure)
 
-    def outputs(self, step: Step, made: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def outputs(self, step: TracedCall, made: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What the graph gave, for the user: plain where every rank holds all of it, else a DTensor."""
         found = []
         for key, part in zip(step.graphs.outputs, made, strict=False):
@@ -258,7 +258,7 @@ class Runner:
                 found.append(as_dtensor(part, spec_of(step.shapes[key], part.dtype, layout, self.device_mesh)))
         return tuple(found)
 
-    def tangent(self, step: Step, name: str, given: Tensor) -> Tensor:
+    def tangent(self, step: TracedCall, name: str, given: Tensor) -> Tensor:
         layout = step.graphs.slots[name].layout
         if isinstance(given, DTensor):
             return given.redistribute(placements=list(layout)).to_local()
@@ -300,7 +300,7 @@ def _arguments(batch: Any) -> tuple[tuple, dict]:
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 
-class Parallel(nn.Module):
+class ParallelModule(nn.Module):
     """The methods that a parallel module has in place of its model's."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -349,7 +349,7 @@ def _call(module: nn.Module, args: tuple, kwargs: dict, compiling: bool) -> Any:
 
 def parallel_class(of: type) -> type:
     refused = {name: _refusing(name, why) for name, why in NOT_PLANNED.items() if hasattr(of, name)}
-    return type(f"Parallel{of.__name__}", (Parallel, of), {"__module__": of.__module__, "__doc__": of.__doc__, **refused})
+    return type(f"Parallel{of.__name__}", (ParallelModule, of), {"__module__": of.__module__, "__doc__": of.__doc__, **refused})
 
 
 _GATHERED = "load the gathered parameters into the model that was given to parallelize, and call it there: docs/huggingface.md"
@@ -390,7 +390,7 @@ class _Train(torch.autograd.Function):
     """The two graphs as one differentiable function of parameters, buffers and inputs."""
 
     @staticmethod
-    def forward(ctx: Any, runner: Runner, step: Step, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, runner: Runner, step: TracedCall, *tensors: Tensor) -> tuple[Tensor, ...]:
         graphs = step.graphs
         parts = [local(t) for t in tensors]
         made = step.run("forward", parts + step.position)

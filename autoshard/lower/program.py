@@ -49,13 +49,13 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadPlaceholder:
     name: str  # of the placeholder
     slot: Slot
 
 
 @dataclass(frozen=True)
-class Move:
+class Redistribute:
     source: Slot
     target: Slot
     steps: tuple[Step, ...]
@@ -63,7 +63,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunOp:
     op: int
     name: str
     target: str  # the ATen function to call, which may stand in for the op's own
@@ -78,17 +78,17 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Give:
+class ReturnResult:
     key: str  # "output:0", "gradient:h.0.attn.weight"
     slot: Slot
 
 
 @dataclass(frozen=True)
-class Free:
+class FreeTensors:
     slots: tuple[str, ...]
 
 
-Record = Load | Move | Run | Give | Free
+Record = LoadPlaceholder | Redistribute | RunOp | ReturnResult | FreeTensors
 
 
 @dataclass(frozen=True)
@@ -99,24 +99,24 @@ class Program:
     records: tuple[Record, ...]
 
     @property
-    def loads(self) -> tuple[Load, ...]:
-        return tuple(r for r in self.records if isinstance(r, Load))
+    def loads(self) -> tuple[LoadPlaceholder, ...]:
+        return tuple(r for r in self.records if isinstance(r, LoadPlaceholder))
 
     @property
-    def results(self) -> tuple[Give, ...]:
-        return tuple(r for r in self.records if isinstance(r, Give))
+    def results(self) -> tuple[ReturnResult, ...]:
+        return tuple(r for r in self.records if isinstance(r, ReturnResult))
 
     @property
     def is_even(self) -> bool:
         """Whether it is the very same on every rank: no shape and no argument differs."""
         slots = (slot for record in self.records for slot in (*_read(record), *_made(record)) if slot is not None)
-        moves = (record.whole is None for record in self.records if isinstance(record, Move))
+        moves = (record.whole is None for record in self.records if isinstance(record, Redistribute))
         return all(moves) and not any(slot.shapes for slot in slots)
 
     @property
     def redistributes(self) -> int:
         """How many tensors change their layout on the way."""
-        return sum(isinstance(record, Move) for record in self.records)
+        return sum(isinstance(record, Redistribute) for record in self.records)
 
     @property
     def collectives(self) -> dict[str, tuple[int, float]]:
@@ -124,7 +124,7 @@ class Program:
         count: Counter[str] = Counter()
         sent: Counter[str] = Counter()
         for record in self.records:
-            for step in record.steps if isinstance(record, Move) else ():
+            for step in record.steps if isinstance(record, Redistribute) else ():
                 count[step.collective] += 1
                 sent[step.collective] += step.bytes  # type: ignore[assignment]
         return {collective: (count[collective], float(sent[collective])) for collective in sorted(count)}
@@ -169,7 +169,7 @@ class _Lowering:
                 for k, t in enumerate(op.outputs)
             )
             if op.is_placeholder:
-                self.records.append(Load(op.name, _tensor_slot(op, outputs[0])))
+                self.records.append(LoadPlaceholder(op.name, _tensor_slot(op, outputs[0])))
             else:
                 self.records.append(self._run(i, op, placed, outputs))
             for k, slot in enumerate(outputs):
@@ -207,7 +207,7 @@ class _Lowering:
         for step in route.steps:
             check_step(step)
         even = all(is_even(tensor.shape, layout, self.mesh) for step in route.steps for layout in (step.before, step.after))
-        self.records.append(Move(source, target, route.steps, None if even else tensor.shape))
+        self.records.append(Redistribute(source, target, route.steps, None if even else tensor.shape))
         return target
 
     def _hub(self, value: Value) -> Slot:
@@ -219,7 +219,7 @@ class _Lowering:
             self.at[value] = slot
         return self.at[value]
 
-    def _run(self, i: int, op: Op, placed: Placed, outputs: tuple[Slot | None, ...]) -> Run:
+    def _run(self, i: int, op: Op, placed: Placed, outputs: tuple[Slot | None, ...]) -> RunOp:
         inputs = tuple(
             self._move(self._hub(value), f"{op.name}.in{k}", _layout(placed.inputs[k], op)) for k, value in enumerate(op.inputs)
         )
@@ -229,7 +229,7 @@ class _Lowering:
         for key, layout in self.wanted.get(value, ()):
             source = self._hub(value)
             slot = source if layout is None else self._move(source, f"{key}=", _layout(layout, op))
-            self.records.append(Give(key, slot))
+            self.records.append(ReturnResult(key, slot))
 
 
 def slot_of(name: str, value: Value, tensor: Tensor, layout: Layout, mesh: Mesh) -> Slot:
@@ -238,7 +238,7 @@ def slot_of(name: str, value: Value, tensor: Tensor, layout: Layout, mesh: Mesh)
     return Slot(name, value, layout, local_shape(tensor.shape, layout, mesh), tensor.dtype, shapes)
 
 
-def run_record(graph: Graph, i: int, inputs: tuple[Slot, ...], outputs: tuple[Slot | None, ...], mesh: Mesh, device: str = "cpu") -> Run:
+def run_record(graph: Graph, i: int, inputs: tuple[Slot, ...], outputs: tuple[Slot | None, ...], mesh: Mesh, device: str = "cpu") -> RunOp:
     """How a rank runs op i on local inputs to get local outputs."""
     op = graph.ops[i]
     whole_inputs = tuple(t.shape for t in graph.input_tensors(i))
@@ -257,7 +257,7 @@ def run_record(graph: Graph, i: int, inputs: tuple[Slot, ...], outputs: tuple[Sl
 
     uneven = any(slot is not None and slot.shapes for slot in (*inputs, *outputs))
     by_rank = tuple(arguments(rank) for rank in range(mesh.num_devices)) if uneven else ()
-    return Run(i, op.name, target, arguments(0), inputs, outputs, kernel, by_rank)
+    return RunOp(i, op.name, target, arguments(0), inputs, outputs, kernel, by_rank)
 
 
 def _layout(written: str | None, op: Op) -> Layout:
@@ -272,16 +272,16 @@ def _tensor_slot(op: Op, slot: Slot | None) -> Slot:
 
 
 def _read(record: Record) -> tuple[Slot, ...]:
-    return (record.source,) if isinstance(record, Move) else record.inputs if isinstance(record, Run) else ()
+    return (record.source,) if isinstance(record, Redistribute) else record.inputs if isinstance(record, RunOp) else ()
 
 
 def _made(record: Record) -> tuple[Slot | None, ...]:
     match record:
-        case Load():
+        case LoadPlaceholder():
             return (record.slot,)
-        case Move():
+        case Redistribute():
             return (record.target,)
-        case Run():
+        case RunOp():
             return record.outputs
     return ()
 
@@ -290,7 +290,7 @@ def _with_frees(records: list[Record]) -> tuple[Record, ...]:
     """Each slot is freed right after the last record that names it."""
     last: dict[str, int] = {}
     for i, record in enumerate(records):
-        named = (record.slot,) if isinstance(record, Give) else (*_read(record), *_made(record))
+        named = (record.slot,) if isinstance(record, ReturnResult) else (*_read(record), *_made(record))
         for slot in named:
             if slot is not None:
                 last[slot.name] = i
@@ -301,6 +301,6 @@ def _with_frees(records: list[Record]) -> tuple[Record, ...]:
     for i, record in enumerate(records):
         found.append(record)
         if i in ending:
-            found.append(Free(tuple(ending[i])))
+            found.append(FreeTensors(tuple(ending[i])))
     return tuple(found)
 

@@ -24,7 +24,7 @@ from autoshard.lower.collectives import Asking, Groups, Rank, exchange, take
 from autoshard.lower.kernels.dropout import from_state
 from autoshard.lower.literals import DENSE_INPUTS, overload
 from autoshard.lower.parts import assemble, cut, groups
-from autoshard.lower.program import Free, Give, Load, Move, Program, Run, Slot
+from autoshard.lower.program import FreeTensors, LoadPlaceholder, Program, Redistribute, ReturnResult, RunOp, Slot
 from autoshard.mesh import Mesh
 from autoshard.routes import Step
 
@@ -36,25 +36,25 @@ def ranks(mesh: Mesh, device: str = "cpu") -> tuple[Rank, ...]:
     return tuple(Rank(mesh, tuple(torch.tensor(c, device=device) for c in coordinate), coordinate) for coordinate in mesh.coordinates())
 
 
-def call(record: Run, inputs: Sequence[Tensor], rank: int = 0) -> tuple[Any, ...]:
+def call(record: RunOp, inputs: Sequence[Tensor], rank: int = 0) -> tuple[Any, ...]:
     """The op on the tensors of a rank (its number on the mesh): its outputs, one entry per output."""
     return _without_gaps(record, as_outputs(overload(record.target)(**arguments(record, inputs, rank))), rank)
 
 
-def _without_gaps(record: Run, outputs: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
+def _without_gaps(record: RunOp, outputs: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
     """An empty tensor where a kernel has none and the capture had one of no elements (the workspace of a recurrent layer)."""
     wanted = (*record.outputs, *(None for _ in outputs))
     return tuple(_empty(record, slot, rank) if y is None and slot is not None else y for y, slot in zip(outputs, wanted, strict=False))
 
 
-def _empty(record: Run, slot: Slot, rank: int) -> Tensor:
+def _empty(record: RunOp, slot: Slot, rank: int) -> Tensor:
     shape = slot.shape_on(rank)
     if 0 not in shape:
         raise ValueError(f"{record.target} (op {record.name}) returned nothing where the captured program has a tensor of {shape}")
     return torch.empty(shape, dtype=getattr(torch, slot.dtype))
 
 
-def arguments(record: Run, inputs: Sequence[Tensor], rank: int = 0) -> dict[str, Any]:
+def arguments(record: RunOp, inputs: Sequence[Tensor], rank: int = 0) -> dict[str, Any]:
     values = tuple(map(_dense, inputs)) if record.target in DENSE_INPUTS else tuple(inputs)
     return {name: replace_refs(literal, values) for name, literal in record.arguments_on(rank).items()}
 
@@ -68,7 +68,7 @@ def as_outputs(result: Any) -> tuple[Any, ...]:
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
-def asking(record: Run, rank: Rank, inputs: Sequence[Tensor]) -> Asking:
+def asking(record: RunOp, rank: Rank, inputs: Sequence[Tensor]) -> Asking:
     """The op's local program as a generator, kernel or not."""
     number = rank.number if record.by_rank else 0
     if record.kernel is None:
@@ -76,7 +76,7 @@ def asking(record: Run, rank: Rank, inputs: Sequence[Tensor]) -> Asking:
     return as_outputs((yield from record.kernel(rank, arguments(record, inputs, number))))  # type: ignore[return-value]
 
 
-def alone(record: Run, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+def alone(record: RunOp, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
     """The op on whole tensors, by its local program where it always has one of its own; on one device nobody is asked for anything."""
     try:
         next(asking(record, ranks(Mesh(()))[0], inputs))
@@ -123,23 +123,23 @@ class World:
         self.mesh, self.ranks = mesh, ranks(mesh)
         self.held: dict[str, Parts] = {}
 
-    def do(self, record: Load | Move | Run | Free, values: Mapping[str, Tensor]) -> None:
+    def do(self, record: LoadPlaceholder | Redistribute | RunOp | FreeTensors, values: Mapping[str, Tensor]) -> None:
         """Carry out one record on every rank. ValueError where a shape or dtype isn't the planned one."""
         match record:
-            case Load():
+            case LoadPlaceholder():
                 self.held[record.slot.name] = cut(whole_input(record, values, self.mesh), record.slot.layout, self.mesh)
-            case Move():
+            case Redistribute():
                 self.held[record.target.name] = self.move(record)
-            case Run():
+            case RunOp():
                 self.hold(record, self.run(record))
-            case Free():
+            case FreeTensors():
                 for name in record.slots:
                     self.held.pop(name, None)
 
     def parts(self, slot: Slot) -> Parts:
         return self.held[slot.name]
 
-    def move(self, record: Move) -> Parts:
+    def move(self, record: Redistribute) -> Parts:
         parts = self.parts(record.source)
         for step in record.steps:
             parts = self._step(step, parts, record.whole)
@@ -159,7 +159,7 @@ class World:
                 out[r] = part
         return out
 
-    def run(self, record: Run, random: Tensor | None = None) -> list[tuple[Any, ...]]:
+    def run(self, record: RunOp, random: Tensor | None = None) -> list[tuple[Any, ...]]:
         """For each rank the outputs of the op. random: the generator's state that every rank draws from."""
         inputs = [tuple(self.parts(slot)[r] for slot in record.inputs) for r in range(len(self.ranks))]
         if random is not None:
@@ -175,7 +175,7 @@ class World:
             outputs.append(done[key])
         return outputs
 
-    def _draw(self, record: Run, inputs: list[tuple[Tensor, ...]], random: Tensor) -> list[tuple[Any, ...]]:
+    def _draw(self, record: RunOp, inputs: list[tuple[Tensor, ...]], random: Tensor) -> list[tuple[Any, ...]]:
         """A random op, which asks for nothing, rank by rank; numbers are drawn in the order of memory, so that it must be one order."""
         outputs = []
         for rank, given in zip(self.ranks, inputs, strict=True):
@@ -186,7 +186,7 @@ class World:
     def _kernel(self, programs: list[Asking]) -> list[Any]:
         return together(programs, lambda axis: groups(self.mesh, axis))
 
-    def hold(self, record: Run, outputs: list[tuple[Any, ...]]) -> None:
+    def hold(self, record: RunOp, outputs: list[tuple[Any, ...]]) -> None:
         """Keep what an op gave, after a look at it."""
         for k, slot in enumerate(record.outputs):
             if slot is not None:
@@ -228,7 +228,7 @@ def together(
     return results
 
 
-def whole_input(record: Load, values: Mapping[str, Tensor], mesh: Mesh) -> Tensor:
+def whole_input(record: LoadPlaceholder, values: Mapping[str, Tensor], mesh: Mesh) -> Tensor:
     """The value of a placeholder; ValueError when it is missing or can't be cut as planned."""
     if record.name not in values:
         raise ValueError(f"there is no value for {record.name!r}; expected one tensor for each parameter, buffer, input and tangent")
@@ -258,7 +258,7 @@ def run_simulated(program: Program, values: Mapping[str, Tensor]) -> dict[str, T
     """
     world, results = World(program.mesh), {}
     for record in program.records:
-        if isinstance(record, Give):
+        if isinstance(record, ReturnResult):
             results[record.key] = assemble(world.parts(record.slot), record.slot.layout, program.mesh)
         else:
             world.do(record, values)
@@ -290,22 +290,22 @@ def run_rank(
     results: dict[str, Tensor] = {}
     for i, record in enumerate(program.records):
         match record:
-            case Load():
+            case LoadPlaceholder():
                 check(record.slot, values[record.name], f"placeholder {record.name}", number)
                 held[record.slot.name] = values[record.name]
-            case Move():
+            case Redistribute():
                 part = groups.drive(taking(record.steps, rank, held[record.source.name], record.whole))
                 check(record.target, part, f"the route to {record.target.name}", number)
                 held[record.target.name] = part
-            case Run():
+            case RunOp():
                 outputs = groups.drive(asking(record, rank, [held[slot.name] for slot in record.inputs]))
                 for slot, part in zip(record.outputs, outputs, strict=False):
                     if slot is not None:
                         check(slot, part, f"op {record.name}", number)
                         held[slot.name] = part
-            case Give():
+            case ReturnResult():
                 results[record.key] = held[record.slot.name]
-            case Free():
+            case FreeTensors():
                 for name in record.slots:
                     held.pop(name, None)
         done(i)

@@ -30,7 +30,7 @@ from autoshard.layout import Layout, P, R, S, is_legal, rank_shape, text
 from autoshard.lower.kernels.dropout import draws, first_state, from_state
 from autoshard.lower.literals import UNINITIALISED
 from autoshard.lower.parts import cut, distance, gap, largest
-from autoshard.lower.program import Free, Give, Load, Move, Program, Run, Slot, lower, run_record
+from autoshard.lower.program import FreeTensors, LoadPlaceholder, Program, Redistribute, ReturnResult, RunOp, Slot, lower, run_record
 from autoshard.lower.run import World, alone, check_all
 from autoshard.mesh import Mesh
 from autoshard.routes import Routes
@@ -142,7 +142,7 @@ class _Whole:
                     self.held[i, k] = y
         self.drop = self.ending.get(i, [])
 
-    def _call(self, record: Run, inputs: list[Tensor]) -> tuple:
+    def _call(self, record: RunOp, inputs: list[Tensor]) -> tuple:
         if not draws(record.target):
             return alone(record, inputs)
         self.random_before = self.random
@@ -186,15 +186,15 @@ class _Comparison:
     def run(self) -> Verification:
         for record in self.program.records:
             match record:
-                case Load():
+                case LoadPlaceholder():
                     self._load(record)
-                case Move():
+                case Redistribute():
                     self._move(record)
-                case Run():
+                case RunOp():
                     self._run(record)
-                case Give():
+                case ReturnResult():
                     self._give(record)
-                case Free():
+                case FreeTensors():
                     self.world.do(record, self.values)
         return Verification(
             self.mesh.num_devices,
@@ -206,7 +206,7 @@ class _Comparison:
             self.tolerance,
         )
 
-    def _load(self, record: Load) -> None:
+    def _load(self, record: LoadPlaceholder) -> None:
         self.world.do(record, self.values)
         self._do_whole(record.slot.value[0])
 
@@ -214,13 +214,13 @@ class _Comparison:
         self.whole.do(i)
         self.near.do(i)
 
-    def _move(self, record: Move) -> None:
+    def _move(self, record: Redistribute) -> None:
         try:
             self.world.do(record, self.values)
         except (RuntimeError, ValueError, IndexError) as error:
             self._repair(record.target, _first_line(error))
 
-    def _run(self, record: Run) -> None:
+    def _run(self, record: RunOp) -> None:
         self._do_whole(record.op)
         try:
             outputs = self.world.run(record, self.whole.random_before if draws(record.target) else None)
@@ -233,7 +233,7 @@ class _Comparison:
             if slot is not None:
                 self._look(record, slot, [out[k] for out in outputs])
 
-    def _look(self, record: Run, slot: Slot, parts: list) -> None:
+    def _look(self, record: RunOp, slot: Slot, parts: list) -> None:
         """Hold an output when it is right, else note it and hold the right one."""
         try:
             check_all(slot, parts, f"op {record.name}")
@@ -273,7 +273,7 @@ class _Comparison:
                 return text(layout)
         return f"no layout: {tuple(parts[0].shape)} {str(parts[0].dtype).removeprefix('torch.')} on each rank"
 
-    def _give(self, record: Give) -> None:
+    def _give(self, record: ReturnResult) -> None:
         kind = record.key.split(":")[0]
         expected = self.whole.held[record.slot.value]
         if self.reference is not None and (kind in ("output", "gradient") or record.key in self.reference):
@@ -287,7 +287,7 @@ class _Comparison:
         self.worst[kind] = max(self.worst[kind], error)
 
 
-    def _check_draws(self, record: Give, expected: Tensor) -> None:
+    def _check_draws(self, record: ReturnResult, expected: Tensor) -> None:
         """ValueError when the whole program, unsharded, does not compute the reference."""
         slot = replace(record.slot, layout=(R,) * len(self.mesh.axes), shapes=())
         if self._error([self.whole.held[slot.value]] * self.mesh.num_devices, slot, expected, self.tolerance) > self.tolerance:
