@@ -20,7 +20,7 @@ from autoshard.graph import Graph, Op, Ref, Result, Tensor
 from autoshard.lower import plant_fault, run_global, verify_program
 from autoshard.lower.kernels import dropout
 from autoshard.lower.kernels.dropout import draws
-from autoshard.lower.kernels.local_inputs import local
+from autoshard.lower.kernels.sharded_op import local
 from autoshard.lower.parts import gap, largest
 from autoshard.mesh import Mesh
 from autoshard.solution import Placed
