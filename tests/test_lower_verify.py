@@ -84,7 +84,7 @@ def test_a_wrong_row_is_named_with_what_is_there(case):
     target, arguments, taken, claimed, there = WRONG[case]
     graph, values = one_op(target, *arguments)
     found = verify_program(graph, laid(graph, taken, [claimed]), {}, mesh_of(2), values)
-    assert [(m.op, m.output, m.planned, m.found) for m in found.placement_mismatches] == [("op", 0, claimed, there)]
+    assert [(m.op, m.output, m.planned, m.actual) for m in found.placement_mismatches] == [("op", 0, claimed, there)]
     assert not found.ok
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random as random_module
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -119,7 +119,7 @@ def _row(seed: int | None, found: Verification) -> dict:
         "seed": seed,
         "max_relative_error_outputs": found.max_relative_error_outputs,
         "max_relative_error_gradients": found.max_relative_error_gradients,
-        "placement_mismatches": [asdict(mismatch) for mismatch in found.placement_mismatches],
+        "placement_mismatches": [mismatch.as_json() for mismatch in found.placement_mismatches],
         "redistributes": found.redistributes,
         "ok": found.ok,
     }

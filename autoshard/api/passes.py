@@ -213,7 +213,7 @@ def _check(captured: Captured, solution: Solution) -> None:
     found = verify_graph(captured.graph, solution)
     if not found.ok:
         wrong = found.placement_mismatches[:1]
-        what = f"{wrong[0].op} gives {wrong[0].found}, planned {wrong[0].planned}" if wrong else "its numbers are off"
+        what = f"{wrong[0].op} gives {wrong[0].actual}, planned {wrong[0].planned}" if wrong else "its numbers are off"
         raise ValueError(f"run_checks: the plan does not compute what the graph computes: {what}")
 
 

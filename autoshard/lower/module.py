@@ -27,9 +27,10 @@ from torch.utils import _pytree as pytree
 
 from autoshard.layout import Layout, replicated, text
 from autoshard.lower.agreement import agree, rank_lost, share
-from autoshard.lower.distribute import as_dtensor, part_of, spec_of
+from autoshard.lower.distribute import as_dtensor, spec_of
 from autoshard.lower.fx_program import Boxed, RankGraphs, boxed, compiled
 from autoshard.lower.overlap import Overlapped, described
+from autoshard.lower.sharding import shard_of_rank
 from autoshard.mesh import Mesh
 
 Shape = tuple[int, ...]
@@ -192,13 +193,13 @@ class Runner:
             return given.redistribute(placements=list(layout))
         device = self.device_mesh.device_type
         whole = self._shape_of_shards(name, given, layout) if local else tuple(given.shape)
-        shard = given if local else part_of(given, layout, self.mesh, self.where)
+        shard = given if local else shard_of_rank(given, layout, self.mesh, self.where)
         return as_dtensor(shard.to(device).contiguous(), spec_of(whole, given.dtype, layout, self.device_mesh))
 
     def _shape_of_shards(self, name: str, given: Tensor, layout: Layout) -> Shape:
         """The global shape of which `given` is this rank's shard: the planned one where that fits, else that of equal shards."""
         planned = self.planned.get(name)
-        if planned is not None and part_of(torch.empty(planned, device="meta"), layout, self.mesh, self.where).shape == given.shape:
+        if planned is not None and shard_of_rank(torch.empty(planned, device="meta"), layout, self.mesh, self.where).shape == given.shape:
             return planned  # of uneven shards the global shape can't be told from one of them
         whole = list(given.shape)
         for placement, axis in zip(layout, self.mesh.axes, strict=True):
@@ -229,7 +230,7 @@ class Runner:
             if given.device_mesh != self.device_mesh:
                 raise ValueError(f"{name} is a DTensor on {given.device_mesh}, the module is on {self.device_mesh}; use one mesh for both")
             return given.redistribute(placements=list(layout)).to_local()
-        return part_of(given.to(self.device_mesh.device_type), layout, self.mesh, self.where).contiguous()
+        return shard_of_rank(given.to(self.device_mesh.device_type), layout, self.mesh, self.where).contiguous()
 
     def _run(self, step: TracedCall, module: nn.Module, given: dict[str, Tensor]) -> Any:
         held = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False)), **given}
@@ -262,7 +263,7 @@ class Runner:
         layout = step.graphs.slots[name].layout
         if isinstance(given, DTensor):
             return given.redistribute(placements=list(layout)).to_local()
-        return part_of(given, layout, self.mesh, self.where).contiguous()
+        return shard_of_rank(given, layout, self.mesh, self.where).contiguous()
 
 
 def local(x: Tensor) -> Tensor:

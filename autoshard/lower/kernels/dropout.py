@@ -23,7 +23,7 @@ from autoshard.layout import Layout
 from autoshard.lower.collectives import Rank
 from autoshard.lower.kernels.sharded_op import Arguments, Kernel, ShardedOp, local
 from autoshard.lower.literals import overload
-from autoshard.lower.parts import shard_of_rank
+from autoshard.lower.sharding import shard_of_rank
 
 aten = torch.ops.aten
 
