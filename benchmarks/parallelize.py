@@ -39,7 +39,7 @@ from autoshard.capture import capture
 from autoshard.graph import replace_refs
 from autoshard.lower import lower
 from autoshard.lower.literals import by_name, overload, torch_constants
-from autoshard.lower.program import Give, Load, Move, Run
+from autoshard.lower.program import LoadPlaceholder, Redistribute, ReturnResult, RunOp
 from autoshard.lower.unsharded import materialized
 from autoshard.planning.context import Context
 from autoshard.planning.options import Options, Stopwatch
@@ -77,17 +77,17 @@ class Interpreter:
         held, results = {}, {}
         for record in self.program.records:
             match record:
-                case Load():
+                case LoadPlaceholder():
                     held[record.slot.name] = values[record.name]
-                case Move():
+                case Redistribute():
                     held[record.target.name] = held[record.source.name].redistribute(placements=list(record.target.layout))
-                case Run():
+                case RunOp():
                     self._op(record, held)
-                case Give():
+                case ReturnResult():
                     results[record.key] = held[record.slot.name]
         return results
 
-    def _op(self, record: Run, held: dict) -> None:
+    def _op(self, record: RunOp, held: dict) -> None:
         op = self.graph.ops[record.op]
         inputs = tuple(held[slot.name] for slot in record.inputs)
         function = overload(op.target)

@@ -206,13 +206,13 @@ def test_the_names_are_those_of_the_rooms_that_own_them():
     from autoshard.calibrate.fit import METHODS
     from autoshard.cli import huggingface
     from autoshard.cost import OPTIMIZERS, presets
-    from autoshard.exports import KINDS
+    from autoshard.exports import FORMATS
     from autoshard.layout import _SHARDS
     from autoshard.pipeline.schedules import SCHEDULES
     from autoshard.simulate import distir
     from autoshard.solvers.solve import SOLVERS
 
-    assert set(words.SOLVERS) == set(SOLVERS) and set(words.OPTIMIZERS) == set(OPTIMIZERS) and set(words.EXPORTS) == set(KINDS)
+    assert set(words.SOLVERS) == set(SOLVERS) and set(words.OPTIMIZERS) == set(OPTIMIZERS) and set(words.EXPORTS) == set(FORMATS)
     assert set(words.SCHEDULES) == set(SCHEDULES) and words.SCHEMES == simulating.SCHEMES and set(words.METHODS) == set(METHODS)
     assert set(words.CONSTANTS) == {"physical", *distir.CONSTANTS} and set(words.PLANNERS) == set(relayout.PLANNERS)
     assert set(words.PRICES) == {one.name for one in presets.all_presets()} and words.HUGGING_FACE == huggingface.SETTINGS

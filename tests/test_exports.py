@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from autoshard.exports import KINDS, export, portable, sharding_map
+from autoshard.exports import FORMATS, export, portable, sharding_map
 from autoshard.mesh import Mesh
 from tests.helpers_solutions import linear_solution
 
@@ -72,7 +72,7 @@ def test_files_hold_what_was_returned(tmp_path):
     assert json.loads((export(SOLUTION, "json", tmp_path / "p.json") and tmp_path / "p.json").read_text()) == portable(SOLUTION)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FORMATS)
 def test_every_kind_writes_json(tmp_path, kind):
     export(SOLUTION, kind, tmp_path / "a.json")
     assert json.loads((tmp_path / "a.json").read_text())
@@ -96,7 +96,7 @@ def test_a_dtype_of_another_torch_is_refused():
         sharding_map(linear_solution(parameters={"w": {**PARAMETERS["scale"], "dtype": "float3"}}))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FORMATS)
 def test_every_kind_says_what_it_leaves_out(kind):
     value = export(SOLUTION, kind)
     assert value.left and len(value.said) == 1 + len(value.left)

@@ -40,7 +40,7 @@ def solution_of(name, other, note, axes):
 
 
 def python_of(solution, kind):
-    return exports.KINDS[kind].python(export(solution, kind))
+    return exports.FORMATS[kind].python(export(solution, kind))
 
 
 def shape_of(code):

@@ -96,7 +96,7 @@ def test_a_plan_that_cuts_the_batch_over_the_axis_says_what_its_loss_costs():
     assert solution.layouts["input_ids"].outputs == ("S(0)",)
     found = export(solution, "tp_plan")
     assert set(found.values()) == {"replicate"} and found.cost_seconds > 2 * solution.cost
-    assert any("inputs cut over axis0" in one.what for one in found.left)
+    assert any("inputs sharded on axis0" in one.what for one in found.left)
 
 
 def test_an_export_that_needs_more_memory_than_the_plan_was_limited_to_says_so():
@@ -193,7 +193,7 @@ def test_weights_that_only_few_layers_cut_stay_whole_and_are_listed():
     ("arguments", "sentence"),
     [
         (("tp_plan", None, "rows"), "the mesh has no axis 'rows'; its axes are axis0, axis1"),
-        (("tp_plan", None, "axis0"), "uses no weight in parts over axis0, so there is nothing to export; it does over axis1"),
+        (("tp_plan", None, "axis0"), "shards no weight on axis0, so there is nothing to export; it does on axis1"),
         (("json", None, "axis0"), "json carries every axis; leave axis='axis0' out"),
         (("tp_plan", "plan.py", None), "asks for Python, but tp_plan is data"),
         (("tp_plan", "plan.pkl", None), "asks for a pickle, but tp_plan is text"),

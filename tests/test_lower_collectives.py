@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from autoshard.layout import P, R, S, has_partial, is_legal, text
-from autoshard.lower.collectives import Ask, check_step, exchange, take
-from autoshard.lower.parts import assemble, cut, distance, gap, reduce_parts
-from autoshard.lower.program import Move, Slot
-from autoshard.lower.run import World, check, together
+from autoshard.lower.collectives import Ask, check_step, exchange, run_step
+from autoshard.lower.program import Redistribute, Slot
+from autoshard.lower.run import World, check, run_together
+from autoshard.lower.sharding import assemble, distance, gap, local_tensors, reduce_tensors
 from autoshard.routes import Routes, Step
 from tests.helpers_lower import mesh_of
 
 
 def parts_of(whole, layout, mesh, reduce_op):
     """Random parts that stand for `whole`: partial ones differ from rank to rank."""
-    parts = [p.clone() for p in cut(whole, layout, mesh)]
+    parts = [p.clone() for p in local_tensors(whole, layout, mesh)]
     for axis, placement in enumerate(layout):
         if not has_partial((placement,)):
             continue
@@ -46,11 +46,12 @@ def test_every_route_ends_with_the_target_cut(sizes, reduce_op):
         if route is None:
             assert any(has_partial((q,)) and p != q for p, q in zip(source, target))
             continue
-        slots = [Slot(name, (0, 0), x, tuple(cut(whole, x, mesh)[0].shape), "float32") for name, x in (("a", source), ("b", target))]
+        shapes = [tuple(local_tensors(whole, x, mesh)[0].shape) for x in (source, target)]
+        slots = [Slot(name, (0, 0), x, shape, "float32") for name, x, shape in zip("ab", (source, target), shapes)]
         parts = parts_of(whole, source, mesh, reduce_op)
         assert distance(parts, source, mesh, whole) < 1e-5  # what we start from does stand for the whole
         world.held["a"] = parts
-        moved = world.move(Move(*slots, route.steps))
+        moved = world.redistribute(Redistribute(*slots, route.steps))
         assert distance(moved, target, mesh, whole) < 1e-5, (text(source), text(target))
         assert all(part.is_contiguous() for part in moved) or not route.steps
         seen |= {step.collective for step in route.steps}
@@ -64,15 +65,15 @@ def test_other_dtypes_travel_too(dtype):
     whole = (torch.arange(64).reshape(8, 8) % 3).to(dtype)
     world = World(mesh)
     for source, target in itertools.permutations(itertools.product([S(0), S(1), R], repeat=2), 2):
-        world.held["a"] = cut(whole, source, mesh)
-        moved = world.move(move_between(whole, source, target, mesh))
+        world.held["a"] = local_tensors(whole, source, mesh)
+        moved = world.redistribute(move_between(whole, source, target, mesh))
         assert distance(moved, target, mesh, whole) == 0.0
 
 
 def move_between(whole, source, target, mesh):
     kind = str(whole.dtype).removeprefix("torch.")
-    a, b = (Slot(name, (0, 0), x, tuple(cut(whole, x, mesh)[0].shape), kind) for name, x in (("a", source), ("b", target)))
-    return Move(a, b, Routes(mesh).route(tuple(whole.shape), whole.itemsize, source, target).steps)
+    a, b = (Slot(name, (0, 0), x, tuple(local_tensors(whole, x, mesh)[0].shape), kind) for name, x in (("a", source), ("b", target)))
+    return Redistribute(a, b, Routes(mesh).route(tuple(whole.shape), whole.itemsize, source, target).steps)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_a_step_that_is_not_one_collective_is_refused(collective, before, after,
 def test_an_unknown_step_is_refused_when_it_runs():
     mesh = mesh_of(2)
     with pytest.raises(ValueError, match="expected split, all_gather"):
-        together([take(Step("broadcast", 0, (R,), (S(0),), 0.0, 0.0), rank, torch.ones(2)) for rank in World(mesh).ranks], [(0, 1)])
+        run_together([run_step(Step("broadcast", 0, (R,), (S(0),), 0.0, 0.0), rank, torch.ones(2)) for rank in World(mesh).ranks], [(0, 1)])
 
 
 def test_ranks_of_a_group_must_ask_for_the_same():
@@ -111,7 +112,7 @@ def test_ranks_must_end_together():
         return x
 
     with pytest.raises(ValueError, match="some ranks end"):
-        together([program(1), program(2)], [(0, 1)])
+        run_together([program(1), program(2)], [(0, 1)])
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------------
@@ -122,12 +123,12 @@ def test_assemble_is_the_inverse_of_cut(sizes):
     mesh, whole = mesh_of(*sizes), torch.randn(12, 24)
     for layout in itertools.product([S(0), S(1), R, P(), P("max"), P("avg")], repeat=len(sizes)):
         if is_legal((12, 24), layout, mesh):
-            assert gap(assemble(cut(whole, layout, mesh), layout, mesh), whole) < 1e-6  # a mean of three equal parts rounds
+            assert gap(assemble(local_tensors(whole, layout, mesh), layout, mesh), whole) < 1e-6  # a mean of three equal parts rounds
 
 
 def test_assemble_refuses_replicas_that_differ():
     mesh = mesh_of(2, 2)
-    parts = [x.clone() for x in cut(torch.ones(4), (S(0), R), mesh)]
+    parts = [x.clone() for x in local_tensors(torch.ones(4), (S(0), R), mesh)]
     parts[3] += 1e-3
     with pytest.raises(ValueError, match="ranks disagree by 0.001"):
         assemble(parts, (S(0), R), mesh)
@@ -135,7 +136,7 @@ def test_assemble_refuses_replicas_that_differ():
 
 
 def test_replicas_share_one_tensor():
-    parts = cut(torch.ones(4, 4), (R, S(0)), mesh_of(2, 2))
+    parts = local_tensors(torch.ones(4, 4), (R, S(0)), mesh_of(2, 2))
     assert parts[0] is parts[2] and parts[1] is parts[3] and parts[0] is not parts[1]
 
 
@@ -152,7 +153,7 @@ def test_reductions_are_those_of_partial():
     parts = [torch.tensor([1.0, 4.0]), torch.tensor([3.0, 2.0])]
     expected = {"sum": [4, 6], "avg": [2, 3], "max": [3, 4], "min": [1, 2]}
     for reduce_op, values in expected.items():
-        assert reduce_parts(parts, reduce_op).tolist() == values
+        assert reduce_tensors(parts, reduce_op).tolist() == values
 
 
 def test_check_says_what_was_planned():

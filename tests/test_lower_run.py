@@ -15,8 +15,8 @@ from autoshard.capture import capture
 from autoshard.layout import P, R, S, is_legal
 from autoshard.lower import lower, run_global, run_on
 from autoshard.lower.collectives import Groups, Rank
-from autoshard.lower.parts import cut, distance
-from autoshard.lower.run import taking
+from autoshard.lower.run import run_route
+from autoshard.lower.sharding import distance, local_tensors
 from autoshard.routes import Routes
 from autoshard.strategies import candidates
 from models import gpt2
@@ -54,10 +54,11 @@ def work(rank, path, programs):
     coordinate = mesh.coordinates()[rank]
     groups, here = Groups.of(device_mesh), Rank(mesh, tuple(map(torch.tensor, coordinate)))
     whole = torch.arange(96.0).reshape(8, 12)
-    moved = [groups.drive(taking(steps, here, cut(whole, source, mesh)[rank])) for steps, source, _ in routes_between_all_layouts()]
+    routes = routes_between_all_layouts()
+    moved = [groups.drive(run_route(steps, here, local_tensors(whole, source, mesh)[rank])) for steps, source, _ in routes]
     results = []
     for program, values, _ in programs:
-        local = {load.name: cut(values[load.name], load.slot.layout, mesh)[rank] for load in program.loads}
+        local = {load.name: local_tensors(values[load.name], load.slot.layout, mesh)[rank] for load in program.loads}
         results.append(run_on(program, local, device_mesh))
     refused = ""
     try:

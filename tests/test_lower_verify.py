@@ -9,7 +9,7 @@ import torch
 from autoshard.graph import Const, Graph, Op, Ref, Result, Tensor
 from autoshard.layout import parse
 from autoshard.lower import lower, plant_fault, run_global, run_simulated, verify_program
-from autoshard.lower.program import Free, Give, Load, Move, Run
+from autoshard.lower.program import FreeTensors, LoadPlaceholder, Redistribute, ReturnResult, RunOp
 from autoshard.lower.run import World
 from autoshard.routes import Routes
 from autoshard.solution import Placed
@@ -84,7 +84,7 @@ def test_a_wrong_row_is_named_with_what_is_there(case):
     target, arguments, taken, claimed, there = WRONG[case]
     graph, values = one_op(target, *arguments)
     found = verify_program(graph, laid(graph, taken, [claimed]), {}, mesh_of(2), values)
-    assert [(m.op, m.output, m.planned, m.found) for m in found.placement_mismatches] == [("op", 0, claimed, there)]
+    assert [(m.op, m.output, m.planned, m.actual) for m in found.placement_mismatches] == [("op", 0, claimed, there)]
     assert not found.ok
 
 
@@ -113,16 +113,16 @@ def test_the_program_is_as_planned():
     written = []
     for record in program.records:
         match record:
-            case Load() | Give():
+            case LoadPlaceholder() | ReturnResult():
                 written.append(f"{type(record).__name__} {record.slot.name}")
-            case Move():
+            case Redistribute():
                 written.append(f"{record.source.name} -> {record.target.name} by {[step.collective for step in record.steps]}")
-            case Run():
+            case RunOp():
                 written.append(f"{record.name}({', '.join(slot.name for slot in record.inputs)})")
-            case Free():
+            case FreeTensors():
                 written.append(f"free {' '.join(record.slots)}")
     assert written == [
-        "Load x:0",
+        "LoadPlaceholder x:0",
         "x:0 -> mm.in0 by ['all_to_all']",
         "mm(mm.in0, x:0)",
         "free x:0 mm.in0",
@@ -132,13 +132,13 @@ def test_the_program_is_as_planned():
         "free relu.in0",
         "relu:0 -> relu:0@hub by ['all_to_all']",  # for the first who reads it: the result
         "free relu:0",
-        "Give relu:0@hub",
+        "ReturnResult relu:0@hub",
         "relu:0@hub -> mm_1.in1 by ['all_gather']",
         "mm_1(relu:0@hub, mm_1.in1)",
         "free relu:0@hub mm_1.in1",
         "mm_1:0 -> output:0= by ['all_gather']",
         "free mm_1:0",
-        "Give output:0=",
+        "ReturnResult output:0=",
         "free output:0=",
     ]
     assert program.redistributes == 5
@@ -157,7 +157,7 @@ def test_simulated_results_are_the_whole_ones_and_nothing_is_kept():
         torch.testing.assert_close(results[key], expected[key])
     world = World(mesh)
     for record in program.records:
-        if not isinstance(record, Give):
+        if not isinstance(record, ReturnResult):
             world.do(record, values)
     assert not world.held
 
@@ -253,7 +253,7 @@ def test_devices_in_literals_are_where_it_runs():
     t = Tensor((4,), "float32")
     graph = Graph((Op("zeros", "aten.zeros.default", (), (((4,),), (("device", Const("device", "cuda")),)), (t,)),), ())
     program = lower(graph, {"zeros": Placed((), ("S(0)",))}, {}, mesh_of(2), device="meta")
-    (run,) = [record for record in program.records if isinstance(record, Run)]
+    (run,) = [record for record in program.records if isinstance(record, RunOp)]
     assert run.arguments["device"] == torch.device("meta") and run.arguments["size"] == (2,)
 
 

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import autoshard
 from autoshard.lower.agreement import RankLost
 from autoshard.lower.fx_program import boxed
-from autoshard.lower.module import Parallel
+from autoshard.lower.module import ParallelModule
 from autoshard.lower.unsharded import materialized
 from models import gpt2, mlp
 from tests.helpers import fast_mesh
@@ -92,7 +92,7 @@ def train(rank: int, solution, shape, begin: int, end: int, folder: str, resume:
         "names": [name for name, _ in module.named_parameters()],
         "dtensors": all(isinstance(p, DTensor) for p in module.parameters()),
         "layouts": {name: autoshard.layout.text(p.placements) for name, p in module.named_parameters()},
-        "is_a": isinstance(module, gpt2.GPT2) and isinstance(module, Parallel),
+        "is_a": isinstance(module, gpt2.GPT2) and isinstance(module, ParallelModule),
         "calls": calls,
     }
     return losses, facts

@@ -10,7 +10,7 @@ from autoshard.graph import Graph, Op, replace_refs
 from autoshard.layout import P, R, S, is_legal, parse, text
 from autoshard.lower.literals import UNINITIALISED, torch_constants
 from autoshard.lower.program import Slot, run_record
-from autoshard.lower.run import asking, ranks, together
+from autoshard.lower.run import local_program, ranks, run_together
 from autoshard.mesh import Mesh
 from autoshard.strategies import Candidate, candidates, internal_collectives, one_axis_rows
 from tests.helpers import TINY, candidate_error, difference, joined, one_op, overload, split, tiny_graph
@@ -351,10 +351,10 @@ def test_the_collectives_that_are_priced_inside_an_op_are_those_that_run(target,
                 ran.append((ask.collective, ask.axis, ask.tensor.numel() * ask.tensor.element_size()))
                 answer = yield ask
 
-        programs = [asking(record, rank, [p[r] for p in parts]) for r, rank in enumerate(ranks(mesh))]
+        programs = [local_program(record, rank, [p[r] for p in parts]) for r, rank in enumerate(ranks(mesh))]
         programs = [watched(program) if r == 0 else program for r, program in enumerate(programs)]
         if record.kernel is not None:
-            together(programs, lambda axis: [[0, 2], [1, 3]] if axis == 0 else [[0, 1], [2, 3]])
+            run_together(programs, lambda axis: [[0, 2], [1, 3]] if axis == 0 else [[0, 1], [2, 3]])
         assert sorted(ran) == sorted(internal_collectives(op, inputs, candidate.inputs, mesh)), candidate
 
 

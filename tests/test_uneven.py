@@ -15,9 +15,9 @@ from autoshard.formulate import Training, formulate, op_candidate_seconds
 from autoshard.layout import P, R, S, all_layouts, is_even, is_legal, parse, rank_bounds, text
 from autoshard.lower import lower, plant_fault, run_local_tensor, run_simulated, verify_program
 from autoshard.lower.literals import UNINITIALISED
-from autoshard.lower.parts import cut, distance
-from autoshard.lower.program import Move, slot_of
+from autoshard.lower.program import Redistribute, slot_of
 from autoshard.lower.run import World
+from autoshard.lower.sharding import distance, local_tensors
 from autoshard.lower.unsharded import run_unsharded
 from autoshard.mesh import Mesh
 from autoshard.planning.describe import layouts_of, results_of
@@ -84,8 +84,9 @@ def test_every_route_ends_with_the_target_cut(sizes, shape):
             assert any(q == P() != p for p, q in zip(source, target, strict=True))
             continue
         a, b = (slot_of(name, (0, 0), described(whole), x, mesh) for name, x in (("a", source), ("b", target)))
-        world.held["a"] = cut(whole, source, mesh)
-        assert distance(world.move(Move(a, b, route.steps, shape)), target, mesh, whole) < 1e-5, (text(source), text(target))
+        world.held["a"] = local_tensors(whole, source, mesh)
+        tensors = world.redistribute(Redistribute(a, b, route.steps, shape))
+        assert distance(tensors, target, mesh, whole) < 1e-5, (text(source), text(target))
         moved += bool(a.shapes or b.shapes)
     assert moved >= 8
 
@@ -351,7 +352,7 @@ def test_a_rank_that_counts_equal_parts_looks_up_the_wrong_rows(monkeypatch):
     op = one_op("aten.embedding.default", f(13, 4), torch.arange(13))
     candidate = next(c for c in candidates(op[0], mesh_of(2, 2)).of[-1] if c.inputs[0] == (S(0), S(0)))
     assert candidate_error(*op, candidate, mesh_of(2, 2)) < 1e-6
-    monkeypatch.setattr(Rank, "start", lambda self, axes, size: self.part(axes) * -(-size // 4))
+    monkeypatch.setattr(Rank, "start", lambda self, axes, size: self.shard_index(axes) * -(-size // 4))
     assert candidate_error(*op, candidate, mesh_of(2, 2)) > 0.1
 
 

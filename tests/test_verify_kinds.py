@@ -19,8 +19,8 @@ from autoshard.graph import Graph, Op, Ref, Result, Tensor
 from autoshard.lower import plant_fault, run_global, verify_program
 from autoshard.lower.kernels import dropout
 from autoshard.lower.kernels.dropout import draws
-from autoshard.lower.kernels.local_inputs import local
-from autoshard.lower.parts import gap, largest
+from autoshard.lower.kernels.sharded_op import local
+from autoshard.lower.sharding import gap, largest
 from autoshard.lower.unsharded import run_unsharded
 from autoshard.mesh import Mesh
 from autoshard.solution import Placed
@@ -273,7 +273,7 @@ def test_layouts_that_explain_uneven_parts_are_looked_for_by_the_shapes_of_all_r
     """Rank 0 of 9 rows has 5 of them; a fault that explains itself as a sum would add 5 rows to 4."""
     graph, values = one_op("aten.clone.default", torch.randn(9, 5))
     found = verify_program(graph, laid(graph, ["S(0)"], ["S(1)"]), {}, mesh_of(2), values)
-    assert [(m.planned, m.found) for m in found.placement_mismatches] == [("S(1)", "S(0)")]
+    assert [(m.planned, m.actual) for m in found.placement_mismatches] == [("S(1)", "S(0)")]
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ verify_program     every rank's program against the reference, one comparison pe
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from torch import nn
@@ -95,7 +94,7 @@ def _row(seed: int | None, verification: Verification) -> dict:
         "seed": seed,
         "max_relative_error_outputs": verification.max_relative_error_outputs,
         "max_relative_error_gradients": verification.max_relative_error_gradients,
-        "placement_mismatches": [asdict(mismatch) for mismatch in verification.placement_mismatches],
+        "placement_mismatches": [mismatch.as_json() for mismatch in verification.placement_mismatches],
         "redistributes": verification.redistributes,
         "ok": verification.ok,
     }

@@ -21,28 +21,28 @@ from .sharding_map import sharding_map as sharding_map
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A format: how it is made of a Solution (and an axis' name), as plain data, as Python source."""
+class ExportFormat:
+    """How an export is built from a Solution (and the name of an axis), and how it is written as plain data and as Python source."""
 
     make: Callable[[Solution, str | None], Any]
     plain: Callable[[Any], Any] = dict
     python: Callable[[Any], str] | None = None
 
 
-KINDS = {
-    "sharding_map": Kind(lambda solution, _: sharding_map(solution), as_text),
-    "json": Kind(lambda solution, _: portable(solution)),
-    "parallelize_module": Kind(modules.parallelize_plan, modules.styles_as_text, modules.as_python),
-    "tp_plan": Kind(modules.tp_plan),
-    "fully_shard": Kind(fully_shard.recipe, fully_shard.as_text, fully_shard.as_python),
-    "distribute_module": Kind(lambda solution, _: partition.partition_fn(solution), partition.as_text, partition.as_python),
+FORMATS = {
+    "sharding_map": ExportFormat(lambda solution, _: sharding_map(solution), as_text),
+    "json": ExportFormat(lambda solution, _: portable(solution)),
+    "parallelize_module": ExportFormat(modules.parallelize_plan, modules.styles_as_text, modules.as_python),
+    "tp_plan": ExportFormat(modules.tp_plan),
+    "fully_shard": ExportFormat(fully_shard.recipe, fully_shard.as_text, fully_shard.as_python),
+    "distribute_module": ExportFormat(lambda solution, _: partition.partition_fn(solution), partition.as_text, partition.as_python),
 }
 apply_recipe = fully_shard.apply
 BY_MODULES = ("parallelize_module", "tp_plan", "fully_shard")
 
 
 def export(solution: Solution, kind: str, path: str | os.PathLike[str] | None = None, *, axis: str | None = None) -> Any:
-    """The plan as `kind`; also written to `path`, whole or not at all, where one is given.
+    """The plan in the format `kind`; also written to `path`, in one atomic step, where there is one.
 
     sharding_map        {module: {"node", "sharding": {attribute: DTensorSpec}}}; a `.pkl` file holds the specs
     json                placements by parameter name, plain data
@@ -51,29 +51,29 @@ def export(solution: Solution, kind: str, path: str | os.PathLike[str] | None = 
     fully_shard         a recipe: parallelize_module over one axis, fully_shard over the others; `exports.apply_recipe` does it
     distribute_module   the partition function for `distribute_module(model, device_mesh, partition_fn)`
 
-    axis: which mesh axis the module styles cut over; default the one on which the plan cuts most. Each value has `said`, `left`,
-    `cost_seconds` and `extra_seconds`: what of the plan it does not carry, and what that costs. Files are JSON; what is code for a
-    launcher can also be written to a `.py` file. ValueError on an unknown kind, axis or ending.
+    axis: the mesh axis on which the module styles shard; by default the one on which the plan shards most weights. Each value has `said`,
+    `left`, `cost_seconds` and `extra_seconds`: what it leaves out of the plan, and what that costs. Files are JSON; formats that are
+    code for a launcher can also be written to a `.py` file. ValueError on an unknown kind, axis or file ending.
     """
-    if kind not in KINDS:
-        raise ValueError(f"there is no export {kind!r}; expected one of {', '.join(KINDS)}")
+    if kind not in FORMATS:
+        raise ValueError(f"there is no export {kind!r}; expected one of {', '.join(FORMATS)}")
     if axis is not None and kind not in BY_MODULES:
         raise ValueError(f"{kind} carries every axis; leave axis={axis!r} out")
     content = None if path is None else _content(kind, Path(path))
-    value = KINDS[kind].make(solution, axis)
+    value = FORMATS[kind].make(solution, axis)
     if path is not None and content is not None:
         write_atomically(content(value), path)
     return value
 
 
 def as_plain(value: Any, kind: str) -> Any:
-    """What `export(solution, kind)` gave, as lists, dicts and strings: what its JSON file holds."""
-    return KINDS[kind].plain(value)
+    """The value of `export(solution, kind)` as lists, dicts and strings: the content of its JSON file."""
+    return FORMATS[kind].plain(value)
 
 
 def _content(kind: str, path: Path) -> Callable[[Any], bytes]:
-    """How the file is made; known before anything is."""
-    python = KINDS[kind].python
+    """The function that writes the file's content, chosen (or refused) before the export is computed."""
+    python = FORMATS[kind].python
     if path.suffix in PICKLE_SUFFIXES:
         if kind != "sharding_map":
             raise ValueError(f"{path} asks for a pickle, but {kind} is text; name a file that ends in .json")

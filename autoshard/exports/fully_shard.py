@@ -1,4 +1,4 @@
-"""A recipe of two steps for a mesh with a tensor parallel axis: `parallelize_module` over it, then `fully_shard` over the others.
+"""A recipe of two steps for a mesh with a tensor parallel axis: `parallelize_module` on it, then `fully_shard` on the other axes.
 
     recipe = export(solution, "fully_shard")            {"mesh", "parallelize_module", "fully_shard", "replicate"}
     apply(recipe, model, device_mesh)                   or write it: export(solution, "fully_shard", "recipe.py")
@@ -14,18 +14,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from autoshard.exports.modules import generic, on_axis, parallelize_plan, styles_as_text
-from autoshard.exports.record import Export, Left, made
+from autoshard.exports.record import Export, Left, with_cost
 from autoshard.exports.source import comments, literal, rows
 from autoshard.layout import parse
 from autoshard.solution import Solution
 
 
 def recipe(solution: Solution, axis: str | None = None) -> Export:
-    """What to do over which axes. The data axes are those beside the tensor parallel one; their batch is cut.
+    """The axes of parallelize_module (tensor parallel), fully_shard and replicate. The data axes are all other axes; they shard the batch.
 
-    Parameters are sharded over the data axes where the plan keeps most of their bytes in parts there, else whole (replicate).
+    Parameters are sharded on the data axes where the plan shards most of their bytes there, otherwise replicated.
     """
-    axis, found = on_axis(solution, axis)
+    axis, known = on_axis(solution, axis)
     k = solution.mesh.axis_names.index(axis)
     styles = parallelize_plan(solution, axis)
     data = [name for j, name in enumerate(solution.mesh.axis_names) if j != k and solution.mesh.shape[j] > 1]
@@ -37,16 +37,16 @@ def recipe(solution: Solution, axis: str | None = None) -> Export:
         "fully_shard": {"axes": data if sharded else [], "modules": [*blocks, ""] if sharded and data else []},
         "replicate": {"axes": [] if sharded else data},
     }
-    left = [one for one in styles.left if "fully_shard can cut the others" not in one.why and one.what != "the memory limit"]
+    left = [one for one in styles.left if "fully_shard can shard on the others" not in one.why and one.what != "the memory limit"]
     if data:
-        left.append(Left("which dim of each parameter is cut over the data axes", "fully_shard cuts dim 0 of all of them"))
-    return made(solution, value, tuple(left), found, "fully_shard" if sharded and data else "modules")
+        left.append(Left("which dim of each parameter is sharded on the data axes", "fully_shard shards dim 0 of all of them"))
+    return with_cost(solution, value, tuple(left), known, "fully_shard" if sharded and data else "modules")
 
 
 def apply(recipe: dict, model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
     """Carry the recipe out on a model and a DeviceMesh whose axes have the recipe's names; the same module, changed.
 
-    recipe: what `export(solution, "fully_shard")` gives. Every rank calls this. ValueError where the axes have other names.
+    recipe: the value of `export(solution, "fully_shard")`. Every rank calls this. ValueError where the axes have other names.
     """
     if tuple(device_mesh.mesh_dim_names or ()) != tuple(recipe["mesh"]["axis_names"]):
         raise ValueError(f"the device mesh's axes are {device_mesh.mesh_dim_names}, the recipe's {recipe['mesh']['axis_names']}")
@@ -57,7 +57,7 @@ def apply(recipe: dict, model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
     for name in recipe["fully_shard"]["modules"]:
         fully_shard(model.get_submodule(name), mesh=_flat(device_mesh, axes))
     if recipe["replicate"]["axes"]:
-        from torch.distributed._composable.replicate_with_fsdp import replicate  # here: only plans with whole parameters need it
+        from torch.distributed._composable.replicate_with_fsdp import replicate  # here: only plans with replicated parameters need it
 
         replicate(model, mesh=_flat(device_mesh, recipe["replicate"]["axes"]))
     return model
@@ -69,7 +69,7 @@ def _flat(device_mesh: DeviceMesh, axes: list[str]) -> DeviceMesh:
 
 
 def as_text(recipe: dict) -> dict:
-    """Plain data: the styles in words."""
+    """The recipe as plain data, with the styles as text."""
     tensor = recipe["parallelize_module"]
     return {**recipe, "parallelize_module": {"axis": tensor["axis"], "plan": styles_as_text(tensor["plan"])}}
 
@@ -79,14 +79,14 @@ def as_python(recipe: Any) -> str:
     plan = rows(as_text(recipe)["parallelize_module"]["plan"])
     names, shape = tuple(recipe["mesh"]["axis_names"]), tuple(recipe["mesh"]["shape"])
     head = f"Written by autoshard. For init_device_mesh(device, {shape}, mesh_dim_names={names})."
-    shard, whole = recipe["fully_shard"], recipe["replicate"]["axes"]
+    shard, replicated = recipe["fully_shard"], recipe["replicate"]["axes"]
     lines = [f"    parallelize_module(model, device_mesh[{literal(recipe['parallelize_module']['axis'])}], PLAN)"] if plan else []
     if shard["modules"]:
         lines += [f"    data = {_mesh_code(shard['axes'])}", f"    for name in {literal(shard['modules'])}:"]
         lines += ["        fully_shard(model.get_submodule(name), mesh=data)"]
-    if whole:
+    if replicated:
         lines += ["    from torch.distributed._composable.replicate_with_fsdp import replicate", ""]
-        lines += [f"    replicate(model, mesh={_mesh_code(whole)})"]
+        lines += [f"    replicate(model, mesh={_mesh_code(replicated)})"]
     return (
         f"{comments([head, *getattr(recipe, 'said', ())])}\n"
         "from torch.distributed.fsdp import fully_shard\n"
@@ -103,18 +103,18 @@ def _mesh_code(axes: list[str]) -> str:
 
 
 def _is_sharded(solution: Solution, axes: list[int]) -> bool:
-    """Whether most bytes of parameters lie in parts over one of `axes`."""
-    cut = whole = 0
+    """Whether most bytes of parameters are sharded on one of `axes`."""
+    sharded = replicated = 0
     for row in solution.parameters.values():
         layout = parse(row["layout"])
         if any(layout[k].is_shard() for k in axes):
-            cut += row["local_bytes"]
+            sharded += row["local_bytes"]
         else:
-            whole += row["local_bytes"]
-    return cut > whole
+            replicated += row["local_bytes"]
+    return sharded > replicated
 
 
 def _block(name: str) -> str:
-    """`h.0.attn.c_attn.weight` -> `h.0`; nothing for parameters outside repeated blocks."""
+    """`h.0.attn.c_attn.weight` -> `h.0`; empty for parameters outside of repeated blocks."""
     head, star, _ = generic(name).partition("*")
     return name[: len(head)] + name[len(head) :].partition(".")[0] if star else ""

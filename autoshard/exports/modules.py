@@ -1,7 +1,7 @@
-"""Plans for launchers that cut modules over one mesh axis: torch's `parallelize_module`, Hugging Face's `tp_plan`.
+"""Plans for launchers that shard modules on one mesh axis: torch's `parallelize_module`, Hugging Face's `tp_plan`.
 
-Both cut weights of nn.Linear and nn.Embedding and run the model's own code on the parts. Which weights of a Solution can be cut
-so was worked out when it was planned (`Solution.modules`); here that is written in each tool's words:
+Both shard weights of nn.Linear and nn.Embedding and run the model's own code on the local tensors. Planning has recorded which weights
+of a Solution can be sharded like that (`Solution.modules`); here each of them gets the tool's name for its style:
 
     style             weight              parallelize_module                              tp_plan
     column            [out / n, in]       ColwiseParallel()                               colwise
@@ -19,7 +19,7 @@ from typing import Any
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.placement_types import Replicate
 
-from autoshard.exports.record import Export, Left, made
+from autoshard.exports.record import Export, Left, with_cost
 from autoshard.exports.source import comments, rows
 from autoshard.layout import parse
 from autoshard.solution import Solution
@@ -35,7 +35,7 @@ TP_STYLES = {
 
 
 def style(name: str) -> ParallelStyle:
-    """The style as an object of torch's."""
+    """The style as torch's object."""
     if name in ("column_gathered", "features"):
         return ColwiseParallel(output_layouts=Replicate())
     if name == "vocabulary":
@@ -45,42 +45,42 @@ def style(name: str) -> ParallelStyle:
 
 def parallelize_plan(solution: Solution, axis: str | None = None) -> Export:
     """`{module: ParallelStyle}` for `parallelize_module(model, device_mesh[axis], plan)`."""
-    axis, found = on_axis(solution, axis)
-    plan = {_module(weight): style(name) for weight, name in found["styles"].items() if name != "inside"}
-    inside = [weight for weight, name in found["styles"].items() if name == "inside"]
-    left = [Left(generic(weight), "it is whole among cut tensors: its gradient must be summed over the axis") for weight in inside]
+    axis, known = on_axis(solution, axis)
+    plan = {_module(weight): style(name) for weight, name in known["styles"].items() if name != "inside"}
+    inside = [weight for weight, name in known["styles"].items() if name == "inside"]
+    left = [Left(generic(weight), "it is replicated among sharded tensors: its gradient must be summed over the axis") for weight in inside]
     left = list(dict.fromkeys(left)) if solution.training else []
-    return made(solution, plan, (*left, *_left(solution, axis, found)), found, "modules")
+    return with_cost(solution, plan, (*left, *_left(solution, axis, known)), known, "modules")
 
 
 def tp_plan(solution: Solution, axis: str | None = None) -> Export:
     """`{"model.layers.*.self_attn.q_proj": "colwise", ...}` for `from_pretrained(tp_plan=...)`.
 
-    transformers merges it over the model's own plan, so a module that stays whole is named too: "replicate".
+    transformers merges it with the model's own plan, so replicated modules are named too: "replicate".
     """
-    axis, found = on_axis(solution, axis)
+    axis, known = on_axis(solution, axis)
     plan: dict[str, str] = {}
     for name in solution.parameters:
         module, _, attribute = name.rpartition(".")
         key = generic(module if attribute in ("weight", "bias") else name)
         plan.setdefault(generic(module), "replicate")
         plan.setdefault(key, "replicate")
-        if name in found["styles"]:
-            plan[key] = TP_STYLES[found["styles"][name]]
+        if name in known["styles"]:
+            plan[key] = TP_STYLES[known["styles"][name]]
     plan.pop("", None)
-    return made(solution, plan, _left(solution, axis, found), found, "modules")
+    return with_cost(solution, plan, _left(solution, axis, known), known, "modules")
 
 
 def styles_as_text(plan: dict[str, ParallelStyle]) -> dict[str, str]:
-    """`{"h.0.mlp.up": "ColwiseParallel()", ...}`: what Python would have to be written for it."""
+    """`{"h.0.mlp.up": "ColwiseParallel()", ...}`: the Python expression of each style."""
     return {module: _written(one) for module, one in plan.items()}
 
 
 def _written(one: Any) -> str:
     name = type(one).__name__
     gathered = isinstance(one, ColwiseParallel) and one.output_layouts == (Replicate(),)
-    whole = isinstance(one, RowwiseParallel) and one.input_layouts == (Replicate(),)
-    return f"{name}({'output_layouts=Replicate()' if gathered else 'input_layouts=Replicate()' if whole else ''})"
+    replicated = isinstance(one, RowwiseParallel) and one.input_layouts == (Replicate(),)
+    return f"{name}({'output_layouts=Replicate()' if gathered else 'input_layouts=Replicate()' if replicated else ''})"
 
 
 def as_python(plan: Export) -> str:
@@ -94,7 +94,7 @@ def as_python(plan: Export) -> str:
 
 
 def on_axis(solution: Solution, axis: str | None) -> tuple[str, dict]:
-    """The axis to cut over and what is known about it; without a name the one over which the plan cuts most weights."""
+    """The axis of the module styles and its entry of `Solution.modules`; by default the axis on which the plan shards most weights."""
     names, known = solution.mesh.axis_names, solution.modules
     if axis is not None and axis not in names:
         raise ValueError(f"the mesh has no axis {axis!r}; its axes are {', '.join(names)}")
@@ -105,25 +105,26 @@ def on_axis(solution: Solution, axis: str | None) -> tuple[str, dict]:
     if axis is None:
         axis = max(reversed(known), key=lambda name: len(known[name]["styles"]))
     if axis not in known:
-        raise ValueError(f"the plan uses no weight in parts over {axis}, so there is nothing to export; it does over {', '.join(known)}")
+        raise ValueError(f"the plan shards no weight on {axis}, so there is nothing to export; it does on {', '.join(known)}")
     return axis, known[axis]
 
 
-def _left(solution: Solution, axis: str, found: dict) -> tuple[Left, ...]:
-    """What is not in a plan of module styles over `axis`."""
-    left = [Left(row["weights"], row["why"], row["plan"]) for row in found["dropped"]]
+def _left(solution: Solution, axis: str, known: dict) -> tuple[Left, ...]:
+    """What a plan of module styles on `axis` leaves out."""
+    left = [Left(row["weights"], row["why"], row["plan"]) for row in known["dropped"]]
     k = solution.mesh.axis_names.index(axis)
     for other, name in enumerate(solution.mesh.axis_names):
-        cut = [row for row in solution.parameters.values() if other != k and parse(row["layout"])[other].is_shard()]
-        if cut:
-            left.append(Left(f"{len(cut)} parameters cut over {name}", "module styles speak of one axis; fully_shard can cut the others"))
-    if _inputs_cut(solution, k):
-        left.append(Left(f"inputs cut over {axis}", f"under module styles all ranks of {axis} see the same inputs"))
+        sharded = [row for row in solution.parameters.values() if other != k and parse(row["layout"])[other].is_shard()]
+        if sharded:
+            why = "module styles cover one axis; fully_shard can shard on the others"
+            left.append(Left(f"{len(sharded)} parameters sharded on {name}", why))
+    if _inputs_are_sharded(solution, k):
+        left.append(Left(f"inputs sharded on {axis}", f"under module styles all ranks of {axis} see the same inputs"))
     left.append(Left("layouts of activations, and routes between them", "a module's style fixes them"))
     return tuple(left)
 
 
-def _inputs_cut(solution: Solution, axis: int) -> bool:
+def _inputs_are_sharded(solution: Solution, axis: int) -> bool:
     return any(
         placed.outputs and placed.outputs[0] is not None and parse(placed.outputs[0])[axis].is_shard()
         for name, placed in solution.layouts.items()

@@ -19,10 +19,10 @@ LEFT = (Left("layouts of activations, and routes between them", "DTensor propaga
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """`distribute_module(model, device_mesh, partition)`. All axes and dims of every parameter are carried.
+    """`distribute_module(model, device_mesh, partition)`. It carries every parameter's layout on all axes.
 
-    What activations do is DTensor's choice, op by op, so the price of a step is not known. Called on another mesh, or on a
-    parameter that the plan lacks or knows in another shape: ValueError.
+    DTensor chooses the layouts of activations, op by op, so the cost of a step is not known. ValueError on another mesh, or for a
+    parameter that the plan lacks or has in another shape.
     """
 
     mesh: tuple[int, ...]
@@ -94,4 +94,4 @@ def _source(name: str, placement: Placement) -> str:
         return f"Shard(dim={placement.dim:d})"
     if isinstance(placement, Replicate):
         return "Replicate()"
-    raise ValueError(f"parameter {name!r} is planned as {placement!r}, a sum that is not done yet; expected R or S(dim), so plan again")
+    raise ValueError(f"parameter {name!r} is planned as {placement!r}, a partial sum; expected R or S(dim), so plan again")

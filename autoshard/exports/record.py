@@ -1,4 +1,4 @@
-"""An export that says what it leaves out of the plan and what that costs."""
+"""The value of an export: a dict that also says what it leaves out of the plan and what that costs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class Left(NamedTuple):
 
     what: str  # generic names of tensors, or a kind of thing
     why: str
-    plan: str = ""  # the layout that the plan gives it
+    plan: str = ""  # its layout in the plan
 
 
 class Export(dict):
-    """The export as a dict, as its tool takes it, with what is not in it.
+    """The export as a dict in its tool's format, with a list of what it leaves out.
 
-    left: what of the plan it can't carry. cost_seconds: a step under the export, at the plan's prices, inf where that isn't known;
-    extra_seconds: how much more than under the plan.
+    left: the parts of the plan that the format can't carry. cost_seconds: the time of a step under the export, at the plan's prices,
+    inf where it isn't known; extra_seconds: how much longer it is than under the plan.
     """
 
     def __init__(self, value: Any = (), *, left: tuple[Left, ...] = (), cost_seconds: float = float("inf"), plan_seconds: float = 0.0):
@@ -32,7 +32,7 @@ class Export(dict):
 
     @property
     def said(self) -> tuple[str, ...]:
-        """In sentences: one for the price, one for each thing left out."""
+        """As sentences: one for the cost, one for each thing left out."""
         if self.cost_seconds == float("inf"):
             price = "what it costs is not known: the tool that reads it decides the rest by itself"
         else:
@@ -40,11 +40,11 @@ class Export(dict):
         return (price, *(f"not carried: {one.what}{f' ({one.plan})' if one.plan else ''}: {one.why}" for one in self.left))
 
 
-def made(solution: Solution, value: dict, left: tuple[Left, ...], found: dict, name: str) -> Export:
-    """The export with the price of the scheme `name` among those that planning has priced for an axis."""
-    cost, peak = found["seconds"].get(name), found.get("peak_bytes", {}).get(name)
+def with_cost(solution: Solution, value: dict, left: tuple[Left, ...], known: dict, scheme: str) -> Export:
+    """The export with the cost of `scheme`, which planning computed. known: the axis' entry of `Solution.modules`."""
+    cost, peak = known["seconds"].get(scheme), known.get("peak_bytes", {}).get(scheme)
     limit = solution.memory_limit
     if peak is not None and limit is not None and peak > limit:
-        said = f"a device needs {peak / 1e6:.4g} MB as exported, the plan was made for {limit / 1e6:.4g} MB"
-        left = (*left, Left("the memory limit", said))
+        why = f"a device needs {peak / 1e6:.4g} MB as exported, the plan was made for {limit / 1e6:.4g} MB"
+        left = (*left, Left("the memory limit", why))
     return Export(value, left=left, cost_seconds=float("inf") if cost is None else cost, plan_seconds=solution.cost)

@@ -2,8 +2,7 @@
 
     {"h.0.attn.c_attn": {"node": "h.0.attn.c_attn.weight", "sharding": {"weight": DTensorSpec, "bias": DTensorSpec}}}
 
-A launcher distributes each attribute with its spec's placements on its own device mesh; parameters of the root module are
-under "".
+A launcher distributes each attribute with its spec's placements on its own device mesh. The root module's parameters are under "".
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ LEFT = (Left("layouts of activations, and routes between them", "this speaks of 
 def sharding_map(solution: Solution, device_mesh: DeviceMesh | None = None) -> Export:
     """`{module: {"node": its first parameter, "sharding": {attribute: DTensorSpec}}}` with one entry per parameter.
 
-    device_mesh: what the specs refer to; without it a mesh of the plan's shape that no process group stands behind, on
-    which specs can be read, compared and pickled but nothing can run. ValueError where it has another shape than the plan's, or a
-    parameter a dtype that this torch lacks.
+    device_mesh: the mesh of the specs. By default it is a mesh of the plan's shape without process groups: its specs can be read,
+    compared and pickled, but nothing can run on it. ValueError where the mesh has another shape than the plan's, or a parameter has a
+    dtype that this torch lacks.
     """
     device_mesh = unbacked_mesh(solution.mesh) if device_mesh is None else device_mesh
     if tuple(device_mesh.shape) != solution.mesh.shape:
         raise ValueError(
             f"the device mesh has shape {tuple(device_mesh.shape)}, but the plan is for {solution.mesh.shape}; plan again for it"
         )
-    found: dict[str, dict] = {}
+    modules: dict[str, dict] = {}
     for name, row in solution.parameters.items():
         module, _, attribute = name.rpartition(".")
-        entry = found.setdefault(module, {"node": name, "sharding": {}})
+        entry = modules.setdefault(module, {"node": name, "sharding": {}})
         entry["sharding"][attribute] = _spec(name, row, device_mesh)
-    return Export(found, left=LEFT, plan_seconds=solution.cost)
+    return Export(modules, left=LEFT, plan_seconds=solution.cost)
 
 
 def unbacked_mesh(mesh: Mesh) -> DeviceMesh:

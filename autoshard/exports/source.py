@@ -1,8 +1,8 @@
-"""Python source around words of a plan's file, none of which becomes code: names are literals, notes are comments of one line.
+"""Python source that quotes strings of a plan's file. None of them can become code: names are literals, notes are one-line comments.
 
     literal("h.0")             'h.0'
     comments(["a\\nb"])         # a\\nb
-    rows({"h.0": "Shard(0)"})      'h.0': Shard(0),        a value is source that we wrote; a key is a word of the file
+    rows({"h.0": "Shard(0)"})      'h.0': Shard(0),        a value is source that we wrote; a key is a string of the file
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ def literal(words: str | Iterable[str]) -> str:
 
 
 def comments(lines: Iterable[str]) -> str:
-    """Each line as a comment; what could end it, or can't be seen, is escaped."""
+    """Each line as a comment; characters that could end it, or that are not printable, are escaped."""
     return "".join(f"# {''.join(c if c.isprintable() else repr(c)[1:-1] for c in line)}\n" for line in lines)
 
 
 def rows(table: Mapping[str, str]) -> str:
-    """The inside of a dict display, a row per line: the keys as literals, the values as they are."""
+    """The items of a dict display, one per line: the keys as literals, the values unchanged."""
     return "".join(f"    {literal(key)}: {source},\n" for key, source in table.items())

@@ -1,7 +1,7 @@
-"""What all ranks must say together: one rank's error is everybody's, in the same words, and a lost rank ends the others.
+"""Errors that all ranks raise together: an error of one rank is raised on all of them, and a rank that died ends the others.
 
-A check that fails on one rank only would leave the others waiting in the next collective. So each rank says what it found, all
-hear it, and the first complaint (by rank) is raised everywhere.
+A check that fails on one rank only would leave the others waiting in the next collective. So the ranks exchange their complaints, and
+each of them raises the first one (by rank).
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ def agree(complaint: str | None, what: str) -> None:
         complaints = [None] * dist.get_world_size()
         with rank_lost(what):
             dist.all_gather_object(complaints, complaint)
-    found = [(rank, text) for rank, text in enumerate(complaints) if text is not None]
-    if not found:
+    raised = [(rank, text) for rank, text in enumerate(complaints) if text is not None]
+    if not raised:
         return
-    first = found[0][1]
-    ranks = [rank for rank, text in found if text == first]
+    first = raised[0][1]
+    ranks = [rank for rank, text in raised if text == first]
     who = "" if len(ranks) == len(complaints) else f" (on rank {', '.join(map(str, ranks))} of {len(complaints)})"
     raise ValueError(f"{first}{who}")
 
 
-def share(found: Any, complaint: str | None, what: str) -> Any:
-    """What rank 0 found, on every rank; ValueError on all of them when it complains."""
+def share(value: Any, complaint: str | None, what: str) -> Any:
+    """Rank 0's value, on every rank; ValueError on all of them when rank 0 complains."""
     if dist.get_world_size() > 1:
-        said = [(found, complaint)]
+        message = [(value, complaint)]
         with rank_lost(what):
-            dist.broadcast_object_list(said, src=0)
-        found, complaint = said[0]
+            dist.broadcast_object_list(message, src=0)
+        value, complaint = message[0]
     if complaint is not None:
         raise ValueError(complaint)
-    return found
+    return value
 
 
-# What torch's backends say when a peer is gone; they have no exception type of their own for it.
+# Words of torch's backends' messages when a peer is gone; torch has no exception type for it.
 GONE = ("connection", "timed out", "timeout", "gloo", "nccl", "peer", "socket", "broken pipe", "watchdog")
 
 
@@ -59,9 +59,9 @@ LOST = "a rank of the mesh died or stopped answering; start all ranks again, fro
 
 @contextmanager
 def rank_lost(what: str, sentence: str = LOST) -> Iterator[None]:
-    """Turns a backend's error about a peer that is gone into RankLost: the same sentence on every rank, whatever each was doing.
+    """Turns a backend's error about a peer that is gone into RankLost, with the same sentence on every rank.
 
-    what: that, as a note on the error.
+    what: what this rank is doing, added as a note to the error.
     """
     try:
         yield
@@ -80,14 +80,15 @@ PREPARING = 1800.0  # seconds that one rank may need to capture or compile while
 
 
 def limit_waiting(device_mesh: DeviceMesh, seconds: float) -> None:
-    """How long a collective along an axis of the mesh waits for the others before it gives up."""
+    """Sets how long a collective along an axis of the mesh waits for the other ranks before it fails."""
     for k in range(device_mesh.ndim):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), device_mesh.get_group(k))
 
 
 @contextmanager
 def patiently(device_mesh: DeviceMesh, seconds: float) -> Iterator[None]:
-    """Ranks may be late here; afterwards `seconds` holds again. The group of an axis may be that of all ranks, which agree by it."""
+    """Inside the block ranks may be late; afterwards the limit is `seconds` again. The group of an axis may be the default group, which
+    `agree` and `share` use."""
     limit_waiting(device_mesh, PREPARING)
     try:
         yield
@@ -117,8 +118,8 @@ def absent(timeout: float) -> str:
 
 
 def grouped(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], timeout: float | None) -> DeviceMesh:
-    """A device mesh on the default process group. timeout: seconds that its groups wait for their ranks, None for torch's own.
-    RankLost when one does not come."""
+    """A device mesh on the default process group. timeout: seconds that its groups wait for their ranks, None for torch's default.
+    RankLost when a rank does not come."""
     groups = {}
     for name, size in zip(names, shape, strict=True):
         if timeout is not None and size != dist.get_world_size():  # else the default group is the axis's

@@ -1,11 +1,12 @@
-"""Small collectives of the same kind over the same group become one.
+"""Buckets: small collectives of the same kind over the same group are joined into one.
 
-    members i of one bucket:  same kind, reduction, group, type and depth;  max ready < min need;  bytes together below a limit;
-                              no member comes before another, not even by way of other buckets
+    members i of one bucket:  same kind, reduction, group, dtype and depth;  max ready < min need;  bytes together below a limit;
+                              no member depends on another, not even through other buckets
     x = [flat x_0 | flat x_1 | ...]  ->  one collective  ->  y = [flat y_0 | flat y_1 | ...]
 
-Kinds that carry a first dim of n parts (all_gather's result, reduce_scatter, all_to_all) are joined along the rest: (n, m_0 + m_1 ...).
-With r = max ready and d = min need a bucket holds, beside what is alive anyway, only where the limit of live bytes allows it,
+Tensors with a first dim of n ranks (all_gather's output, reduce_scatter's input, both of all_to_all) are joined along the rest:
+(n, m_0 + m_1 ...). Let r = max ready and d = min need (flow.py). A bucket adds these live bytes, and is made only where they stay within
+the limit:
 
     x_i   from its own ready to r         y_i   from d to its own need         all x_i once more at r         all x_i and y_i once more at d
 """
@@ -27,8 +28,8 @@ aten = torch.ops.aten
 
 @dataclass(eq=False)
 class Bucket:
-    """ready, need: of all members together. bits: who they are; before: who comes before them (Flow.before). held: (first, end, bytes)
-    by number of anchors, what it adds to the live bytes."""
+    """ready, need: of all members together. bits: the members; before: the starts that must come before them (both as Flow.before).
+    held: the live bytes that it adds, as (first anchor, end, bytes)."""
 
     ready: int
     need: int
@@ -40,7 +41,7 @@ class Bucket:
 
 
 def bucket(graph_module: fx.GraphModule, pace: Pace, limit: float) -> int:
-    """Joins what may be joined, in place; returns how many collectives went. limit: of live bytes (see `overlap.room`)."""
+    """Joins collectives in place where that is possible; returns by how many there are fewer. limit: of live bytes (see `overlap.room`)."""
     graph = graph_module.graph
     flow = Flow.of(graph)
     gone = 0
@@ -70,24 +71,24 @@ def _choose(graph: fx.Graph, flow: Flow, pace: Pace, limit: float) -> list[list[
         options = tuple(arg for arg in start.args[1:] if not isinstance(arg, (list, tuple)))
         key = (start.target, options, start.args[0].meta["val"].dtype, flow.depth[start])  # type: ignore[union-attr]
         new = Bucket(flow.ready[start], flow.need[start], bytes_of, [start], bit[start], before[start], [])
-        found = last.get(key)
-        both = None if found is None else _together(found, new, cap, buckets)
-        if found is not None and both is not None:
+        previous = last.get(key)
+        both = None if previous is None else _union(previous, new, cap, buckets)
+        if previous is not None and both is not None:
             both.held = _held(both, flow, owner)
-            _add(live, found.held, -1)
+            _add(live, previous.held, -1)
             _add(live, both.held, 1)
             if all(max(live[first:end], default=0) <= limit for first, end, _ in both.held):
-                buckets[buckets.index(found)] = last[key] = both
+                buckets[buckets.index(previous)] = last[key] = both
                 continue
             _add(live, both.held, -1)
-            _add(live, found.held, 1)
+            _add(live, previous.held, 1)
         last[key] = new
         buckets.append(new)
     return [b.members for b in buckets if len(b.members) > 1]
 
 
-def _together(a: Bucket, b: Bucket, cap: float, buckets: Sequence[Bucket]) -> Bucket | None:
-    """Both as one, where neither comes before the other; None where they can't be."""
+def _union(a: Bucket, b: Bucket, cap: float, buckets: Sequence[Bucket]) -> Bucket | None:
+    """Both as one bucket; None where one depends on the other, or they are needed too early or too large."""
     ready, need = max(a.ready, b.ready), min(a.need, b.need)
     if ready >= need or a.bytes + b.bytes > cap or _closed(a.before, buckets) & b.bits or _closed(b.before, buckets) & a.bits:
         return None
@@ -95,31 +96,31 @@ def _together(a: Bucket, b: Bucket, cap: float, buckets: Sequence[Bucket]) -> Bu
 
 
 def _held(both: Bucket, flow: Flow, owner: dict[fx.Node, fx.Node]) -> list[tuple[int, int, int]]:
-    """What a bucket adds to the live bytes."""
-    held, given, got = [], 0, 0
+    """The live bytes that a bucket adds."""
+    held, inputs, outputs = [], 0, 0
     for start in both.members:
         source = start.all_input_nodes[0]
         if owner[source].op != "placeholder":
             held.append((flow.ready[start] + 1, both.ready, size(source)))
         held.append((both.need, flow.need[start], size(start)))
-        given, got = given + size(source), got + size(start)
-    held += [(max(both.ready, 0), max(both.ready, 0) + 1, given), (both.need, both.need + 1, given + got)]
+        inputs, outputs = inputs + size(source), outputs + size(start)
+    held += [(max(both.ready, 0), max(both.ready, 0) + 1, inputs), (both.need, both.need + 1, inputs + outputs)]
     return _merged(held)
 
 
 def _merged(held: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """The same as intervals that do not overlap."""
+    """The same bytes as intervals that do not overlap."""
     change: dict[int, int] = {}
     for first, end, count in held:
         if first < end:
             change[first] = change.get(first, 0) + count
             change[end] = change.get(end, 0) - count
-    found, now = [], 0
+    merged, now = [], 0
     for first, end in pairwise(sorted(change)):
         now += change[first]
         if now:
-            found.append((first, end, now))
-    return found
+            merged.append((first, end, now))
+    return merged
 
 
 def _add(live: list[int], held: Sequence[tuple[int, int, int]], sign: int) -> None:
@@ -128,7 +129,7 @@ def _add(live: list[int], held: Sequence[tuple[int, int, int]], sign: int) -> No
 
 
 def _closed(before: int, buckets: Sequence[Bucket]) -> int:
-    """With one member of a bucket all of them come before, and what comes before those."""
+    """The closure of `before`: with one member of a bucket all its members come before, and so do their predecessors."""
     while True:
         more = before
         for b in buckets:
@@ -142,45 +143,45 @@ def _closed(before: int, buckets: Sequence[Bucket]) -> int:
 def _join(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     """One collective in place of several; its nodes stand at the end of the graph until `_sort`."""
     first, group = members[0], members[0].args[1:]
-    kind, given = STARTS[first.target], [start.args[0] for start in members]  # type: ignore[index]
-    n = 1 if kind in ("all_reduce", "all_gather") else given[0].meta["val"].shape[0]  # type: ignore[union-attr]
+    kind, inputs = STARTS[first.target], [start.args[0] for start in members]  # type: ignore[index]
+    n = 1 if kind in ("all_reduce", "all_gather") else inputs[0].meta["val"].shape[0]  # type: ignore[union-attr]
     with graph.inserting_before(next(reversed(graph.nodes))):
-        flat = [_node(graph, aten.reshape.default, (x, [n, -1]), start) for x, start in zip(given, members, strict=True)]
-        together = _node(graph, first.target, (_node(graph, aten.cat.default, (flat, 1), first), *group), first)
-        together.meta["members"] = [start.meta.get("record") for start in members]
-        done, offset = _node(graph, WAIT, (together,), first), 0
-        for start, part in zip(members, flat, strict=True):
+        flat = [_node(graph, aten.reshape.default, (x, [n, -1]), start) for x, start in zip(inputs, members, strict=True)]
+        joined = _node(graph, first.target, (_node(graph, aten.cat.default, (flat, 1), first), *group), first)
+        joined.meta["members"] = [start.meta.get("record") for start in members]
+        done, offset = _node(graph, WAIT, (joined,), first), 0
+        for start, x in zip(members, flat, strict=True):
             (wait,) = start.users
-            length = part.meta["val"].shape[1]
-            cut = _node(graph, aten.slice.Tensor, (done, 1, offset, offset + length), start)
-            if kind not in ("all_reduce", "reduce_scatter"):  # of one row a slice is contiguous as it is
-                cut = _node(graph, aten.clone.default, (cut,), start, memory_format=torch.contiguous_format)
-            wait.replace_all_uses_with(_node(graph, aten.view.default, (cut, list(wait.meta["val"].shape)), start))
+            length = x.meta["val"].shape[1]
+            y = _node(graph, aten.slice.Tensor, (done, 1, offset, offset + length), start)
+            if kind not in ("all_reduce", "reduce_scatter"):  # a slice of a single row is contiguous
+                y = _node(graph, aten.clone.default, (y,), start, memory_format=torch.contiguous_format)
+            wait.replace_all_uses_with(_node(graph, aten.view.default, (y, list(wait.meta["val"].shape)), start))
             offset += length
     for start in members:
         graph.erase_node(next(iter(start.users)))
         graph.erase_node(start)
 
 
-def _node(graph: fx.Graph, target: object, args: tuple, like: fx.Node, **kwargs: object) -> fx.Node:
+def _node(graph: fx.Graph, target: object, args: tuple, source: fx.Node, **kwargs: object) -> fx.Node:
     node = graph.create_node("call_function", target, args, kwargs)  # type: ignore[arg-type]
-    return _describe(node, like)
+    return _describe(node, source)
 
 
-def _describe(node: fx.Node, like: fx.Node) -> fx.Node:
-    """What the node gives, from what its inputs are."""
+def _describe(node: fx.Node, source: fx.Node) -> fx.Node:
+    """Sets the node's fake output, computed from its inputs', and the record of the node that it stems from."""
     args, kwargs = fx.map_arg(node.args, lambda x: x.meta["val"]), fx.map_arg(node.kwargs, lambda x: x.meta["val"])
-    with like.meta["val"].fake_mode:
+    with source.meta["val"].fake_mode:
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
-    node.meta["record"] = like.meta.get("record")
+    node.meta["record"] = source.meta.get("record")
     return node
 
 
 def _sort(graph: fx.Graph) -> None:
-    """Nodes behind what they read, else in the order they have."""
+    """Sorts the nodes so that each stands behind its inputs, and otherwise in their present order."""
     placed: set[fx.Node] = set()
     order: list[fx.Node] = []
-    limit = sum(len(node.all_input_nodes) + 1 for node in graph.nodes)  # a longer way is a circle
+    limit = sum(len(node.all_input_nodes) + 1 for node in graph.nodes)  # a longer path is a cycle
     for node in list(graph.nodes):
         stack = [node]
         while stack:
@@ -199,7 +200,7 @@ def _sort(graph: fx.Graph) -> None:
 
 
 def reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
-    """The graph's nodes in another order."""
+    """Puts the graph's nodes into this order."""
     previous = graph._root
     for node in order:
         if previous.next is not node:

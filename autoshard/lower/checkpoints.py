@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from autoshard.lower.agreement import agree, rank_lost, share
-from autoshard.lower.module import Parallel
+from autoshard.lower.module import ParallelModule
 from autoshard.solution.files import clear_folder, publish_folder
 
 
@@ -70,14 +70,14 @@ def load_checkpoint(path: str | os.PathLike[str], module: nn.Module, optimizer: 
     set_model_state_dict(module, state["model"])
     if optimizer is not None:
         set_optimizer_state_dict(module, optimizer, state["optimizer"])
-    if "random" in state and isinstance(module, Parallel):
+    if "random" in state and isinstance(module, ParallelModule):
         module.random_state = state["random"]
     return dict(state["extra"])
 
 
 def _state(module: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping) -> dict[str, Any]:
     state: dict[str, Any] = {"model": get_model_state_dict(module), "extra": dict(extra)}
-    if isinstance(module, Parallel) and module.random_state is not None:
+    if isinstance(module, ParallelModule) and module.random_state is not None:
         state["random"] = module.random_state
     if optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(module, optimizer)

@@ -1,18 +1,19 @@
-"""What a rank does between collectives, and two ways to carry a collective out.
+"""Collectives that a rank's local program asks for, and two ways to carry them out.
 
-A rank's program is a generator: it computes on its local tensors, yields an `Ask`, gets the answer, computes on. Along the
-asked axis with n ranks, x_i what rank i of the group gives (parts lie on a new first dim, so no collective knows dims):
+A local program is a generator: it computes on local tensors, yields an `Ask` for a collective, receives the answer and goes on. For an
+ask along an axis with n ranks, x_i is the input of rank i of the group. Shards are stacked on a new first dim, so that no collective
+has to know which dim of the tensor is sharded:
 
     all_reduce       y   = op over i of x_i
     all_gather       y   = stack of all x_i                          (n, ...)
     reduce_scatter   y_i = op over j of x_j[i]                       x_j: (n, ...)
     all_to_all       y_i = stack over j of x_j[i]                    x_j: (n, ...)
 
-Parts of m indices that n does not divide are filled up to ceil(m / n) on the way, so that all ranks of a group give and get
-the same shapes, and cut off again where they arrive (`take`).
+Where n does not divide a dim of m indices, shards are padded to ceil(m / n) before the collective, so that all ranks of a group send
+and receive the same shapes, and the padding is removed after it (`run_step`).
 
-`exchange` answers a whole group at once (all ranks in one process), `Groups.answer` one rank through its process group.
-The generators are the same, so what is checked in one process is what runs on many.
+`exchange` answers all ranks of a group at once (all ranks in one process), `Groups.answer` one rank through its process group.
+Both run the same generators, so what is checked in one process is what runs on many.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Shard
 
 from autoshard.layout import chunk_bounds, is_even, rank_shape
-from autoshard.lower.parts import reduce_parts
+from autoshard.lower.sharding import reduce_tensors
 from autoshard.mesh import Mesh
 from autoshard.routes import Step
 
@@ -48,46 +49,46 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Rank:
-    """Where a rank is. coordinate: a 0-d integer tensor per axis, so that one traced program serves every rank.
+    """A rank's coordinate on the mesh: a 0-d integer tensor per axis, so that one traced program serves every rank.
 
-    where: the same as numbers; needed where parts are uneven, as sizes then differ from rank to rank.
+    where: the same as numbers; needed where shards are uneven, as their sizes then differ from rank to rank.
     """
 
     mesh: Mesh
     coordinate: tuple[Tensor, ...]
     where: tuple[int, ...] | None = None
 
-    def part(self, axes: Sequence[int]) -> Tensor:
-        """Which part this rank holds of a dim that `axes` cut, left to right."""
+    def shard_index(self, axes: Sequence[int]) -> Tensor:
+        """The number of this rank's shard of a dim that is sharded on `axes`, left to right."""
         index = torch.zeros_like(self.coordinate[0])
         for axis in axes:
             index = index * self.mesh.shape[axis] + self.coordinate[axis]
         return index
 
     def is_first(self, axes: Sequence[int]) -> Tensor:
-        return self.part(axes) == 0
+        return self.shard_index(axes) == 0
 
     def start(self, axes: Sequence[int], size: int) -> Tensor:
-        """Where this rank's part of a dim of `size` begins that `axes` cut."""
-        cuts = [self.mesh.shape[axis] for axis in axes]
-        if size % math.prod(cuts) == 0:
-            return self.part(axes) * (size // math.prod(cuts))
+        """Where this rank's shard of a dim of `size` begins that is sharded on `axes`."""
+        sizes = [self.mesh.shape[axis] for axis in axes]
+        if size % math.prod(sizes) == 0:
+            return self.shard_index(axes) * (size // math.prod(sizes))
         lo, hi = torch.zeros_like(self.coordinate[0]), torch.full_like(self.coordinate[0], size)
-        for axis, n in zip(axes, cuts, strict=True):
+        for axis, n in zip(axes, sizes, strict=True):
             q = (hi - lo + n - 1) // n
             lo = torch.minimum(hi, lo + self.coordinate[axis] * q)
             hi = torch.minimum(hi, lo + q)
         return lo
 
     def length(self, axes: Sequence[int], size: int) -> int:
-        """How many indices of a dim of `size` this rank has when `axes` cut it."""
-        cuts = tuple(self.mesh.shape[axis] for axis in axes)
-        if size % math.prod(cuts) == 0:
-            return size // math.prod(cuts)
+        """How many indices of a dim of `size` this rank has when the dim is sharded on `axes`."""
+        sizes = tuple(self.mesh.shape[axis] for axis in axes)
+        if size % math.prod(sizes) == 0:
+            return size // math.prod(sizes)
         k = 0
-        for axis, n in zip(axes, cuts, strict=True):
+        for axis, n in zip(axes, sizes, strict=True):
             k = k * n + self.place[axis]
-        bounds = chunk_bounds(size, cuts)
+        bounds = chunk_bounds(size, sizes)
         return bounds[k + 1] - bounds[k]
 
     @property
@@ -100,9 +101,9 @@ class Rank:
 
     @property
     def place(self) -> tuple[int, ...]:
-        """`where`, or ValueError where it isn't known."""
+        """`where`; ValueError when it isn't known."""
         if self.where is None:
-            raise ValueError("parts of this program differ in size from rank to rank: it runs only where a rank knows its number")
+            raise ValueError("shards of this program differ in size from rank to rank: it runs only where a rank knows its number")
         return self.where
 
 
@@ -112,24 +113,24 @@ def all_reduce(x: Tensor, axes: Sequence[int], reduce_op: str = "sum") -> Asking
     return x
 
 
-def take(step: Step, rank: Rank, x: Tensor, shape: Shape | None = None) -> Asking:
-    """One step of a route on the local tensor. shape: of the whole tensor; without it all parts are equal."""
+def run_step(step: Step, rank: Rank, x: Tensor, shape: Shape | None = None) -> Asking:
+    """One step of a route on the local tensor. shape: the global shape; without it all shards have one size."""
     if shape is None or (is_even(shape, step.before, rank.mesh) and is_even(shape, step.after, rank.mesh)):
-        return (yield from _take_even(step, rank, x))
+        return (yield from _run_even_step(step, rank, x))
     before, after = (rank_shape(shape, layout, rank.mesh, rank.place) for layout in (step.before, step.after))
     n, old, new = rank.mesh.shape[step.axis], step.before[step.axis], step.after[step.axis]
-    if isinstance(old, Shard):  # all ranks of the group together hold after[dim]
-        x = _filled(x, old.dim, -(-after[old.dim] // n))
+    if isinstance(old, Shard):  # the shards of the group have after[dim] indices together
+        x = _padded(x, old.dim, -(-after[old.dim] // n))
     if isinstance(new, Shard):
-        x = _filled(x, new.dim, -(-before[new.dim] // n) * n)
-    x = yield from _take_even(step, rank, x)
+        x = _padded(x, new.dim, -(-before[new.dim] // n) * n)
+    x = yield from _run_even_step(step, rank, x)
     for dim, size in enumerate(after):
         x = x.narrow(dim, 0, size) if x.shape[dim] != size else x
     return x.contiguous()
 
 
-def _filled(x: Tensor, dim: int, size: int) -> Tensor:
-    """x with zeros behind its end, up to `size` of `dim`."""
+def _padded(x: Tensor, dim: int, size: int) -> Tensor:
+    """x with zeros appended on `dim`, up to `size`."""
     if x.shape[dim] == size:
         return x
     shape = list(x.shape)
@@ -137,42 +138,43 @@ def _filled(x: Tensor, dim: int, size: int) -> Tensor:
     return torch.cat([x, x.new_zeros(shape)], dim)
 
 
-def _take_even(step: Step, rank: Rank, x: Tensor) -> Asking:
+def _run_even_step(step: Step, rank: Rank, x: Tensor) -> Asking:
     n, axis = rank.mesh.shape[step.axis], step.axis
     before, after = step.before[axis], step.after[axis]
     if n == 1:
         return x
     if step.collective == "split":
-        parts = _apart(x, after.dim, n)
-        return parts.index_select(0, rank.coordinate[axis].reshape(1)).squeeze(0)
+        shards = _split(x, after.dim, n)
+        return shards.index_select(0, rank.coordinate[axis].reshape(1)).squeeze(0)
     if step.collective == "all_gather":
-        return _together((yield Ask("all_gather", axis, x)), before.dim)
+        return _joined((yield Ask("all_gather", axis, x)), before.dim)
     if step.collective == "all_to_all":
-        return _together((yield Ask("all_to_all", axis, _apart(x, after.dim, n))), before.dim)
+        return _joined((yield Ask("all_to_all", axis, _split(x, after.dim, n))), before.dim)
     if step.collective == "all_reduce":
         return (yield Ask("all_reduce", axis, x, before.reduce_op))
     if step.collective == "reduce_scatter":
-        return (yield Ask("reduce_scatter", axis, _apart(x, after.dim, n), before.reduce_op)).contiguous()
+        return (yield Ask("reduce_scatter", axis, _split(x, after.dim, n), before.reduce_op)).contiguous()
     raise ValueError(f"a route has the step {step.collective!r}; expected split, all_gather, all_to_all, all_reduce or reduce_scatter")
 
 
-def _apart(x: Tensor, dim: int, n: int) -> Tensor:
+def _split(x: Tensor, dim: int, n: int) -> Tensor:
     """(..., n s, ...) -> (n, ..., s, ...)"""
     return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
 
 
-def _together(parts: Tensor, dim: int) -> Tensor:
+def _joined(shards: Tensor, dim: int) -> Tensor:
     """(n, ..., s, ...) -> (..., n s, ...)"""
-    return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()  # flatten alone may give a view with odd strides
+    return shards.movedim(0, dim).flatten(dim, dim + 1).contiguous()  # flatten alone may return a view whose strides are not dense
 
 
 def check_step(step: Step) -> None:
-    """ValueError unless the step changes its own axis only, in the way that its collective does, on neighbouring parts."""
+    """ValueError unless the step is one collective: it changes the layout of its own axis only, as its collective does, and no axis
+    further right shards the same dim."""
     before, after = step.before[step.axis], step.after[step.axis]
     kinds = (type(before).__name__, type(after).__name__)
     others = [k for k in range(len(step.before)) if k != step.axis and step.before[k] != step.after[k]]
-    cut = {p.dim for p in (before, after) if isinstance(p, Shard)}
-    minor = [p for p in step.before[step.axis + 1 :] if isinstance(p, Shard) and p.dim in cut]
+    dims = {p.dim for p in (before, after) if isinstance(p, Shard)}
+    minor = [p for p in step.before[step.axis + 1 :] if isinstance(p, Shard) and p.dim in dims]
     if kinds != CHANGES.get(step.collective) or others or minor:
         raise ValueError(f"route step {step.collective} on axis {step.axis} from {step.before} to {step.after} is not one collective")
 
@@ -190,21 +192,21 @@ CHANGES = {
 
 
 def exchange(asks: Sequence[Ask]) -> list[Tensor]:
-    """The answers to one group's asks, in the order of its ranks. What all of them get is one shared tensor."""
+    """The answers to one group's asks, in the order of its ranks. An answer that is the same for all is one shared tensor."""
     first = asks[0]
     kinds = {(a.collective, a.axis, a.reduce_op, tuple(a.tensor.shape)) for a in asks}
     if len(kinds) > 1:
         raise ValueError(f"ranks of one group ask for different collectives: {sorted(kinds)}")
-    given = [ask.tensor for ask in asks]
+    tensors = [ask.tensor for ask in asks]
     match first.collective:
         case "all_reduce":
-            return [reduce_parts(given, first.reduce_op)] * len(given)
+            return [reduce_tensors(tensors, first.reduce_op)] * len(tensors)
         case "all_gather":
-            return [torch.stack(given)] * len(given)
+            return [torch.stack(tensors)] * len(tensors)
         case "reduce_scatter":
-            return [reduce_parts([x[i] for x in given], first.reduce_op) for i in range(len(given))]
+            return [reduce_tensors([x[i] for x in tensors], first.reduce_op) for i in range(len(tensors))]
     assert first.collective == "all_to_all", first.collective
-    return [torch.stack([x[i] for x in given]) for i in range(len(given))]
+    return [torch.stack([x[i] for x in tensors]) for i in range(len(tensors))]
 
 
 # -- one rank of many processes ----------------------------------------------------------------------------------------------
@@ -222,7 +224,7 @@ class Groups:
         return Groups(tuple(device_mesh.get_group(k).group_name for k in range(device_mesh.ndim)), tuple(device_mesh.shape))
 
     def answer(self, ask: Ask) -> Tensor:
-        """The functional collective, waited for. Complex numbers go as pairs of real ones, which every backend can send and add."""
+        """The result of the functional collective. Complex numbers are sent as pairs of real ones, which every backend can send and add."""
         if ask.tensor.is_complex():
             pairs = self.answer(replace(ask, tensor=torch.view_as_real(ask.tensor.contiguous())))
             return torch.view_as_complex(pairs.contiguous())

@@ -1,6 +1,6 @@
-"""Tensors onto a device mesh: parameters as DTensors under their own names, inputs as this rank's parts.
+"""A model's parameters and buffers as DTensors on a device mesh.
 
-A rank's part is what `torch.chunk` along the axes, left to right, gives it: DTensor's own convention.
+A rank's shard is the one that `torch.chunk` along the mesh axes, left to right, yields for it, as in DTensor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from autoshard.layout import Layout, rank_bounds, rank_shape
+from autoshard.layout import Layout, rank_shape
+from autoshard.lower.sharding import shard_of_rank
 from autoshard.mesh import Mesh
 
 
@@ -25,37 +26,31 @@ def spec_of(shape: Sequence[int], dtype: torch.dtype, layout: Layout, device_mes
     return DTensorSpec(device_mesh, tuple(layout), tensor_meta=TensorMeta(shape, stride, dtype))
 
 
-def as_dtensor(part: Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor of this rank's part, which must be as the spec says."""
-    return DTensor(part, spec, requires_grad=False)
+def as_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor of this rank's local tensor, which must be as the spec says."""
+    return DTensor(local, spec, requires_grad=False)
 
 
-def part_of(whole: Tensor, layout: Layout, mesh: Mesh, where: tuple[int, ...]) -> Tensor:
-    """This rank's part of a tensor that it holds whole; a view."""
-    for dim, (begin, end) in enumerate(rank_bounds(tuple(whole.shape), layout, mesh, where)):
-        whole = whole.narrow(dim, begin, end - begin) if end - begin != whole.shape[dim] else whole
-    return whole
+def distributed(tensor: Tensor, layout: Layout, mesh: Mesh, device_mesh: DeviceMesh, *, from_first_rank: bool) -> DTensor:
+    """A global tensor on the mesh, in new storage. A meta tensor becomes nan (0 for integers), so that a load that was forgotten shows.
 
-
-def distributed(whole: Tensor, layout: Layout, mesh: Mesh, device_mesh: DeviceMesh, *, from_first_rank: bool) -> DTensor:
-    """The tensor on the mesh, in storage of its own. A meta tensor becomes nan (0 for integers), so that a forgotten load is seen.
-
-    from_first_rank: what rank 0 holds counts and is sent to the others; else every rank takes its part of its own copy.
+    from_first_rank: rank 0 sends its values to the others; otherwise every rank slices its own copy.
     """
     device, where = torch.device(device_mesh.device_type), tuple(device_mesh.get_coordinate() or ())
-    if whole.is_meta:
-        shape, fill = rank_shape(tuple(whole.shape), layout, mesh, where), torch.nan if whole.dtype.is_floating_point else 0
-        return as_dtensor(torch.full(shape, fill, dtype=whole.dtype, device=device), spec_of(whole.shape, whole.dtype, layout, device_mesh))
+    spec = spec_of(tensor.shape, tensor.dtype, layout, device_mesh)
+    if tensor.is_meta:
+        shape, fill = rank_shape(tuple(tensor.shape), layout, mesh, where), torch.nan if tensor.dtype.is_floating_point else 0
+        return as_dtensor(torch.full(shape, fill, dtype=tensor.dtype, device=device), spec)
     if from_first_rank:
-        # a copy: distribute_tensor keeps what it is given where it is replicated, and receives the first rank's values in it
-        copied = whole.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+        # a copy: distribute_tensor keeps a replicated tensor as its own storage and receives the first rank's values in it
+        copied = tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
         return distribute_tensor(copied, device_mesh, list(layout))
-    part = part_of(whole.detach(), layout, mesh, where).to(device).clone(memory_format=torch.contiguous_format)
-    return as_dtensor(part, spec_of(whole.shape, whole.dtype, layout, device_mesh))
+    shard = shard_of_rank(tensor.detach(), layout, mesh, where)
+    return as_dtensor(shard.to(device).clone(memory_format=torch.contiguous_format), spec)
 
 
 def copy_with(model: nn.Module, replaced: Callable[[str, Tensor], Tensor]) -> nn.Module:
-    """A copy of the module whose parameters and buffers are replaced by name (tied ones stay tied); the model is left as it is."""
+    """A copy of the module whose parameters and buffers are replaced by name (tied ones stay tied); the model stays unchanged."""
     memo: dict[int, Any] = {}
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
@@ -66,5 +61,5 @@ def copy_with(model: nn.Module, replaced: Callable[[str, Tensor], Tensor]) -> nn
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """The module without storage, to be captured."""
+    """A copy of the module without storage, to be captured."""
     return copy_with(model, lambda _, tensor: torch.empty_like(tensor, device="meta"))

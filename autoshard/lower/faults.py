@@ -1,7 +1,7 @@
-"""A negative control: layouts with one lie in them, which verify must find.
+"""A negative control: layouts with one fault in them, which verify must detect.
 
-An op that gives S(d) (or R, or P) on an axis claims R (or S(d)) there. Its local output then has another shape than claimed, or, for
-the sum of a matmul over a cut dim, the parts that each rank holds are taken for the whole.
+One op whose output is S(d) (or R, or P) on a mesh axis is said to be R (or S(d)) there. Its local output then has another shape than
+its layout says, or each rank's summand of a matmul over a sharded dim counts as the sum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MATMULS = ("aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.ba
 def plant_fault(layouts: Mapping[str, Placed], graph: Graph, mesh: Mesh, seed: int) -> dict[str, Placed]:
     """The layouts with one op's output layout replaced by a wrong one. The same seed plants the same fault.
 
-    ValueError when no op of the graph can lie in a way that is sure to be wrong (a mesh of one device).
+    ValueError when no op of the graph has a layout that is certainly wrong (a mesh of one device).
     """
     possible = [fault for i in range(len(graph.ops)) for fault in _faults(layouts, graph, mesh, i)]
     if not possible:
@@ -36,13 +36,13 @@ def plant_fault(layouts: Mapping[str, Placed], graph: Graph, mesh: Mesh, seed: i
 
 
 def _faults(layouts: Mapping[str, Placed], graph: Graph, mesh: Mesh, i: int) -> Iterator[tuple[str, int, Layout]]:
-    """(op name, output, wrong layout) for op i. Ops whose literals follow the claim are left out: they would make it true."""
+    """(op name, output, wrong layout) for op i. Ops whose literals follow their layout are left out: the wrong layout would come true."""
     op = graph.ops[i]
     if op.is_placeholder or not op.inputs or (op.target in ROWS and op.target not in INSTEAD):
         return
     for k, tensor in enumerate(op.outputs):
         written = layouts[op.name].outputs[k]
-        if tensor is None or written is None or 0 in tensor.shape:  # of nothing, every layout is right
+        if tensor is None or written is None or 0 in tensor.shape:  # an empty tensor is right in every layout
             continue
         layout = parse(written)
         for axis in (axis for axis, a in enumerate(mesh.axes) if a.size > 1):
@@ -54,7 +54,7 @@ def _faults(layouts: Mapping[str, Placed], graph: Graph, mesh: Mesh, i: int) -> 
 
 
 def _is_sure(layouts: Mapping[str, Placed], graph: Graph, value: Value, layout: Layout, claimed: Layout, axis: int) -> bool:
-    """Certain to be seen: a local shape changes, or a matmul's sum is left out and no reader asks for a sum."""
+    """Whether verify must detect it: a local shape changes, or a matmul's sum is left out and no reader takes a partial sum."""
     if not isinstance(layout[axis], Partial):
         return True
     readers = [parse(layouts[graph.ops[j].name].inputs[a])[axis] for j, a in graph.users.get(value, ())]

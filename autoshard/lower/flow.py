@@ -1,21 +1,22 @@
-"""How collectives lie in a rank's fx graph: what starts them, what waits, and how far they may move.
+"""Collectives in a rank's fx graph: which nodes start and wait for them, and how far each node may be moved.
 
-Nodes are anchors, which stay in program order, or lazy:
+Some nodes are anchors, which stay in program order. The others are lazy:
 
-    start     a functional collective                      prep      cheap, read by starts and preps only
-    wait      wait_tensor of one                           follower  cheap, of a wait or follower
-    given     a view of placeholders only
+    start     a functional collective                      prep      a cheap node that only starts and preps read
+    wait      wait_tensor of a start                       follower  a cheap node that reads a wait or a follower
+    view      a view of placeholders only
 
 Anchors are numbered; -1 stands for the placeholders. For a lazy node
 
     ready = the last anchor that it depends on             need = the first anchor that depends on it
-    depth = how many starts are on its way from there, itself included
+    depth = the number of starts on the longest path from there to it, itself included
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import getitem
 
 import torch
@@ -49,7 +50,7 @@ VIEWS = {
 
 @dataclass(eq=False)
 class Flow:
-    """The anchors of a graph in order, and where its lazy nodes may go."""
+    """The anchors of a graph in order, and the range in which each lazy node may stand."""
 
     anchors: list[fx.Node]
     at: dict[fx.Node, int]  # number of an anchor
@@ -76,13 +77,13 @@ class Flow:
             depth[node] = max((depth[source] for source in inputs), default=0) + (node.target in STARTS)
         need: dict[fx.Node, int] = {}
         for node in reversed(nodes):
-            found = [at[user] if user in at else len(anchors) if user is output else need[user] for user in node.users]
-            need[node] = min(found, default=len(anchors))
+            users = [at[user] if user in at else len(anchors) if user is output else need[user] for user in node.users]
+            need[node] = min(users, default=len(anchors))
         return Flow(anchors, at, ready, need, depth, [n for n in nodes if n.target in STARTS], [n for n in nodes if n in lazy])
 
     def before(self) -> dict[fx.Node, int]:
-        """For each start the starts that must come before it, as bits (bit k: starts[k]): those that it reads by way of lazy nodes,
-        and those that an anchor reads which it comes after."""
+        """For each start the starts that must come before it, as bits (bit k: starts[k]): those that it reads through lazy nodes, and
+        those on which an anchor at or before its `ready` depends."""
         bit = {start: 1 << k for k, start in enumerate(self.starts)}
         needed_by = [0] * (len(self.anchors) + 2)  # starts with need <= i
         for start in self.starts:
@@ -99,10 +100,10 @@ class Flow:
 
 def _lazy(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     lazy = {node for node in nodes if node.target in STARTS or node.target is WAIT}
-    given = {node for node in nodes if node.op == "placeholder"}
+    views = {node for node in nodes if node.op == "placeholder"}  # and the placeholders
     for node in nodes:
-        if node.target in VIEWS and given.issuperset(node.all_input_nodes):
-            given.add(node)
+        if node.target in VIEWS and views.issuperset(node.all_input_nodes):
+            views.add(node)
             lazy.add(node)
         if node.target in CHEAP and any(source in lazy for source in node.all_input_nodes):
             lazy.add(node)
@@ -118,20 +119,20 @@ def _is_prep(node: fx.Node) -> bool:
 
 
 def size(node: fx.Node) -> int:
-    """Bytes of what a node gives."""
+    """Bytes of a node's outputs."""
     values = node.meta.get("val")
     leaves = values if isinstance(values, (tuple, list)) else [values]
     return sum(v.numel() * v.element_size() for v in leaves if isinstance(v, torch.Tensor))
 
 
 def largest_buffer(node: fx.Node) -> int:
-    """Of a start: the larger of what a rank gives and gets."""
+    """Of a start: the larger of a rank's input and output, in bytes."""
     return max(size(node), *(size(source) for source in node.all_input_nodes))
 
 
 @dataclass(frozen=True, eq=False)
 class Pace:
-    """Rough seconds of nodes on this mesh, to decide an order by; prices proper are the planner's."""
+    """Estimated seconds of nodes on this mesh, which decide their order. A plan's cost comes from the room `cost`, not from here."""
 
     mesh: Mesh
     groups: Groups
@@ -158,7 +159,7 @@ MATMULS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.
 
 
 def owners(nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """For each node the one whose memory it is in: views and waits make none of their own; placeholders may be kept in one."""
+    """For each node the one whose memory it uses: views and waits allocate none, and several placeholders may share one memory."""
     owner: dict[fx.Node, fx.Node] = {}
     kept: dict[str, fx.Node] = {}
     for node in nodes:
@@ -174,10 +175,10 @@ def _is_kept(node: fx.Node) -> bool:
 
 
 def live_bytes(nodes: Sequence[fx.Node], output: fx.Node) -> list[int]:
-    """Bytes alive while each node runs, views left out; what the graph returns lives to its end.
+    """Live bytes while each node runs, without views. The graph's outputs are alive to its end.
 
-    Of the placeholders only those count that an earlier pass made: node.meta["kept"] names the memory that they are in and its
-    bytes, and that is free after their last reader.
+    Only those placeholders count that an earlier pass has computed: node.meta["kept"] is (name of the memory, bytes), which is free
+    after their last reader.
     """
     owner = owners(nodes)
     last = {node: i for i, node in enumerate(nodes)}
@@ -192,8 +193,4 @@ def live_bytes(nodes: Sequence[fx.Node], output: fx.Node) -> list[int]:
             held = node.meta["kept"][1] if _is_kept(node) else size(node)
             change[i] += held
             change[last[node] + 1] -= held
-    found, now = [], 0
-    for c in change[:-1]:
-        now += c
-        found.append(now)
-    return found
+    return list(accumulate(change[:-1]))

@@ -1,11 +1,12 @@
-"""A Program as this rank's own fx graphs: plain ATen ops and functional collectives on local tensors, traced once.
+"""A Program as this rank's fx graphs: plain ATen ops and functional collectives on local tensors, traced once.
 
     joint      the records of the program, one after the other, under make_fx on fake local tensors
     forward    loads, position            -> outputs, new buffers, saved
-    backward   saved, tangents, position  -> gradients             saved: what backward nodes read of forward ones
+    backward   saved, tangents, position  -> gradients             saved: outputs of forward nodes that backward nodes read
 
-The cut lies at the first record that reads a tangent, or behind which all ops are of the backward pass. Where a rank is (a 0-d
-integer per mesh axis) is an input of the graphs: those of two ranks differ in the names of process groups only.
+The joint graph is split at the first record that reads a tangent, or behind which all ops belong to the backward pass, whichever comes
+first. A rank's position (a 0-d integer per mesh axis) is an input of the graphs, so that the graphs of two ranks differ only in the
+names of process groups.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.fx.graph import _BoxedCodeGen
 from autoshard.graph import Graph
 from autoshard.lower.collectives import Groups
 from autoshard.lower.flow import owners, size
-from autoshard.lower.program import Give, Move, Program, Run, Slot
+from autoshard.lower.program import Program, Redistribute, ReturnResult, RunOp, Slot
 from autoshard.lower.run import run_rank
 
 _c10d = torch.ops._c10d_functional
@@ -36,7 +37,7 @@ RANDOM = {
 
 @dataclass(frozen=True, eq=False)
 class RankGraphs:
-    """One rank's step, and what goes in and out, in the order of the graphs' placeholders and outputs."""
+    """The graphs of one rank's step, and the names of their placeholders and outputs, in order."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule | None  # None for a program without gradients
@@ -60,8 +61,8 @@ class RankGraphs:
 
 
 def trace(program: Program, graph: Graph, groups: Groups, where: tuple[int, ...], device: str = "cpu", *, drops: bool = True) -> RankGraphs:
-    """The fx graphs of the rank at coordinate `where`. node.meta holds "record", an index into the program's records. drops: False
-    leaves dropout out.
+    """The fx graphs of the rank at coordinate `where`. node.meta holds "record", an index into the program's records. drops: whether
+    dropout drops anything.
 
     ValueError where a local shape isn't the planned one.
     """
@@ -90,7 +91,7 @@ def trace(program: Program, graph: Graph, groups: Groups, where: tuple[int, ...]
 
 
 def _keep_all(graph: fx.Graph) -> None:
-    """Dropout that drops nothing."""
+    """Replaces dropout by one that keeps every element."""
     for node in graph.nodes:
         if node.target is aten.bernoulli.p:  # the mask, before it is divided by p
             node.target, node.kwargs = aten.full_like.default, {}
@@ -99,7 +100,7 @@ def _keep_all(graph: fx.Graph) -> None:
 
 
 class _Marks:
-    """Notes on every new node the record that it was made for."""
+    """Writes into every new node's meta the index of its record."""
 
     def __init__(self, graph: fx.Graph):
         self.graph, self.last = graph, next(reversed(graph.nodes))
@@ -119,30 +120,30 @@ def first_of_backward(program: Program, graph: Graph) -> int:
     begin, behind = end, end
     for i, record in enumerate(program.records):
         match record:
-            case Move(source=source, target=target):
+            case Redistribute(source=source, target=target):
                 if source.name in known:
                     known.add(target.name)
                     begin = min(begin, i)
-            case Run():
+            case RunOp():
                 if not graph.ops[record.op].backward:
                     behind = i + 1
                 if any(slot.name in known for slot in record.inputs):
                     known.update(slot.name for slot in record.outputs if slot is not None)
                     begin = min(begin, i)
-            case Give(key=key) if not key.startswith("gradient:"):
+            case ReturnResult(key=key) if not key.startswith("gradient:"):
                 behind = i + 1
-    gives = any(isinstance(r, Give) and r.key.startswith("gradient:") for r in program.records)
-    return min(begin, behind) if gives else end
+    has_gradients = any(record.key.startswith("gradient:") for record in program.results)
+    return min(begin, behind) if has_gradients else end
 
 
 def _split(
     joint: fx.GraphModule, names: Sequence[str], kinds: dict[str, str], keys: Sequence[str], first: int, slots: dict[str, Slot]
 ) -> RankGraphs:
-    """The joint graph cut in two at a record."""
+    """The joint graph, split into forward and backward before the record `first`."""
     *nodes, output = joint.graph.nodes
-    given = [node for node in nodes if node.op == "placeholder"]
-    loads, position = dict(zip(names, given, strict=False)), given[len(names) :]
-    made = dict(zip(keys, output.args[0], strict=True))
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    loads, position = dict(zip(names, placeholders, strict=False)), placeholders[len(names) :]
+    results = dict(zip(keys, output.args[0], strict=True))
     tangents = [name for name in names if kinds[name] == "tangent"]
     inputs = [name for name in names if kinds[name] != "tangent"]
     gradients = [key for key in keys if key.startswith("gradient:")]
@@ -150,74 +151,74 @@ def _split(
     early = [n for n in nodes if n.op != "placeholder" and n.meta.get("record", -1) < first]
     late = [n for n in nodes if n.op != "placeholder" and n.meta.get("record", -1) >= first]
     there = {*(loads[name] for name in inputs), *early}
-    read = {source for node in late for source in node.all_input_nodes} | {made[key] for key in gradients}
+    read = {source for node in late for source in node.all_input_nodes} | {results[key] for key in gradients}
     saved = [node for node in nodes if node in there and node in read] if gradients else []
-    lost = [key for key in outputs if made[key] not in there]
+    lost = [key for key in outputs if results[key] not in there]
     if lost:
-        raise ValueError(f"{lost[0]} is made in the backward pass; a program must give its outputs before its gradients")
+        raise ValueError(f"{lost[0]} is computed in the backward pass; a program must return its outputs before its gradients")
     owner = owners(nodes)
     for node in saved:
-        if owner[node].op == "call_function":  # else it is a parameter, buffer or input, or a view of one
+        if owner[node].op == "call_function":  # otherwise it is a parameter, buffer or input, or a view of one
             node.meta["kept"] = (owner[node].name, size(owner[node]))
-    forward = _copy(joint, [loads[name] for name in inputs] + position, early, [made[key] for key in outputs] + saved)
-    backward = _copy(joint, saved + [loads[n] for n in tangents] + position, late, [made[k] for k in gradients]) if gradients else None
+    forward = _copy(joint, [loads[name] for name in inputs] + position, early, [results[key] for key in outputs] + saved)
+    backward = _copy(joint, saved + [loads[n] for n in tangents] + position, late, [results[k] for k in gradients]) if gradients else None
     return RankGraphs(forward, backward, tuple(inputs), tuple(outputs), len(saved), tuple(tangents), tuple(gradients), slots)
 
 
 def _copy(root: fx.GraphModule, placeholders: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.GraphModule:
-    """Some nodes as a graph of their own; what of them nobody reads is left out."""
+    """Some nodes as a new graph, without those that no other node reads."""
     graph = fx.Graph()
-    now: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     for k, node in enumerate(placeholders):
-        now[node] = graph.placeholder(f"in_{k}")
-        now[node].meta = dict(node.meta)
+        copies[node] = graph.placeholder(f"in_{k}")
+        copies[node].meta = dict(node.meta)
     for node in nodes:
-        now[node] = graph.node_copy(node, now.__getitem__)
-    graph.output([now[node] for node in outputs])
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output([copies[node] for node in outputs])
     graph.eliminate_dead_code()
     return fx.GraphModule(root, graph)
 
 
 # -- graphs as functions -------------------------------------------------------------------------------------------------------------
 
-Boxed = Callable[[list], Sequence[Any]]  # empties the list, so that what it holds can be freed on the way
+Boxed = Callable[[list], Sequence[Any]]  # it empties the list, so that tensors can be freed before it ends
 
 
 def boxed(graph_module: fx.GraphModule) -> Boxed:
-    """A graph module that takes one list and empties it."""
-    made = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
-    spare_gloo(made.graph)
-    made.graph.set_codegen(_BoxedCodeGen())
-    made.recompile()
-    return made.forward
+    """The graph as a function of one list, which it empties."""
+    module = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+    spare_gloo(module.graph)
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+    return module.forward
 
 
 def compiled(graph_module: fx.GraphModule) -> Boxed:
-    """The same through inductor, in the order that the graph has."""
-    from torch._inductor.compile_fx import compile_fx  # here: it takes seconds to import, which eager runs need not pay
+    """The same, compiled by inductor, with the nodes in the graph's order."""
+    from torch._inductor.compile_fx import compile_fx  # here: the import takes seconds, and eager runs don't need it
 
     inputs = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
-    own = copy.deepcopy(graph_module)  # inductor keeps what it is given
+    own = copy.deepcopy(graph_module)  # inductor keeps the module that it compiles
     spare_gloo(own.graph)
     own.recompile()
     with torch.no_grad():
-        made = compile_fx(own, inputs, config_patches={"reorder_for_peak_memory": False, "fallback_random": True})
-    return lambda given: made(*given)
+        function = compile_fx(own, inputs, config_patches={"reorder_for_peak_memory": False, "fallback_random": True})
+    return lambda arguments: function(*arguments)
 
 
 def spare_gloo(graph: fx.Graph) -> None:
-    """All gathers of CPU tensors write to a tensor that is made for them.
+    """Every all-gather of CPU tensors writes into a tensor that is allocated for it.
 
-    torch 2.13 runs all_gather_into_tensor as gloo's coalesced one, and two of those under way in one group corrupt the heap: without
-    this, the slow test that keeps four under way (tests/test_parallelize.py) loses a rank within seconds.
+    torch 2.13 runs all_gather_into_tensor as gloo's coalesced all-gather, and two of those that run at the same time in one group
+    corrupt the heap: without this, the slow test that runs four at a time (tests/test_parallelize.py) loses a rank within seconds.
     """
     for node in graph.find_nodes(op="call_function", target=_c10d.all_gather_into_tensor.default):
-        made = node.meta["val"]
-        if made.device.type != "cpu":
+        output = node.meta["val"]
+        if output.device.type != "cpu":
             continue
         with graph.inserting_before(node):
-            out = graph.call_function(aten.empty.memory_format, (tuple(made.shape),), {"dtype": made.dtype, "device": made.device})
+            out = graph.call_function(aten.empty.memory_format, (tuple(output.shape),), {"dtype": output.dtype, "device": output.device})
             filled = graph.call_function(_c10d.all_gather_into_tensor_out.default, node.args, {"out": out})
-        out.meta, filled.meta = {"val": made}, dict(node.meta)
+        out.meta, filled.meta = {"val": output}, dict(node.meta)
         node.replace_all_uses_with(filled)
         graph.erase_node(node)

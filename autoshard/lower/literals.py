@@ -1,10 +1,10 @@
-"""Literals that speak of whole tensors, made local.
+"""Literals of an op that depend on the global shape, made local.
 
-    view(x, [8, 16])   with the output cut S(0) over 4 ranks   ->   view(x_local, [2, 16])
+    view(x, [8, 16])   with the output sharded as S(0) over 4 ranks   ->   view(x_local, [2, 16])
 
-One row per (ATen target, argument): how its local value follows from the local shapes of the op's tensors. Every other
-literal is the same on every rank. Where a row is missing, the local output has another shape than planned, which each run
-checks after each op; a literal never goes wrong silently.
+ROWS has one entry per (ATen target, argument): how the local value follows from the local shapes of the op's tensors. Every other
+literal is the same on every rank. Where an entry is missing, the local output has another shape than planned, and every run checks the
+shapes after each op; so a wrong literal never passes unnoticed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Shapes:
-    """The tensors of one op: whole and local. `value` is the literal to replace."""
+    """The global and local shapes of one op's tensors. `value` is the literal to replace."""
 
     arguments: dict[str, Any]
-    whole_inputs: tuple[Shape, ...]
-    whole_outputs: tuple[Shape | None, ...]
+    global_inputs: tuple[Shape, ...]
+    global_outputs: tuple[Shape | None, ...]
     inputs: tuple[Shape, ...]
     outputs: tuple[Shape | None, ...]
     value: Any
@@ -42,8 +42,9 @@ class Shapes:
         """The local shape of a tensor argument."""
         return self.inputs[self.arguments[name].index]
 
-    def whole(self, name: str) -> Shape:
-        return self.whole_inputs[self.arguments[name].index]
+    def unsharded(self, name: str) -> Shape:
+        """The global shape of a tensor argument."""
+        return self.global_inputs[self.arguments[name].index]
 
 
 Rule = Callable[[Shapes], Any]
@@ -58,7 +59,7 @@ def out_rows(s: Shapes) -> int:
 
 
 def out_strides(s: Shapes) -> Shape:
-    """The local shape, dense, in the order that the whole strides have."""
+    """The dense strides of the local shape, with dims in the order of the global strides."""
     order = sorted(range(len(s.out)), key=lambda d: (s.value[d], -d))
     strides, step = [0] * len(s.out), 1
     for d in order:
@@ -68,18 +69,18 @@ def out_strides(s: Shapes) -> Shape:
 
 
 def repeats(s: Shapes) -> Shape:
-    """Whole repeats where the input dim lies as the output dim; fewer where a repeated dim is cut."""
-    given = (1,) * (len(s.out) - len(s.inputs[0])) + s.inputs[0]
-    return tuple(o // max(i, 1) for o, i in zip(s.out, given, strict=True))
+    """As many repeats as in the global op where input and output are sharded alike; fewer where a repeated dim of the output is sharded."""
+    sizes = (1,) * (len(s.out) - len(s.inputs[0])) + s.inputs[0]
+    return tuple(o // max(i, 1) for o, i in zip(s.out, sizes, strict=True))
 
 
 def groups_of_norm(s: Shapes) -> int:
-    return s.value * s.local("input")[1] // s.whole("input")[1]
+    return s.value * s.local("input")[1] // s.unsharded("input")[1]
 
 
 def groups_of_convolution(s: Shapes) -> int:
-    """Input channels cut together with the groups: each rank has its own groups; else all of them."""
-    return s.value * s.local("input")[1] // s.whole("input")[1] if s.value > 1 else 1
+    """Where input channels are sharded, each rank has its own groups; otherwise every rank has all groups."""
+    return s.value * s.local("input")[1] // s.unsharded("input")[1] if s.value > 1 else 1
 
 
 def bias_of_convolution(s: Shapes) -> Shape | None:
@@ -136,24 +137,24 @@ ROWS: dict[str, dict[str, Rule]] = {
     **{f"aten.{name}_backward.default": {"input_size": out_shape} for name in UPSAMPLED},
 }  # fmt: skip
 
-# What runs in place of an op: a tensor that came out of a collective may have other strides than the planned one.
+# The op that runs in place of another: the result of a collective may have other strides than the captured tensor.
 INSTEAD = {
     "aten.view.default": ("aten.reshape.default", {"self": "self", "size": "shape"}),
     "aten._unsafe_view.default": ("aten.reshape.default", {"self": "self", "size": "shape"}),
     "aten.view_copy.default": ("aten.reshape.default", {"self": "self", "size": "shape"}),
     "aten._reshape_alias.default": ("aten.reshape.default", {"self": "self", "size": "shape"}),
-    # What is never read may hold anything, but copies of it are compared: all ranks and the whole program hold zeros.
+    # Uninitialised tensors hold arbitrary values, and verify compares them: all ranks and the unsharded program hold zeros.
     "aten.empty.memory_format": ("aten.zeros.default", {name: name for name in ("size", "dtype", "layout", "device", "pin_memory")}),
     "aten.new_empty.default": ("aten.new_zeros.default", {n: n for n in ("self", "size", "dtype", "layout", "device", "pin_memory")}),
     "aten.empty_like.default": ("aten.zeros_like.default", {n: n for n in ("self", "dtype", "layout", "device", "memory_format")}),
 }
 
-# CPU kernels that read their inputs as if the last dim were dense, without a look at the strides.
+# CPU kernels that read their inputs as if the last dim were dense, whatever the strides are.
 DENSE_INPUTS = frozenset(
     {"aten._scaled_dot_product_flash_attention_for_cpu.default", "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"}
 )
 
-# Factories: their values come from their literals, so that every output layout is right for a constant.
+# Factories: a constant comes from the op's literals alone, so that every output layout is right for it.
 CONSTANTS = frozenset(t for t in ROWS if t.split(".")[1].removeprefix("new_") in ("full", "zeros", "ones", "empty", "empty_strided"))
 UNINITIALISED = frozenset(t for t in CONSTANTS if "empty" in t) | {"aten.empty_like.default"}
 
@@ -175,17 +176,17 @@ def by_name(op: Op) -> dict[str, Any]:
     return {**dict(zip(names, args, strict=False)), **dict(kwargs)}
 
 
-def localise(op: Op, whole: tuple[tuple[Shape, ...], tuple[Shape | None, ...]], local: tuple[tuple, tuple]) -> dict[str, Any]:
-    """The op's arguments by name with its size literals made local. whole, local: the shapes of (inputs, outputs)."""
+def localise(op: Op, global_shapes: tuple[tuple[Shape, ...], tuple[Shape | None, ...]], local: tuple[tuple, tuple]) -> dict[str, Any]:
+    """The op's arguments by name, with its size literals made local. global_shapes, local: the shapes of (inputs, outputs)."""
     arguments = by_name(op)
     rows = ROWS.get(op.target, {})
     return {
-        name: rows[name](Shapes(arguments, *whole, *local, value)) if name in rows else value for name, value in arguments.items()
+        name: rows[name](Shapes(arguments, *global_shapes, *local, value)) if name in rows else value for name, value in arguments.items()
     }
 
 
 def torch_constants(literal: Any, device: str) -> Any:
-    """Const -> torch's object; every device is the one that runs the program."""
+    """Const -> torch's object. A device literal becomes the device that runs the program."""
     if isinstance(literal, tuple):
         return tuple(torch_constants(item, device) for item in literal)
     if isinstance(literal, Const):

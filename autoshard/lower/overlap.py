@@ -1,13 +1,13 @@
-"""Collectives started early and waited for late, so that they run beside compute.
+"""Collectives are started early and waited for late, so that they run while the rank computes.
 
-Anchors (flow.py) keep their order; everything lazy is put where it is needed at the latest, and
+Anchors (flow.py) keep their order. A lazy node is placed as late as its users allow, with two exceptions:
 
-    a start whose input is there       goes out at once; one that only fetches parameters goes out when its link is idle and the
-                                       live bytes up to its need stay within `limit`
-    a wait that leads to another start comes as soon as the collective is over by the estimate (flow.Pace)
+    start                          it is placed as soon as its input is computed; a start that only fetches parameters is placed when its
+                                   link is idle and the live bytes up to its need stay within `limit`
+    wait that another start reads  it is placed as soon as the collective has ended by the estimate (flow.Pace)
 
-so gathers of parameters are prefetched one after another, and reductions of gradients run until the end of the pass, unless
-what they hold would pass `limit`: then the oldest is waited for. The same estimates give the time line.
+So gathers of parameters are prefetched one after another, and reductions of gradients run until the end of the pass. Where the buffers
+of running reductions would exceed `limit`, the rank waits for the oldest. The time line comes from the same estimates.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from autoshard.mesh import Mesh
 
 @dataclass(frozen=True)
 class Overlapped:
-    """One collective on the time line. Seconds by the estimate, from the begin of the pass."""
+    """One collective on the time line. Seconds are estimates, from the start of the pass."""
 
     collective: str
     axis: int
     bytes: int  # largest buffer of a rank
-    joined: int  # how many collectives of the program it carries
-    what: str  # node that its result goes to
+    joined: int  # how many collectives of the program were joined into it
+    what: str  # the node that reads its result
     start: float
     end: float
-    wait: float  # when compute comes to wait for it
+    wait: float  # when the rank starts to wait for it
 
     @property
     def hidden(self) -> float:
-        """Seconds that pass beside compute."""
+        """Seconds that overlap with compute."""
         return max(0.0, min(self.end, self.wait) - self.start)
 
 
 def room(graphs: Iterable[fx.Graph], spare: float) -> float:
-    """Live bytes that a better order may reach: the most that any of a step's passes reaches anyway, and `spare`."""
+    """The limit of live bytes for a new order: the largest peak of the step's passes as they are, plus `spare`."""
     peaks = []
     for graph in graphs:
         *nodes, output = graph.nodes
@@ -53,20 +53,20 @@ def room(graphs: Iterable[fx.Graph], spare: float) -> float:
 
 def scheduled(passes: Sequence[fx.GraphModule], pace: Pace, spare: float) -> list[tuple[Overlapped, ...]]:
     """Buckets and reorders the passes of a step in place. spare: bytes by which the step's peak may grow."""
-    limit = room([part.graph for part in passes], spare)
-    for part in passes:
-        bucket(part, pace, limit)
-    return [overlap(part, pace, limit) for part in passes]
+    limit = room([one.graph for one in passes], spare)
+    for one in passes:
+        bucket(one, pace, limit)
+    return [overlap(one, pace, limit) for one in passes]
 
 
 def overlap(graph_module: fx.GraphModule, pace: Pace, limit: float) -> tuple[Overlapped, ...]:
-    """Reorders the graph in place and says what runs beside what."""
-    found = _Schedule(graph_module.graph, pace, limit)
-    found.run()
-    reorder(graph_module.graph, [*found.order, found.output])
+    """Reorders the graph in place and returns its time line."""
+    schedule = _Schedule(graph_module.graph, pace, limit)
+    schedule.run()
+    reorder(graph_module.graph, [*schedule.order, schedule.output])
     graph_module.graph.lint()
     graph_module.recompile()
-    return found.timeline()
+    return schedule.timeline()
 
 
 @dataclass(eq=False)
@@ -84,7 +84,7 @@ class _Schedule:
         self.began: dict[fx.Node, float] = {}
         self.ends: dict[fx.Node, float] = {}
         self.waited: dict[fx.Node, float] = {}
-        self.idle: dict[int, float] = {}  # when the link of an axis is free
+        self.idle: dict[int, float] = {}  # when the link of an axis becomes free
         at = self.flow.at
         self.live = [now for node, now in zip(self.nodes, live_bytes(self.nodes, self.output), strict=True) if node in at]
         by_need = sorted(self.flow.starts, key=self.flow.need.__getitem__)
@@ -92,8 +92,8 @@ class _Schedule:
         self.ready_after: dict[int, list[fx.Node]] = {}
         for start in self.flow.starts:
             self.ready_after.setdefault(self.flow.ready[start], []).append(start)
-        self.waiting: list[fx.Node] = []  # input there, but for a collective before it
-        self.running: dict[fx.Node, None] = {}  # reductions and the like, begun and not waited for, oldest first
+        self.waiting: list[fx.Node] = []  # starts whose input only lacks a collective that has not ended
+        self.running: dict[fx.Node, None] = {}  # collectives after the first anchor that began and were not waited for, oldest first
         self.held = 0  # their bytes
 
     def run(self) -> None:
@@ -106,14 +106,14 @@ class _Schedule:
             self._free(i)
             for source in anchor.all_input_nodes:
                 self._need(source)
-            self._fetch(i)  # what the anchor waited for has freed a link
+            self._fetch(i)  # the anchor's waits may have freed a link
             self._put(anchor)
         self._start_ready(len(self.flow.anchors))
         for node in self.output.all_input_nodes:
             self._need(node)
 
     def _start_ready(self, i: int) -> None:
-        """Collectives whose input is there; those behind another collective when that is over."""
+        """Starts the collectives whose input is computed; those that read another collective, when that has ended."""
         still = []
         for start in [*self.waiting, *(self.ready_after.get(i - 1, ()) if i else ())]:
             before = self._unfinished(start)
@@ -124,7 +124,7 @@ class _Schedule:
         self.waiting = still
 
     def _unfinished(self, start: fx.Node) -> float | None:
-        """When the collectives that this one stands on are over; None where one of them hasn't begun."""
+        """When the collectives that this one reads have ended; None where one of them hasn't begun."""
         latest, stack, seen = 0.0, list(start.all_input_nodes), set()
         while stack:
             node = stack.pop()
@@ -143,7 +143,7 @@ class _Schedule:
         return latest
 
     def _fetch(self, i: int) -> None:
-        """The next gathers of parameters, where their links are idle and there is room until they are needed."""
+        """Starts the next gathers of parameters whose links are idle and whose bytes fit until they are needed."""
         while self.fetches:
             start = self.fetches[0]
             if start not in self.placed:
@@ -156,7 +156,7 @@ class _Schedule:
             self.fetches.popleft()
 
     def _free(self, i: int) -> None:
-        """Waits for the oldest reductions while what they hold does not fit."""
+        """Waits for the oldest reductions while their buffers do not fit."""
         for start in list(self.running):
             if self.live[i] + self.held <= self.limit:
                 return
@@ -164,7 +164,7 @@ class _Schedule:
                 self._need(user)
 
     def _need(self, node: fx.Node) -> None:
-        """Puts a node, and before it all that it reads."""
+        """Places a node, and before it everything that it reads."""
         stack = [node]
         while stack:
             top = stack[-1]
@@ -199,15 +199,15 @@ class _Schedule:
     def timeline(self) -> tuple[Overlapped, ...]:
         rows = []
         for start, began in self.began.items():
-            goes_to = next((user for wait in start.users for user in wait.users), self.output)
+            reader = next((user for wait in start.users for user in wait.users), self.output)
             kind, axis, end = STARTS[start.target], self.pace.axis(start), self.ends[start]  # type: ignore[index]
             joined = len(start.meta.get("members", (0,)))
-            rows.append(Overlapped(kind, axis, largest_buffer(start), joined, goes_to.name, began, end, self.waited.get(start, end)))
+            rows.append(Overlapped(kind, axis, largest_buffer(start), joined, reader.name, began, end, self.waited.get(start, end)))
         return tuple(rows)
 
 
 def described(timelines: Mapping[str, Sequence[Overlapped]], mesh: Mesh) -> str:
-    """The time line as text: a row per collective, in order of their starts, and what stays exposed in each pass."""
+    """The time line as text: a row per collective, in order of their starts, and how much of each pass is hidden."""
     lines = []
     for name, rows in timelines.items():
         total, hidden = sum(row.end - row.start for row in rows), sum(row.hidden for row in rows)

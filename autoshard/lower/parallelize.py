@@ -27,7 +27,7 @@ from autoshard.lower.collectives import Groups
 from autoshard.lower.distribute import copy_with, distributed, on_meta
 from autoshard.lower.flow import Pace
 from autoshard.lower.fx_program import trace
-from autoshard.lower.module import Runner, Step, parallel_class, refuse_parts
+from autoshard.lower.module import Runner, TracedCall, parallel_class, refuse_parts
 from autoshard.lower.overlap import scheduled
 from autoshard.lower.program import lower
 from autoshard.solution import Solution, replay
@@ -137,7 +137,7 @@ class _Builder:
         self.patiently = partial(patiently, device_mesh, timeout)
         self.where = tuple(device_mesh.get_coordinate() or ())
 
-    def __call__(self, spec: pytree.TreeSpec, leaves: list[Any], training: bool) -> Step:
+    def __call__(self, spec: pytree.TreeSpec, leaves: list[Any], training: bool) -> TracedCall:
         with self.patiently():
             inputs = pytree.tree_unflatten(leaves, spec)
             graph, returned, drops = self._graph(inputs, training)
@@ -181,7 +181,7 @@ class _Builder:
         plan = replay(self.solution, captured.graph)
         return plan.graph, captured.returned, plan.misfits
 
-    def _step(self, graph: Graph, returned: Returned, drops: bool) -> Step:
+    def _step(self, graph: Graph, returned: Returned, drops: bool) -> TracedCall:
         solution, mesh = self.solution, self.solution.mesh
         self._check_names(graph)
         program = lower(graph, solution.layouts, solution.results, mesh, device=self.device_mesh.device_type)
@@ -195,7 +195,7 @@ class _Builder:
             timelines = dict(zip(present, rows, strict=True))
         shapes = {f"{r.kind}:{r.name}": graph.tensor(r.value).shape for r in graph.results if r.value is not None}
         position = [torch.tensor(c, device=self.device_mesh.device_type) for c in self.where]
-        return Step(graphs, inference, shapes, returned.structure, returned.leaves, position, timelines, self.patiently)
+        return TracedCall(graphs, inference, shapes, returned.structure, returned.leaves, position, timelines, self.patiently)
 
     def _check_names(self, graph: Graph) -> None:
         held = set(dict(self.model.named_parameters(remove_duplicate=False)))

@@ -1,16 +1,16 @@
 """Graph + layouts -> Program: everything that a rank does, as a flat tuple of plain records.
 
-    load       x:0            placeholders, cut to their layouts
-    move       x:0 -> x:0@hub, x:0@hub -> y.in1          the steps of the route between two layouts
-    run        y              an ATen function on local tensors (literals made local) or a kernel in its place
-    result     output:0       what the program returns, in the layout that the plan leaves it in
-    free       x:0            after the last use
+    LoadPlaceholder   x:0                                   a placeholder's local tensor
+    Redistribute      x:0 -> x:0@hub, x:0@hub -> y.in1      the steps of the route between two layouts
+    RunOp             y                                     an ATen function on local tensors (literals made local), or a kernel
+    ReturnResult      output:0                              a result of the program, in its planned layout
+    FreeTensors       x:0                                   after their last use
 
-The name of a local tensor is its slot: `op:k` is output k as its op leaves it, `op:k@hub` the copy that waits for several
-users, `op.ink` what op takes as input k, `kind:name=` a result. The program is the same on every rank. It is as priced:
-every consumer fetches its input by its own route, from the hub where there is one (brought there when its first consumer
-runs, once). Where parts are uneven, ranks hold other shapes, and the sizes among an op's arguments differ: both are listed
-per rank.
+A local tensor has the name of its slot: `op:k` is output k in the op's output layout, `op:k@hub` the copy that serves several users,
+`op.ink` is input k of the op in its input layout, `kind:name=` a result. The program is the same on every rank, and it moves tensors as
+the plan's cost assumes: every user fetches its input by its own route, from the hub where there is one; the hub's copy is made once,
+when its first user runs. Where shards are uneven, local shapes and the sizes among an op's arguments differ from rank to rank: both
+are listed per rank.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ parsed = cache(parse)
 
 @dataclass(frozen=True)
 class Slot:
-    """A local tensor: which value of the graph it holds, how that lies, and what each rank therefore has."""
+    """A local tensor: which value of the graph it holds, in which layout, and the shape that each rank therefore has."""
 
     name: str
     value: Value
     layout: Layout
-    shape: tuple[int, ...]  # on each rank, or on the first, which has most
+    shape: tuple[int, ...]  # on each rank, or on the first, which has the largest
     dtype: str
     shapes: tuple[tuple[int, ...], ...] = ()  # by rank, where they differ
 
@@ -49,24 +49,24 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadPlaceholder:
     name: str  # of the placeholder
     slot: Slot
 
 
 @dataclass(frozen=True)
-class Move:
+class Redistribute:
     source: Slot
     target: Slot
     steps: tuple[Step, ...]
-    whole: tuple[int, ...] | None = None  # shape of the whole tensor, where parts may be uneven on the way
+    global_shape: tuple[int, ...] | None = None  # where shards may be uneven on the way
 
 
 @dataclass(frozen=True)
-class Run:
+class RunOp:
     op: int
     name: str
-    target: str  # the ATen function to call, which may stand in for the op's own
+    target: str  # the ATen function to call, which may differ from the op's own (literals.INSTEAD)
     arguments: dict[str, Any]  # by the names of the schema, Ref(k) for inputs[k]
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot | None, ...]
@@ -78,53 +78,53 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Give:
+class ReturnResult:
     key: str  # "output:0", "gradient:h.0.attn.weight"
     slot: Slot
 
 
 @dataclass(frozen=True)
-class Free:
+class FreeTensors:
     slots: tuple[str, ...]
 
 
-Record = Load | Move | Run | Give | Free
+Record = LoadPlaceholder | Redistribute | RunOp | ReturnResult | FreeTensors
 
 
 @dataclass(frozen=True)
 class Program:
-    """What every rank of the mesh does, in order."""
+    """The records that every rank of the mesh carries out, in order."""
 
     mesh: Mesh
     records: tuple[Record, ...]
 
     @property
-    def loads(self) -> tuple[Load, ...]:
-        return tuple(r for r in self.records if isinstance(r, Load))
+    def loads(self) -> tuple[LoadPlaceholder, ...]:
+        return tuple(r for r in self.records if isinstance(r, LoadPlaceholder))
 
     @property
-    def results(self) -> tuple[Give, ...]:
-        return tuple(r for r in self.records if isinstance(r, Give))
+    def results(self) -> tuple[ReturnResult, ...]:
+        return tuple(r for r in self.records if isinstance(r, ReturnResult))
 
     @property
     def is_even(self) -> bool:
-        """Whether it is the very same on every rank: no shape and no argument differs."""
-        slots = (slot for record in self.records for slot in (*_read(record), *_made(record)) if slot is not None)
-        moves = (record.whole is None for record in self.records if isinstance(record, Move))
+        """Whether no shape and no argument differs from rank to rank."""
+        slots = (slot for record in self.records for slot in (*_inputs(record), *_outputs(record)) if slot is not None)
+        moves = (record.global_shape is None for record in self.records if isinstance(record, Redistribute))
         return all(moves) and not any(slot.shapes for slot in slots)
 
     @property
     def redistributes(self) -> int:
-        """How many tensors change their layout on the way."""
-        return sum(isinstance(record, Move) for record in self.records)
+        """How many tensors are redistributed."""
+        return sum(isinstance(record, Redistribute) for record in self.records)
 
     @property
     def collectives(self) -> dict[str, tuple[int, float]]:
-        """(how often, bytes that each rank sends) by collective, local slices included; those inside kernels are not counted."""
+        """(count, bytes that each rank sends) by collective, local slices included. Collectives of kernels are not counted."""
         count: Counter[str] = Counter()
         sent: Counter[str] = Counter()
         for record in self.records:
-            for step in record.steps if isinstance(record, Move) else ():
+            for step in record.steps if isinstance(record, Redistribute) else ():
                 count[step.collective] += 1
                 sent[step.collective] += step.bytes  # type: ignore[assignment]
         return {collective: (count[collective], float(sent[collective])) for collective in sorted(count)}
@@ -141,15 +141,15 @@ def lower(
 ) -> Program:
     """The program of a rank.
 
-    layouts: for each op of the graph the layouts it takes and gives. results: "kind:name" -> the layout in which the program
-    leaves it (as its op gives it, where the name is missing). device: where it will run. ValueError names the op whose layouts
-    are missing, illegal, out of reach from each other, or without a local program.
+    layouts: the input and output layouts of each op of the graph. results: "kind:name" -> the layout in which the program returns
+    it (where the name is missing, in the layout from which users read it). device: where it will run. ValueError names the op whose
+    layouts are missing, illegal, without a route between them, or without a local program.
     """
     return _Lowering(graph, layouts, results, mesh, routes or Routes(mesh), device).program()
 
 
 class _Lowering:
-    """One walk over the graph; `records` grows, `at` says where each value can be had."""
+    """One walk over the graph. `records` grows; `at` holds the slot from which each value is read."""
 
     def __init__(self, graph: Graph, layouts: Mapping[str, Placed], results: Mapping[str, str], mesh: Mesh, routes: Routes, device: str):
         self.graph, self.layouts, self.mesh, self.routes, self.device = graph, layouts, mesh, routes, device
@@ -169,13 +169,13 @@ class _Lowering:
                 for k, t in enumerate(op.outputs)
             )
             if op.is_placeholder:
-                self.records.append(Load(op.name, _tensor_slot(op, outputs[0])))
+                self.records.append(LoadPlaceholder(op.name, _tensor_slot(op, outputs[0])))
             else:
                 self.records.append(self._run(i, op, placed, outputs))
             for k, slot in enumerate(outputs):
                 if slot is not None:
                     self.at[i, k] = slot
-                    self._give(op, (i, k))
+                    self._return(op, (i, k))
         return Program(self.mesh, _with_frees(self.records))
 
     def _placed(self, op: Op) -> Placed:
@@ -196,7 +196,7 @@ class _Lowering:
         return slot_of(name, value, tensor, layout, self.mesh)
 
     def _move(self, source: Slot, name: str, layout: Layout) -> Slot:
-        """`source` in another layout; itself when it has it."""
+        """`source` in another layout; `source` itself when it already has that layout."""
         if source.layout == layout:
             return source
         tensor = self.graph.tensor(source.value)
@@ -207,11 +207,11 @@ class _Lowering:
         for step in route.steps:
             check_step(step)
         even = all(is_even(tensor.shape, layout, self.mesh) for step in route.steps for layout in (step.before, step.after))
-        self.records.append(Move(source, target, route.steps, None if even else tensor.shape))
+        self.records.append(Redistribute(source, target, route.steps, None if even else tensor.shape))
         return target
 
     def _hub(self, value: Value) -> Slot:
-        """Where consumers find a value; brings it to its hub when it isn't there yet."""
+        """The slot from which users read a value; the first call redistributes the value to its hub, where it has one."""
         op = self.graph.ops[value[0]]
         hub = self.layouts[op.name].hubs[value[1]]
         if hub is not None and not self.at[value].name.endswith("@hub"):
@@ -219,51 +219,51 @@ class _Lowering:
             self.at[value] = slot
         return self.at[value]
 
-    def _run(self, i: int, op: Op, placed: Placed, outputs: tuple[Slot | None, ...]) -> Run:
+    def _run(self, i: int, op: Op, placed: Placed, outputs: tuple[Slot | None, ...]) -> RunOp:
         inputs = tuple(
             self._move(self._hub(value), f"{op.name}.in{k}", _layout(placed.inputs[k], op)) for k, value in enumerate(op.inputs)
         )
         return run_record(self.graph, i, inputs, outputs, self.mesh, self.device)
 
-    def _give(self, op: Op, value: Value) -> None:
+    def _return(self, op: Op, value: Value) -> None:
         for key, layout in self.wanted.get(value, ()):
             source = self._hub(value)
             slot = source if layout is None else self._move(source, f"{key}=", _layout(layout, op))
-            self.records.append(Give(key, slot))
+            self.records.append(ReturnResult(key, slot))
 
 
 def slot_of(name: str, value: Value, tensor: Tensor, layout: Layout, mesh: Mesh) -> Slot:
-    """A tensor that lies on the mesh as `layout` says."""
+    """The slot of a tensor in this layout."""
     shapes = () if is_even(tensor.shape, layout, mesh) else tuple(rank_shape(tensor.shape, layout, mesh, c) for c in mesh.coordinates())
     return Slot(name, value, layout, local_shape(tensor.shape, layout, mesh), tensor.dtype, shapes)
 
 
-def run_record(graph: Graph, i: int, inputs: tuple[Slot, ...], outputs: tuple[Slot | None, ...], mesh: Mesh, device: str = "cpu") -> Run:
-    """How a rank runs op i on local inputs to get local outputs."""
+def run_record(graph: Graph, i: int, inputs: tuple[Slot, ...], outputs: tuple[Slot | None, ...], mesh: Mesh, device: str = "cpu") -> RunOp:
+    """How a rank runs op i on local tensors."""
     op = graph.ops[i]
-    whole_inputs = tuple(t.shape for t in graph.input_tensors(i))
-    whole = (whole_inputs, tuple(None if t is None else t.shape for t in op.outputs))
+    input_shapes = tuple(t.shape for t in graph.input_tensors(i))
+    global_shapes = (input_shapes, tuple(None if t is None else t.shape for t in op.outputs))
     out_layouts = tuple(None if slot is None else slot.layout for slot in outputs)
-    kernel = kernel_for(op, whole_inputs, tuple(slot.layout for slot in inputs), out_layouts, mesh)
+    kernel = kernel_for(op, input_shapes, tuple(slot.layout for slot in inputs), out_layouts, mesh)
     target, names = INSTEAD.get(op.target, (op.target, None))
-    made: dict[tuple, dict[str, Any]] = {}
+    by_shapes: dict[tuple, dict[str, Any]] = {}
 
     def arguments(rank: int) -> dict[str, Any]:
-        local = (tuple(s.shape_on(rank) for s in inputs), tuple(None if s is None else s.shape_on(rank) for s in outputs))
-        if local not in made:
-            found = {name: torch_constants(value, device) for name, value in localise(op, whole, local).items()}
-            made[local] = found if names is None else {names[name]: value for name, value in found.items() if name in names}
-        return made[local]
+        shapes = (tuple(s.shape_on(rank) for s in inputs), tuple(None if s is None else s.shape_on(rank) for s in outputs))
+        if shapes not in by_shapes:
+            values = {name: torch_constants(value, device) for name, value in localise(op, global_shapes, shapes).items()}
+            by_shapes[shapes] = values if names is None else {names[name]: value for name, value in values.items() if name in names}
+        return by_shapes[shapes]
 
     uneven = any(slot is not None and slot.shapes for slot in (*inputs, *outputs))
     by_rank = tuple(arguments(rank) for rank in range(mesh.num_devices)) if uneven else ()
-    return Run(i, op.name, target, arguments(0), inputs, outputs, kernel, by_rank)
+    return RunOp(i, op.name, target, arguments(0), inputs, outputs, kernel, by_rank)
 
 
-def _layout(written: str | None, op: Op) -> Layout:
-    if written is None:
+def _layout(layout: str | None, op: Op) -> Layout:
+    if layout is None:
         raise ValueError(f"op {op.name} ({op.target}) has no layout for an output that is a tensor")
-    return parsed(written)
+    return parsed(layout)
 
 
 def _tensor_slot(op: Op, slot: Slot | None) -> Slot:
@@ -271,17 +271,17 @@ def _tensor_slot(op: Op, slot: Slot | None) -> Slot:
     return slot
 
 
-def _read(record: Record) -> tuple[Slot, ...]:
-    return (record.source,) if isinstance(record, Move) else record.inputs if isinstance(record, Run) else ()
+def _inputs(record: Record) -> tuple[Slot, ...]:
+    return (record.source,) if isinstance(record, Redistribute) else record.inputs if isinstance(record, RunOp) else ()
 
 
-def _made(record: Record) -> tuple[Slot | None, ...]:
+def _outputs(record: Record) -> tuple[Slot | None, ...]:
     match record:
-        case Load():
+        case LoadPlaceholder():
             return (record.slot,)
-        case Move():
+        case Redistribute():
             return (record.target,)
-        case Run():
+        case RunOp():
             return record.outputs
     return ()
 
@@ -290,17 +290,17 @@ def _with_frees(records: list[Record]) -> tuple[Record, ...]:
     """Each slot is freed right after the last record that names it."""
     last: dict[str, int] = {}
     for i, record in enumerate(records):
-        named = (record.slot,) if isinstance(record, Give) else (*_read(record), *_made(record))
+        named = (record.slot,) if isinstance(record, ReturnResult) else (*_inputs(record), *_outputs(record))
         for slot in named:
             if slot is not None:
                 last[slot.name] = i
     ending: dict[int, list[str]] = {}
     for name, i in last.items():
         ending.setdefault(i, []).append(name)
-    found: list[Record] = []
+    with_frees: list[Record] = []
     for i, record in enumerate(records):
-        found.append(record)
+        with_frees.append(record)
         if i in ending:
-            found.append(Free(tuple(ending[i])))
-    return tuple(found)
+            with_frees.append(FreeTensors(tuple(ending[i])))
+    return tuple(with_frees)
 

@@ -1,18 +1,21 @@
-"""Does the sharded program compute what the whole one does? Every op is looked at, on every rank.
+"""Whether the sharded program computes the same as the unsharded one: every op is compared, on every rank.
 
-With x an op's output in the whole program, x~ the same in a whole program whose placeholders are off by their own rounding,
-and y what the ranks' parts stand for under the PLANNED layout (replicas agree, shards concatenate, partials add up):
+Let x be an op's output in the unsharded program, x~ the same in an unsharded program whose placeholders are perturbed by their own
+rounding, and y the global tensor for which the ranks' local tensors stand under the PLANNED layout (replicas agree, shards
+concatenate, partial sums add up):
 
     error = max |y - x| / max |x|                                       absolute where x is all zero
-    error <= tolerance     or     max |y - x| <= 4 max |x~ - x|         then it is rounding
+    error <= tolerance     or     max |y - x| <= 4 max |x~ - x|         then the difference is rounding
 
-A random op (dropout) draws the same numbers in every program: each of the three goes on from the state that the generator had in
-the whole one. Where an op without a program of its own is sharded, its parts are the whole one's; their shapes are looked at.
+The second test is for tensors that are zero except for rounding, such as the gradient of a key bias: they are what is left of terms
+that cancel, so their own size is no measure. Their error is relative to 4 max |x~ - x| / tolerance.
 
-The second test is for tensors that are zero but for rounding (the gradient of a key bias): what is left of terms that cancel
-can't be compared with itself; its error is given relative to 4 max |x~ - x| / tolerance. An op whose error is above
-`op_tolerance`, whose local shape differs or which fails is a placement mismatch; its output is then replaced by the right
-one, so that the next mismatch is found on its own and a wrong row is located even where the end result happens to be right.
+A random op (dropout) draws the same numbers in all three programs: it starts from the state that the generator had in the unsharded
+program. Where a random op without a kernel is sharded, only its shapes are checked, and the unsharded op's output replaces its own.
+
+An op whose error is above `op_tolerance`, whose local shape differs or which fails is a placement mismatch. Its output is then
+replaced by the right one, so that the next mismatch shows by itself, and a wrong rule is located even where the end result happens
+to be right.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,15 +33,15 @@ from autoshard.graph import Graph, Op, Value
 from autoshard.layout import Layout, P, R, S, is_legal, rank_shape, text
 from autoshard.lower.kernels.dropout import draws, first_state, from_state
 from autoshard.lower.literals import UNINITIALISED
-from autoshard.lower.parts import cut, distance, gap, largest
-from autoshard.lower.program import Free, Give, Load, Move, Program, Run, Slot, lower, run_record
-from autoshard.lower.run import World, alone, check_all
+from autoshard.lower.program import FreeTensors, LoadPlaceholder, Program, Redistribute, ReturnResult, RunOp, Slot, lower, run_record
+from autoshard.lower.run import World, check_all, run_on_one_device
+from autoshard.lower.sharding import distance, gap, largest, local_tensors
 from autoshard.mesh import Mesh
 from autoshard.routes import Routes
 from autoshard.solution import Placed
 
-# (of results, of single ops) by the least precise float type of the graph. An op's is wider: it has to tell a wrong layout
-# (errors of order 1) from rounding that later ops average out.
+# (of results, of single ops) by the least precise float type of the graph. The tolerance of single ops is wider: it has to tell a
+# wrong layout (errors of order 1) from rounding, which later ops average out.
 TOLERANCES = {
     "float64": (1e-10, 1e-8),
     "float32": (1e-5, 3e-4),
@@ -50,17 +54,20 @@ NOISE = 4  # the gradient of BERT's key bias differs by up to 1.8 times the nois
 
 @dataclass(frozen=True)
 class Mismatch:
-    """An output that is not what its planned layout says. found: a layout that fits, or what happened instead."""
+    """An output that is not in its planned layout. actual: a layout that fits its local tensors, or what happened instead."""
 
     op: str
     output: int
     planned: str
-    found: str
+    actual: str
+
+    def as_json(self) -> dict[str, Any]:
+        return {"op": self.op, "output": self.output, "planned": self.planned, "found": self.actual}
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What the comparison found. `ok` is the answer."""
+    """The result of the comparison. `ok` is the answer."""
 
     ranks: int
     max_relative_error_outputs: float
@@ -87,12 +94,12 @@ def verify_program(
     routes: Routes | None = None,
     seed: int = 0,
 ) -> Verification:
-    """Run the planned program on all ranks of the mesh in this process, beside the whole program.
+    """Run the planned program on all ranks of the mesh in this process, beside the unsharded program.
 
-    values: a whole tensor for each placeholder. reference: what the results should be ("output:0", "gradient:h.0.weight",
-    "buffer:count" where it has one); the whole program's own results where it is None. seed: of the rounding noise and of random
-    ops: a reference must have been computed after torch.manual_seed(seed). ValueError for layouts that can't be lowered, and
-    where the whole program's random numbers are not those of the reference.
+    values: a global tensor for each placeholder. reference: what the results should be ("output:0", "gradient:h.0.weight",
+    "buffer:count" where it has one); the unsharded program's own results where it is None. seed: of the rounding noise and of random
+    ops; a reference must have been computed after torch.manual_seed(seed). ValueError for layouts that can't be lowered, and
+    where the unsharded program's random numbers are not those of the reference.
     """
     program = lower(graph, layouts, results, mesh, routes=routes)
     return _Comparison(graph, program, values, reference, seed).run()
@@ -100,22 +107,22 @@ def verify_program(
 
 @torch.no_grad()
 def run_global(graph: Graph, values: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
-    """The unsharded program: placeholders in, results out ("kind:name" -> tensor). seed: of what random ops draw."""
-    whole = _Whole(graph, values, None, seed)
+    """The unsharded program: placeholders in, results out ("kind:name" -> tensor). seed: of the random ops."""
+    program = _Unsharded(graph, values, None, seed)
     results: dict[str, Tensor] = {}
     wanted: dict[Value, list[str]] = {}
     for result in graph.results:
         if result.value is not None:
             wanted.setdefault(result.value, []).append(f"{result.kind}:{result.name}")
     for i, op in enumerate(graph.ops):
-        whole.do(i)
+        program.do(i)
         for k in range(len(op.outputs)):
-            results.update({key: whole.held[i, k] for key in wanted.get((i, k), ())})
+            results.update({key: program.held[i, k] for key in wanted.get((i, k), ())})
     return results
 
 
-class _Whole:
-    """A simple interpreter of the graph on whole tensors; values are dropped when the op after their last reader runs."""
+class _Unsharded:
+    """A simple interpreter of the graph on global tensors. A value is dropped when the op after its last reader runs."""
 
     def __init__(self, graph: Graph, values: Mapping[str, Tensor], noise: tuple[float, int] | None, seed: int):
         self.graph, self.values, self.noise = graph, values, noise
@@ -142,12 +149,12 @@ class _Whole:
                     self.held[i, k] = y
         self.drop = self.ending.get(i, [])
 
-    def _call(self, record: Run, inputs: list[Tensor]) -> tuple:
+    def _call(self, record: RunOp, inputs: list[Tensor]) -> tuple:
         if not draws(record.target):
-            return alone(record, inputs)
+            return run_on_one_device(record, inputs)
         self.random_before = self.random
         with from_state(self.random):
-            outputs = alone(record, [x.contiguous() for x in inputs])  # as the ranks draw: in the order of memory
+            outputs = run_on_one_device(record, [x.contiguous() for x in inputs])  # dense as on the ranks (World.run)
             self.random = torch.get_rng_state()
         return outputs
 
@@ -177,7 +184,7 @@ class _Comparison:
         self.tolerance, self.op_tolerance = TOLERANCES[lowest]
         self.eps = torch.finfo(getattr(torch, lowest)).eps
         self.world = World(self.mesh)
-        self.whole, self.near = _Whole(graph, values, None, seed), _Whole(graph, values, (self.eps, seed), seed)
+        self.unsharded, self.perturbed = _Unsharded(graph, values, None, seed), _Unsharded(graph, values, (self.eps, seed), seed)
         self.is_random = any(draws(op.target) for op in graph.ops if not op.is_placeholder)
         self.mismatches: list[Mismatch] = []
         self.worst = {"output": 0.0, "gradient": 0.0, "op": 0.0}
@@ -186,15 +193,15 @@ class _Comparison:
     def run(self) -> Verification:
         for record in self.program.records:
             match record:
-                case Load():
+                case LoadPlaceholder():
                     self._load(record)
-                case Move():
-                    self._move(record)
-                case Run():
+                case Redistribute():
+                    self._redistribute(record)
+                case RunOp():
                     self._run(record)
-                case Give():
-                    self._give(record)
-                case Free():
+                case ReturnResult():
+                    self._compare_result(record)
+                case FreeTensors():
                     self.world.do(record, self.values)
         return Verification(
             self.mesh.num_devices,
@@ -206,24 +213,24 @@ class _Comparison:
             self.tolerance,
         )
 
-    def _load(self, record: Load) -> None:
+    def _load(self, record: LoadPlaceholder) -> None:
         self.world.do(record, self.values)
-        self._do_whole(record.slot.value[0])
+        self._run_unsharded(record.slot.value[0])
 
-    def _do_whole(self, i: int) -> None:
-        self.whole.do(i)
-        self.near.do(i)
+    def _run_unsharded(self, i: int) -> None:
+        self.unsharded.do(i)
+        self.perturbed.do(i)
 
-    def _move(self, record: Move) -> None:
+    def _redistribute(self, record: Redistribute) -> None:
         try:
             self.world.do(record, self.values)
         except (RuntimeError, ValueError, IndexError) as error:
             self._repair(record.target, _first_line(error))
 
-    def _run(self, record: Run) -> None:
-        self._do_whole(record.op)
+    def _run(self, record: RunOp) -> None:
+        self._run_unsharded(record.op)
         try:
-            outputs = self.world.run(record, self.whole.random_before if draws(record.target) else None)
+            outputs = self.world.run(record, self.unsharded.random_before if draws(record.target) else None)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             for slot in record.outputs:
                 if slot is not None:
@@ -231,79 +238,80 @@ class _Comparison:
             return
         for k, slot in enumerate(record.outputs):
             if slot is not None:
-                self._look(record, slot, [out[k] for out in outputs])
+                self._hold(record, slot, [out[k] for out in outputs])
 
-    def _look(self, record: Run, slot: Slot, parts: list) -> None:
-        """Hold an output when it is right, else note it and hold the right one."""
+    def _hold(self, record: RunOp, slot: Slot, tensors: list) -> None:
+        """Hold an output when it is right; otherwise record the mismatch and hold the right one."""
         try:
-            check_all(slot, parts, f"op {record.name}")
+            check_all(slot, tensors, f"op {record.name}")
         except ValueError:
-            self._repair(slot, self._explain(slot, parts))
+            self._repair(slot, self._explain(slot, tensors))
             return
         if draws(record.target) and record.kernel is None and any(p.is_shard() for p in slot.layout):
-            parts = cut(self.whole.held[slot.value], slot.layout, self.mesh)  # each rank's own numbers, which can't be compared
+            # each rank drew its own numbers, which can't be compared
+            tensors = local_tensors(self.unsharded.held[slot.value], slot.layout, self.mesh)
         skipped = self.graph.ops[record.op].target in UNINITIALISED
-        error = 0.0 if skipped else self._error(parts, slot, self.whole.held[slot.value], self.op_tolerance)
+        error = 0.0 if skipped else self._error(tensors, slot, self.unsharded.held[slot.value], self.op_tolerance)
         if error > self.op_tolerance:
-            self._repair(slot, self._explain(slot, parts))
+            self._repair(slot, self._explain(slot, tensors))
             return
         self.worst["op"] = max(self.worst["op"], error)
-        self.world.held[slot.name] = parts
+        self.world.held[slot.name] = tensors
 
-    def _error(self, parts: list[Tensor], slot: Slot, expected: Tensor, tolerance: float) -> float:
-        apart = distance(parts, slot.layout, self.mesh, expected)
+    def _error(self, tensors: list[Tensor], slot: Slot, expected: Tensor, tolerance: float) -> float:
+        apart = distance(tensors, slot.layout, self.mesh, expected)
         size = largest(expected)
         if apart == 0.0 or size == 0.0:
             return apart
         if apart <= tolerance * size:
             return apart / size
-        noise = gap(self.whole.held[slot.value], self.near.held[slot.value])
+        noise = gap(self.unsharded.held[slot.value], self.perturbed.held[slot.value])
         return apart / max(size, NOISE * noise / tolerance if noise < math.inf else 0.0)
 
-    def _repair(self, slot: Slot, found: str) -> None:
+    def _repair(self, slot: Slot, actual: str) -> None:
         op = self.graph.ops[slot.value[0]]
-        self.mismatches.append(Mismatch(op.name, slot.value[1], text(slot.layout), found))
-        self.world.held[slot.name] = cut(self.whole.held[slot.value], slot.layout, self.mesh)
+        self.mismatches.append(Mismatch(op.name, slot.value[1], text(slot.layout), actual))
+        self.world.held[slot.name] = local_tensors(self.unsharded.held[slot.value], slot.layout, self.mesh)
 
-    def _explain(self, slot: Slot, parts: list[Tensor]) -> str:
-        """A layout under which the parts are right, else their shapes."""
-        whole = self.whole.held[slot.value]
-        for layout in _layouts(whole, parts, self.mesh):
-            if distance(parts, layout, self.mesh, whole) <= self.op_tolerance * max(largest(whole), self.eps):
+    def _explain(self, slot: Slot, tensors: list[Tensor]) -> str:
+        """A layout under which the local tensors are right, else their shape and dtype."""
+        expected = self.unsharded.held[slot.value]
+        for layout in _layouts(expected, tensors, self.mesh):
+            if distance(tensors, layout, self.mesh, expected) <= self.op_tolerance * max(largest(expected), self.eps):
                 return text(layout)
-        return f"no layout: {tuple(parts[0].shape)} {str(parts[0].dtype).removeprefix('torch.')} on each rank"
+        return f"no layout: {tuple(tensors[0].shape)} {str(tensors[0].dtype).removeprefix('torch.')} on each rank"
 
-    def _give(self, record: Give) -> None:
+    def _compare_result(self, record: ReturnResult) -> None:
         kind = record.key.split(":")[0]
-        expected = self.whole.held[record.slot.value]
+        expected = self.unsharded.held[record.slot.value]
         if self.reference is not None and (kind in ("output", "gradient") or record.key in self.reference):
             if record.key not in self.reference:
                 raise ValueError(f"the reference lacks {record.key!r}; expected every output and gradient of the program")
             expected = self.reference[record.key].detach()
             if self.is_random:
                 self._check_draws(record, expected)
-        error = self._error(self.world.parts(record.slot), record.slot, expected, self.tolerance)
+        error = self._error(self.world.held[record.slot.name], record.slot, expected, self.tolerance)
         kind = "gradient" if kind == "gradient" else "output"
         self.worst[kind] = max(self.worst[kind], error)
 
 
-    def _check_draws(self, record: Give, expected: Tensor) -> None:
-        """ValueError when the whole program, unsharded, does not compute the reference."""
+    def _check_draws(self, record: ReturnResult, expected: Tensor) -> None:
+        """ValueError when the unsharded program does not compute the reference."""
         slot = replace(record.slot, layout=(R,) * len(self.mesh.axes), shapes=())
-        if self._error([self.whole.held[slot.value]] * self.mesh.num_devices, slot, expected, self.tolerance) > self.tolerance:
+        if self._error([self.unsharded.held[slot.value]] * self.mesh.num_devices, slot, expected, self.tolerance) > self.tolerance:
             raise ValueError(
                 f"the model and its captured program, both unsharded, differ in {record.key}: they don't draw random numbers (dropout) "
                 "in the same order, so that a plan can't be compared with the model; turn dropout off with model.eval(), and plan that"
             )
 
 
-def _layouts(whole: Tensor, parts: list, mesh: Mesh) -> list[Layout]:
-    """All layouts under which the ranks hold parts of these shapes, those without P first."""
-    shape = tuple(whole.shape)
+def _layouts(tensor: Tensor, tensors: list, mesh: Mesh) -> list[Layout]:
+    """All layouts of the global tensor under which its local tensors have these shapes, those without P first."""
+    shape = tuple(tensor.shape)
     per_axis = [[R, *(S(d) for d in range(len(shape))), P()] if axis.size > 1 else [R] for axis in mesh.axes]
-    if not all(isinstance(part, Tensor) and part.dtype == whole.dtype for part in parts):
+    if not all(isinstance(x, Tensor) and x.dtype == tensor.dtype for x in tensors):
         return []
-    held = [tuple(part.shape) for part in parts]
+    held = [tuple(x.shape) for x in tensors]
     possible = [layout for layout in product(*per_axis) if is_legal(shape, layout, mesh)]
     return sorted(
         (layout for layout in possible if held == [rank_shape(shape, layout, mesh, c) for c in mesh.coordinates()]),

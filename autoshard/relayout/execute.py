@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.lower.parts import reduce_parts
+from autoshard.lower.sharding import reduce_tensors
 from autoshard.relayout import BlockLayout, BlockRoute, BlockStep, Packing, group_of, local_indices, packing, to_placements
 
 REDUCE = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -55,7 +55,7 @@ def simulate(route: BlockRoute, parts: Sequence[Tensor]) -> tuple[list[Tensor], 
 def _simulated(step: BlockStep, packings: Sequence[Packing], rank: int, held: Sequence[Tensor]) -> Tensor:
     p = packings[rank]
     if step.collective == "all_reduce":
-        return reduce_parts([held[member] for member in p.group], step.before.reduce_op)
+        return reduce_tensors([held[member] for member in p.group], step.before.reduce_op)
     inbox = [pack(packings[member], held[member])[p.group.index(rank)] for member in p.group]
     return unpack(step, p, held[rank], inbox)
 
@@ -77,7 +77,7 @@ def pack(p: Packing, x: Tensor) -> list[Tensor]:
 def unpack(step: BlockStep, p: Packing, x: Tensor, inbox: Sequence[Tensor]) -> Tensor:
     """The output shard, from the received messages and the elements of the input shard x that the rank keeps."""
     if step.collective == "reduce_scatter":
-        return reduce_parts(list(inbox), step.before.reduce_op).reshape(p.shape)
+        return reduce_tensors(list(inbox), step.before.reduce_op).reshape(p.shape)
     out = x.new_empty(p.shape)
     flat = out.view(-1)
     flat[torch.as_tensor(p.kept[1], device=x.device)] = x.reshape(-1)[torch.as_tensor(p.kept[0], device=x.device)]

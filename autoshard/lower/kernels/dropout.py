@@ -1,10 +1,10 @@
-"""Dropout whose mask is that of the whole tensor: every rank draws all of it and keeps its part.
+"""Dropout with the mask of the global tensor: every rank draws the global mask and keeps its shard.
 
-    m = bernoulli(1 - p) / (1 - p), drawn for the whole shape        y = x * (this rank's part of m)
+    m = bernoulli(1 - p) / (1 - p), drawn for the global shape        y = x * (this rank's shard of m)
 
-With the generator in the same state everywhere, replicas drop the same elements, parts different ones, and any mesh the same as
-one process. The whole mask exists while it is drawn. `from_state` puts the generator into a state for as long as one op runs,
-so that every rank of a process, and the whole program beside them, draw the same numbers.
+With the generator in the same state everywhere, replicas drop the same elements, different shards drop different ones, and any mesh
+drops the same elements as one process. The global mask needs memory while it is drawn. `from_state` puts the generator into a state
+for as long as one op runs, so that every simulated rank of a process, and the unsharded program beside them, draw the same numbers.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.layout import Layout, rank_bounds
+from autoshard.layout import Layout
 from autoshard.lower.collectives import Rank
-from autoshard.lower.kernels.local_inputs import Arguments, Kernel, ShardedOp, local
+from autoshard.lower.kernels.sharded_op import Arguments, Kernel, ShardedOp, local
 from autoshard.lower.literals import overload
+from autoshard.lower.sharding import shard_of_rank
 
 aten = torch.ops.aten
 
 
 @cache
 def draws(target: str) -> bool:
-    """Whether an op draws random numbers. torch tags attention likewise, for the dropout that no kernel of the CPU has."""
+    """Whether an op draws random numbers. torch tags attention too, for its dropout, which no CPU kernel has."""
     return _draws(overload(target))
 
 
@@ -44,22 +45,22 @@ def first_state(seed: int) -> Tensor:
 
 @contextmanager
 def from_state(state: Tensor) -> Iterator[None]:
-    """torch's CPU generator goes on from `state`; afterwards it is as it was."""
-    own = torch.get_rng_state()
+    """torch's CPU generator starts from `state` inside the block; afterwards it has its former state again."""
+    former = torch.get_rng_state()
     torch.set_rng_state(state)
     try:
         yield
     finally:
-        torch.set_rng_state(own)
+        torch.set_rng_state(former)
 
 
 class DrawsInOrder(TorchDispatchMode):
-    """Random ops draw in the order of dims, whatever the strides: as a captured program's do, which are called on contiguous tensors."""
+    """Random ops draw in row-major order whatever the strides are, as in a captured program, whose ops are called on contiguous tensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        given, named = pytree.tree_map_only(Tensor, Tensor.contiguous, (args, kwargs or {})) if _draws(func) else (args, kwargs or {})
-        result = func(*given, **named)
-        if func._schema.is_mutable and given is not args and given[0] is not args[0]:
+        inputs, named = pytree.tree_map_only(Tensor, Tensor.contiguous, (args, kwargs or {})) if _draws(func) else (args, kwargs or {})
+        result = func(*inputs, **named)
+        if func._schema.is_mutable and inputs is not args and inputs[0] is not args[0]:
             args[0].copy_(result)
             return args[0]
         return result
@@ -69,16 +70,15 @@ class DrawsInOrder(TorchDispatchMode):
 def native_dropout(rank: Rank, a: Arguments, *, shape: tuple[int, ...], layout: Layout) -> tuple[Tensor, Tensor]:
     x, keep = a["input"], 1.0 - a["p"]
     mask = aten.bernoulli.p(x.new_empty(shape), keep) / keep
-    for dim, (begin, end) in enumerate(rank_bounds(shape, layout, rank.mesh, rank.place)):
-        mask = mask.narrow(dim, begin, end - begin) if end - begin != shape[dim] else mask
+    mask = shard_of_rank(mask, layout, rank.mesh, rank.place)
     return x * mask, mask != 0
 
 
-def _native_dropout(laid: ShardedOp) -> Kernel | None:
-    layout, shape, p = laid.layout("input"), laid.shape("input"), laid.arguments["p"]
-    trains = laid.arguments["train"] in (True, None) and 0 < p < 1
-    cut = layout is not None and any(placement.is_shard() for placement in layout)
-    return partial(native_dropout, shape=shape, layout=layout) if trains and cut else None
+def _native_dropout(sharded: ShardedOp) -> Kernel | None:
+    layout, shape, p = sharded.layout("input"), sharded.shape("input"), sharded.arguments["p"]
+    trains = sharded.arguments["train"] in (True, None) and 0 < p < 1
+    is_sharded = layout is not None and any(placement.is_shard() for placement in layout)
+    return partial(native_dropout, shape=shape, layout=layout) if trains and is_sharded else None
 
 
 KERNELS = {"aten.native_dropout.default": _native_dropout}

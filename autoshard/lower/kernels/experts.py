@@ -1,8 +1,8 @@
-"""Local programs of grouped matmuls whose experts are cut: a rank multiplies the tokens of its own experts.
+"""Local programs of grouped matmuls whose experts are sharded: a rank multiplies the tokens of its own experts.
 
 Tokens are sorted by expert; those of experts [s, s + v) are the rows [first, last), first = offs[s - 1], last = offs[s + v - 1].
-Turned by `first` rows they come first, so that the ends of the local groups are offs - first; what lies behind is 0. Nothing
-here has a size that depends on data.
+A cyclic shift by `first` rows brings them to the front, so that the ends of the local groups are offs - first. The rows behind the
+last group are set to 0. No size here depends on data.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor.placement_types import Shard
 
 from autoshard.lower.collectives import Rank
-from autoshard.lower.kernels.local_inputs import Arguments, Axes, Kernel, ShardedOp, local
+from autoshard.lower.kernels.sharded_op import Arguments, Axes, Kernel, ShardedOp, local
 from autoshard.lower.literals import overload
 
 
-def _own(rank: Rank, axes: Axes, offs: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+def _own_groups(rank: Rank, axes: Axes, offs: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """The first row of this rank's experts, and the ends of their groups counted from there."""
     ends = torch.cat((offs.new_zeros(1), offs))
     at = rank.start(axes, offs.shape[0])
@@ -28,56 +27,56 @@ def _own(rank: Rank, axes: Axes, offs: Tensor, num_experts: int) -> tuple[Tensor
     return first, ends.index_select(0, at + 1 + torch.arange(num_experts, device=offs.device)) - first
 
 
-def _turned(x: Tensor, by: Tensor, dim: int = 0) -> Tensor:
-    """Row i of the result is row i + by, around the end."""
+def _shifted(x: Tensor, by: Tensor, dim: int = 0) -> Tensor:
+    """A cyclic shift: row i of the result is row i + by of x."""
     size = x.shape[dim]
     return x.index_select(dim, (torch.arange(size, device=x.device) + by) % size)
 
 
-def _only(x: Tensor, ends: Tensor) -> Tensor:
-    """Rows behind the last group are 0: kernels leave them as they are."""
+def _without_rest(x: Tensor, ends: Tensor) -> Tensor:
+    """Sets the rows behind the last group to 0, which torch's kernels leave uninitialised."""
     behind = torch.arange(x.shape[0], device=x.device) >= ends[-1]
     return x.masked_fill(behind.unsqueeze(-1), 0)
 
 
 @local
 def grouped_mm(rank: Rank, a: Arguments, *, target: str, x: str, w: str, axes: Axes) -> Tensor:
-    first, ends = _own(rank, axes, a["offs"], a[w].shape[0])
-    made = overload(target)(**{**a, x: _turned(a[x], first), "offs": ends})
-    return _turned(_only(made, ends), -first)
+    first, ends = _own_groups(rank, axes, a["offs"], a[w].shape[0])
+    products = overload(target)(**{**a, x: _shifted(a[x], first), "offs": ends})
+    return _shifted(_without_rest(products, ends), -first)
 
 
 @local
 def weight_gradient(rank: Rank, a: Arguments, *, target: str, num_experts: int, axes: Axes) -> Tensor:
-    """x'[k, s] @ g[s, n] by expert, s the tokens. num_experts: of all ranks."""
-    first, ends = _own(rank, axes, a["offs"], rank.length(axes, num_experts))
-    of_rank = {"self": _turned(a["self"], first, 1), "mat2": _turned(a["mat2"], first), "offs": ends}
-    return overload(target)(**{**a, **of_rank})
+    """x'[k, s] @ g[s, n] for each expert, s the tokens. num_experts: on all ranks together."""
+    first, ends = _own_groups(rank, axes, a["offs"], rank.length(axes, num_experts))
+    shifted = {"self": _shifted(a["self"], first, 1), "mat2": _shifted(a["mat2"], first), "offs": ends}
+    return overload(target)(**{**a, **shifted})
 
 
 @local
 def grouped_mm_backward(rank: Rank, a: Arguments, *, target: str, axes: Axes) -> Any:
-    first, ends = _own(rank, axes, a["offs"], a["weight"].shape[0])
-    x, g = _turned(a["input"], first), _turned(a["grad_output"], first)
-    of_x, of_w = overload(target)(x, a["weight"], ends, g)
-    return _turned(_only(of_x, ends), -first), of_w
+    first, ends = _own_groups(rank, axes, a["offs"], a["weight"].shape[0])
+    x, g = _shifted(a["input"], first), _shifted(a["grad_output"], first)
+    x_grad, w_grad = overload(target)(x, a["weight"], ends, g)
+    return _shifted(_without_rest(x_grad, ends), -first), w_grad
 
 
-def _grouped_mm(laid: ShardedOp, *, x: str, w: str) -> Kernel | None:
-    if laid.layout("offs") is None:
+def _grouped_mm(sharded: ShardedOp, *, x: str, w: str) -> Kernel | None:
+    if sharded.layout("offs") is None:
         return None
-    if laid.ndim(w) == 3:
-        axes = laid.cutting(w, 0)
-        return partial(grouped_mm, target=laid.op.target, x=x, w=w, axes=axes) if axes else None
-    axes = tuple(k for k, p in enumerate(laid.outputs[0] or ()) if isinstance(p, Shard) and p.dim == 0)
+    if sharded.ndim(w) == 3:
+        axes = sharded.axes_of(w, 0)
+        return partial(grouped_mm, target=sharded.op.target, x=x, w=w, axes=axes) if axes else None
+    axes = sharded.output_axes(0)
     if not axes:
         return None
-    return partial(weight_gradient, target=laid.op.target, num_experts=laid.op.output.shape[0], axes=axes)
+    return partial(weight_gradient, target=sharded.op.target, num_experts=sharded.op.output.shape[0], axes=axes)
 
 
-def _grouped_mm_backward(laid: ShardedOp) -> Kernel | None:
-    axes = laid.cutting("weight", 0)
-    return partial(grouped_mm_backward, target=laid.op.target, axes=axes) if axes else None
+def _grouped_mm_backward(sharded: ShardedOp) -> Kernel | None:
+    axes = sharded.axes_of("weight", 0)
+    return partial(grouped_mm_backward, target=sharded.op.target, axes=axes) if axes else None
 
 
 KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {

@@ -1,4 +1,4 @@
-"""Local programs of norms whose sums are those of all ranks: batch norm on a cut batch, the norm of a weight sharded on another dim.
+"""Local programs of norms that add over ranks: batch norm of a sharded batch, weight norm of a weight sharded on a dim it adds over.
 
 mean = sum over ranks of sum x / N        var = sum over ranks of sum (x - mean)^2 / N      N: elements per channel, all ranks
 y    = (x - mean) / sqrt(var + eps) * w + b
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from autoshard.lower.collectives import Asking, Rank, all_reduce
-from autoshard.lower.kernels.local_inputs import Arguments, Axes, Kernel, ShardedOp, wide
+from autoshard.lower.kernels.sharded_op import Arguments, Axes, Kernel, ShardedOp, wide
 
 
 def _per_channel(v: Tensor, x: Tensor) -> Tensor:
@@ -54,8 +54,8 @@ def batch_norm_backward(rank: Rank, a: Arguments, *, axes: Axes) -> Asking:
     scale = deviation if a.get("weight") is None else deviation * a["weight"]
     of_x = _per_channel(scale, x) * (g - (_per_channel(of_bias, x) + z * _per_channel(of_weight, x)) / total)
     wanted, dtype = a["output_mask"], a["input"].dtype
-    made = (of_x.to(dtype), of_weight.to(scale.dtype), of_bias.to(scale.dtype))
-    return tuple(part if asked else None for part, asked in zip(made, wanted, strict=True))  # type: ignore[return-value]
+    gradients = (of_x.to(dtype), of_weight.to(scale.dtype), of_bias.to(scale.dtype))
+    return tuple(gradient if asked else None for gradient, asked in zip(gradients, wanted, strict=True))  # type: ignore[return-value]
 
 
 def _dims_but(rank: int, dim: int) -> list[int]:
@@ -76,21 +76,21 @@ def weight_norm_backward(rank: Rank, a: Arguments, *, axes: Axes) -> Asking:
     return of_v.to(a["saved_v"].dtype), (s / n).to(a["saved_g"].dtype)  # type: ignore[return-value]
 
 
-def _weight_norm(laid: ShardedOp, *, of: str, kernel: Callable[..., Asking]) -> Kernel:
+def _weight_norm(sharded: ShardedOp, *, of: str, kernel: Callable[..., Asking]) -> Kernel:
     """Never torch's own kernel: on a CPU it reads a transposed gradient as if it were dense."""
-    return partial(kernel, axes=laid.cutting(of, *_dims_but(laid.ndim(of), laid.arguments.get("dim", 0))))
+    return partial(kernel, axes=sharded.axes_of(of, *_dims_but(sharded.ndim(of), sharded.arguments.get("dim", 0))))
 
 
-def _batch_norm(laid: ShardedOp) -> Kernel | None:
-    axes = laid.cutting("input", 0)
-    return partial(batch_norm, axes=axes) if axes and laid.arguments["training"] else None
+def _batch_norm(sharded: ShardedOp) -> Kernel | None:
+    axes = sharded.axes_of("input", 0)
+    return partial(batch_norm, axes=axes) if axes and sharded.arguments["training"] else None
 
 
-def _batch_norm_backward(laid: ShardedOp) -> Kernel | None:
-    axes = laid.cutting("input", 0)
-    if axes != laid.cutting("grad_out", 0):
-        raise laid.refuse("the gradient and the input must be cut alike along the batch")
-    return partial(batch_norm_backward, axes=axes) if axes and laid.arguments["train"] else None
+def _batch_norm_backward(sharded: ShardedOp) -> Kernel | None:
+    axes = sharded.axes_of("input", 0)
+    if axes != sharded.axes_of("grad_out", 0):
+        raise sharded.refuse("the gradient and the input must be sharded alike on the batch")
+    return partial(batch_norm_backward, axes=axes) if axes and sharded.arguments["train"] else None
 
 
 KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {

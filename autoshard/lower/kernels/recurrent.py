@@ -1,7 +1,7 @@
-"""Local programs of whole recurrent layers: the workspace that the library fills has a size that no plan knows.
+"""Local programs of recurrent layers: the library's workspace has a size that no plan knows.
 
-forward      its workspace is dropped; in its place come zeros of the planned shape, which nobody reads
-backward     the forward is run once more for the workspace
+forward      the workspace is dropped and replaced by zeros of the planned shape, which no op reads
+backward     the forward runs once more to compute the workspace
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from autoshard.lower.collectives import Rank
-from autoshard.lower.kernels.local_inputs import Arguments, Kernel, ShardedOp, local
+from autoshard.lower.kernels.sharded_op import Arguments, Kernel, ShardedOp, local
 
 aten = torch.ops.aten
-GIVEN = ("reverse", "batch_sizes", "mode", "hidden_size", "num_layers", "has_biases", "bidirectional", "batch_first", "train")
+SETTINGS = ("reverse", "batch_sizes", "mode", "hidden_size", "num_layers", "has_biases", "bidirectional", "batch_first", "train")
 
 
-def _forward(laid: ShardedOp) -> Kernel:
-    planned = laid.op.outputs[3]
+def _forward(sharded: ShardedOp) -> Kernel:
+    planned = sharded.op.outputs[3]
 
     @local
     def layer(rank: Rank, a: Arguments) -> tuple[Tensor | None, ...]:
@@ -33,13 +33,13 @@ def _forward(laid: ShardedOp) -> Kernel:
 @local
 def layer_backward(rank: Rank, a: Arguments) -> Any:
     weights = {f"weight{k}": a[f"weight{k + 1}"] for k in range(4)}
-    more = {name: a[name] for name in GIVEN}
-    made = aten.mkldnn_rnn_layer.default(input=a["input"], **weights, hx_=a["hx_"], cx_=a["cx_tmp"], **more)
+    more = {name: a[name] for name in SETTINGS}
+    outputs = aten.mkldnn_rnn_layer.default(input=a["input"], **weights, hx_=a["hx_"], cx_=a["cx_tmp"], **more)
     dense = {name: a[name].contiguous() for name in ("grad_output", "grad_hy", "grad_cy") if a.get(name) is not None}
-    return aten.mkldnn_rnn_layer_backward.default(**{**a, **dense, "workspace": made[3]})
+    return aten.mkldnn_rnn_layer_backward.default(**{**a, **dense, "workspace": outputs[3]})
 
 
-def _backward(laid: ShardedOp) -> Kernel:
+def _backward(sharded: ShardedOp) -> Kernel:
     return layer_backward
 
 

@@ -1,0 +1,114 @@
+"""Local programs of softmax and losses where the classes or the batch are sharded.
+
+    log_softmax         m = max over ranks of max x;  s = sum over ranks of sum e^(x - m);  y = x - m - log s
+    ... backward        x' = g - e^y (sum over ranks of sum g);       softmax:  x' = (g - sum over ranks of sum g y) y
+    nll_loss            loss = - sum_n w_n y[n, t_n] / W,  W = sum over batch ranks of sum_n w_n  -> Partial
+
+Where the classes are sharded, a target t_n that belongs to another rank counts as 0 (ids: sharded_op.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+
+from autoshard.lower.collectives import Asking, Rank, all_reduce
+from autoshard.lower.kernels.sharded_op import Arguments, Axes, Kernel, ShardedOp, local, localised, wide
+from autoshard.lower.literals import overload
+
+MEAN = 1  # of torch's reduction argument: 0 none, 1 mean, 2 sum
+
+
+def softmax(rank: Rank, a: Arguments, *, axes: Axes, log: bool) -> Asking:
+    x, dim = wide(a["self"]), a["dim"]
+    m = yield from all_reduce(x.amax(dim, keepdim=True), axes, "max")
+    z = x - m if log else (x - m).exp()  # one tensor is kept: strategies.internal_bytes counts them
+    s = yield from all_reduce((z.exp() if log else z).sum(dim, keepdim=True), axes)
+    y = z - s.log() if log else z / s
+    return y if a["half_to_float"] else y.to(a["self"].dtype)
+
+
+def softmax_backward(rank: Rank, a: Arguments, *, axes: Axes, log: bool) -> Asking:
+    g, y, dim = wide(a["grad_output"]), wide(a["output"]), a["dim"]
+    s = yield from all_reduce((g if log else g * y).sum(dim, keepdim=True), axes)
+    return (g - y.exp() * s if log else (g - s) * y).to(a["input_dtype"])
+
+
+def nll_loss(rank: Rank, a: Arguments, *, batch: Axes, classes: Axes, num_classes: int) -> Asking:
+    y, t, reduction = a["self"], a["target"], a["reduction"]
+    ignored = t == a["ignore_index"]
+    if a.get("weight") is None:
+        w = (~ignored).to(y.dtype)
+    else:
+        w = a["weight"][t.masked_fill(ignored, 0)].masked_fill(ignored, 0)
+    t, outside = localised(t, rank, classes, num_classes, y.shape[1])
+    unseen = outside | ignored
+    losses = -(y.gather(1, t.masked_fill(unseen, 0).unsqueeze(1)).squeeze(1) * w).masked_fill(unseen, 0)
+    if reduction == 0:
+        return losses, w.new_zeros(())
+    total = yield from all_reduce(w.sum(), batch)
+    return (losses.sum() / total if reduction == MEAN else losses.sum()), total
+
+
+@local
+def nll_loss_backward(rank: Rank, a: Arguments, *, target: str, classes: Axes, num_classes: int) -> Tensor:
+    t, outside = localised(a["target"], rank, classes, num_classes, a["self"].shape[1])
+    unseen = outside | (a["target"] == a["ignore_index"])
+    return overload(target)(**{**a, "target": t.masked_fill(unseen, -100), "ignore_index": -100})
+
+
+# -- which layouts need which ------------------------------------------------------------------------------------------------------
+
+
+def _softmax(sharded: ShardedOp, *, log: bool) -> Kernel | None:
+    axes = sharded.axes_of("self", sharded.arguments["dim"])
+    return partial(softmax, axes=axes, log=log) if axes else None
+
+
+def _softmax_backward(sharded: ShardedOp, *, log: bool) -> Kernel | None:
+    axes = sharded.axes_of("output", sharded.arguments["dim"])
+    if axes != sharded.axes_of("grad_output", sharded.arguments["dim"]):
+        raise sharded.refuse("the gradient and the output must be sharded alike on the dim of the softmax")
+    return partial(softmax_backward, axes=axes, log=log) if axes else None
+
+
+def _batch_and_classes(sharded: ShardedOp) -> tuple[Axes, Axes]:
+    """The mesh axes on which the batch is sharded, and those on which the classes are."""
+    batched = sharded.ndim("self") >= 2
+    others = [d for d in range(sharded.ndim("self")) if d != 1] if batched else []
+    classes = sharded.axes_of("self", 1 if batched else 0)
+    batch = sharded.axes_of("self", *others) if batched else ()
+    if batch != (sharded.axes_of("target", *(max(d - 1, 0) for d in others)) if batched else ()):
+        raise sharded.refuse("scores and targets must be sharded alike on the batch")
+    if classes and (sharded.layout("weight") is not None or not batched):
+        raise sharded.refuse("the classes can be sharded for a batch without class weights only")
+    return batch, classes
+
+
+def _nll_loss(sharded: ShardedOp) -> Kernel | None:
+    batch, classes = _batch_and_classes(sharded)
+    return partial(nll_loss, batch=batch, classes=classes, num_classes=_num_classes(sharded)) if batch or classes else None
+
+
+def _nll_loss_backward(sharded: ShardedOp) -> Kernel | None:
+    _, classes = _batch_and_classes(sharded)
+    return partial(nll_loss_backward, target=sharded.op.target, classes=classes, num_classes=_num_classes(sharded)) if classes else None
+
+
+def _num_classes(sharded: ShardedOp) -> int:
+    shape = sharded.shape("self")
+    return shape[1] if len(shape) > 1 else shape[0]
+
+
+KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
+    "aten._log_softmax.default": partial(_softmax, log=True),
+    "aten._softmax.default": partial(_softmax, log=False),
+    "aten._log_softmax_backward_data.default": partial(_softmax_backward, log=True),
+    "aten._softmax_backward_data.default": partial(_softmax_backward, log=False),
+    "aten.nll_loss_forward.default": _nll_loss,
+    "aten.nll_loss_backward.default": _nll_loss_backward,
+    "aten.nll_loss2d_forward.default": _nll_loss,
+    "aten.nll_loss2d_backward.default": _nll_loss_backward,
+}

@@ -1,0 +1,56 @@
+"""Local programs of as_strided and as_strided_scatter, which address a tensor's storage by strides.
+
+A tensor that came from another rank, or that is a view of a larger one, has another storage than the captured program's. So elements
+are addressed by their position in the tensor, in row-major order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from autoshard.graph import is_dense
+from autoshard.lower.collectives import Rank
+from autoshard.lower.kernels.sharded_op import Arguments, Kernel, ShardedOp, local
+
+aten = torch.ops.aten
+
+
+@local
+def reshaped(rank: Rank, a: Arguments) -> Tensor:
+    return a["self"].reshape(a["size"])
+
+
+@local
+def strided(rank: Rank, a: Arguments) -> Tensor:
+    places = torch.full((), a.get("storage_offset") or 0, device=a["self"].device)
+    for n, step in zip(a["size"], a["stride"], strict=True):
+        places = places.unsqueeze(-1) + torch.arange(n, device=places.device) * step
+    return a["self"].reshape(-1)[places]
+
+
+@local
+def put_all(rank: Rank, a: Arguments) -> Tensor:
+    return a["src"].reshape(a["self"].shape).clone()
+
+
+@local
+def put_strided(rank: Rank, a: Arguments) -> Tensor:
+    return aten.as_strided_scatter.default(**{**a, "self": a["self"].clone(memory_format=torch.contiguous_format)})
+
+
+def _as_strided(sharded: ShardedOp) -> Kernel:
+    return reshaped if _covers_all(sharded) else strided
+
+
+def _as_strided_scatter(sharded: ShardedOp) -> Kernel:
+    return put_all if _covers_all(sharded) else put_strided
+
+
+def _covers_all(sharded: ShardedOp) -> bool:
+    """Whether the strides address every element once, in order."""
+    a = sharded.arguments
+    return is_dense(sharded.shape("self"), a["size"], a["stride"], a.get("storage_offset"))
+
+
+KERNELS = {"aten.as_strided.default": _as_strided, "aten.as_strided_scatter.default": _as_strided_scatter}
