@@ -44,6 +44,7 @@ class Step:
     shapes: dict[str, tuple[int, ...]]  # whole shapes of what the graphs give
     structure: pytree.TreeSpec  # of what the model returns
     leaves: Sequence[Any]  # of that, in order; what is no constant is an output of the graphs
+    constants: dict[str, Tensor]  # this rank's shards of tensors that the program reads beside the module's and the inputs
     position: list[Tensor]
     timelines: dict[str, tuple[Overlapped, ...]]  # by pass
     patiently: Callable[[], AbstractContextManager]  # while the passes are made
@@ -70,7 +71,7 @@ class Runner:
 
     mesh: Mesh
     device_mesh: DeviceMesh
-    build: Callable[[pytree.TreeSpec, list[Any], bool], Step]  # from the inputs on the meta device, whole; is it in training mode
+    build: Callable[[pytree.TreeSpec, list[Any], Sequence[bool]], Step]  # from the inputs on the meta device, whole; modes of all modules
     names: Callable[[Any], list[str]]  # of the leaves of a call's inputs
     inputs: dict[str, Layout]
     planned: dict[str, tuple[int, ...] | None]  # global shapes of the inputs, where the plan knows them
@@ -88,7 +89,7 @@ class Runner:
         leaves, spec = pytree.tree_flatten(inputs)
         names = self._names(spec, inputs)
         wholes = [self._whole_shape(name, leaf) if isinstance(leaf, Tensor) else None for name, leaf in zip(names, leaves, strict=True)]
-        step = self._step(spec, leaves, wholes, module.training, compiled)
+        step = self._step(spec, leaves, wholes, modes(module), compiled)
         tensors = [(name, leaf) for name, leaf, whole in zip(names, leaves, wholes, strict=True) if whole is not None]
         given = {name: self._local(name, leaf) for name, leaf in tensors}
         if not step.graphs.is_random:
@@ -109,16 +110,16 @@ class Runner:
         pairs = zip(self._names(spec, bound), leaves, strict=True)
         self.planned = self.planned | {name: tuple(leaf.shape) for name, leaf in pairs if isinstance(leaf, Tensor)}
         wholes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
-        return self._step(spec, leaves, wholes, module.training, False)
+        return self._step(spec, leaves, wholes, modes(module), False)
 
     def _step(
-        self, spec: pytree.TreeSpec, leaves: Sequence[Any], wholes: Sequence[Shape | None], training: bool, by_inductor: bool
+        self, spec: pytree.TreeSpec, leaves: Sequence[Any], wholes: Sequence[Shape | None], modes: Sequence[bool], by_inductor: bool
     ) -> Step:
         pairs = list(zip(leaves, wholes, strict=True))
-        key = (spec, tuple((whole, leaf.dtype) if whole is not None else leaf for leaf, whole in pairs), training)
+        key = (spec, tuple((whole, leaf.dtype) if whole is not None else leaf for leaf, whole in pairs), modes)
         if key not in self.steps:
             meta = [torch.empty(whole, dtype=leaf.dtype, device="meta") if whole is not None else leaf for leaf, whole in pairs]
-            self.steps[key] = self.build(spec, meta, training)
+            self.steps[key] = self.build(spec, meta, modes)
         if not by_inductor:
             return self.steps[key]
         return self.steps.setdefault((*key, "inductor"), replace(self.steps[key], make=compiled, made={}))
@@ -232,7 +233,8 @@ class Runner:
         return part_of(given.to(self.device_mesh.device_type), layout, self.mesh, self.where).contiguous()
 
     def _run(self, step: Step, module: nn.Module, given: dict[str, Tensor]) -> Any:
-        held = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False)), **given}
+        held = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+        held |= step.constants | given
         tensors = [held[name] for name in step.graphs.loads]
         trains = step.graphs.backward is not None and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if trains:
@@ -263,6 +265,11 @@ class Runner:
         if isinstance(given, DTensor):
             return given.redistribute(placements=list(layout)).to_local()
         return part_of(given, layout, self.mesh, self.where).contiguous()
+
+
+def modes(module: nn.Module) -> tuple[bool, ...]:
+    """Which modules are in training mode: of a model under fine-tuning, parts may not be."""
+    return tuple(part.training for part in module.modules())
 
 
 def local(x: Tensor) -> Tensor:

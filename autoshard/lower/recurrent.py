@@ -1,7 +1,7 @@
 """Local programs of whole recurrent layers: the workspace that the library fills has a size that no plan knows.
 
 forward      its workspace is dropped; in its place come zeros of the planned shape, which nobody reads
-backward     the forward is run once more for the workspace
+backward     the forward is run once more for the workspace, as in training: a capture may have noted otherwise
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def _forward(laid: Laid) -> Kernel:
 @local
 def layer_backward(rank: Rank, a: Arguments) -> Any:
     weights = {f"weight{k}": a[f"weight{k + 1}"] for k in range(4)}
-    more = {name: a[name] for name in GIVEN}
+    more = {name: a[name] for name in GIVEN} | {"train": True}
     made = aten.mkldnn_rnn_layer.default(input=a["input"], **weights, hx_=a["hx_"], cx_=a["cx_tmp"], **more)
     dense = {name: a[name].contiguous() for name in ("grad_output", "grad_hy", "grad_cy") if a.get(name) is not None}
-    return aten.mkldnn_rnn_layer_backward.default(**{**a, **dense, "workspace": made[3]})
+    return aten.mkldnn_rnn_layer_backward.default(**{**a, **dense, "train": True, "workspace": made[3]})
 
 
 def _backward(laid: Laid) -> Kernel:
