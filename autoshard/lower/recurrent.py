@@ -1,7 +1,7 @@
 """Local programs of whole recurrent layers: the workspace that the library fills has a size that no plan knows.
 
 forward      its workspace is dropped; in its place come zeros of the planned shape, which nobody reads
-backward     the forward is run once more for the workspace, as in training: a capture may have noted otherwise
+backward     the forward is run once more for the workspace
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autoshard.lower.collectives import Rank
 from autoshard.lower.laid import Arguments, Kernel, Laid, local
 
 aten = torch.ops.aten
-GIVEN = ("reverse", "batch_sizes", "mode", "hidden_size", "num_layers", "has_biases", "bidirectional", "batch_first", "train")
+GIVEN = ("reverse", "mode", "hidden_size", "num_layers", "has_biases", "bidirectional", "batch_sizes", "batch_first")
 
 
 def _forward(laid: Laid) -> Kernel:
@@ -30,13 +30,35 @@ def _forward(laid: Laid) -> Kernel:
     return layer
 
 
+@torch.library.custom_op(
+    "autoshard::recurrent_layer_backward",
+    mutates_args=(),
+    schema="(Tensor input, Tensor[] weights, Tensor hx, Tensor cx, Tensor[] results, Tensor?[] grads, bool reverse, int mode, "
+    "int hidden_size, int num_layers, bool has_biases, bool bidirectional, int[] batch_sizes, bool batch_first) -> Tensor[]",
+)
+def _layer_backward(input, weights, hx, cx, results, grads, reverse, mode, hidden_size, num_layers, has_biases, bidirectional, batch_sizes,
+                    batch_first):  # fmt: skip
+    """One op, so that a graph that runs without grad mode holds no workspace: the library fills one in grad mode only."""
+    sizes = (mode, hidden_size, num_layers, has_biases)
+    with torch.enable_grad():
+        *_, workspace = aten.mkldnn_rnn_layer(input, *weights, hx, cx, reverse, batch_sizes, *sizes, bidirectional, batch_first, True)
+    dense = [None if grad is None else grad.contiguous() for grad in grads]
+    made = aten.mkldnn_rnn_layer_backward(
+        input, *weights, hx, cx, *results, *dense, reverse, *sizes, True, bidirectional, batch_sizes, batch_first, workspace
+    )
+    return [x.clone(memory_format=torch.contiguous_format) for x in made]
+
+
+@_layer_backward.register_fake
+def _(input, weights, hx, cx, *rest):  # type: ignore[no-untyped-def]
+    return [x.new_empty(x.shape) for x in (input, *weights, hx, cx)]
+
+
 @local
 def layer_backward(rank: Rank, a: Arguments) -> Any:
-    weights = {f"weight{k}": a[f"weight{k + 1}"] for k in range(4)}
-    more = {name: a[name] for name in GIVEN} | {"train": True}
-    made = aten.mkldnn_rnn_layer.default(input=a["input"], **weights, hx_=a["hx_"], cx_=a["cx_tmp"], **more)
-    dense = {name: a[name].contiguous() for name in ("grad_output", "grad_hy", "grad_cy") if a.get(name) is not None}
-    return aten.mkldnn_rnn_layer_backward.default(**{**a, **dense, "train": True, "workspace": made[3]})
+    weights = [a[f"weight{k}"] for k in range(1, 5)]
+    results, grads = [a[name] for name in ("output", "hy_", "cy_")], [a.get(name) for name in ("grad_output", "grad_hy", "grad_cy")]
+    return _layer_backward(a["input"], weights, a["hx_"], a["cx_tmp"], results, grads, *[a[name] for name in GIVEN])
 
 
 def _backward(laid: Laid) -> Kernel:
