@@ -108,7 +108,7 @@ def test_clusters_beyond_any_size_are_refused():
 
 
 def test_tables_are_laid_over_no_more_devices_than_a_search_can_move_them_on():
-    with pytest.raises(ValueError, match=f"100000 devices; tables are laid over {MOST_OF_TABLES} at most"):
+    with pytest.raises(ValueError, match=f"100000 devices; tables can be placed on {MOST_OF_TABLES} at most"):
         plan_tables([Table("user", 10**6, 64)], 100000)
 
 

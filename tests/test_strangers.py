@@ -19,6 +19,7 @@ QUICK = [
     ("padded_convolutions", True),
     ("decode_index_copy", False),
     ("lstm", False),
+    ("lstm", True),
 ]
 KNOWN = ["mamba", "fnet", "detr"]
 MAY_BE_REFUSED = {"transformer_decoder_mask", "flex_attention"}  # with a sentence each, which names the cure

@@ -264,8 +264,8 @@ def table(text: str, name: str, collective: str | None, devices: int | None) -> 
                 place[ours], scale[ours] = column, names[column.strip().lower()]
     for ours in ("size", "seconds"):
         if ours not in place:
-            found = ", ".join(filter(None, header))
-            raise ValueError(f"{name} has the columns {found[:200]}; expected one of {', '.join(COLUMNS[ours])}")
+            columns = ", ".join(filter(None, header))
+            raise ValueError(f"{name} has the columns {columns[:200]}; expected one of {', '.join(COLUMNS[ours])}")
     rows = []
     for line, record in records:
         at = f"{name}:{line}"

@@ -98,7 +98,31 @@ def to_fake(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) 
             return fake(mode, tensor)
         return tensor.detach().clone()  # in a list on a module: a constant of the program, whose value is needed
 
-    return copied((module, args, kwargs), replacement)
+    module, args, kwargs = copied((module, args, kwargs), replacement)
+    _register_attributes(module)
+    return module, args, kwargs
+
+
+def attributes(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors that modules hold as plain attributes, by the names that they would have as buffers; one of a tensor's names counts."""
+    registered = {id(tensor) for part in module.modules() for tensor in [*part._parameters.values(), *part._buffers.values()]}
+    found: dict[str, torch.Tensor] = {}
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            plain = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not hasattr(type(part), name)
+            if plain and id(value) not in registered:
+                registered.add(id(value))
+                found[f"{path}.{name}" if path else name] = value
+    return found
+
+
+def _register_attributes(module: nn.Module) -> None:
+    """Makes them buffers: a joint graph has inputs for those alone."""
+    for path, value in attributes(module).items():
+        path, _, name = path.rpartition(".")
+        part = module.get_submodule(path)
+        del part.__dict__[name]
+        part.register_buffer(name, value, persistent=False)
 
 
 def is_mutable(node: fx.Node) -> bool:

@@ -38,6 +38,7 @@ from autoshard.capture.inputs import (
     CPU,
     Named,
     arguments,
+    attributes,
     export_signature,
     fake,
     input_names,
@@ -103,6 +104,7 @@ def capture_module(module: nn.Module, example_inputs: Any, *, training: bool) ->
             if drawn := [op.name for op in captured.graph.ops if op.target == "aten.bernoulli.p"]:
                 raise ValueError(f"dropout is on (node {drawn[0]}), and inference has none: call model.eval() first")
     _check_returns(captured.graph, module)
+    _check_writes(captured.graph, module)
     graph = _with_input_names(captured.graph, input_names(module, example_inputs))
     return replace(captured, graph=_merge_tied(graph, tied_parameters(module)))
 
@@ -126,6 +128,16 @@ def _with_input_names(graph: Graph, names: Sequence[str]) -> Graph:
 def _check_returns(graph: Graph, module: nn.Module) -> None:
     if not any(result.value is not None for result in graph.results):
         raise ValueError(f"{type(module).__name__} returns no tensor; there is nothing to plan")
+
+
+def _check_writes(graph: Graph, module: nn.Module) -> None:
+    plain = attributes(module)
+    written = next((result.name for result in graph.results if result.kind == "buffer" and result.name in plain), None)
+    if written is not None:
+        raise ValueError(
+            f"the forward of {type(module).__name__} writes into {written}, a tensor that is no buffer of the module; register it with "
+            "register_buffer, or pass it (or the cache that holds it) as an input"
+        )
 
 
 def tied_parameters(module: nn.Module) -> tuple[tuple[str, ...], ...]:

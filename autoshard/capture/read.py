@@ -35,7 +35,10 @@ def read(
         (node, Named("buffer", str(node.target), _held(traced, node))) for node in nodes if node.op == "get_attr" and node in alive
     ]
     filled_ops: list[tuple[fx.Node, Op]] = []
-    for node, named in [*zip(placeholders, names, strict=True), *constants]:
+    first: dict[str, fx.Node] = {}  # by the name of a constant, which may be read by several nodes
+    for node, named in constants:
+        first.setdefault(named.name, node)
+    for node, named in [*zip(placeholders, names, strict=True), *(row for row in constants if row[0] is first[row[1].name])]:
         if node.meta.get("val") is None and not node.users:  # a flag among the inputs, which the capture has decided
             continue
         filled = _filled(named, node.meta["val"])
@@ -47,6 +50,7 @@ def read(
     for node, op in filled_ops:  # after the placeholders
         values[node] = (len(ops), 0)
         ops.append(op)
+    values |= {node: values[first[named.name]] for node, named in constants if first[named.name] in values}
     tuples: dict[fx.Node, int] = {}
     for node in nodes:
         if node.op != "call_function" or node not in alive:

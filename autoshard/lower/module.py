@@ -45,6 +45,7 @@ class TracedCall:
     shapes: dict[str, tuple[int, ...]]  # global shapes of the graphs' outputs
     structure: pytree.TreeSpec  # of the model's return value
     leaves: Sequence[Any]  # of the return value, in order; those that are no constants come from the graphs' outputs
+    constants: dict[str, Tensor]  # this rank's shards of tensors that the program reads beside the module's and the inputs
     position: list[Tensor]
     timelines: dict[str, tuple[Overlapped, ...]]  # by pass
     patiently: Callable[[], AbstractContextManager]  # the context in which the passes are prepared
@@ -71,7 +72,7 @@ class Runner:
 
     mesh: Mesh
     device_mesh: DeviceMesh
-    build: Callable[[pytree.TreeSpec, list[Any], bool], TracedCall]  # of global inputs on the meta device, and the training mode
+    build: Callable[[pytree.TreeSpec, list[Any], Sequence[bool]], TracedCall]  # of global meta inputs, and modes of all modules
     names: Callable[[Any], list[str]]  # of the leaves of a call's inputs
     inputs: dict[str, Layout]
     planned: dict[str, tuple[int, ...] | None]  # global shapes of the inputs, where the plan knows them
@@ -89,7 +90,7 @@ class Runner:
         leaves, spec = pytree.tree_flatten(bound)
         names = self._names(spec, bound)
         shapes = [self._global_shape(name, leaf) if isinstance(leaf, Tensor) else None for name, leaf in zip(names, leaves, strict=True)]
-        traced = self._traced_call(spec, leaves, shapes, module.training, compiled)
+        traced = self._traced_call(spec, leaves, shapes, modes(module), compiled)
         tensors = [(name, leaf) for name, leaf, shape in zip(names, leaves, shapes, strict=True) if shape is not None]
         inputs = {name: self._local(name, leaf) for name, leaf in tensors}
         if not traced.graphs.is_random:
@@ -110,16 +111,16 @@ class Runner:
         pairs = zip(self._names(spec, bound), leaves, strict=True)
         self.planned = self.planned | {name: tuple(leaf.shape) for name, leaf in pairs if isinstance(leaf, Tensor)}
         shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
-        return self._traced_call(spec, leaves, shapes, module.training, False)
+        return self._traced_call(spec, leaves, shapes, modes(module), False)
 
     def _traced_call(
-        self, spec: pytree.TreeSpec, leaves: Sequence[Any], shapes: Sequence[Shape | None], training: bool, by_inductor: bool
+        self, spec: pytree.TreeSpec, leaves: Sequence[Any], shapes: Sequence[Shape | None], modes: Sequence[bool], by_inductor: bool
     ) -> TracedCall:
         pairs = list(zip(leaves, shapes, strict=True))
-        key = (spec, tuple((shape, leaf.dtype) if shape is not None else leaf for leaf, shape in pairs), training)
+        key = (spec, tuple((shape, leaf.dtype) if shape is not None else leaf for leaf, shape in pairs), modes)
         if key not in self.calls:
             meta = [torch.empty(shape, dtype=leaf.dtype, device="meta") if shape is not None else leaf for leaf, shape in pairs]
-            self.calls[key] = self.build(spec, meta, training)
+            self.calls[key] = self.build(spec, meta, modes)
         if not by_inductor:
             return self.calls[key]
         return self.calls.setdefault((*key, "inductor"), replace(self.calls[key], as_function=compiled, passes={}))
@@ -233,7 +234,8 @@ class Runner:
         return shard_of_rank(x.to(self.device_mesh.device_type), layout, self.mesh, self.where).contiguous()
 
     def _run(self, traced: TracedCall, module: nn.Module, inputs: dict[str, Tensor]) -> Any:
-        held = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False)), **inputs}
+        held = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+        held |= traced.constants | inputs
         tensors = [held[name] for name in traced.graphs.loads]
         trains = traced.graphs.backward is not None and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if trains:
@@ -264,6 +266,11 @@ class Runner:
         if isinstance(x, DTensor):
             return x.redistribute(placements=list(layout)).to_local()
         return shard_of_rank(x, layout, self.mesh, self.where).contiguous()
+
+
+def modes(module: nn.Module) -> tuple[bool, ...]:
+    """Which modules are in training mode: of a model under fine-tuning, parts may not be."""
+    return tuple(part.training for part in module.modules())
 
 
 def local(x: Tensor) -> Tensor:

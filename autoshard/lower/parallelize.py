@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from autoshard.capture import Returned, capture_module, input_names
+from autoshard.capture import Returned, capture_module, constants, input_names
 from autoshard.graph import Graph
 from autoshard.layout import Layout, parse
 from autoshard.lower.agreement import agree, grouped, join, limit_waiting, patiently, share
@@ -30,6 +32,8 @@ from autoshard.lower.fx_program import trace
 from autoshard.lower.module import Runner, TracedCall, parallel_class, refuse_parts
 from autoshard.lower.overlap import scheduled
 from autoshard.lower.program import lower
+from autoshard.lower.sharding import shard_of_rank
+from autoshard.lower.unsharded import attribute_of
 from autoshard.solution import Solution, replay
 
 
@@ -128,6 +132,16 @@ def _complaint(model: nn.Module, solution: Solution, device_mesh: DeviceMesh) ->
     return None
 
 
+@dataclass(frozen=True)
+class _Captured:
+    """The program of one kind of call, as the first rank captures it for all."""
+
+    graph: Graph
+    returned: Returned
+    constants: dict[str, torch.Tensor]  # that the program reads beside parameters, buffers and inputs
+    drops: bool = True  # False: it is a training mode's program, to be run without dropout
+
+
 class _Builder:
     """Builds the graphs for one kind of call."""
 
@@ -137,55 +151,67 @@ class _Builder:
         self.patiently = partial(patiently, device_mesh, timeout)
         self.where = tuple(device_mesh.get_coordinate() or ())
 
-    def __call__(self, spec: pytree.TreeSpec, leaves: list[Any], training: bool) -> TracedCall:
+    def __call__(self, spec: pytree.TreeSpec, leaves: list[Any], modes: Sequence[bool]) -> TracedCall:
         with self.patiently():
-            inputs = pytree.tree_unflatten(leaves, spec)
-            graph, returned, drops = self._graph(inputs, training)
+            captured = self._shared(pytree.tree_unflatten(leaves, spec), modes)
             step, complaint = None, None
             try:
-                step = self._step(graph, returned, drops)
+                step = self._step(captured)
             except ValueError as error:
                 complaint = str(error)
             agree(complaint, "lowering the plan")
         assert step is not None
         return step
 
-    def _graph(self, inputs: Any, training: bool) -> tuple[Graph, Returned, bool]:
-        """The program of the call, what it returns, and whether it applies dropout. The first rank captures it for all ranks, because a
-        capture takes seconds and ranks may share a machine.
+    def _shared(self, inputs: Any, modes: Sequence[bool]) -> _Captured:
+        """The program of the call. The first rank captures it for all ranks, because a capture takes seconds and ranks may share a machine.
 
         A plan is of a model in training mode or in eval mode. Where the two differ by dropout only, eval mode runs the training
-        mode's program without dropout (the last value is then False).
+        mode's program without dropout.
         """
         program, complaint = None, None
         if dist.get_rank() == 0:
             try:
-                graph, returned, reasons = self._captured(inputs, training)
-                drops = True
-                if reasons and not training:
-                    other, same, rest = self._captured(inputs, True)
-                    if not rest and not any("batch_norm" in op.target for op in other.ops):
-                        graph, returned, reasons, drops = other, same, (), False
-                program = (graph, returned, drops)
-                _check_shareable(returned)
+                program, reasons = self._captured(inputs, modes)
+                if reasons and not modes[0]:
+                    other, rest = self._captured(inputs, [True] * len(modes))
+                    if not rest and not any("batch_norm" in op.target for op in other.graph.ops):
+                        program, reasons = replace(other, drops=False), ()
+                _check_shareable(program.returned)
                 complaint = f"the solution is of another model: {'; '.join(reasons)}; plan this model" if reasons else None
             except ValueError as error:
                 complaint = str(error)
         return share(program, complaint, "capturing the model")
 
-    def _captured(self, inputs: Any, training: bool) -> tuple[Graph, Returned, tuple[str, ...]]:
-        """The graph, what the model returns, and the reasons why the plan does not fit it."""
+    def _captured(self, inputs: Any, modes: Sequence[bool]) -> tuple[_Captured, tuple[str, ...]]:
+        """The program with the modules of the model in these modes, and the reasons why the plan does not fit it."""
+        for part, mode in zip(self.model.modules(), modes, strict=True):
+            part.training = mode
         with torch.enable_grad():  # also where the call itself is made without gradients
-            captured = capture_module(self.model.train(training), inputs, training=self.solution.training)
+            captured = capture_module(self.model, inputs, training=self.solution.training)
         assert captured.returned is not None, "a module was captured, not a graph"
         plan = replay(self.solution, captured.graph)
-        return plan.graph, captured.returned, plan.misfits
+        return _Captured(plan.graph, captured.returned, self._constants(plan.graph, constants(captured.fx_graph))), plan.misfits
 
-    def _step(self, graph: Graph, returned: Returned, drops: bool) -> TracedCall:
-        solution, mesh = self.solution, self.solution.mesh
-        self._check_names(graph)
-        program = lower(graph, solution.layouts, solution.results, mesh, device=self.device_mesh.device_type)
-        graphs = trace(program, graph, self.groups, self.where, self.device_mesh.device_type, drops=drops)
+    def _constants(self, graph: Graph, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the program reads that is neither a parameter nor a registered buffer: its own constants and attributes of modules."""
+        state = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        state |= {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
+        values = {}
+        for name in (op.name for op in graph.ops if op.kind in ("parameter", "buffer") and op.name not in state):
+            value, tensor = held.get(name, attribute_of(self.model, name)), graph.tensor((graph.index[name], 0))
+            if value is None and (graph.index[name], 0) not in graph.users:
+                value = torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype))  # no op reads it
+            if value is None:
+                raise ValueError(f"the captured program reads {name!r}, a tensor without values; register it as a buffer of the model")
+            values[name] = value.detach().cpu()
+        return values
+
+    def _step(self, captured: _Captured) -> TracedCall:
+        graph, returned = captured.graph, captured.returned
+        solution, mesh, device = self.solution, self.solution.mesh, self.device_mesh.device_type
+        program = lower(graph, solution.layouts, solution.results, mesh, device=device)
+        graphs = trace(program, graph, self.groups, self.where, device, drops=captured.drops)
         inference = graphs.inference()
         timelines = {}
         if program.is_even:  # else ranks would choose different orders, as their shards differ in size
@@ -194,15 +220,12 @@ class _Builder:
             rows = scheduled(list(present.values()), Pace(mesh, self.groups), spare_bytes(solution))
             timelines = dict(zip(present, rows, strict=True))
         shapes = {f"{r.kind}:{r.name}": graph.tensor(r.value).shape for r in graph.results if r.value is not None}
-        position = [torch.tensor(c, device=self.device_mesh.device_type) for c in self.where]
-        return TracedCall(graphs, inference, shapes, returned.structure, returned.leaves, position, timelines, self.patiently)
-
-    def _check_names(self, graph: Graph) -> None:
-        held = set(dict(self.model.named_parameters(remove_duplicate=False)))
-        held.update(dict(self.model.named_buffers(remove_duplicate=False)))
-        for op in graph.ops:
-            if op.kind in ("parameter", "buffer") and op.name not in held:
-                raise ValueError(f"the captured program reads {op.name!r}, a constant of the model; register it as a buffer")
+        position = [torch.tensor(c, device=device) for c in self.where]
+        shards = {
+            name: shard_of_rank(value.to(device), graphs.slots[name].layout, mesh, self.where).clone(memory_format=torch.contiguous_format)
+            for name, value in captured.constants.items()
+        }
+        return TracedCall(graphs, inference, shapes, returned.structure, returned.leaves, shards, position, timelines, self.patiently)
 
 
 def _check_shareable(returned: Returned) -> None:

@@ -56,7 +56,7 @@ def plan_tables(
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh is {mesh!r}; expected an autoshard.Mesh, or a number of devices of 1 or more")
     if mesh.num_devices > MOST_DEVICES:
-        raise ValueError(f"the mesh has {mesh.num_devices} devices; tables are laid over {MOST_DEVICES} at most: make it smaller")
+        raise ValueError(f"the mesh has {mesh.num_devices} devices; tables can be placed on {MOST_DEVICES} at most: make it smaller")
     for name, value in (("batch", batch), ("host_bandwidth", host_bandwidth), ("effort", effort)):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ValueError(f"{name} is {value!r}; expected a number above 0")
