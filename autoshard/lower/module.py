@@ -167,7 +167,7 @@ class Runner:
         marks = pytree.tree_unflatten([_Leaf(k) for k in range(len(leaves))], spec)
         bound = self._bound(module, *((), marks) if kwargs else (marks, {}))
         flat, bound_spec = pytree.tree_flatten(bound)
-        names = {leaf.index: name for name, leaf in zip(self._names(bound_spec, bound), flat, strict=True) if isinstance(leaf, _Leaf)}
+        names = {int(leaf): name for name, leaf in zip(self._names(bound_spec, bound), flat, strict=True) if isinstance(leaf, _Leaf)}
         shards = [self._sharded(names[k], x, local) if isinstance(x, Tensor) and k in names else x for k, x in enumerate(leaves)]
         if local:
             self._check_one_batch({names[k]: x for k, x in enumerate(shards) if isinstance(x, DTensor) and k in names})
@@ -294,11 +294,8 @@ def batch_layouts(inputs: Mapping[str, Layout], planned: Mapping[str, Shape | No
     return layouts
 
 
-@dataclass(frozen=True)
-class _Leaf:
-    """Stands for a leaf of a batch, to see where the binding of arguments puts it."""
-
-    index: int
+class _Leaf(int):
+    """The number of a leaf of a batch, in its place, to see where the binding of arguments puts it. An int, as capture opens objects."""
 
 
 def _arguments(batch: Any) -> tuple[tuple, dict]:
