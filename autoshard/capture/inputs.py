@@ -106,14 +106,14 @@ def to_fake(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) 
 def attributes(module: nn.Module) -> dict[str, torch.Tensor]:
     """Tensors that modules hold as plain attributes, by the names that they would have as buffers; one of a tensor's names counts."""
     registered = {id(tensor) for part in module.modules() for tensor in [*part._parameters.values(), *part._buffers.values()]}
-    attributes: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             plain = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and not hasattr(type(part), name)
             if plain and id(value) not in registered:
                 registered.add(id(value))
-                attributes[f"{path}.{name}" if path else name] = value
-    return attributes
+                tensors[f"{path}.{name}" if path else name] = value
+    return tensors
 
 
 def _register_attributes(module: nn.Module) -> None:
