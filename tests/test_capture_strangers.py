@@ -373,7 +373,7 @@ def test_our_own_sentences_are_left_alone():
         capture(Model(lambda parts, x: x.sum()), (torch.zeros(4),), training=True)
 
 
-@pytest.mark.parametrize("written", ["import sys; sys.exit(0)", "def model():\n    raise SystemExit"])
+@pytest.mark.parametrize("written", ["import sys; sys.exit(0)\ndef model(): pass", "def model():\n    raise SystemExit"])
 def test_a_model_file_that_exits_is_an_error(written, tmp_path, capsys):
     (tmp_path / "exits.py").write_text(written)
     assert main(["plan", f"{tmp_path}/exits.py:model", "--mesh", "2"]) == 2
