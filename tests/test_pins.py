@@ -453,7 +453,7 @@ def test_bad_words_are_refused_in_one_sentence(capsys, words, sentence):
 def test_a_plan_of_another_mesh_or_model_is_not_kept(capsys, tmp_path):
     path = str(tmp_path / "plan.json")
     plan_json(capsys, "--mesh", "2x2", "--out", path)
-    sentence = f"the mesh is 4, but {path} lays tensors over 2x2; leave the mesh out"
+    sentence = f"the mesh is 4, but {path} shards tensors over 2x2; leave the mesh out"
     check_refused(capsys, ("plan", *SMALL, "--keep", path, "--mesh", "4"), sentence)
     check_refused(capsys, ("plan", *SMALL, "--keep", path, "--free", "h.*"), "free 'h.*': no parameter of the plan matches")
     other = (TINY_FILE.replace("mlp.py", "gpt2.py"), "--set", "layers=1", "--no-baselines", "--quiet")
