@@ -46,7 +46,7 @@ def test_corresponding_ops_are_equal_and_those_of_a_graph_with_itself_are_the_sa
 
 
 def test_another_model_has_no_corresponding_ops():
-    with pytest.raises(ValueError, match="has no like in the shallow one|ops that repeat nothing"):
+    with pytest.raises(ValueError, match="has no corresponding op in the shallow one|ops that repeat nothing"):
         correspondence(formulated("gpt2", 3), formulated("mlp", 3))
 
 

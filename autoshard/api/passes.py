@@ -181,7 +181,7 @@ def _check(captured: Captured, solution: Solution) -> None:
     verification = verify_graph(captured.graph, solution)
     if not verification.ok:
         wrong = verification.placement_mismatches[:1]
-        what = f"{wrong[0].op} has output layout {wrong[0].actual}, planned {wrong[0].planned}" if wrong else "its numbers are off"
+        what = f"the output of {wrong[0].op} is {wrong[0].actual}, planned {wrong[0].planned}" if wrong else "its numbers are off"
         raise ValueError(f"run_checks: the plan does not compute what the graph computes: {what}")
 
 
