@@ -199,7 +199,7 @@ def test_of_a_name_that_is_not_there_near_ones_are_said(solution, name, near):
 @pytest.mark.parametrize(
     ("name", "layout", "reason"),
     [
-        (WEIGHT, "S(2),R", "cuts dim 2, the tensor has 2 dims"),
+        (WEIGHT, "S(2),R", "shards dim 2, the tensor has 2 dims"),
         (WEIGHT, "R", "has 1 placements, the mesh 2x2 has 2 axes"),
         (WEIGHT, "P,R", "P,R is no output layout of parameter; possible are S"),
         ("layers.1", "S(2),R", "no parameter of block layers.1 can have it"),

@@ -22,7 +22,7 @@ CLI = Path(output.__file__).parent
 OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 OURS = re.compile(r"\x1b\[[\d;]*m")  # colours that rich writes to a terminal
 HOSTILE = ["\x1b[2J", "\x1b]0;title\x07", "a\rb", "\x9b31m", "\u202egnp", "\ud800", "\x08", "\x7f", "[/x]", "[bold]", ":x:"]
-NAME = "w" + "".join(HOSTILE)
+NAME = "w" + "".join(word for word in HOSTILE if word != "\ud800")  # no file may hold half a surrogate pair
 
 
 @given(st.text())

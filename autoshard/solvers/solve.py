@@ -85,7 +85,7 @@ def solve(
     try:
         if hopeless(problem):
             incumbent.raise_bound(math.inf)
-        if messages is not None and not incumbent.done:
+        if messages is not None and not incumbent.proven:  # their bound is worth having even where no time is left
             finish(problem, incumbent, resume(problem, incumbent, messages))
         incumbent.note_carried()
         if not incumbent.done:
