@@ -92,11 +92,11 @@ class Problem:
         object.__setattr__(self, "names", tuple(self.names))
         object.__setattr__(self, "node_costs", tuple(np.asarray(c, dtype=np.float64) for c in self.node_costs))
         object.__setattr__(self, "edges", tuple(self.edges))
-        object.__setattr__(self, "usages", tuple(map(self._with_ends, self.usages)))
+        object.__setattr__(self, "usages", tuple([u if u.ends else self._with_ends(u) for u in self.usages]))
         _validate(self)
 
     def _with_ends(self, usage: Usage) -> Usage:
-        if usage.edge is None or usage.ends or not 0 <= usage.edge < len(self.edges):
+        if usage.edge is None or not 0 <= usage.edge < len(self.edges):
             return usage
         edge = self.edges[usage.edge]
         return replace(usage, ends=(edge.a, edge.b))

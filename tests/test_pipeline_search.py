@@ -129,7 +129,7 @@ def test_the_verb_says_no(capsys):
     assert main(["pipeline", "models/mlp.py:tiny", "--devices", "2", "--nodes", "1x2"]) == 2
     assert "either --devices 16, or --nodes" in capsys.readouterr().err
     assert main(["pipeline", "models/mlp.py:tiny", "--devices", "2", "--schedules", "2f2b", "--workers", "1"]) == 2
-    assert "expected some of" in capsys.readouterr().err
+    assert "expected one of" in capsys.readouterr().err
 
 
 def scaled(limit: float) -> Pipeline:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from autoshard.problem import Edge, NodeUsage, Problem, Usage, evaluate, read_contest
-from autoshard.solvers import DP, ILP, Answer, Status, annealing, frontier, settle, solve
+from autoshard.solvers import DP, ILP, Answer, Status, annealing, settle, solve
 from autoshard.solvers.incumbent import Incumbent, Record
 from autoshard.solvers.reduce import reduce
 from tests.helpers_problems import random_problem
@@ -164,12 +164,6 @@ def test_smallest_limit_is_the_smallest_peak(seed):
         low, high = answer.infeasibility.smallest_limit
         assert low <= min(peaks, default=math.inf) * (1 + 1e-9) and min(peaks, default=math.inf) <= high
         assert low == high or high - low <= 1e-8 * max(high, 1e-6)
-
-
-def test_frontier_equals_one_solve_per_limit():
-    limits = [None, 9.0, 14.0, 8.0, 19.0]
-    answers = frontier(two_nodes(None), limits)
-    assert [a.cost for a in answers] == [0.0, 5.0, 3.0, math.inf, 2.0]
 
 
 def test_start_is_the_answer_where_no_time_is_left():

@@ -15,5 +15,4 @@ from .memory_hull import HullPoint as HullPoint
 from .memory_hull import hull as hull
 from .solve import certified as certified
 from .solve import converged as converged
-from .solve import frontier as frontier
 from .solve import solve as solve

@@ -60,9 +60,12 @@ class Answer:
 
     @property
     def gap(self) -> float:
-        """(cost - bound) / |cost|; 0 where they are equal, inf where nothing is known."""
-        if self.cost == self.bound:
-            return 0.0
-        if not (math.isfinite(self.cost) and math.isfinite(self.bound)):
-            return math.inf
-        return (self.cost - self.bound) / abs(self.cost) if self.cost else math.inf
+        """How far the cost may be above the optimum, relative; 0 where it is proven optimal, inf where nothing is known."""
+        return relative_gap(self.cost, self.bound)
+
+
+def relative_gap(cost: float, bound: float) -> float:
+    """(cost - bound) / |cost|; 0 where they are equal, inf where one of them is unknown."""
+    if cost == bound:
+        return 0.0
+    return (cost - bound) / abs(cost) if cost and math.isfinite(cost) and math.isfinite(bound) else math.inf

@@ -142,14 +142,7 @@ def _floor(problem: Problem) -> float:
 
 def without_costs(problem: Problem) -> Problem:
     """The problem with every finite cost set to zero."""
-    return replace(problem, node_costs=_without_costs(problem.node_costs), edges=_edges_without_costs(problem))
-
-
-def _without_costs(tables: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
-    return tuple(np.where(np.isfinite(t), 0.0, np.inf) for t in tables)
-
-
-def _edges_without_costs(problem: Problem) -> tuple[Edge, ...]:
-    free = {id(e.table): e.table for e in problem.edges}
-    free = dict(zip(free, _without_costs(tuple(free.values()))))
-    return tuple(Edge(e.a, e.b, free[id(e.table)]) for e in problem.edges)
+    tables = {id(t): t for t in (*problem.node_costs, *(e.table for e in problem.edges))}
+    free = {key: np.where(np.isfinite(t), 0.0, np.inf) for key, t in tables.items()}
+    edges = tuple(Edge(e.a, e.b, free[id(e.table)]) for e in problem.edges)
+    return replace(problem, node_costs=tuple(free[id(c)] for c in problem.node_costs), edges=edges)

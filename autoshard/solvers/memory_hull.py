@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..problem import Problem, anchored, without_limit
-from .answer import TOLERANCE, Status
+from .answer import TOLERANCE, Status, relative_gap
 from .exchange_parts import between
 from .lagrangian import KnownAnswer, Lagrangian, Line, corners, lowered, scale, slope, undominated
 from .solve import TIME_LIMIT, solve
@@ -48,7 +48,7 @@ class HullPoint:
     @property
     def gap(self) -> float:
         """(cost - bound) / |cost|; 0 where they are equal."""
-        return _gap(self.cost, self.bound)
+        return relative_gap(self.cost, self.bound)
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,6 @@ class Hull:
 def _bound(lines: Sequence[Line], limits: Sequence[tuple[float, float]], limit: float) -> float:
     by_prices = max((line.at(limit) for line in lines), default=-math.inf)
     return max(by_prices, max((bound for most, bound in limits if most >= limit), default=-math.inf))
-
-
-def _gap(cost: float, bound: float) -> float:
-    if cost == bound:
-        return 0.0
-    return (cost - bound) / abs(cost) if cost and math.isfinite(bound) else math.inf
 
 
 def hull(
@@ -140,7 +134,7 @@ class Sweep:
             self.under(least)
 
     def is_proven(self, f: KnownAnswer) -> bool:
-        return _gap(f.cost, self.bound(f.memory)) <= self.gap
+        return relative_gap(f.cost, self.bound(f.memory)) <= self.gap
 
     def proven(self) -> list[KnownAnswer]:
         return [f for f in undominated(self.answers) if self.is_proven(f)]

@@ -42,7 +42,6 @@ class Reduced:
     """A smaller problem of equal cost; `lift` maps its answers back. `problem` is None where no answer fits."""
 
     problem: Problem | None
-    times: np.ndarray  # per time of the reduced problem, the time of the original problem
     nodes: tuple[int, ...]  # per node of the reduced problem, the original node; the node of the base load follows them
     steps: tuple[tuple, ...] = field(repr=False)
     num_nodes: int = 0
@@ -81,7 +80,7 @@ def reduce(problem: Problem, *, stop: Callable[[], bool] = lambda: False) -> Red
         while state.sweep() or (state.refresh_memory() and not stop()):
             pass
     except NothingFits:
-        return Reduced(None, state.times, (), tuple(state.steps), len(problem.names))
+        return Reduced(None, (), tuple(state.steps), len(problem.names))
     return state.result()
 
 
@@ -256,4 +255,4 @@ class _Reducer(Reducible):
         costs.append(np.array([math.fsum(self.constant)]))
         usages += [Usage((base,), r, r + 1, np.array([max(self.limit - room, 0.0)])) for r, room in enumerate(self.room)]
         small = Problem(tuple(names), tuple(costs), tuple(edges), tuple(usages), self.limit if len(self.room) else None)
-        return Reduced(small, self.times, tuple(nodes), tuple(self.steps), len(self.problem.names))
+        return Reduced(small, tuple(nodes), tuple(self.steps), len(self.problem.names))

@@ -36,7 +36,7 @@ class Reducible:
         self.dirty = dict.fromkeys(range(len(problem.names)))
         self.limit = math.inf if problem.usage_limit is None else float(problem.usage_limit)
         self.slack = ROUNDING * max(self.limit, 1.0)
-        self.times, self.room = np.zeros(0, np.int64), np.zeros(0)
+        self.room = np.zeros(0)
         for e in problem.edges:
             self.add_edge(e.a, e.b, self.pool.original(e.table))
 
@@ -44,7 +44,6 @@ class Reducible:
         usages = self.problem.usages
         counts = np.array([self.limit < math.inf and u.bytes.max() > 0 for u in usages], dtype=bool)
         rows = maximal_rows(self.problem, counts)
-        self.times = rows.times
         self.room = np.full(len(rows.times), self.limit)
         for u, first, last in zip(usages, rows.first.tolist(), rows.last.tolist(), strict=True):
             if first < last and u.edge is None:
@@ -168,7 +167,7 @@ class Reducible:
 
     def _renumber(self, keep: np.ndarray, changed: dict[int, None]) -> None:
         number = np.concatenate([[0], np.cumsum(keep)]).tolist()
-        self.room, self.times = self.room[keep], self.times[keep]
+        self.room = self.room[keep]
         for v, items in enumerate(self.items):
             if items:
                 self.items[v] = {}

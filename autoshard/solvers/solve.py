@@ -138,23 +138,6 @@ def converged(
     return record.choice, messages
 
 
-def frontier(problem: Problem, limits: Sequence[float | None], **options) -> list[Answer]:
-    """One answer per memory limit, in the order of `limits`. Loose limits are solved first: their answers may fit under tighter ones."""
-    answers: dict[int, Answer] = {}
-    order = sorted(range(len(limits)), key=lambda k: -math.inf if limits[k] is None else -float(limits[k] or 0.0))
-    known: Answer | None = None
-    for k in order:
-        limited = replace(problem, usage_limit=limits[k])
-        if known is not None and known.choice is not None and evaluate(limited, known.choice).fits:
-            answers[k] = known  # the best under a looser limit fits here as well
-            continue
-        if known is not None and known.status is Status.INFEASIBLE:
-            answers[k] = known
-            continue
-        known = answers[k] = solve(limited, **options)
-    return [answers[k] for k in range(len(limits))]
-
-
 def _named(solver: str | Solver) -> Solver:
     if not isinstance(solver, str):
         return solver
