@@ -12,6 +12,7 @@ all ranks; a misplaced tensor makes the row fail. The last line counts by verdic
     wrong            planned, and a result differs
     not runnable     planned, and `verify` or `parallelize` refuses it or fails (one that draws random numbers may be refused)
     not capturable   `plan` refuses it with a sentence
+    has no plan      the same, and rightly: weights without a shape yet, a tensor that is no dense one
     failed           `plan` ends in a traceback or does not end
     itself           the model does not run on this machine even without a plan; only its plan is looked at
 """
@@ -48,7 +49,7 @@ from torch.utils import _pytree as pytree
 import autoshard
 from autoshard import api
 from autoshard.api.checking import materialized, run_unsharded
-from autoshard.capture import capture
+from autoshard.capture import capture, deep_enough
 from autoshard.cli.arguments import parse_settings
 from autoshard.cli.model import load_model
 from autoshard.mesh import Mesh
@@ -153,13 +154,15 @@ def _largest_error(module, example_inputs, solution, draws: bool) -> float:
         example_inputs = pytree.tree_unflatten(leaves, spec)
     parallel = autoshard.parallelize(module, solution, init_device_mesh("cpu", (RANKS,)))
     found = _one_call(parallel, copy.deepcopy(example_inputs), solution.training)
-    expected = _one_call(copy.deepcopy(module), copy.deepcopy(example_inputs), solution.training)
+    with deep_enough(module):
+        expected = _one_call(copy.deepcopy(module), copy.deepcopy(example_inputs), solution.training)
     if found.keys() != expected.keys():
         raise RuntimeError(f"only one of the parallel module and the model gives {sorted(found.keys() ^ expected.keys())[:3]}")
     if draws:
         return 0.0 if all(bool(torch.isfinite(x).all()) for x in found.values()) else float("inf")
     largest = max((float(x.abs().max()) for key, x in expected.items() if key.startswith("gradient") and x.numel()), default=0.0)
-    return max(_error(found[key], x, 1e-3 * (largest if key.startswith("gradient") else 1.0)) for key, x in expected.items())
+    # A gradient that cancels to almost nothing (of a bias before a norm) carries the rounding of the largest one
+    return max(_error(found[key], x, 1e-2 * largest if key.startswith("gradient") else 1e-3) for key, x in expected.items())
 
 
 def _one_call(module, inputs, training: bool) -> dict[str, torch.Tensor]:
@@ -216,7 +219,7 @@ def stages(order: dict) -> None:
 
     def itself() -> dict:
         if all(not isinstance(leaf, torch.Tensor) or not leaf.is_meta for leaf in pytree.tree_leaves(inputs)):
-            with torch.no_grad():
+            with torch.no_grad(), deep_enough(module):
                 given = copy.deepcopy(inputs)
                 copied = copy.deepcopy(module)
                 copied(**given) if isinstance(given, dict) else copied(*given)
@@ -259,7 +262,10 @@ def row_of(name: str, training: bool, *, folder: Path = HF, random: int = 3, set
 def verdict(row: dict) -> str:
     known = STRANGERS.get(row["model"])
     if "plan_stopped" in row:
-        return "not capturable" if row["plan_kind"] == "refused" else "failed"
+        rightly = known is not None and known.has_no_plan and known.refused in row["plan_stopped"]
+        return "failed" if row["plan_kind"] != "refused" else "has no plan" if rightly else "not capturable"
+    if known is not None and known.has_no_plan:
+        return "wrong"
     if "itself_stopped" in row:
         return "itself"
     if not row.get("run_ok", True) or not row.get("ok", True):
@@ -316,7 +322,7 @@ def main() -> int:
                 print(line(rows[-1]), flush=True)
     verdicts = {kind: sorted({row["model"] for row in rows if row["verdict"] == kind}) for kind in sorted({row["verdict"] for row in rows})}
     unknown = sorted({op for row in rows for op in row.get("unknown", ())})
-    bad = [kind for kind in verdicts if kind not in ("ok", "itself")]
+    bad = [kind for kind in verdicts if kind not in ("ok", "itself", "has no plan")]
     if given.json:
         print(json.dumps({"rows": rows, "models": len({r["model"] for r in rows}), "verdicts": verdicts, "unknown": unknown}, indent=1))
     else:

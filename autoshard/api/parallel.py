@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.api.checking import attribute_of
 from autoshard.api.checkpointing import checkpointed
-from autoshard.capture import Returned, capture_module, constants, input_names
+from autoshard.capture import Returned, capture_module, constants, deep_enough, input_names
 from autoshard.graph import Graph
 from autoshard.layout import Layout, parse
 from autoshard.lower import lower
@@ -65,11 +65,12 @@ def parallelize(
     limit_waiting(device_mesh, timeout)
     layouts = {name: parse(placed.outputs[0]) for name, placed in solution.layouts.items() if not placed.inputs and placed.outputs[0]}
     replicate: Layout = parse(",".join("R" * len(mesh.axes)))
-    sharded = copy_with(
-        model,
-        lambda name, tensor: distributed(tensor, layouts.get(name, replicate), mesh, device_mesh, from_first_rank=from_first_rank),
-    )
-    build = _Builder(on_meta(model), solution, device_mesh, timeout)
+    with deep_enough(model):
+        sharded = copy_with(
+            model,
+            lambda name, tensor: distributed(tensor, layouts.get(name, replicate), mesh, device_mesh, from_first_rank=from_first_rank),
+        )
+        build = _Builder(on_meta(model), solution, device_mesh, timeout)
     names = partial(input_names, build.model)
     inputs = {name: layouts[name] for name in solution.inputs if name in layouts}
     runner = Runner(mesh, device_mesh, build, names, inputs, solution.inputs, where=tuple(device_mesh.get_coordinate() or ()))
