@@ -71,7 +71,10 @@ class Runner:
 
     mesh: Mesh
     device_mesh: DeviceMesh
-    build: Callable[[pytree.TreeSpec, list[Any], Sequence[bool]], Step]  # from the inputs on the meta device, whole; modes of all modules
+    build: Callable[[Any, Any, Sequence[bool]], Step]  # from a call's inputs, their tensors on the meta device, whole; modes of all modules
+    listed: Callable[[Any], Any]  # inputs with the list of its tensors in the place of each object
+    filled: Callable[[Any, Any], Any]  # the inverse: inputs with other tensors in them
+    state_of: Callable[[Any], Any]  # what else these objects hold
     names: Callable[[Any], list[str]]  # of the leaves of a call's inputs
     inputs: dict[str, Layout]
     planned: dict[str, tuple[int, ...] | None]  # global shapes of the inputs, where the plan knows them
@@ -86,19 +89,19 @@ class Runner:
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict, compiled: bool) -> Any:
         inputs = self._bound(module, args, kwargs)
-        leaves, spec = pytree.tree_flatten(inputs)
+        leaves, spec = pytree.tree_flatten(self.listed(inputs))
         names = self._names(spec, inputs)
         wholes = [self._whole_shape(name, leaf) if isinstance(leaf, Tensor) else None for name, leaf in zip(names, leaves, strict=True)]
-        step = self._step(spec, leaves, wholes, modes(module), compiled)
+        step = self._step(inputs, spec, leaves, wholes, modes(module), compiled)
         tensors = [(name, leaf) for name, leaf, whole in zip(names, leaves, wholes, strict=True) if whole is not None]
         given = {name: self._local(name, leaf) for name, leaf in tensors}
         if not step.graphs.is_random:
-            return self._run(step, module, given)
+            return self._run(step, module, dict(tensors), given)
         generator: Any = torch.cuda if self.device_mesh.device_type == "cuda" else torch
         own = generator.get_rng_state()
         generator.set_rng_state(share(own, None, "agreeing on a seed") if self.random is None else self.random)
         try:
-            return self._run(step, module, given)
+            return self._run(step, module, dict(tensors), given)
         finally:
             self.random = generator.get_rng_state()
             generator.set_rng_state(own)
@@ -106,20 +109,26 @@ class Runner:
     def prepare(self, module: nn.Module, inputs: Any) -> Step:
         """The graphs for inputs like these, given whole: their shapes are from now on the planned ones."""
         bound = self._bound(module, *_arguments(inputs))
-        leaves, spec = pytree.tree_flatten(bound)
+        leaves, spec = pytree.tree_flatten(self.listed(bound))
         pairs = zip(self._names(spec, bound), leaves, strict=True)
         self.planned = self.planned | {name: tuple(leaf.shape) for name, leaf in pairs if isinstance(leaf, Tensor)}
         wholes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
-        return self._step(spec, leaves, wholes, modes(module), False)
+        return self._step(bound, spec, leaves, wholes, modes(module), False)
 
     def _step(
-        self, spec: pytree.TreeSpec, leaves: Sequence[Any], wholes: Sequence[Shape | None], modes: Sequence[bool], by_inductor: bool
+        self,
+        inputs: Any,
+        spec: pytree.TreeSpec,
+        leaves: Sequence[Any],
+        wholes: Sequence[Shape | None],
+        modes: Sequence[bool],
+        by_inductor: bool,
     ) -> Step:
         pairs = list(zip(leaves, wholes, strict=True))
-        key = (spec, tuple((whole, leaf.dtype) if whole is not None else leaf for leaf, whole in pairs), modes)
+        key = (spec, tuple((whole, leaf.dtype) if whole is not None else leaf for leaf, whole in pairs), modes, self.state_of(inputs))
         if key not in self.steps:
             meta = [torch.empty(whole, dtype=leaf.dtype, device="meta") if whole is not None else leaf for leaf, whole in pairs]
-            self.steps[key] = self.build(spec, meta, modes)
+            self.steps[key] = self.build(inputs, pytree.tree_unflatten(meta, spec), modes)
         if not by_inductor:
             return self.steps[key]
         return self.steps.setdefault((*key, "inductor"), replace(self.steps[key], make=compiled, made={}))
@@ -162,15 +171,19 @@ class Runner:
     def shard(self, module: nn.Module, batch: Any, *, local: bool) -> Any:
         """As `Parallel.shard_inputs`."""
         args, kwargs = _arguments(batch)
-        leaves, spec = pytree.tree_flatten(kwargs or args)
-        marks = pytree.tree_unflatten([_Leaf(k) for k in range(len(leaves))], spec)
-        bound = self._bound(module, *((), marks) if kwargs else (marks, {}))
-        flat, bound_spec = pytree.tree_flatten(bound)
-        names = {leaf.index: name for name, leaf in zip(self._names(bound_spec, bound), flat, strict=True) if isinstance(leaf, _Leaf)}
+        leaves, spec = pytree.tree_flatten(self.listed(kwargs or args))
+
+        def bound(leaves: Sequence[Any]) -> Any:
+            tree = pytree.tree_unflatten(leaves, spec)
+            return self._bound(module, *((), tree) if kwargs else (tree, {}))
+
+        flat, bound_spec = pytree.tree_flatten(bound([_Leaf(k) for k in range(len(leaves))]))
+        pairs = zip(self._names(bound_spec, bound(leaves)), flat, strict=True)
+        names = {leaf.index: name for name, leaf in pairs if isinstance(leaf, _Leaf)}
         made = [self._sharded(names[k], leaf, local) if isinstance(leaf, Tensor) and k in names else leaf for k, leaf in enumerate(leaves)]
         if local:
             self._check_one_batch({names[k]: x for k, x in enumerate(made) if isinstance(x, DTensor) and k in names})
-        sharded = pytree.tree_unflatten(made, spec)
+        sharded = self.filled(kwargs or args, pytree.tree_unflatten(made, spec))
         return sharded[0] if isinstance(batch, Tensor) else type(batch)(sharded) if isinstance(batch, list) else sharded
 
     def _check_one_batch(self, sharded: Mapping[str, DTensor]) -> None:
@@ -232,7 +245,8 @@ class Runner:
             return given.redistribute(placements=list(layout)).to_local()
         return part_of(given.to(self.device_mesh.device_type), layout, self.mesh, self.where).contiguous()
 
-    def _run(self, step: Step, module: nn.Module, given: dict[str, Tensor]) -> Any:
+    def _run(self, step: Step, module: nn.Module, inputs: dict[str, Tensor], given: dict[str, Tensor]) -> Any:
+        """inputs: as the caller has them; given: this rank's shards of them."""
         held = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
         held |= step.constants | given
         tensors = [held[name] for name in step.graphs.loads]
@@ -245,9 +259,22 @@ class Runner:
         results = dict(zip(step.graphs.outputs, made, strict=True))
         with torch.no_grad():
             for key, value in results.items():
-                if key.startswith("buffer:"):
-                    local(held[key.removeprefix("buffer:")]).copy_(local(value))
+                name = key.removeprefix("buffer:")
+                if name in inputs and name != key:
+                    self._write(inputs[name], as_dtensor(local(value), self._spec(step, key, value)))
+                elif name != key:
+                    local(held[name]).copy_(local(value))
         return pytree.tree_unflatten([results.get(f"output:{k}", leaf) for k, leaf in enumerate(step.leaves)], step.structure)
+
+    def _spec(self, step: Step, key: str, value: Tensor) -> DTensorSpec:
+        return spec_of(step.shapes[key], value.dtype, step.graphs.slots[key].layout, self.device_mesh)
+
+    def _write(self, given: Tensor, value: DTensor) -> None:
+        """What the forward writes into an input of the caller, all of it where that is a plain tensor."""
+        if isinstance(given, DTensor):
+            given._local_tensor.copy_(value.redistribute(placements=given.placements).to_local())
+        else:
+            given.copy_(value.full_tensor())
 
     def outputs(self, step: Step, made: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What the graph gave, for the user: plain where every rank holds all of it, else a DTensor."""
