@@ -49,7 +49,7 @@ from torch.utils import _pytree as pytree
 import autoshard
 from autoshard import api
 from autoshard.api.checking import materialized, run_unsharded
-from autoshard.capture import capture, deep_enough
+from autoshard.capture import capture, deep_enough, input_names
 from autoshard.cli.arguments import parse_settings
 from autoshard.cli.model import load_model
 from autoshard.mesh import Mesh
@@ -148,10 +148,10 @@ def _largest_error(module, example_inputs, solution, draws: bool) -> float:
     if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(example_inputs)):
         graph = capture(module, example_inputs, training=solution.training)
         values, _ = run_unsharded(module, example_inputs, graph, training=solution.training, seed=0)
-        module = materialized(module, 0)
         leaves, spec = pytree.tree_flatten(example_inputs)
-        leaves = [values[f"input_{k}"] if isinstance(leaf, torch.Tensor) else leaf for k, leaf in enumerate(leaves)]
-        example_inputs = pytree.tree_unflatten(leaves, spec)
+        called = zip(input_names(module, example_inputs), leaves, strict=True)
+        leaves = [values[name] if isinstance(leaf, torch.Tensor) else leaf for name, leaf in called]
+        module, example_inputs = materialized(module, 0), pytree.tree_unflatten(leaves, spec)
     parallel = autoshard.parallelize(module, solution, init_device_mesh("cpu", (RANKS,)))
     found = _one_call(parallel, copy.deepcopy(example_inputs), solution.training)
     with deep_enough(module):

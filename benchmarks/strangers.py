@@ -188,7 +188,8 @@ def lazy_linear(training: bool) -> Built:
 
 @stranger("nested_tensor", modes=(INFERENCE,), refused="nested tensor", has_no_plan=True)
 def nested_tensor(training: bool) -> Built:
-    return wrapped(nn.Linear(WIDTH, WIDTH), training), (torch.nested.nested_tensor([features(3, WIDTH), features(5, WIDTH)], layout=torch.jagged),)
+    rows = torch.nested.nested_tensor([features(3, WIDTH), features(5, WIDTH)], layout=torch.jagged)
+    return wrapped(nn.Linear(WIDTH, WIDTH), training), (rows,)
 
 
 @stranger("quantized", modes=(INFERENCE,), refused="quantized", has_no_plan=True)
