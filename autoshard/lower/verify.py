@@ -4,13 +4,13 @@ With x an op's output in the whole program, x~ the same in a whole program whose
 and y what the ranks' parts stand for under the PLANNED layout (replicas agree, shards concatenate, partials add up):
 
     error = max |y - x| / max |x|                                       absolute where x is all zero
-    error <= tolerance     or     max |y - x| <= 4 max |x~ - x|         then it is rounding
+    error <= tolerance     or     max |y - x| <= 8 max |x~ - x|         then it is rounding
 
 A random op (dropout) draws the same numbers in every program: each of the three goes on from the state that the generator had in
 the whole one. Where an op without a program of its own is sharded, its parts are the whole one's; their shapes are looked at.
 
 The second test is for tensors that are zero but for rounding (the gradient of a key bias): what is left of terms that cancel
-can't be compared with itself; its error is given relative to 4 max |x~ - x| / tolerance. An op whose error is above
+can't be compared with itself; its error is given relative to 8 max |x~ - x| / tolerance. An op whose error is above
 `op_tolerance`, whose local shape differs or which fails is a placement mismatch; its output is then replaced by the right
 one, so that the next mismatch is found on its own and a wrong row is located even where the end result happens to be right.
 """
@@ -45,7 +45,9 @@ TOLERANCES = {
     "bfloat16": (3e-2, 2e-1),
 }
 REAL = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}  # the type of a complex number's components
-NOISE = 4  # the gradient of BERT's key bias differs by up to 1.8 times the noise (tiny GPT-2, Llama, BERT; 8 ranks, 10 random plans each)
+# The gradient of BERT's key bias differs by up to 1.8 times the noise (tiny GPT-2, Llama, BERT; 8 ranks, 10 random plans each), one of
+# CLIP's by 4.1 times (2x2, layouts at random; the same layouts in float64: 7e-11).
+NOISE = 8
 
 
 @dataclass(frozen=True)
