@@ -29,6 +29,7 @@ class Stranger:
     modes: tuple[bool, ...] = BOTH
     draws: bool = False  # two calls of the model itself differ
     refused: str = ""  # a word of the sentence with which it may be refused
+    has_no_plan: bool = False  # the sentence is the right answer, not a gap
 
 
 STRANGERS: dict[str, Stranger] = {}
@@ -180,9 +181,28 @@ def pool_channels_last(training: bool) -> Built:
     return wrapped(layers.to(memory_format=torch.channels_last), training), (image(8).to(memory_format=torch.channels_last),)
 
 
-@stranger("lazy_linear")
+@stranger("lazy_linear", refused="no shape yet", has_no_plan=True)
 def lazy_linear(training: bool) -> Built:
     return wrapped(nn.Sequential(nn.LazyLinear(64), nn.ReLU(), nn.LazyLinear(WIDTH)), training), (features(),)
+
+
+@stranger("nested_tensor", modes=(INFERENCE,), refused="nested tensor", has_no_plan=True)
+def nested_tensor(training: bool) -> Built:
+    rows = torch.nested.nested_tensor([features(3, WIDTH), features(5, WIDTH)], layout=torch.jagged)
+    return wrapped(nn.Linear(WIDTH, WIDTH), training), (rows,)
+
+
+@stranger("quantized", modes=(INFERENCE,), refused="quantized", has_no_plan=True)
+def quantized(training: bool) -> Built:
+    class Dequantized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.dequantize())
+
+    return wrapped(Dequantized(), training), (torch.quantize_per_tensor(features(), 0.1, 0, torch.qint8),)
 
 
 def nested(depth: int, training: bool) -> Built:
@@ -197,9 +217,9 @@ def nested_200(training: bool) -> Built:
     return nested(200, training)
 
 
-@stranger("nested_400", refused="recursion")
+@stranger("nested_400")
 def nested_400(training: bool) -> Built:
-    """Too deep for Python itself, unless its limit of frames is raised."""
+    """Too deep for Python itself, unless its limit of frames is raised: a plan raises it."""
     return nested(400, training)
 
 
@@ -520,7 +540,7 @@ HF |= {
             "expand_ratios": [1, 2],
             "width_coefficient": 1.0,
             "depth_coefficient": 1.0,
-            "hidden_dim": 32,
+            "hidden_dim": 1280,
             "depthwise_padding": [],
             "num_labels": 4,
         },

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import sys
 import threading
 import time
 
@@ -17,6 +18,7 @@ from autoshard.api import plan, verify
 from autoshard.capture import capture, capture_fx
 from autoshard.capture.depth import shrunk
 from autoshard.capture.held import copied, reachable, tensors_of
+from autoshard.capture.turns import DEEPEST, FRAMES_PER_LEVEL, deep_enough
 from autoshard.cli import main
 from autoshard.cli.huggingface import load_huggingface
 from autoshard.cli.model import load_model
@@ -153,6 +155,7 @@ WORKS = {
     "no_grad, then more": linear(lambda layer, x: layer(torch.no_grad()(layer)(x))),
     "a checkpoint": linear(lambda layer, x: checkpoint(layer, x, use_reentrant=False)),
     "100 Sequentials": lambda: (nested(100), (torch.randn(4, 8),)),
+    "400 Sequentials": lambda: (nested(400), (torch.randn(4, 8),)),
     "20 dims": pooled_dims,
     "a mask that is said to be causal": lambda: decoder(tgt_is_causal=True),
     "an object of tensors": lambda: (
@@ -269,6 +272,10 @@ def grouped(layer, x):
     return F.grouped_mm(x, layer.weight.view(1, 8, 8), offs=torch.tensor([4], dtype=torch.int32))
 
 
+def endless(layer, x):
+    return endless(layer, layer(x))
+
+
 class Kept(nn.Module):
     """Writes into a tensor that is no buffer."""
 
@@ -302,7 +309,7 @@ REFUSED = {
         "a tensor of torch.qint8 is quantized",
     ),
     "sparse": (lambda: (nn.Linear(8, 8), (torch.eye(8).to_sparse(),)), "a tensor of layout torch.sparse_coo is sparse"),
-    "400 Sequentials": (lambda: (nested(400), (torch.randn(4, 8),)), "nested deeper than Python's recursion limit .*setrecursionlimit"),
+    "no end": (linear(endless), "nested deeper than Python's recursion limit .*setrecursionlimit"),
     "torch.jit": (script, "is compiled by torch.jit"),
     "cond": (
         linear(lambda layer, x: torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (layer(x),))),
@@ -422,3 +429,21 @@ def test_a_class_that_returns_no_loss_for_its_labels_says_so(tmp_path):
     model, inputs = load_huggingface(str(tmp_path), {}, training=True)
     with pytest.raises(ValueError, match="BertForPreTraining returns no loss for the inputs input_ids, labels"):
         capture(model, inputs, training=True)
+
+
+# -- depth ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_pythons_recursion_limit_is_as_before_and_a_very_deep_model_does_not_raise_it_without_end():
+    before = sys.getrecursionlimit()
+    with deep_enough(nested(20)):
+        assert before < sys.getrecursionlimit() < before + 30 * FRAMES_PER_LEVEL
+    with deep_enough(nested(5 * DEEPEST)):
+        assert sys.getrecursionlimit() == before + DEEPEST * FRAMES_PER_LEVEL
+    assert sys.getrecursionlimit() == before
+
+
+def test_plan_says_that_a_lazy_model_has_no_shapes():
+    """Before the capture, layers of a container are compared, and a lazy one has no shape to compare."""
+    with pytest.raises(ValueError, match="a parameter has no shape yet .*run the model on one batch first"):
+        plan(nn.Sequential(nn.LazyLinear(8), nn.LazyLinear(8)), (torch.randn(4, 8),), MESH, training=False, baselines=False)

@@ -12,4 +12,5 @@ from autoshard.capture.module import capture as capture
 from autoshard.capture.module import capture_fx as capture_fx
 from autoshard.capture.module import capture_module as capture_module
 from autoshard.capture.module import tied_parameters as tied_parameters
+from autoshard.capture.turns import deep_enough as deep_enough
 from autoshard.capture.turns import in_turn as in_turn

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.capture.held import copied
+from autoshard.capture.held import copied, unsupported_kind
 from autoshard.capture.inputs import ignored
 from autoshard.capture.module import capture_module
 from autoshard.capture.witness import eager_program, grown
@@ -220,6 +220,8 @@ def _facts(layer: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _fact(value: Any) -> tuple:
     if isinstance(value, torch.Tensor):
+        if unsupported := unsupported_kind(value):
+            return ("tensor", unsupported)
         return ("tensor", tuple(value.shape), tuple(value.stride()), str(value.dtype), value.requires_grad)
     return (type(value).__name__, value)
 

@@ -113,7 +113,42 @@ def opened(module: nn.Module, args: tuple, kwargs: dict) -> tuple[nn.Module, tup
 
 def in_lists(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """The arguments with each object replaced by the list of its tensors."""
-    return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else tensors_of(leaf), (args, kwargs))
+    return listed((args, kwargs))
+
+
+def listed(inputs: Any) -> Any:
+    """The inputs with the list of its tensors in the place of each object."""
+    return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else tensors_of(leaf), inputs)
+
+
+def filled(inputs: Any, lists: Any) -> Any:
+    """`inputs` with the leaves of `lists` in the place of its own: the inverse of `listed`. Objects are copied."""
+    leaves, spec = pytree.tree_flatten(inputs)
+    new = spec.flatten_up_to(lists)
+    for k, leaf in enumerate(leaves):
+        if not isinstance(leaf, _PLAIN):
+            tensors = dict(zip(map(id, tensors_of(leaf)), new[k], strict=True))
+            new[k] = copied(leaf, lambda tensor: tensors[id(tensor)])  # noqa: B023  (called at once)
+    return pytree.tree_unflatten(new, spec)
+
+
+def state_of(inputs: Any) -> tuple:
+    """What the objects among the inputs hold beside tensors (lengths, flags), in an order that is the same on every rank: a program
+    was captured for one state."""
+    waiting = [leaf for leaf in reversed(pytree.tree_leaves(inputs)) if not isinstance(leaf, _PLAIN)]
+    state: list[Any] = []
+    seen: set[int] = set()
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, torch.Tensor) or id(item) in seen:
+            continue
+        if isinstance(item, _PLAIN):
+            state.append((type(item), item))
+        elif not isinstance(item, _CLOSED):
+            seen.add(id(item))
+            state.append(type(item))
+            waiting += reversed(list(_parts(item)))
+    return tuple(state)
 
 
 def has_objects(args: tuple, kwargs: dict) -> bool:

@@ -72,7 +72,10 @@ class Runner:
 
     mesh: Mesh
     device_mesh: DeviceMesh
-    build: Callable[[pytree.TreeSpec, list[Any], Sequence[bool]], TracedCall]  # of global meta inputs, and modes of all modules
+    build: Callable[[Any, Any, Sequence[bool]], TracedCall]  # of a call's inputs, their global tensors on meta, modes of all modules
+    listed: Callable[[Any], Any]  # inputs with each object replaced by the list of its tensors
+    filled: Callable[[Any, Any], Any]  # the inverse: inputs with other tensors in them
+    state_of: Callable[[Any], Any]  # what else these objects hold
     names: Callable[[Any], list[str]]  # of the leaves of a call's inputs
     inputs: dict[str, Layout]
     planned: dict[str, tuple[int, ...] | None]  # global shapes of the inputs, where the plan knows them
@@ -87,19 +90,19 @@ class Runner:
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict, compiled: bool) -> Any:
         bound = self._bound(module, args, kwargs)
-        leaves, spec = pytree.tree_flatten(bound)
+        leaves, spec = pytree.tree_flatten(self.listed(bound))
         names = self._names(spec, bound)
         shapes = [self._global_shape(name, leaf) if isinstance(leaf, Tensor) else None for name, leaf in zip(names, leaves, strict=True)]
-        traced = self._traced_call(spec, leaves, shapes, modes(module), compiled)
+        traced = self._traced_call(bound, spec, leaves, shapes, modes(module), compiled)
         tensors = [(name, leaf) for name, leaf, shape in zip(names, leaves, shapes, strict=True) if shape is not None]
         inputs = {name: self._local(name, leaf) for name, leaf in tensors}
         if not traced.graphs.is_random:
-            return self._run(traced, module, inputs)
+            return self._run(traced, module, dict(tensors), inputs)
         generator: Any = torch.cuda if self.device_mesh.device_type == "cuda" else torch
         former = generator.get_rng_state()
         generator.set_rng_state(share(former, None, "agreeing on a seed") if self.random is None else self.random)
         try:
-            return self._run(traced, module, inputs)
+            return self._run(traced, module, dict(tensors), inputs)
         finally:
             self.random = generator.get_rng_state()
             generator.set_rng_state(former)
@@ -107,20 +110,26 @@ class Runner:
     def prepare(self, module: nn.Module, inputs: Any) -> TracedCall:
         """The graphs for these global inputs, whose shapes are from now on the planned ones."""
         bound = self._bound(module, *_arguments(inputs))
-        leaves, spec = pytree.tree_flatten(bound)
+        leaves, spec = pytree.tree_flatten(self.listed(bound))
         pairs = zip(self._names(spec, bound), leaves, strict=True)
         self.planned = self.planned | {name: tuple(leaf.shape) for name, leaf in pairs if isinstance(leaf, Tensor)}
         shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
-        return self._traced_call(spec, leaves, shapes, modes(module), False)
+        return self._traced_call(bound, spec, leaves, shapes, modes(module), False)
 
     def _traced_call(
-        self, spec: pytree.TreeSpec, leaves: Sequence[Any], shapes: Sequence[Shape | None], modes: Sequence[bool], by_inductor: bool
+        self,
+        inputs: Any,
+        spec: pytree.TreeSpec,
+        leaves: Sequence[Any],
+        shapes: Sequence[Shape | None],
+        modes: Sequence[bool],
+        by_inductor: bool,
     ) -> TracedCall:
         pairs = list(zip(leaves, shapes, strict=True))
-        key = (spec, tuple((shape, leaf.dtype) if shape is not None else leaf for leaf, shape in pairs), modes)
+        key = (spec, tuple((shape, leaf.dtype) if shape is not None else leaf for leaf, shape in pairs), modes, self.state_of(inputs))
         if key not in self.calls:
             meta = [torch.empty(shape, dtype=leaf.dtype, device="meta") if shape is not None else leaf for leaf, shape in pairs]
-            self.calls[key] = self.build(spec, meta, modes)
+            self.calls[key] = self.build(inputs, pytree.tree_unflatten(meta, spec), modes)
         if not by_inductor:
             return self.calls[key]
         return self.calls.setdefault((*key, "inductor"), replace(self.calls[key], as_function=compiled, passes={}))
@@ -163,15 +172,19 @@ class Runner:
     def shard(self, module: nn.Module, batch: Any, *, local: bool) -> Any:
         """As `ParallelModule.shard_inputs`."""
         args, kwargs = _arguments(batch)
-        leaves, spec = pytree.tree_flatten(kwargs or args)
-        marks = pytree.tree_unflatten([_Leaf(k) for k in range(len(leaves))], spec)
-        bound = self._bound(module, *((), marks) if kwargs else (marks, {}))
-        flat, bound_spec = pytree.tree_flatten(bound)
-        names = {int(leaf): name for name, leaf in zip(self._names(bound_spec, bound), flat, strict=True) if isinstance(leaf, _Leaf)}
+        leaves, spec = pytree.tree_flatten(self.listed(kwargs or args))
+
+        def bound(leaves: Sequence[Any]) -> Any:
+            tree = pytree.tree_unflatten(leaves, spec)
+            return self._bound(module, *((), tree) if kwargs else (tree, {}))
+
+        flat, bound_spec = pytree.tree_flatten(bound([_Leaf(k) for k in range(len(leaves))]))
+        pairs = zip(self._names(bound_spec, bound(leaves)), flat, strict=True)
+        names = {int(leaf): name for name, leaf in pairs if isinstance(leaf, _Leaf)}
         shards = [self._sharded(names[k], x, local) if isinstance(x, Tensor) and k in names else x for k, x in enumerate(leaves)]
         if local:
             self._check_one_batch({names[k]: x for k, x in enumerate(shards) if isinstance(x, DTensor) and k in names})
-        sharded = pytree.tree_unflatten(shards, spec)
+        sharded = self.filled(kwargs or args, pytree.tree_unflatten(shards, spec))
         return sharded[0] if isinstance(batch, Tensor) else type(batch)(sharded) if isinstance(batch, list) else sharded
 
     def _check_one_batch(self, sharded: Mapping[str, DTensor]) -> None:
@@ -233,9 +246,10 @@ class Runner:
             return x.redistribute(placements=list(layout)).to_local()
         return shard_of_rank(x.to(self.device_mesh.device_type), layout, self.mesh, self.where).contiguous()
 
-    def _run(self, traced: TracedCall, module: nn.Module, inputs: dict[str, Tensor]) -> Any:
+    def _run(self, traced: TracedCall, module: nn.Module, inputs: dict[str, Tensor], locals_: dict[str, Tensor]) -> Any:
+        """inputs: the caller's tensors; locals_: this rank's shards of them."""
         held = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
-        held |= traced.constants | inputs
+        held |= traced.constants | locals_
         tensors = [held[name] for name in traced.graphs.loads]
         trains = traced.graphs.backward is not None and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if trains:
@@ -246,9 +260,22 @@ class Runner:
         results = dict(zip(traced.graphs.outputs, outputs, strict=True))
         with torch.no_grad():
             for key, value in results.items():
-                if key.startswith("buffer:"):
-                    local(held[key.removeprefix("buffer:")]).copy_(local(value))
+                name = key.removeprefix("buffer:")
+                if name in inputs and name != key:
+                    self._write(inputs[name], as_dtensor(local(value), self._spec(traced, key, value)))
+                elif name != key:
+                    local(held[name]).copy_(local(value))
         return pytree.tree_unflatten([results.get(f"output:{k}", leaf) for k, leaf in enumerate(traced.leaves)], traced.structure)
+
+    def _spec(self, traced: TracedCall, key: str, value: Tensor) -> DTensorSpec:
+        return spec_of(traced.shapes[key], value.dtype, traced.graphs.slots[key].layout, self.device_mesh)
+
+    def _write(self, target: Tensor, value: DTensor) -> None:
+        """Writes what the forward wrote into an input of the caller: the global tensor where that is a plain tensor."""
+        if isinstance(target, DTensor):
+            target._local_tensor.copy_(value.redistribute(placements=target.placements).to_local())
+        else:
+            target.copy_(value.full_tensor())
 
     def outputs(self, traced: TracedCall, locals_: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The graph's outputs for the user: plain tensors where they are replicated, otherwise DTensors."""

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
-from autoshard.capture import Returned, capture_module, constants, input_names
+from autoshard.capture import Returned, capture_module, constants, deep_enough, input_names
+from autoshard.capture.held import filled, listed, state_of
 from autoshard.graph import Graph
 from autoshard.layout import Layout, parse
 from autoshard.lower.agreement import agree, grouped, join, limit_waiting, patiently, share
@@ -65,14 +65,16 @@ def parallelize(
     limit_waiting(device_mesh, timeout)
     layouts = {name: parse(placed.outputs[0]) for name, placed in solution.layouts.items() if not placed.inputs and placed.outputs[0]}
     replicate: Layout = parse(",".join("R" * len(mesh.axes)))
-    sharded = copy_with(
-        model,
-        lambda name, tensor: distributed(tensor, layouts.get(name, replicate), mesh, device_mesh, from_first_rank=from_first_rank),
-    )
-    build = _Builder(on_meta(model), solution, device_mesh, timeout)
+    with deep_enough(model):
+        sharded = copy_with(
+            model,
+            lambda name, tensor: distributed(tensor, layouts.get(name, replicate), mesh, device_mesh, from_first_rank=from_first_rank),
+        )
+        build = _Builder(on_meta(model), solution, device_mesh, timeout)
     names = partial(input_names, build.model)
     inputs = {name: layouts[name] for name in solution.inputs if name in layouts}
-    runner = Runner(mesh, device_mesh, build, names, inputs, solution.inputs, where=tuple(device_mesh.get_coordinate() or ()))
+    where = tuple(device_mesh.get_coordinate() or ())
+    runner = Runner(mesh, device_mesh, build, listed, filled, state_of, names, inputs, solution.inputs, where=where)
     refuse_parts(sharded)
     sharded.__class__ = parallel_class(type(model))
     sharded.__dict__["_runner"] = runner
@@ -151,9 +153,9 @@ class _Builder:
         self.patiently = partial(patiently, device_mesh, timeout)
         self.where = tuple(device_mesh.get_coordinate() or ())
 
-    def __call__(self, spec: pytree.TreeSpec, leaves: list[Any], modes: Sequence[bool]) -> TracedCall:
+    def __call__(self, inputs: Any, on_meta: Any, modes: Sequence[bool]) -> TracedCall:
         with self.patiently():
-            captured = self._shared(pytree.tree_unflatten(leaves, spec), modes)
+            captured = self._shared(filled(inputs, on_meta), modes)
             step, complaint = None, None
             try:
                 step = self._step(captured)

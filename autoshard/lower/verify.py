@@ -5,10 +5,10 @@ rounding, and y the global tensor for which the ranks' local tensors stand under
 concatenate, partial sums add up):
 
     error = max |y - x| / max |x|                                       absolute where x is all zero
-    error <= tolerance     or     max |y - x| <= 4 max |x~ - x|         then the difference is rounding
+    error <= tolerance     or     max |y - x| <= 8 max |x~ - x|         then the difference is rounding
 
 The second test is for tensors that are zero except for rounding, such as the gradient of a key bias: they are what is left of terms
-that cancel, so their own size is no measure. Their error is relative to 4 max |x~ - x| / tolerance.
+that cancel, so their own size is no measure. Their error is relative to 8 max |x~ - x| / tolerance.
 
 A random op (dropout) draws the same numbers in all three programs: it starts from the state that the generator had in the unsharded
 program. Where a random op without a kernel is sharded, only its shapes are checked, and the unsharded op's output replaces its own.
@@ -49,7 +49,9 @@ TOLERANCES = {
     "bfloat16": (3e-2, 2e-1),
 }
 REAL = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}  # the type of a complex number's components
-NOISE = 4  # the gradient of BERT's key bias differs by up to 1.8 times the noise (tiny GPT-2, Llama, BERT; 8 ranks, 10 random plans each)
+# The gradient of BERT's key bias differs by up to 1.8 times the noise (tiny GPT-2, Llama, BERT; 8 ranks, 10 random plans each), one of
+# CLIP's by 4.1 times (2x2, layouts at random; the same layouts in float64: 7e-11).
+NOISE = 8
 
 
 @dataclass(frozen=True)
