@@ -145,3 +145,8 @@ def test_solve_without_an_answer_is_unknown_after_its_patience():
 @pytest.mark.parametrize(("options", "seconds"), [({}, PATIENCE), ({"time_limit": 7.0}, 7.0), ({"time_limit": 500.0}, 500.0)])
 def test_a_time_limit_that_is_set_is_the_patience_too(options, seconds):
     assert searched_seconds(Options(**options)) == seconds
+
+
+def test_a_table_beyond_any_size_is_a_sentence():
+    with pytest.raises(ValueError, match="table 'huge' has 1e\\+30 rows of 4 columns; expected at most"):
+        plan_tables([Table("huge", rows=10**30, columns=4)], 8)

@@ -21,6 +21,7 @@ from autoshard.tables.prices import Workload, nodes_of, options_of
 from autoshard.tables.records import DeviceLoad, Option, PlacedTable, Table, TablePlan
 
 MOST_DEVICES = 4096  # a table split by rows has a shard on each, so that a move of the search takes as long as there are devices
+MOST_ELEMENTS = 2**53  # of a table; above that a float can't count its bytes
 
 
 def plan_tables(
@@ -152,6 +153,9 @@ def check_tables(tables: Sequence[Table]) -> list[Table]:
             raise ValueError(f"tables holds a {type(table).__name__}; expected Table(name, rows, columns) for each")
         if table.name in seen:
             raise ValueError(f"two tables are named {table.name!r}; give each its own name")
+        if table.rows * table.columns > MOST_ELEMENTS:
+            shape = f"{table.rows:.6g} rows of {table.columns:.6g} columns"
+            raise ValueError(f"table {table.name!r} has {shape}; expected at most {MOST_ELEMENTS:.6g} elements")
         seen.add(table.name)
     return listed
 
