@@ -8,6 +8,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from .version import VERSION as __version__  # noqa: F401
+
 _HOMES = {
     "Axis": "mesh", "Device": "mesh", "Mesh": "mesh",
     "Infeasible": "api", "autosharding_pass": "api", "export": "api", "load": "api", "parallelize": "api", "plan": "api", "verify": "api",

@@ -27,6 +27,7 @@ BEGINS = {
     "explain": [HERE, "w"],
     "check": [HERE],
     "diff": [HERE, HERE],
+    "demo": [],
     "doctor": [],
     "export": [HERE],
     "report": [HERE],

@@ -20,6 +20,7 @@ PLANNER = (  # what planning and the rooms that plan again know
     "mesh layout graph capture strategies cost routes problem solvers formulate baselines solution cycles reading units writing"
 )
 TABLE = {
+    "version": ("", ""),
     "cycles": ("", ""),
     "units": ("", ""),
     "writing": ("", ""),
@@ -48,7 +49,7 @@ TABLE = {
     "report": ("graph layout mesh pipeline problem reading simulate solution units writing", "rich jinja2 matplotlib"),
     "api": (PLANNER + " planning simulate pipeline explain lower calibrate exports relayout tables report", "torch numpy"),
     "cli": (
-        "api calibrate cost mesh pipeline problem reading relayout report simulate solvers tables units writing",
+        "api calibrate cost mesh pipeline problem reading relayout report simulate solvers tables units version writing",
         "typer rich torch transformers distributed",
     ),
     "pytest_plugin": ("api", "pytest"),

@@ -16,9 +16,12 @@ from typer.core import TyperCommand
 
 from autoshard.cli.output import Output, VisibleLines, complain
 from autoshard.cli.words import check_words
+from autoshard.version import VERSION
 
 OK, NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 LONG_WORD, LONG_SENTENCE = 300, 2000  # letters; what is longer is shortened
+# package: the extra that installs it
+EXTRAS = {"matplotlib": "plots", "jinja2": "plots", "cvxpy": "cvxpy", "transformers": "hf", "accelerate": "hf"}
 NO_WORDS: tuple[list[str], ...] = ([], ["calibrate"])  # a command line that names no verb asks which there are
 
 
@@ -54,15 +57,21 @@ def called(parameter: Any) -> str:
 
 app = Verbs(
     help="Plan, with a proof, how to shard the tensors of a PyTorch model over a mesh of devices, and check the plan.",
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"autoshard {VERSION}")
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
     traceback: bool = typer.Option(False, "--traceback", help="Show where in the code a failure came from."),
     log_level: str | None = typer.Option(None, help="Log on stderr too: debug, info, warning or error.", show_default=False),
 ) -> None:
@@ -86,6 +95,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(_usage_sentence(error))
     except (typer.Abort, KeyboardInterrupt):
         return _refuse("interrupted", INTERRUPTED)
+    except ModuleNotFoundError as error:
+        if (extra := EXTRAS.get(error.name or "")) is None:
+            raise
+        return _refuse(f"{error.name} is not installed; run: pip install 'autoshard[{extra}]'")
     except (ValueError, OSError) as error:
         if arguments[:1] == ["--traceback"]:
             raise

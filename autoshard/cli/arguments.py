@@ -132,3 +132,16 @@ def check_picture(written: str | None, what: str) -> None:
     check_out(written, what)
     if written is not None and Path(written).suffix not in PICTURES:
         raise ValueError(f"{what} {written} ends in {Path(written).suffix or 'nothing'}; expected one of {', '.join(PICTURES)}")
+
+
+def model_file(path: str) -> Path:
+    """The file of a model; where there is none at this place, `models/NAME.py` or `NAME.py` is the one that came with autoshard."""
+    file = Path(path)
+    package = Path(__file__).resolve().parent.parent
+    places = [file]
+    if file.parent in (Path(), Path("models")):
+        places += [package / "models" / file.name, package.parent / "models" / file.name]  # as a wheel installs them, in a checkout
+    for place in places:
+        if place.is_file():
+            return place
+    raise ValueError(f"there is no file {path}; MODEL is file.py:function, for example models/gpt2.py:small")

@@ -12,8 +12,11 @@ from autoshard.cli.app import NO, OK, app
 from autoshard.cli.options import Json
 from autoshard.cli.output import Output
 
-NEEDED = ("torch", "numpy", "scipy", "highspy", "cvxpy", "numba", "networkx", "dill", "typer", "rich", "jinja2", "matplotlib")
-OPTIONAL = {"transformers": "models given as hf:DIR", "torchrec": "its planner with our proposer"}
+NEEDED = ("torch", "numpy", "scipy", "highspy", "numba", "networkx", "dill", "typer", "rich", "jsonschema-rs")
+OPTIONAL = {
+    "matplotlib": "--plot and report", "jinja2": "report", "cvxpy": "--solver cvxpy", "transformers": "models given as hf:DIR",
+    "torchrec": "its planner with our proposer",
+}  # fmt: skip
 
 
 @app.command()

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from autoshard.cli.arguments import model_file
+
 
 def load_model(written: str, settings: Mapping[str, Any], *, training: bool = False) -> tuple[Any, Any]:
     """Run the function; ValueError in one sentence where it is missing, fails or returns something else.
@@ -24,9 +26,7 @@ def load_model(written: str, settings: Mapping[str, Any], *, training: bool = Fa
     path, _, name = written.rpartition(":")
     if not path or not name.isidentifier():
         raise ValueError(f"MODEL is {written!r}; expected file.py:function, for example models/gpt2.py:small, or hf:DIR")
-    file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"there is no file {path}; MODEL is file.py:function, for example models/gpt2.py:small")
+    file = model_file(path)
     folder = str(file.resolve().parent)
     sys.path.insert(0, folder)  # as `python file.py` does, so that the file may import its neighbours
     try:

@@ -20,6 +20,7 @@ from typing import Any
 from autoshard.cli.arguments import (
     check_out,
     check_picture,
+    model_file,
     parse_bytes,
     parse_forbidden,
     parse_optimizer,
@@ -190,9 +191,7 @@ def model(name: str, value: str) -> None:
     path, _, function = value.rpartition(":")
     if not path or not function.isidentifier():
         raise ValueError(f"MODEL is {value!r}; expected file.py:function, for example models/gpt2.py:small, or hf:DIR")
-    if not Path(path).is_file():
-        raise ValueError(f"there is no file {path}; MODEL is file.py:function, for example models/gpt2.py:small")
-    tree = _tree(path)
+    tree = _tree(str(model_file(path)))
     if tree is not None and function not in _bound(tree):
         own = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
         raise ValueError(f"{path} has no function {function!r}; it has {', '.join(own) or 'none'}")
@@ -212,7 +211,7 @@ def settings_of(written: str, given: Mapping[str, Any]) -> None:
             raise ValueError(f"hf: models take no setting {unknown[0]!r}; they take {', '.join(HUGGING_FACE)}")
         return
     path, _, name = written.rpartition(":")
-    tree = _tree(path)
+    tree = _tree(str(model_file(path)))
     functions = [] if tree is None else [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
     if len(functions) != 1 or functions[0] not in tree.body or functions[0].decorator_list or functions[0].args.kwarg:  # type: ignore[union-attr]
         return
