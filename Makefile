@@ -1,4 +1,4 @@
-# `make demo` plans GPT-2 small on 2x4 and verifies the plan; `make test` and `make lint` check the project.
+# `make demo` plans GPT-2 small on 2x4 and verifies the plan; `make test` and `make lint` check the project, `make docs` builds its site.
 # Every target makes .venv and installs into it when pyproject.toml is newer than the last install.
 
 SHELL := /bin/bash
@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 PLAN := solutions/gpt2-small-2x4.json
 GPT2 := models/gpt2.py:small --set vocab=50304
 
-.PHONY: demo test test-all lint bench
+.PHONY: demo test test-all lint bench docs docs-serve
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -32,6 +32,14 @@ test-all: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The site in build/site; a broken link or anchor ends it.
+docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 # DATA is handed to every script as its data's path.
 bench: $(INSTALLED)
