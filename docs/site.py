@@ -1,7 +1,7 @@
 """A hook of mkdocs: what the pages say for GitHub and for the tests, as the site needs it.
 
 Files that pages link to outside docs/ (examples, models, schemas) become files of the site, and the links follow. The word after a
-block's language (`slow`, `skip`: how the tests treat it) is dropped. The second heading of one name is `#name-1` on GitHub, here `#name_1`.
+block's language (`slow`, `skip`, `file=`: how the tests treat it) is dropped. The second heading of one name is `#name-1` on GitHub, here `#name_1`.
 """
 
 import posixpath
@@ -33,5 +33,5 @@ def on_page_markdown(markdown: str, page, **_) -> str:
         path = outside(match[2], page.file.src_uri)
         return match[0] if path is None else match[1] + "../" * page.file.src_uri.count("/") + f"project/{path}"
 
-    markdown = re.sub(r"^(```\w+) (?:slow|skip)$", r"\1", LINK.sub(followed, markdown), flags=re.MULTILINE)
+    markdown = re.sub(r"^(```\w+) .*$", r"\1", LINK.sub(followed, markdown), flags=re.MULTILINE)
     return re.sub(r"(#[a-z]+)-(\d+)\)", r"\1_\2)", markdown) if page.file.src_uri == "api.md" else markdown
