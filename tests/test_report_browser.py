@@ -14,7 +14,7 @@ from autoshard.cli import main
 from autoshard.report import html
 from autoshard.solution import load
 from tests.helpers_browser import Browser, Page, chromium
-from tests.helpers_report import HOSTILE, Elements, frontier, hostile_solution
+from tests.helpers_report import HOSTILE, Elements, hostile_solution
 
 ROOT = Path(__file__).parent.parent
 GPT2 = ROOT / "solutions" / "gpt2-small-2x4.json"
@@ -29,8 +29,12 @@ def whole_page(tmp_path_factory) -> tuple[Path, dict]:
     row = {"target": "aten.<script>alert(2)</script>", "count": 1, "seconds": 1e-6, "bytes": 10}
     solution = replace(solution, replicated_ops=(row,), parameters={**solution.parameters, f"odd.{HOSTILE}": first})
     solution.save(folder / "plan.json")
-    points = frontier((3e6, 3e-4, 3e-4, "optimal"), (2e6, 4e-4, 3.5e-4, "feasible"), (1e6, None, None, "infeasible"))
-    (folder / "frontier.json").write_text(json.dumps(points))
+    points = [
+        {"memory_bytes": size, "limit_bytes": size, "seconds": seconds, "bound_seconds": bound, "gap": seconds / bound - 1, "status": status}
+        for size, seconds, bound, status in ((3e6, 3e-4, 3e-4, "optimal"), (2e6, 4e-4, 3.5e-4, "feasible"))
+    ]
+    described = {"format": "autoshard.frontier/1", "model": "tiny", "mesh": [2, 2], "training": True, "planning_seconds": 1.0}
+    (folder / "frontier.json").write_text(json.dumps({**described, "points": points}))
     words = ["report", str(folder / "plan.json"), f"{ROOT}/models/gpt2.py:tiny", "--frontier", str(folder / "frontier.json"), "--quiet"]
     assert main([*words, "--out", str(folder / "report.html")]) == 0
     return folder / "report.html", {"parameters": len(solution.parameters)}
