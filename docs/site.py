@@ -1,7 +1,8 @@
 """A hook of mkdocs: what the pages say for GitHub and for the tests, as the site needs it.
 
 Files that pages link to outside docs/ (examples, models, schemas) become files of the site, and the links follow. The word after a
-block's language (`slow`, `skip`, `file=`: how the tests treat it) is dropped. The second heading of one name is `#name-1` on GitHub, here `#name_1`.
+block's language (`slow`, `skip`, `file=`: how the tests treat it) is dropped. The second heading of one name is `#name-1` on
+GitHub, here `#name_1`.
 """
 
 import posixpath

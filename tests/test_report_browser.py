@@ -30,8 +30,8 @@ def whole_page(tmp_path_factory) -> tuple[Path, dict]:
     solution = replace(solution, replicated_ops=(row,), parameters={**solution.parameters, f"odd.{HOSTILE}": first})
     solution.save(folder / "plan.json")
     points = [
-        {"memory_bytes": size, "limit_bytes": size, "seconds": seconds, "bound_seconds": bound, "gap": seconds / bound - 1, "status": status}
-        for size, seconds, bound, status in ((3e6, 3e-4, 3e-4, "optimal"), (2e6, 4e-4, 3.5e-4, "feasible"))
+        {"memory_bytes": n, "limit_bytes": n, "seconds": seconds, "bound_seconds": least, "gap": seconds / least - 1, "status": status}
+        for n, seconds, least, status in ((3e6, 3e-4, 3e-4, "optimal"), (2e6, 4e-4, 3.5e-4, "feasible"))
     ]
     described = {"format": "autoshard.frontier/1", "model": "tiny", "mesh": [2, 2], "training": True, "planning_seconds": 1.0}
     (folder / "frontier.json").write_text(json.dumps({**described, "points": points}))
