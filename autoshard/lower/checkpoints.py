@@ -50,6 +50,7 @@ def save_checkpoint(
 def load_checkpoint(path: str | os.PathLike[str], module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
     """The inverse of `save_checkpoint`, on any mesh: fills module and optimizer and returns `extra`.
 
+    Dropout draws what it would have drawn, where it goes on on the same kind of device: generators of CPUs and GPUs differ.
     ValueError on all ranks where the folder holds no complete checkpoint, or one of another model.
     """
     path = Path(path)
@@ -63,14 +64,14 @@ def load_checkpoint(path: str | os.PathLike[str], module: nn.Module, optimizer: 
     sizes = {name: getattr(entry, "size", None) for name, entry in metadata.state_dict_metadata.items()}
     state = _state(module, optimizer, {key.removeprefix("extra."): None for key in sizes if key.startswith("extra.")})
     if "random" in sizes:
-        state["random"] = torch.get_rng_state()
+        state["random"] = torch.empty(tuple(sizes["random"] or ()), dtype=torch.uint8)
     agree(_misfit(path, state, sizes), f"reading the checkpoint {path}")
     with rank_lost(f"loading the checkpoint {path}"):
         dcp.load(state, checkpoint_id=path)
     set_model_state_dict(module, state["model"])
     if optimizer is not None:
         set_optimizer_state_dict(module, optimizer, state["optimizer"])
-    if "random" in state and isinstance(module, ParallelModule):
+    if "random" in state and isinstance(module, ParallelModule) and module.generator_has(state["random"]):
         module.random_state = state["random"]
     return dict(state["extra"])
 
