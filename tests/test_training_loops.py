@@ -478,10 +478,13 @@ def refused(module: nn.Module) -> dict[str, str]:
     def fused() -> None:
         steps(module, torch.optim.SGD(module.parameters(), lr=0.1, fused=True), end=1)
 
+    def adafactor() -> None:
+        steps(module, torch.optim.Adafactor(module.parameters()), end=1)
+
     attempts = {
         "bfloat16": lambda: converted(torch.bfloat16), "float64": lambda: converted(torch.float64), "replaced": replaced,
         "autocast": autocast, "anomaly": anomaly, "second": second, "unfrozen": unfrozen, "beyond": trained_beyond_the_plan,
-        "fused SGD": fused, "pickle": lambda: torch.save(module, os.devnull), "shallow": lambda: copy.copy(module),
+        "fused SGD": fused, "Adafactor": adafactor, "pickle": lambda: torch.save(module, os.devnull), "shallow": lambda: copy.copy(module),
         **{f"{rows} rows": lambda rows=rows: module(*module.shard_inputs(batch(0, rows))) for rows in (6, 5, 2)},
     }  # fmt: skip
     sentences = {}
@@ -506,6 +509,7 @@ REFUSED = {  # what a user may try -> how the sentence begins
     "unfrozen": "ValueError: embed.weight requires a gradient and the plan has none for it",
     "beyond": "ValueError: the solution is of another model: ",
     "fused SGD": "NotImplementedError: Operator aten._fused_sgd_.default",  # torch's own
+    "Adafactor": "RuntimeError: aten.pow_.Scalar: in-place operations that require placement changes are not supported",  # torch's own
     "pickle": "ValueError: a parallel module can't be pickled",
     "shallow": "ValueError: a parallel module can't be pickled",
     "6 rows": "ValueError: this batch can't be sharded as planned: input_0 is (6, 4) instead of (8, 4)",

@@ -44,6 +44,7 @@ class TracedCall:
     patiently: Callable[[], AbstractContextManager]  # the context in which the passes are prepared
     as_function: Callable[[fx.GraphModule], Boxed] = boxed
     passes: dict[str, Boxed] = field(default_factory=dict)
+    checked: dict[str, DTensorSpec] = field(default_factory=dict)  # of parameters and buffers that were found to be as planned
     position: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,13 +68,14 @@ class TracedCall:
         """ValueError where a parameter or buffer is no longer as the plan has it: the graphs would compute something else."""
         for name in self.graphs.loads:
             x, slot = held.get(name), self.graphs.slots[name]
-            if x is None:
+            if x is None or getattr(x, "_spec", None) is self.checked.get(name, 0):
                 continue
             if not isinstance(x, DTensor) or tuple(x._spec.placements) != tuple(slot.layout):
                 now = f"a DTensor in {text(tuple(x.placements))}" if isinstance(x, DTensor) else "a plain tensor"
                 raise ValueError(f"{name} is {now}, the plan has {text(slot.layout)} for it; write values with load_state_dict, not with =")
             if str(x.dtype) != f"torch.{slot.dtype}":
                 raise ValueError(f"{name} is {x.dtype}, planned was {slot.dtype}; convert the model before it is planned, not afterwards")
+            self.checked[name] = x._spec
 
     def packed(self, results: Mapping[str, Tensor]) -> Any:
         """The model's return value."""
