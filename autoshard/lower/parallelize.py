@@ -1,4 +1,4 @@
-"""Run a plan: a model becomes a trainable module on a device mesh.
+"""Runs a plan: makes a trainable module of a model, a plan and a device mesh.
 
 graph   = replay(solution, capture(model, inputs))    the program of one call, captured when the module is first called
 program = lower(graph, solution.layouts)              the program that every rank runs
