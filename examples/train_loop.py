@@ -9,8 +9,6 @@ import argparse
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from train_gpt2 import batch_of, gpt2  # beside this file
 
@@ -43,7 +41,7 @@ def train(options: argparse.Namespace) -> None:
                 lines.append(f"evaluated: loss {model.eval()(*batch).item():.6f}, of the average {average.eval()(*batch).item():.6f}")
             model.train()
         if options.save and step == options.steps // 2:  # written while the next steps run
-            saving = dcp.async_save(dict(enumerate(get_state_dict(model, optimizer))), checkpoint_id=options.save)
+            saving = autoshard.save_checkpoint(options.save, model, optimizer, extra={"step": step + 1}, wait=False)
         if torch.distributed.get_rank() == 0:
             print(*lines, sep="\n", flush=True)
     if saving is not None:

@@ -406,13 +406,29 @@ def save(module: nn.Module, folder: str) -> Outcome:
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.5)
     losses = steps(module, optimizer, end=2)
     model, state = get_state_dict(module, optimizer)
-    future = dcp.async_save({"model": model, "optimizer": state}, checkpoint_id=folder)
+    group = dist.new_group(backend="gloo")  # on the default group its thread would mix with the collectives of a mesh of one axis
+    future = dcp.async_save({"model": model, "optimizer": state}, checkpoint_id=folder, process_group=group)
     losses += steps(module, optimizer, begin=2, end=4)
     future.result()
     return losses, {name: full(p.detach()).clone() for name, p in module.named_parameters()}
 
 
-def resumed(rank: int, shape: tuple[int, ...], folder: str) -> tuple[Outcome, Outcome]:
+def saved_meanwhile(module: nn.Module, optimizer, folder: str) -> list[bool]:
+    """Our checkpoints in the background, on a mesh whose only group is the default group: a second one replaces the first."""
+    facts = []
+    for begin in (4, 8):
+        before = [full(p.detach()).clone() for p in module.parameters()]
+        saving = autoshard.save_checkpoint(folder, module, optimizer, extra={"step": begin}, wait=False)
+        steps(module, optimizer, begin=begin, end=begin + 4)
+        facts.append(os.path.isdir(folder) == (begin == 8))  # the former one, or none yet
+        saving.result(), saving.result()
+        other = autoshard.parallelize(build(seed=6), planned((2,)), module.up.weight.device_mesh)
+        facts.append(autoshard.load_checkpoint(folder, other, torch.optim.AdamW(other.parameters()))["step"] == begin)
+        facts.append(all(torch.equal(full(p), x) for p, x in zip(other.parameters(), before)))
+    return facts
+
+
+def resumed(rank: int, shape: tuple[int, ...], folder: str) -> tuple[Outcome, Outcome, list[bool]]:
     """Goes on from the checkpoint, on another mesh and with another plan; then the loop of LBFGS, which flattens shards to vectors: torch
     can do that where they are even, as here."""
     module = autoshard.parallelize(build(seed=5), planned(shape), init_device_mesh("cpu", shape))
@@ -422,8 +438,9 @@ def resumed(rank: int, shape: tuple[int, ...], folder: str) -> tuple[Outcome, Ou
     dcp.load(loaded, checkpoint_id=folder)
     set_state_dict(module, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
     found = outcome(partial(steps, optimizer=optimizer, begin=2, end=4), module)
+    facts = saved_meanwhile(module, optimizer, f"{folder}-again")
     module.load_state_dict(build().state_dict())
-    return found, outcome(with_closure, module)
+    return found, outcome(with_closure, module), facts
 
 
 def infinite_on_one_rank(module: nn.Module, rank: int) -> dict[str, float]:
@@ -578,7 +595,8 @@ def test_frozen_parameters_may_be_planned_or_frozen_afterwards(expected, ran):
 def test_a_checkpoint_that_was_saved_meanwhile_is_loaded_on_another_mesh_with_the_optimizer(folder, ran, expected):
     losses, parameters = ran[0]["loops"]["saved"]
     planned((2,))
-    for found, by_lbfgs in results(2, resumed, (2,), folder):
+    for found, by_lbfgs, facts in results(2, resumed, (2,), folder):
+        assert facts == [True] * 6
         assert close(found, (losses[2:], parameters)) and close(by_lbfgs, expected["LBFGS"], 1e-4)
 
 
@@ -640,7 +658,7 @@ def test_the_example_prints_the_same_losses_on_any_mesh(tmp_path, adamw):
         done = ranks(n, "train_loop", plan, ROOT / "LICENSE", *options)
         assert done.returncode == 0, done.stderr[-2000:]
         said.append([float(x) for x in re.findall(r"(?:loss|norm|average) ([\d.]+)", done.stdout)])
-        assert (tmp_path / f"run{n}" / ".metadata").exists()
+        assert (tmp_path / f"run{n}" / ".metadata").exists() and not (tmp_path / f".run{n}.partial").exists()
     assert len(said[0]) == 4 * 2 + 2 * 2 and said[1] == pytest.approx(said[0], rel=1e-4)
 
 
