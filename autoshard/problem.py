@@ -1,4 +1,4 @@
-"""Choose one of the choices of every node: the problem in numbers, the judge of its answers, and the contest's file format.
+"""The optimization problem in numbers (one choice for every node), the evaluation of its answers, and the contest's file format.
 
     cost(x)     = sum_v c_v[x_v] + sum_(a,b) T_ab[x_a, x_b]                                    -> evaluate
     memory_t(x) = sum of bytes[x at the usage's ends] over the usages with start <= t < end     -> held, usage_profile

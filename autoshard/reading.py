@@ -1,4 +1,4 @@
-"""The one entrance for files from outside: whatever passes has the types on which the rest of autoshard relies.
+"""Reads files from outside: it checks them once, so that the rest of autoshard can rely on the types of their values.
 
     content    a regular file, no larger than its format allows; gzip is unpacked up to the same size  (`content_of`)
     text       UTF-8 without NUL; CSV as rows                                                          (`text_of`, `rows_of`)

@@ -37,7 +37,7 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
         "autoshard.solution.changes": "changes",
         "autoshard.pytest_plugin": "autoshard_check",
     }),
-    "mesh": ("Meshes and layouts", "A cluster as named axes of devices, and how a tensor lies on it.", {
+    "mesh": ("Meshes and layouts", "A cluster as named axes of devices, and the layouts of tensors on it.", {
         "autoshard": "Mesh Axis Device",
         "autoshard.mesh": "LinkCurve parse_shape check_shape",
         "autoshard.layout": "parse text S P local_shape local_numel why_illegal is_legal all_layouts",
@@ -47,15 +47,15 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
         "autoshard.api": "as_plain measure_this_cluster",
         "autoshard.exports": "Export Left sharding_map apply_recipe",
     }),
-    "rules": ("Rules of operators", "Which layouts an operator may take.", {
+    "rules": ("Rules of operators", "Which layouts an operator may have.", {
         "autoshard": "register_rule Row",
     }),
-    "solve": ("The numeric core", "A problem of choices and costs, its judge and its solvers. Nothing here imports torch.", {
+    "solve": ("The numeric core", "A problem of choices and costs, its evaluation and its solvers. Nothing here imports torch.", {
         "autoshard": "Problem evaluate solve",
         "autoshard.problem": "Edge Usage NodeUsage EdgeUsage Evaluation usage_profile read_contest write_choice",
         "autoshard.solvers": "Answer Status Infeasibility Auto ILP CVX DP Dual Exhaustive hull Hull HullPoint",
     }),
-    "simulate": ("Simulator and pipelines", "What a step will take, and how to cut a model into stages.", {
+    "simulate": ("Simulator and pipelines", "What a step will take, and how to divide a model into stages.", {
         "autoshard": "Cluster pipeline",
         "autoshard.api": "simulate simulate_grid Parallel Simulation",
         "autoshard.pipeline.pipelines": "PipelineOptions",

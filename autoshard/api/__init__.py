@@ -1,4 +1,5 @@
-"""The public functions: plan, verify, load, export, the fx pass and the others. Each calls one room after another."""
+"""The public functions: plan, verify, load, export, the fx pass and the others. Each calls one package after another and holds no
+algorithm."""
 
 from autoshard.api.checking import verify as verify
 from autoshard.api.methods import provide_methods

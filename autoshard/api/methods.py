@@ -1,4 +1,5 @@
-"""Methods of Solution and Frontier whose code is in rooms below theirs (extrapolation, notebook pages, plots) get their functions here."""
+"""Gives Solution and Frontier the methods whose code is in packages that these classes can't import: extrapolation, notebook pages,
+plots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`plan_with_tables` and the values that it returns."""
+"""`plan_with_tables`: a dense model and its embedding tables, planned for the same devices, and the values that it returns."""
 
 from autoshard.tables.with_dense import Together as Together
 from autoshard.tables.with_dense import WithTables as WithTables

@@ -1,4 +1,4 @@
-"""The plan that a launcher which shards modules (parallelize_module, tp_plan) runs, as pins, so that its cost can be computed.
+"""The cost of a plan for launchers that shard modules (parallelize_module, tp_plan): the layouts that such a launcher runs, as pins.
 
 On mesh axis `axis`, the weights of a group and all values between them are sharded along the dims of the group's class. A weight
 without a group is sharded, and the output of its op is gathered at once. Everything else is replicated. On the other axes the batch

@@ -1,4 +1,4 @@
-"""Curves fitted to measured sizes and times: the methods, and which of them holds for which sizes.
+"""Curves fitted to measured sizes and times: the methods, and what each assumes between and beyond the sizes.
 
     piecewise    z = argmin sum_i |log t_i - z_i|,  z_1 <= z_2 <= ...     (`increasing`: isotonic regression by medians)
                  t(x) = affine between the (x_i, exp z_i)                    a latency and a bandwidth of its own between two sizes

@@ -1,4 +1,4 @@
-"""PyTorch models and fx graphs -> Graph. No other room reads fx to plan."""
+"""From PyTorch models and fx graphs to a Graph. No other package reads fx in order to plan."""
 
 from autoshard.capture.depth import Container as Container
 from autoshard.capture.depth import Depth as Depth

@@ -1,4 +1,4 @@
-"""Arguments of `plan` and `frontier` as values: the mesh or the meshes, the options, and the plan whose layouts are kept."""
+"""The command line of `plan` and `frontier`, converted to values: the mesh or the meshes, the options, the plan whose layouts are kept."""
 
 from __future__ import annotations
 

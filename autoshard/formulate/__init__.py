@@ -1,4 +1,4 @@
-"""Graph and Candidates -> Problem (numbers only), and a choice of the Problem back into layouts. No other room does either.
+"""From Graph and Candidates to a Problem of numbers, and from a choice in the Problem back to layouts. No other package does either.
 
     node v    an op (its choices are candidates), a hub (its choices are layouts), or a result that the program returns
     c_v[i]    seconds of op v on the local shapes of candidate i, including the collectives of its local program; for a trained

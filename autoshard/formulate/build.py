@@ -1,4 +1,4 @@
-"""Graph and Candidates -> Formulation: nodes and edges with their costs, in a fixed order."""
+"""Builds the Formulation of a graph and its candidates: the Problem's nodes and edges with their costs, in a fixed order."""
 
 from __future__ import annotations
 

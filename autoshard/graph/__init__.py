@@ -1,4 +1,4 @@
-"""The program to plan, as frozen records without torch, and what can be told of its structure: repeated blocks, deeper copies."""
+"""The program to plan, as frozen records without torch, and functions of its structure: repeated blocks, deeper copies, recomputation."""
 
 from autoshard.graph.blocks import Blocks as Blocks
 from autoshard.graph.blocks import Place as Place

@@ -1,13 +1,16 @@
 """Checkpoints of a parallel module: saved from one mesh, loaded on any other, and never half written.
 
 All ranks write their shards into `.NAME.partial` beside the folder (torch.distributed.checkpoint); when all of them are done, rank 0
-renames it. Where a rank dies before that, the previous checkpoint stays as it was.
+renames it. Where a rank dies before that, the previous checkpoint stays as it was. A checkpoint that is written in the background has a
+process group of its own: the collectives of the saving thread would otherwise mix with those of the training steps.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +31,55 @@ from autoshard.solution.files import clear_folder, publish_folder
 
 
 def save_checkpoint(
-    path: str | os.PathLike[str], module: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, extra: Mapping | None = None
-) -> None:
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: Mapping | None = None,
+    wait: bool = True,
+) -> Saving | None:
     """Parameters, buffers, optimizer state and `extra` (plain values, the same on every rank) into the folder `path`.
 
-    Every rank calls this. ValueError on all ranks where the folder can't be written, RankLost when one of them dies.
+    Every rank calls this. wait: False copies the values and returns at once with a `Saving`, which writes them while training goes on;
+    the folder gets its name when every rank calls `result()` of it, before the next checkpoint. ValueError on all ranks where the folder
+    can't be written, RankLost when one of them dies.
     """
     path = Path(os.path.realpath(path))  # a symbolic link is kept, the folder that it points to is replaced
     partial = path.with_name(f".{path.name}.partial")
     _on_first(lambda: clear_folder(partial, path), f"the checkpoint {path} can't be written", "beginning a checkpoint")
+    state = _state(module, optimizer, extra or {})
+    if wait:
+        _publish(path, partial, lambda: dcp.save(state, checkpoint_id=partial))
+        return None
+    with rank_lost("beginning a checkpoint"):
+        group = dist.new_group(backend="gloo")
+        future: Any = dcp.async_save(state, checkpoint_id=partial, process_group=group)
+    return Saving(path, partial, future, group)
+
+
+@dataclass(eq=False)
+class Saving:
+    """A checkpoint that is written in the background."""
+
+    path: Path
+    partial: Path
+    future: Future
+    group: dist.ProcessGroup | None  # None when it is complete
+
+    def result(self) -> None:
+        """Waits until the checkpoint is complete; every rank calls this, and again where it likes. Errors as of `save_checkpoint`."""
+        if self.group is not None:
+            group, self.group = self.group, None
+            _publish(self.path, self.partial, self.future.result)
+            dist.destroy_process_group(group)
+
+
+def _publish(path: Path, partial: Path, written: Callable[[], object]) -> None:
+    """The folder gets its name after `written()`, where that succeeds on every rank."""
     complaint = None
     try:
         with rank_lost(f"saving the checkpoint {path}"):
-            dcp.save(_state(module, optimizer, extra or {}), checkpoint_id=partial)
+            written()
     except (OSError, dcp.api.CheckpointException) as error:
         complaint = f"the checkpoint {path} can't be written: {str(error).splitlines()[0]}"
     agree(complaint, f"saving the checkpoint {path}")
@@ -50,6 +89,7 @@ def save_checkpoint(
 def load_checkpoint(path: str | os.PathLike[str], module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
     """The inverse of `save_checkpoint`, on any mesh: fills module and optimizer and returns `extra`.
 
+    Dropout draws what it would have drawn, where it goes on on the same kind of device: generators of CPUs and GPUs differ.
     ValueError on all ranks where the folder holds no complete checkpoint, or one of another model.
     """
     path = Path(path)
@@ -63,14 +103,14 @@ def load_checkpoint(path: str | os.PathLike[str], module: nn.Module, optimizer: 
     sizes = {name: getattr(entry, "size", None) for name, entry in metadata.state_dict_metadata.items()}
     state = _state(module, optimizer, {key.removeprefix("extra."): None for key in sizes if key.startswith("extra.")})
     if "random" in sizes:
-        state["random"] = torch.get_rng_state()
+        state["random"] = torch.empty(tuple(sizes["random"] or ()), dtype=torch.uint8)
     agree(_misfit(path, state, sizes), f"reading the checkpoint {path}")
     with rank_lost(f"loading the checkpoint {path}"):
         dcp.load(state, checkpoint_id=path)
     set_model_state_dict(module, state["model"])
     if optimizer is not None:
         set_optimizer_state_dict(module, optimizer, state["optimizer"])
-    if "random" in state and isinstance(module, ParallelModule):
+    if "random" in state and isinstance(module, ParallelModule) and module.generator_has(state["random"]):
         module.random_state = state["random"]
     return dict(state["extra"])
 

@@ -1,4 +1,4 @@
-"""A negative control: layouts with one fault in them, which verify must detect.
+"""Layouts with one planted fault, which verify must detect: the negative control of verify.
 
 One op whose output is S(d) (or R, or P) on a mesh axis is said to be R (or S(d)) there. Its local output then has another shape than
 its layout says, or each rank's summand of a matmul over a sharded dim counts as the sum.

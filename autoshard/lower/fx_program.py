@@ -12,6 +12,7 @@ names of process groups.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,7 @@ def trace(program: Program, graph: Graph, groups: Groups, where: tuple[int, ...]
 
     ValueError where a local shape isn't the planned one.
     """
+    _check_reshapes(program)
     names = [record.name for record in program.loads]
     keys = [record.key for record in program.results]
     rank = program.mesh.coordinates().index(where)
@@ -88,6 +90,20 @@ def trace(program: Program, graph: Graph, groups: Groups, where: tuple[int, ...]
     kinds = {name: graph.ops[graph.index[name]].kind for name in names}
     slots = {r.name: r.slot for r in program.loads} | {r.key: r.slot for r in program.results}
     return _split(joint, names, kinds, keys, first_of_backward(program, graph), slots)
+
+
+RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.view_copy.default", "aten.reshape.default")
+
+
+def _check_reshapes(program: Program) -> None:
+    """ValueError where uneven shards don't have the elements of the shards to which they would be reshaped. Planning never chooses such
+    layouts, but a call with other shapes than the planned ones may have them."""
+    for record in program.records:
+        if isinstance(record, RunOp) and record.by_rank and record.target in RESHAPES and record.outputs[0] is not None:
+            for rank in range(program.mesh.num_devices):
+                shapes = (record.inputs[0].shape_on(rank), record.outputs[0].shape_on(rank))
+                if math.prod(shapes[0]) != math.prod(shapes[1]):
+                    raise ValueError(f"op {record.name} would reshape the uneven shard {shapes[0]} of rank {rank} to {shapes[1]}")
 
 
 def _keep_all(graph: fx.Graph) -> None:

@@ -1,4 +1,4 @@
-"""Run a plan: a model becomes a trainable module on a device mesh.
+"""Runs a plan: makes a trainable module of a model, a plan and a device mesh.
 
 graph   = replay(solution, capture(model, inputs))    the program of one call, captured when the module is first called
 program = lower(graph, solution.layouts)              the program that every rank runs
@@ -8,6 +8,7 @@ module  = a copy of the model with DTensor parameters, whose forward and backwar
 
 from __future__ import annotations
 
+import inspect
 import math
 import pickle
 from collections.abc import Sequence
@@ -25,14 +26,17 @@ from autoshard.capture.held import filled, listed, state_of
 from autoshard.graph import Graph
 from autoshard.layout import Layout, parse
 from autoshard.lower.agreement import agree, grouped, join, limit_waiting, patiently, share
+from autoshard.lower.call_inputs import CallInputs
 from autoshard.lower.collectives import Groups
 from autoshard.lower.distribute import copy_with, distributed, on_meta
 from autoshard.lower.flow import Pace
 from autoshard.lower.fx_program import trace
-from autoshard.lower.module import Runner, TracedCall, parallel_class, refuse_parts
+from autoshard.lower.gpus import check_gpus, use_gpu
+from autoshard.lower.module import Runner, parallel_class, refuse_parts
 from autoshard.lower.overlap import scheduled
 from autoshard.lower.program import lower
 from autoshard.lower.sharding import shard_of_rank
+from autoshard.lower.traced_call import TracedCall
 from autoshard.lower.unsharded import attribute_of
 from autoshard.solution import Solution, replay
 
@@ -61,6 +65,8 @@ def parallelize(
     ValueError, the same on every rank, where mesh, model and plan don't belong together; RankLost (a RuntimeError) when a rank dies.
     """
     agree(_complaint(model, solution, device_mesh), "comparing plan, model and mesh")
+    if device_mesh.device_type == "cuda":
+        check_gpus()
     mesh = solution.mesh
     limit_waiting(device_mesh, timeout)
     layouts = {name: parse(placed.outputs[0]) for name, placed in solution.layouts.items() if not placed.inputs and placed.outputs[0]}
@@ -70,11 +76,13 @@ def parallelize(
             model,
             lambda name, tensor: distributed(tensor, layouts.get(name, replicate), mesh, device_mesh, from_first_rank=from_first_rank),
         )
-        build = _Builder(on_meta(model), solution, device_mesh, timeout)
-    names = partial(input_names, build.model)
-    inputs = {name: layouts[name] for name in solution.inputs if name in layouts}
+        captured = _as_planned(on_meta(model), solution)
+    names, signature = partial(input_names, captured), inspect.signature(type(model).forward)
+    planned = {name: layouts[name] for name in solution.inputs if name in layouts}
     where = tuple(device_mesh.get_coordinate() or ())
-    runner = Runner(mesh, device_mesh, build, listed, filled, state_of, names, inputs, solution.inputs, where=where)
+    inputs = CallInputs(mesh, device_mesh, listed, filled, names, signature, planned, solution.inputs, where)
+    frozen = frozenset(name for name, p in captured.named_parameters(remove_duplicate=False) if solution.training and not p.requires_grad)
+    runner = Runner(inputs, _Builder(captured, solution, inputs, timeout), state_of, frozen)
     refuse_parts(sharded)
     sharded.__class__ = parallel_class(type(model))
     sharded.__dict__["_runner"] = runner
@@ -83,16 +91,26 @@ def parallelize(
     return sharded
 
 
+def _as_planned(model: nn.Module, solution: Solution) -> nn.Module:
+    """The model with a gradient for every parameter that the plan trains, also where the parameter is frozen now."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if f"gradient:{name}" in solution.results:
+            parameter.requires_grad_(True)
+    return model
+
+
 def device_mesh(solution: Solution, *, backend: str | None = None, timeout: float = 40.0) -> DeviceMesh:
     """The device mesh of a plan on the processes that torchrun (or another launcher) started; every rank calls this.
 
-    backend: nccl where torch sees GPUs, else gloo. A process group that exists already is used. timeout: seconds within which all ranks
-    must call; give more where they are started far apart. ValueError, the same on every rank, when their number isn't the plan's; RankLost
-    where one does not call.
+    backend: where torch sees GPUs, nccl for them and gloo for objects and asynchronous checkpoints; else gloo. A process group that exists
+    already is used. With nccl each rank uses a GPU of its own. timeout: seconds within which all ranks must call; give more where they are
+    started far apart. ValueError, the same on every rank, when their number isn't the plan's, or where there are more ranks than GPUs on
+    a host; RankLost where one does not call.
     """
-    cuda = backend == "nccl" or (backend is None and torch.cuda.is_available())
+    backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    cuda = "nccl" in backend
     try:
-        formed = join(backend or ("nccl" if cuda else "gloo"), timeout)
+        formed = join(backend, timeout)
     except ValueError as error:
         n = solution.mesh.num_devices
         raise ValueError(f"no processes to run on ({error}); start them with: torchrun --nproc-per-node {n} SCRIPT ...") from None
@@ -100,7 +118,7 @@ def device_mesh(solution: Solution, *, backend: str | None = None, timeout: floa
     if complaint is not None:  # it is the same on every rank
         raise ValueError(complaint)
     if cuda:
-        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+        use_gpu()
     return grouped("cuda" if cuda else "cpu", solution.mesh.shape, solution.mesh.axis_names, timeout if formed else None)
 
 
@@ -147,25 +165,28 @@ class _Captured:
 class _Builder:
     """Builds the graphs for one kind of call."""
 
-    def __init__(self, model: nn.Module, solution: Solution, device_mesh: DeviceMesh, timeout: float):
-        self.model, self.solution, self.device_mesh = model, solution, device_mesh
-        self.groups = Groups.of(device_mesh)
-        self.patiently = partial(patiently, device_mesh, timeout)
-        self.where = tuple(device_mesh.get_coordinate() or ())
+    def __init__(self, model: nn.Module, solution: Solution, inputs: CallInputs, timeout: float):
+        self.model, self.solution, self.device_mesh, self.inputs = model, solution, inputs.device_mesh, inputs
+        self.groups = Groups.of(self.device_mesh)
+        self.patiently = partial(patiently, self.device_mesh, timeout)
+        self.where = inputs.where
 
     def __call__(self, inputs: Any, on_meta: Any, modes: Sequence[bool]) -> TracedCall:
-        with self.patiently():
-            captured = self._shared(filled(inputs, on_meta), modes)
+        with self.patiently(), torch.inference_mode(False):  # the graphs of a call in inference mode may train later
+            on_meta = filled(inputs, on_meta)
+            resized = self.inputs.resized(on_meta)
+            captured = self._shared(on_meta, modes, resized)
             step, complaint = None, None
             try:
-                step = self._step(captured)
+                with torch.autocast(self.device_mesh.device_type, enabled=False):  # its casts are in the captured program
+                    step = self._step(captured)
             except ValueError as error:
-                complaint = str(error)
+                complaint = _too_odd(resized, str(error)) if resized else str(error)
             agree(complaint, "lowering the plan")
         assert step is not None
         return step
 
-    def _shared(self, inputs: Any, modes: Sequence[bool]) -> _Captured:
+    def _shared(self, inputs: Any, modes: Sequence[bool], resized: str) -> _Captured:
         """The program of the call. The first rank captures it for all ranks, because a capture takes seconds and ranks may share a machine.
 
         A plan is of a model in training mode or in eval mode. Where the two differ by dropout only, eval mode runs the training
@@ -180,10 +201,20 @@ class _Builder:
                     if not rest and not any("batch_norm" in op.target for op in other.graph.ops):
                         program, reasons = replace(other, drops=False), ()
                 _check_shareable(program.returned)
-                complaint = f"the solution is of another model: {'; '.join(reasons)}; plan this model" if reasons else None
+                complaint = self._misfit("; ".join(reasons), resized) if reasons else None
             except ValueError as error:
                 complaint = str(error)
         return share(program, complaint, "capturing the model")
+
+    def _misfit(self, reasons: str, resized: str) -> str:
+        if resized:
+            return _too_odd(resized, reasons)
+        trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        if self.solution.training and (extra := sorted(name for name in trained if f"gradient:{name}" not in self.solution.results)):
+            reasons += f"; {extra[0]} and {len(extra) - 1} more require a gradient that the plan does not have"
+        if torch.is_autocast_enabled(self.device_mesh.device_type):
+            reasons += "; this call is made under torch.autocast, so the plan must be, too"
+        return f"the solution is of another model: {reasons}; plan this model"
 
     def _captured(self, inputs: Any, modes: Sequence[bool]) -> tuple[_Captured, tuple[str, ...]]:
         """The program with the modules of the model in these modes, and the reasons why the plan does not fit it."""
@@ -222,12 +253,16 @@ class _Builder:
             rows = scheduled(list(present.values()), Pace(mesh, self.groups), spare_bytes(solution))
             timelines = dict(zip(present, rows, strict=True))
         shapes = {f"{r.kind}:{r.name}": graph.tensor(r.value).shape for r in graph.results if r.value is not None}
-        position = [torch.tensor(c, device=device) for c in self.where]
         shards = {
             name: shard_of_rank(value.to(device), graphs.slots[name].layout, mesh, self.where).clone(memory_format=torch.contiguous_format)
             for name, value in captured.constants.items()
         }
-        return TracedCall(graphs, inference, shapes, returned.structure, returned.leaves, shards, position, timelines, self.patiently)
+        where = (mesh, self.device_mesh, self.where)
+        return TracedCall(graphs, inference, shapes, returned.structure, returned.leaves, shards, *where, timelines, self.patiently)
+
+
+def _too_odd(resized: str, reasons: str) -> str:
+    return f"this batch can't be sharded as planned: {resized}, so {reasons}; pad or drop rows until its dims divide as the planned ones do"
 
 
 def _check_shareable(returned: Returned) -> None:

@@ -1,4 +1,4 @@
-"""Whether the sharded program computes the same as the unsharded one: every op is compared, on every rank.
+"""Does the sharded program compute the same as the unsharded one? Every op is compared, on every rank.
 
 Let x be an op's output in the unsharded program, x~ the same in an unsharded program whose placeholders are perturbed by their own
 rounding, and y the global tensor for which the ranks' local tensors stand under the PLANNED layout (replicas agree, shards

@@ -1,4 +1,4 @@
-"""The usual plans at the same prices: each baseline fixes some layouts, and the solver completes them.
+"""The usual plans (data parallel, FSDP, Megatron) at the same prices: each fixes some layouts, and the solver chooses the others.
 
 A baseline that obeys the pins and the memory limit is also a choice that the search for the best plan can start from.
 """

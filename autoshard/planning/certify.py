@@ -1,4 +1,4 @@
-"""An answer as a Solution: layouts by name, certificate, fingerprint, and the assumptions behind it."""
+"""Converts a solver's answer to a Solution: layouts by name, certificate, fingerprint, and the assumptions behind it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which demands no plan meets together.
+"""Where no plan meets all demands: a smallest set of them that no plan meets together.
 
     D            the demands: the memory limit, pins, kept and forbidden layouts, skip_fully_replicated, tie_blocks, recompute
     X(S)         the answers that meet all of S; where S is a subset of T, X(T) is a subset of X(S)
@@ -7,8 +7,8 @@
     conflict     C, a subset of D: X(C) is empty, X(C without d) is not, for every d of C. Halves of D are tried, as QuickXplain does
                  (Junker 2004): about 2 |C| log |D| tests rather than |D|                                (`_within`)
 
-Giving up the demand "recompute" means that every block may be recomputed instead. What the time did not suffice to decide counts as
-possible: the conflict then still is one, but it may hold more demands than necessary.
+Giving up the demand "recompute" means that every block may be recomputed instead. A test that runs out of time counts
+as feasible: what is found is a conflict all the same, but it may hold more demands than necessary.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What planning works with. Both values are made once; every step of planning reads them and none changes them.
+"""The two values that every step of planning reads. Each is created once, and no step changes it.
 
     Context     the question: a graph, a mesh, the options, the clock, and what else is known about the model
     Instance    the same question in numbers: the formulation of the graph, and the problem that obeys the pins

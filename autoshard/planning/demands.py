@@ -1,4 +1,4 @@
-"""Which choices the user's pins leave, demand by demand.
+"""The choices that remain for each tensor under the user's demands: pins, kept layouts and forbidden layouts.
 
     pins      layout by name or glob: the tensor has this layout. An exact name wins over a glob, a later glob over an earlier one
     keep      layout by name, of an older plan, unless a pin governs the tensor; or all layouts of an op, `inputs -> outputs`, each

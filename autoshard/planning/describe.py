@@ -1,4 +1,4 @@
-"""A choice by name: the layouts of ops and parameters, what holds the memory, where the seconds go, which ops have no rules."""
+"""Describes a choice by names: layouts of ops and parameters, the tensors that fill the memory, seconds by op, and ops without rules."""
 
 from __future__ import annotations
 

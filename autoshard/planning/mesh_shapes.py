@@ -1,4 +1,4 @@
-"""Which mesh: every way to arrange the devices as one to three axes, each planned with its own proof, side by side.
+"""Which shape of mesh is best? Every arrangement of the devices in one to three axes is planned, each with its own proof.
 
     N devices, n per node, N / n nodes
     shape = (factors of N / n) + (factors of n), ordered, each 2 or more: an axis is inside a node or between nodes

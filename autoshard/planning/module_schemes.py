@@ -1,4 +1,4 @@
-"""The part of a plan that launchers can run which know modules only (torch's parallel styles, fully_shard), and what it costs.
+"""The part of a plan that can be run by launchers that shard modules (torch's parallel styles, fully_shard), and what that part costs.
 
     styles   {weight: column | row | column_gathered | vocabulary | features | inside}, over one mesh axis; other weights are replicated
     dropped  [{"weights", "why", "plan"}]: weights that the plan shards on that axis and the launchers can't

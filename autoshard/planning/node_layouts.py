@@ -1,4 +1,4 @@
-"""An old plan of a given fx graph, which knows only that graph's nodes and their placements, as a Solution of the captured graph."""
+"""Converts an old plan, which has placements by node of an fx graph and nothing else, to a Solution of the graph captured from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of a plan, the clock of its making, and the exception where no plan fits."""
+"""The options of planning, the clock that limits it, and the exception that it raises where no plan fits."""
 
 from __future__ import annotations
 

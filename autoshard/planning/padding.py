@@ -1,4 +1,4 @@
-"""What padding a parameter would save: the same step, planned once more with a dim that the number of devices divides.
+"""How many seconds would padding a parameter save? The same step is planned again with a dim that the number of devices divides.
 
 A dim of size n that p devices don't divide costs as if it were ceil(n / p) p where it can be sharded unevenly, and is replicated where it
 can't (a view merges it, or it has fewer indices than there are devices). The offer is the difference of two plans, both evaluated alike:

@@ -1,4 +1,4 @@
-"""Random layouts for every tensor, none of which forbids another: verification runs them to test the candidates themselves."""
+"""A random choice of layouts for all tensors that fits together, which verification runs to test the candidates themselves."""
 
 from __future__ import annotations
 

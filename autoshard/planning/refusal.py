@@ -1,4 +1,4 @@
-"""Why there is no plan, in one sentence: the demands that conflict, the smallest memory limit that works, or too short a time limit."""
+"""The sentence that says why there is no plan: conflicting demands, the smallest memory limit that works, or too short a time limit."""
 
 from __future__ import annotations
 

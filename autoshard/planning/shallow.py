@@ -1,4 +1,4 @@
-"""From a plan of a few layers to one of many: each op of the deep model has the choice of the corresponding op of the shallow model.
+"""Extends a plan of a few layers to many: each op of the deep model gets the choice of the corresponding op of the shallow model.
 
     place     of an op: (block, instance, position) in the repeated blocks, or its number among the ops that repeat nothing
     c(v)      the node of the shallow problem that corresponds to node v of the deep one: the node at the same place; instance j of n

@@ -1,4 +1,4 @@
-"""The search: which solver gets an instance, under which limits, and what the user hears meanwhile."""
+"""Runs the search: which solver gets an instance, with which limits, and what is reported to the user while it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One decision per repeated block: equal ops of all its instances have the same candidate, their hubs the same layout.
+"""The option `tie_blocks`: corresponding ops of all instances of a repeated block get the same candidate, and their hubs the same layout.
 
     tied problem    a node per group of equal nodes; its costs are their sum, its edges and bytes theirs; an edge within a group
                     costs the diagonal of its table                                                            (`tied`)

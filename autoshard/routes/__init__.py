@@ -1,6 +1,6 @@
 """Redistribution of one tensor: the cheapest sequence of collectives from one layout to another.
 
-The route that the planner prices is the route that `lower` executes.
+The planner computes its costs from these routes, and `lower` executes them.
 """
 
 from autoshard.routes.buffers import buffer_table as buffer_table

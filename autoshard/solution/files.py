@@ -1,4 +1,4 @@
-"""Plain data to a file and back, as JSON that people can read and compare, or as a pickle; completely or not at all, and never as code.
+"""Writes plain data to files and reads it, as JSON for people or as a pickle. A file is written completely or not at all, and never run.
 
 A pickle is a program. The reader first checks its opcodes: it accepts only those that picklers write for plain data and for placements,
 with a memo that is counted up as picklers do. Then it runs the program without anything that could be called: the only names allowed are

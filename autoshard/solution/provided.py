@@ -1,4 +1,4 @@
-"""Methods of a plan that later rooms implement: a plan can be extrapolated and drawn, but imports neither the planner nor the reports.
+"""Methods of a plan that other packages implement: a plan can be extrapolated and drawn, but imports neither the planner nor the reports.
 
 `autoshard.api` registers them when it is imported, and every function that creates a plan imports it.
 """

@@ -1,4 +1,4 @@
-"""A saved plan meets a model again: the graph that the plan speaks of, and whether the plan fits it.
+"""Applies a saved plan to the captured graph of a model: with the same blocks recomputed, and with the reasons where it does not fit.
 
     replay(solution, graph)            the captured graph, with as many blocks recomputed as the plan recomputes
     replay(...).misfits                why the plan can't be applied to that graph; empty where it can

@@ -1,4 +1,4 @@
-"""auto: the solver to use when nothing else is asked for.
+"""The default solver, which combines the others.
 
 limit    Where memory is limited and moves between layouts hold bytes, layers repeat and answers are dense near the limit: a search
          over prices per byte comes first (price_search.py)

@@ -1,4 +1,5 @@
-"""The reference solver: the cost of every answer in one array with an axis per node, and the bytes of every live set in another."""
+"""The reference solver, for tiny problems: the cost of every answer in one array with an axis per node, and the bytes of every live set in
+another."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Interned arrays: equal arrays become one array, and a function of interned arrays is computed once.
+"""Interning of arrays: equal arrays are replaced by one object, so that a function of them is computed once.
 
 A 32-layer model repeats a block's tables 32 times; the contest's instance A has 54801 edges and 1560 different tables.
 """

@@ -1,4 +1,4 @@
-"""Settle a problem: exact reductions, dual ascent on the rest, then branch and bound on the choices that the bound leaves affordable.
+"""Solves a problem in three stages: exact reductions, dual ascent, then branch and bound on the choices that the bound doesn't exclude.
 
 Most planning problems are proven by dual ascent alone. Where it leaves a gap and memory plays no part, few choices are within that gap
 of the bound, and variable elimination over those is exact (`narrow`). The relaxation of a reduced problem is tight as well: it proves the

@@ -1,4 +1,4 @@
-"""solve: the one entry. It sets the clock, runs one solver, lets `evaluate` judge, and states what is proven.
+"""`solve`, the only entry to the solvers: it starts the clock, runs one solver, evaluates its answer, and states what is proven.
 
 Among answers of equal cost a preference p (one array per node) decides: the problem is solved again with the costs c + s p, where s p is
 below 1e-6 of the optimum C in total, and the answer is accepted if `evaluate` gives it a cost of at most (1 + 1e-9) C; else once more with

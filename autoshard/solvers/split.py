@@ -1,4 +1,4 @@
-"""A change from one answer to another half way: where one coupled part of the differences is too large, a beginning or an end of it.
+"""Answers between two answers: where exchanging all of a coupled part needs too much memory, only its first or last nodes change.
 
     order    of the nodes in which y differs from x, with neighbours near each other (Cuthill and McKee 1969): layer after layer
     x(t)     = x in which the nodes before the t-th of that order, or those after it, are as in y

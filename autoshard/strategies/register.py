@@ -1,4 +1,4 @@
-"""Rules that users register, for custom operators and for operators whose own rule lacks rows."""
+"""Rules that users register: for custom operators, and for operators whose built-in rule lacks rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The published knapsack over tables: for every total amount of memory, the options with the least sum of seconds.
+"""The published dynamic program over tables, a knapsack: for every total amount of memory, the options with the least sum of seconds.
 
     best[i][m] = (seconds, memory) of tables 0..i whose memory is in bin m = floor(memory)                       -> fill
     memory'    = memory + a_ij,  seconds' = seconds + b_ij,  where memory' < bins

@@ -1,4 +1,4 @@
-"""The steps of planning one problem given as arrays: a lower bound, starting plans, local search, and exhaustive search of few tables.
+"""Plans the tables of one problem, given as arrays: a lower bound, starting plans, local search, and exhaustive search of few tables.
 
 bound    = a lower bound on the slowest device of every plan                     bound.py
 starts   = packed plans: the options of the linear program (with a little memory kept free), those of least bytes, the knapsack's proposals

@@ -1,1 +1,1 @@
-"""Local programs of ops whose kernel on a shard is not the op itself."""
+"""Local programs: what a rank runs for an op where the op itself, called on the rank's shards, would compute something else."""

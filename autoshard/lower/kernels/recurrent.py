@@ -1,4 +1,4 @@
-"""Local programs of recurrent layers: the library's workspace has a size that no plan knows.
+"""Local programs of recurrent layers, which need care because the size of the library's workspace is not known when planning.
 
 forward      the workspace is dropped and replaced by zeros of the planned shape, which no op reads
 backward     the forward runs once more to compute the workspace

@@ -1,0 +1,182 @@
+"""The program of one kind of call on this rank: its forward and backward graphs as one function that autograd can differentiate.
+
+    forward    local tensors of parameters, buffers and inputs -> outputs, and the values that the backward graph reads
+    backward   those values, gradients of the outputs          -> gradients, each in the layout of its parameter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils import _pytree as pytree
+
+from autoshard.layout import Layout, text
+from autoshard.lower.agreement import agree, rank_lost
+from autoshard.lower.distribute import as_dtensor, spec_of
+from autoshard.lower.fx_program import Boxed, RankGraphs, boxed
+from autoshard.lower.overlap import Overlapped
+from autoshard.lower.sharding import shard_of_rank
+from autoshard.mesh import Mesh
+
+
+@dataclass(eq=False)
+class TracedCall:
+    """The graphs that a rank runs for one kind of call, and how its outputs are put together."""
+
+    graphs: RankGraphs
+    inference: fx.GraphModule  # as forward, without saved values
+    shapes: dict[str, tuple[int, ...]]  # global shapes of the graphs' outputs
+    structure: pytree.TreeSpec  # of the model's return value
+    leaves: Sequence[Any]  # of the return value, in order; those that are no constants come from the graphs' outputs
+    constants: dict[str, Tensor]  # this rank's shards of tensors that the program reads beside the module's and the inputs
+    mesh: Mesh
+    device_mesh: DeviceMesh
+    where: tuple[int, ...]  # this rank's coordinate
+    timelines: dict[str, tuple[Overlapped, ...]]  # by pass
+    patiently: Callable[[], AbstractContextManager]  # the context in which the passes are prepared
+    as_function: Callable[[fx.GraphModule], Boxed] = boxed
+    passes: dict[str, Boxed] = field(default_factory=dict)
+    checked: dict[str, DTensorSpec] = field(default_factory=dict)  # of parameters and buffers that were found to be as planned
+    position: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.position = [torch.tensor(c, device=self.device_mesh.device_type) for c in self.where]
+
+    def __call__(self, held: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The outputs and the new values of buffers and inputs, by key.
+
+        held: the module's parameters and buffers; inputs: this rank's shards.
+        """
+        self._check(held)
+        tensors = [inputs.get(name, held.get(name, self.constants.get(name))) for name in self.graphs.loads]
+        if self.graphs.backward is not None and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            outputs = _Train.apply(self, *tensors)
+        else:
+            with torch.no_grad():
+                outputs = self.outputs(self.run("inference", [local(t) for t in tensors] + self.position))
+        return dict(zip(self.graphs.outputs, outputs, strict=True))
+
+    def _check(self, held: Mapping[str, Tensor]) -> None:
+        """ValueError where a parameter or buffer is no longer as the plan has it: the graphs would compute something else."""
+        for name in self.graphs.loads:
+            x, slot = held.get(name), self.graphs.slots[name]
+            if x is None or getattr(x, "_spec", None) is self.checked.get(name, 0):
+                continue
+            if not isinstance(x, DTensor) or tuple(x._spec.placements) != tuple(slot.layout):
+                now = f"a DTensor in {text(tuple(x.placements))}" if isinstance(x, DTensor) else "a plain tensor"
+                raise ValueError(f"{name} is {now}, the plan has {text(slot.layout)} for it; write values with load_state_dict, not with =")
+            if str(x.dtype) != f"torch.{slot.dtype}":
+                raise ValueError(f"{name} is {x.dtype}, planned was {slot.dtype}; convert the model before it is planned, not afterwards")
+            self.checked[name] = x._spec
+
+    def packed(self, results: Mapping[str, Tensor]) -> Any:
+        """The model's return value."""
+        return pytree.tree_unflatten([results.get(f"output:{k}", leaf) for k, leaf in enumerate(self.leaves)], self.structure)
+
+    def run(self, which: str, arguments: list[Tensor]) -> Sequence[Tensor]:
+        """One pass: "forward" and "backward" of a training step, or "inference". The graphs hold the casts that autocast would add."""
+        if which not in self.passes:
+            self._prepare_all(("inference",) if which == "inference" else ("forward", "backward"))
+        with rank_lost(f"running the {which} pass"), torch.autocast(self.device_mesh.device_type, enabled=False):
+            return self.passes[which](arguments)
+
+    def _prepare_all(self, names: Sequence[str]) -> None:
+        graphs = {"forward": self.graphs.forward, "backward": self.graphs.backward, "inference": self.inference}
+        with self.patiently():
+            self.passes |= {name: self.as_function(graph) for name in names if (graph := graphs[name]) is not None}
+            agree(None, "making the graphs ready")
+
+    def as_dtensor(self, key: str, value: Tensor) -> DTensor:
+        """A result's local tensor as a DTensor in its planned layout."""
+        return as_dtensor(value, spec_of(self.shapes[key], value.dtype, self.graphs.slots[key].layout, self.device_mesh))
+
+    def outputs(self, locals_: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The graph's outputs for the user: plain tensors where they are replicated, otherwise DTensors."""
+        outputs = []
+        for key, x in zip(self.graphs.outputs, locals_, strict=False):
+            is_plain = all(p.is_replicate() for p in self.graphs.slots[key].layout) or key.startswith("buffer:")
+            outputs.append(x if is_plain else self.as_dtensor(key, x))
+        return tuple(outputs)
+
+    def tangent(self, name: str, x: Tensor) -> Tensor:
+        """This rank's shard of the gradient of an output."""
+        layout = self.graphs.slots[name].layout
+        if isinstance(x, DTensor):
+            return x.redistribute(placements=list(layout)).to_local()
+        return shard_of_rank(x, layout, self.mesh, self.where).contiguous()
+
+
+def local(x: Tensor) -> Tensor:
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+class _Train(torch.autograd.Function):
+    """The two graphs as one differentiable function of parameters, buffers and inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, traced: TracedCall, *tensors: Tensor) -> tuple[Tensor, ...]:
+        if torch.is_anomaly_enabled():
+            raise ValueError(
+                "torch.autograd.detect_anomaly can't check a parallel module: torch has no DTensor rule for its check; turn it off and "
+                "look at torch.isfinite(p.grad).all() after backward()"
+            )
+        graphs = traced.graphs
+        inputs = [local(t) for t in tensors]
+        values = traced.run("forward", inputs + traced.position)
+        outputs = traced.outputs(values)
+        updated = {id(x) for name, x in zip(graphs.loads, inputs, strict=True) if f"buffer:{name}" in graphs.outputs}
+        returned = {id(local(output)) for output in outputs}
+        saved = values[len(graphs.outputs) :]
+        # a saved output would make a reference cycle with its node; a buffer gets its new value before the backward pass
+        ctx.saved = [x.clone() if id(x) in updated else x.detach() if id(x) in returned else x for x in saved]
+        ctx.versions = [x._version for x in ctx.saved]
+        ctx.traced = traced
+        ctx.specs = [t._spec if isinstance(t, DTensor) else None for t in tensors]
+        pairs = zip(graphs.outputs, outputs, strict=True)
+        ctx.mark_non_differentiable(*(output for key, output in pairs if _tangent(key) not in graphs.tangents))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("the plan has no second derivatives; call backward() or autograd.grad() without create_graph=True")
+        traced, saved = ctx.traced, ctx.saved
+        graphs = traced.graphs
+        if saved is None:
+            raise RuntimeError("backward() was called a second time on one forward pass, whose values are freed; call the module again")
+        if any(x._version != version for x, version in zip(saved, ctx.versions, strict=True)):
+            raise RuntimeError("a parameter or input was changed between forward and backward; call backward() before optimizer.step()")
+        ctx.saved = None
+        tangents = {_tangent(key): tangent for key, tangent in zip(graphs.outputs, grad_outputs, strict=True)}
+        saved += [traced.tangent(name, tangents[name]) for name in graphs.tangents]
+        gradients = dict(zip(graphs.gradients, traced.run("backward", saved + traced.position), strict=True))
+        seen: set[tuple[int, int]] = set()
+        grad_inputs = []
+        for name, spec, needed in zip(graphs.loads, ctx.specs, ctx.needs_input_grad[1:], strict=True):
+            grad = gradients.get(f"gradient:{name}") if needed else None
+            grad_inputs.append(None if grad is None else _gradient(grad, spec, graphs.slots[f"gradient:{name}"].layout, seen))
+        return (None, *grad_inputs)
+
+
+def _tangent(key: str) -> str:
+    return "tangent_" + key.removeprefix("output:")
+
+
+def _gradient(x: Tensor, spec: DTensorSpec | None, layout: Layout, seen: set[tuple[int, int]]) -> Tensor:
+    """A gradient in its parameter's layout and in storage of its own: the graph may return one tensor for two parameters."""
+    where = (x.untyped_storage().data_ptr(), x.storage_offset())
+    x = x.clone(memory_format=torch.contiguous_format) if where in seen else x.contiguous()
+    seen.add(where)
+    if spec is None:
+        return x
+    if tuple(spec.placements) == tuple(layout):
+        return as_dtensor(x, spec)
+    return as_dtensor(x, spec_of(spec.shape, x.dtype, layout, spec.mesh)).redistribute(placements=list(spec.placements))
