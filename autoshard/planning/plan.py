@@ -36,6 +36,7 @@ from autoshard.planning.batches import align_batches
 from autoshard.planning.certify import describe
 from autoshard.planning.context import Context, Instance, instance_of
 from autoshard.planning.demands import Demanded
+from autoshard.planning.microbatches import with_number_of_microbatches
 from autoshard.planning.module_schemes import modules_of
 from autoshard.planning.options import Demand, Infeasible, Options, Progress, Stopwatch, checked_options
 from autoshard.planning.padding import padding_offers
@@ -83,6 +84,7 @@ def plan(
 
 def plan_captured(context: Context) -> Solution:
     """The plan with as many blocks recomputed as asked for; with "auto" the cheapest of those that fit."""
+    context = with_number_of_microbatches(context)
     options = context.options
     if options.recompute == "auto" and options.training:
         return _plan_with_cheapest_recomputation(context)
@@ -114,6 +116,7 @@ def _plan_with_cheapest_recomputation(context: Context) -> Solution:
 
 def plan_graph(context: Context) -> Solution:
     """The plan of the context's graph as it is, all steps in their order."""
+    context = context.stepped()
     clock, options = context.clock, context.options
     with clock.phase("candidates", "listing layouts", 0.3), no_search_for_cycles():
         layouts = candidates(context.graph, context.mesh)
@@ -157,6 +160,7 @@ def _with_advice(context: Context, instance: Instance, answer: Answer, solution:
 
 def baseline_only(context: Context, name: str) -> Solution:
     """The plan of one baseline, its pins completed by the solver; the bound is that of the pinned problem."""
+    context = context.stepped()
     clock, options = context.clock, context.options
     with clock.phase("candidates", "listing layouts", 0.3):
         layouts = candidates(context.graph, context.mesh)

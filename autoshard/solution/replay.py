@@ -1,6 +1,6 @@
 """A saved plan meets a model again: the graph that the plan speaks of, and whether the plan fits it.
 
-    replay(solution, graph)            the captured graph, with as many blocks recomputed as the plan recomputes
+    replay(solution, graph)            the captured graph, with the blocks recomputed that the plan recomputes, and its microbatches
     replay(...).misfits                why the plan can't be applied to that graph; empty where it can
     replay(...).checked()              the graph; ValueError where the plan does not fit it
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from autoshard.graph import Graph, checkpointed
+from autoshard.graph import Graph, checkpointed, with_microbatches
 from autoshard.mesh import Mesh
 from autoshard.solution.compare import misfits
 from autoshard.solution.record import Solution
@@ -39,5 +39,7 @@ class Replay:
 
 
 def replay(solution: Solution, graph: Graph, mesh: Mesh | None = None) -> Replay:
-    """A plan on the captured graph of a model, with the blocks recomputed that the plan recomputes."""
-    return Replay(solution, checkpointed(graph, solution.recompute), mesh)
+    """A plan on the captured graph of a model, with the blocks recomputed that the plan recomputes, and the copies and sums of its
+    microbatches where it has several."""
+    graph = checkpointed(graph, solution.recompute)
+    return Replay(solution, with_microbatches(graph, solution.accumulation_dtype) if solution.microbatches > 1 else graph, mesh)
