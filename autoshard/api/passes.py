@@ -36,7 +36,7 @@ from autoshard.solution import Solution, load, replay
 
 log = logging.getLogger("autoshard")
 
-ALGORITHMS = ("alpa", "data_parallel", "fsdp", "megatron", "megatron_sp")
+ALGORITHMS = ("alpa", "data_parallel", "fsdp", "megatron", "megatron_sp", "zero1", "zero2", "zero3", "hsdp")
 BACKENDS = ("nccl", "gloo")
 
 
@@ -47,7 +47,7 @@ class PassOptions:
     mesh_shape: tuple[int, ...]
     inter_node_bandwidth: float = 400e9  # one node's link to the others
     intra_node_bandwidth: float = 300e9  # per device
-    algo: str = "alpa"  # or a baseline: data_parallel, fsdp, megatron, megatron_sp
+    algo: str = "alpa"  # or a baseline, one of ALGORITHMS
     communications_backend: str = "nccl"
     skip_fully_replicated: bool = False  # no op fully replicated where it can be sharded
     time_limit: float = 10000.0

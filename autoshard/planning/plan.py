@@ -25,13 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from autoshard.baselines import allowed, baselines
 from autoshard.capture import capture_deep, in_turn
 from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import with_pins
 from autoshard.graph import forward_blocks
 from autoshard.mesh import Mesh
-from autoshard.planning.baselining import solve_baselines
+from autoshard.planning.baselining import baseline_called, masks_of, solve_baselines
 from autoshard.planning.batches import align_batches
 from autoshard.planning.certify import describe
 from autoshard.planning.context import Context, Instance, instance_of
@@ -166,8 +165,8 @@ def baseline_only(context: Context, name: str) -> Solution:
         layouts = candidates(context.graph, context.mesh)
     with clock.phase("formulate", "pricing layouts", 0.35):
         instance = instance_of(replace(context, shallow=None), layouts)
-        baseline = next(b for b in baselines(context.graph, context.mesh, layouts) if b.name == name)
-        masks = {node: np.array(mask) for node, mask in allowed(baseline.pins, context.graph, layouts).items()}
+        baseline = baseline_called(name, instance.formulated)
+        masks = masks_of(instance.formulated, baseline)
         scheme = Demanded(Demand("algo", value=name), masks)
         costs = tuple(map(np.maximum, instance.problem.node_costs, with_pins(instance.formulated, masks).node_costs))
         instance = replace(instance, problem=replace(instance.problem, node_costs=costs), scheme=scheme)
