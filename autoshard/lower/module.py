@@ -4,6 +4,11 @@
     loss = sharded(tokens, targets)              runs the forward graph; autograd's node keeps what the backward graph reads
     loss.backward()                              runs the backward graph; p.grad is a DTensor in the layout of p
 
+With a plan of several microbatches, a step of the optimizer has one call and one backward() per microbatch (lower.microbatches):
+
+    for inputs in sharded.microbatches((tokens, targets)):
+        (sharded(*inputs) / 4).backward()       the last one reduces the gradients and sets p.grad
+
 There is one set of graphs per kind of call (shapes and constants of the inputs, training or not), traced when it is first needed.
 """
 
@@ -29,7 +34,9 @@ from autoshard.layout import Layout, replicated, text
 from autoshard.lower.agreement import agree, rank_lost, share
 from autoshard.lower.distribute import as_dtensor, spec_of
 from autoshard.lower.fx_program import Boxed, RankGraphs, boxed, compiled
+from autoshard.lower.microbatches import Microbatches, OpenStep, StepMoves
 from autoshard.lower.overlap import Overlapped, described
+from autoshard.lower.program import Slot
 from autoshard.lower.sharding import shard_of_rank
 from autoshard.mesh import Mesh
 
@@ -49,6 +56,7 @@ class TracedCall:
     position: list[Tensor]
     timelines: dict[str, tuple[Overlapped, ...]]  # by pass
     patiently: Callable[[], AbstractContextManager]  # the context in which the passes are prepared
+    moves: StepMoves | None = None  # of a plan with several microbatches
     as_function: Callable[[fx.GraphModule], Boxed] = boxed
     passes: dict[str, Boxed] = field(default_factory=dict)
 
@@ -83,6 +91,8 @@ class Runner:
     where: tuple[int, ...] = ()
     batch_layouts: dict[str, Layout] = field(init=False)  # in which this rank loads its shards
     known_names: dict[pytree.TreeSpec, list[str]] = field(default_factory=dict)
+    number: int = 1  # of microbatches in a step
+    step: OpenStep | None = None  # that `microbatches` has begun
     random: Tensor | None = None  # state of the generator that dropout draws from, the same on every rank
 
     def __post_init__(self) -> None:
@@ -169,8 +179,35 @@ class Runner:
         """Were the plan's inputs keyword arguments?"""
         return any(re.fullmatch(r"input_\d+", name) is None for name in self.inputs)
 
-    def shard(self, module: nn.Module, batch: Any, *, local: bool) -> Any:
-        """As `ParallelModule.shard_inputs`."""
+    def microbatches(self, module: nn.Module, batch: Any, *, local: bool) -> Microbatches:
+        """As `ParallelModule.microbatches`."""
+        leaves, spec, names = self._named_leaves(module, batch)
+        tensors = {k: x for k, x in enumerate(leaves) if isinstance(x, Tensor) and k in names}
+        whole = {k for k, x in tensors.items() if tuple(x.shape) == self._planned_shape(names[k], local)}
+        split = {k for k, x in tensors.items() if k not in whole and x.dim() and x.shape[0] % self.number == 0}
+        if any(isinstance(x, DTensor) for x in tensors.values()) or split | whole != set(tensors) or not (split or self.number == 1):
+            shapes = ", ".join(f"{names[k]} of {tuple(x.shape)}" for k, x in tensors.items())
+            raise ValueError(
+                f"the batch has {shapes}; expected plain tensors of {self.number} times the planned first dim, which are the "
+                f"{self.number} microbatches of a step"
+            )
+
+        def inputs(index: int) -> Any:
+            parts = [x.chunk(self.number)[index] if k in split else x for k, x in enumerate(leaves)]
+            args, kwargs = _arguments(batch)
+            return self.shard(module, self.filled(kwargs or args, pytree.tree_unflatten(parts, spec)), local=local)
+
+        return Microbatches(self.number, inputs, partial(setattr, self, "step"))
+
+    def _planned_shape(self, name: str, local: bool) -> Shape | None:
+        planned = self.planned.get(name)
+        if planned is None or not local:
+            return planned
+        layout = self.batch_layouts.get(name, self._layout(name))
+        return tuple(shard_of_rank(torch.empty(planned, device="meta"), layout, self.mesh, self.where).shape)
+
+    def _named_leaves(self, module: nn.Module, batch: Any) -> tuple[list[Any], pytree.TreeSpec, dict[int, str]]:
+        """The leaves of a batch, its structure, and the plan's names of those that are inputs."""
         args, kwargs = _arguments(batch)
         leaves, spec = pytree.tree_flatten(self.listed(kwargs or args))
 
@@ -180,7 +217,11 @@ class Runner:
 
         flat, bound_spec = pytree.tree_flatten(bound([_Leaf(k) for k in range(len(leaves))]))
         pairs = zip(self._names(bound_spec, bound(leaves)), flat, strict=True)
-        names = {int(leaf): name for name, leaf in pairs if isinstance(leaf, _Leaf)}
+        return leaves, spec, {int(leaf): name for name, leaf in pairs if isinstance(leaf, _Leaf)}
+
+    def shard(self, module: nn.Module, batch: Any, *, local: bool) -> Any:
+        """As `ParallelModule.shard_inputs`."""
+        (args, kwargs), (leaves, spec, names) = _arguments(batch), self._named_leaves(module, batch)
         shards = [self._sharded(names[k], x, local) if isinstance(x, Tensor) and k in names else x for k, x in enumerate(leaves)]
         if local:
             self._check_one_batch({names[k]: x for k, x in enumerate(shards) if isinstance(x, DTensor) and k in names})
@@ -250,13 +291,13 @@ class Runner:
         """inputs: the caller's tensors; locals_: this rank's shards of them."""
         held = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
         held |= traced.constants | locals_
-        tensors = [held[name] for name in traced.graphs.loads]
+        tensors, step = [held[name] for name in traced.graphs.loads], self.step or OpenStep()
         trains = traced.graphs.backward is not None and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if trains:
-            outputs = _Train.apply(self, traced, *tensors)
+            outputs = _Train.apply(self, traced, step, *tensors)
         else:
             with torch.no_grad():
-                outputs = self.outputs(traced, traced.run("inference", [local(t) for t in tensors] + traced.position))
+                outputs = self.outputs(traced, traced.run("inference", read(traced, step, tensors) + traced.position))
         results = dict(zip(traced.graphs.outputs, outputs, strict=True))
         with torch.no_grad():
             for key, value in results.items():
@@ -298,6 +339,13 @@ class Runner:
 def modes(module: nn.Module) -> tuple[bool, ...]:
     """Which modules are in training mode: of a model under fine-tuning, parts may not be."""
     return tuple(part.training for part in module.modules())
+
+
+def read(traced: TracedCall, step: OpenStep, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The local tensors that the graphs load: of parameters their kept copies, where a plan has microbatches."""
+    if traced.moves is None:
+        return [local(t) for t in tensors]
+    return [step.parameter(traced.moves, name, local(t)) for name, t in zip(traced.graphs.loads, tensors, strict=True)]
 
 
 def local(x: Tensor) -> Tensor:
@@ -346,6 +394,20 @@ class ParallelModule(nn.Module):
         There is no communication. A call with a batch of another shape than the planned one captures the model again, once per shape.
         """
         return self.__dict__["_runner"].shard(self, batch, local=local)
+
+    def microbatches(self, batch: Any, *, local: bool = False) -> Microbatches:
+        """The microbatches of a step of the optimizer, to be iterated once: the inputs of each call, as `shard_inputs` returns them.
+
+            for inputs in model.microbatches((tokens, targets)):
+                (model(*inputs) / 4).backward()
+            optimizer.step()
+
+        Within the loop parameters are fetched once and gradients are added up, both as planned; the last backward() reduces the sums and
+        sets every p.grad. batch: as for `shard_inputs`, of the examples of all microbatches, split along dim 0; inputs in their planned
+        shape go to each of them. Divide the loss yourself, as above, if it is a mean. ValueError where the batch can't be split; RuntimeError
+        where a parameter changes within the loop, or the last microbatch has no backward().
+        """
+        return self.__dict__["_runner"].microbatches(self, batch, local=local)
 
     @property
     def input_layouts(self) -> dict[str, str]:
@@ -423,9 +485,9 @@ class _Train(torch.autograd.Function):
     """The two graphs as one differentiable function of parameters, buffers and inputs."""
 
     @staticmethod
-    def forward(ctx: Any, runner: Runner, traced: TracedCall, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, runner: Runner, traced: TracedCall, step: OpenStep, *tensors: Tensor) -> tuple[Tensor, ...]:
         graphs = traced.graphs
-        inputs = [local(t) for t in tensors]
+        inputs = read(traced, step, tensors)
         values = traced.run("forward", inputs + traced.position)
         outputs = runner.outputs(traced, values)
         updated = {id(x) for name, x in zip(graphs.loads, inputs, strict=True) if f"buffer:{name}" in graphs.outputs}
@@ -434,7 +496,7 @@ class _Train(torch.autograd.Function):
         # a saved output would make a reference cycle with its node; a buffer gets its new value before the backward pass
         ctx.saved = [x.clone() if id(x) in updated else x.detach() if id(x) in returned else x for x in saved]
         ctx.versions = [x._version for x in ctx.saved]
-        ctx.runner, ctx.traced = runner, traced
+        ctx.runner, ctx.traced, ctx.step, ctx.is_last = runner, traced, step, step.is_last
         ctx.specs = [t._spec if isinstance(t, DTensor) else None for t in tensors]
         pairs = zip(graphs.outputs, outputs, strict=True)
         ctx.mark_non_differentiable(*(output for key, output in pairs if _tangent(key) not in graphs.tangents))
@@ -454,13 +516,34 @@ class _Train(torch.autograd.Function):
         for name in graphs.tangents:
             saved.append(runner.tangent(traced, name, tangents[name]))
         saved += traced.position
-        gradients = dict(zip(graphs.gradients, traced.run("backward", saved), strict=True))
+        if traced.moves is None:
+            gradients = dict(zip(graphs.gradients, traced.run("backward", saved), strict=True))
+        else:
+            gradients = _summed(ctx, traced, saved)
         seen: set[tuple[int, int]] = set()
         grad_inputs = []
-        for name, spec, needed in zip(graphs.loads, ctx.specs, ctx.needs_input_grad[2:], strict=True):
+        for name, spec, needed in zip(graphs.loads, ctx.specs, ctx.needs_input_grad[3:], strict=True):
             grad = gradients.get(f"gradient:{name}") if needed else None
-            grad_inputs.append(None if grad is None else _gradient(grad, spec, graphs.slots[f"gradient:{name}"].layout, seen))
-        return (None, None, *grad_inputs)
+            layout = spec.placements if name in graphs.sums and spec is not None else graphs.slots.get(f"gradient:{name}", NO_SLOT).layout
+            grad_inputs.append(None if grad is None else _gradient(grad, spec, layout, seen))
+        return (None, None, None, *grad_inputs)
+
+
+NO_SLOT = Slot("", (0, 0), (), (), "")  # of what has no gradient
+
+
+def _summed(ctx: Any, traced: TracedCall, saved: list[Tensor]) -> dict[str, Tensor]:
+    """The gradients that a microbatch returns: those of inputs, and in the last one those of parameters, the sums of all, reduced."""
+    graphs, moves, step = traced.graphs, traced.moves, ctx.step
+    assert moves is not None
+    device = torch.device(ctx.runner.device_mesh.device_type)
+    saved += step.summed(moves, graphs.sums, device)
+    values = dict(zip(graphs.gradients, traced.run("backward", saved), strict=True))
+    values = {key: x for key, x in values.items() if key.removeprefix("gradient:") not in graphs.sums}
+    if not ctx.is_last:
+        return values
+    reduced = step.reduced(moves, lambda name: getattr(torch, graphs.slots[name].dtype))
+    return values | {f"gradient:{name}": x for name, x in reduced.items()}
 
 
 def _tangent(key: str) -> str:
