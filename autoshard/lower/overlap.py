@@ -162,14 +162,14 @@ class _Schedule:
                 return
             for user in start.users:
                 self._need(user)
-                self._add_up(user)
+                self._add_up(user, i)
 
-    def _add_up(self, wait: fx.Node) -> None:
-        """Adds what a collective has reduced to its sum, where it is to be, so that its bytes are free."""
+    def _add_up(self, wait: fx.Node, i: int) -> None:
+        """Adds what a collective has reduced to its sum, where nothing else is missing, so that its bytes are free."""
         stack = list(wait.users)
         while stack:
             node = stack.pop()
-            if node.target is ADD:
+            if node.target is ADD and self.flow.ready[node] < i:
                 self._need(node)
             elif node not in self.flow.at and node is not self.output:
                 stack.extend(node.users)
