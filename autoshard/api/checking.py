@@ -83,7 +83,7 @@ def _drawn(graph: Graph, solution: Solution, count: int, seed: int) -> list[Layo
     """So many random layouts, with the seed of each."""
     if not count:
         return []
-    training = Training() if solution.training else None
+    training = Training(microbatches=solution.microbatches) if solution.training else None
     formulated = formulate(graph, candidates(graph, solution.mesh), solution.mesh, training=training)
     choices = [(k, random_choice(formulated, k)) for k in range(seed, seed + count)]
     return [(k, layouts_of(formulated, choice), results_of(formulated, choice)) for k, choice in choices]

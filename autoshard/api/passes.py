@@ -28,14 +28,15 @@ from autoshard.lower.unsharded import verify_graph
 from autoshard.mesh import Device, Mesh
 from autoshard.planning.context import Context
 from autoshard.planning.demands import broken_by
+from autoshard.planning.microbatches import with_number_of_microbatches
 from autoshard.planning.node_layouts import is_value, with_node_layouts
 from autoshard.planning.options import Options, Stopwatch, checked_options
 from autoshard.planning.plan import baseline_only, plan_graph
-from autoshard.solution import Replay, Solution, load
+from autoshard.solution import Solution, load, replay
 
 log = logging.getLogger("autoshard")
 
-ALGORITHMS = ("alpa", "data_parallel", "fsdp", "megatron", "megatron_sp")
+ALGORITHMS = ("alpa", "data_parallel", "fsdp", "megatron", "megatron_sp", "zero1", "zero2", "zero3", "hsdp")
 BACKENDS = ("nccl", "gloo")
 
 
@@ -46,7 +47,7 @@ class PassOptions:
     mesh_shape: tuple[int, ...]
     inter_node_bandwidth: float = 400e9  # one node's link to the others
     intra_node_bandwidth: float = 300e9  # per device
-    algo: str = "alpa"  # or a baseline: data_parallel, fsdp, megatron, megatron_sp
+    algo: str = "alpa"  # or a baseline, one of ALGORITHMS
     communications_backend: str = "nccl"
     skip_fully_replicated: bool = False  # no op fully replicated where it can be sharded
     time_limit: float = 10000.0
@@ -61,6 +62,8 @@ class PassOptions:
     pins: Mapping[str, str] | None = None  # layout by name or glob
     forbid: Mapping[str, str | Sequence[str]] | None = None  # layouts that a tensor must not have, by name or glob
     optimizer: str = "adamw"
+    microbatches: int = 1  # of which a training step consists; the inputs are those of one
+    global_batch: int | None = None  # examples of a step, instead of `microbatches`
     solver: str = "auto"
     device: str | Device = "h100"
     devices_per_node: int | None = None
@@ -89,6 +92,8 @@ class PassOptions:
     def planning(self) -> Options:
         return Options(
             optimizer=self.optimizer,
+            microbatches=self.microbatches,
+            global_batch=self.global_batch,
             memory_limit=self.memory_limit,
             pins=self.pins or {},
             forbid=self.forbid or {},
@@ -121,7 +126,7 @@ def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **opt
         captured = _capture(graph, chosen)
     if chosen.preload_solution:
         solution = _preloaded(captured, chosen, mesh)
-        _check_obeys(captured.graph, solution, planning, chosen.ilp_solution_file)
+        _check_obeys(replay(solution, captured.graph).graph, solution, planning, chosen.ilp_solution_file)
         seconds = 0.0
     else:
         began = time.monotonic()
@@ -156,7 +161,7 @@ def _capture(graph: Any, chosen: PassOptions) -> Captured:
 def _solve(captured: Captured, clock: Stopwatch, chosen: PassOptions) -> Solution:
     noted = {"algo": chosen.algo, "communications_backend": chosen.communications_backend}
     noted |= {"ignored": words} if (words := ignored(captured.fx_graph)) else {}
-    context = Context(captured.graph, chosen.mesh(), chosen.planning(), clock, noted)
+    context = with_number_of_microbatches(Context(captured.graph, chosen.mesh(), chosen.planning(), clock, noted))
     if chosen.algo == "alpa":
         return plan_graph(context)
     return baseline_only(context, chosen.algo)
@@ -167,7 +172,7 @@ def _preloaded(captured: Captured, chosen: PassOptions, mesh: Mesh) -> Solution:
     solution = load(chosen.ilp_solution_file, mesh)
     if solution.status == "unjudged":
         return with_node_layouts(captured, solution, chosen.ilp_solution_file)
-    Replay(solution, captured.graph, mesh).checked(chosen.ilp_solution_file, "graph", "; plan again without preload_solution")
+    replay(solution, captured.graph, mesh).checked(chosen.ilp_solution_file, "graph", "; plan again without preload_solution")
     return solution
 
 
@@ -178,7 +183,7 @@ def _check_obeys(graph: Graph, solution: Solution, planning: Options, path: str 
 
 
 def _check(captured: Captured, solution: Solution) -> None:
-    verification = verify_graph(captured.graph, solution)
+    verification = verify_graph(replay(solution, captured.graph).graph, solution)
     if not verification.ok:
         wrong = verification.placement_mismatches[:1]
         what = f"the output of {wrong[0].op} is {wrong[0].actual}, planned {wrong[0].planned}" if wrong else "its numbers are off"

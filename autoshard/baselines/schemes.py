@@ -1,4 +1,4 @@
-"""The four schemes, each described by the dimension classes that every mesh axis shards.
+"""The usual schemes, each described by the dimension classes that every mesh axis shards.
 
 | scheme        | last axis                           | other axes | parameters                                    |
 |---------------|-------------------------------------|------------|-----------------------------------------------|
@@ -9,24 +9,39 @@
 
 The last axis of more than one device is the fastest. On a mesh with one such axis Megatron doesn't shard the batch. Every op is
 pinned, so the solver only chooses the layouts of hubs and results, which takes no search.
+
+The stages of ZeRO shard the batch as fsdp does. They differ in what a device holds, and so in what it sends; `sharded` is over all axes:
+
+| scheme        | parameters, optimizer | kept copies (graph.accumulation) | sums of gradients                              |
+|---------------|-----------------------|----------------------------------|------------------------------------------------|
+| data_parallel | replicated            | replicated                       | partial: reduced once per step (DDP, no_sync)  |
+| zero1         | sharded               | replicated                       | partial: reduced once per step                 |
+| zero2         | sharded               | replicated                       | sharded: reduced in every microbatch           |
+| zero3         | sharded               | sharded: gathered for every use  | sharded                                        |
+| hsdp          | over the last axis    | as the parameter, gathered for every use | over the last axis, partial over the others |
+
+fsdp is zero3 in which a parameter may be gathered once for its uses in forward and backward, where that is faster. A step of one
+microbatch has neither copies nor sums: its zero1 and zero2 are the same, a parameter gathered once for all its uses.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
 
 from autoshard.baselines.classes import DimClasses, Slots, dim_classes, number_slots
 from autoshard.baselines.megatron import Recognised, from_parameters, recognise, sequence_class, token_tables
 from autoshard.baselines.pins import FIRST, SECOND, Coder, Pin, Priorities, settle
-from autoshard.graph import Graph, Value
-from autoshard.layout import Layout, replicated, shards_of
+from autoshard.graph import ACCUMULATED, KEPT, Graph, Value
+from autoshard.layout import Layout, P, replicated, shards_of
 from autoshard.mesh import Mesh
 from autoshard.strategies import Candidates
 
 NOTHING: frozenset[int] = frozenset()
+SCHEMES = ("data_parallel", "fsdp", "megatron", "megatron_sp")
+ZERO = ("zero1", "zero2", "zero3", "hsdp")
 
 
 @dataclass(frozen=True)
@@ -36,6 +51,7 @@ class Baseline:
     name: str
     pins: dict[str, Pin]
     matched: str
+    hubs: Mapping[Value, Layout] = field(default_factory=dict)  # in which several readers read a value; those not named are free
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +80,7 @@ class Batch:
 
 
 def baselines(graph: Graph, mesh: Mesh, candidates: Candidates) -> tuple[Baseline, ...]:
-    """data_parallel, fsdp, megatron and megatron_sp; each pin is a candidate of its op."""
+    """data_parallel, fsdp, megatron and megatron_sp; each pin is a candidate of its op. `zero_stages` has the others."""
     slots = number_slots(graph, candidates)
     classes = dim_classes(slots)
     batch = Batch.of(graph, slots, classes)
@@ -76,7 +92,7 @@ def baselines(graph: Graph, mesh: Mesh, candidates: Candidates) -> tuple[Baselin
     axes = used_axes(mesh)
     sharding, words = shard_batch(mesh, axes, batch)
     copies = {i: replicated(len(mesh.axes)) for i in graph.parameters.values()}
-    shards = {i: _most_sharded(candidates, mesh, i) for i in graph.parameters.values()}
+    shards = {i: _most_sharded(candidates, mesh, i, range(len(mesh.axes))) for i in graph.parameters.values()}
     views = frozenset(i for i in from_parameters(graph) if len(graph.ops[i].inputs) == 1)
     data = scheme("data_parallel", words, sharding, copies)
     fsdp = scheme("fsdp", f"{words}; {_sharded_in_words(mesh, shards)}", sharding, shards, views)
@@ -98,6 +114,51 @@ def baselines(graph: Graph, mesh: Mesh, candidates: Candidates) -> tuple[Baselin
         return data, fsdp, megatron, Baseline("megatron_sp", megatron.pins, f"{words}; {note}")
     both = {**sharding, last: AxisSharding(narrow, {sequence: SECOND, **tensor})}
     return data, fsdp, megatron, scheme("megatron_sp", f"{words}; residual sequence sharded over axis {last}", both, {})
+
+
+def zero_stages(graph: Graph, mesh: Mesh, candidates: Candidates, names: Sequence[str] = ZERO) -> tuple[Baseline, ...]:
+    """zero1, zero2, zero3 and hsdp, or some of them; the last one only where the mesh has several axes."""
+    slots = number_slots(graph, candidates)
+    axes, coder = used_axes(mesh), Coder(candidates)
+    sharding, words = shard_batch(mesh, axes, Batch.of(graph, slots, dim_classes(slots)))
+    wanted = wanted_priorities(graph, mesh, sharding)
+    return tuple(
+        _zero_stage(name, graph, mesh, candidates, coder, wanted, sharding, words)
+        for name in names
+        if name != "hsdp" or len(axes) > 1
+    )
+
+
+def _zero_stage(
+    name: str,
+    graph: Graph,
+    mesh: Mesh,
+    candidates: Candidates,
+    coder: Coder,
+    wanted: Callable[[Value], Priorities],
+    sharding: AxisShardings,
+    words: str,
+) -> Baseline:
+    axes, gathered_at_use = used_axes(mesh), name in ("zero3", "hsdp")
+    shards = {i: _most_sharded(candidates, mesh, i, axes[-1:] if name == "hsdp" else axes) for i in graph.parameters.values()}
+    fixed, copy = dict(shards), replicated(len(mesh.axes))
+    for i, op in enumerate(graph.ops):
+        if op.kind == KEPT and not gathered_at_use:
+            fixed[i] = copy
+        if op.kind == ACCUMULATED and name != "zero1":
+            layout = shards[graph.parameters[op.name.removesuffix(f".{ACCUMULATED}")]]
+            fixed[i] = layout if name != "hsdp" else tuple(P() if k in sharding and k != axes[-1] else p for k, p in enumerate(layout))
+    views = frozenset(i for i in from_parameters(graph) if len(graph.ops[i].inputs) == 1)
+    pins = settle(graph, coder, wanted, fixed, views if gathered_at_use else NOTHING)
+    stored = (*shards, *views) if gathered_at_use else (*shards, *(i for i, op in enumerate(graph.ops) if op.kind == KEPT))
+    hubs = {(i, 0): _pinned_layout(pins[graph.ops[i].name]) if gathered_at_use else copy for i in stored}
+    over = "the last axis" if name == "hsdp" else "all axes"
+    return Baseline(name, pins, f"{words}; {_sharded_in_words(mesh, shards, over)}", hubs)
+
+
+def _pinned_layout(pin: Pin) -> Layout:
+    assert pin.outputs is not None and pin.outputs[0] is not None
+    return pin.outputs[0]
 
 
 def used_axes(mesh: Mesh) -> list[int]:
@@ -148,14 +209,15 @@ def wanted_priorities(graph: Graph, mesh: Mesh, sharding: AxisShardings) -> Call
     return wanted
 
 
-def _most_sharded(candidates: Candidates, mesh: Mesh, index: int) -> Layout:
-    """The layout of a parameter with the most shards, along as few dims as possible, the first dims first."""
+def _most_sharded(candidates: Candidates, mesh: Mesh, index: int, axes: Sequence[int]) -> Layout:
+    """The layout of a parameter with the most shards over these axes, along as few dims as possible, the first dims first."""
 
     def order(layout: Layout) -> tuple:
         dims = [p.dim for p in layout if p.is_shard()]  # type: ignore[attr-defined]
         return (_num_shards(layout, mesh), -len(set(dims)), [-d for d in dims])
 
-    return max((c.outputs[0] for c in candidates.of[index] if c.outputs[0] is not None), key=order)
+    layouts = (c.outputs[0] for c in candidates.of[index] if c.outputs[0] is not None)
+    return max((layout for layout in layouts if all(k in axes or p.is_replicate() for k, p in enumerate(layout))), key=order)
 
 
 def _num_shards(layout: Layout, mesh: Mesh) -> int:
@@ -166,9 +228,10 @@ def _axes_in_words(axes: tuple[int, ...] | list[int]) -> str:
     return ("axis " if len(axes) == 1 else "axes ") + ",".join(map(str, axes))
 
 
-def _sharded_in_words(mesh: Mesh, shards: Mapping[int, Layout]) -> str:
-    few = sum(_num_shards(layout, mesh) < mesh.num_devices for layout in shards.values())
-    return f"{len(shards) - few} of {len(shards)} parameters sharded over all axes" + (" (the others' dims do not divide)" if few else "")
+def _sharded_in_words(mesh: Mesh, shards: Mapping[int, Layout], over: str = "all axes") -> str:
+    most = mesh.num_devices if over == "all axes" else mesh.axes[used_axes(mesh)[-1]].size
+    few = sum(_num_shards(layout, mesh) < most for layout in shards.values())
+    return f"{len(shards) - few} of {len(shards)} parameters sharded over {over}" + (" (the others' dims do not divide)" if few else "")
 
 
 def _recognised_in_words(graph: Graph, recognised: Recognised, undivided: Recognised, axis: int, size: int) -> str:

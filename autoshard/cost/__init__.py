@@ -21,6 +21,7 @@ from .links import slowest_seconds_per_byte as slowest_seconds_per_byte
 from .links import transfer_latency as transfer_latency
 from .links import transfer_seconds as transfer_seconds
 from .memory import OPTIMIZERS as OPTIMIZERS
+from .memory import accumulation_seconds as accumulation_seconds
 from .memory import bytes_per_parameter as bytes_per_parameter
 from .memory import master_bytes as master_bytes
 from .memory import optimizer_state_bytes as optimizer_state_bytes

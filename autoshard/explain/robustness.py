@@ -196,10 +196,10 @@ def _moving(formulated: Formulation, choice: Sequence[int], link: Sequence[int])
     for i, op in enumerate(graph.ops):
         inside = internal_collectives(op, graph.input_tensors(i), formulated.candidate(i, choice).inputs, mesh)
         for one in priced((part for part in inside if part[1] in link), mesh):
-            total += one.seconds - size_independent_seconds(one.collective, mesh.axes[one.axis])
+            total += formulated.microbatches * (one.seconds - size_independent_seconds(one.collective, mesh.axes[one.axis]))
     for edge in formulated.tensor_edges:
         route = formulated.route(edge, choice)
         for step in route.steps if route else ():
             if step.axis in link and step.collective != "split":
-                total += step.seconds - size_independent_seconds(step.collective, mesh.axes[step.axis])
+                total += edge.times * (step.seconds - size_independent_seconds(step.collective, mesh.axes[step.axis]))
     return total

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.cost import op_seconds, optimizer_step_seconds, priced
+from autoshard.cost import accumulation_seconds, op_seconds, optimizer_step_seconds, priced
 from autoshard.formulate.records import Formulation, Layouts, TensorEdge, Training
 from autoshard.formulate.tables import MoveTables, Tables
 from autoshard.formulate.usages import Usages
-from autoshard.graph import Graph, Op, Tensor, Value
+from autoshard.graph import ACCUMULATED, KEPT, Graph, Op, Tensor, Value
 from autoshard.layout import all_layouts, has_partial, local_numel, local_shape
 from autoshard.mesh import Mesh
 from autoshard.problem import Edge, Problem
@@ -19,7 +19,11 @@ from autoshard.strategies import Candidate, Candidates, internal_bytes, internal
 def formulate(
     graph: Graph, candidates: Candidates, mesh: Mesh, *, training: Training | None = None, memory_limit: float | None = None
 ) -> Formulation:
-    """The Problem of choosing layouts for `graph` on `mesh`. memory_limit: bytes per device. training: the optimizer is counted."""
+    """The Problem of choosing layouts for `graph` on `mesh`.
+
+    memory_limit: bytes per device. training: the optimizer is counted, and the number of microbatches; with several the graph is one
+    `with_microbatches`.
+    """
     return _Builder(graph, candidates, mesh, training, memory_limit).build()
 
 
@@ -28,6 +32,7 @@ class _Builder:
 
     def __init__(self, graph: Graph, candidates: Candidates, mesh: Mesh, training: Training | None, memory_limit: float | None):
         self.graph, self.candidates, self.mesh, self.training, self.memory_limit = graph, candidates, mesh, training, memory_limit
+        self.microbatches = 1 if training is None else training.microbatches
         self.routes = Routes(mesh)
         self.tables = Tables(mesh, self.routes)
         self.trained = self._trained()
@@ -67,7 +72,7 @@ class _Builder:
         )  # fmt: skip
         return Formulation(
             problem, self.graph, self.mesh, self.candidates, self.hubs, self.hub_layouts, self.results, self.result_layouts,
-            tuple(self.tensor_edges), tuple(self.usages.held), self.routes,
+            tuple(self.tensor_edges), tuple(self.usages.held), self.routes, self.microbatches,
         )  # fmt: skip
 
     def _signatures(self) -> None:
@@ -136,9 +141,14 @@ class _Builder:
             sizes = [local_numel(tensor.shape, layout, self.mesh) for layout in self.output_layouts((i, 0))]
             master = training.master_weights
             return np.array([optimizer_step_seconds(n, tensor.itemsize, training.optimizer, device, master_weights=master) for n in sizes])
-        if op.is_placeholder:
+        if op.is_placeholder or op.kind == KEPT:
             return np.zeros(len(self.candidates.of[i]))
-        return np.array([op_candidate_seconds(op, inputs, c, self.mesh) for c in self.candidates.of[i]])
+        if op.kind == ACCUMULATED:
+            tensor, itemsize = op.output, inputs[0].itemsize
+            sizes = [local_numel(tensor.shape, layout, self.mesh) for layout in self.output_layouts((i, 0))]
+            return self.microbatches * np.array([accumulation_seconds(n, itemsize, tensor.itemsize, device) for n in sizes])
+        seconds = np.array([op_candidate_seconds(op, inputs, c, self.mesh) for c in self.candidates.of[i]])
+        return seconds if self.microbatches == 1 else self.microbatches * seconds
 
     def _add_hubs(self) -> list[tuple[Value, int, MoveTables]]:
         """Adds a hub for every value with two readers or more, results included; returns the edges that lead to the hubs."""
@@ -172,10 +182,16 @@ class _Builder:
 
     def _edge(self, value: Value, a: int, b: int, source_layouts: Layouts, target_layouts: Layouts) -> tuple[int, MoveTables]:
         tensor = self.graph.tensor(value)
-        move = self.tables.move(tensor, source_layouts, target_layouts)
-        self.edges.append(Edge(a, b, move.seconds))
-        self.tensor_edges.append(TensorEdge(a, b, tensor, source_layouts, target_layouts, value))
+        move, times = self.tables.move(tensor, source_layouts, target_layouts), self._times(a, b)
+        self.edges.append(Edge(a, b, move.seconds_of(times)))
+        self.tensor_edges.append(TensorEdge(a, b, tensor, source_layouts, target_layouts, value, times))
         return len(self.edges) - 1, move
+
+    def _times(self, a: int, b: int) -> int:
+        """How often a step has the route from node a to node b."""
+        ops = self.graph.ops
+        once = (b < len(ops) and ops[b].kind == KEPT) or (a < len(ops) and ops[a].kind == ACCUMULATED)
+        return 1 if once else self.microbatches
 
     def _source(self, value: Value) -> tuple[int, Layouts]:
         return (self.hubs[value], self.hub_layouts[value]) if value in self.hubs else (value[0], self.output_layouts(value))

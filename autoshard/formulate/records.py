@@ -26,6 +26,7 @@ class Training:
 
     optimizer: str | float = "adamw"  # its name, or its bytes of state per parameter
     master_weights: bool = False  # whether a float32 copy of parameters of lower precision is counted
+    microbatches: int = 1  # times that the graph runs before the update
 
 
 class TensorEdge(NamedTuple):  # a plain tuple: a deep model has tens of thousands
@@ -37,6 +38,7 @@ class TensorEdge(NamedTuple):  # a plain tuple: a deep model has tens of thousan
     source_layouts: Layouts  # per choice of a
     target_layouts: Layouts  # per choice of b
     value: Value
+    times: int = 1  # in a step
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +56,7 @@ class Formulation:
     tensor_edges: tuple[TensorEdge, ...]  # one per edge of the problem
     held: tuple[str, ...]  # what each usage of the problem holds: one of usages.KINDS
     routes: Routes
+    microbatches: int = 1  # times that the graph runs in a step
 
     @property
     def trains(self) -> bool:

@@ -52,12 +52,21 @@ class MoveTables:
     def __init__(self, tables: Tables, tensor: Tensor, source_layouts: Layouts, target_layouts: Layouts):
         self.tables, self.tensor, self.source_layouts, self.target_layouts = tables, tensor, source_layouts, target_layouts
         self._fetched: dict[bytes, np.ndarray] = {}
+        self._multiples: dict[int, np.ndarray] = {}
 
     @cached_property
     def seconds(self) -> np.ndarray:
         """Seconds of the cheapest route."""
         sources, targets, cells = self._distinct
         return np.ascontiguousarray(self.tables.routes.table(self.tensor.shape, self.tensor.itemsize, sources, targets)[cells])
+
+    def seconds_of(self, times: int) -> np.ndarray:
+        """Seconds of the route, so many times; one array per number."""
+        if times == 1:
+            return self.seconds
+        if times not in self._multiples:
+            self._multiples[times] = times * self.seconds
+        return self._multiples[times]
 
     @cached_property
     def copy(self) -> np.ndarray:

@@ -8,6 +8,9 @@ or of a view of it. Its bytes depend on a layout, and so on the choice of one no
     copy      the copy that a route creates on an edge whose layouts differ; it is held while the reader runs, or if the reader is
               a view for as long as that view lives, or until the view counts as heir
 
+With microbatches the times 0 ... n - 1 are those of any microbatch but the first. A kept copy (graph.accumulation) is held at all of them,
+a sum of gradients until it is reduced at one of the times after n, where each sum has its own.
+
 Only a view of all elements of its base (a transpose, not a slice) can count for a storage: a slice keeps alive more than its own
 bytes. Let t_v be the time of view v, x its base, and from(x) the time from which x's node counts for its storage. Then
 
@@ -24,7 +27,7 @@ import numpy as np
 from autoshard.cost import master_bytes, optimizer_state_bytes
 from autoshard.formulate.records import Layouts, Training
 from autoshard.formulate.tables import MoveTables, Tables
-from autoshard.graph import Graph, Value
+from autoshard.graph import ACCUMULATED, KEPT, Graph, Value
 from autoshard.problem import EdgeUsage, NodeUsage, Usage
 
 KINDS = ("parameters", "gradients", "optimizer_state", "inputs", "activations", "resharded_copies", "temporaries")
@@ -50,7 +53,8 @@ class Usages:
         self.output_bytes, self.internal_bytes = output_bytes, internal_bytes
         self.usages: list[Usage] = []
         self.held: list[str] = []
-        self.end = len(graph.ops) + 1
+        self.sums = {r.value[0]: k for k, r in enumerate(r for r in graph.results if r.value and graph.ops[r.value[0]].kind == ACCUMULATED)}
+        self.end = len(graph.ops) + 1 + len(self.sums)
         self.tied = {second for second, _ in graph.tied}
         self.returned = {r.value for r in graph.results if r.value is not None and r.kind == "output"}
         self.since: dict[Value, float] = {}  # from(x): when the value's own node begins to count for its storage; inf: never
@@ -129,11 +133,16 @@ class Usages:
 
     def add_input(self, i: int, a: int, edge: int, move: MoveTables) -> None:
         """Adds the copy of input a of op i; where op i is a view of it, for as long as the view lives or until the view counts as heir."""
-        if self.graph.ops[i].alias != a:
+        if self.graph.ops[i].kind == KEPT:
+            self._hold("resharded_copies", EdgeUsage(edge, 0, len(self.graph.ops), move.copy))
+            self._hold("temporaries", EdgeUsage(edge, i, i + 1, move.buffers))
+        elif self.graph.ops[i].kind == ACCUMULATED:
+            self._hold("temporaries", EdgeUsage(edge, i, i + 1, move.copy + move.buffers))
+        elif self.graph.ops[i].alias != a:
             self._hold("resharded_copies", EdgeUsage(edge, i, i + 1, move.fetched(self.output_bytes(i))))
-            return
-        self._hold("resharded_copies", EdgeUsage(edge, i, self.heirs.get(i, self._end(i, a) + 1), move.copy))
-        self._hold("temporaries", EdgeUsage(edge, i, i + 1, move.buffers))
+        else:
+            self._hold("resharded_copies", EdgeUsage(edge, i, self.heirs.get(i, self._end(i, a) + 1), move.copy))
+            self._hold("temporaries", EdgeUsage(edge, i, i + 1, move.buffers))
 
     def add_op(self, i: int) -> None:
         """Adds what op i holds: outputs that are no views, or the storage that it counts for as a view; for a parameter, its state too."""
@@ -142,6 +151,9 @@ class Usages:
             return
         if op.is_placeholder:
             self._add_placeholder(i)
+            return
+        if op.kind == ACCUMULATED:
+            self._hold("gradients", NodeUsage(i, 0, self._reduced(i) + 1, self.output_bytes(i)))
             return
         if op.alias is not None:
             if i in self.heirs:
@@ -171,10 +183,15 @@ class Usages:
             state = np.array([optimizer_state_bytes(int(n), self.training.optimizer) for n in sizes], dtype=float)
             if self.training.master_weights:
                 state += [master_bytes(int(n), tensor.itemsize) for n in sizes]
-            self._hold("gradients", NodeUsage(i, ready + 1, self.end, held))  # in the parameter's layout
+            since = self._reduced(ready) + 1 if ready in self.sums else ready + 1
+            self._hold("gradients", NodeUsage(i, since, self.end, held))  # in the parameter's layout
             if state.any():
                 self._hold("optimizer_state", NodeUsage(i, 0, self.end, state))
         self._hold(kind, NodeUsage(i, 0, self.end, held))
+
+    def _reduced(self, i: int) -> int:
+        """The time, after all ops, at which the sum of gradients i is reduced into the parameter's layout: one after the other."""
+        return len(self.graph.ops) + self.sums[i]
 
     def add_result(self, k: int, edge: int, move: MoveTables) -> None:
         result = self.graph.results[k]
@@ -182,5 +199,8 @@ class Usages:
         producer = result.value[0]
         if result.kind == "output":
             self._hold("resharded_copies", EdgeUsage(edge, len(self.graph.ops), self.end, move.copy))
+        elif producer in self.sums:
+            time = self._reduced(producer)
+            self._hold("temporaries", EdgeUsage(edge, time, time + 1, move.copy + move.buffers))
         else:  # the unreduced gradient is there while it is reduced
             self._hold("temporaries", EdgeUsage(edge, producer + 1, producer + 2, move.leaving))

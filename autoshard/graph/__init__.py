@@ -1,5 +1,8 @@
 """The program to plan, as frozen records without torch, and functions of its structure: repeated blocks, deeper copies, recomputation."""
 
+from autoshard.graph.accumulation import ACCUMULATED as ACCUMULATED
+from autoshard.graph.accumulation import KEPT as KEPT
+from autoshard.graph.accumulation import with_microbatches as with_microbatches
 from autoshard.graph.blocks import Blocks as Blocks
 from autoshard.graph.blocks import Place as Place
 from autoshard.graph.blocks import repeated_blocks as repeated_blocks

@@ -132,8 +132,35 @@ class CallInputs:
         """Were the plan's inputs keyword arguments?"""
         return any(re.fullmatch(r"input_\d+", name) is None for name in self.layouts)
 
-    def shard(self, batch: Any, *, local: bool) -> Any:
-        """As `ParallelModule.shard_inputs`."""
+    def microbatches(self, batch: Any, number: int, *, local: bool) -> Callable[[int], Any]:
+        """The inputs of microbatch k as DTensors, as `ParallelModule.microbatches` splits a batch."""
+        leaves, spec, names = self._named_leaves(batch)
+        tensors = {k: x for k, x in enumerate(leaves) if isinstance(x, Tensor) and k in names}
+        whole = {k for k, x in tensors.items() if tuple(x.shape) == self._planned_shape(names[k], local)}
+        split = {k for k, x in tensors.items() if k not in whole and x.dim() and x.shape[0] % number == 0}
+        if any(isinstance(x, DTensor) for x in tensors.values()) or split | whole != set(tensors) or not (split or number == 1):
+            shapes = ", ".join(f"{names[k]} of {tuple(x.shape)}" for k, x in tensors.items())
+            raise ValueError(
+                f"the batch has {shapes}; expected plain tensors of {number} times the planned first dim, which are the "
+                f"{number} microbatches of a step"
+            )
+
+        def inputs(index: int) -> Any:
+            parts = [x.chunk(number)[index] if k in split else x for k, x in enumerate(leaves)]
+            args, kwargs = _arguments(batch)
+            return self.shard(self.filled(kwargs or args, pytree.tree_unflatten(parts, spec)), local=local)
+
+        return inputs
+
+    def _planned_shape(self, name: str, local: bool) -> Shape | None:
+        planned = self.planned.get(name)
+        if planned is None or not local:
+            return planned
+        layout = self.loaded.get(name, self._layout(name))
+        return tuple(shard_of_rank(torch.empty(planned, device="meta"), layout, self.mesh, self.where).shape)
+
+    def _named_leaves(self, batch: Any) -> tuple[list[Any], pytree.TreeSpec, dict[int, str]]:
+        """The leaves of a batch, its structure, and the plan's names of those that are inputs."""
         args, kwargs = _arguments(batch)
         leaves, spec = pytree.tree_flatten(self.listed(kwargs or args))
 
@@ -143,7 +170,11 @@ class CallInputs:
 
         flat, bound_spec = pytree.tree_flatten(bound([_Leaf(k) for k in range(len(leaves))]))
         pairs = zip(self._names(bound_spec, bound(leaves)), flat, strict=True)
-        names = {int(leaf): name for name, leaf in pairs if isinstance(leaf, _Leaf)}
+        return leaves, spec, {int(leaf): name for name, leaf in pairs if isinstance(leaf, _Leaf)}
+
+    def shard(self, batch: Any, *, local: bool) -> Any:
+        """As `ParallelModule.shard_inputs`."""
+        (args, kwargs), (leaves, spec, names) = _arguments(batch), self._named_leaves(batch)
         shards = [self._sharded(names[k], x, local) if isinstance(x, Tensor) and k in names else x for k, x in enumerate(leaves)]
         if local:
             self._check_one_batch({names[k]: x for k, x in enumerate(shards) if isinstance(x, DTensor) and k in names})

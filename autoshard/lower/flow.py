@@ -36,10 +36,11 @@ STARTS = {
     _c10d.all_to_all_single.default: "all_to_all",
 }
 WAIT = _c10d.wait_tensor.default
+ADD = aten.add_.Tensor  # into a sum of gradients (lower.microbatches), which no other node reads
 CHEAP = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
     aten.permute.default, aten.transpose.int, aten.t.default, aten.movedim.int, aten.clone.default, aten.slice.Tensor, aten.cat.default,
-    aten.div.Tensor, aten.select.int, aten.alias.default, aten.detach.default, aten.expand.default, aten.constant_pad_nd.default,
+    aten.add_.Tensor, aten.div.Tensor, aten.select.int, aten.alias.default, aten.detach.default, aten.expand.default, aten.constant_pad_nd.default,
 }  # fmt: skip
 VIEWS = {
     aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.permute.default,
@@ -159,11 +160,11 @@ MATMULS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.
 
 
 def owners(nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """For each node the one whose memory it uses: views and waits allocate none, and several placeholders may share one memory."""
+    """For each node the one whose memory it uses: views, waits and sums allocate none, and several placeholders may share one memory."""
     owner: dict[fx.Node, fx.Node] = {}
     kept: dict[str, fx.Node] = {}
     for node in nodes:
-        shares = node.target in VIEWS or node.target is WAIT or node.target is getitem
+        shares = node.target in VIEWS or node.target in (WAIT, getitem, ADD)
         owner[node] = owner.get(node.all_input_nodes[0], node) if shares and node.all_input_nodes else node
         if _is_kept(node):
             owner[node] = kept.setdefault(node.meta["kept"][0], node)

@@ -48,6 +48,8 @@ class RankGraphs:
     tangents: tuple[str, ...]
     gradients: tuple[str, ...]  # "gradient:NAME"
     slots: dict[str, Slot]  # of loads, tangents and results
+    parameters: frozenset[str] = frozenset()  # among the loads
+    sums: tuple[str, ...] = ()  # parameters whose gradients the backward graph adds to its last inputs (lower.microbatches)
 
     @property
     def is_random(self) -> bool:
@@ -178,7 +180,8 @@ def _split(
             node.meta["kept"] = (owner[node].name, size(owner[node]))
     forward = _copy(joint, [loads[name] for name in inputs] + position, early, [results[key] for key in outputs] + saved)
     backward = _copy(joint, saved + [loads[n] for n in tangents] + position, late, [results[k] for k in gradients]) if gradients else None
-    return RankGraphs(forward, backward, tuple(inputs), tuple(outputs), len(saved), tuple(tangents), tuple(gradients), slots)
+    parameters = frozenset(name for name in inputs if kinds[name] == "parameter")
+    return RankGraphs(forward, backward, tuple(inputs), tuple(outputs), len(saved), tuple(tangents), tuple(gradients), slots, parameters)
 
 
 def _copy(root: fx.GraphModule, placeholders: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.GraphModule:

@@ -4,6 +4,11 @@
     loss = sharded(tokens, targets)              runs the forward graph; autograd's node keeps what the backward graph reads
     loss.backward()                              runs the backward graph; p.grad is a DTensor in the layout of p
 
+With a plan of several microbatches, a step of the optimizer has one call and one backward() per microbatch (lower.microbatches):
+
+    for inputs in sharded.microbatches((tokens, targets)):
+        (sharded(*inputs) / 4).backward()       the last one reduces the gradients and sets p.grad
+
 There is one set of graphs per kind of call (shapes and constants of the inputs, training or not, autocast), traced when it is first needed.
 """
 
@@ -24,6 +29,7 @@ from autoshard.lower.agreement import share
 from autoshard.lower.call_inputs import BoundInputs, CallInputs
 from autoshard.lower.distribute import as_dtensor
 from autoshard.lower.fx_program import compiled
+from autoshard.lower.microbatches import Microbatches, OpenStep
 from autoshard.lower.overlap import described
 from autoshard.lower.sharding import shard_of_rank
 from autoshard.lower.traced_call import TracedCall, local
@@ -37,6 +43,8 @@ class Runner:
     build: Callable[[Any, Any, Sequence[bool]], TracedCall]  # of a call's inputs, their global tensors on meta, modes of all modules
     state_of: Callable[[Any], Any]  # what else these objects hold
     frozen: frozenset[str]  # parameters for which the plan has no gradient
+    number: int = 1  # of microbatches in a step
+    step: OpenStep | None = None  # that `microbatches` has begun
     calls: dict[Any, TracedCall] = field(default_factory=dict)
     random: Tensor | None = None  # state of the generator that dropout draws from, the same on every rank
 
@@ -67,6 +75,10 @@ class Runner:
             self.random = self.generator.get_rng_state()
             self.generator.set_rng_state(former)
 
+    def microbatches(self, batch: Any, *, local: bool) -> Microbatches:
+        """As `ParallelModule.microbatches`."""
+        return Microbatches(self.number, self.inputs.microbatches(batch, self.number, local=local), partial(setattr, self, "step"))
+
     def prepare(self, module: nn.Module, batch: Any) -> TracedCall:
         """The graphs for these global inputs, whose shapes are from now on the planned ones."""
         return self._traced_call(module, self.inputs.as_planned(batch), False)
@@ -85,7 +97,7 @@ class Runner:
         held = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
         if unfrozen := [name for name in self.frozen if name in held and held[name].requires_grad]:
             raise ValueError(f"{min(unfrozen)} requires a gradient and the plan has none for it; plan the model with what is to be trained")
-        results = traced(held, shards)
+        results = traced(held, shards, self.step or OpenStep())
         with torch.no_grad():
             for key, value in results.items():
                 name = key.removeprefix("buffer:")
@@ -131,6 +143,20 @@ class ParallelModule(nn.Module):
         There is no communication. A call with a batch of another shape than the planned one captures the model again, once per shape.
         """
         return self.__dict__["_runner"].inputs.shard(batch, local=local)
+
+    def microbatches(self, batch: Any, *, local: bool = False) -> Microbatches:
+        """The microbatches of a step of the optimizer, to be iterated once: the inputs of each call, as `shard_inputs` returns them.
+
+            for inputs in model.microbatches((tokens, targets)):
+                (model(*inputs) / 4).backward()
+            optimizer.step()
+
+        Within the loop parameters are fetched once and gradients are added up, both as planned; the last backward() reduces the sums and
+        sets every p.grad. batch: as for `shard_inputs`, of the examples of all microbatches, split along dim 0; inputs in their planned
+        shape go to each of them. Divide the loss yourself, as above, if it is a mean. ValueError where the batch can't be split;
+        RuntimeError where a parameter changes within the loop, or the last microbatch has no backward().
+        """
+        return self.__dict__["_runner"].microbatches(batch, local=local)
 
     @property
     def input_layouts(self) -> dict[str, str]:

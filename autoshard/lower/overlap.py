@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autoshard.lower.bucketing import bucket, reorder
-from autoshard.lower.flow import STARTS, WAIT, Flow, Pace, largest_buffer, live_bytes, size
+from autoshard.lower.flow import ADD, STARTS, WAIT, Flow, Pace, largest_buffer, live_bytes, size
 from autoshard.mesh import Mesh
 
 
@@ -162,6 +162,17 @@ class _Schedule:
                 return
             for user in start.users:
                 self._need(user)
+                self._add_up(user, i)
+
+    def _add_up(self, wait: fx.Node, i: int) -> None:
+        """Adds what a collective has reduced to its sum, where nothing else is missing, so that its bytes are free."""
+        stack = list(wait.users)
+        while stack:
+            node = stack.pop()
+            if node.target is ADD and self.flow.ready[node] < i:
+                self._need(node)
+            elif node not in self.flow.at and node is not self.output:
+                stack.extend(node.users)
 
     def _need(self, node: fx.Node) -> None:
         """Places a node, and before it everything that it reads."""

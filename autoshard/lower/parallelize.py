@@ -27,18 +27,19 @@ from autoshard.graph import Graph
 from autoshard.layout import Layout, parse
 from autoshard.lower.agreement import agree, grouped, join, limit_waiting, patiently, share
 from autoshard.lower.call_inputs import CallInputs
-from autoshard.lower.collectives import Groups
+from autoshard.lower.collectives import Groups, Rank
 from autoshard.lower.distribute import copy_with, distributed, on_meta
 from autoshard.lower.flow import Pace
 from autoshard.lower.fx_program import trace
 from autoshard.lower.gpus import check_gpus, use_gpu
+from autoshard.lower.microbatches import step_moves, with_sums
 from autoshard.lower.module import Runner, parallel_class, refuse_parts
 from autoshard.lower.overlap import scheduled
 from autoshard.lower.program import lower
 from autoshard.lower.sharding import shard_of_rank
 from autoshard.lower.traced_call import TracedCall
 from autoshard.lower.unsharded import attribute_of
-from autoshard.solution import Solution, replay
+from autoshard.solution import Solution, of_one_microbatch, replay
 
 
 def parallelize(
@@ -56,7 +57,8 @@ def parallelize(
     plan. Call it like the model, with tensors of the planned global shape, the same on every rank, or with DTensors:
     `shard_inputs(batch)` makes them from global inputs of any shape, `shard_inputs(batch, local=True)` from this rank's shards. Replicated
     results are plain tensors, all others DTensors. Hooks on submodules and calls of submodules are refused: the plan's graph runs instead.
-    A plan made with training=True can be differentiated: `loss.backward()`, any optimizer, gradients add up over calls.
+    A plan made with training=True can be differentiated: `loss.backward()`, any optimizer, gradients add up over calls. With several
+    microbatches, iterate `model.microbatches(batch)` for a step: a call outside of it is a step of its own.
 
     from_first_rank: all ranks use rank 0's parameters (False: all ranks hold the same ones already). The parameters of a model on the meta
     device are nan until `load_state_dict` or torch.distributed.checkpoint fills them. timeout: seconds after which a rank that does not
@@ -82,7 +84,7 @@ def parallelize(
     where = tuple(device_mesh.get_coordinate() or ())
     inputs = CallInputs(mesh, device_mesh, listed, filled, names, signature, planned, solution.inputs, where)
     frozen = frozenset(name for name, p in captured.named_parameters(remove_duplicate=False) if solution.training and not p.requires_grad)
-    runner = Runner(inputs, _Builder(captured, solution, inputs, timeout), state_of, frozen)
+    runner = Runner(inputs, _Builder(captured, solution, inputs, timeout), state_of, frozen, number=solution.microbatches)
     refuse_parts(sharded)
     sharded.__class__ = parallel_class(type(model))
     sharded.__dict__["_runner"] = runner
@@ -157,6 +159,7 @@ class _Captured:
     """The program of one kind of call, as the first rank captures it for all."""
 
     graph: Graph
+    step: Graph  # with the kept copies and sums of a plan with microbatches; otherwise the same
     returned: Returned
     constants: dict[str, torch.Tensor]  # that the program reads beside parameters, buffers and inputs
     drops: bool = True  # False: it is a training mode's program, to be run without dropout
@@ -224,7 +227,8 @@ class _Builder:
             captured = capture_module(self.model, inputs, training=self.solution.training)
         assert captured.returned is not None, "a module was captured, not a graph"
         plan = replay(self.solution, captured.graph)
-        return _Captured(plan.graph, captured.returned, self._constants(plan.graph, constants(captured.fx_graph))), plan.misfits
+        graph, held = plan.microbatch or plan.graph, constants(captured.fx_graph)
+        return _Captured(graph, plan.graph, captured.returned, self._constants(graph, held)), plan.misfits
 
     def _constants(self, graph: Graph, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the program reads that is neither a parameter nor a registered buffer: its own constants and attributes of modules."""
@@ -243,8 +247,13 @@ class _Builder:
     def _step(self, captured: _Captured) -> TracedCall:
         graph, returned = captured.graph, captured.returned
         solution, mesh, device = self.solution, self.solution.mesh, self.device_mesh.device_type
-        program = lower(graph, solution.layouts, solution.results, mesh, device=device)
+        program = lower(graph, *of_one_microbatch(solution), mesh, device=device)
         graphs = trace(program, graph, self.groups, self.where, device, drops=captured.drops)
+        moves = None
+        if solution.microbatches > 1:
+            graphs = with_sums(graphs, solution.accumulation_dtype)
+            position = tuple(torch.tensor(c, device=device) for c in self.where)
+            moves = step_moves(solution, captured.step, self.groups, Rank(mesh, position, self.where))
         inference = graphs.inference()
         timelines = {}
         if program.is_even:  # else ranks would choose different orders, as their shards differ in size
@@ -258,7 +267,7 @@ class _Builder:
             for name, value in captured.constants.items()
         }
         where = (mesh, self.device_mesh, self.where)
-        return TracedCall(graphs, inference, shapes, returned.structure, returned.leaves, shards, *where, timelines, self.patiently)
+        return TracedCall(graphs, inference, shapes, returned.structure, returned.leaves, shards, *where, timelines, self.patiently, moves)
 
 
 def _too_odd(resized: str, reasons: str) -> str:

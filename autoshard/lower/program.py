@@ -201,13 +201,7 @@ class _Lowering:
             return source
         tensor = self.graph.tensor(source.value)
         target = self._slot(name, source.value, tensor, layout)
-        route = self.routes.route(tensor.shape, tensor.itemsize, source.layout, layout)
-        if route is None:
-            raise ValueError(f"there is no route for {source.name} from {text(source.layout)} to {name} in {text(layout)}")
-        for step in route.steps:
-            check_step(step)
-        even = all(is_even(tensor.shape, layout, self.mesh) for step in route.steps for layout in (step.before, step.after))
-        self.records.append(Redistribute(source, target, route.steps, None if even else tensor.shape))
+        self.records.append(redistribution(source, target, tensor, self.routes))
         return target
 
     def _hub(self, value: Value) -> Slot:
@@ -230,6 +224,17 @@ class _Lowering:
             source = self._hub(value)
             slot = source if layout is None else self._move(source, f"{key}=", _layout(layout, op))
             self.records.append(ReturnResult(key, slot))
+
+
+def redistribution(source: Slot, target: Slot, tensor: Tensor, routes: Routes) -> Redistribute:
+    """The cheapest route of a tensor from one slot to another; ValueError where there is none."""
+    route = routes.route(tensor.shape, tensor.itemsize, source.layout, target.layout)
+    if route is None:
+        raise ValueError(f"there is no route for {source.name} from {text(source.layout)} to {target.name} in {text(target.layout)}")
+    for step in route.steps:
+        check_step(step)
+    even = all(is_even(tensor.shape, layout, routes.mesh) for step in route.steps for layout in (step.before, step.after))
+    return Redistribute(source, target, route.steps, None if even else tensor.shape)
 
 
 def slot_of(name: str, value: Value, tensor: Tensor, layout: Layout, mesh: Mesh) -> Slot:

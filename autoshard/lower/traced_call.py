@@ -22,7 +22,9 @@ from autoshard.layout import Layout, text
 from autoshard.lower.agreement import agree, rank_lost
 from autoshard.lower.distribute import as_dtensor, spec_of
 from autoshard.lower.fx_program import Boxed, RankGraphs, boxed
+from autoshard.lower.microbatches import OpenStep, StepMoves
 from autoshard.lower.overlap import Overlapped
+from autoshard.lower.program import Slot
 from autoshard.lower.sharding import shard_of_rank
 from autoshard.mesh import Mesh
 
@@ -42,6 +44,7 @@ class TracedCall:
     where: tuple[int, ...]  # this rank's coordinate
     timelines: dict[str, tuple[Overlapped, ...]]  # by pass
     patiently: Callable[[], AbstractContextManager]  # the context in which the passes are prepared
+    moves: StepMoves | None = None  # of a plan with several microbatches
     as_function: Callable[[fx.GraphModule], Boxed] = boxed
     passes: dict[str, Boxed] = field(default_factory=dict)
     checked: dict[str, DTensorSpec] = field(default_factory=dict)  # of parameters and buffers that were found to be as planned
@@ -50,24 +53,32 @@ class TracedCall:
     def __post_init__(self) -> None:
         self.position = [torch.tensor(c, device=self.device_mesh.device_type) for c in self.where]
 
-    def __call__(self, held: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def __call__(self, held: Mapping[str, Tensor], inputs: Mapping[str, Tensor], step: OpenStep) -> dict[str, Tensor]:
         """The outputs and the new values of buffers and inputs, by key.
 
-        held: the module's parameters and buffers; inputs: this rank's shards.
+        held: the module's parameters and buffers; inputs: this rank's shards; step: the step of the optimizer that the call is part of.
         """
         self._check(held)
         tensors = [inputs.get(name, held.get(name, self.constants.get(name))) for name in self.graphs.loads]
         if self.graphs.backward is not None and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            outputs = _Train.apply(self, *tensors)
+            outputs = _Train.apply(self, step, *tensors)
         else:
             with torch.no_grad():
-                outputs = self.outputs(self.run("inference", [local(t) for t in tensors] + self.position))
+                outputs = self.outputs(self.run("inference", self.read(step, tensors) + self.position))
         return dict(zip(self.graphs.outputs, outputs, strict=True))
+
+    def read(self, step: OpenStep, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The local tensors that the graphs load: of parameters their kept copies, where a plan has microbatches."""
+        if self.moves is None:
+            return [local(t) for t in tensors]
+        return [step.parameter(self.moves, name, local(t)) for name, t in zip(self.graphs.loads, tensors, strict=True)]
 
     def _check(self, held: Mapping[str, Tensor]) -> None:
         """ValueError where a parameter or buffer is no longer as the plan has it: the graphs would compute something else."""
         for name in self.graphs.loads:
             x, slot = held.get(name), self.graphs.slots[name]
+            if self.moves is not None and name in self.moves.fetches:
+                slot = self.moves.fetches[name].source
             if x is None or getattr(x, "_spec", None) is self.checked.get(name, 0):
                 continue
             if not isinstance(x, DTensor) or tuple(x._spec.placements) != tuple(slot.layout):
@@ -122,14 +133,14 @@ class _Train(torch.autograd.Function):
     """The two graphs as one differentiable function of parameters, buffers and inputs."""
 
     @staticmethod
-    def forward(ctx: Any, traced: TracedCall, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, traced: TracedCall, step: OpenStep, *tensors: Tensor) -> tuple[Tensor, ...]:
         if torch.is_anomaly_enabled():
             raise ValueError(
                 "torch.autograd.detect_anomaly can't check a parallel module: torch has no DTensor rule for its check; turn it off and "
                 "look at torch.isfinite(p.grad).all() after backward()"
             )
         graphs = traced.graphs
-        inputs = [local(t) for t in tensors]
+        inputs = traced.read(step, tensors)
         values = traced.run("forward", inputs + traced.position)
         outputs = traced.outputs(values)
         updated = {id(x) for name, x in zip(graphs.loads, inputs, strict=True) if f"buffer:{name}" in graphs.outputs}
@@ -138,7 +149,7 @@ class _Train(torch.autograd.Function):
         # a saved output would make a reference cycle with its node; a buffer gets its new value before the backward pass
         ctx.saved = [x.clone() if id(x) in updated else x.detach() if id(x) in returned else x for x in saved]
         ctx.versions = [x._version for x in ctx.saved]
-        ctx.traced = traced
+        ctx.traced, ctx.step, ctx.is_last = traced, step, step.is_last
         ctx.specs = [t._spec if isinstance(t, DTensor) else None for t in tensors]
         pairs = zip(graphs.outputs, outputs, strict=True)
         ctx.mark_non_differentiable(*(output for key, output in pairs if _tangent(key) not in graphs.tangents))
@@ -157,13 +168,33 @@ class _Train(torch.autograd.Function):
         ctx.saved = None
         tangents = {_tangent(key): tangent for key, tangent in zip(graphs.outputs, grad_outputs, strict=True)}
         saved += [traced.tangent(name, tangents[name]) for name in graphs.tangents]
-        gradients = dict(zip(graphs.gradients, traced.run("backward", saved + traced.position), strict=True))
+        saved += traced.position
+        if traced.moves is None:
+            gradients = dict(zip(graphs.gradients, traced.run("backward", saved), strict=True))
+        else:
+            gradients = _summed(ctx, traced.moves, saved)
         seen: set[tuple[int, int]] = set()
         grad_inputs = []
-        for name, spec, needed in zip(graphs.loads, ctx.specs, ctx.needs_input_grad[1:], strict=True):
+        for name, spec, needed in zip(graphs.loads, ctx.specs, ctx.needs_input_grad[2:], strict=True):
             grad = gradients.get(f"gradient:{name}") if needed else None
-            grad_inputs.append(None if grad is None else _gradient(grad, spec, graphs.slots[f"gradient:{name}"].layout, seen))
-        return (None, *grad_inputs)
+            layout = spec.placements if name in graphs.sums and spec is not None else graphs.slots.get(f"gradient:{name}", NO_SLOT).layout
+            grad_inputs.append(None if grad is None else _gradient(grad, spec, layout, seen))
+        return (None, None, *grad_inputs)
+
+
+NO_SLOT = Slot("", (0, 0), (), (), "")  # of what has no gradient
+
+
+def _summed(ctx: Any, moves: StepMoves, saved: list[Tensor]) -> dict[str, Tensor]:
+    """The gradients that a microbatch returns: those of inputs, and in the last one those of parameters, the sums of all, reduced."""
+    graphs, step = ctx.traced.graphs, ctx.step
+    saved += step.summed(moves, graphs.sums, torch.device(ctx.traced.device_mesh.device_type))
+    values = dict(zip(graphs.gradients, ctx.traced.run("backward", saved), strict=True))
+    values = {key: x for key, x in values.items() if key.removeprefix("gradient:") not in graphs.sums}
+    if not ctx.is_last:
+        return values
+    reduced = step.reduced(moves, lambda name: getattr(torch, graphs.slots[name].dtype))
+    return values | {f"gradient:{name}": x for name, x in reduced.items()}
 
 
 def _tangent(key: str) -> str:

@@ -289,7 +289,7 @@ class _Comparison:
         if self.reference is not None and (kind in ("output", "gradient") or record.key in self.reference):
             if record.key not in self.reference:
                 raise ValueError(f"the reference lacks {record.key!r}; expected every output and gradient of the program")
-            expected = self.reference[record.key].detach()
+            expected = self.reference[record.key].detach().to(getattr(torch, record.slot.dtype))  # a sum may have another dtype
             if self.is_random:
                 self._check_draws(record, expected)
         error = self._error(self.world.held[record.slot.name], record.slot, expected, self.tolerance)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from autoshard.baselines import Baseline, allowed, baselines
+import numpy as np
+
+from autoshard.baselines import ZERO, Baseline, allowed, baselines, zero_stages
 from autoshard.formulate import Formulation, with_pins
 from autoshard.planning.context import Context, Instance
 from autoshard.problem import Problem, evaluate
@@ -23,7 +25,9 @@ def solve_baselines(context: Context, instance: Instance) -> tuple[dict[str, dic
     formulated, options = instance.formulated, context.options
     rows: dict[str, dict] = {}
     starts = []
-    for baseline in baselines(formulated.graph, formulated.mesh, formulated.candidates):
+    usual = baselines(formulated.graph, formulated.mesh, formulated.candidates)
+    zero = zero_stages(formulated.graph, formulated.mesh, formulated.candidates) if options.microbatches > 1 else ()
+    for baseline in (*usual, *zero):
         left = options.time_limit - context.clock.elapsed
         if left <= 0:
             rows[baseline.name] = {"cost_seconds": None, "peak_bytes": None, "status": "unknown", "matched": baseline.matched}
@@ -59,4 +63,24 @@ def _completed(instance: Instance, baseline: Baseline, seconds: float) -> Answer
 
 def pinned_to(formulated: Formulation, baseline: Baseline) -> Problem:
     """The problem with a baseline's pins alone."""
-    return with_pins(formulated, allowed(baseline.pins, formulated.graph, formulated.candidates))
+    return with_pins(formulated, masks_of(formulated, baseline))
+
+
+def masks_of(formulated: Formulation, baseline: Baseline) -> dict[int, np.ndarray]:
+    """Which choices a baseline leaves, by node."""
+    masks = {node: np.array(mask) for node, mask in allowed(baseline.pins, formulated.graph, formulated.candidates).items()}
+    for value, layout in baseline.hubs.items():
+        if value in formulated.hubs:
+            masks[formulated.hubs[value]] = np.array([one == layout for one in formulated.hub_layouts[value]])
+    return masks
+
+
+def baseline_called(name: str, formulated: Formulation) -> Baseline:
+    """The baseline with this name."""
+    graph, mesh, candidates = formulated.graph, formulated.mesh, formulated.candidates
+    if name not in ZERO:
+        return next(b for b in baselines(graph, mesh, candidates) if b.name == name)
+    stages = zero_stages(graph, mesh, candidates, (name,))
+    if not stages:
+        raise ValueError(f"{name} shards over one mesh axis and replicates over others, the mesh has one axis only; use zero3")
+    return stages[0]

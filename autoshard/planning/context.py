@@ -7,10 +7,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoshard.formulate import Formulation, Training, formulate, with_pins
-from autoshard.graph import Graph, checkpointed, forward_blocks
+from autoshard.graph import Graph, checkpointed, forward_blocks, with_microbatches
 from autoshard.mesh import Mesh
 from autoshard.planning.demands import Demanded, allowed_by_pins
 from autoshard.planning.options import Options, Stopwatch
@@ -39,7 +39,23 @@ class Context:
     def all_recomputed(self) -> Graph | None:
         """The graph with every block recomputed; None where that is no alternative, or the model has no repeated blocks."""
         num_blocks = 0 if self.recomputable is None else len(forward_blocks(self.recomputable))
-        return checkpointed(self.recomputable, num_blocks) if self.recomputable is not None and num_blocks else None
+        if self.recomputable is None or not num_blocks:
+            return None
+        return stepped(checkpointed(self.recomputable, num_blocks), self.options)
+
+    def stepped(self) -> Context:
+        """The context of a step: with the copies and sums of its microbatches, where there are several."""
+        if self.options.microbatches == 1:
+            return self
+        if not any(r.kind == "gradient" for r in self.graph.results):
+            raise ValueError(f"microbatches is {self.options.microbatches}, but nothing is trained; plan with training=True, or without it")
+        shallow = None if self.shallow is None else stepped(self.shallow, self.options)
+        return replace(self, graph=stepped(self.graph, self.options), shallow=shallow)
+
+
+def stepped(graph: Graph, options: Options) -> Graph:
+    """The graph as it is planned: with the copies and sums of its microbatches, where there are several."""
+    return with_microbatches(graph, options.accumulation_dtype) if options.microbatches > 1 else graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,5 +89,6 @@ def extended_from(shallow: Graph | None, formulated: Formulation, options: Optio
 
 def formulate_for(graph: Graph, layouts: Candidates, mesh: Mesh, options: Options) -> Formulation:
     """The graph's problem with the optimizer and the memory limit of the options, before any pins."""
-    training = Training(options.optimizer, options.master_weights) if any(r.kind == "gradient" for r in graph.results) else None
+    trains = any(r.kind == "gradient" for r in graph.results)
+    training = Training(options.optimizer, options.master_weights, options.microbatches) if trains else None
     return formulate(graph, layouts, mesh, training=training, memory_limit=options.memory_limit)

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 from autoshard.cost import priced
 from autoshard.formulate import KINDS, Formulation
+from autoshard.graph import ACCUMULATED
 from autoshard.layout import Layout, local_numel, parse, text
 from autoshard.problem import evaluate
 from autoshard.solution import Placed, Solution
@@ -130,6 +131,7 @@ def replicated_ops(formulated: Formulation, choice: Choice) -> tuple[dict, ...]:
 def breakdown(formulated: Formulation, choice: Choice) -> dict:
     """Seconds of the plan by class of op, by collective and axis, and by block; they add up to its cost."""
     graph, mesh, costs = formulated.graph, formulated.mesh, formulated.problem.node_costs
+    m = formulated.microbatches
     collectives: dict[tuple[int, int], list[tuple[str, float]]] = {}  # by candidates, which equal ops share, and choice
     compute: dict[str, float] = defaultdict(float)
     communication: dict[str, float] = defaultdict(float)
@@ -140,24 +142,25 @@ def breakdown(formulated: Formulation, choice: Choice) -> dict:
         key = (id(formulated.candidates.of[i]), choice[i])
         if key not in collectives:
             inside = internal_collectives(op, graph.input_tensors(i), formulated.candidate(i, choice).inputs, mesh)
-            collectives[key] = [(f"{one.collective} {mesh.axes[one.axis].name}", one.seconds) for one in priced(inside, mesh)]
+            collectives[key] = [(f"{one.collective} {mesh.axes[one.axis].name}", m * one.seconds) for one in priced(inside, mesh)]
         for name, part in collectives[key]:
             communication[name] += part
             blocks[block]["communication"] += part
             seconds -= part
         if seconds:
-            compute["optimizer" if op.is_placeholder else op_class(op.target)] += seconds
+            compute["optimizer" if op.is_placeholder else ACCUMULATION if op.kind == ACCUMULATED else op_class(op.target)] += seconds
             blocks[block]["compute"] += seconds
     for link in formulated.tensor_edges:
         route = formulated.route(link, choice)
         reader = graph.ops[link.b] if link.b < len(graph.ops) else graph.ops[link.value[0]]
         block = block_of(reader.name if reader.is_placeholder else reader.module)
         for step in route.steps if route else ():
-            communication[f"{step.collective} {mesh.axes[step.axis].name}"] += step.seconds
-            blocks[block]["communication"] += step.seconds
+            communication[f"{step.collective} {mesh.axes[step.axis].name}"] += link.times * step.seconds
+            blocks[block]["communication"] += link.times * step.seconds
     return {"compute": dict(compute), "communication": dict(communication), "blocks": dict(blocks)}
 
 
+ACCUMULATION = "accumulation"  # adding up the gradients of microbatches
 CLASSES = (
     ("matmul", r"\.(mm|addmm|bmm|baddbmm|linear|matmul)\."),
     ("attention", r"scaled_dot_product|attention"),

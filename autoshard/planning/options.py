@@ -90,6 +90,9 @@ class Options:
     skip_fully_replicated: bool = False
     recompute: int | str = 0  # repeated blocks to recompute in the backward pass: a number, "all" or "auto"
     tie_blocks: bool = False  # equal ops of repeated blocks share one decision; the bound stays that of the untied graph
+    microbatches: int = 1  # of which a training step consists; the example inputs are those of one
+    global_batch: int | None = None  # examples of a step: instead of `microbatches`, so many times the batch of the example inputs
+    accumulation_dtype: str | None = None  # of the sums of gradients over microbatches; by default that of the gradients
     witness: bool = False  # check a capture of few layers against an eager run of all of them
 
     def __post_init__(self) -> None:
@@ -100,6 +103,7 @@ class Options:
             raise ValueError(f"time_limit is {self.time_limit!r}; expected a number above 0, in seconds")
         if not (_is_number(self.gap) and self.gap >= 0):
             raise ValueError(f"gap is {self.gap!r}; expected a number of 0 or more")
+        self._check_microbatches()
         for name in ("pins", "keep", "forbid"):
             if not isinstance(layouts := getattr(self, name), Mapping):
                 raise ValueError(f"{name} is a {type(layouts).__name__}; expected a dict, for example {{'wte.weight': 'S(0),R'}}")
@@ -108,9 +112,18 @@ class Options:
         if self.memory_limit is not None and not (_is_number(self.memory_limit) and self.memory_limit > 0):
             raise ValueError(f"memory_limit is {self.memory_limit!r}; expected a positive number of bytes per device, or None")
 
+    def _check_microbatches(self) -> None:
+        for name, value in (("microbatches", self.microbatches), ("global_batch", self.global_batch)):
+            if not (isinstance(value, int) and not isinstance(value, bool) and value > 0) and not (name == "global_batch" and value is None):
+                raise ValueError(f"{name} is {value!r}; expected a whole number of 1 or more")
+        if self.accumulation_dtype not in (None, "float32", "bfloat16", "float16", "float64"):
+            raise ValueError(f"accumulation_dtype is {self.accumulation_dtype!r}; expected float32, bfloat16, float16 or float64")
+
     def noted(self) -> dict[str, Any]:
-        """The options as a plan notes them; `keep` and `forbid` only where they are used: plans from before them read as equal."""
-        return {key: value for key, value in asdict(self).items() if key != "price_pins" and (value or key not in ("keep", "forbid"))}
+        """The options as a plan notes them; newer ones only where they are used: plans from before them read as equal."""
+        newer = {"keep": {}, "forbid": {}, "microbatches": 1, "accumulation_dtype": None}
+        hidden = ("price_pins", "global_batch")  # the latter is noted as the number of microbatches
+        return {key: value for key, value in asdict(self).items() if key not in hidden and (key not in newer or value != newer[key])}
 
 
 def _written(layout: Any) -> Any:

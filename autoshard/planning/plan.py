@@ -25,17 +25,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from autoshard.baselines import allowed, baselines
 from autoshard.capture import capture_deep, in_turn
 from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import with_pins
 from autoshard.graph import forward_blocks
 from autoshard.mesh import Mesh
-from autoshard.planning.baselining import solve_baselines
+from autoshard.planning.baselining import baseline_called, masks_of, solve_baselines
 from autoshard.planning.batches import align_batches
 from autoshard.planning.certify import describe
 from autoshard.planning.context import Context, Instance, instance_of
 from autoshard.planning.demands import Demanded
+from autoshard.planning.microbatches import with_number_of_microbatches
 from autoshard.planning.module_schemes import modules_of
 from autoshard.planning.options import Demand, Infeasible, Options, Progress, Stopwatch, checked_options
 from autoshard.planning.padding import padding_offers
@@ -83,6 +83,7 @@ def plan(
 
 def plan_captured(context: Context) -> Solution:
     """The plan with as many blocks recomputed as asked for; with "auto" the cheapest of those that fit."""
+    context = with_number_of_microbatches(context)
     options = context.options
     if options.recompute == "auto" and options.training:
         return _plan_with_cheapest_recomputation(context)
@@ -114,6 +115,7 @@ def _plan_with_cheapest_recomputation(context: Context) -> Solution:
 
 def plan_graph(context: Context) -> Solution:
     """The plan of the context's graph as it is, all steps in their order."""
+    context = context.stepped()
     clock, options = context.clock, context.options
     with clock.phase("candidates", "listing layouts", 0.3), no_search_for_cycles():
         layouts = candidates(context.graph, context.mesh)
@@ -157,13 +159,14 @@ def _with_advice(context: Context, instance: Instance, answer: Answer, solution:
 
 def baseline_only(context: Context, name: str) -> Solution:
     """The plan of one baseline, its pins completed by the solver; the bound is that of the pinned problem."""
+    context = context.stepped()
     clock, options = context.clock, context.options
     with clock.phase("candidates", "listing layouts", 0.3):
         layouts = candidates(context.graph, context.mesh)
     with clock.phase("formulate", "pricing layouts", 0.35):
         instance = instance_of(replace(context, shallow=None), layouts)
-        baseline = next(b for b in baselines(context.graph, context.mesh, layouts) if b.name == name)
-        masks = {node: np.array(mask) for node, mask in allowed(baseline.pins, context.graph, layouts).items()}
+        baseline = baseline_called(name, instance.formulated)
+        masks = masks_of(instance.formulated, baseline)
         scheme = Demanded(Demand("algo", value=name), masks)
         costs = tuple(map(np.maximum, instance.problem.node_costs, with_pins(instance.formulated, masks).node_costs))
         instance = replace(instance, problem=replace(instance.problem, node_costs=costs), scheme=scheme)

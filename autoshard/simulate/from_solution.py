@@ -32,7 +32,8 @@ def formulation_of_solution(graph: Graph, solution: Solution, mesh: Mesh | None 
     candidates, picked = _candidates(graph, placed)
     if not all(_is_legal(graph, i, of[k], mesh) for (i, k), of in _distinct(candidates, picked).items()):
         _refuse(graph, solution, mesh)
-    training = Training(solution.optimizer, solution.master_weights) if any(r.kind == "gradient" for r in graph.results) else None
+    trains = any(r.kind == "gradient" for r in graph.results)
+    training = Training(solution.optimizer, solution.master_weights, solution.microbatches) if trains else None
     formulated = formulate(graph, candidates, mesh, training=training)
     choice = [*picked, *[0] * (len(formulated.problem.node_costs) - len(picked))]
     for (i, k), node in formulated.hubs.items():

@@ -13,6 +13,12 @@ tasks in the list:
                       earlier is about to run.
     no overlap        right before the reader (results: after their producer), all on one stream
 
+With m microbatches (graph.accumulation):
+
+    once              first the fetches of kept copies, last the reductions of the sums of gradients, both one after the other
+    m times           all other tasks; a microbatch begins when the preceding one has ended
+    add to a sum      right after the gradient; where it has to be reduced before, at the end of the microbatch
+
 The sum of all seconds is the cost of the plan. All ranks of an SPMD program do the same at the same times, so one is simulated.
 """
 
@@ -23,7 +29,7 @@ from dataclasses import dataclass
 
 from autoshard.cost import PricedCollective, priced
 from autoshard.formulate import Formulation, TensorEdge
-from autoshard.graph import Graph
+from autoshard.graph import ACCUMULATED, KEPT, Graph
 from autoshard.layout import Layout, text
 from autoshard.routes import Step
 from autoshard.strategies import internal_collectives
@@ -36,7 +42,7 @@ class Task:
     """One kernel or collective. Its stream runs tasks in order; it also waits for the tasks `after`."""
 
     name: str
-    kind: str  # compute, optimizer, split, or the collective
+    kind: str  # compute, accumulation, optimizer, split, or the collective
     seconds: float
     stream: int
     after: tuple[int, ...]
@@ -52,9 +58,10 @@ class TaskProgram:
     tasks: tuple[Task, ...]
     formulation: Formulation
     choice: tuple[int, ...]
-    of_op: tuple[tuple[int, int], ...]  # per op the range of its tasks
+    of_op: tuple[tuple[int, int], ...]  # per op the range of its tasks, in the last microbatch
     of_link: tuple[tuple[int, int], ...]  # per link the range of its tasks; empty where nothing moves
     overlap: bool
+    earlier: tuple[tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]], ...] = ()  # of_op, of_link of the microbatches before
 
     @property
     def graph(self) -> Graph:
@@ -83,20 +90,51 @@ class _Builder:
         self.of_op = [(0, 0)] * len(self.graph.ops)
         self.of_link = [(0, 0)] * len(self.links)
         self.last_compute: tuple[int, ...] = ()
+        self.begins_after: tuple[int, ...] = ()  # tasks that the microbatch waits for
 
     def build(self) -> TaskProgram:
-        slots, n = self.places.by_slot(), len(self.graph.ops)
-        self._move_all(slots.get(-1, ()))
-        for i, op in enumerate(self.graph.ops):
-            self._move_all(slots.get(2 * i, ()))
-            if not op.is_placeholder:
-                self._run(i)
-            self._move_all(slots.get(2 * i + 1, ()))
-        self._move_all(slots.get(2 * n, ()))
+        slots, earlier = self.places.by_slot(), []
+        self._fetch()
+        fetched, of_link = dict(self.ready), list(self.of_link)
+        for k in range(self.formulation.microbatches):
+            if k:
+                earlier.append((tuple(self.of_op), tuple(self.of_link)))
+                self.ready, self.of_link, self.begins_after = dict(fetched), list(of_link), self.last_compute
+            self._microbatch(slots)
+        self._reduce()
         for i, op in enumerate(self.graph.ops):
             if op.is_placeholder:
                 self._update(i)
-        return TaskProgram(tuple(self.tasks), self.formulation, self.choice, tuple(self.of_op), tuple(self.of_link), self.overlap)
+        spans = tuple(self.of_op), tuple(self.of_link)
+        return TaskProgram(tuple(self.tasks), self.formulation, self.choice, *spans, self.overlap, tuple(earlier))
+
+    def _fetch(self) -> None:
+        """The kept copies, all of which the first op waits for."""
+        self._move_all(self.places.fetches)
+        ends = tuple(self.of_link[k][1] - 1 for k in self.places.fetches if self.steps[k])
+        self.ready |= dict.fromkeys((self.links[k].b for k in self.places.fetches), ends)
+
+    def _microbatch(self, slots: dict[int, list[int]]) -> None:
+        n, waiting = len(self.graph.ops), []
+        self._move_all(slots.get(-1, ()))
+        for i, op in enumerate(self.graph.ops):
+            self._move_all(slots.get(2 * i, ()))
+            if op.kind == ACCUMULATED and any(self.steps[k] for k in self.places.inputs[i]):
+                waiting.append(i)
+            elif not op.is_placeholder and op.kind != KEPT:
+                self._run(i)
+            self._move_all(slots.get(2 * i + 1, ()))
+        self._move_all(slots.get(2 * n, ()))
+        for i in waiting:
+            self._run(i)
+
+    def _reduce(self) -> None:
+        """The sums of gradients, one after the other, once the last microbatch has ended."""
+        ended = self.last_compute
+        for k in self.places.reductions:
+            self.ready[self.links[k].a] = ended
+            self._move(k)
+            ended = self._ends(k)
 
     def _steps(self, link: TensorEdge) -> tuple[Step, ...]:
         layouts = (id(link.source_layouts), self.choice[link.a], id(link.target_layouts), self.choice[link.b])  # shared by the layers
@@ -125,7 +163,7 @@ class _Builder:
 
     def _move(self, k: int) -> None:
         link, first = self.links[k], len(self.tasks)
-        after = self.ready.get(link.a, ())
+        after = self.ready.get(link.a, ()) or self.begins_after
         if k in self.places.late:  # not before the compute stream has reached this position
             after = tuple(sorted({*after, *self.last_compute}))
         name, reader = self.graph.ops[link.value[0]].name, self.places.reader[k]
@@ -146,10 +184,11 @@ class _Builder:
     def _run(self, i: int) -> None:
         op, phase, first = self.graph.ops[i], self.places.phases[i], len(self.tasks)
         after = tuple(sorted({t for k in self.places.inputs.get(i, ()) for t in self._ends(k)}))
-        seconds, collectives = float(self.formulation.problem.node_costs[i][self.choice[i]]), self._internal(i)
+        seconds = float(self.formulation.problem.node_costs[i][self.choice[i]]) / self.formulation.microbatches
+        collectives = self._internal(i)
         kernel = max(seconds - sum(one.seconds for one in collectives), 0.0)
         if kernel:
-            self._add(Task(op.name, "compute", kernel, COMPUTE, after, phase, i))
+            self._add(Task(op.name, "accumulation" if op.kind == ACCUMULATED else "compute", kernel, COMPUTE, after, phase, i))
             after = (len(self.tasks) - 1,)
         for one in collectives:
             self._add(Task(op.name, one.collective, one.seconds, one.axis + 1, after, phase, i, one.sent))
@@ -181,12 +220,17 @@ class _Places:
         self.graph, self.links, self.steps = formulation.graph, formulation.tensor_edges, steps
         n = len(self.graph.ops)
         self.hubs = {node: value for value, node in formulation.hubs.items()}
-        self.phases = ["rest" if op.is_placeholder else "backward" if op.backward else "forward" for op in self.graph.ops]
+        self.phases = [
+            "rest" if op.is_placeholder or op.kind == KEPT else "backward" if op.backward else "forward" for op in self.graph.ops
+        ]
         self.reader = [n] * len(self.links)  # the first op that reads the moved value; n where none does
         self.inputs: dict[int, list[int]] = {}  # op -> the links of its inputs
         self.gradients: dict[int, int] = {}  # parameter -> the link of its gradient
         self.hub_links = frozenset(k for k, link in enumerate(self.links) if link.b in self.hubs)
         self.results = [False] * len(self.links)
+        kinds = {i: op.kind for i, op in enumerate(self.graph.ops)}
+        self.fetches = [k for k, link in enumerate(self.links) if kinds.get(link.b) == KEPT]
+        self.reductions = [k for k, link in enumerate(self.links) if kinds.get(link.a) == ACCUMULATED]
         for k, link in enumerate(self.links):
             self._read(k, link, n)
         self.late: set[int] = set()
@@ -216,13 +260,13 @@ class _Places:
     def _overlapped(self, prefetch: int) -> list[int]:
         slots = [0] * len(self.links)
         phase = dict(enumerate(self.phases))  # of nodes: the phase that produces their value
-        waiting = []
+        waiting, fetches = [], set(self.fetches)
         for k, link in enumerate(self.links):  # those into hubs come first
             read = self._phase_of(self.reader[k], phase[link.a])
             if k in self.hub_links:
                 phase[link.b] = read if self.steps[k] else phase[link.a]
             slots[k] = self._when_produced(k)
-            if not self.results[k] and phase[link.a] != read and self.steps[k]:
+            if not self.results[k] and phase[link.a] != read and self.steps[k] and k not in fetches:
                 waiting.append(k)
         waiting.sort(key=lambda k: self.reader[k])
         self.late = set(waiting)
@@ -240,6 +284,7 @@ class _Places:
 
     def by_slot(self) -> dict[int, list[int]]:
         by_slot: dict[int, list[int]] = {}
-        for k in sorted(range(len(self.links)), key=lambda k: (self.slots[k], k not in self.hub_links, self.reader[k], k)):
+        once = {*self.fetches, *self.reductions}
+        for k in sorted(set(range(len(self.links))) - once, key=lambda k: (self.slots[k], k not in self.hub_links, self.reader[k], k)):
             by_slot.setdefault(self.slots[k], []).append(k)
         return by_slot

@@ -21,13 +21,16 @@ import numpy as np
 from autoshard.cost import shared_links
 from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import Formulation
-from autoshard.graph import Graph
+from autoshard.graph import ACCUMULATED, Graph
 from autoshard.mesh import Mesh
+from autoshard.problem import Usage
 from autoshard.simulate.engine import Times, run_tasks
 from autoshard.simulate.from_solution import formulation_of_solution
 from autoshard.simulate.joining import with_joined_gradients
 from autoshard.simulate.tasks import COMPUTE, Task, TaskProgram, program_of
 from autoshard.solution import Solution
+
+KERNELS = ("compute", "accumulation", "optimizer")  # kinds of tasks
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,18 +51,18 @@ class Timeline:
 
     @cached_property
     def compute_seconds(self) -> float:
-        return math.fsum(task.seconds for task in self.tasks if task.kind in ("compute", "optimizer"))
+        return math.fsum(task.seconds for task in self.tasks if task.kind in KERNELS)
 
     @cached_property
     def communication_seconds(self) -> float:
         """Seconds of all collectives, hidden or not; splits included."""
-        return math.fsum(task.seconds for task in self.tasks if task.kind not in ("compute", "optimizer"))
+        return math.fsum(task.seconds for task in self.tasks if task.kind not in KERNELS)
 
     @cached_property
     def exposed_communication_seconds(self) -> float:
         """Seconds in which collectives run and no kernel does."""
-        kernels = [i for i, task in enumerate(self.tasks) if task.kind in ("compute", "optimizer")]
-        others = [i for i, task in enumerate(self.tasks) if task.kind not in ("compute", "optimizer")]
+        kernels = [i for i, task in enumerate(self.tasks) if task.kind in KERNELS]
+        others = [i for i, task in enumerate(self.tasks) if task.kind not in KERNELS]
         both = _covered(self.times, [*kernels, *others])
         return both - _covered(self.times, kernels)
 
@@ -110,11 +113,11 @@ def timeline_of(
 ) -> Timeline:
     """The time line of a choice.
 
-    join: small gradient reductions are joined to buckets, with overlap (simulate.joining). links: per mesh axis the number of its link;
+    join: small gradient reductions are joined to buckets, with overlap (simulate.joining), in a step of one microbatch. links: per mesh axis the number of its link;
     default `shared_links`.
     """
     program = program_of(formulation, choice, overlap=overlap, prefetch=prefetch)
-    program = with_joined_gradients(program) if join and overlap else program
+    program = with_joined_gradients(program) if join and overlap and formulation.microbatches == 1 else program
     return Timeline(program, run_program(program, links))
 
 
@@ -151,7 +154,8 @@ def _covered(times: Times, tasks: Sequence[int]) -> float:
 
 def _memory(program: TaskProgram, times: Times, seconds: float) -> dict[str, np.ndarray]:
     problem, choice = program.formulation.problem, program.choice
-    held = program.formulation.held
+    held, n = program.formulation.held, len(program.graph.ops)
+    spans = [*program.earlier, (program.of_op, program.of_link)]
     op_begin, op_end = _op_times(program, times, seconds)
     into, out_of = _moves_by_node(program)
     rows = []
@@ -162,30 +166,44 @@ def _memory(program: TaskProgram, times: Times, seconds: float) -> dict[str, np.
             continue
         node = usage.ends[0]
         producers, readers = ((usage.edge,), ()) if usage.edge is not None else (into.get(node, ()), out_of.get(node, ()))
-        begin, end = op_begin[usage.start], op_end[usage.end - 1]
-        moves = [program.of_link[k] for k in producers]
-        starts = [times.begin[first] for first, stop in moves if first < stop]
-        if usage.start == 0 and usage.end == len(op_begin):  # held throughout
-            starts = []
-        begin = min([begin, *starts])
-        ends = [times.end[stop - 1] for first, stop in (program.of_link[k] for k in readers) if first < stop]
-        rows.append((begin, usage.start, max([end, *ends]), usage.end, amount, kind))
+        for first, last, start, end in _held_in(usage, n, len(spans)):
+            moves = [spans[first][1][k] for k in producers]
+            starts = [times.begin[a] for a, b in moves if a < b] if usage.start or usage.end < n else []
+            ends = [times.end[b - 1] for a, b in (spans[last][1][k] for k in readers) if a < b]
+            rows.append((min([op_begin[start], *starts]), start, max([op_end[end - 1], *ends]), end, amount, kind))
     return _profile(rows, by_order=not program.overlap)
 
 
+def _held_in(usage: Usage, n: int, m: int) -> list[tuple[int, int, int, int]]:
+    """When bytes are held in a step of m microbatches of n ops: (first microbatch, last, start, end), times counted through the step."""
+    if usage.start == 0 and usage.end >= n:  # throughout
+        return [(0, m - 1, 0, usage.end + (m - 1) * n)]
+    if usage.start >= n:  # after the last microbatch
+        return [(m - 1, m - 1, usage.start + (m - 1) * n, usage.end + (m - 1) * n)]
+    last = [min(usage.end, n)] * (m - 1) + [usage.end]
+    return [(k, k, usage.start + k * n, end + k * n) for k, end in enumerate(last)]
+
+
 def _op_times(program: TaskProgram, times: Times, seconds: float) -> tuple[list[float], list[float]]:
-    """The begin and end of each op; of a view, the time at which the compute stream reaches it. One more entry for the end of the step."""
+    """The begin and end of each op in each microbatch; of a view, the time at which the compute stream reaches it. Then those of the
+    reductions of the sums of gradients, and one more entry for the end of the step."""
     begin, end = [], []
     reached, seen = 0.0, 0
-    for i, (first, stop) in enumerate(program.of_op):
-        if program.graph.ops[i].is_placeholder:
-            first = stop = seen
-        while seen < first:
-            if program.tasks[seen].stream == COMPUTE or not program.overlap:
-                reached = max(reached, times.end[seen])
-            seen += 1
-        begin.append(times.begin[first] if first < stop else reached)
-        end.append(times.end[stop - 1] if first < stop else reached)
+    for of_op, _ in (*program.earlier, (program.of_op, program.of_link)):
+        for i, (first, stop) in enumerate(of_op):
+            if program.graph.ops[i].is_placeholder:
+                first = stop = seen
+            while seen < first:
+                if program.tasks[seen].stream == COMPUTE or not program.overlap:
+                    reached = max(reached, times.end[seen])
+                seen += 1
+            begin.append(times.begin[first] if first < stop else reached)
+            end.append(times.end[stop - 1] if first < stop else reached)
+    for k, link in enumerate(program.formulation.tensor_edges):  # in the order of formulate.usages
+        if link.a < len(program.graph.ops) and program.graph.ops[link.a].kind == ACCUMULATED:
+            first, stop = program.of_link[k]
+            begin.append(times.begin[first] if first < stop else max(end))
+            end.append(times.end[stop - 1] if first < stop else max(end))
     return [*begin, seconds], [*end, seconds]
 
 

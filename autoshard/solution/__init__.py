@@ -10,4 +10,5 @@ from .record import VERSION as VERSION
 from .record import Placed as Placed
 from .record import Solution as Solution
 from .replay import Replay as Replay
+from .replay import of_one_microbatch as of_one_microbatch
 from .replay import replay as replay

@@ -132,6 +132,16 @@ class Solution:
         return int(self.assumptions.get("recompute") or 0)
 
     @property
+    def microbatches(self) -> int:
+        """How many microbatches a step has: its inputs are those of one, cost and bound are of the step."""
+        return int(self.assumptions.get("microbatches") or 1)
+
+    @property
+    def accumulation_dtype(self) -> str | None:
+        """The dtype of the sums of gradients over microbatches; None where it is that of the gradients."""
+        return self.assumptions.get("accumulation_dtype")
+
+    @property
     def pinned_scheme(self) -> str | None:
         """The baseline whose layouts the plan was pinned to, `fsdp`; None where all layouts were planned."""
         return self.assumptions.get("pinned_to")

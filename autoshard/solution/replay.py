@@ -1,6 +1,6 @@
 """Applies a saved plan to the captured graph of a model: with the same blocks recomputed, and with the reasons where it does not fit.
 
-    replay(solution, graph)            the captured graph, with as many blocks recomputed as the plan recomputes
+    replay(solution, graph)            the captured graph, with the blocks recomputed that the plan recomputes, and its microbatches
     replay(...).misfits                why the plan can't be applied to that graph; empty where it can
     replay(...).checked()              the graph; ValueError where the plan does not fit it
 
@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from autoshard.graph import Graph, checkpointed
+from autoshard.graph import ACCUMULATED, KEPT, Graph, checkpointed, with_microbatches
 from autoshard.mesh import Mesh
 from autoshard.solution.compare import misfits
-from autoshard.solution.record import Solution
+from autoshard.solution.record import Placed, Solution
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +25,7 @@ class Replay:
     solution: Solution
     graph: Graph
     mesh: Mesh | None = None  # the plan's own where none is given
+    microbatch: Graph | None = None  # the graph without kept copies and sums, where the plan has several microbatches
 
     @cached_property
     def misfits(self) -> tuple[str, ...]:
@@ -39,5 +40,23 @@ class Replay:
 
 
 def replay(solution: Solution, graph: Graph, mesh: Mesh | None = None) -> Replay:
-    """A plan on the captured graph of a model, with the blocks recomputed that the plan recomputes."""
-    return Replay(solution, checkpointed(graph, solution.recompute), mesh)
+    """A plan on the captured graph of a model, with the blocks recomputed that the plan recomputes, and the copies and sums of its
+    microbatches where it has several."""
+    graph = checkpointed(graph, solution.recompute)
+    if solution.microbatches == 1:
+        return Replay(solution, graph, mesh)
+    return Replay(solution, with_microbatches(graph, solution.accumulation_dtype), mesh, graph)
+
+
+def of_one_microbatch(solution: Solution) -> tuple[dict[str, Placed], dict[str, str]]:
+    """The layouts and results of a microbatch alone: parameters as their kept copies, gradients as they are added up."""
+    layouts, results = dict(solution.layouts), dict(solution.results)
+    if solution.microbatches == 1:
+        return layouts, results
+    for name in solution.parameters:
+        if (kept := layouts.pop(f"{name}.{KEPT}", None)) is not None:
+            layouts[name] = Placed((), kept.outputs, kept.hubs)
+        if (total := layouts.pop(f"{name}.{ACCUMULATED}", None)) is not None:
+            assert total.outputs[0] is not None
+            results[f"gradient:{name}"] = total.outputs[0]
+    return layouts, results
