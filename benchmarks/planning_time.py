@@ -12,6 +12,7 @@ captured graph, and reads layouts of parameters from the file alone.
 # ruff: noqa: E402  (its own folder has to leave sys.path first)
 import argparse
 import json
+import math
 import resource
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(ROOT), *(entry for entry in sys.path if Path(entry).resolve() != ROOT / "benchmarks")]
 
+from benchmarks import planning_grid
 from benchmarks.own_process import in_own_process
 
 LLAMA, GPT2 = "llama.py:llama3_8b", "gpt2.py:small"
@@ -77,8 +79,15 @@ def plan_once(case: dict, folder: str, out: str | None = None) -> dict:
     warm_up(api, Mesh)
     module, example_inputs = built(case, folder)
     mesh = Mesh.from_bandwidths(tuple(case["mesh"]), devices_per_node=min(8, case["mesh"][-1]))
+    options = {"baselines": case.get("baselines", False), "gap": case.get("gap", 0.0), **case.get("options", {})}
     began = time.process_time()
-    solution = api.plan(module, example_inputs, mesh, training=True, baselines=case.get("baselines", False), gap=case.get("gap", 0.0))
+    try:
+        solution = api.plan(module, example_inputs, mesh, training=True, **options)
+    except api.Infeasible as error:
+        total = time.process_time() - began
+        status = "unknown" if " was found in " in str(error) else "infeasible"
+        none = {"status": status, "gap": math.inf, "message": str(error), "peak_rss_bytes": peak_rss()}
+        return {**none, "cpu_seconds": {"total": total}}
     total = time.process_time() - began
     if out is not None:
         solution.save(out)
@@ -195,6 +204,8 @@ def main() -> int:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--depths", action="store_true")
     parser.add_argument("--reuse", action="store_true")
+    parser.add_argument("--grid", action="store_true")
+    parser.add_argument("--every", type=int, default=1, help="of the grid: every so many cells")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--order", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -204,6 +215,8 @@ def main() -> int:
         return 0
     if given.reuse:
         return reuse(given.folder, given.json)
+    if given.grid:
+        return grid(given.folder, given.only, given.every, given.json)
     rows = []
     if not given.json:
         heads = " ".join(f"{phase:>10}" for phase in PHASES)
@@ -223,6 +236,25 @@ def main() -> int:
             print(f"from 8 to 126 layers: {result['growth']:.2f}x")
     if given.json:
         print(json.dumps({**result, "ok": ok}))
+    return not ok
+
+
+def grid(folder: Path, only: list[str] | None, every: int, as_json: bool) -> int:
+    def planned(case: dict, gap: float) -> dict:
+        return in_own_process(__file__, {"case": {**case, "gap": gap}, "folder": str(folder)})
+
+    names = [name for name in planning_grid.cells() if only is None or any(part in name for part in only)]
+    rows = []
+    if not as_json:
+        print(planning_grid.HEADS)
+    for name in names[::every]:
+        row = {"case": name, **planning_grid.orders(planning_grid.cells()[name], planned)}
+        rows.append({**row, "ok": planning_grid.is_ok(row)})
+        if not as_json:
+            print(planning_grid.line(rows[-1]), flush=True)
+    missed = [row["case"] for row in rows if not row["ok"]]
+    ok = len(missed) <= planning_grid.MOST_MISSED * len(rows)
+    print(json.dumps({"rows": rows, "missed": missed, "ok": ok}) if as_json else f"{len(rows)} cells, missed: {', '.join(missed) or 'none'}")
     return not ok
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard.planning.context import Context, Instance
+from autoshard.planning.homes import homes
 from autoshard.planning.options import Stopwatch
 from autoshard.planning.refusal import searched_seconds
 from autoshard.planning.tying import solve_tied
@@ -20,7 +21,7 @@ def solve_instance(context: Context, instance: Instance, starts: Sequence[tuple[
     limits["preference"] = instance.formulated.preference
     if options.tie_blocks:
         return solve_tied(instance.formulated, problem, solver=options.solver, **limits)
-    limits["patience"] = searched_seconds(options)
+    limits |= {"patience": searched_seconds(options), "homes": homes(instance.formulated)}
     if instance.shallow is not None:
         return instance.shallow.solve(problem, starts=starts, **limits)
     return solve(problem, solver=options.solver, starts=starts, **limits)

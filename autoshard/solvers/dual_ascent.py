@@ -183,8 +183,8 @@ def converge(problem: Problem, incumbent: Incumbent, sweeps: int = CONVERGED) ->
     return messages.message
 
 
-def resume(problem: Problem, incumbent: Incumbent, message: np.ndarray) -> Messages:
-    """Continue from given messages, for example those of a similar problem; any messages give a valid bound."""
+def look(problem: Problem, incumbent: Incumbent, message: np.ndarray) -> Messages:
+    """Continue from given messages, for example those of a similar problem, for few sweeps; any messages give a valid bound."""
     messages = Messages(without_limit(problem))  # the bound holds under any limit
     if message.shape != messages.message.shape:
         raise ValueError(f"there are {len(message)} messages; expected {len(messages.message)}, one per choice of each end of every edge")
@@ -192,8 +192,15 @@ def resume(problem: Problem, incumbent: Incumbent, message: np.ndarray) -> Messa
     for k in range(FIRST_LOOKS):  # the known answer is proven before another answer of the same cost is decoded
         incumbent.raise_bound(messages.sweep(forward=k % 2 == 0)[0])
         if incumbent.done:
-            return messages
-    ascend(messages, incumbent, RESUMED)
+            break
+    return messages
+
+
+def resume(problem: Problem, incumbent: Incumbent, message: np.ndarray) -> Messages:
+    """Continue from given messages until they give no better bound."""
+    messages = look(problem, incumbent, message)
+    if not incumbent.done:
+        ascend(messages, incumbent, RESUMED)
     return messages
 
 

@@ -31,6 +31,7 @@ class Record:
     patience: float = math.inf  # seconds on the clock: the deadline while there is no answer
     worst: float = math.inf  # no answer costs more, so a bound above it proves that none exists
     messages: np.ndarray | None = None  # of dual ascent on a similar problem
+    homes: np.ndarray | None = None  # per node a number; few edges join nodes of different numbers (parts.py)
     choice: tuple[int, ...] | None = None
     cost: float = math.inf
     bound: float = -math.inf
@@ -54,6 +55,7 @@ class Incumbent:
         self.problem, self.record = problem, record
         self.choice: tuple[int, ...] | None = record.choice
         self.deadline = record.deadline
+        self.homes = record.homes
         self._outer: Incumbent | None = None
         self._lift: Callable[[Choice], Choice] = tuple
         self.complete = True  # the problem contains every answer of the record's problem that is cheaper than the record's
@@ -64,7 +66,7 @@ class Incumbent:
         Where it is not complete, a bound on it is no bound on this problem and is dropped.
         """
         inner = Incumbent(problem, self.record)
-        inner.choice, inner._outer, inner._lift = None, self, lift
+        inner.choice, inner._outer, inner._lift, inner.homes = None, self, lift, None
         inner.complete, inner.deadline = self.complete and complete, self.deadline
         return inner
 

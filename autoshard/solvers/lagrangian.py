@@ -22,10 +22,9 @@ from scipy.optimize import linprog
 from ..problem import Problem, evaluate, held
 from .answer import TOLERANCE
 from .binding_times import binding_rows, load
-from .dual_ascent import resume
 from .incumbent import Incumbent, Record
 from .infeasibility import priced
-from .settle import finish, polish, reduce_and_settle
+from .settle import continue_from, polish, reduce_and_settle
 
 AGREED = 1e-9  # relative: answers and bound agree
 ROUNDS = 10  # of distributing one total price over the times
@@ -62,6 +61,7 @@ class Lagrangian:
     clock: Callable[[], float]
     gap: float = 0.0  # relative: between the answer and the bound at a price
     exact_seconds: float = EXACT_SECONDS
+    homes: np.ndarray | None = None  # as for `solve`
     answers: dict[tuple[int, ...], KnownAnswer] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
     peaks: dict[int, None] = field(default_factory=dict)  # rows at which some answer has its peak
@@ -88,12 +88,12 @@ class Lagrangian:
     def minimum(self, prices: np.ndarray, messages: np.ndarray | None = None) -> float:
         """A lower bound on the cost of every answer at these prices (per byte, one per row). The best answer is added."""
         free = priced(self.problem, self.rows.of_usages(prices)) if prices.any() else self.problem
-        record = Record(free, self.deadline, self.gap, self.clock)
+        record = Record(free, self.deadline, self.gap, self.clock, homes=self.homes)
         incumbent = Incumbent(free, record)
         if self.answers:
             incumbent.offer(min(self.answers.values(), key=lambda f: f.cost + float(prices @ f.loads)).choice)
         if messages is not None:
-            finish(free, incumbent, resume(free, incumbent, messages))
+            continue_from(free, incumbent, messages)
         if not incumbent.done:
             polish(free, incumbent)
         if not incumbent.done and self.exact_seconds > 0:

@@ -53,7 +53,8 @@ def search_prices(problem: Problem, incumbent: Incumbent, messages: np.ndarray |
     limit = problem.usage_limit
     assert limit is not None
     gap = max(incumbent.record.gap / 4, AGREED)
-    lagrangian = Lagrangian(without_limit(problem), incumbent.deadline, incumbent.record.clock, gap, exact_seconds=0.0)
+    record = incumbent.record
+    lagrangian = Lagrangian(without_limit(problem), incumbent.deadline, record.clock, gap, exact_seconds=0.0, homes=record.homes)
     if incumbent.choice is not None:
         lagrangian.add(incumbent.choice)
     lagrangian.minimum(np.zeros(len(lagrangian.rows.times)), messages)

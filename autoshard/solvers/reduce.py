@@ -12,7 +12,7 @@ Repeated tables are handled once (interning.py). The lift replays the steps back
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,6 +56,15 @@ class Reduced:
         return x
 
 
+    def choices_left(self, v: int, num_choices: int) -> np.ndarray:
+        """Which of its choices a node of the original problem still has in the reduced one."""
+        index = np.arange(num_choices)
+        for step in self.steps:
+            if step[0] == "kept" and step[1] == v:
+                index = index[step[2]]
+        return index
+
+
 def _undo(step: tuple, x: list[int]) -> None:
     kind, v = step[:2]
     if kind == "kept":
@@ -72,9 +81,12 @@ def _undo(step: tuple, x: list[int]) -> None:
         x[v] = int((costs + left[:, x[a]] + right[:, x[b]]).argmin())
 
 
-def reduce(problem: Problem, *, stop: Callable[[], bool] = lambda: False) -> Reduced:
-    """Apply every reduction until none applies, or until stop() returns true (the result is then exact as well)."""
-    state = _Reducer(problem, stop)
+def reduce(problem: Problem, *, stop: Callable[[], bool] = lambda: False, kept: Collection[int] = ()) -> Reduced:
+    """Apply every reduction until none applies, or until stop() returns true (the result is then exact as well).
+
+    kept: nodes that stay with all choices that are possible, so that the reductions hold for any further costs of these choices.
+    """
+    state = _Reducer(problem, stop, frozenset(kept))
     try:
         state.read_usages()
         while state.sweep() or (state.refresh_memory() and not stop()):
@@ -87,6 +99,10 @@ def reduce(problem: Problem, *, stop: Callable[[], bool] = lambda: False) -> Red
 class _Reducer(Reducible):
     """The reductions, one node at a time."""
 
+    def __init__(self, problem: Problem, stop: Callable[[], bool], kept: frozenset[int]) -> None:
+        super().__init__(problem, stop)
+        self.kept = kept
+
     def sweep(self) -> bool:
         """Reduce the nodes that have changed; returns whether anything was reduced."""
         before = len(self.steps)
@@ -97,11 +113,12 @@ class _Reducer(Reducible):
                 if k % STOP_EVERY == 0 and self.stop():
                     return False
                 if self.alive[v]:
-                    self.reduce_node(v)
+                    self.drop_forbidden(v)
+                    if v not in self.kept:
+                        self.reduce_node(v)
         return len(self.steps) > before or sum(map(len, self.tables)) < edges_before
 
     def reduce_node(self, v: int) -> None:
-        self.drop_forbidden(v)
         if len(self.cost[v]) == 1:
             self.fix(v)
             return
@@ -152,13 +169,13 @@ class _Reducer(Reducible):
             if f is None:
                 continue
             inverse = self.pool.of(function_of, self.tables[v][n])
-            if inverse is None or len(self.items[v]) <= len(self.items[n]):
+            if inverse is None or n in self.kept or len(self.items[v]) <= len(self.items[n]):
                 self.merge(n, v, f)
                 return True
             self.merge(v, n, inverse)  # each decides the other: the longer list of bytes stays
         for n in list(self.tables[v]):
             table = self.tables[v].get(n)
-            f = None if table is None else self.pool.of(function_of, table)
+            f = None if table is None or n in self.kept else self.pool.of(function_of, table)
             if f is not None:
                 self.merge(v, n, f)
         return False

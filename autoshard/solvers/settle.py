@@ -16,7 +16,8 @@ import numpy as np
 from ..problem import Edge, Problem
 from .annealing import Annealing
 from .cutting_planes import PriceAscent
-from .dual_ascent import Messages, ascend
+from .decomposition import decompose
+from .dual_ascent import RESUMED, Messages, ascend, look
 from .elimination import Elimination, eliminate, elimination, lowered
 from .ilp import branch, relax
 from .incumbent import Choice, Incumbent
@@ -67,7 +68,12 @@ def shrink(problem: Problem, incumbent: Incumbent) -> Incumbent | None:
     """The incumbent of the reduced problem, or None where the reductions prove that no answer fits."""
     until = incumbent.time_left() * (1 - REDUCE_SHARE)
     reduced = reduce(problem, stop=lambda: incumbent.time_left() <= until)
-    return None if reduced.problem is None else incumbent.inside(reduced.problem, reduced.lift)
+    if reduced.problem is None:
+        return None
+    inner = incumbent.inside(reduced.problem, reduced.lift)
+    if incumbent.homes is not None:
+        inner.homes = incumbent.homes[[*reduced.nodes, 0]]  # the base is the last node; it has no edges
+    return inner
 
 
 def settle(incumbent: Incumbent, *, thorough: bool = True) -> None:
@@ -85,6 +91,8 @@ def settle(incumbent: Incumbent, *, thorough: bool = True) -> None:
         return  # the result of the price search (price_search.py) stays
     messages = Messages(problem)
     ascend(messages, incumbent, SWEEPS)
+    if not problem.usages and incumbent.homes is not None and not incumbent.done:
+        decompose(problem, incumbent.homes, incumbent, messages.message, settle_part)
     if not problem.usages and narrow(messages, incumbent, Work(THOROUGH if thorough else QUICK)):
         return
     if not thorough:
@@ -102,6 +110,16 @@ def settle(incumbent: Incumbent, *, thorough: bool = True) -> None:
         prove(restrict(problem, incumbent, messages.affordable(incumbent)))
 
 
+def settle_part(incumbent: Incumbent, messages: Messages | None) -> None:
+    """Settle a part of a problem (decomposition.py) as far as that is quick. messages: those of dual ascent on it, if there are some."""
+    if messages is not None:
+        narrow(messages, incumbent, Work(QUICK), shares=())
+    else:
+        inner = restrict(incumbent.problem, incumbent, [np.isfinite(c) for c in incumbent.problem.node_costs])
+        if inner is not None:
+            settle(inner, thorough=False)
+
+
 @dataclass
 class Work:
     """The elimination that may still be tried, in cells of tables: it is counted, not timed, so that every machine does the same."""
@@ -114,13 +132,14 @@ class Work:
         return self.left >= 0
 
 
-def narrow(messages: Messages, incumbent: Incumbent, work: Work) -> bool:
+def narrow(messages: Messages, incumbent: Incumbent, work: Work, shares: Sequence[float] = NEAR_SHARES) -> bool:
     """Settle a problem without memory by elimination over the affordable choices. Returns whether it is settled or time is up.
 
-    The search for better answers comes first, among the choices nearest to the bound: each better answer leaves fewer choices affordable.
+    The search for better answers comes first, among the choices within these shares of the gap from the bound: each better answer leaves
+    fewer choices affordable.
     """
     problem = incumbent.problem
-    for share in NEAR_SHARES:
+    for share in shares:
         if incumbent.done:
             return True
         if not work.spend(RESTRICTED * (len(problem.node_costs) + len(problem.edges))):
@@ -209,8 +228,15 @@ def explore(messages: Messages, ascent: PriceAscent | None, incumbent: Incumbent
         improve(messages, incumbent, partial(solve_part, incumbent), math.inf if size > LARGE else FUTILE)
 
 
-def finish(problem: Problem, incumbent: Incumbent, messages: Messages) -> None:
-    """Settle the problem with the choices that the messages leave affordable, where these are few."""
+def continue_from(problem: Problem, incumbent: Incumbent, message: np.ndarray) -> None:
+    """Continue dual ascent from messages of a similar problem; then settle what these leave affordable, where that is little."""
+    messages = look(problem, incumbent, message)
+    if incumbent.done:
+        return
+    if incumbent.homes is not None and problem.usage_limit is None:
+        decompose(problem, incumbent.homes, incumbent, message, settle_part)
+    if not incumbent.done:
+        ascend(messages, incumbent, RESUMED)
     if incumbent.done or not math.isfinite(incumbent.cost):
         return
     keep = messages.affordable(incumbent)
@@ -288,7 +314,9 @@ def restrict(problem: Problem, incumbent: Incumbent, keep: Sequence[np.ndarray],
     def lift(choice: Choice) -> Choice:
         return [int(i[k]) for i, k in zip(index, choice, strict=True)]
 
-    inner = shrink(small, incumbent.inside(small, lift, complete=complete))
+    same = incumbent.inside(small, lift, complete=complete)
+    same.homes = incumbent.homes
+    inner = shrink(small, same)
     if inner is None and complete:
         incumbent.close()
     return inner

@@ -25,7 +25,7 @@ from .ilp import ILP
 from .incumbent import Fixed, Incumbent, Record
 from .infeasibility import explain_infeasible, hopeless
 from .price_search import PriceSearch
-from .settle import finish, polish
+from .settle import continue_from, polish
 
 TIME_LIMIT = 10000.0  # seconds
 PREFERENCE_SHARES = (1e-6, 1e-9)  # of the cost, for all preferences together
@@ -59,6 +59,7 @@ def solve(
     starts: Sequence[Sequence[int]] = (),
     preference: Sequence[np.ndarray] | None = None,
     messages: np.ndarray | None = None,
+    homes: Sequence[int] | np.ndarray | None = None,
     progress: Callable[[float, float], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Answer:
@@ -67,6 +68,7 @@ def solve(
     `patience`: seconds after which the search ends if it has no answer yet, nor a proof that there is none.
     `starts` are choices that may be feasible; those that aren't are ignored. `messages`: those of dual ascent on a similar problem
     (`converged`), which continues from them before anything else is tried; a start that this proves is not changed for `preference`.
+    `homes`: a number per node, for example its layer; where few edges join different ones, the parts are solved one by one (parts.py).
     `progress` is called with (cost, bound) whenever one of them improves.
     Ctrl-C ends the search, not the program: the best known answer is returned.
     """
@@ -78,6 +80,7 @@ def solve(
     if not time_limit > 0 or not gap >= 0:
         raise ValueError(f"time_limit is {time_limit} and gap is {gap}; expected more than 0 seconds and a gap of 0 or more")
     record = Record(problem, began + time_limit, gap, clock, progress, patience=began + patience, messages=messages)
+    record.homes = None if homes is None else np.asarray(homes, dtype=np.int64)
     incumbent = Incumbent(problem, record)
     for start in starts:
         incumbent.offer(start)
@@ -86,7 +89,7 @@ def solve(
         if hopeless(problem):
             incumbent.raise_bound(math.inf)
         if messages is not None and not incumbent.proven:  # their bound is worth having even where no time is left
-            finish(problem, incumbent, resume(problem, incumbent, messages))
+            continue_from(problem, incumbent, messages)
         incumbent.note_carried()
         if not incumbent.done:
             chosen.run(problem, incumbent)
