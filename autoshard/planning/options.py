@@ -41,6 +41,8 @@ class Demand:
 class Infeasible(ValueError):
     """No plan fits what was asked; the message says what would."""
 
+    status = "infeasible"
+
     def __init__(
         self,
         message: str,
@@ -58,8 +60,14 @@ class Infeasible(ValueError):
         limit = None if self.smallest_limit is None else list(self.smallest_limit)
         conflict = [demand.to_dict() for demand in self.conflict]
         return {
-            "status": "infeasible", "message": str(self), "conflict": conflict, "minimal": self.minimal, "smallest_limit_bytes": limit,
+            "status": self.status, "message": str(self), "conflict": conflict, "minimal": self.minimal, "smallest_limit_bytes": limit,
         }  # fmt: skip
+
+
+class NoAnswer(Infeasible):
+    """The time ran out before a plan was found, or it was proven that there is none. Caught as `Infeasible` is: there is no plan to use."""
+
+    status = "no answer"
 
 
 def bytes_text(size: float, *, up: bool = False) -> str:
