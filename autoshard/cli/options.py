@@ -40,7 +40,7 @@ Prices = Annotated[
 Train = Annotated[bool, typer.Option("--train", help="Plan a training step instead of a forward pass.")]
 Microbatches = Annotated[
     int | None,
-    typer.Option("--microbatches", help="Of which a training step consists; the model's inputs are those of one.", min=1, show_default=False),
+    typer.Option("--microbatches", help="Of a training step; the model's inputs are those of one. Default: 1.", min=1, show_default=False),
 ]
 GlobalBatch = Annotated[
     int | None, typer.Option("--global-batch", help="Examples of a step, instead of --microbatches.", min=1, show_default=False)

@@ -110,7 +110,8 @@ def plan(
     keywords = parse_settings(settings)
     options = planning_options(
         memory=memory, optimizer=optimizer, recompute=recompute, pin=pin, forbid=forbid,
-        training=train, microbatches=microbatches, global_batch=global_batch, master_weights=master_weights, tie_blocks=tie_blocks, price_pins=price_pins, baselines=not no_baselines,
+        training=train, microbatches=microbatches, global_batch=global_batch, master_weights=master_weights, tie_blocks=tie_blocks,
+        price_pins=price_pins, baselines=not no_baselines,
         solver=solver, time_limit=time_limit, gap=gap, assumptions={"model": model, "set": keywords},
     )  # fmt: skip
     options = handed_on(options, kept)

@@ -153,8 +153,9 @@ def _loop_code(recipe: dict) -> str:
     last = f"k == {step['number'] - 1}"
     values = {"requires_gradient_sync": step["requires_gradient_sync"], "reshard_after_backward": step["reshard_after_forward"]}
     calls = [f"            module.set_{key}({True if value else last}, recurse=False)" for key, value in values.items()]
-    head = f"def begin_microbatch(model, k):\n    # before the forward of microbatch k of {step['number']}\n    for module in model.modules():\n"
-    return f"\n\n{head}        if hasattr(module, 'set_requires_gradient_sync'):\n" + "\n".join(calls) + "\n"
+    head = f"def begin_microbatch(model, k):\n    # before the forward of microbatch k of {step['number']}\n"
+    body = ["    for module in model.modules():", "        if hasattr(module, 'set_requires_gradient_sync'):", *calls]
+    return f"\n\n{head}" + "\n".join(body) + "\n"
 
 
 def _mesh_code(axes: list[str]) -> str:

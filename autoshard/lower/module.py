@@ -183,9 +183,9 @@ class Runner:
         """As `ParallelModule.microbatches`."""
         leaves, spec, names = self._named_leaves(module, batch)
         tensors = {k: x for k, x in enumerate(leaves) if isinstance(x, Tensor) and k in names}
-        whole = {k for k, x in tensors.items() if tuple(x.shape) == self._planned_shape(names[k], local)}
-        split = {k for k, x in tensors.items() if k not in whole and x.dim() and x.shape[0] % self.number == 0}
-        if any(isinstance(x, DTensor) for x in tensors.values()) or split | whole != set(tensors) or not (split or self.number == 1):
+        repeated = {k for k, x in tensors.items() if tuple(x.shape) == self._planned_shape(names[k], local)}
+        split = {k for k, x in tensors.items() if k not in repeated and x.dim() and x.shape[0] % self.number == 0}
+        if any(isinstance(x, DTensor) for x in tensors.values()) or split | repeated != set(tensors) or not (split or self.number == 1):
             shapes = ", ".join(f"{names[k]} of {tuple(x.shape)}" for k, x in tensors.items())
             raise ValueError(
                 f"the batch has {shapes}; expected plain tensors of {self.number} times the planned first dim, which are the "
@@ -402,10 +402,10 @@ class ParallelModule(nn.Module):
                 (model(*inputs) / 4).backward()
             optimizer.step()
 
-        Within the loop parameters are fetched once and gradients are added up, both as planned; the last backward() reduces the sums and
-        sets every p.grad. batch: as for `shard_inputs`, of the examples of all microbatches, split along dim 0; inputs in their planned
-        shape go to each of them. Divide the loss yourself, as above, if it is a mean. ValueError where the batch can't be split; RuntimeError
-        where a parameter changes within the loop, or the last microbatch has no backward().
+        Within the loop parameters are fetched once and gradients are added up, both as planned; the last backward() reduces the sums
+        and sets every p.grad. batch: as for `shard_inputs`, of the examples of all microbatches, split along dim 0; inputs in their planned
+        shape go to each of them. Divide the loss yourself, as above, if it is a mean. ValueError where the batch can't be split;
+        RuntimeError where a parameter changes within the loop, or the last microbatch has no backward().
         """
         return self.__dict__["_runner"].microbatches(self, batch, local=local)
 

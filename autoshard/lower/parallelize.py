@@ -237,7 +237,8 @@ class _Builder:
             name: shard_of_rank(value.to(device), graphs.slots[name].layout, mesh, self.where).clone(memory_format=torch.contiguous_format)
             for name, value in captured.constants.items()
         }
-        return TracedCall(graphs, inference, shapes, returned.structure, returned.leaves, shards, position, timelines, self.patiently, moves)
+        structure, leaves = returned.structure, returned.leaves
+        return TracedCall(graphs, inference, shapes, structure, leaves, shards, position, timelines, self.patiently, moves)
 
 
 def _check_shareable(returned: Returned) -> None:

@@ -24,7 +24,8 @@ from autoshard.solution import Solution, differences
 from autoshard.solvers import certified, converged
 from autoshard.strategies import candidates
 
-KEPT = ("optimizer", "master_weights", "memory_limit", "microbatches", "accumulation_dtype")  # options of the plan that apply unless others are given
+# options of the plan that apply unless others are given
+KEPT = ("optimizer", "master_weights", "memory_limit", "microbatches", "accumulation_dtype")
 
 
 @in_turn

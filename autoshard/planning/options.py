@@ -65,7 +65,7 @@ class Infeasible(ValueError):
 
 
 class NoAnswer(Infeasible):
-    """The time ran out before a plan was found, or it was proven that there is none. Caught as `Infeasible` is: there is no plan to use."""
+    """The time ran out before a plan was found, or a proof that there is none. Caught as `Infeasible` is: there is no plan to use."""
 
     status = "no answer"
 
@@ -122,7 +122,8 @@ class Options:
 
     def _check_microbatches(self) -> None:
         for name, value in (("microbatches", self.microbatches), ("global_batch", self.global_batch)):
-            if not (isinstance(value, int) and not isinstance(value, bool) and value > 0) and not (name == "global_batch" and value is None):
+            is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+            if not is_count and not (name == "global_batch" and value is None):
                 raise ValueError(f"{name} is {value!r}; expected a whole number of 1 or more")
         if self.accumulation_dtype not in (None, "float32", "bfloat16", "float16", "float64"):
             raise ValueError(f"accumulation_dtype is {self.accumulation_dtype!r}; expected float32, bfloat16, float16 or float64")

@@ -30,7 +30,6 @@ from autoshard.simulate.joining import with_joined_gradients
 from autoshard.simulate.tasks import COMPUTE, Task, TaskProgram, program_of
 from autoshard.solution import Solution
 
-
 KERNELS = ("compute", "accumulation", "optimizer")  # kinds of tasks
 
 
@@ -114,8 +113,8 @@ def timeline_of(
 ) -> Timeline:
     """The time line of a choice.
 
-    join: small gradient reductions are joined to buckets, with overlap (simulate.joining), in a step of one microbatch. links: per mesh axis the number of its link;
-    default `shared_links`.
+    join: small gradient reductions are joined to buckets, with overlap (simulate.joining), in a step of one microbatch. links: per
+    mesh axis the number of its link; default `shared_links`.
     """
     program = program_of(formulation, choice, overlap=overlap, prefetch=prefetch)
     program = with_joined_gradients(program) if join and overlap and formulation.microbatches == 1 else program
