@@ -335,8 +335,9 @@ def test_an_exact_pin_in_a_conflict_is_taken_away_by_stars():
 
 def test_what_time_did_not_suffice_to_decide_is_no_conflict():
     answer = Answer(Status.UNKNOWN, None, math.inf, 0.0, "auto")
-    for limit, sentence in ((1e6, "no plan within 1.000 MB per device was found in 7 s; raise the memory limit or the time limit"),
-                            (None, "no plan was found in 7 s; raise the time limit")):  # fmt: skip
+    for limit, sentence in ((1e6, "no answer within 7 s: no plan within 1.000 MB per device was found, there may be one; raise the "
+                                  "memory limit or the time limit"),
+                            (None, "no answer within 7 s: no plan was found, there may be one; raise the time limit")):  # fmt: skip
         options = Options(memory_limit=limit, time_limit=7.0, pins={"gelu": "R,R"})
         error = infeasible(*question("mlp forward 2", options), answer)
         assert str(error) == sentence and error.conflict == () and not error.minimal

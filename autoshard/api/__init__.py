@@ -32,6 +32,7 @@ from autoshard.planning.keeping import kept_layouts as kept_layouts
 from autoshard.planning.mesh_shapes import mesh_shapes as mesh_shapes
 from autoshard.planning.mesh_shapes import plan_meshes as plan_meshes
 from autoshard.planning.options import Infeasible as Infeasible
+from autoshard.planning.options import NoAnswer as NoAnswer
 from autoshard.planning.options import Options as Options
 from autoshard.planning.plan import plan as plan
 from autoshard.solution import Solution as Solution

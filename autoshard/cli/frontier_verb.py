@@ -16,10 +16,12 @@ from autoshard.cli.options import (
     INTRA,
     ClusterFile,
     DeviceName,
+    GlobalBatch,
     InterNodeBandwidth,
     IntraNodeBandwidth,
     Json,
     MasterWeights,
+    Microbatches,
     Model,
     Pin,
     Prices,
@@ -59,6 +61,8 @@ def frontier(
     devices_per_node: Annotated[int | None, typer.Option(help="Default: all axes but the first.", min=1, show_default=False)] = None,
     optimizer: Annotated[str, typer.Option(help="Whose state memory holds: adamw, sgd, momentum, or bytes per parameter.")] = "adamw",
     master_weights: MasterWeights = False,
+    microbatches: Microbatches = None,
+    global_batch: GlobalBatch = None,
     recompute: Annotated[str, typer.Option(help="Blocks to recompute in the backward pass: a number, or all.")] = "0",
     pin: Pin = [],  # noqa: B006
     quiet: Quiet = False,
@@ -76,6 +80,7 @@ def frontier(
     keywords = parse_settings(settings)
     options = planning_options(
         optimizer=optimizer, recompute=recompute, pin=pin, training=train, master_weights=master_weights,
+        microbatches=microbatches, global_batch=global_batch,
         points=points, gap=gap, time_limit=time_limit, assumptions={"model": model, "set": keywords},
     )  # fmt: skip
     with Output(as_json=as_json, quiet=quiet) as output:

@@ -38,6 +38,13 @@ Prices = Annotated[
     typer.Option("--prices", help="Take bandwidths and device from `show-prices`: a100, h100, b200, mi300x, ...", show_default=False),
 ]
 Train = Annotated[bool, typer.Option("--train", help="Plan a training step instead of a forward pass.")]
+Microbatches = Annotated[
+    int | None,
+    typer.Option("--microbatches", help="Of a training step; the model's inputs are those of one. Default: 1.", min=1, show_default=False),
+]
+GlobalBatch = Annotated[
+    int | None, typer.Option("--global-batch", help="Examples of a step, instead of --microbatches.", min=1, show_default=False)
+]
 MASTER = "Count a float32 copy of 16-bit parameters that your optimizer holds: its bytes, its update's time. Running a plan makes none."
 MasterWeights = Annotated[bool, typer.Option("--master-weights", help=MASTER)]
 Pin = Annotated[

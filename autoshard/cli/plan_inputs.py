@@ -11,7 +11,7 @@ from autoshard.mesh import Mesh, parse_shape
 
 AUTO = "auto"  # the --mesh that compares all shapes
 # options that come from a kept plan where the command line does not set them
-HANDED_ON = ("training", "memory_limit", "optimizer", "master_weights", "tie_blocks", "recompute")
+HANDED_ON = ("training", "memory_limit", "optimizer", "master_weights", "tie_blocks", "recompute", "microbatches", "accumulation_dtype")
 
 
 def check_mesh_words(mesh: str | None, cluster: str | None, keep: str | None, devices: int | None, prices: str | None) -> None:
@@ -62,6 +62,8 @@ def planning_options(
     memory: str | None = None,
     optimizer: str | None = None,
     recompute: str | None = None,
+    microbatches: int | None = None,
+    global_batch: int | None = None,
     pin: Sequence[str] = (),
     forbid: Sequence[str] = (),
     **plain: Any,
@@ -71,6 +73,8 @@ def planning_options(
         "memory_limit": None if memory is None else parse_bytes(memory),
         "optimizer": None if optimizer is None else parse_optimizer(optimizer),
         "recompute": None if recompute is None else parse_recompute(recompute),
+        "microbatches": microbatches,
+        "global_batch": global_batch,
         "pins": parse_pins(pin),
         "forbid": parse_forbidden(forbid),
     }
@@ -81,6 +85,7 @@ def handed_on(options: Mapping[str, Any], kept: Any) -> dict[str, Any]:
     """The options, and those of the kept plan where the command line sets none."""
     said = {} if kept is None else {**kept.noted(*HANDED_ON), "training": kept.training}
     open_ = [key for key in HANDED_ON if options.get(key) is None or options.get(key) is False]
+    open_ = [key for key in open_ if key != "microbatches" or "global_batch" not in options]
     inherited = {key: said[key] for key in open_ if said.get(key) is not None}
     return {key: value for key, value in {**options, **inherited}.items() if value is not None}
 

@@ -15,10 +15,12 @@ from autoshard.cli.options import (
     INTRA,
     ClusterFile,
     DeviceName,
+    GlobalBatch,
     InterNodeBandwidth,
     IntraNodeBandwidth,
     Json,
     MasterWeights,
+    Microbatches,
     Model,
     OldMesh,
     OptionalModel,
@@ -69,6 +71,8 @@ def plan(
         typer.Option(help="Whose state memory holds: adamw (the default), sgd, momentum, or bytes per parameter.", show_default=False),
     ] = None,
     master_weights: MasterWeights = False,
+    microbatches: Microbatches = None,
+    global_batch: GlobalBatch = None,
     tie_blocks: Annotated[bool, typer.Option("--tie-blocks", help="Use the same layouts in all repeated blocks.")] = False,
     recompute: Annotated[
         str | None, typer.Option(help="Blocks to recompute in the backward pass: a number, all, or auto. Default: 0.", show_default=False)
@@ -106,7 +110,8 @@ def plan(
     keywords = parse_settings(settings)
     options = planning_options(
         memory=memory, optimizer=optimizer, recompute=recompute, pin=pin, forbid=forbid,
-        training=train, master_weights=master_weights, tie_blocks=tie_blocks, price_pins=price_pins, baselines=not no_baselines,
+        training=train, microbatches=microbatches, global_batch=global_batch, master_weights=master_weights, tie_blocks=tie_blocks,
+        price_pins=price_pins, baselines=not no_baselines,
         solver=solver, time_limit=time_limit, gap=gap, assumptions={"model": model, "set": keywords},
     )  # fmt: skip
     options = handed_on(options, kept)

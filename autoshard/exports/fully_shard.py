@@ -1,11 +1,22 @@
 """A recipe of two steps for a mesh with a tensor parallel axis: `parallelize_module` on it, then `fully_shard` on the other axes.
 
-    recipe = export(solution, "fully_shard")            {"mesh", "parallelize_module", "fully_shard", "replicate"}
+    recipe = export(solution, "fully_shard")            {"mesh", "parallelize_module", "fully_shard", "replicate", "microbatches"}
     apply(recipe, model, device_mesh)                   or write it: export(solution, "fully_shard", "recipe.py")
+
+A plan of several microbatches has two more choices, which fully_shard has once for all parameters; here that of most bytes:
+
+    a kept copy is sharded        reshard_after_forward=True, gathered again for every use
+    a kept copy is replicated     reshard_after_forward=False, and set_reshard_after_backward(False) up to the last microbatch
+    a sum of gradients is Partial, reduced once per step     set_requires_gradient_sync(False) up to the last microbatch
+    a sum of gradients is sharded, reduced every time        set_requires_gradient_sync(True)
+
+    for k in range(m):
+        begin_microbatch(recipe, model, k)      before the forward of microbatch k
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -38,9 +49,41 @@ def recipe(solution: Solution, axis: str | None = None) -> Export:
         "replicate": {"axes": [] if sharded else data},
     }
     left = [one for one in styles.left if "fully_shard can shard on the others" not in one.why and one.what != "the memory limit"]
+    if solution.microbatches > 1:
+        value["microbatches"], lost = _microbatches(solution, [solution.mesh.axis_names.index(name) for name in data])
+        left += lost
     if data:
         left.append(Left("which dim of each parameter is sharded on the data axes", "fully_shard shards dim 0 of all of them"))
     return with_cost(solution, value, tuple(left), known, "fully_shard" if sharded and data else "modules")
+
+
+def _microbatches(solution: Solution, axes: list[int]) -> tuple[dict, list[Left]]:
+    """How copies of parameters and sums of gradients are treated on the data axes, and what that loses of the plan."""
+    stored = {name: row for name, row in solution.parameters.items() if "kept" in row and "tied_to" not in row}
+
+    def most(key: str, holds: Callable[[Any], bool]) -> tuple[bool, int]:
+        """Whether it holds for most bytes, on some data axis; and for how many parameters it is the other way."""
+        rows = [(any(holds(parse(row[key])[k]) for k in axes), row["local_bytes"]) for row in stored.values() if key in row]
+        chosen = sum(size if one else -size for one, size in rows) > 0
+        return chosen, sum(one != chosen for one, _ in rows)
+
+    sharded, otherwise = most("kept", lambda p: p.is_shard())
+    once, summed_otherwise = most("accumulated", lambda p: p.is_partial())
+    left = [Left(f"the kept copies of {otherwise} parameters", "fully_shard has one choice here for all")] if otherwise else []
+    left += [Left(f"when {summed_otherwise} gradients are reduced", "fully_shard has one choice here for all")] if summed_otherwise else []
+    if solution.accumulation_dtype:
+        left.append(Left(f"sums of gradients in {solution.accumulation_dtype}", "fully_shard adds them up in its reduce_dtype"))
+    return {"number": solution.microbatches, "reshard_after_forward": sharded, "requires_gradient_sync": not once}, left
+
+
+def begin_microbatch(recipe: dict, model: nn.Module, k: int) -> None:
+    """Sets, before the forward of microbatch k of a step, what `apply`'s modules do after forward and backward."""
+    step = recipe["microbatches"]
+    is_last = k == step["number"] - 1
+    for module in model.modules():
+        if hasattr(module, "set_requires_gradient_sync"):
+            module.set_requires_gradient_sync(is_last or step["requires_gradient_sync"], recurse=False)
+            module.set_reshard_after_backward(is_last or step["reshard_after_forward"], recurse=False)
 
 
 def apply(recipe: dict, model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -55,12 +98,17 @@ def apply(recipe: dict, model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         parallelize_module(model, device_mesh[tensor["axis"]], tensor["plan"])
     axes = recipe["fully_shard"]["axes"]
     for name in recipe["fully_shard"]["modules"]:
-        fully_shard(model.get_submodule(name), mesh=_flat(device_mesh, axes))
+        fully_shard(model.get_submodule(name), mesh=_flat(device_mesh, axes), **_resharding(recipe))
     if recipe["replicate"]["axes"]:
         from torch.distributed._composable.replicate_with_fsdp import replicate  # here: only plans with replicated parameters need it
 
         replicate(model, mesh=_flat(device_mesh, recipe["replicate"]["axes"]))
     return model
+
+
+def _resharding(recipe: dict) -> dict[str, bool]:
+    step = recipe.get("microbatches")
+    return {} if step is None else {"reshard_after_forward": step["reshard_after_forward"]}
 
 
 def _flat(device_mesh: DeviceMesh, axes: list[str]) -> DeviceMesh:
@@ -83,7 +131,8 @@ def as_python(recipe: Any) -> str:
     lines = [f"    parallelize_module(model, device_mesh[{literal(recipe['parallelize_module']['axis'])}], PLAN)"] if plan else []
     if shard["modules"]:
         lines += [f"    data = {_mesh_code(shard['axes'])}", f"    for name in {literal(shard['modules'])}:"]
-        lines += ["        fully_shard(model.get_submodule(name), mesh=data)"]
+        options = "".join(f", {key}={value}" for key, value in _resharding(recipe).items())
+        lines += [f"        fully_shard(model.get_submodule(name), mesh=data{options})"]
     if replicated:
         lines += ["    from torch.distributed._composable.replicate_with_fsdp import replicate", ""]
         lines += [f"    replicate(model, mesh={_mesh_code(replicated)})"]
@@ -92,8 +141,21 @@ def as_python(recipe: Any) -> str:
         "from torch.distributed.fsdp import fully_shard\n"
         "from torch.distributed.tensor import Replicate\n"
         "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module\n\n"
-        f"PLAN = {{\n{plan}}}\n\n\ndef apply(model, device_mesh):\n" + "\n".join([*lines, "    return model"]) + "\n"
+        f"PLAN = {{\n{plan}}}\n\n\ndef apply(model, device_mesh):\n" + "\n".join([*lines, "    return model"]) + "\n" + _loop_code(recipe)
     )
+
+
+def _loop_code(recipe: dict) -> str:
+    """The function to be called before each microbatch, where a step has several."""
+    step = recipe.get("microbatches")
+    if step is None:
+        return ""
+    last = f"k == {step['number'] - 1}"
+    values = {"requires_gradient_sync": step["requires_gradient_sync"], "reshard_after_backward": step["reshard_after_forward"]}
+    calls = [f"            module.set_{key}({True if value else last}, recurse=False)" for key, value in values.items()]
+    head = f"def begin_microbatch(model, k):\n    # before the forward of microbatch k of {step['number']}\n"
+    body = ["    for module in model.modules():", "        if hasattr(module, 'set_requires_gradient_sync'):", *calls]
+    return f"\n\n{head}" + "\n".join(body) + "\n"
 
 
 def _mesh_code(axes: list[str]) -> str:

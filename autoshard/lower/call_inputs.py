@@ -136,9 +136,9 @@ class CallInputs:
         """The inputs of microbatch k as DTensors, as `ParallelModule.microbatches` splits a batch."""
         leaves, spec, names = self._named_leaves(batch)
         tensors = {k: x for k, x in enumerate(leaves) if isinstance(x, Tensor) and k in names}
-        whole = {k for k, x in tensors.items() if tuple(x.shape) == self._planned_shape(names[k], local)}
-        split = {k for k, x in tensors.items() if k not in whole and x.dim() and x.shape[0] % number == 0}
-        if any(isinstance(x, DTensor) for x in tensors.values()) or split | whole != set(tensors) or not (split or number == 1):
+        repeated = {k for k, x in tensors.items() if tuple(x.shape) == self._planned_shape(names[k], local)}
+        split = {k for k, x in tensors.items() if k not in repeated and x.dim() and x.shape[0] % number == 0}
+        if any(isinstance(x, DTensor) for x in tensors.values()) or split | repeated != set(tensors) or not (split or number == 1):
             shapes = ", ".join(f"{names[k]} of {tuple(x.shape)}" for k, x in tensors.items())
             raise ValueError(
                 f"the batch has {shapes}; expected plain tensors of {number} times the planned first dim, which are the "

@@ -40,7 +40,7 @@ ADD = aten.add_.Tensor  # into a sum of gradients (lower.microbatches), which no
 CHEAP = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
     aten.permute.default, aten.transpose.int, aten.t.default, aten.movedim.int, aten.clone.default, aten.slice.Tensor, aten.cat.default,
-    aten.add_.Tensor, aten.div.Tensor, aten.select.int, aten.alias.default, aten.detach.default, aten.expand.default, aten.constant_pad_nd.default,
+    ADD, aten.div.Tensor, aten.select.int, aten.alias.default, aten.detach.default, aten.expand.default, aten.constant_pad_nd.default,
 }  # fmt: skip
 VIEWS = {
     aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.permute.default,

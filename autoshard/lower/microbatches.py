@@ -135,7 +135,7 @@ class Microbatches:
         finally:
             self.opened(None)
         if step.sums and not step.complete:
-            raise RuntimeError("the last microbatch had no backward(), so that the gradients of the others were not reduced; call it for all")
+            raise RuntimeError("the last microbatch had no backward(), so that the other gradients were not reduced; call it for all")
 
 
 def with_sums(graphs: RankGraphs, dtype: str | None) -> RankGraphs:
@@ -159,7 +159,8 @@ def with_sums(graphs: RankGraphs, dtype: str | None) -> RankGraphs:
         with graph.inserting_before(body):
             total = graph.placeholder(f"sum_{len(placeholders) + len(names)}")
             with value.fake_mode:
-                total.meta["val"] = torch.empty(value.shape, dtype=value.dtype if dtype is None else getattr(torch, dtype), device=value.device)
+                of = value.dtype if dtype is None else getattr(torch, dtype)
+                total.meta["val"] = torch.empty(value.shape, dtype=of, device=value.device)
         with graph.inserting_before(body if gradient.op == "placeholder" else gradient.next):
             results[k] = graph.call_function(ADD, (total, gradient))
             results[k].meta = {"val": total.meta["val"], "record": gradient.meta.get("record")}

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from autoshard.cost import priced
 from autoshard.formulate import KINDS, Formulation
-from autoshard.graph import ACCUMULATED
+from autoshard.graph import ACCUMULATED, KEPT
 from autoshard.layout import Layout, local_numel, parse, text
 from autoshard.problem import evaluate
 from autoshard.solution import Placed, Solution
@@ -33,6 +33,11 @@ def layouts_of(formulated: Formulation, choice: Choice) -> dict[str, Placed]:
         if second in layouts:
             layouts[second] = layouts[name]
     return layouts
+
+
+def _text(layout: Layout | None) -> str:
+    assert layout is not None
+    return text(layout)
 
 
 def _texts(layouts: Sequence[Layout | None]) -> tuple[str | None, ...]:
@@ -85,6 +90,9 @@ def parameters_of(formulated: Formulation, choice: Choice) -> dict[str, dict]:
             assert layout is not None
             local = local_numel(tensor.shape, layout, mesh) * tensor.itemsize
             rows[name] = {"layout": text(layout), "shape": list(tensor.shape), "dtype": tensor.dtype, "local_bytes": local}
+            for kind in (KEPT, ACCUMULATED):  # with several microbatches: of its copy, and of the sum of its gradients
+                if (j := graph.index.get(f"{name}.{kind}")) is not None:
+                    rows[name][kind] = _text(formulated.candidate(j, choice).outputs[0])
     for other, name in second.items():
         rows[other] = {**rows[name], "tied_to": name}
     return rows

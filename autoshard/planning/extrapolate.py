@@ -15,7 +15,7 @@ from torch import nn
 from autoshard.capture import capture, capture_deep, in_turn
 from autoshard.capture.depth import containers, shrunk
 from autoshard.planning.certify import describe
-from autoshard.planning.context import extended_from, formulate_for
+from autoshard.planning.context import Context, extended_from, formulate_for, stepped
 from autoshard.planning.describe import choice_of
 from autoshard.planning.options import Infeasible, Options, Progress, Stopwatch, checked_options
 from autoshard.planning.shallow import completed, op_choices
@@ -24,7 +24,8 @@ from autoshard.solution import Solution, differences
 from autoshard.solvers import certified, converged
 from autoshard.strategies import candidates
 
-KEPT = ("optimizer", "master_weights", "memory_limit")  # options of the plan that apply unless others are given
+# options of the plan that apply unless others are given
+KEPT = ("optimizer", "master_weights", "memory_limit", "microbatches", "accumulation_dtype")
 
 
 @in_turn
@@ -46,6 +47,8 @@ def extrapolate(
         depths = _depths(solution, model)
         graph, depth = capture_deep(model, example_inputs, training=solution.training)
         shallow = capture(shrunk(model, depths), example_inputs, training=solution.training)
+        context = Context(graph, mesh, chosen, clock, shallow=depth.shallow).stepped()
+        graph, shallow = context.graph, stepped(shallow, chosen)
         if reasons := differences(solution, shallow, mesh):
             layers = ", ".join(f"{n} of {name}" for name, n in depths.items())
             raise ValueError(f"the plan is not one of this model's first layers ({layers}): {'; '.join(reasons)}; plan those first")
@@ -57,7 +60,7 @@ def extrapolate(
         limit, peak = (chosen.memory_limit or 0.0) / 1e9, evaluation.peak / 1e9
         raise Infeasible(f"on the full model the plan needs {peak:.3f} GB per device, the limit is {limit:.3f} GB; plan the full model")
     with clock.phase("solve", "bounding all plans", 0.7):
-        few = extended_from(depth.shallow, deep, chosen)
+        few = extended_from(context.shallow, deep, chosen)
         messages = None if few is None else few.correspondence.messages(few.formulated, converged(few.formulated.problem)[1])
         answer = certified(deep.problem, choice, messages=messages, gap=chosen.gap, time_limit=chosen.time_limit)
     with clock.phase("describe", "writing the plan", 0.95):

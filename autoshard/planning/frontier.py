@@ -24,6 +24,7 @@ from autoshard.formulate import Formulation
 from autoshard.mesh import Mesh
 from autoshard.planning.certify import describe
 from autoshard.planning.context import Context, Instance, instance_of
+from autoshard.planning.microbatches import with_number_of_microbatches
 from autoshard.planning.options import Infeasible, Options, Progress, Stopwatch, checked_options
 from autoshard.planning.recomputing import as_asked
 from autoshard.solution import Solution
@@ -134,9 +135,9 @@ def frontier(
     """The fastest plans of `model` on `mesh` for less and less memory: at least `points` of them, each proven, where there are so many.
 
     model, example_inputs, progress, assumptions: as for `plan`. options: the fields of `Options` that make sense without one memory
-    limit: training, optimizer, master_weights, pins, keep, forbid, recompute (a number of blocks, or "all"), time_limit in seconds,
-    witness, skip_fully_replicated; and gap, relative, up to which a point counts as proven (default 1e-3, at least 1e-8). ValueError
-    on bad input, `Infeasible` where the pins leave no plan.
+    limit: training, optimizer, master_weights, microbatches, pins, keep, forbid, recompute (a number of blocks, or "all"), time_limit
+    in seconds, witness, skip_fully_replicated; and gap, relative, up to which a point counts as proven (default 1e-3, at least 1e-8).
+    ValueError on bad input, `Infeasible` where the pins leave no plan.
 
         curve = frontier(module, (tokens, targets), Mesh.from_bandwidths((8, 8)), training=True)
         curve.within(40e9), curve.bound(40e9), curve.solution(0).save("smallest.json")
@@ -146,7 +147,7 @@ def frontier(
     with clock.phase("capture", "capturing the model", 0.0), no_search_for_cycles():
         graph, depth = capture_deep(model, example_inputs, training=checked.training, witness=checked.witness)
         noted = {**(assumptions or {}), **depth.noted}
-        context = as_asked(Context(graph, mesh, checked, clock, noted, depth.shallow))
+        context = as_asked(with_number_of_microbatches(Context(graph, mesh, checked, clock, noted, depth.shallow))).stepped()
     with clock.phase("candidates", "listing layouts", 0.1), no_search_for_cycles():
         layouts = candidates(context.graph, mesh)
     with clock.phase("formulate", "pricing layouts", 0.15), no_search_for_cycles():

@@ -41,6 +41,8 @@ class Demand:
 class Infeasible(ValueError):
     """No plan fits what was asked; the message says what would."""
 
+    status = "infeasible"
+
     def __init__(
         self,
         message: str,
@@ -58,8 +60,14 @@ class Infeasible(ValueError):
         limit = None if self.smallest_limit is None else list(self.smallest_limit)
         conflict = [demand.to_dict() for demand in self.conflict]
         return {
-            "status": "infeasible", "message": str(self), "conflict": conflict, "minimal": self.minimal, "smallest_limit_bytes": limit,
+            "status": self.status, "message": str(self), "conflict": conflict, "minimal": self.minimal, "smallest_limit_bytes": limit,
         }  # fmt: skip
+
+
+class NoAnswer(Infeasible):
+    """The time ran out before a plan was found, or a proof that there is none. Caught as `Infeasible` is: there is no plan to use."""
+
+    status = "no answer"
 
 
 def bytes_text(size: float, *, up: bool = False) -> str:
@@ -114,7 +122,8 @@ class Options:
 
     def _check_microbatches(self) -> None:
         for name, value in (("microbatches", self.microbatches), ("global_batch", self.global_batch)):
-            if not (isinstance(value, int) and not isinstance(value, bool) and value > 0) and not (name == "global_batch" and value is None):
+            is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+            if not is_count and not (name == "global_batch" and value is None):
                 raise ValueError(f"{name} is {value!r}; expected a whole number of 1 or more")
         if self.accumulation_dtype not in (None, "float32", "bfloat16", "float16", "float64"):
             raise ValueError(f"accumulation_dtype is {self.accumulation_dtype!r}; expected float32, bfloat16, float16 or float64")

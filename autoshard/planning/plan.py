@@ -37,7 +37,7 @@ from autoshard.planning.context import Context, Instance, instance_of
 from autoshard.planning.demands import Demanded
 from autoshard.planning.microbatches import with_number_of_microbatches
 from autoshard.planning.module_schemes import modules_of
-from autoshard.planning.options import Demand, Infeasible, Options, Progress, Stopwatch, checked_options
+from autoshard.planning.options import Demand, Infeasible, NoAnswer, Options, Progress, Stopwatch, checked_options
 from autoshard.planning.padding import padding_offers
 from autoshard.planning.pin_prices import pin_prices
 from autoshard.planning.recomputing import as_asked, cheapest, with_blocks_recomputed
@@ -91,7 +91,7 @@ def plan_captured(context: Context) -> Solution:
 
 
 def _plan_with_cheapest_recomputation(context: Context) -> Solution:
-    num_blocks = len(forward_blocks(context.graph))
+    num_blocks, options = len(forward_blocks(context.graph)), context.options
     careful = replace(context.options, gap=max(context.options.gap, RECOMPUTE_GAP))
     quick = replace(careful, baselines=False, solver="prices" if careful.solver == "auto" else careful.solver)
 
@@ -99,16 +99,24 @@ def _plan_with_cheapest_recomputation(context: Context) -> Solution:
         context_k = with_blocks_recomputed(replace(context, options=options), k, num_blocks)
         return plan_graph(replace(context_k, explains=k == num_blocks))
 
+    quick_plans: dict[int, Solution] = {}
+
     def quick_plan(k: int) -> Solution | None:
+        until = context.clock.elapsed + (options.time_limit - context.clock.elapsed) / 4  # the careful plan needs time too
         try:
-            return plan_with(k, quick)
+            quick_plans[k] = plan_with(k, replace(quick, time_limit=max(until, 0.1)))
         except Infeasible:
             return None
+        return quick_plans[k]
 
     best = cheapest(num_blocks, quick_plan)
     try:
         return plan_with(num_blocks if best is None else best, careful)
     except Infeasible as error:
+        if best is not None:
+            return quick_plans[best]
+        if isinstance(error, NoAnswer):
+            raise
         sentence = f"{error}, with all {num_blocks} blocks recomputed"
         raise Infeasible(sentence, error.smallest_limit, error.conflict, error.minimal) from None
 

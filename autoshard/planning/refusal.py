@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from autoshard.planning.conflicts import CONFLICT_SECONDS, Conflict, find_conflict
 from autoshard.planning.context import Context, Instance
-from autoshard.planning.options import TIME_LIMIT, Infeasible, Options, bytes_text
+from autoshard.planning.options import TIME_LIMIT, Infeasible, NoAnswer, Options, bytes_text
 from autoshard.problem import Problem
 from autoshard.solvers import Answer, Status
 from autoshard.solvers.answer import Infeasibility
@@ -26,7 +26,8 @@ def infeasible(context: Context, instance: Instance, answer: Answer) -> Infeasib
     why = answer.infeasibility
     smallest = None if why is None or math.isinf(why.smallest_limit[0]) else why.smallest_limit
     sentence = why_nothing_fits(instance.problem, answer, context.options, conflict)
-    return Infeasible(sentence, smallest, conflict.demands, conflict.minimal)
+    kind = Infeasible if answer.status is Status.INFEASIBLE else NoAnswer
+    return kind(sentence, smallest, conflict.demands, conflict.minimal)
 
 
 def searched_seconds(options: Options) -> float:
@@ -40,12 +41,13 @@ def why_nothing_fits(problem: Problem, answer: Answer, options: Options, conflic
     longer = "raise the time limit" if seconds == options.time_limit else f"set a time limit above {seconds:g} s"
     why, blamed = answer.infeasibility, [d for d in conflict.demands if d.kind == "memory_limit"]
     if answer.status is not Status.INFEASIBLE and options.memory_limit is None:
-        return f"no plan was found in {seconds:g} s; {longer}"
+        return f"no answer within {seconds:g} s: no plan was found, there may be one; {longer}"
     if options.memory_limit is None or (why is not None and math.isinf(why.smallest_limit[0])) or (conflict.demands and not blamed):
         return _forbidding(conflict)
     limit = bytes_text(options.memory_limit)
     if answer.status is not Status.INFEASIBLE:
-        return f"no plan within {limit} per device was found in {seconds:g} s; raise the memory limit or {longer.removeprefix('raise ')}"
+        said = f"no answer within {seconds:g} s: no plan within {limit} per device was found, there may be one"
+        return f"{said}; raise the memory limit or {longer.removeprefix('raise ')}"
     if why is None:
         return f"no plan fits in {limit} per device; raise the memory limit"
     others = [d for d in conflict.demands if d.kind != "memory_limit"]

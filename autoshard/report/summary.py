@@ -20,6 +20,7 @@ def summary(solution: Solution) -> dict:
         "peak_bytes": _finite(solution.peak_bytes),
         "peak": solution.peak,
         "training": solution.training,
+        "microbatches": solution.microbatches,
         "mesh": {"shape": list(solution.mesh.shape), **solution.mesh.to_dict()},
         **counts,
         "baselines": solution.baselines,

@@ -27,7 +27,7 @@ PROOF = {
 
 
 # assumptions that other parts of the report hold
-SAID_ELSEWHERE = ("axes", "device", "training", "solver", "gap", "padding", "keep", "pin_prices")
+SAID_ELSEWHERE = ("axes", "device", "training", "solver", "gap", "padding", "keep", "pin_prices", "microbatches")
 
 
 def as_text(renderable: RenderableType, width: int = WIDTH) -> str:
@@ -51,7 +51,8 @@ def header(solution: Solution) -> RenderableType:
     table.add_column(overflow="fold")
     gap = "no bound" if solution.gap == float("inf") else f"gap {solution.gap if solution.gap > ROUNDING else 0:.2g}"
     table.add_row("plan", f"{solution.status}, {gap}: {PROOF.get(solution.status, '')}")
-    what = "step (forward, backward, optimizer)" if solution.training else "forward pass"
+    of = f"{solution.microbatches} microbatches of forward and backward" if solution.microbatches > 1 else "forward, backward"
+    what = f"step ({of}, optimizer)" if solution.training else "forward pass"
     table.add_row("cost", f"{seconds(solution.cost)} per {what}; no plan takes less than {seconds(solution.bound)}")
     if solution.interval is not None:
         table.add_row("", f"{_interval(solution)}, as far as the prices are known")
@@ -193,7 +194,8 @@ def _add_section(table: Table, section: Section) -> None:
         shape = "x".join(map(str, row.get("shape", ()))) or "scalar"
         tied = f", is {row['tied_to']}" if "tied_to" in row else ""
         time = seconds(section.row_seconds[name]) if name in section.row_seconds else ""
-        cells = (indent + name, row["layout"], f"{shape} {row.get('dtype', '')}{tied}", size(row.get("local_bytes")), time)
+        step = "".join(f", {kind} {row[kind]}" for kind in ("kept", "accumulated") if row.get(kind, row["layout"]) != row["layout"])
+        cells = (indent + name, row["layout"], f"{shape} {row.get('dtype', '')}{tied}{step}", size(row.get("local_bytes")), time)
         table.add_row(*cells)
 
 

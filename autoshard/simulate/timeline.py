@@ -113,8 +113,8 @@ def timeline_of(
 ) -> Timeline:
     """The time line of a choice.
 
-    join: small gradient reductions are joined to buckets, with overlap (simulate.joining), in a step of one microbatch. links: per mesh axis the number of its link;
-    default `shared_links`.
+    join: small gradient reductions are joined to buckets, with overlap (simulate.joining), in a step of one microbatch. links: per
+    mesh axis the number of its link; default `shared_links`.
     """
     program = program_of(formulation, choice, overlap=overlap, prefetch=prefetch)
     program = with_joined_gradients(program) if join and overlap and formulation.microbatches == 1 else program

@@ -1,0 +1,44 @@
+"""A planning run that ends without an answer says so, and never that there is no plan; with recompute="auto" a plan is kept."""
+
+import json
+import math
+
+import pytest
+
+import autoshard.planning.plan as planning
+from autoshard.api import Infeasible, NoAnswer, plan
+from autoshard.cli.app import say_no
+from autoshard.cli.output import Output
+from autoshard.mesh import Mesh
+from autoshard.solvers import Answer, Status
+from models import llama
+
+UNKNOWN = Answer(Status.UNKNOWN, None, math.inf, 0.0, "auto")
+ASKED = {"training": True, "recompute": "auto", "memory_limit": 1e9, "time_limit": 60.0, "baselines": False}
+
+
+def planned():
+    return plan(*llama.tiny(layers=2), Mesh.from_bandwidths((2,)), **ASKED)
+
+
+def test_where_the_careful_plan_has_no_answer_the_quick_one_is_the_plan(monkeypatch):
+    solve = planning.solve_instance
+    monkeypatch.setattr(planning, "solve_instance", lambda c, *rest: UNKNOWN if c.options.solver == "auto" else solve(c, *rest))
+    solution = planned()
+    assert solution.solver and math.isfinite(solution.cost) and solution.peak_bytes <= 1e9
+
+
+def test_where_no_plan_has_an_answer_that_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(planning, "solve_instance", lambda *_: UNKNOWN)
+    sentence = "^no answer within 60 s: no plan within 1.000 GB per device was found, there may be one; "
+    with pytest.raises(NoAnswer, match=sentence) as caught:
+        planned()
+    with Output(as_json=True, quiet=True) as output:
+        assert say_no(output, caught.value, caught.value.to_dict()) == 1
+    assert json.loads(capsys.readouterr().out)["status"] == "no answer"
+
+
+def test_what_is_proven_is_infeasible():
+    with pytest.raises(Infeasible) as caught:
+        plan(*llama.tiny(layers=2), Mesh.from_bandwidths((2,)), **{**ASKED, "memory_limit": 1e3})
+    assert not isinstance(caught.value, NoAnswer) and caught.value.to_dict()["status"] == "infeasible"
