@@ -50,13 +50,13 @@ def verify(
     """
     report, mesh = progress or (lambda message, fraction: None), solution.mesh
     report("capturing the model", 0.0)
-    captured = capture_module(model, example_inputs, training=solution.training)
+    captured = capture_module(model, example_inputs, training=solution.training, precision=solution.precision)
     graph = replay(solution, captured.graph).checked()
     if local_tensor_mode:
         _refuse_random_ops(graph)
     report("running the unsharded model", 0.1)
     held = constants(captured.fx_graph)
-    values, reference = run_unsharded(model, example_inputs, graph, training=solution.training, seed=seed, held=held)
+    values, reference = run_unsharded(model, example_inputs, graph, training=solution.training, seed=seed, held=held, precision=solution.precision)
     plans: list[Layouts] = [(None, dict(solution.layouts), dict(solution.results)), *_drawn(graph, solution, random, seed)]
     routes, rows = Routes(mesh), []
     for k, (drawn, planned, results) in enumerate(plans):

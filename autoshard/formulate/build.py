@@ -8,7 +8,7 @@ from autoshard.cost import op_seconds, optimizer_step_seconds, priced
 from autoshard.formulate.records import Formulation, Layouts, TensorEdge, Training
 from autoshard.formulate.tables import MoveTables, Tables
 from autoshard.formulate.usages import Usages
-from autoshard.graph import Graph, Op, Tensor, Value
+from autoshard.graph import Graph, Op, Tensor, Value, pending
 from autoshard.layout import all_layouts, has_partial, local_numel, local_shape
 from autoshard.mesh import Mesh
 from autoshard.problem import Edge, Problem
@@ -31,6 +31,7 @@ class _Builder:
         self.routes = Routes(mesh)
         self.tables = Tables(mesh, self.routes)
         self.trained = self._trained()
+        self.pending = pending(graph)
         self.names: list[str] = []
         self.node_costs: list[np.ndarray] = []
         self.edges: list[Edge] = []
@@ -173,7 +174,7 @@ class _Builder:
     def _edge(self, value: Value, a: int, b: int, source_layouts: Layouts, target_layouts: Layouts) -> tuple[int, MoveTables]:
         tensor = self.graph.tensor(value)
         move = self.tables.move(tensor, source_layouts, target_layouts)
-        self.edges.append(Edge(a, b, move.seconds))
+        self.edges.append(Edge(a, b, move.pending_seconds if value in self.pending else move.seconds))
         self.tensor_edges.append(TensorEdge(a, b, tensor, source_layouts, target_layouts, value))
         return len(self.edges) - 1, move
 

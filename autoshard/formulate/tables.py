@@ -60,6 +60,13 @@ class MoveTables:
         return np.ascontiguousarray(self.tables.routes.table(self.tensor.shape, self.tensor.itemsize, sources, targets)[cells])
 
     @cached_property
+    def pending_seconds(self) -> np.ndarray:
+        """As `seconds`, of a tensor whose partial sums must stay pending: inf where the route adds them on some axis."""
+        source, target = ([[p.is_partial() for p in layout] for layout in of] for of in (self.source_layouts, self.target_layouts))
+        reduces = (np.array(source)[:, None, :] & ~np.array(target)[None, :, :]).any(axis=2)
+        return np.where(reduces, np.inf, self.seconds)
+
+    @cached_property
     def copy(self) -> np.ndarray:
         """Bytes of the copy at the end of the route; 0 where the layouts are equal, as no copy is needed."""
         return np.where(self._differ, self.tables.bytes(self.tensor, self.target_layouts)[None, :], 0.0)

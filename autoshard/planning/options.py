@@ -13,6 +13,7 @@ from typing import Any
 from torch.distributed.tensor.placement_types import Placement
 
 from autoshard.cost import bytes_per_parameter
+from autoshard.graph import Precision
 from autoshard.layout import text
 
 Progress = Callable[[str, float], None]  # (what is being done, fraction of the whole)
@@ -77,6 +78,7 @@ class Options:
 
     training: bool = False
     optimizer: str | float = "adamw"  # or its bytes of state per parameter
+    precision: Precision | str | None = None  # dtypes to compute and to reduce gradients in: "bf16", or a Precision
     master_weights: bool = False  # count the float32 copies that your optimizer holds of parameters of smaller dtypes; no plan makes them
     memory_limit: float | None = None  # bytes per device
     pins: Mapping[str, str] = field(default_factory=dict)  # layout by parameter, buffer, input or op name, or by a glob of names
@@ -96,6 +98,7 @@ class Options:
         if self.recompute not in ("all", "auto") and (isinstance(self.recompute, (bool, str)) or not self.recompute >= 0):
             raise ValueError(f"recompute is {self.recompute!r}; expected a number of blocks, 'all' or 'auto'")
         bytes_per_parameter(self.optimizer)
+        object.__setattr__(self, "precision", Precision.of(self.precision))
         if not (_is_number(self.time_limit) and self.time_limit > 0):
             raise ValueError(f"time_limit is {self.time_limit!r}; expected a number above 0, in seconds")
         if not (_is_number(self.gap) and self.gap >= 0):
@@ -109,8 +112,9 @@ class Options:
             raise ValueError(f"memory_limit is {self.memory_limit!r}; expected a positive number of bytes per device, or None")
 
     def noted(self) -> dict[str, Any]:
-        """The options as a plan notes them; `keep` and `forbid` only where they are used: plans from before them read as equal."""
-        return {key: value for key, value in asdict(self).items() if key != "price_pins" and (value or key not in ("keep", "forbid"))}
+        """The options as a plan notes them; some only where they are used, so that plans from before them read as equal."""
+        noted = asdict(self) | {"precision": None if self.precision is None else str(self.precision)}
+        return {key: value for key, value in noted.items() if key != "price_pins" and (value or key not in ("keep", "forbid", "precision"))}
 
 
 def _written(layout: Any) -> Any:

@@ -17,6 +17,7 @@ from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any
 
+from autoshard.graph import Precision
 from autoshard.layout import parse
 from autoshard.mesh import Axis, Device, Mesh, check_shape
 from autoshard.solution.files import write
@@ -120,6 +121,11 @@ class Solution:
         """The optimizer's name, or its bytes of state per parameter."""
         noted = self.assumptions.get("optimizer")
         return "adamw" if noted is None else noted
+
+    @property
+    def precision(self) -> Precision | None:
+        """In which dtypes the plan computes, reduces gradients and returns; None: in those of the model."""
+        return Precision.of(self.assumptions.get("precision"))
 
     @property
     def master_weights(self) -> bool:
