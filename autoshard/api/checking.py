@@ -56,7 +56,9 @@ def verify(
         _refuse_random_ops(graph)
     report("running the unsharded model", 0.1)
     held = constants(captured.fx_graph)
-    values, reference = run_unsharded(model, example_inputs, graph, training=solution.training, seed=seed, held=held, precision=solution.precision)
+    values, reference = run_unsharded(
+        model, example_inputs, graph, training=solution.training, seed=seed, held=held, precision=solution.precision
+    )
     plans: list[Layouts] = [(None, dict(solution.layouts), dict(solution.results)), *_drawn(graph, solution, random, seed)]
     routes, rows = Routes(mesh), []
     for k, (drawn, planned, results) in enumerate(plans):

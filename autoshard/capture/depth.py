@@ -23,8 +23,9 @@ from autoshard.capture.held import copied, unsupported_kind
 from autoshard.capture.inputs import ignored, stored_dtypes
 from autoshard.capture.module import capture_without_casts
 from autoshard.capture.witness import eager_program, grown
-from autoshard.graph import Graph, Op, Precision, mixed
+from autoshard.graph import Graph, Op, mixed
 from autoshard.graph.tile import tile
+from autoshard.precision import Precision
 
 PERIODS = (3, 4, 5)  # 3 suffice for GPT-2, Llama, BERT, Mixtral; 5 for T5's decoder, whose sums of gradients make the top layers special
 SHALLOW = 8  # periods: the innermost of them have the costs that they have in a deeper model

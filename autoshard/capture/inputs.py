@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from autoshard.capture.held import copied, in_lists, tensors_of, unsupported_kind
-from autoshard.graph import Precision
+from autoshard.precision import Precision
 
 CPU = torch.device("cpu")
 

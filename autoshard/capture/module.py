@@ -52,7 +52,8 @@ from autoshard.capture.inputs import (
 )
 from autoshard.capture.read import leaves_of, module_path, read
 from autoshard.capture.turns import in_turn
-from autoshard.graph import Graph, Precision, mixed
+from autoshard.graph import Graph, mixed
+from autoshard.precision import Precision
 
 
 @dataclass(frozen=True)

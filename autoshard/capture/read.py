@@ -15,6 +15,9 @@ from torch._subclasses import FakeTensor
 from autoshard.capture.inputs import Named
 from autoshard.graph import Const, Graph, Op, Ref, Result, Tensor, Value
 
+# Norms whose statistics (outputs 1 and 2) are float32 for inputs of 16 bits on a GPU, but not in every case on a CPU; their kernels
+# (lower.kernels.norms) make them so everywhere.
+STATISTICS = {"aten.native_layer_norm.default", "aten.native_group_norm.default", "aten._native_batch_norm_legit_functional.default"}
 ALWAYS_VIEWS = {"aten._unsafe_view.default", "aten.reshape.default", "aten._reshape_alias.default"}
 
 
@@ -137,6 +140,8 @@ def _op(node: fx.Node, values: Mapping[fx.Node, Value], module: str) -> Op:
     literals = (literal(node.args), tuple((key, literal(item)) for key, item in sorted(node.kwargs.items())))
     result = node.meta["val"]
     outputs = tuple(_tensor(t) for t in result) if isinstance(result, (tuple, list)) else (_tensor(result),)
+    if str(node.target) in STATISTICS and outputs[0] is not None and outputs[0].itemsize == 2:
+        outputs = (outputs[0], *(t and replace(t, dtype="float32") for t in outputs[1:3]), *outputs[3:])
     backward = node.meta.get("partitioner_tag") == "is_backward" or bool(node.meta.get("autograd_backward"))
     return Op(node.name, str(node.target), tuple(inputs), literals, outputs, "compute", module, _alias(node), backward)
 

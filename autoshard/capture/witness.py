@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.capture.explain import explained
 from autoshard.capture.inputs import arguments, to_fake
-from autoshard.graph import Precision
 from autoshard.graph.blocks import repetitions
+from autoshard.precision import Precision
 
 Program = list[str]
 

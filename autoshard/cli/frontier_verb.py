@@ -22,6 +22,7 @@ from autoshard.cli.options import (
     MasterWeights,
     Model,
     Pin,
+    PrecisionText,
     Prices,
     Quiet,
     Settings,
@@ -58,6 +59,7 @@ def frontier(
     prices: Prices = None,
     devices_per_node: Annotated[int | None, typer.Option(help="Default: all axes but the first.", min=1, show_default=False)] = None,
     optimizer: Annotated[str, typer.Option(help="Whose state memory holds: adamw, sgd, momentum, or bytes per parameter.")] = "adamw",
+    precision: PrecisionText = None,
     master_weights: MasterWeights = False,
     recompute: Annotated[str, typer.Option(help="Blocks to recompute in the backward pass: a number, or all.")] = "0",
     pin: Pin = [],  # noqa: B006
@@ -75,7 +77,7 @@ def frontier(
     devices = mesh_of(shape, prices, cluster, devices_per_node, device=device, tf32=tf32, **links)
     keywords = parse_settings(settings)
     options = planning_options(
-        optimizer=optimizer, recompute=recompute, pin=pin, training=train, master_weights=master_weights,
+        optimizer=optimizer, recompute=recompute, pin=pin, training=train, precision=precision, master_weights=master_weights,
         points=points, gap=gap, time_limit=time_limit, assumptions={"model": model, "set": keywords},
     )  # fmt: skip
     with Output(as_json=as_json, quiet=quiet) as output:

@@ -24,6 +24,7 @@ from autoshard.cli.options import (
     OptionalModel,
     Pin,
     Plan,
+    PrecisionText,
     Prices,
     Quiet,
     Settings,
@@ -68,6 +69,7 @@ def plan(
         str | None,
         typer.Option(help="Whose state memory holds: adamw (the default), sgd, momentum, or bytes per parameter.", show_default=False),
     ] = None,
+    precision: PrecisionText = None,
     master_weights: MasterWeights = False,
     tie_blocks: Annotated[bool, typer.Option("--tie-blocks", help="Use the same layouts in all repeated blocks.")] = False,
     recompute: Annotated[
@@ -106,8 +108,8 @@ def plan(
     keywords = parse_settings(settings)
     options = planning_options(
         memory=memory, optimizer=optimizer, recompute=recompute, pin=pin, forbid=forbid,
-        training=train, master_weights=master_weights, tie_blocks=tie_blocks, price_pins=price_pins, baselines=not no_baselines,
-        solver=solver, time_limit=time_limit, gap=gap, assumptions={"model": model, "set": keywords},
+        training=train, precision=precision, master_weights=master_weights, tie_blocks=tie_blocks, price_pins=price_pins,
+        baselines=not no_baselines, solver=solver, time_limit=time_limit, gap=gap, assumptions={"model": model, "set": keywords},
     )  # fmt: skip
     options = handed_on(options, kept)
     with Output(as_json=as_json, quiet=quiet) as output:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from autoshard.graph.precision import with_shared_casts
+from autoshard.graph.casts import with_shared_casts
 from autoshard.graph.records import Graph, Op, Value
 
 SUFFIX = "_recomputed"

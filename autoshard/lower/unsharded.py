@@ -19,9 +19,10 @@ from torch.utils import _pytree as pytree
 from autoshard.capture import input_names
 from autoshard.capture.held import copied, opened
 from autoshard.capture.inputs import arguments, computed_in
-from autoshard.graph import Graph, Precision, Tensor, Value
+from autoshard.graph import Graph, Tensor, Value
 from autoshard.lower.kernels.dropout import DrawsInOrder, first_state, from_state
 from autoshard.lower.verify import Verification, verify_program
+from autoshard.precision import Precision
 from autoshard.solution import Solution
 
 

@@ -34,8 +34,8 @@ def extrapolate(
     """The plan of a model with few layers, on the same model with many: evaluated on the full graph, with a bound on all of its plans.
 
     model, example_inputs: as for `plan`, the deep model; its layers sit in a ModuleList or Sequential. options: of `Options`;
-    optimizer, precision, master_weights and memory_limit are the plan's own where they aren't given. ValueError where the plan is not of the
-    model's first layers, `Infeasible` where it needs more than the memory limit.
+    optimizer, precision, master_weights and memory_limit are the plan's own where they aren't given. ValueError where the plan is not
+    of the model's first layers, `Infeasible` where it needs more than the memory limit.
 
         deep = autoshard.extrapolate(autoshard.load("llama-2.json"), *llama.llama3_8b(layers=32)); print(deep.cost, deep.gap)
     """

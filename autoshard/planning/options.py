@@ -13,8 +13,8 @@ from typing import Any
 from torch.distributed.tensor.placement_types import Placement
 
 from autoshard.cost import bytes_per_parameter
-from autoshard.graph import Precision
 from autoshard.layout import text
+from autoshard.precision import Precision
 
 Progress = Callable[[str, float], None]  # (what is being done, fraction of the whole)
 
