@@ -130,7 +130,9 @@ def _tiled_capture(
         if reason:
             reasons.append(f"from {periods} periods: {reason}")
             continue
-        reason = _misnamed(deep, module) or (_why_doubted(module, repeating, periods, example_inputs, training, precision) if witness else "")
+        reason = _misnamed(deep, module)
+        if witness and not reason:
+            reason = _why_doubted(module, repeating, periods, example_inputs, training, precision)
         if reason:
             return full_capture(reason)
         few = {c.name: c.depth(SHALLOW) for c in repeating}

@@ -188,6 +188,19 @@ def export_signature(program: ExportedProgram, mode: FakeTensorMode) -> tuple[li
     return names, [fake(mode, value) if isinstance(value, torch.Tensor) else value for value in fakes], results
 
 
+def autocast_on_cpu(forward: nn.Module) -> str:
+    """Turns `torch.autocast("cuda")` in a dynamo graph into autocast of the CPU, on whose fake tensors the other one does nothing; returns
+    the name of the device, "" where there was none."""
+    moved = ""
+    for node in forward.graph.nodes if isinstance(forward, fx.GraphModule) else ():
+        if node.target is torch.amp.autocast_mode._enter_autocast and node.args[0] != "cpu" and node.args[2]:
+            moved, dtype, *rest = node.args
+            node.args = ("cpu", dtype or torch.get_autocast_dtype(moved), *rest)
+    if moved:
+        forward.recompile()  # type: ignore[operator]
+    return moved
+
+
 def ignored(fx_graph: fx.GraphModule | ExportedProgram) -> str:
     """A sentence about what the model asks for and a plan of its captured program does not do; "" where there is nothing."""
     if not any(node.meta.get("recompute") is not None for node in fx_graph.graph.nodes):

@@ -39,6 +39,7 @@ from autoshard.capture.inputs import (
     Named,
     arguments,
     attributes,
+    autocast_on_cpu,
     export_signature,
     fake,
     input_names,
@@ -74,6 +75,7 @@ class Captured:
     fx_graph: fx.GraphModule | ExportedProgram
     values: dict[fx.Node, Any] = field(default_factory=dict)
     returned: Returned | None = None
+    autocast: str = ""  # the device of a torch.autocast in the forward that the captured program has as one of the CPU
 
 
 def capture(module: nn.Module, example_inputs: Any, *, training: bool, precision: Precision | None = None) -> Graph:
@@ -290,6 +292,7 @@ def _exported(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict
 def _capture_training(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) -> Captured:
     with ExitStack() as stack, torch._dynamo.config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True):
         captured = _forward(mode, module, args, kwargs)
+        moved = autocast_on_cpu(captured)
         joint = aot_export_joint_with_descriptors(stack, captured, *in_lists(args, kwargs))
     traced: fx.GraphModule = joint.graph_module
     _check_operators(traced)
@@ -304,7 +307,7 @@ def _capture_training(mode: FakeTensorMode, module: nn.Module, args: tuple, kwar
         raise ValueError("the module has no parameter that gets a gradient; plan it without training")
     mapped = {node: pytree.tree_map(lambda leaf: values.get(leaf), leaves_of(node)) for node in traced.graph.nodes if node.op != "output"}
     returned = Returned(joint.out_spec, tuple(_constant(leaf) for (kind, _), leaf in results if kind == "output"))
-    return Captured(graph, traced, mapped, returned)
+    return Captured(graph, traced, mapped, returned, moved)
 
 
 def _constant(leaf: Any) -> Any:

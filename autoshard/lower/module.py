@@ -89,6 +89,11 @@ class Runner:
         self.batch_layouts = batch_layouts(self.inputs, self.planned)
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict, compiled: bool) -> Any:
+        if torch.is_autocast_enabled(self.device_mesh.device_type):
+            raise ValueError(
+                "a parallel module is called inside torch.autocast, which would change the dtypes of its planned ops; plan with "
+                'precision="bf16", or with autocast in the model\'s forward, and call the module outside of it'
+            )
         bound = self._bound(module, args, kwargs)
         leaves, spec = pytree.tree_flatten(self.listed(bound))
         names = self._names(spec, bound)
