@@ -19,6 +19,8 @@ from autoshard.formulate import Training, formulate
 from autoshard.graph import Graph, checkpointed, forward_blocks, pending
 from autoshard.graph.casts import CAST, CAST_THEN_REDUCE, REDUCE_THEN_CAST
 from autoshard.layout import parse
+from autoshard.lower.collectives import Groups
+from autoshard.lower.fx_program import trace
 from autoshard.lower.program import Redistribute, lower
 from autoshard.mesh import Mesh
 from autoshard.planning.describe import layouts_of, results_of
@@ -246,6 +248,36 @@ def test_the_pass_takes_a_policy_for_a_module_only():
     fx_graph = capture_module(module, inputs, training=False).fx_graph
     with pytest.raises(ValueError, match="needs an nn.Module"):
         autoshard.autosharding_pass(fx_graph, precision="bf16", **options)
+
+
+# -- norms, whose statistics a CPU and a GPU return in different dtypes
+
+
+class Norms(nn.Module):
+    def __init__(self, kind: str, affine: bool):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 8, 1)
+        self.norm = {
+            "layer": lambda: nn.LayerNorm([8, 4, 4], elementwise_affine=affine),
+            "group": lambda: nn.GroupNorm(2, 8, affine=affine),
+        }[kind]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.conv(x)).float().square().mean()
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("kind", ["layer", "group"])
+def test_norms_of_bfloat16_run_on_a_cpu_and_trace_for_a_gpu(kind, affine):
+    model, inputs = Norms(kind, affine), (torch.randn(8, 4, 4, 4, generator=torch.Generator().manual_seed(1)),)
+    for precision in ("bf16", None):
+        model = model if precision else Norms(kind, affine).to(torch.bfloat16)
+        inputs = inputs if precision else tuple(x.bfloat16() for x in inputs)
+        solution = autoshard.plan(model, inputs, fast_mesh((4,)), training=True, precision=precision, baselines=False)
+        assert autoshard.verify(model, inputs, solution, random=1)["ok"]
+        graph = capture(model, inputs, training=True, precision=solution.precision)
+        program = lower(graph, solution.layouts, solution.results, solution.mesh, device="cuda")
+        assert trace(program, graph, Groups(("fake",), (4,)), (0,), "cuda").backward is not None
 
 
 # -- autocast

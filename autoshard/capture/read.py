@@ -65,7 +65,7 @@ def read(
             tuples[node] = len(ops)
         else:
             values[node] = (len(ops), 0)
-        ops.append(_op(node, values, modules.get(node, "")))
+        ops.append(_with_float_statistics(_op(node, values, modules.get(node, "")), ops))
     _check_names(ops)
     graph_results = tuple(Result(kind, name, values[leaf] if isinstance(leaf, fx.Node) else None) for (kind, name), leaf in results)
     return Graph(tuple(ops), graph_results), values
@@ -140,10 +140,20 @@ def _op(node: fx.Node, values: Mapping[fx.Node, Value], module: str) -> Op:
     literals = (literal(node.args), tuple((key, literal(item)) for key, item in sorted(node.kwargs.items())))
     result = node.meta["val"]
     outputs = tuple(_tensor(t) for t in result) if isinstance(result, (tuple, list)) else (_tensor(result),)
-    if str(node.target) in STATISTICS and outputs[0] is not None and outputs[0].itemsize == 2:
-        outputs = (outputs[0], *(t and replace(t, dtype="float32") for t in outputs[1:3]), *outputs[3:])
     backward = node.meta.get("partitioner_tag") == "is_backward" or bool(node.meta.get("autograd_backward"))
     return Op(node.name, str(node.target), tuple(inputs), literals, outputs, "compute", module, _alias(node), backward)
+
+
+def _with_float_statistics(op: Op, earlier: list[Op]) -> Op:
+    """The op with float32 as the dtype of a norm's statistics, and of views of them."""
+    y, *rest = op.outputs
+    if op.target in STATISTICS and y is not None and y.itemsize == 2:
+        return replace(op, outputs=(y, *(t and replace(t, dtype="float32") for t in rest[:2]), *rest[2:]))
+    if op.alias is not None and y is not None and y.itemsize == 2:
+        base, k = earlier[op.inputs[op.alias][0]], op.inputs[op.alias][1]
+        if (tensor := base.outputs[k]) is not None and tensor.dtype == "float32" and op.target != "aten.view.dtype":
+            return replace(op, outputs=tuple(t and replace(t, dtype="float32") for t in op.outputs))
+    return op
 
 
 def _constant(item: Any, node: fx.Node | None) -> Any:

@@ -78,7 +78,7 @@ class Options:
 
     training: bool = False
     optimizer: str | float = "adamw"  # or its bytes of state per parameter
-    precision: Precision | str | None = None  # dtypes to compute and to reduce in: "bf16", or a Precision
+    precision: Precision | None = None  # dtypes to compute and to reduce gradients in; also as text, "bf16"
     master_weights: bool = False  # count the float32 copies that your optimizer holds of parameters of smaller dtypes; no plan makes them
     memory_limit: float | None = None  # bytes per device
     pins: Mapping[str, str] = field(default_factory=dict)  # layout by parameter, buffer, input or op name, or by a glob of names
