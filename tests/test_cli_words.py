@@ -55,6 +55,7 @@ WRONG = {
     "host_memory": SIZES, "host_bandwidth": SIZES, "intra_node_bandwidth": SIZES, "inter_node_bandwidth": SIZES, "largest": SIZES,
     "out": PATHS, "csv": PATHS, "trace": PATHS, "plot": PICTURES, "picture": PICTURES, "draw": PICTURES, "save_dir": [HERE, "/nowhere/a"],
     "solver": ["gurobi", ""], "device": ["tpu", ""], "prices": ["tpu", ""], "optimizer": ["adam", "nan", "-1", ""],
+    "precision": ["bf17", "bf16:sum=fp32", "bf16:reduce", ""],
     "recompute": ["some", "-1", "1.5", ""], "pin": LAYOUTS, "forbid": LAYOUTS, "why_not": ["Q", "S(99)", ""],
     "time_limit": LIMITS, "gap": ["-1", "nan", "small"], "seconds": LIMITS, "effort": LIMITS, "reserve": ["1", "-0.1", "nan"],
     "batch": COUNTS, "global_batch": COUNTS,

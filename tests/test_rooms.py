@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parent.parent / "autoshard"
 
 # room: (rooms it may import, third-party packages it may import)
 PLANNER = (  # what planning and the rooms that plan again know
-    "mesh layout graph capture strategies cost routes problem solvers formulate baselines solution cycles reading units writing"
+    "mesh layout precision graph capture strategies cost routes problem solvers formulate baselines solution cycles reading units writing"
 )
 TABLE = {
     "version": ("", ""),
@@ -25,10 +25,11 @@ TABLE = {
     "units": ("", ""),
     "writing": ("", ""),
     "reading": ("", "jsonschema_rs"),
+    "precision": ("", ""),
     "mesh": ("", ""),
     "layout": ("mesh", "torch"),
-    "graph": ("", "networkx"),
-    "capture": ("graph", "torch"),
+    "graph": ("precision", "networkx"),
+    "capture": ("graph precision", "torch"),
     "strategies": ("graph layout mesh", "torch"),
     "cost": ("graph layout mesh reading writing", "numpy scipy"),
     "routes": ("cost layout mesh", "numpy"),
@@ -36,12 +37,12 @@ TABLE = {
     "solvers": ("problem", "numpy scipy highspy cvxpy networkx numba"),
     "formulate": ("cost graph layout mesh problem routes strategies", "numpy"),
     "baselines": ("graph layout mesh strategies", ""),
-    "solution": ("graph layout mesh reading writing", "dill"),
+    "solution": ("graph layout mesh precision reading writing", "dill"),
     "planning": (PLANNER, "numpy torch"),
     "simulate": ("cost cycles formulate graph layout mesh problem routes solution strategies", "numpy"),
     "pipeline": (PLANNER + " planning simulate", "numpy networkx torch"),
     "explain": (PLANNER + " planning simulate", "numpy torch"),
-    "lower": ("capture cost graph layout mesh routes solution", "torch"),
+    "lower": ("capture cost graph layout mesh precision routes solution", "torch"),
     "calibrate": ("cost mesh lower reading", "numpy scipy torch"),
     "exports": ("graph layout mesh solution writing", "torch"),
     "relayout": ("cost layout mesh lower", "numpy torch"),
@@ -49,7 +50,7 @@ TABLE = {
     "report": ("graph layout mesh pipeline problem reading simulate solution units writing", "rich jinja2 matplotlib"),
     "api": (PLANNER + " planning simulate pipeline explain lower calibrate exports relayout tables report", "torch numpy"),
     "cli": (
-        "api calibrate cost mesh pipeline problem reading relayout report simulate solvers tables units version writing",
+        "api calibrate cost mesh pipeline precision problem reading relayout report simulate solvers tables units version writing",
         "typer rich torch transformers distributed",
     ),
     "pytest_plugin": ("api", "pytest"),

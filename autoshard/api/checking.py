@@ -50,19 +50,22 @@ def verify(
     """
     report, mesh = progress or (lambda message, fraction: None), solution.mesh
     report("capturing the model", 0.0)
-    captured = capture_module(model, example_inputs, training=solution.training)
+    captured = capture_module(model, example_inputs, training=solution.training, precision=solution.precision)
     graph = replay(solution, captured.graph).checked()
     if local_tensor_mode:
         _refuse_random_ops(graph)
     report("running the unsharded model", 0.1)
     held = constants(captured.fx_graph)
-    values, reference = run_unsharded(model, example_inputs, graph, training=solution.training, seed=seed, held=held)
+    values, reference = run_unsharded(
+        model, example_inputs, graph, training=solution.training, seed=seed, held=held, precision=solution.precision
+    )
+    expected = None if captured.autocast else reference  # the module itself, run on a CPU, ignores autocast of another device
     plans: list[Layouts] = [(None, dict(solution.layouts), dict(solution.results)), *_drawn(graph, solution, random, seed)]
     routes, rows = Routes(mesh), []
     for k, (drawn, planned, results) in enumerate(plans):
         report(f"running {mesh.num_devices} ranks, layouts {k + 1} of {len(plans)}", 0.2 + 0.8 * k / len(plans))
         layouts = faults.plant_fault(planned, graph, mesh, seed + k) if plant_fault else planned
-        verification = verify_program(graph, layouts, results, mesh, values, reference, routes=routes, seed=seed)
+        verification = verify_program(graph, layouts, results, mesh, values, expected, routes=routes, seed=seed)
         if local_tensor_mode and verification.ok:
             again = run_local_tensor(lower(graph, layouts, results, mesh, routes=routes), values)
             verification = with_errors_of(verification, again, reference)

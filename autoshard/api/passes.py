@@ -32,6 +32,7 @@ from autoshard.planning.microbatches import with_number_of_microbatches
 from autoshard.planning.node_layouts import is_value, with_node_layouts
 from autoshard.planning.options import Options, Stopwatch, checked_options
 from autoshard.planning.plan import baseline_only, plan_graph
+from autoshard.precision import Precision
 from autoshard.solution import Solution, load, replay
 
 log = logging.getLogger("autoshard")
@@ -64,6 +65,7 @@ class PassOptions:
     optimizer: str = "adamw"
     microbatches: int = 1  # of which a training step consists; the inputs are those of one
     global_batch: int | None = None  # examples of a step, instead of `microbatches`
+    precision: Precision | str | None = None  # nn.Module only: dtypes to compute and to reduce gradients in
     solver: str = "auto"
     device: str | Device = "h100"
     devices_per_node: int | None = None
@@ -94,6 +96,7 @@ class PassOptions:
             optimizer=self.optimizer,
             microbatches=self.microbatches,
             global_batch=self.global_batch,
+            precision=self.precision,
             memory_limit=self.memory_limit,
             pins=self.pins or {},
             forbid=self.forbid or {},
@@ -150,11 +153,15 @@ def _capture(graph: Any, chosen: PassOptions) -> Captured:
     if isinstance(graph, (fx.GraphModule, ExportedProgram)):
         if chosen.training:
             raise ValueError("training=True needs an nn.Module; a graph that already holds forward and backward is planned as it is")
+        if chosen.precision is not None:
+            raise ValueError(f"precision={chosen.precision} needs an nn.Module; a captured graph computes in its own dtypes")
         return capture_fx(graph, chosen.example_inputs)
     if isinstance(graph, nn.Module):
         if chosen.example_inputs is None:
             raise ValueError("an nn.Module needs example_inputs=(...), the arguments of its forward (meta tensors will do)")
-        return capture_module(graph, chosen.example_inputs, training=chosen.training)
+        return capture_module(
+            graph, chosen.example_inputs, training=chosen.training, precision=Precision.of(chosen.precision)
+        )
     raise ValueError(f"graph is {type(graph).__name__}; expected a torch.fx.GraphModule, a torch.export.ExportedProgram or an nn.Module")
 
 

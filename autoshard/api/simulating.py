@@ -39,7 +39,7 @@ def simulate(
     """
     report = progress or (lambda message, fraction: None)
     report("capturing the model", 0.1)
-    graph, _ = capture_deep(model, example_inputs, training=solution.training)
+    graph, _ = capture_deep(model, example_inputs, training=solution.training, precision=solution.precision)
     graph = replay(solution, graph).graph
     report("simulating", 0.8)
     return timeline_of_solution(graph, solution, mesh, overlap=overlap, prefetch=prefetch, join=join, links=links)

@@ -86,7 +86,7 @@ def code(layout: Layout) -> Code:
 def settle(
     graph: Graph, coder: Coder, wanted: Callable[[Value], Priorities], fixed: Mapping[int, Layout], carried: frozenset[int]
 ) -> dict[str, Pin]:
-    """A pin for every op. fixed: placeholders whose layout is known; carried: ops that keep the layout of their only input."""
+    """A pin for every op. fixed: ops whose output layout is known; carried: ops that keep the layout of their only input."""
     readers = _count_readers(graph)
     produced: dict[Value, Code] = {}
     best: dict[tuple, int] = {}

@@ -34,7 +34,7 @@ from itertools import combinations
 from autoshard.baselines.classes import DimClasses, Slots, dim_classes, number_slots
 from autoshard.baselines.megatron import Recognised, from_parameters, recognise, sequence_class, token_tables
 from autoshard.baselines.pins import FIRST, SECOND, Coder, Pin, Priorities, settle
-from autoshard.graph import ACCUMULATED, KEPT, Graph, Value
+from autoshard.graph import ACCUMULATED, KEPT, REDUCE_THEN_CAST, Graph, Value
 from autoshard.layout import Layout, P, replicated, shards_of
 from autoshard.mesh import Mesh
 from autoshard.strategies import Candidates
@@ -87,6 +87,7 @@ def baselines(graph: Graph, mesh: Mesh, candidates: Candidates) -> tuple[Baselin
     coder = Coder(candidates)
 
     def scheme(name: str, words: str, sharding: AxisShardings, fixed: Mapping[int, Layout], carried: frozenset[int] = NOTHING) -> Baseline:
+        fixed = {**fixed, **{cast: fixed[i] for cast, i in reduced_before(graph).items() if i in fixed}}
         return Baseline(name, settle(graph, coder, wanted_priorities(graph, mesh, sharding), fixed, carried), words)
 
     axes = used_axes(mesh)
@@ -159,6 +160,12 @@ def _zero_stage(
 def _pinned_layout(pin: Pin) -> Layout:
     assert pin.outputs is not None and pin.outputs[0] is not None
     return pin.outputs[0]
+
+
+def reduced_before(graph: Graph) -> dict[int, int]:
+    """By gradient cast that wants a reduced gradient, the parameter: it is reduced to the parameter's layout."""
+    pairs = [(r.value[0], graph.parameters[r.name]) for r in graph.results if r.value is not None and r.name in graph.parameters]
+    return {i: parameter for i, parameter in pairs if graph.ops[i].kind == REDUCE_THEN_CAST}
 
 
 def used_axes(mesh: Mesh) -> list[int]:

@@ -13,18 +13,19 @@ If one of these fails, or the model isn't deep enough for it to pay, all layers 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from autoshard.capture.held import copied, unsupported_kind
-from autoshard.capture.inputs import ignored
-from autoshard.capture.module import capture_module
+from autoshard.capture.inputs import ignored, stored_dtypes
+from autoshard.capture.module import capture_without_casts
 from autoshard.capture.witness import eager_program, grown
-from autoshard.graph import Graph, Op
+from autoshard.graph import Graph, Op, mixed
 from autoshard.graph.tile import tile
+from autoshard.precision import Precision
 
 PERIODS = (3, 4, 5)  # 3 suffice for GPT-2, Llama, BERT, Mixtral; 5 for T5's decoder, whose sums of gradients make the top layers special
 SHALLOW = 8  # periods: the innermost of them have the costs that they have in a deeper model
@@ -63,18 +64,36 @@ class Depth:
 
 
 def capture_deep(
-    module: nn.Module, example_inputs: Any, *, training: bool, witness: bool = False, gain: float = 3.0
+    module: nn.Module,
+    example_inputs: Any,
+    *,
+    training: bool,
+    precision: Precision | None = None,
+    witness: bool = False,
+    gain: float = 3.0,
 ) -> tuple[Graph, Depth]:
     """The graph of `capture(module, ...)`, tiled from a capture of few layers where that pays and is tested, and how it was obtained.
 
-    witness: also run the full model once, eagerly on fake tensors. gain: tile if the model has at least `gain` times the
-    layers that have to be captured for it (a capture has a cost at its start that a few more layers add little to).
+    precision: as for `capture`. witness: also run the full model once, eagerly on fake tensors. gain: tile if the model has at least
+    `gain` times the layers that have to be captured for it (a capture has a cost at its start that a few more layers add little to).
     """
+    graph, depth = _tiled_capture(module, example_inputs, training, precision, witness, gain)
+    if precision is None:
+        return graph, depth
+    stored = stored_dtypes(module, example_inputs)
+    shallow = None if depth.shallow is None else mixed(depth.shallow, precision, stored)[0]
+    return mixed(graph, precision, stored)[0], replace(depth, shallow=shallow)
+
+
+def _tiled_capture(
+    module: nn.Module, example_inputs: Any, training: bool, precision: Precision | None, witness: bool, gain: float
+) -> tuple[Graph, Depth]:
+    """As `capture_deep`, in the dtypes in which the model computes."""
     repeating = containers(module)
     captured: list[int] = []
 
     def full_capture(reason: str) -> tuple[Graph, Depth]:
-        full = capture_module(module, example_inputs, training=training)
+        full = capture_without_casts(module, example_inputs, training=training, precision=precision)
         layers = (*captured, sum(c.layers for c in repeating)) if repeating else ()
         return full.graph, Depth(repeating, layers, False, reason, ignored=ignored(full.fx_graph))
 
@@ -82,7 +101,7 @@ def capture_deep(
         if periods not in graphs:
             depths = {c.name: c.depth(periods) for c in repeating}
             captured.append(sum(depths.values()))
-            few = capture_module(shrunk(module, depths), example_inputs, training=training)
+            few = capture_without_casts(shrunk(module, depths), example_inputs, training=training, precision=precision)
             graphs[periods] = few.graph
             notes.add(ignored(few.fx_graph))
         return graphs[periods]
@@ -111,7 +130,9 @@ def capture_deep(
         if reason:
             reasons.append(f"from {periods} periods: {reason}")
             continue
-        reason = _misnamed(deep, module) or (_why_doubted(module, repeating, periods, example_inputs, training) if witness else "")
+        reason = _misnamed(deep, module)
+        if witness and not reason:
+            reason = _why_doubted(module, repeating, periods, example_inputs, training, precision)
         if reason:
             return full_capture(reason)
         few = {c.name: c.depth(SHALLOW) for c in repeating}
@@ -154,11 +175,13 @@ def _misnamed(graph: Graph, module: nn.Module) -> str:
     return ""
 
 
-def _why_doubted(module: nn.Module, repeating: tuple[Container, ...], periods: int, example_inputs: Any, training: bool) -> str:
+def _why_doubted(
+    module: nn.Module, repeating: tuple[Container, ...], periods: int, example_inputs: Any, training: bool, precision: Precision | None
+) -> str:
     """Why the eager program of the full model is not that of few layers repeated; "" if it is."""
     few = [shrunk(module, {c.name: c.depth(q) for c in repeating}) for q in (periods, periods + 1)]
     try:
-        short, longer, deep = (eager_program(part, example_inputs, training=training) for part in (*few, module))
+        short, longer, deep = (eager_program(part, example_inputs, training=training, precision=precision) for part in (*few, module))
     except ValueError as error:
         return f"there is no witness: {error}"
     return grown(short, longer, deep, {(c.layers - c.depth(periods)) // c.period for c in repeating})

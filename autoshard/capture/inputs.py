@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from autoshard.capture.held import copied, in_lists, tensors_of, unsupported_kind
+from autoshard.precision import Precision
 
 CPU = torch.device("cpu")
 
@@ -79,23 +80,43 @@ def input_names(module: nn.Module, example_inputs: Any) -> list[str]:
     return [f"input_{k}" if name in held else name for k, name in enumerate(names)]
 
 
-def fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+def fake(mode: FakeTensorMode, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """dtype: instead of the tensor's own."""
     if unsupported := unsupported_kind(tensor):
         raise ValueError(unsupported)
     with mode:
-        fake = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu")
+        fake = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=dtype or tensor.dtype, device="cpu")
         return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
-def to_fake(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) -> tuple[nn.Module, tuple, dict]:
-    """A copy of the module whose tensors are fake CPU tensors (tied ones stay tied), and fake inputs. Nothing is allocated."""
+def computed_in(module: nn.Module, args: tuple, kwargs: dict, precision: Precision | None) -> dict[int, torch.dtype]:
+    """The dtypes in which the model computes with parameters and inputs, by id; those that are used as they are stored are left out."""
+    if precision is None or precision.param_dtype is None:
+        return {}
+    tensors = [*module.parameters(), *(pytree.tree_leaves((args, kwargs)) if precision.cast_forward_inputs else ())]
+    return {id(x): getattr(torch, precision.param_dtype) for x in tensors if isinstance(x, torch.Tensor) and x.is_floating_point()}
+
+
+def stored_dtypes(module: nn.Module, example_inputs: Any) -> dict[str, str]:
+    """The dtypes of parameters and inputs as the module and the caller hold them, by name in the Graph."""
+    leaves = pytree.tree_leaves(in_lists(*arguments(example_inputs)))
+    held = dict(zip(input_names(module, example_inputs), leaves, strict=True)) | dict(module.named_parameters(remove_duplicate=False))
+    return {name: str(x.dtype).removeprefix("torch.") for name, x in held.items() if isinstance(x, torch.Tensor)}
+
+
+def to_fake(
+    mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict, precision: Precision | None = None
+) -> tuple[nn.Module, tuple, dict]:
+    """A copy of the module whose tensors are fake CPU tensors (tied ones stay tied), and fake inputs, in the dtypes in which the model
+    computes. Nothing is allocated."""
+    dtypes = computed_in(module, args, kwargs, precision)
     parts = [(*part._parameters.values(), *part._buffers.values(), *vars(part).values()) for part in module.modules()]
     direct = {id(tensor) for tensors in parts for tensor in tensors}
     passed = {id(tensor) for tensor in tensors_of((args, kwargs))}
 
     def replacement(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) in direct or id(tensor) in passed or tensor.is_meta:
-            return fake(mode, tensor)
+            return fake(mode, tensor, dtypes.get(id(tensor)))
         return tensor.detach().clone()  # in a list on a module: a constant of the program, whose value is needed
 
     module, args, kwargs = copied((module, args, kwargs), replacement)
@@ -165,6 +186,19 @@ def export_signature(program: ExportedProgram, mode: FakeTensorMode) -> tuple[li
             outputs += 1
     fakes = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
     return names, [fake(mode, value) if isinstance(value, torch.Tensor) else value for value in fakes], results
+
+
+def autocast_on_cpu(forward: nn.Module) -> str:
+    """Turns `torch.autocast("cuda")` in a dynamo graph into autocast of the CPU, on whose fake tensors the other one does nothing; returns
+    the name of the device, "" where there was none."""
+    moved = ""
+    for node in forward.graph.nodes if isinstance(forward, fx.GraphModule) else ():
+        if node.target is torch.amp.autocast_mode._enter_autocast and node.args[0] != "cpu" and node.args[2]:
+            moved, dtype, *rest = node.args
+            node.args = ("cpu", dtype or torch.get_autocast_dtype(moved), *rest)
+    if moved:
+        forward.recompile()  # type: ignore[operator]
+    return moved
 
 
 def ignored(fx_graph: fx.GraphModule | ExportedProgram) -> str:

@@ -39,6 +39,7 @@ from autoshard.capture.inputs import (
     Named,
     arguments,
     attributes,
+    autocast_on_cpu,
     export_signature,
     fake,
     input_names,
@@ -47,11 +48,13 @@ from autoshard.capture.inputs import (
     named,
     placeholder_inputs,
     result_name,
+    stored_dtypes,
     to_fake,
 )
 from autoshard.capture.read import leaves_of, module_path, read
 from autoshard.capture.turns import in_turn
-from autoshard.graph import Graph
+from autoshard.graph import Graph, mixed
+from autoshard.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -72,21 +75,40 @@ class Captured:
     fx_graph: fx.GraphModule | ExportedProgram
     values: dict[fx.Node, Any] = field(default_factory=dict)
     returned: Returned | None = None
+    autocast: str = ""  # the device of a torch.autocast in the forward that the captured program has as one of the CPU
 
 
-def capture(module: nn.Module, example_inputs: Any, *, training: bool) -> Graph:
+def capture(module: nn.Module, example_inputs: Any, *, training: bool, precision: Precision | None = None) -> Graph:
     """`capture_module(...).graph`."""
-    return capture_module(module, example_inputs, training=training).graph
+    return capture_module(module, example_inputs, training=training, precision=precision).graph
 
 
-@in_turn
-def capture_module(module: nn.Module, example_inputs: Any, *, training: bool) -> Captured:
+def capture_module(module: nn.Module, example_inputs: Any, *, training: bool, precision: Precision | None = None) -> Captured:
     """The program of one call (or one training step up to the gradients) of `module`.
 
     example_inputs: a tuple of positional arguments or a dict of keyword arguments, with tensors on any device; those on the meta
     device need no memory. training: forward and backward are joined; the module must return a tensor, or several, to differentiate.
-    ValueError says what stopped the capture, and where.
+    precision: the dtypes in which the model computes, reduces and returns; parameters and inputs stay in theirs. ValueError says what
+    stopped the capture, and where.
     """
+    captured = capture_without_casts(module, example_inputs, training=training, precision=precision)
+    if precision is None:
+        return captured
+    graph, place = mixed(captured.graph, precision, stored_dtypes(module, example_inputs))
+    values = {node: _renumbered(value, place) for node, value in captured.values.items()}
+    return replace(captured, graph=graph, values=values)
+
+
+def _renumbered(value: Any, place: Sequence[int]) -> Any:
+    """A nested Value with the new index of its op."""
+    if isinstance(value, tuple) and len(value) == 2 and all(isinstance(number, int) for number in value):
+        return (place[value[0]], value[1])
+    return type(value)(_renumbered(part, place) for part in value) if isinstance(value, (tuple, list)) else value
+
+
+@in_turn
+def capture_without_casts(module: nn.Module, example_inputs: Any, *, training: bool, precision: Precision | None = None) -> Captured:
+    """As `capture_module`, with parameters, inputs and results in the dtypes in which the model computes."""
     args, kwargs = arguments(example_inputs)
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         raise ValueError(f"{type(module).__name__} is compiled by torch.jit, or a part of it is: give the module that was compiled")
@@ -95,7 +117,7 @@ def capture_module(module: nn.Module, example_inputs: Any, *, training: bool) ->
     with explained(module):
         if not module._forward_pre_hooks:  # they may change the arguments
             inspect.signature(module.forward).bind(*args, **kwargs)
-        fake_module, fake_args, fake_kwargs = to_fake(mode, module, args, kwargs)
+        fake_module, fake_args, fake_kwargs = to_fake(mode, module, args, kwargs, precision)
         if training:
             captured = _capture_training(mode, fake_module, fake_args, fake_kwargs)
         else:
@@ -270,6 +292,7 @@ def _exported(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict
 def _capture_training(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) -> Captured:
     with ExitStack() as stack, torch._dynamo.config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True):
         captured = _forward(mode, module, args, kwargs)
+        moved = autocast_on_cpu(captured)
         joint = aot_export_joint_with_descriptors(stack, captured, *in_lists(args, kwargs))
     traced: fx.GraphModule = joint.graph_module
     _check_operators(traced)
@@ -284,7 +307,7 @@ def _capture_training(mode: FakeTensorMode, module: nn.Module, args: tuple, kwar
         raise ValueError("the module has no parameter that gets a gradient; plan it without training")
     mapped = {node: pytree.tree_map(lambda leaf: values.get(leaf), leaves_of(node)) for node in traced.graph.nodes if node.op != "output"}
     returned = Returned(joint.out_spec, tuple(_constant(leaf) for (kind, _), leaf in results if kind == "output"))
-    return Captured(graph, traced, mapped, returned)
+    return Captured(graph, traced, mapped, returned, moved)
 
 
 def _constant(leaf: Any) -> Any:

@@ -15,6 +15,9 @@ from torch._subclasses import FakeTensor
 from autoshard.capture.inputs import Named
 from autoshard.graph import Const, Graph, Op, Ref, Result, Tensor, Value
 
+# Norms whose statistics (outputs 1 and 2) are float32 for inputs of 16 bits on a GPU, but not in every case on a CPU; their kernels
+# (lower.kernels.norms) make them so everywhere.
+STATISTICS = {"aten.native_layer_norm.default", "aten.native_group_norm.default", "aten._native_batch_norm_legit_functional.default"}
 ALWAYS_VIEWS = {"aten._unsafe_view.default", "aten.reshape.default", "aten._reshape_alias.default"}
 
 
@@ -62,7 +65,7 @@ def read(
             tuples[node] = len(ops)
         else:
             values[node] = (len(ops), 0)
-        ops.append(_op(node, values, modules.get(node, "")))
+        ops.append(_with_float_statistics(_op(node, values, modules.get(node, "")), ops))
     _check_names(ops)
     graph_results = tuple(Result(kind, name, values[leaf] if isinstance(leaf, fx.Node) else None) for (kind, name), leaf in results)
     return Graph(tuple(ops), graph_results), values
@@ -139,6 +142,18 @@ def _op(node: fx.Node, values: Mapping[fx.Node, Value], module: str) -> Op:
     outputs = tuple(_tensor(t) for t in result) if isinstance(result, (tuple, list)) else (_tensor(result),)
     backward = node.meta.get("partitioner_tag") == "is_backward" or bool(node.meta.get("autograd_backward"))
     return Op(node.name, str(node.target), tuple(inputs), literals, outputs, "compute", module, _alias(node), backward)
+
+
+def _with_float_statistics(op: Op, earlier: list[Op]) -> Op:
+    """The op with float32 as the dtype of a norm's statistics, and of views of them."""
+    y, *rest = op.outputs
+    if op.target in STATISTICS and y is not None and y.itemsize == 2:
+        return replace(op, outputs=(y, *(t and replace(t, dtype="float32") for t in rest[:2]), *rest[2:]))
+    if op.alias is not None and y is not None and y.itemsize == 2:
+        base, k = earlier[op.inputs[op.alias][0]], op.inputs[op.alias][1]
+        if (tensor := base.outputs[k]) is not None and tensor.dtype == "float32" and op.target != "aten.view.dtype":
+            return replace(op, outputs=tuple(t and replace(t, dtype="float32") for t in op.outputs))
+    return op
 
 
 def _constant(item: Any, node: fx.Node | None) -> Any:

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoshard.capture.explain import explained
 from autoshard.capture.inputs import arguments, to_fake
 from autoshard.graph.blocks import repetitions
+from autoshard.precision import Precision
 
 Program = list[str]
 
@@ -53,10 +54,10 @@ def _text(item: Any) -> str:
     return str(item)
 
 
-def eager_program(module: nn.Module, example_inputs: Any, *, training: bool) -> Program:
+def eager_program(module: nn.Module, example_inputs: Any, *, training: bool, precision: Precision | None = None) -> Program:
     """The operators that one call of the module runs, in order; in training also those that compute its parameters' gradients."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
-    fake, args, kwargs = to_fake(mode, module, *arguments(example_inputs))
+    fake, args, kwargs = to_fake(mode, module, *arguments(example_inputs), precision)
     log = _Log()
     with explained(module), mode, torch.set_grad_enabled(training):
         with log:

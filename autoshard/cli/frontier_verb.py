@@ -24,6 +24,7 @@ from autoshard.cli.options import (
     Microbatches,
     Model,
     Pin,
+    PrecisionText,
     Prices,
     Quiet,
     Settings,
@@ -60,6 +61,7 @@ def frontier(
     prices: Prices = None,
     devices_per_node: Annotated[int | None, typer.Option(help="Default: all axes but the first.", min=1, show_default=False)] = None,
     optimizer: Annotated[str, typer.Option(help="Whose state memory holds: adamw, sgd, momentum, or bytes per parameter.")] = "adamw",
+    precision: PrecisionText = None,
     master_weights: MasterWeights = False,
     microbatches: Microbatches = None,
     global_batch: GlobalBatch = None,
@@ -79,7 +81,7 @@ def frontier(
     devices = mesh_of(shape, prices, cluster, devices_per_node, device=device, tf32=tf32, **links)
     keywords = parse_settings(settings)
     options = planning_options(
-        optimizer=optimizer, recompute=recompute, pin=pin, training=train, master_weights=master_weights,
+        optimizer=optimizer, recompute=recompute, pin=pin, training=train, precision=precision, master_weights=master_weights,
         microbatches=microbatches, global_batch=global_batch,
         points=points, gap=gap, time_limit=time_limit, assumptions={"model": model, "set": keywords},
     )  # fmt: skip

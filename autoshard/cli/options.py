@@ -47,6 +47,8 @@ GlobalBatch = Annotated[
 ]
 MASTER = "Count a float32 copy of 16-bit parameters that your optimizer holds: its bytes, its update's time. Running a plan makes none."
 MasterWeights = Annotated[bool, typer.Option("--master-weights", help=MASTER)]
+PRECISION = "Mixed precision: bf16, or bf16:reduce=bf16,output=fp32. Gradients are reduced in float32 unless it says otherwise."
+PrecisionText = Annotated[str | None, typer.Option("--precision", metavar="DTYPE[:reduce=DTYPE]", help=PRECISION, show_default=False)]
 Pin = Annotated[
     list[str],
     typer.Option("--pin", metavar="NAME=LAYOUT", help="Fix the layout of what a name or glob means; repeatable.", show_default=False),

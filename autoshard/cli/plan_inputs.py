@@ -11,7 +11,9 @@ from autoshard.mesh import Mesh, parse_shape
 
 AUTO = "auto"  # the --mesh that compares all shapes
 # options that come from a kept plan where the command line does not set them
-HANDED_ON = ("training", "memory_limit", "optimizer", "master_weights", "tie_blocks", "recompute", "microbatches", "accumulation_dtype")
+HANDED_ON = (
+    "training", "memory_limit", "optimizer", "precision", "master_weights", "tie_blocks", "recompute", "microbatches", "accumulation_dtype",
+)  # fmt: skip
 
 
 def check_mesh_words(mesh: str | None, cluster: str | None, keep: str | None, devices: int | None, prices: str | None) -> None:

@@ -26,6 +26,7 @@ from autoshard.cli.options import (
     OptionalModel,
     Pin,
     Plan,
+    PrecisionText,
     Prices,
     Quiet,
     Settings,
@@ -70,6 +71,7 @@ def plan(
         str | None,
         typer.Option(help="Whose state memory holds: adamw (the default), sgd, momentum, or bytes per parameter.", show_default=False),
     ] = None,
+    precision: PrecisionText = None,
     master_weights: MasterWeights = False,
     microbatches: Microbatches = None,
     global_batch: GlobalBatch = None,
@@ -110,8 +112,8 @@ def plan(
     keywords = parse_settings(settings)
     options = planning_options(
         memory=memory, optimizer=optimizer, recompute=recompute, pin=pin, forbid=forbid,
-        training=train, microbatches=microbatches, global_batch=global_batch, master_weights=master_weights, tie_blocks=tie_blocks,
-        price_pins=price_pins, baselines=not no_baselines,
+        training=train, precision=precision, master_weights=master_weights, microbatches=microbatches, global_batch=global_batch,
+        tie_blocks=tie_blocks, price_pins=price_pins, baselines=not no_baselines,
         solver=solver, time_limit=time_limit, gap=gap, assumptions={"model": model, "set": keywords},
     )  # fmt: skip
     options = handed_on(options, kept)

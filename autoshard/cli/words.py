@@ -29,6 +29,7 @@ from autoshard.cli.arguments import (
     parse_settings,
 )
 from autoshard.mesh import DEVICES, parse_shape
+from autoshard.precision import Precision
 from autoshard.reading import content_of
 
 SOLVERS = ("auto", "prices", "ilp", "cvxpy", "dp", "dual", "exhaustive")
@@ -127,6 +128,10 @@ def optimizer(name: str, value: str) -> None:
     if read not in OPTIMIZERS if isinstance(read, str) else not 0 <= read < math.inf:
         known = ", ".join(OPTIMIZERS)
         raise ValueError(f"unknown optimizer {value!r}; known are {known}, or give its bytes of state per parameter, for example 8")
+
+
+def precision(name: str, value: str) -> None:
+    Precision.parse(value)
 
 
 def recompute(name: str, value: str, words: tuple[str, ...] = ("all", "auto")) -> None:
@@ -282,6 +287,7 @@ ROWS: dict[str, Check] = {
     "device": device,
     "prices": prices,
     "optimizer": optimizer,
+    "precision": precision,
     "recompute": recompute,
     "pin": pins,
     "forbid": forbidden,

@@ -59,7 +59,7 @@ def options_of(solution: Solution) -> Options:
 
 def captured(model: nn.Module, example_inputs: Any, solution: Solution, mesh: Mesh | None = None) -> Replay:
     """The plan on the model as it is now."""
-    graph, _ = capture_deep(model, example_inputs, training=solution.training)
+    graph, _ = capture_deep(model, example_inputs, training=solution.training, precision=solution.precision)
     return replay(solution, graph, mesh)
 
 

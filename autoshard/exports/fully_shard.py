@@ -1,6 +1,6 @@
 """A recipe of two steps for a mesh with a tensor parallel axis: `parallelize_module` on it, then `fully_shard` on the other axes.
 
-    recipe = export(solution, "fully_shard")            {"mesh", "parallelize_module", "fully_shard", "replicate", "microbatches"}
+    recipe = export(solution, "fully_shard")     {"mesh", "parallelize_module", "fully_shard", "replicate", "microbatches", "mp_policy"}
     apply(recipe, model, device_mesh)                   or write it: export(solution, "fully_shard", "recipe.py")
 
 A plan of several microbatches has two more choices, which fully_shard has once for all parameters; here that of most bytes:
@@ -17,14 +17,16 @@ A plan of several microbatches has two more choices, which fully_shard has once 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from autoshard.exports.modules import generic, on_axis, parallelize_plan, styles_as_text
+from autoshard.exports.modules import PRECISION, generic, on_axis, parallelize_plan, styles_as_text
 from autoshard.exports.record import Export, Left, with_cost
 from autoshard.exports.source import comments, literal, rows
 from autoshard.layout import parse
@@ -48,7 +50,10 @@ def recipe(solution: Solution, axis: str | None = None) -> Export:
         "fully_shard": {"axes": data if sharded else [], "modules": [*blocks, ""] if sharded and data else []},
         "replicate": {"axes": [] if sharded else data},
     }
-    left = [one for one in styles.left if "fully_shard can shard on the others" not in one.why and one.what != "the memory limit"]
+    if solution.precision is not None and data:
+        value["mp_policy"] = asdict(solution.precision)
+    carried = ("the memory limit", PRECISION) if data else ("the memory limit",)
+    left = [one for one in styles.left if "fully_shard can shard on the others" not in one.why and one.what not in carried]
     if solution.microbatches > 1:
         value["microbatches"], lost = _microbatches(solution, [solution.mesh.axis_names.index(name) for name in data])
         left += lost
@@ -97,12 +102,15 @@ def apply(recipe: dict, model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
     if tensor["plan"]:
         parallelize_module(model, device_mesh[tensor["axis"]], tensor["plan"])
     axes = recipe["fully_shard"]["axes"]
+    policy = MixedPrecisionPolicy(**{k: getattr(torch, v) if isinstance(v, str) else v for k, v in recipe.get("mp_policy", {}).items()})
+    inner = replace(policy, output_dtype=None)  # only the model's own outputs are cast
     for name in recipe["fully_shard"]["modules"]:
-        fully_shard(model.get_submodule(name), mesh=_flat(device_mesh, axes), **_resharding(recipe))
+        options = {"mp_policy": inner if name else policy, **_resharding(recipe)}
+        fully_shard(model.get_submodule(name), mesh=_flat(device_mesh, axes), **options)
     if recipe["replicate"]["axes"]:
         from torch.distributed._composable.replicate_with_fsdp import replicate  # here: only plans with replicated parameters need it
 
-        replicate(model, mesh=_flat(device_mesh, recipe["replicate"]["axes"]))
+        replicate(model, mesh=_flat(device_mesh, recipe["replicate"]["axes"]), mp_policy=policy)
     return model
 
 
@@ -122,6 +130,9 @@ def as_text(recipe: dict) -> dict:
     return {**recipe, "parallelize_module": {"axis": tensor["axis"], "plan": styles_as_text(tensor["plan"])}}
 
 
+IMPORTS = "from dataclasses import replace\n\nimport torch\n"  # of a file with a policy of mixed precision
+
+
 def as_python(recipe: Any) -> str:
     """A module with one function `apply(model, device_mesh)` that does it, for a launcher without autoshard."""
     plan = rows(as_text(recipe)["parallelize_module"]["plan"])
@@ -129,20 +140,23 @@ def as_python(recipe: Any) -> str:
     head = f"Written by autoshard. For init_device_mesh(device, {shape}, mesh_dim_names={names})."
     shard, replicated = recipe["fully_shard"], recipe["replicate"]["axes"]
     lines = [f"    parallelize_module(model, device_mesh[{literal(recipe['parallelize_module']['axis'])}], PLAN)"] if plan else []
+    policy = ", mp_policy=POLICY" if "mp_policy" in recipe else ""
     if shard["modules"]:
         lines += [f"    data = {_mesh_code(shard['axes'])}", f"    for name in {literal(shard['modules'])}:"]
-        options = "".join(f", {key}={value}" for key, value in _resharding(recipe).items())
+        options = f"{policy and ', mp_policy=INNER if name else POLICY'}"
+        options += "".join(f", {key}={value}" for key, value in _resharding(recipe).items())
         lines += [f"        fully_shard(model.get_submodule(name), mesh=data{options})"]
     if replicated:
         lines += ["    from torch.distributed._composable.replicate_with_fsdp import replicate", ""]
-        lines += [f"    replicate(model, mesh={_mesh_code(replicated)})"]
+        lines += [f"    replicate(model, mesh={_mesh_code(replicated)}{policy})"]
     return (
         f"{comments([head, *getattr(recipe, 'said', ())])}\n"
-        "from torch.distributed.fsdp import fully_shard\n"
+        f"{IMPORTS if policy else ''}from torch.distributed.fsdp import {'MixedPrecisionPolicy, ' if policy else ''}fully_shard\n"
         "from torch.distributed.tensor import Replicate\n"
         "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module\n\n"
-        f"PLAN = {{\n{plan}}}\n\n\ndef apply(model, device_mesh):\n" + "\n".join([*lines, "    return model"]) + "\n" + _loop_code(recipe)
-    )
+        f"PLAN = {{\n{plan}}}\n{_policy_code(recipe)}\n\ndef apply(model, device_mesh):\n"
+        + "\n".join([*lines, "    return model"]) + "\n" + _loop_code(recipe)
+    )  # fmt: skip
 
 
 def _loop_code(recipe: dict) -> str:
@@ -156,6 +170,15 @@ def _loop_code(recipe: dict) -> str:
     head = f"def begin_microbatch(model, k):\n    # before the forward of microbatch k of {step['number']}\n"
     body = ["    for module in model.modules():", "        if hasattr(module, 'set_requires_gradient_sync'):", *calls]
     return f"\n\n{head}" + "\n".join(body) + "\n"
+
+
+def _policy_code(recipe: dict) -> str:
+    """The lines that make the policy of mixed precision; empty without one."""
+    if "mp_policy" not in recipe:
+        return ""
+    given = [f"{name}={f'torch.{value}' if isinstance(value, str) else value}" for name, value in recipe["mp_policy"].items()]
+    lines = [f"POLICY = MixedPrecisionPolicy({', '.join(given)})", "INNER = replace(POLICY, output_dtype=None)  # of modules inside"]
+    return "\n".join([*lines, ""])
 
 
 def _mesh_code(axes: list[str]) -> str:

@@ -32,6 +32,7 @@ TP_STYLES = {
     "features": "embedding_colwise",
     "inside": "replicated_with_grad_allreduce",
 }
+PRECISION = "mixed precision"  # of a plan, which module styles leave out
 
 
 def style(name: str) -> ParallelStyle:
@@ -120,6 +121,8 @@ def _left(solution: Solution, axis: str, known: dict) -> tuple[Left, ...]:
             left.append(Left(f"{len(sharded)} parameters sharded on {name}", why))
     if _inputs_are_sharded(solution, k):
         left.append(Left(f"inputs sharded on {axis}", f"under module styles all ranks of {axis} see the same inputs"))
+    if solution.precision is not None:
+        left.append(Left(PRECISION, f"{solution.precision}; the module runs in its own dtypes: use fully_shard's mp_policy, or autocast"))
     left.append(Left("layouts of activations, and routes between them", "a module's style fixes them"))
     return tuple(left)
 

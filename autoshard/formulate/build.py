@@ -8,7 +8,7 @@ from autoshard.cost import accumulation_seconds, op_seconds, optimizer_step_seco
 from autoshard.formulate.records import Formulation, Layouts, TensorEdge, Training
 from autoshard.formulate.tables import MoveTables, Tables
 from autoshard.formulate.usages import Usages
-from autoshard.graph import ACCUMULATED, KEPT, Graph, Op, Tensor, Value
+from autoshard.graph import ACCUMULATED, KEPT, Graph, Op, Tensor, Value, pending
 from autoshard.layout import all_layouts, has_partial, local_numel, local_shape
 from autoshard.mesh import Mesh
 from autoshard.problem import Edge, Problem
@@ -36,6 +36,7 @@ class _Builder:
         self.routes = Routes(mesh)
         self.tables = Tables(mesh, self.routes)
         self.trained = self._trained()
+        self.pending = pending(graph)
         self.names: list[str] = []
         self.node_costs: list[np.ndarray] = []
         self.edges: list[Edge] = []
@@ -183,7 +184,7 @@ class _Builder:
     def _edge(self, value: Value, a: int, b: int, source_layouts: Layouts, target_layouts: Layouts) -> tuple[int, MoveTables]:
         tensor = self.graph.tensor(value)
         move, times = self.tables.move(tensor, source_layouts, target_layouts), self._times(a, b)
-        self.edges.append(Edge(a, b, move.seconds_of(times)))
+        self.edges.append(Edge(a, b, move.seconds_of(times, pending=value in self.pending)))
         self.tensor_edges.append(TensorEdge(a, b, tensor, source_layouts, target_layouts, value, times))
         return len(self.edges) - 1, move
 

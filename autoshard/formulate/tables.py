@@ -52,7 +52,7 @@ class MoveTables:
     def __init__(self, tables: Tables, tensor: Tensor, source_layouts: Layouts, target_layouts: Layouts):
         self.tables, self.tensor, self.source_layouts, self.target_layouts = tables, tensor, source_layouts, target_layouts
         self._fetched: dict[bytes, np.ndarray] = {}
-        self._multiples: dict[int, np.ndarray] = {}
+        self._multiples: dict[tuple[int, bool], np.ndarray] = {}
 
     @cached_property
     def seconds(self) -> np.ndarray:
@@ -60,13 +60,19 @@ class MoveTables:
         sources, targets, cells = self._distinct
         return np.ascontiguousarray(self.tables.routes.table(self.tensor.shape, self.tensor.itemsize, sources, targets)[cells])
 
-    def seconds_of(self, times: int) -> np.ndarray:
-        """Seconds of the route, so many times; one array per number."""
-        if times == 1:
+    def seconds_of(self, times: int, *, pending: bool = False) -> np.ndarray:
+        """Seconds of the route, so many times; one array per number. pending: the tensor's partial sums stay so."""
+        if times == 1 and not pending:
             return self.seconds
-        if times not in self._multiples:
-            self._multiples[times] = times * self.seconds
-        return self._multiples[times]
+        if (times, pending) not in self._multiples:
+            self._multiples[times, pending] = times * self.seconds if not pending else np.where(self._reduces, np.inf, times * self.seconds)
+        return self._multiples[times, pending]
+
+    @cached_property
+    def _reduces(self) -> np.ndarray:
+        """Whether the route adds partial sums on some axis."""
+        source, target = ([[p.is_partial() for p in layout] for layout in of] for of in (self.source_layouts, self.target_layouts))
+        return (np.array(source)[:, None, :] & ~np.array(target)[None, :, :]).any(axis=2)
 
     @cached_property
     def copy(self) -> np.ndarray:

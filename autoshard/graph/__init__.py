@@ -6,6 +6,9 @@ from autoshard.graph.accumulation import with_microbatches as with_microbatches
 from autoshard.graph.blocks import Blocks as Blocks
 from autoshard.graph.blocks import Place as Place
 from autoshard.graph.blocks import repeated_blocks as repeated_blocks
+from autoshard.graph.casts import REDUCE_THEN_CAST as REDUCE_THEN_CAST
+from autoshard.graph.casts import mixed as mixed
+from autoshard.graph.casts import pending as pending
 from autoshard.graph.checkpointing import checkpointed as checkpointed
 from autoshard.graph.checkpointing import forward_blocks as forward_blocks
 from autoshard.graph.recompute import recompute as recompute

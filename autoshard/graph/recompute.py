@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
+from autoshard.graph.casts import with_shared_casts
 from autoshard.graph.records import Graph, Op, Value
 
 SUFFIX = "_recomputed"
@@ -35,7 +36,7 @@ def recompute(graph: Graph, blocks: Sequence[Collection[int]]) -> Graph:
             raise ValueError(f"{random[0]} draws random numbers, which would differ when it is recomputed; turn dropout off")
         at = min(i for value in saved for i, _ in graph.users[value] if graph.ops[i].backward)
         before.setdefault(at, []).extend(copied)
-    return _with_copies(graph, before)
+    return with_shared_casts(_with_copies(graph, before))
 
 
 def _is_kept(graph: Graph, members: frozenset[int], value: Value) -> bool:

@@ -224,7 +224,7 @@ class _Builder:
         for part, mode in zip(self.model.modules(), modes, strict=True):
             part.training = mode
         with torch.enable_grad():  # also where the call itself is made without gradients
-            captured = capture_module(self.model, inputs, training=self.solution.training)
+            captured = capture_module(self.model, inputs, training=self.solution.training, precision=self.solution.precision)
         assert captured.returned is not None, "a module was captured, not a graph"
         plan = replay(self.solution, captured.graph)
         graph, held = plan.microbatch or plan.graph, constants(captured.fx_graph)

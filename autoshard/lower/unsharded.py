@@ -18,19 +18,27 @@ from torch.utils import _pytree as pytree
 
 from autoshard.capture import input_names
 from autoshard.capture.held import copied, opened
-from autoshard.capture.inputs import arguments
+from autoshard.capture.inputs import arguments, computed_in
 from autoshard.graph import Graph, Tensor, Value
 from autoshard.lower.kernels.dropout import DrawsInOrder, first_state, from_state
 from autoshard.lower.verify import Verification, verify_program
+from autoshard.precision import Precision
 from autoshard.solution import Solution
 
 
 def run_unsharded(
-    model: nn.Module, example_inputs: Any, graph: Graph, *, training: bool, seed: int, held: Mapping[str, torch.Tensor] | None = None
+    model: nn.Module,
+    example_inputs: Any,
+    graph: Graph,
+    *,
+    training: bool,
+    seed: int,
+    held: Mapping[str, torch.Tensor] | None = None,
+    precision: Precision | None = None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Values for the graph's placeholders, and what the module computes from them: "output:0", "gradient:NAME", "buffer:NAME".
 
-    held: constants of the captured program.
+    held: constants of the captured program. precision: the dtypes in which the module computes, reduces gradients and returns.
     """
     # objects among the inputs become lists of their tensors, as in the captured program
     module, args, kwargs = opened(materialized(model, seed), *arguments(example_inputs))
@@ -45,9 +53,12 @@ def run_unsharded(
     for name in [op.name for op in graph.ops if op.kind == "buffer" and op.name not in values]:
         attribute = attribute_of(module, name)  # a tensor that the module holds without registering it
         values |= {name: attribute.clone()} if attribute is not None else {}
+    if precision is not None:
+        module, args, kwargs = computing_in(precision, module, args, kwargs)
+        leaves, state = pytree.tree_leaves((args, kwargs)), _state(module)
     with torch.set_grad_enabled(training), from_state(first_state(seed)), DrawsInOrder():
         outputs = module(*args, **kwargs)
-    flat = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    flat = [returned(leaf, precision) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
     reference = {f"output:{k}": leaf.detach() for k, leaf in enumerate(flat)}
     tangents = [name for name, i in graph.index.items() if graph.ops[i].kind == "tangent"]
     values |= {name: _ones(graph.tensor((graph.index[name], 0))) for name in tangents}
@@ -55,7 +66,8 @@ def run_unsharded(
         differentiable = [leaf for leaf in flat if leaf.requires_grad]
         with DrawsInOrder():  # torch.utils.checkpoint draws again
             torch.autograd.backward(differentiable, [torch.ones_like(leaf) for leaf in differentiable])
-        reference |= {f"gradient:{name}": p.grad for name, p in state.items() if p.is_leaf and p.grad is not None}
+        gradients = {name: p.grad for name, p in state.items() if p.is_leaf and p.grad is not None}
+        reference |= {f"gradient:{name}": reduced(grad, values[name].dtype, precision) for name, grad in gradients.items()}
     written = _state(module) | {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
     reference |= {f"buffer:{r.name}": written[r.name].detach() for r in graph.results if r.kind == "buffer" and r.name in written}
     missing = [op.name for op in graph.ops if op.is_placeholder and op.name not in values]
@@ -64,6 +76,30 @@ def run_unsharded(
             f"the captured program reads {missing[0]!r}, which is no parameter, buffer or input of the model; register it as a buffer"
         )
     return values, reference
+
+
+def computing_in(precision: Precision, module: nn.Module, args: tuple, kwargs: dict) -> tuple[nn.Module, tuple, dict]:
+    """Copies of the module and its arguments in the dtypes in which the policy computes."""
+    dtypes = computed_in(module, args, kwargs, precision)
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        new = tensor.detach().to(dtypes.get(id(tensor), tensor.dtype), copy=True)
+        return nn.Parameter(new, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+
+    return copied((module, args, kwargs), cast)
+
+
+def returned(output: torch.Tensor, precision: Precision | None) -> torch.Tensor:
+    """An output of the module as the policy returns it."""
+    is_cast = precision is not None and precision.output_dtype is not None and output.is_floating_point()
+    return output.to(getattr(torch, precision.output_dtype)) if is_cast else output  # type: ignore[union-attr]
+
+
+def reduced(gradient: torch.Tensor, stored: torch.dtype, precision: Precision | None) -> torch.Tensor:
+    """A gradient as the policy reduces it, in the dtype of the stored parameter."""
+    if precision is None:
+        return gradient
+    return gradient.to(getattr(torch, precision.reduce_dtype) if precision.reduce_dtype else gradient.dtype).to(stored)
 
 
 def with_errors_of(

@@ -29,6 +29,7 @@ from autoshard.pipeline.stage_programs import partial_gradients
 from autoshard.planning.context import Context
 from autoshard.planning.options import Options, Progress, Stopwatch
 from autoshard.planning.plan import baseline_only, plan_graph
+from autoshard.precision import Precision
 from autoshard.simulate.degrees import Parallel
 from autoshard.simulate.timeline import Timeline, timeline_of_solution
 from autoshard.solution import Solution
@@ -124,7 +125,7 @@ def simulate_grid(
         K = one.microbatches
         inputs = microbatch(example_inputs, K, one.data)
         if K not in graphs:
-            graph, _ = capture_deep(model, inputs, training=training)
+            graph, _ = capture_deep(model, inputs, training=training, precision=Precision.of(options.get("precision")))
             graphs[K] = (graph, layers_of(graph))
         graph, layers = graphs[K]
         mesh = mesh_of((one.pipeline, one.data, one.tensor))

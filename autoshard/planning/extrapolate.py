@@ -25,7 +25,7 @@ from autoshard.solvers import certified, converged
 from autoshard.strategies import candidates
 
 # options of the plan that apply unless others are given
-KEPT = ("optimizer", "master_weights", "memory_limit", "microbatches", "accumulation_dtype")
+KEPT = ("optimizer", "master_weights", "memory_limit", "precision", "microbatches", "accumulation_dtype")
 
 
 @in_turn
@@ -35,8 +35,8 @@ def extrapolate(
     """The plan of a model with few layers, on the same model with many: evaluated on the full graph, with a bound on all of its plans.
 
     model, example_inputs: as for `plan`, the deep model; its layers sit in a ModuleList or Sequential. options: of `Options`;
-    optimizer, master_weights and memory_limit are the plan's own where they aren't given. ValueError where the plan is not of the
-    model's first layers, `Infeasible` where it needs more than the memory limit.
+    optimizer, precision, master_weights and memory_limit are the plan's own where they aren't given. ValueError where the plan is not
+    of the model's first layers, `Infeasible` where it needs more than the memory limit.
 
         deep = autoshard.extrapolate(autoshard.load("llama-2.json"), *llama.llama3_8b(layers=32)); print(deep.cost, deep.gap)
     """
@@ -45,8 +45,8 @@ def extrapolate(
     clock, mesh = Stopwatch(progress), solution.mesh
     with clock.phase("capture", "capturing the model", 0.0):
         depths = _depths(solution, model)
-        graph, depth = capture_deep(model, example_inputs, training=solution.training)
-        shallow = capture(shrunk(model, depths), example_inputs, training=solution.training)
+        graph, depth = capture_deep(model, example_inputs, training=solution.training, precision=chosen.precision)
+        shallow = capture(shrunk(model, depths), example_inputs, training=solution.training, precision=chosen.precision)
         context = Context(graph, mesh, chosen, clock, shallow=depth.shallow).stepped()
         graph, shallow = context.graph, stepped(shallow, chosen)
         if reasons := differences(solution, shallow, mesh):

@@ -145,7 +145,7 @@ def frontier(
     checked = _checked(model, mesh, points, options)
     clock = Stopwatch(progress)
     with clock.phase("capture", "capturing the model", 0.0), no_search_for_cycles():
-        graph, depth = capture_deep(model, example_inputs, training=checked.training, witness=checked.witness)
+        graph, depth = capture_deep(model, example_inputs, training=checked.training, precision=checked.precision, witness=checked.witness)
         noted = {**(assumptions or {}), **depth.noted}
         context = as_asked(with_number_of_microbatches(Context(graph, mesh, checked, clock, noted, depth.shallow))).stepped()
     with clock.phase("candidates", "listing layouts", 0.1), no_search_for_cycles():

@@ -132,7 +132,7 @@ def plan_meshes(
         raise ValueError(f"the layouts of pins have {axes} placements, but no mesh has {axes} axes; pin for one mesh, on that mesh")
     clock = Stopwatch(progress)
     with clock.phase("capture", "capturing the model", 0.0), no_search_for_cycles():
-        graph, depth = capture_deep(model, example_inputs, training=checked.training, witness=checked.witness)
+        graph, depth = capture_deep(model, example_inputs, training=checked.training, precision=checked.precision, witness=checked.witness)
     noted = {**(assumptions or {}), **depth.noted}
     plans = []
     for mesh in meshes:

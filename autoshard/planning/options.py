@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autoshard.cost import bytes_per_parameter
 from autoshard.layout import text
+from autoshard.precision import Precision
 
 Progress = Callable[[str, float], None]  # (what is being done, fraction of the whole)
 
@@ -85,6 +86,7 @@ class Options:
 
     training: bool = False
     optimizer: str | float = "adamw"  # or its bytes of state per parameter
+    precision: Precision | None = None  # dtypes to compute and to reduce gradients in; also as text, "bf16"
     master_weights: bool = False  # count the float32 copies that your optimizer holds of parameters of smaller dtypes; no plan makes them
     memory_limit: float | None = None  # bytes per device
     pins: Mapping[str, str] = field(default_factory=dict)  # layout by parameter, buffer, input or op name, or by a glob of names
@@ -107,6 +109,7 @@ class Options:
         if self.recompute not in ("all", "auto") and (isinstance(self.recompute, (bool, str)) or not self.recompute >= 0):
             raise ValueError(f"recompute is {self.recompute!r}; expected a number of blocks, 'all' or 'auto'")
         bytes_per_parameter(self.optimizer)
+        object.__setattr__(self, "precision", Precision.of(self.precision))
         if not (_is_number(self.time_limit) and self.time_limit > 0):
             raise ValueError(f"time_limit is {self.time_limit!r}; expected a number above 0, in seconds")
         if not (_is_number(self.gap) and self.gap >= 0):
@@ -130,9 +133,10 @@ class Options:
 
     def noted(self) -> dict[str, Any]:
         """The options as a plan notes them; newer ones only where they are used: plans from before them read as equal."""
-        newer = {"keep": {}, "forbid": {}, "microbatches": 1, "accumulation_dtype": None}
+        noted = asdict(self) | {"precision": None if self.precision is None else str(self.precision)}
+        newer = {"keep": {}, "forbid": {}, "precision": None, "microbatches": 1, "accumulation_dtype": None}
         hidden = ("price_pins", "global_batch")  # the latter is noted as the number of microbatches
-        return {key: value for key, value in asdict(self).items() if key not in hidden and (key not in newer or value != newer[key])}
+        return {key: value for key, value in noted.items() if key not in hidden and (key not in newer or value != newer[key])}
 
 
 def _written(layout: Any) -> Any:

@@ -77,7 +77,7 @@ def plan(
         raise ValueError(f"model is {type(model).__name__}; expected a torch.nn.Module")
     clock = Stopwatch(progress)
     with clock.phase("capture", "capturing the model", 0.0), no_search_for_cycles():
-        graph, depth = capture_deep(model, example_inputs, training=checked.training, witness=checked.witness)
+        graph, depth = capture_deep(model, example_inputs, training=checked.training, precision=checked.precision, witness=checked.witness)
     return plan_captured(Context(graph, mesh, checked, clock, {**(assumptions or {}), **depth.noted}, depth.shallow))
 
 

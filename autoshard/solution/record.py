@@ -19,6 +19,7 @@ from typing import Any
 
 from autoshard.layout import parse
 from autoshard.mesh import Axis, Device, Mesh, check_shape
+from autoshard.precision import Precision
 from autoshard.solution.files import write
 from autoshard.solution.interval import interval, price_errors
 from autoshard.solution.provided import provided
@@ -122,6 +123,11 @@ class Solution:
         return "adamw" if noted is None else noted
 
     @property
+    def precision(self) -> Precision | None:
+        """In which dtypes the plan computes, reduces gradients and returns; None: in those of the model."""
+        return Precision.of(self.assumptions.get("precision"))
+
+    @property
     def master_weights(self) -> bool:
         """Whether the optimizer's float32 copies of the parameters were counted."""
         return bool(self.assumptions.get("master_weights", False))
@@ -212,6 +218,7 @@ class Solution:
             _check_layout(f"result {name!r}", written, len(mesh.axes))
         for name, row in data["parameters"].items():
             _check_layout(f"parameter {name!r}", row.get("layout") if isinstance(row, dict) else row, len(mesh.axes))
+        Precision.of(data["assumptions"].get("precision"))  # ValueError where it is none
         numbers = {name: _number(f"its {name!r}", data[name]) for name in ("cost", "bound", "peak_bytes")}
         if numbers["bound"] > numbers["cost"] + 1e-9 * abs(numbers["cost"]):
             raise ValueError(f"its bound {numbers['bound']:g} is above its cost {numbers['cost']:g}, so one of them is wrong")

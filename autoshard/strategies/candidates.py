@@ -20,7 +20,7 @@ from itertools import product
 
 from torch.distributed.tensor.placement_types import Placement
 
-from autoshard.graph import KEPT, Graph, Op, Tensor
+from autoshard.graph import KEPT, REDUCE_THEN_CAST, Graph, Op, Tensor
 from autoshard.layout import Layout, R, S, all_layouts, chunk_bounds, is_legal, placement_text
 from autoshard.mesh import Mesh
 from autoshard.strategies import attention as _attention  # noqa: F401  (registers its rules)
@@ -81,6 +81,8 @@ def one_axis_rows(op: Op, inputs: Inputs) -> list[Row] | None:
         known = _dims.pointwise(op, inputs)
     if known is None:
         return None
+    if op.kind == REDUCE_THEN_CAST:
+        known = [r for r in known if not any(p.is_partial() for p in r.inputs)]
     return [r for r in dict.fromkeys([replicate_row(op, inputs), *known]) if not _has_partial_bool(r, op, inputs)]
 
 

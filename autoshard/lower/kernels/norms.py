@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autoshard.lower.collectives import Asking, Rank, all_reduce
-from autoshard.lower.kernels.sharded_op import Arguments, Axes, Kernel, ShardedOp, wide
+from autoshard.lower.kernels.sharded_op import Arguments, Axes, Kernel, ShardedOp, local, wide
+
+aten = torch.ops.aten
 
 
 def _per_channel(v: Tensor, x: Tensor) -> Tensor:
@@ -58,6 +61,30 @@ def batch_norm_backward(rank: Rank, a: Arguments, *, axes: Axes) -> Asking:
     return tuple(gradient if asked else None for gradient, asked in zip(gradients, wanted, strict=True))  # type: ignore[return-value]
 
 
+@local
+def float_statistics(rank: Rank, a: Arguments, *, op: Callable) -> tuple[Tensor, ...]:
+    """A norm of an input of 16 bits, its mean and deviation in float32 on every device."""
+    y, mean, deviation, *rest = op(**a)
+    return y, mean.float(), deviation.float(), *rest
+
+
+@local
+def from_float_statistics(rank: Rank, a: Arguments, *, op: Callable, names: tuple[str, str]) -> tuple[Tensor, ...]:
+    """Its backward. Kernels want the statistics in the dtype in which their forward returns them: on a CPU (and in group norm) that of the
+    input where the weight has it too, otherwise float32."""
+    x, weight = a["input"], a.get("weight")
+    plain = weight is None or weight.dtype == x.dtype
+    dtype = x.dtype if plain and (x.device.type == "cpu" or op is aten.native_group_norm_backward.default) else torch.float32
+    return op(**{**a, **{name: a[name].to(dtype) for name in names}})
+
+
+def _statistics(sharded: ShardedOp, kernel: Callable, **options: Any) -> Kernel | None:
+    """The kernel where the norm is of 16 bits; None otherwise."""
+    has_16_bits = any(t is not None and t.dtype in ("bfloat16", "float16") for t in sharded.op.outputs)
+    _, name, overload = sharded.op.target.split(".")
+    return partial(kernel, op=getattr(getattr(aten, name), overload), **options) if has_16_bits else None
+
+
 def _dims_but(rank: int, dim: int) -> list[int]:
     return [d for d in range(rank) if d != dim % rank]
 
@@ -83,14 +110,18 @@ def _weight_norm(sharded: ShardedOp, *, of: str, kernel: Callable[..., Asking]) 
 
 def _batch_norm(sharded: ShardedOp) -> Kernel | None:
     axes = sharded.axes_of("input", 0)
-    return partial(batch_norm, axes=axes) if axes and sharded.arguments["training"] else None
+    if axes and sharded.arguments["training"]:
+        return partial(batch_norm, axes=axes)
+    return _statistics(sharded, float_statistics)
 
 
 def _batch_norm_backward(sharded: ShardedOp) -> Kernel | None:
     axes = sharded.axes_of("input", 0)
     if axes != sharded.axes_of("grad_out", 0):
         raise sharded.refuse("the gradient and the input must be sharded alike on the batch")
-    return partial(batch_norm_backward, axes=axes) if axes and sharded.arguments["train"] else None
+    if axes and sharded.arguments["train"]:
+        return partial(batch_norm_backward, axes=axes)
+    return _statistics(sharded, from_float_statistics, names=("save_mean", "save_invstd"))
 
 
 KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
@@ -98,4 +129,10 @@ KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
     "aten._weight_norm_interface_backward.default": partial(_weight_norm, of="saved_v", kernel=weight_norm_backward),
     "aten._native_batch_norm_legit_functional.default": _batch_norm,
     "aten.native_batch_norm_backward.default": _batch_norm_backward,
+    "aten.native_layer_norm.default": partial(_statistics, kernel=float_statistics),
+    "aten.native_group_norm.default": partial(_statistics, kernel=float_statistics),
+    **{
+        f"aten.native_{kind}_norm_backward.default": partial(_statistics, kernel=from_float_statistics, names=("mean", "rstd"))
+        for kind in ("layer", "group")
+    },
 }

@@ -1,0 +1,185 @@
+"""The casts of mixed precision. A model is captured in the dtypes in which it computes; `mixed` adds the casts of its Precision:
+
+    parameter   stored -> param_dtype, once before its first reader in the forward and once more before its first reader in the backward
+                (views in between are taken again, too): between them only the stored parameter is held
+    input       as the caller passes it -> param_dtype
+    gradient    param_dtype -> reduce_dtype, [sum over the ranks], reduce_dtype -> stored
+    output      its dtype -> output_dtype; its tangent goes the other way
+
+Whether a parameter is gathered before or after its cast is a layout like any other, and so is priced. Where a gradient's partial sums are
+added is part of the policy: an op of kind "cast_then_reduce" leaves them pending (`pending`), one of kind "reduce_then_cast" wants none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autoshard.graph.records import Const, Graph, Op, Ref, Result, Tensor, Value
+from autoshard.precision import FLOATS, Precision
+
+CAST = "aten._to_copy.default"
+CAST_THEN_REDUCE, REDUCE_THEN_CAST = "cast_then_reduce", "reduce_then_cast"
+
+
+def mixed(graph: Graph, precision: Precision | None, stored: Mapping[str, str]) -> tuple[Graph, tuple[int, ...]]:
+    """The graph with the casts of the policy, and the new index of each op.
+
+    graph: captured in the dtypes in which it computes. stored: the dtypes of parameters and inputs as the module and the caller hold
+    them, by name.
+    """
+    return (graph, tuple(range(len(graph.ops)))) if precision is None else _Mixing(graph, precision, stored).mixed()
+
+
+class _Mixing:
+    """One walk over the graph, which inserts the casts."""
+
+    def __init__(self, graph: Graph, precision: Precision, stored: Mapping[str, str]):
+        self.graph, self.precision = graph, precision
+        self.stored = {
+            i: stored[op.name] for i, op in enumerate(graph.ops) if op.kind in ("parameter", "input") and _differs(op, stored.get(op.name))
+        }
+        self.views = {i for i in self.stored if graph.ops[i].kind == "parameter"}  # cast parameters and their views in the forward
+        for i, op in enumerate(graph.ops):
+            if op.alias is not None and not op.backward and len(op.outputs) == 1 and all(a in self.views for a, _ in op.inputs):
+                self.views.add(i)
+        self.returned = {r.value: int(r.name) for r in graph.results if r.kind == "output" and r.value is not None and r.name.isdigit()}
+        self.out_of_tangent = {f"tangent_{k}" for value, k in self.returned.items() if self._is_cast_output(value)}
+        self.gradients: dict[Value, str] = {}  # of a gradient, the dtype in which its parameter is stored
+        for result in graph.results:
+            if result.kind == "gradient" and result.value is not None and result.name in graph.index:
+                self.gradients[result.value] = self._stored_dtype(graph.index[result.name])
+        self.ops: list[Op] = []
+        self.place: list[int] = []  # old index: new index
+        self.instead: dict[tuple[Value, bool], Value] = {}  # (old value, whether its reader is of the backward pass): new value
+        self.ends: dict[Value, Value] = {}  # old value: the new value that the program returns in its place
+
+    def mixed(self) -> tuple[Graph, tuple[int, ...]]:
+        waiting: list[Value] = []  # values of placeholders, which come first
+        for i, op in enumerate(self.graph.ops):
+            if not op.is_placeholder:
+                while waiting:
+                    self._finish(waiting.pop(0))
+            inputs = tuple(self._read(value, op) for value in op.inputs)
+            self.place.append(len(self.ops))
+            self.ops.append(replace(op, inputs=inputs, outputs=self._outputs(i, op)))
+            for k in range(len(op.outputs)):
+                waiting.append((i, k)) if op.is_placeholder else self._finish((i, k))
+        for value in waiting:
+            self._finish(value)
+        results = tuple(replace(r, value=self._result(r)) for r in self.graph.results)
+        return replace(self.graph, ops=tuple(self.ops), results=results), tuple(self.place)
+
+    def _stored_dtype(self, i: int) -> str:
+        return self.stored.get(i, self.graph.tensor((i, 0)).dtype)
+
+    def _is_cast_output(self, value: Value) -> bool:
+        dtype = self.graph.tensor(value).dtype
+        return self.precision.output_dtype is not None and dtype in FLOATS and dtype != self.precision.output_dtype
+
+    def _outputs(self, i: int, op: Op) -> tuple[Tensor | None, ...]:
+        if i in self.stored:
+            return (replace(op.output, dtype=self.stored[i]),)
+        if op.kind == "tangent" and op.name in self.out_of_tangent:
+            return (replace(op.output, dtype=self.precision.output_dtype),)
+        return op.outputs
+
+    def _read(self, value: Value, reader: Op) -> Value:
+        """The value as this op reads it; the first reader of a pass gets a cast in front of it where the value is stored otherwise."""
+        i, k = value
+        op, again = self.graph.ops[i], reader.backward and i in self.views
+        if not again and (i not in self.stored and op.name not in self.out_of_tangent):
+            return (self.place[i], k)
+        if (value, again) not in self.instead:
+            if op.is_placeholder:
+                computed = self.graph.tensor(value).dtype
+                name = f"{op.name}_{computed}{'_backward' if again else ''}"
+                self.instead[value, again] = self._cast(name, (self.place[i], k), computed, "compute", reader.module, reader.backward)
+            else:
+                inputs = tuple(self._read(base, reader) for base in op.inputs)
+                self.ops.append(replace(op, name=f"{op.name}_backward", inputs=inputs, backward=True))
+                self.instead[value, again] = (len(self.ops) - 1, k)
+        return self.instead[value, again]
+
+    def _finish(self, value: Value) -> None:
+        """Adds the casts of a gradient or an output behind the op that computes it."""
+        i, k = value
+        op, at = self.graph.ops[i], (self.place[i], k)
+        if value in self.returned and self._is_cast_output(value):
+            assert self.precision.output_dtype is not None
+            self.ends[value] = self._cast(
+                f"output_{self.returned[value]}_{self.precision.output_dtype}", at, self.precision.output_dtype, "compute", op.module, False
+            )
+        if value in self.gradients:
+            computed, stored = self.graph.tensor(value).dtype, self.gradients[value]
+            reduced = self.precision.reduce_dtype or computed
+            name = f"{op.name}_gradient" if len(op.outputs) == 1 else f"{op.name}_gradient_{k}"
+            for dtype, before, kind in ((reduced, computed, CAST_THEN_REDUCE), (stored, reduced, REDUCE_THEN_CAST)):
+                if dtype != before:
+                    at = self._cast(f"{name}_{dtype}", at, dtype, kind, op.module, True)
+            self.ends[value] = at
+
+    def _cast(self, name: str, source: Value, dtype: str, kind: str, module: str, backward: bool) -> Value:
+        tensor = self.ops[source[0]].outputs[source[1]]
+        assert tensor is not None
+        while name in self.graph.index:
+            name += "_cast"
+        literals = ((Ref(0),), (("dtype", Const("dtype", dtype)),))
+        self.ops.append(Op(name, CAST, (source,), literals, (replace(tensor, dtype=dtype),), kind, module, None, backward))
+        return (len(self.ops) - 1, 0)
+
+    def _result(self, result: Result) -> Value | None:
+        if result.value is None:
+            return None
+        i, k = result.value
+        is_end = result.kind == "output" or result.value in self.gradients and result.kind == "gradient"
+        return self.ends.get(result.value, (self.place[i], k)) if is_end else (self.place[i], k)
+
+
+def _differs(op: Op, dtype: str | None) -> bool:
+    return dtype is not None and op.outputs[0] is not None and dtype in FLOATS and op.output.dtype != dtype
+
+
+# Ops that the partial sums of a gradient pass on their way to its cast, beside views.
+ADDITIONS = ("aten.add.Tensor", "aten.clone.default", CAST)
+
+
+def pending(graph: Graph) -> frozenset[Value]:
+    """The values whose partial sums have to stay pending: those on the way to a cast of kind "cast_then_reduce", through views and
+    additions, that nothing else reads."""
+    returned = {result.value for result in graph.results}
+    waiting = [op.inputs[0] for op in graph.ops if op.kind == CAST_THEN_REDUCE]
+    values: set[Value] = set()
+    while waiting:
+        value = waiting.pop()
+        if value in values or value in returned or len(graph.users[value]) > 1 or graph.ops[value[0]].is_placeholder:
+            continue
+        values.add(value)
+        op = graph.ops[value[0]]
+        waiting += op.inputs if op.alias is not None or op.target in ADDITIONS else ()
+    return frozenset(values)
+
+
+def with_shared_casts(graph: Graph) -> Graph:
+    """The graph in which each parameter is cast (and gathered) once in the backward pass: of casts of parameters there and of views of
+    these, equal ones become one. Recomputed ops have copies of the casts of the forward pass."""
+    first: dict[tuple, int] = {}
+    same: dict[int, int] = {}
+    shared: set[int] = set()
+    for i, op in enumerate(graph.ops):
+        is_cast = op.target == CAST and graph.ops[op.inputs[0][0]].kind == "parameter"
+        if op.backward and (is_cast or op.alias is not None and all(a in shared for a, _ in op.inputs)):
+            shared.add(i)
+            j = first.setdefault((op.target, op.literals, tuple((same.get(a, a), k) for a, k in op.inputs)), i)
+            if j != i:
+                same[i] = j
+    if not same:
+        return graph
+    ops: list[Op] = []
+    place: dict[int, int] = {}
+    for i, op in enumerate(graph.ops):
+        if i not in same:
+            place[i] = len(ops)
+            ops.append(replace(op, inputs=tuple((place[same.get(a, a)], k) for a, k in op.inputs)))
+    results = tuple(r if r.value is None else replace(r, value=(place[r.value[0]], r.value[1])) for r in graph.results)
+    return replace(graph, ops=tuple(ops), results=results)
