@@ -23,7 +23,7 @@ from autoshard.graph import replace_refs
 from autoshard.layout import is_legal, rank_shape, text
 from autoshard.lower.collectives import Asking, Groups, Rank, exchange, run_step
 from autoshard.lower.kernels.dropout import from_state
-from autoshard.lower.literals import DENSE_INPUTS, overload
+from autoshard.lower.kernels.table import function_of
 from autoshard.lower.program import FreeTensors, LoadPlaceholder, Program, Redistribute, ReturnResult, RunOp, Slot
 from autoshard.lower.sharding import assemble, groups, local_tensors
 from autoshard.mesh import Mesh
@@ -39,7 +39,7 @@ def ranks(mesh: Mesh, device: str = "cpu") -> tuple[Rank, ...]:
 
 def call(record: RunOp, inputs: Sequence[Tensor], rank: int = 0) -> tuple[Any, ...]:
     """The op on the local tensors of a rank (its number on the mesh): one entry per output."""
-    return _with_empty(record, as_outputs(overload(record.target)(**arguments(record, inputs, rank))), rank)
+    return _with_empty(record, as_outputs(function_of(record.target)(**arguments(record, inputs, rank))), rank)
 
 
 def _with_empty(record: RunOp, outputs: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
@@ -56,13 +56,7 @@ def _empty(record: RunOp, slot: Slot, rank: int) -> Tensor:
 
 
 def arguments(record: RunOp, inputs: Sequence[Tensor], rank: int = 0) -> dict[str, Any]:
-    values = tuple(map(_dense, inputs)) if record.target in DENSE_INPUTS else tuple(inputs)
-    return {name: replace_refs(literal, values) for name, literal in record.arguments_on(rank).items()}
-
-
-def _dense(x: Tensor) -> Tensor:
-    """x with a dense last dim. Its other strides stay, so that the output has the strides of the unsharded program."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return {name: replace_refs(literal, tuple(inputs)) for name, literal in record.arguments_on(rank).items()}
 
 
 def as_outputs(result: Any) -> tuple[Any, ...]:
