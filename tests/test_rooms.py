@@ -40,7 +40,7 @@ TABLE = {
     "simulate": ("cost cycles formulate graph layout mesh problem routes solution strategies", "numpy"),
     "pipeline": (PLANNER + " planning simulate", "numpy networkx torch"),
     "explain": (PLANNER + " planning simulate", "numpy torch"),
-    "lower": ("capture cost graph layout mesh routes solution", "torch"),
+    "lower": ("capture cost graph layout mesh reading routes solution", "torch"),
     "calibrate": ("cost mesh lower reading", "numpy scipy torch"),
     "exports": ("graph layout mesh solution writing", "torch"),
     "relayout": ("cost layout mesh lower", "numpy torch"),

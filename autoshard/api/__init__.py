@@ -1,5 +1,6 @@
 """The public functions: plan, verify, load, export, the fx pass and the others. Each calls one room after another."""
 
+from autoshard.api.checking import dry_run as dry_run
 from autoshard.api.checking import verify as verify
 from autoshard.api.methods import provide_methods
 from autoshard.api.passes import PassOptions as PassOptions

@@ -66,7 +66,7 @@ def _differentiate(ctx: Any, grad_out: Tensor, _: Any) -> tuple:
 torch.library.register_autograd("autoshard::attention", _differentiate, setup_context=_save)
 
 
-# -- while a model is captured ----------------------------------------------------------------------------------------------------------
+# -- while a model is captured -----------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -92,7 +92,9 @@ def _one_op(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *
     return ATTENTION(query, key, value, attn_mask, is_causal, scale)[0]
 
 
-def _is_one_op(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, grouped: bool) -> bool:
+def _is_one_op(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, grouped: bool
+) -> bool:
     if dropout_p or (attn_mask is not None and (attn_mask.requires_grad or is_causal or attn_mask.dim() > 4)):
         return False
     if not (query.dim() == key.dim() == value.dim() == 4 and query.is_floating_point() and 0 not in (*query.shape, *key.shape)):
@@ -102,7 +104,7 @@ def _is_one_op(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | No
     return same and query.shape[0] == key.shape[0] and (heads == groups or (grouped and heads % groups == 0))
 
 
-# -- graphs with torch's kernels -------------------------------------------------------------------------------------------------------
+# -- graphs with torch's kernels ---------------------------------------------------------------------------------------------------
 
 KINDS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu", "fused_attention_overrideable")
 FORWARDS = {getattr(aten, f"_scaled_dot_product_{kind}").default for kind in KINDS}
@@ -156,15 +158,16 @@ def _without_detach(node: fx.Node) -> None:
 
 def _are_replaceable(forward: fx.Node, backwards: list[fx.Node]) -> bool:
     """Whether nothing is dropped, and only the backwards read what the operator doesn't return."""
-    more = [item for k, item in _items(forward).items() if k > 1] + [item for node in backwards for k, item in _items(node).items() if k > 2]
+    more = [item for k, item in _items(forward).items() if k > 1]
+    more += [item for node in backwards for k, item in _items(node).items() if k > 2]
     return not _arguments(forward).get("dropout_p") and all(user in backwards for item in more for user in item.users)
 
 
 def _as_operator(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """The operator in place of one of torch's kernels."""
     target = BACKWARD if node.target in BACKWARDS else ATTENTION
-    given = _arguments(node)
-    args = tuple(given.get(argument.name) for argument in target._schema.arguments)
+    arguments = _arguments(node)
+    args = tuple(arguments.get(argument.name) for argument in target._schema.arguments)
     with graph.inserting_before(node):
         new = graph.call_function(target, (*args[:-2], bool(args[-2]), args[-1]))
     values = pytree.tree_map_only(fx.Node, lambda arg: arg.meta["val"], new.args)
@@ -178,7 +181,7 @@ def _as_operator(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return new
 
 
-# -- keys and values that are repeated for their groups of queries ---------------------------------------------------------------------------
+# -- keys and values that are repeated for their groups of queries -----------------------------------------------------------------
 
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 

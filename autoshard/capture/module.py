@@ -74,6 +74,20 @@ class Captured:
     values: dict[fx.Node, Any] = field(default_factory=dict)
     returned: Returned | None = None
 
+    def line_of(self, name: str) -> str:
+        """file:line of the model's code for an op, or for the first later op of its module that has one; "" where none is known."""
+        lines = {value[0]: node.meta.get("stack_trace") for node, of in self.values.items() for value in _values_in(of)}
+        ops, first = self.graph.ops, self.graph.index[name]
+        traces = (lines.get(i) for i in range(first, len(ops)) if ops[i].module == ops[first].module)
+        return line_of(next(filter(None, traces), "")).removeprefix(" at ")
+
+
+def _values_in(nested: Any) -> list[Any]:
+    """The Values of a node's result."""
+    if isinstance(nested, tuple) and len(nested) == 2 and isinstance(nested[0], int):
+        return [nested]
+    return [value for item in nested for value in _values_in(item)] if isinstance(nested, (tuple, list)) else []
+
 
 def capture(module: nn.Module, example_inputs: Any, *, training: bool) -> Graph:
     """`capture_module(...).graph`."""

@@ -95,7 +95,7 @@ def kernel_of(call: Call) -> str:
     return "efficient" if rows_fit and (is_half or q.dtype == torch.float32) else "math"
 
 
-# -- torch's kernels ----------------------------------------------------------------------------------------------------------------------
+# -- torch's kernels ---------------------------------------------------------------------------------------------------------------
 
 
 def _cpu(c: Call) -> tuple[Tensor, Tensor]:
@@ -153,7 +153,7 @@ def _aligned_mask(c: Call) -> Tensor | None:
     return mask.expand(*c.query.shape[:3], keys)
 
 
-# -- matmuls and softmax --------------------------------------------------------------------------------------------------------------------
+# -- matmuls and softmax -----------------------------------------------------------------------------------------------------------
 
 
 def _math(c: Call) -> tuple[Tensor, Tensor]:
@@ -215,7 +215,7 @@ for _device in ("CPU", "CUDA"):
 FUNCTIONS: dict[str, Callable[..., Any]] = {str(ATTENTION): attention, str(BACKWARD): attention_backward}
 
 
-# -- key-value heads that are replicated while query heads are sharded -----------------------------------------------------------------------
+# -- key-value heads that are replicated while query heads are sharded -------------------------------------------------------------
 
 
 @local
@@ -234,7 +234,7 @@ def shared_heads(rank: Rank, a: Arguments, *, of_queries: Axes, of_keys: Axes, h
     if "grad_out" not in a:
         return attention(**own)
     grad_q, *grads = attention_backward(**own)
-    return grad_q, *(torch.zeros_like(a[n]).index_add(HEADS, needed, g) for n, g in zip(("key", "value"), grads, strict=True))
+    return grad_q, *(aten.index_put.default(torch.zeros_like(a[n]), [None, needed], g, True) for n, g in zip(("key", "value"), grads))
 
 
 def _attention(sharded: ShardedOp) -> Kernel | None:
