@@ -179,7 +179,7 @@ def sensible(graph: Graph, i: int) -> list[torch.Tensor]:
     elif op.target == "aten.native_layer_norm_backward.default":
         xs[2:4] = aten.native_layer_norm(xs[1], xs[1].shape[-1:], None, None, 1e-5)[1:]
     elif op.target == "autoshard.attention_backward.default":
-        xs[4:6] = torch.ops.autoshard.attention(*xs[1:4], None, op.literals[0][7])
+        xs[4:6] = torch.ops.autoshard.attention(*xs[1:4], *op.literals[0][6:])
     return xs
 
 
@@ -198,7 +198,7 @@ def test_every_candidate_of_every_op_of_the_tiny_models_computes_it(mesh):
     ops = tiny_ops()
     assert len({op[0][0] for op in ops}) >= 47  # targets
     checked = [check(*alone(graph, i), mesh) for graph, i in ops.values()]
-    assert sum(checked) > {"2": 700, "4": 700, "2x2": 3500}["x".join(map(str, mesh.shape))]
+    assert sum(checked) > {"2": 700, "4": 700, "2x2": 3400}["x".join(map(str, mesh.shape))]
 
 
 PLANTED = [

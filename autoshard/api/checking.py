@@ -51,7 +51,8 @@ def verify(
     random: so many more layouts, each drawn from the candidates. plant_fault: the negative control, one layout is falsified
     and the answer must be no. local_tensor_mode: run the rank program once more under torch's LocalTensorMode, and compare its
     results too. device: cpu, or cuda for the kernels and numbers of a GPU. Returns `ok`, `ranks`, `plans` [{seed,
-    max_relative_error_outputs, max_relative_error_gradients, placement_mismatches, redistributes}]. ValueError when the solution is of another model.
+    max_relative_error_outputs, max_relative_error_gradients, placement_mismatches, redistributes}]. ValueError when the solution is of
+    another model.
     """
     report, mesh = progress or (lambda message, fraction: None), solution.mesh
     _check_device(device, local_tensor_mode)

@@ -36,7 +36,7 @@ ATTENTION, BACKWARD = torch.ops.autoshard.attention.default, torch.ops.autoshard
 
 
 def _heads_inside(x: Tensor, width: int) -> Tensor:
-    """An empty tensor of x's shape but for its last dim, whose heads lie beside their features in memory, as kernels leave them."""
+    """An empty tensor of x's shape but for its last dim, whose heads are next to their features in memory, as kernels leave them."""
     b, h, t, _ = x.shape
     return x.new_empty((b, t, h, width)).transpose(1, 2)
 

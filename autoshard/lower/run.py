@@ -58,10 +58,10 @@ def _is_left_out(y: Any, slot: Slot | None, rank: int) -> bool:
 
 
 def _placeholder(record: RunOp, slot: Slot, rank: int, outputs: tuple[Any, ...]) -> Tensor:
-    shape, first = slot.shape_on(rank), next(y for y in outputs if isinstance(y, Tensor))
-    if 0 not in shape and first.device.type == "cpu":
+    shape, device = slot.shape_on(rank), next((y.device for y in outputs if isinstance(y, Tensor)), torch.device("cpu"))
+    if 0 not in shape and device.type == "cpu":
         raise ValueError(f"{record.target} (op {record.name}) returned nothing where the captured program has a tensor of {shape}")
-    return first.new_zeros(shape, dtype=getattr(torch, slot.dtype))
+    return torch.zeros(shape, dtype=getattr(torch, slot.dtype), device=device)
 
 
 def arguments(record: RunOp, inputs: Sequence[Tensor], rank: int = 0) -> dict[str, Any]:

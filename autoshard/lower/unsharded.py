@@ -44,23 +44,23 @@ def run_unsharded(
     leaves, spec = pytree.tree_flatten((args, kwargs))
     bounds, names = index_bounds(graph), input_names(model, example_inputs)
     leaves = [
-        _input(leaf, bounds.get(names[k]), seed + k).to(device) if isinstance(leaf, torch.Tensor) else leaf for k, leaf in enumerate(leaves)
+        _on(_input(leaf, bounds.get(names[k]), seed + k), device) if isinstance(leaf, torch.Tensor) else leaf for k, leaf in enumerate(leaves)
     ]
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     pairs = zip(names, leaves, strict=True)
     values = {name: leaf.clone() for name, leaf in pairs if isinstance(leaf, torch.Tensor)}  # the module may write into its inputs
     state = _state(module)
     values |= {name: tensor.detach().clone() for name, tensor in state.items()}
-    values |= {name: value.to(device) for name, value in (held or {}).items()}
+    values |= {name: _on(value, device) for name, value in (held or {}).items()}
     for name in [op.name for op in graph.ops if op.kind == "buffer" and op.name not in values]:
         attribute = attribute_of(module, name)  # a tensor that the module holds without registering it
-        values |= {name: attribute.clone().to(device)} if attribute is not None else {}
+        values |= {name: _on(attribute.clone(), device)} if attribute is not None else {}
     with torch.set_grad_enabled(training), from_state(first_state(seed, device), device), DrawsInOrder():
         outputs = module(*args, **kwargs)
     flat = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
     reference = {f"output:{k}": leaf.detach() for k, leaf in enumerate(flat)}
     tangents = [name for name, i in graph.index.items() if graph.ops[i].kind == "tangent"]
-    values |= {name: _ones(graph.tensor((graph.index[name], 0))).to(device) for name in tangents}
+    values |= {name: _on(_ones(graph.tensor((graph.index[name], 0))), device) for name in tangents}
     if training:
         differentiable = [leaf for leaf in flat if leaf.requires_grad]
         with DrawsInOrder():  # torch.utils.checkpoint draws again
@@ -111,9 +111,14 @@ def materialized(model: nn.Module, seed: int, device: str = "cpu") -> nn.Module:
     for part in model.modules():
         for tensor in [*part._parameters.values(), *part._buffers.values()]:
             if tensor is not None and id(tensor) not in memo:
-                filled = (_random_weight(tensor, generator) if tensor.is_meta else tensor.detach().cpu().clone()).to(device)
+                filled = _on(_random_weight(tensor, generator) if tensor.is_meta else tensor.detach().cpu().clone(), device)
                 memo[id(tensor)] = nn.Parameter(filled, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else filled
-    return copied(model, lambda tensor: tensor.detach().clone().to(device), memo)
+    return copied(model, lambda tensor: _on(tensor.detach().clone(), device), memo)
+
+
+def _on(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """The tensor on a device; one on the meta device has no values that could be moved."""
+    return tensor if tensor.is_meta or tensor.device.type == device else tensor.to(device)
 
 
 def attribute_of(module: nn.Module, path: str) -> torch.Tensor | None:

@@ -115,8 +115,8 @@ def embedding_bag_backward(rank: Rank, a: Arguments, *, target: str, axes: Axes,
 
 def _bag_of_each(a: Arguments) -> Tensor:
     """The bag of each index, which the forward returns on some devices only."""
-    bags, offsets, count = a["offset2bag"], a["offsets"], a["indices"].shape[0]
-    if bags.device.type == "cpu" or bags.shape[0] == count:
+    bags, offsets, count = a["offset2bag"], a.get("offsets"), a["indices"].shape[0]
+    if bags.device.type == "cpu" or bags.shape[0] == count or offsets is None:
         return bags
     places = torch.arange(count, dtype=offsets.dtype, device=offsets.device)
     return torch.searchsorted(offsets, places, right=True).to(bags.dtype) - 1
