@@ -13,7 +13,7 @@ from .version import VERSION as __version__  # noqa: F401
 _HOMES = {
     "Axis": "mesh", "Device": "mesh", "Mesh": "mesh",
     "Infeasible": "api", "autosharding_pass": "api", "export": "api", "load": "api", "parallelize": "api", "plan": "api", "verify": "api",
-    "check": "api", "explain": "api",
+    "check": "api", "dry_run": "api", "explain": "api",
     "kept_layouts": "api", "mesh_shapes": "api", "plan_meshes": "api",
     "Frontier": "api", "frontier": "api",
     "RankLost": "api", "device_mesh": "api", "extrapolate": "api", "load_checkpoint": "api", "save_checkpoint": "api",

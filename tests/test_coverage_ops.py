@@ -57,26 +57,8 @@ BAG = aten._embedding_bag.default(*BAGS)
 
 DEEPER = f(4, 8, 2, 2, 2)
 SCORES, CLASSES = f(4, 8, 4, 2).log_softmax(1), ids(8, 4, 4, 2)
-Q, K, V, MASK = f(4, 8, 8, 4), f(4, 4, 4, 4), f(4, 4, 4, 4), f(4, 1, 8, 4)
-FLASH = "_scaled_dot_product_flash_attention_for_cpu"
-
-
-def attended(causal, mask, k=K, v=V):
-    """Arguments of the backward."""
-    more = {} if mask is None else {"attn_mask": mask}
-    made = getattr(aten, FLASH).default(Q, k, v, 0.0, causal, **more)
-    return (f"{FLASH}_backward.default, {'causal' if causal else mask is not None}", (f(4, 8, 8, 4), Q, k, v, *made, 0.0, causal), more)
-
-
 # name: (target without "aten.", arguments, keyword arguments); a name is the target and what is special
 _CASES = [
-    (f"{FLASH}.default", (Q, K, V)),
-    (f"{FLASH}.default, mask", (Q, K, V), {"attn_mask": MASK}),
-    (f"{FLASH}.default, small mask", (Q, K, V), {"attn_mask": f(8, 4)}),
-    (f"{FLASH}.default, causal", (Q, Q, Q, 0.0, True)),
-    attended(False, None),
-    attended(False, MASK),
-    attended(True, None, Q, Q),
     ("convolution.default", (X, W, B, *PLAIN)),
     ("convolution.default, no bias", (X, W, None, *PLAIN)),
     ("convolution.default, transposed", (X, TURNED, B, *STRIDED)),

@@ -42,7 +42,7 @@ TABLE = {
     "simulate": ("cost cycles formulate graph layout mesh problem routes solution strategies", "numpy"),
     "pipeline": (PLANNER + " planning simulate", "numpy networkx torch"),
     "explain": (PLANNER + " planning simulate", "numpy torch"),
-    "lower": ("capture cost graph layout mesh precision routes solution", "torch"),
+    "lower": ("capture cost graph layout mesh precision reading routes solution", "torch"),
     "calibrate": ("cost mesh lower reading", "numpy scipy torch"),
     "exports": ("graph layout mesh solution writing", "torch"),
     "relayout": ("cost layout mesh lower", "numpy torch"),

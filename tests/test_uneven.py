@@ -105,7 +105,7 @@ ODD = [  # dims of 5, 7 and 13: other parts than the 3 + 3 + 2 of the cases that
     ("aten.mean.dim", f(5, 7, 13), [0, 2]), ("aten.mean.default", f(7, 5)),
     ("aten.mse_loss.default", f(5, 7), f(5, 7)), ("aten.mse_loss_backward.default", f(), f(5, 7), f(5, 7), 1),
     ("aten.view.default", f(5, 7, 3), [35, 3]), ("aten.view.default", f(7, 4), [14, 2]), ("aten.view.default", f(14, 2), [7, 4]),
-    ("aten._scaled_dot_product_flash_attention_for_cpu.default", f(5, 14, 7, 4), f(5, 7, 7, 4), f(5, 7, 7, 4)),
+    ("autoshard.attention.default", f(5, 14, 7, 4), f(5, 7, 7, 4), f(5, 7, 7, 4)),
     ("aten.index.Tensor", f(13, 5), [ids(13, 7) - 13]), ("aten.index_put.default", f(13, 5), [ids(13, 7)], f(7, 5), True),
     ("aten.index_select.default", f(13, 5), 0, ids(13, 7)), ("aten.gather.default", f(5, 13), 1, ids(13, 5, 7)),
     ("aten._embedding_bag.default", f(13, 7), ids(13, 20), torch.arange(0, 20, 4)),
@@ -154,7 +154,7 @@ def test_every_uneven_candidate_of_every_rule_gives_the_whole_op(sizes):
 MISALIGNED = [  # parts that do not belong together
     (("aten.view.default", f(5, 16), [80]), ("S(0)", "S(0)"), (3,)),  # 2 + 2 + 1 rows of 16, but 27 + 27 + 26
     (("aten.view.default", f(2, 7, 8), [2, 56]), ("S(1)", "S(1)"), (4,)),
-    (("aten._scaled_dot_product_flash_attention_for_cpu.default", f(2, 6, 4, 4), f(2, 3, 4, 4), f(2, 3, 4, 4)),
+    (("autoshard.attention.default", f(2, 6, 4, 4), f(2, 3, 4, 4), f(2, 3, 4, 4)),
      ("S(1)", "S(1)", "S(1)", "S(1)", "S(1)"), (2,)),  # 3 + 3 heads, 2 + 1 of keys
     (("aten.convolution.default", f(2, 12, 8), f(12, 4, 3), None, [1], [1], [1], False, [0], 3), ("S(1)", "S(0)", "S(1)"), (2,)),
 ]  # fmt: skip
@@ -174,7 +174,7 @@ def test_parts_that_do_not_match_are_no_candidates_and_would_be_wrong(op, writte
 
 
 def test_heads_and_key_value_heads_that_match_are_cut_together():
-    graph, _, _ = one_op("aten._scaled_dot_product_flash_attention_for_cpu.default", f(2, 14, 4, 4), f(2, 7, 4, 4), f(2, 7, 4, 4))
+    graph, _, _ = one_op("autoshard.attention.default", f(2, 14, 4, 4), f(2, 7, 4, 4), f(2, 7, 4, 4))
     assert (S(1),) in [c.inputs[0] for c in candidates(graph, mesh_of(4)).of[-1]]  # 4 + 4 + 4 + 2 and 2 + 2 + 2 + 1
 
 
@@ -195,7 +195,7 @@ def test_uneven_parts_are_priced_by_the_largest():
     seconds = []
     for heads in (14, 16, 12):
         x = torch.empty(2, heads, 64, 32, device="meta").expand(2, heads, 64, 32)
-        graph, _, _ = one_op("aten._scaled_dot_product_flash_attention_for_cpu.default", *(torch.zeros(x.shape) for _ in range(3)))
+        graph, _, _ = one_op("autoshard.attention.default", *(torch.zeros(x.shape) for _ in range(3)))
         candidate = Candidate((q, q, q), (q, q))
         assert candidate in candidates(graph, mesh).of[-1]
         seconds.append(op_candidate_seconds(graph.ops[-1], graph.input_tensors(3), candidate, mesh))

@@ -315,7 +315,7 @@ def test_random_ops_draw_one_after_the_other():
 
 def test_what_draws_and_what_only_passes_a_mask_on():
     assert draws("aten.native_dropout.default") and draws("aten.rand_like.default")
-    assert not draws("aten.native_dropout_backward.default") and not draws("aten._scaled_dot_product_flash_attention_for_cpu.default")
+    assert not draws("aten.native_dropout_backward.default") and not draws("autoshard.attention.default")
 
 
 def test_local_tensor_mode_refuses_dropout():

@@ -1,6 +1,7 @@
 """The public functions: plan, verify, load, export, the fx pass and the others. Each calls one package after another and holds no
 algorithm."""
 
+from autoshard.api.checking import dry_run as dry_run
 from autoshard.api.checking import verify as verify
 from autoshard.api.methods import provide_methods
 from autoshard.api.passes import PassOptions as PassOptions

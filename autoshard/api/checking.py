@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from autoshard.capture import capture_module, constants, in_turn
 from autoshard.formulate import Training, formulate
 from autoshard.graph import Graph
 from autoshard.lower import Verification, faults, lower, run_local_tensor, verify_program
+from autoshard.lower.dry_run import dry_run as lower_dry_run
 from autoshard.lower.kernels.dropout import draws
 from autoshard.lower.unsharded import run_unsharded, with_errors_of
+from autoshard.mesh import Mesh
 from autoshard.planning.describe import layouts_of, results_of
 from autoshard.planning.options import Progress
 from autoshard.planning.random_choice import random_choice
@@ -25,6 +28,7 @@ from autoshard.routes import Routes
 from autoshard.solution import Placed, Solution, replay
 from autoshard.strategies import candidates
 
+DEVICES = ("cpu", "cuda")
 Layouts = tuple[int | None, dict[str, Placed], dict[str, str]]  # the seed of drawn ones, layouts by op, layouts of results
 
 
@@ -38,17 +42,20 @@ def verify(
     seed: int = 0,
     plant_fault: bool = False,
     local_tensor_mode: bool = False,
+    device: str = "cpu",
     progress: Progress | None = None,
 ) -> dict:
-    """Run the plan on all ranks of its mesh, in one process on the CPU, and compare outputs and every gradient.
+    """Run the plan on all ranks of its mesh, in one process on one device, and compare outputs and every gradient.
 
     The model may have other sizes than the one that was planned (a smaller batch, say), as long as the layouts divide them.
     random: so many more layouts, each drawn from the candidates. plant_fault: the negative control, one layout is falsified
     and the answer must be no. local_tensor_mode: run the rank program once more under torch's LocalTensorMode, and compare its
-    results too. Returns `ok`, `ranks`, `plans` [{seed, max_relative_error_outputs, max_relative_error_gradients,
-    placement_mismatches, redistributes}]. ValueError when the solution is of another model.
+    results too. device: cpu, or cuda for the kernels and numbers of a GPU. Returns `ok`, `ranks`, `plans` [{seed,
+    max_relative_error_outputs, max_relative_error_gradients, placement_mismatches, redistributes}]. ValueError when the solution is of
+    another model.
     """
     report, mesh = progress or (lambda message, fraction: None), solution.mesh
+    _check_device(device, local_tensor_mode)
     report("capturing the model", 0.0)
     captured = capture_module(model, example_inputs, training=solution.training, precision=solution.precision)
     graph = replay(solution, captured.graph).checked()
@@ -57,7 +64,7 @@ def verify(
     report("running the unsharded model", 0.1)
     held = constants(captured.fx_graph)
     values, reference = run_unsharded(
-        model, example_inputs, graph, training=solution.training, seed=seed, held=held, precision=solution.precision
+        model, example_inputs, graph, training=solution.training, seed=seed, held=held, precision=solution.precision, device=device
     )
     expected = None if captured.autocast else reference  # the module itself, run on a CPU, ignores autocast of another device
     plans: list[Layouts] = [(None, dict(solution.layouts), dict(solution.results)), *_drawn(graph, solution, random, seed)]
@@ -65,12 +72,45 @@ def verify(
     for k, (drawn, planned, results) in enumerate(plans):
         report(f"running {mesh.num_devices} ranks, layouts {k + 1} of {len(plans)}", 0.2 + 0.8 * k / len(plans))
         layouts = faults.plant_fault(planned, graph, mesh, seed + k) if plant_fault else planned
-        verification = verify_program(graph, layouts, results, mesh, values, expected, routes=routes, seed=seed)
+        verification = verify_program(graph, layouts, results, mesh, values, expected, routes=routes, seed=seed, device=device)
         if local_tensor_mode and verification.ok:
             again = run_local_tensor(lower(graph, layouts, results, mesh, routes=routes), values)
             verification = with_errors_of(verification, again, reference)
         rows.append(_row(drawn, verification))
     return {"ok": all(row.pop("ok") for row in rows), "ranks": mesh.num_devices, "plans": rows}
+
+
+def _check_device(device: str, local_tensor_mode: bool) -> None:
+    if device not in DEVICES:
+        raise ValueError(f"device is {device!r}; expected one of {', '.join(DEVICES)}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but torch sees no GPU here; run it where one is, or see what a dry run tells: autoshard doctor")
+    if device != "cpu" and local_tensor_mode:
+        raise ValueError(f"local_tensor_mode runs on the CPU, and device is {device!r}; leave one out")
+
+
+def dry_run(
+    model: nn.Module, example_inputs: Any, solution: Solution | None = None, *, training: bool = False, device: str = "cuda"
+) -> dict:
+    """Which ops of a model (or of a plan for it) can't run on a device, without having one: each operator that the lowered program
+    calls is looked up in torch's own table of kernels, on fake tensors.
+
+    training: of a model without a plan. Returns `ok`, `device`, `ops` (their number) and `cannot_run` [{op, module, target, why, line}],
+    with the line of the model's code where it is known. ValueError when the solution is of another model.
+    """
+    if device not in DEVICES:
+        raise ValueError(f"device is {device!r}; expected one of {', '.join(DEVICES)}")
+    captured = capture_module(model, example_inputs, training=training if solution is None else solution.training)
+    if solution is None:
+        graph, mesh, results = captured.graph, Mesh.from_bandwidths((1,)), {}
+        layouts = {op.name: Placed(*(tuple(t and "R" for t in of) for of in (graph.input_tensors(i), op.outputs)))
+                   for i, op in enumerate(graph.ops)}  # fmt: skip
+    else:
+        graph, mesh, results = replay(solution, captured.graph).checked(), solution.mesh, dict(solution.results)
+        layouts = dict(solution.layouts)
+    problems = lower_dry_run(lower(graph, layouts, results, mesh, device=device), graph, device)
+    rows = [{**problem.as_json(), "line": captured.line_of(problem.op)} for problem in problems]
+    return {"ok": not rows, "device": device, "ops": sum(not op.is_placeholder for op in graph.ops), "cannot_run": rows}
 
 
 def _refuse_random_ops(graph: Graph) -> None:

@@ -31,6 +31,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+from autoshard.capture.attention import as_one_op, canonical
 from autoshard.capture.explain import FLEX, explained, line_of
 from autoshard.capture.functional import functional, traced_tensor, without_equal_strides
 from autoshard.capture.held import has_objects, in_lists, opened
@@ -77,6 +78,20 @@ class Captured:
     returned: Returned | None = None
     autocast: str = ""  # the device of a torch.autocast in the forward that the captured program has as one of the CPU
 
+    def line_of(self, name: str) -> str:
+        """file:line of the model's code for an op, or for the first later op of its module that has one; "" where none is known."""
+        lines = {value[0]: node.meta.get("stack_trace") for node, of in self.values.items() for value in _values_in(of)}
+        ops, first = self.graph.ops, self.graph.index[name]
+        traces = (lines.get(i) for i in range(first, len(ops)) if ops[i].module == ops[first].module)
+        return line_of(next(filter(None, traces), "")).removeprefix(" at ")
+
+
+def _values_in(nested: Any) -> list[Any]:
+    """The Values of a node's result."""
+    if isinstance(nested, tuple) and len(nested) == 2 and isinstance(nested[0], int):
+        return [nested]
+    return [value for item in nested for value in _values_in(item)] if isinstance(nested, (tuple, list)) else []
+
 
 def capture(module: nn.Module, example_inputs: Any, *, training: bool, precision: Precision | None = None) -> Graph:
     """`capture_module(...).graph`."""
@@ -114,7 +129,7 @@ def capture_without_casts(module: nn.Module, example_inputs: Any, *, training: b
         raise ValueError(f"{type(module).__name__} is compiled by torch.jit, or a part of it is: give the module that was compiled")
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
     torch._dynamo.reset()  # else automatic dynamic shapes would make the shapes of the second model of a process symbolic
-    with explained(module):
+    with explained(module), as_one_op():
         if not module._forward_pre_hooks:  # they may change the arguments
             inspect.signature(module.forward).bind(*args, **kwargs)
         fake_module, fake_args, fake_kwargs = to_fake(mode, module, args, kwargs, precision)
@@ -187,7 +202,7 @@ def capture_fx(fx_graph: fx.GraphModule | ExportedProgram, example_inputs: Any =
     fx_graph: an ExportedProgram, a GraphModule of ATen nodes, or one from torch.fx.symbolic_trace. example_inputs: needed when
     the placeholders carry no `meta["val"]`.
     """
-    with explained(fx_graph.graph_module if isinstance(fx_graph, ExportedProgram) else fx_graph):
+    with explained(fx_graph.graph_module if isinstance(fx_graph, ExportedProgram) else fx_graph), as_one_op():
         return _retraced(fx_graph, example_inputs)
 
 
@@ -219,7 +234,7 @@ def _retraced(fx_graph: fx.GraphModule | ExportedProgram, example_inputs: Any = 
     with mode, torch.no_grad():
         traced = make_fx(functional(run, [name.name for name in names]))(*fakes)
     _check_operators(traced)
-    replaced = without_equal_strides(traced)
+    replaced = without_equal_strides(traced) | canonical(traced)
     recorder.became = pytree.tree_map(lambda leaf: replaced.get(leaf, leaf), recorder.became)
     leaves = pytree.tree_leaves(next(node for node in traced.graph.nodes if node.op == "output").args[0])
     results = list(zip(result_names or [("output", str(i)) for i in range(len(leaves))], leaves, strict=True))
@@ -297,6 +312,7 @@ def _capture_training(mode: FakeTensorMode, module: nn.Module, args: tuple, kwar
     traced: fx.GraphModule = joint.graph_module
     _check_operators(traced)
     without_equal_strides(traced)
+    canonical(traced)
     names = [named(node.meta["desc"]) for node in traced.graph.nodes if node.op == "placeholder"]
     output = next(node for node in traced.graph.nodes if node.op == "output")
     results = [(result_name(desc), leaf) for desc, leaf in zip(output.meta["desc"], output.args[0], strict=True) if desc is not None]

@@ -1,15 +1,19 @@
-"""`autoshard doctor`: what is installed, what is missing, and whether the solvers answer."""
+"""`autoshard doctor`: what is installed, what is missing, whether the solvers answer, and which ops of a model a device can't run."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
 import sys
+from typing import Annotated
 
+import typer
 from rich.table import Table
 
 from autoshard.cli.app import NO, OK, app
-from autoshard.cli.options import Json
+from autoshard.cli.arguments import parse_settings
+from autoshard.cli.model import load_model
+from autoshard.cli.options import Json, Settings, load_api
 from autoshard.cli.output import Output
 
 NEEDED = ("torch", "numpy", "scipy", "highspy", "numba", "networkx", "dill", "typer", "rich", "jsonschema-rs")
@@ -20,13 +24,33 @@ OPTIONAL = {
 
 
 @app.command()
-def doctor(as_json: Json = False) -> int:
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help="file.py:function or hf:DIR: the model whose ops are looked up for --device.", show_default=False)
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cuda: can each op run there? No GPU is needed.", show_default=False)] = None,
+    train: Annotated[bool, typer.Option("--train", help="Look at a training step instead of a forward pass.")] = False,
+    settings: Settings = [],  # noqa: B006 (typer makes a new one)
+    as_json: Json = False,
+) -> int:
     """Print versions of what autoshard depends on, what is missing, and whether each solver answers a problem of known optimum.
+
+    With a model and a device: which ops of the model can't run there, with the line of the model's code.
 
     \b
     autoshard doctor --json
+    autoshard doctor models/gpt2.py:tiny --device cuda --train
     """
+    if (model is None) != (device is None):
+        raise ValueError("a model and --device go together: autoshard doctor models/gpt2.py:tiny --device cuda")
     with Output(as_json=as_json) as output:
+        if model is not None:
+            output.progress("building the model", 0.0)
+            module, example_inputs = load_model(model, parse_settings(settings), training=train)
+            output.progress("looking up its ops", 0.3)
+            answer = load_api().dry_run(module, example_inputs, training=train, device=device)
+            output.answer(answer, lambda: _device_table(answer))
+            return OK if answer["ok"] else NO
         output.progress("trying the solvers", 0.0)
         versions = {name: _version(name) for name in ("autoshard", *NEEDED, *OPTIONAL)}
         missing = [name for name in NEEDED if versions[name] is None]
@@ -55,6 +79,16 @@ def _selftest() -> dict[str, str]:
     from autoshard.solvers import selftest  # here: an installation that lacks something is to be told so
 
     return selftest.selftest()
+
+
+def _device_table(record: dict) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for row in record["cannot_run"]:
+        table.add_row(row["line"] or row["module"] or row["op"], row["target"], row["why"])
+    device, stopped = record["device"], len(record["cannot_run"])
+    answer = f"all {record['ops']} ops can" if record["ok"] else f"{stopped} of {record['ops']} ops can't"
+    table.add_row(f"{answer} run on {device}")
+    return table
 
 
 def _table(record: dict) -> Table:

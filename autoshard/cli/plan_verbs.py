@@ -181,6 +181,7 @@ def verify(
     local_tensor_mode: Annotated[
         bool, typer.Option("--local-tensor-mode", help="Run the rank program under torch's LocalTensorMode as well (slower).")
     ] = False,
+    device: Annotated[str, typer.Option("--device", help="Where all ranks run: cpu or cuda.")] = "cpu",
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> int:
@@ -204,6 +205,7 @@ def verify(
             seed=seed,
             plant_fault=plant_fault,
             local_tensor_mode=local_tensor_mode,
+            device=device,
             progress=output.progress,
         )
         output.answer(record, lambda: load_report().verify_report(record))

@@ -327,6 +327,7 @@ ROWS: dict[str, Check] = {
     "method": partial(one_of, METHODS),
     "backend": partial(one_of, ("auto", "nccl", "gloo")),
 }
+RUNS_ON = ("cpu", "cuda")
 OWN: dict[tuple[str, str], Check] = {
     ("plan", "mesh"): mesh_or_auto,
     ("tables", "devices"): mesh,
@@ -340,6 +341,8 @@ OWN: dict[tuple[str, str], Check] = {
     ("redistribute", "prices"): partial(one_of, ("mesh", "tensorcraft")),
     ("check", "within"): percent,
     ("show-prices", "name"): prices,
+    ("doctor", "device"): partial(one_of, RUNS_ON, what="device"),
+    ("verify", "device"): partial(one_of, RUNS_ON, what="device"),
 }
 FREE = {"name", "free", "axis", "dask", "collective", "system"}
 

@@ -50,7 +50,7 @@ def op_flops(target: str, inputs: Sequence[Described], outputs: Sequence[Describ
     """FLOPs of an op; one per element of its largest tensor where FLOPS has no row."""
     name = _name(target)
     i, o = [shape for shape, _ in inputs], [None if out is None else out[0] for out in outputs]
-    if name.lstrip("_").startswith("scaled_dot_product"):  # flash, efficient, cudnn, for_cpu, ...
+    if name.lstrip("_").startswith("scaled_dot_product"):  # kernels of torch, in a graph that draws for dropout
         name = "attention_backward" if name.endswith("backward") else "attention"
     if name in FLOPS:
         return FLOPS[name](i, o)

@@ -149,11 +149,6 @@ INSTEAD = {
     "aten.empty_like.default": ("aten.zeros_like.default", {n: n for n in ("self", "dtype", "layout", "device", "memory_format")}),
 }
 
-# CPU kernels that read their inputs as if the last dim were dense, whatever the strides are.
-DENSE_INPUTS = frozenset(
-    {"aten._scaled_dot_product_flash_attention_for_cpu.default", "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"}
-)
-
 # Factories: a constant comes from the op's literals alone, so that every output layout is right for it.
 CONSTANTS = frozenset(t for t in ROWS if t.split(".")[1].removeprefix("new_") in ("full", "zeros", "ones", "empty", "empty_strided"))
 UNINITIALISED = frozenset(t for t in CONSTANTS if "empty" in t) | {"aten.empty_like.default"}

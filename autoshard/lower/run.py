@@ -23,7 +23,7 @@ from autoshard.graph import replace_refs
 from autoshard.layout import is_legal, rank_shape, text
 from autoshard.lower.collectives import Asking, Groups, Rank, exchange, run_step
 from autoshard.lower.kernels.dropout import from_state
-from autoshard.lower.literals import DENSE_INPUTS, overload
+from autoshard.lower.kernels.table import function_of
 from autoshard.lower.program import FreeTensors, LoadPlaceholder, Program, Redistribute, ReturnResult, RunOp, Slot
 from autoshard.lower.sharding import assemble, groups, local_tensors
 from autoshard.mesh import Mesh
@@ -39,30 +39,33 @@ def ranks(mesh: Mesh, device: str = "cpu") -> tuple[Rank, ...]:
 
 def call(record: RunOp, inputs: Sequence[Tensor], rank: int = 0) -> tuple[Any, ...]:
     """The op on the local tensors of a rank (its number on the mesh): one entry per output."""
-    return _with_empty(record, as_outputs(overload(record.target)(**arguments(record, inputs, rank))), rank)
+    return _with_planned(record, as_outputs(function_of(record.target)(**arguments(record, inputs, rank))), rank)
 
 
-def _with_empty(record: RunOp, outputs: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
-    """An empty tensor where a kernel returns None and the captured program has a tensor of no elements (a recurrent layer's workspace)."""
+def _with_planned(record: RunOp, outputs: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
+    """Outputs of the planned shapes where a kernel leaves one out that only its own backward reads: a tensor of no elements for None (a
+    recurrent layer's workspace) or for one that the CPU's kernel leaves out (batch norm, bags of embeddings), zeros where another
+    device's kernel does."""
     wanted = (*record.outputs, *(None for _ in outputs))
-    return tuple(_empty(record, slot, rank) if y is None and slot is not None else y for y, slot in zip(outputs, wanted, strict=False))
+    return tuple(_placeholder(record, slot, rank, outputs) if _is_left_out(y, slot, rank) else y for y, slot in zip(outputs, wanted))
 
 
-def _empty(record: RunOp, slot: Slot, rank: int) -> Tensor:
+def _is_left_out(y: Any, slot: Slot | None, rank: int) -> bool:
+    if slot is None or y is None:
+        return slot is not None
     shape = slot.shape_on(rank)
-    if 0 not in shape:
+    return tuple(y.shape) != shape and (0 in shape or (0 in y.shape and y.device.type != "cpu"))
+
+
+def _placeholder(record: RunOp, slot: Slot, rank: int, outputs: tuple[Any, ...]) -> Tensor:
+    shape, device = slot.shape_on(rank), next((y.device for y in outputs if isinstance(y, Tensor)), torch.device("cpu"))
+    if 0 not in shape and device.type == "cpu":
         raise ValueError(f"{record.target} (op {record.name}) returned nothing where the captured program has a tensor of {shape}")
-    return torch.empty(shape, dtype=getattr(torch, slot.dtype))
+    return torch.zeros(shape, dtype=getattr(torch, slot.dtype), device=device)
 
 
 def arguments(record: RunOp, inputs: Sequence[Tensor], rank: int = 0) -> dict[str, Any]:
-    values = tuple(map(_dense, inputs)) if record.target in DENSE_INPUTS else tuple(inputs)
-    return {name: replace_refs(literal, values) for name, literal in record.arguments_on(rank).items()}
-
-
-def _dense(x: Tensor) -> Tensor:
-    """x with a dense last dim. Its other strides stay, so that the output has the strides of the unsharded program."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return {name: replace_refs(literal, tuple(inputs)) for name, literal in record.arguments_on(rank).items()}
 
 
 def as_outputs(result: Any) -> tuple[Any, ...]:
@@ -74,13 +77,13 @@ def local_program(record: RunOp, rank: Rank, inputs: Sequence[Tensor]) -> Asking
     number = rank.number if record.by_rank else 0
     if record.kernel is None:
         return call(record, inputs, number)  # type: ignore[return-value]
-    return as_outputs((yield from record.kernel(rank, arguments(record, inputs, number))))  # type: ignore[return-value]
+    return _with_planned(record, as_outputs((yield from record.kernel(rank, arguments(record, inputs, number)))), number)  # type: ignore
 
 
-def run_on_one_device(record: RunOp, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+def run_on_one_device(record: RunOp, inputs: Sequence[Tensor], device: str = "cpu") -> tuple[Any, ...]:
     """The op on global tensors, by its kernel where it has one on every mesh. On one device a kernel needs no collective."""
     try:
-        next(local_program(record, ranks(Mesh(()))[0], inputs))
+        next(local_program(record, ranks(Mesh(()), device)[0], inputs))
     except StopIteration as done:
         return done.value
     raise AssertionError(f"op {record.name} asks for a collective on one device")
@@ -120,8 +123,8 @@ def check_all(slot: Slot, tensors: LocalTensors, where: str) -> None:
 class World:
     """The ranks of a mesh and the tensors that they hold now: slot name -> one local tensor per rank."""
 
-    def __init__(self, mesh: Mesh):
-        self.mesh, self.ranks = mesh, ranks(mesh)
+    def __init__(self, mesh: Mesh, device: str = "cpu"):
+        self.mesh, self.device, self.ranks = mesh, device, ranks(mesh, device)
         self.held: dict[str, LocalTensors] = {}
 
     def do(self, record: LoadPlaceholder | Redistribute | RunOp | FreeTensors, values: Mapping[str, Tensor]) -> None:
@@ -178,7 +181,7 @@ class World:
         """A random op, which needs no collective, rank by rank. Numbers are drawn in the order of memory, hence the dense inputs."""
         outputs = []
         for rank, own in zip(self.ranks, inputs, strict=True):
-            with from_state(random):
+            with from_state(random, self.device):
                 outputs += run_together([local_program(record, rank, [x.contiguous() for x in own])], [(0,)])
         return outputs
 

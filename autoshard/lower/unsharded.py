@@ -35,33 +35,38 @@ def run_unsharded(
     seed: int,
     held: Mapping[str, torch.Tensor] | None = None,
     precision: Precision | None = None,
+    device: str = "cpu",
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Values for the graph's placeholders, and what the module computes from them: "output:0", "gradient:NAME", "buffer:NAME".
 
     held: constants of the captured program. precision: the dtypes in which the module computes, reduces gradients and returns.
+    device: where the module runs, and where all these tensors are.
     """
     # objects among the inputs become lists of their tensors, as in the captured program
-    module, args, kwargs = opened(materialized(model, seed), *arguments(example_inputs))
+    module, args, kwargs = opened(materialized(model, seed, device), *arguments(example_inputs))
     leaves, spec = pytree.tree_flatten((args, kwargs))
     bounds, names = index_bounds(graph), input_names(model, example_inputs)
-    leaves = [_input(leaf, bounds.get(names[k]), seed + k) if isinstance(leaf, torch.Tensor) else leaf for k, leaf in enumerate(leaves)]
+    leaves = [
+        _on(_input(leaf, bounds.get(names[k]), seed + k), device) if isinstance(leaf, torch.Tensor) else leaf for k, leaf in enumerate(leaves)
+    ]
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     pairs = zip(names, leaves, strict=True)
     values = {name: leaf.clone() for name, leaf in pairs if isinstance(leaf, torch.Tensor)}  # the module may write into its inputs
     state = _state(module)
-    values |= {name: tensor.detach().clone() for name, tensor in state.items()} | dict(held or {})
+    values |= {name: tensor.detach().clone() for name, tensor in state.items()}
+    values |= {name: _on(value, device) for name, value in (held or {}).items()}
     for name in [op.name for op in graph.ops if op.kind == "buffer" and op.name not in values]:
         attribute = attribute_of(module, name)  # a tensor that the module holds without registering it
-        values |= {name: attribute.clone()} if attribute is not None else {}
+        values |= {name: _on(attribute.clone(), device)} if attribute is not None else {}
     if precision is not None:
         module, args, kwargs = computing_in(precision, module, args, kwargs)
         leaves, state = pytree.tree_leaves((args, kwargs)), _state(module)
-    with torch.set_grad_enabled(training), from_state(first_state(seed)), DrawsInOrder():
+    with torch.set_grad_enabled(training), from_state(first_state(seed, device), device), DrawsInOrder():
         outputs = module(*args, **kwargs)
     flat = [returned(leaf, precision) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
     reference = {f"output:{k}": leaf.detach() for k, leaf in enumerate(flat)}
     tangents = [name for name, i in graph.index.items() if graph.ops[i].kind == "tangent"]
-    values |= {name: _ones(graph.tensor((graph.index[name], 0))) for name in tangents}
+    values |= {name: _on(_ones(graph.tensor((graph.index[name], 0))), device) for name in tangents}
     if training:
         differentiable = [leaf for leaf in flat if leaf.requires_grad]
         with DrawsInOrder():  # torch.utils.checkpoint draws again
@@ -130,16 +135,21 @@ def verify_graph(graph: Graph, solution: Solution, seed: int = 0) -> Verificatio
     return verify_program(graph, solution.layouts, solution.results, solution.mesh, values, seed=seed)
 
 
-def materialized(model: nn.Module, seed: int) -> nn.Module:
-    """A copy with real CPU tensors: the model's own where it has them, else seeded random ones of a sensible size."""
+def materialized(model: nn.Module, seed: int, device: str = "cpu") -> nn.Module:
+    """A copy with real tensors on the device: the model's own where it has them, else seeded random ones of a sensible size."""
     memo: dict[int, Any] = {}
     generator = torch.Generator().manual_seed(seed)
     for part in model.modules():
         for tensor in [*part._parameters.values(), *part._buffers.values()]:
             if tensor is not None and id(tensor) not in memo:
-                filled = _random_weight(tensor, generator) if tensor.is_meta else tensor.detach().cpu().clone()
+                filled = _on(_random_weight(tensor, generator) if tensor.is_meta else tensor.detach().cpu().clone(), device)
                 memo[id(tensor)] = nn.Parameter(filled, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else filled
-    return copied(model, lambda tensor: tensor.detach().clone(), memo)
+    return copied(model, lambda tensor: _on(tensor.detach().clone(), device), memo)
+
+
+def _on(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """The tensor on a device; one on the meta device has no values that could be moved."""
+    return tensor if tensor.is_meta or tensor.device.type == device else tensor.to(device)
 
 
 def attribute_of(module: nn.Module, path: str) -> torch.Tensor | None:

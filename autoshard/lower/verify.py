@@ -31,7 +31,7 @@ from torch import Tensor
 
 from autoshard.graph import Graph, Op, Value
 from autoshard.layout import Layout, P, R, S, is_legal, rank_shape, text
-from autoshard.lower.kernels.dropout import draws, first_state, from_state
+from autoshard.lower.kernels.dropout import draws, first_state, from_state, state_of_generator
 from autoshard.lower.literals import UNINITIALISED
 from autoshard.lower.program import FreeTensors, LoadPlaceholder, Program, Redistribute, ReturnResult, RunOp, Slot, lower, run_record
 from autoshard.lower.run import World, check_all, run_on_one_device
@@ -95,16 +95,18 @@ def verify_program(
     *,
     routes: Routes | None = None,
     seed: int = 0,
+    device: str = "cpu",
 ) -> Verification:
     """Run the planned program on all ranks of the mesh in this process, beside the unsharded program.
 
     values: a global tensor for each placeholder. reference: what the results should be ("output:0", "gradient:h.0.weight",
     "buffer:count" where it has one); the unsharded program's own results where it is None. seed: of the rounding noise and of random
-    ops; a reference must have been computed after torch.manual_seed(seed). ValueError for layouts that can't be lowered, and
+    ops; a reference must have been computed after torch.manual_seed(seed). device: where all ranks run, and where values and reference are.
+    ValueError for layouts that can't be lowered, and
     where the unsharded program's random numbers are not those of the reference.
     """
-    program = lower(graph, layouts, results, mesh, routes=routes)
-    return _Comparison(graph, program, values, reference, seed).run()
+    program = lower(graph, layouts, results, mesh, routes=routes, device=device)
+    return _Comparison(graph, program, values, reference, seed, device).run()
 
 
 @torch.no_grad()
@@ -126,9 +128,9 @@ def run_global(graph: Graph, values: Mapping[str, Tensor], seed: int = 0) -> dic
 class _Unsharded:
     """A simple interpreter of the graph on global tensors. A value is dropped when the op after its last reader runs."""
 
-    def __init__(self, graph: Graph, values: Mapping[str, Tensor], noise: tuple[float, int] | None, seed: int):
-        self.graph, self.values, self.noise = graph, values, noise
-        self.random = self.random_before = first_state(seed)  # of the generator, now and before the last op
+    def __init__(self, graph: Graph, values: Mapping[str, Tensor], noise: tuple[float, int] | None, seed: int, device: str = "cpu"):
+        self.graph, self.values, self.noise, self.device = graph, values, noise, device
+        self.random = self.random_before = first_state(seed, device)  # of the generator, now and before the last op
         self.held: dict[Value, Tensor] = {}
         self.ending: dict[int, list[Value]] = {}
         for value, users in graph.users.items():
@@ -145,7 +147,7 @@ class _Unsharded:
             self.held[i, 0] = self._value(i, op)
         else:
             inputs, outputs = [self._slot(value) for value in op.inputs], [self._slot((i, k)) for k in range(len(op.outputs))]
-            record = run_record(self.graph, i, tuple(s for s in inputs if s), tuple(outputs), ONE_DEVICE)
+            record = run_record(self.graph, i, tuple(s for s in inputs if s), tuple(outputs), ONE_DEVICE, self.device)
             for k, y in enumerate(self._call(record, [self.held[value] for value in op.inputs])):
                 if isinstance(y, Tensor):
                     self.held[i, k] = y
@@ -153,11 +155,11 @@ class _Unsharded:
 
     def _call(self, record: RunOp, inputs: list[Tensor]) -> tuple:
         if not draws(record.target):
-            return run_on_one_device(record, inputs)
+            return run_on_one_device(record, inputs, self.device)
         self.random_before = self.random
-        with from_state(self.random):
-            outputs = run_on_one_device(record, [x.contiguous() for x in inputs])  # dense as on the ranks (World.run)
-            self.random = torch.get_rng_state()
+        with from_state(self.random, self.device):
+            outputs = run_on_one_device(record, [x.contiguous() for x in inputs], self.device)  # dense as on the ranks (World.run)
+            self.random = state_of_generator(self.device)
         return outputs
 
     def _value(self, i: int, op: Op) -> Tensor:
@@ -166,7 +168,7 @@ class _Unsharded:
             return x
         eps, seed = self.noise
         random = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed * 1_000_003 + i), dtype=x.dtype.to_real())
-        return x * (1 + (2 * random - 1) * 2 * eps)
+        return x * (1 + (2 * random.to(x.device) - 1) * 2 * eps)
 
     def _slot(self, value: Value) -> Slot | None:
         tensor = self.graph.ops[value[0]].outputs[value[1]]
@@ -177,7 +179,9 @@ ONE_DEVICE = Mesh(())
 
 
 class _Comparison:
-    def __init__(self, graph: Graph, program: Program, values: Mapping[str, Tensor], reference: Mapping[str, Tensor] | None, seed: int):
+    def __init__(
+        self, graph: Graph, program: Program, values: Mapping[str, Tensor], reference: Mapping[str, Tensor] | None, seed: int, device: str
+    ):
         self.graph, self.program, self.values, self.reference = graph, program, values, reference
         self.mesh = program.mesh
         dtypes = {t.dtype for op in graph.ops for t in op.outputs if t is not None}
@@ -185,8 +189,9 @@ class _Comparison:
         lowest = max(floats, key=list(TOLERANCES).index, default="float32")
         self.tolerance, self.op_tolerance = TOLERANCES[lowest]
         self.eps = torch.finfo(getattr(torch, lowest)).eps
-        self.world = World(self.mesh)
-        self.unsharded, self.perturbed = _Unsharded(graph, values, None, seed), _Unsharded(graph, values, (self.eps, seed), seed)
+        self.world = World(self.mesh, device)
+        self.unsharded = _Unsharded(graph, values, None, seed, device)
+        self.perturbed = _Unsharded(graph, values, (self.eps, seed), seed, device)
         self.is_random = any(draws(op.target) for op in graph.ops if not op.is_placeholder)
         self.mismatches: list[Mismatch] = []
         self.worst = {"output": 0.0, "gradient": 0.0, "op": 0.0}

@@ -1,40 +1,60 @@
-"""Rows of scaled dot product attention: out[b, h, t] = softmax over s of (q[b, h, t] . k[b, h, s] + mask[b, h, t, s]) v[b, h, s].
+"""Rows of scaled dot product attention: out[b, h, t] = softmax over s of (q[b, h, t] . k[b, g, s] + mask[b, h, t, s]) v[b, g, s].
 
 batch b and heads h   every tensor is sharded (also with fewer key-value heads than query heads: equal shards of both go together)
+query heads h         where several of them share a key-value head g: q and out are S(1), k and v replicated, each rank reads the heads
+                      that its queries need; the backward returns partial gradients of k and v
 queries t             q and out are S(2), k and v replicated; the backward returns partial gradients of k and v. Not if causal: which
                       keys a query attends to depends on its position in the full sequence
-A mask is sharded where it has the dim, and replicated where it broadcasts.
+A mask is sharded where it has the dim, and replicated where it broadcasts. Local programs are in `lower.kernels.attention`.
 
-Attention that is captured as matmuls and softmax needs no row here; for the fused kernels of other devices torch has rows.
+Attention that is captured as matmuls and softmax (with dropout, or with a mask that is trained) needs no row here.
 """
 
 from __future__ import annotations
 
-from autoshard.graph import Op, Tensor
-from autoshard.layout import P, R, S
-from autoshard.strategies.rows import Inputs, Row, argument, rule
+from collections.abc import Sequence
 
-FORWARD = "aten._scaled_dot_product_flash_attention_for_cpu.default"
-BACKWARD = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
+from autoshard.graph import Op, Tensor
+from autoshard.layout import Layout, P, Placement, R, S
+from autoshard.strategies.rows import COMBINES, Inputs, Row, argument, rule
+
+FORWARD, BACKWARD = "autoshard.attention.default", "autoshard.attention_backward.default"
 BATCH, HEADS, QUERIES = range(3)
 
 
 @rule(FORWARD, BACKWARD)
 def attention(op: Op, inputs: Inputs) -> list[Row]:
     """q, k, v [, mask] -> out, logsumexp;  grad, q, k, v, out, logsumexp [, mask] -> gradients of q, k, v."""
-    backward = op.target == BACKWARD
-    core, masks = inputs[: 6 if backward else 3], inputs[6 if backward else 3 :]
-    rows = []
-    for d in (BATCH, HEADS):
-        rows.append(Row(tuple(None if t is None else S(d) for t in op.outputs), (*[S(d)] * len(core), *(_mask(t, d) for t in masks))))
-    if not argument(op, 7 if backward else 4, "is_causal", False):
-        q, k = S(QUERIES), R
-        of_masks = [_mask(t, QUERIES) for t in masks]
-        rows.append(Row((q, P(), P()), (q, q, k, k, q, q, *of_masks)) if backward else Row((q, q), (q, k, k, *of_masks)))
+    first = int(op.target == BACKWARD)
+    q, k = inputs[first : first + 2]
+    rows = [_row(op, inputs, d, S(d)) for d in (BATCH, HEADS)]
+    if q.shape[HEADS] != k.shape[HEADS]:
+        rows.append(_row(op, inputs, HEADS, R))
+    if not argument(op, 7 if first else 4, "is_causal", False):
+        rows.append(_row(op, inputs, QUERIES, R))
     return rows
 
 
-def _mask(mask: Tensor, dim: int) -> object:
+def _row(op: Op, inputs: Inputs, dim: int, keys: Placement) -> Row:
+    """q and out sharded on `dim`, keys and values placed as `keys`."""
+    q = S(dim)
+    if op.target == FORWARD:
+        return Row((q, q), (q, keys, keys, *(_mask(t, dim) for t in inputs[3:])))
+    gradient = P() if keys == R else keys
+    return Row((q, gradient, gradient), (q, q, keys, keys, q, q, *(_mask(t, dim) for t in inputs[6:])))
+
+
+def _mask(mask: Tensor, dim: int) -> Placement:
     """The placement of a mask when dim `dim` of [b, h, t, s] is sharded; a mask with fewer dims lacks the first ones."""
     mask_dim = dim - (4 - len(mask.shape))
     return S(mask_dim) if mask_dim >= 0 and mask.shape[mask_dim] != 1 else R
+
+
+def _key_heads_contain_query_heads(op: Op, layouts: Sequence[Layout]) -> bool:
+    """Whether each rank has the key-value heads of its query heads: the axes that shard both are left of those that shard the queries."""
+    first = int(op.target == BACKWARD)
+    shared = [k == S(HEADS) for q, k in zip(*layouts[first : first + 2], strict=True) if q == S(HEADS)]
+    return shared == sorted(shared, reverse=True)
+
+
+COMBINES.update({FORWARD: _key_heads_contain_query_heads, BACKWARD: _key_heads_contain_query_heads})

@@ -32,7 +32,7 @@ from autoshard.strategies import matmuls_and_losses as _matmuls_and_losses  # no
 from autoshard.strategies import recurrent as _recurrent  # noqa: F401
 from autoshard.strategies import structure as _structure  # noqa: F401
 from autoshard.strategies import torch_rules
-from autoshard.strategies.rows import EVEN_ONLY, RULES, Inputs, Row, replicate_row
+from autoshard.strategies.rows import COMBINES, EVEN_ONLY, RULES, Inputs, Row, replicate_row
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ def cross(op: Op, inputs: Inputs, rows: list[Row], mesh: Mesh, *, even: bool = F
     sizes = mesh.shape
     per_axis = [[c for c in coded if _fills(c[1], tensors, n, even)] if n > 1 else coded[:1] for n in sizes]
     known: list[dict[tuple[int, ...], tuple[Layout, bool, bool]]] = [{} for _ in tensors]
+    combines = COMBINES.get(op.target)
     crossed: dict[Candidate, None] = {}
     for combination in product(*per_axis):
         layouts: list[Layout | None] = [None] * len(tensors)
@@ -120,7 +121,8 @@ def cross(op: Op, inputs: Inputs, rows: list[Row], mesh: Mesh, *, even: bool = F
         else:
             if not uneven or (not even and _match([(tensors[k], layouts[k]) for k in present], mesh)):  # type: ignore[misc]
                 ins, outs = layouts[: len(inputs)], layouts[len(inputs) : len(inputs) + len(op.outputs)]
-                crossed[Candidate(tuple(ins), tuple(outs))] = None  # type: ignore[arg-type]
+                if combines is None or combines(op, ins):  # type: ignore[arg-type]
+                    crossed[Candidate(tuple(ins), tuple(outs))] = None  # type: ignore[arg-type]
     return tuple(crossed)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch.distributed.tensor.placement_types import Placement
 
 from autoshard.graph import Op, Tensor
-from autoshard.layout import P, R, S
+from autoshard.layout import Layout, P, R, S
 
 Inputs = tuple[Tensor, ...]
 Rule = Callable[[Op, Inputs], "list[Row] | None"]
@@ -34,6 +34,7 @@ class Row:
 
 
 RULES: dict[str, Rule] = {}
+COMBINES: dict[str, Callable[[Op, Sequence[Layout]], bool]] = {}  # whether a target's rows of several axes go together, by input layouts
 EVEN_ONLY: set[str] = set()  # targets whose local program is correct only for equal shards, as far as we know
 
 

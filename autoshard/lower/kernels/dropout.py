@@ -38,20 +38,29 @@ def _draws(function: torch._ops.OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in function.tags and "attention" not in function.name()
 
 
-def first_state(seed: int) -> Tensor:
-    """The state of the CPU's generator after torch.manual_seed(seed)."""
-    return torch.Generator().manual_seed(seed).get_state()
+def first_state(seed: int, device: str = "cpu") -> Tensor:
+    """The state of a device's generator after torch.manual_seed(seed)."""
+    return torch.Generator(device).manual_seed(seed).get_state()
+
+
+def _generator(device: str) -> Any:
+    """The module of torch with the functions of the generator from which ops on a device draw."""
+    return torch.cuda if device == "cuda" else torch
+
+
+def state_of_generator(device: str = "cpu") -> Tensor:
+    return _generator(device).get_rng_state()
 
 
 @contextmanager
-def from_state(state: Tensor) -> Iterator[None]:
-    """torch's CPU generator starts from `state` inside the block; afterwards it has its former state again."""
-    former = torch.get_rng_state()
-    torch.set_rng_state(state)
+def from_state(state: Tensor, device: str = "cpu") -> Iterator[None]:
+    """torch's generator of the device starts from `state` inside the block; afterwards it has its former state again."""
+    former = state_of_generator(device)
+    _generator(device).set_rng_state(state)
     try:
         yield
     finally:
-        torch.set_rng_state(former)
+        _generator(device).set_rng_state(former)
 
 
 class DrawsInOrder(TorchDispatchMode):

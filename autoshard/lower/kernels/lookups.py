@@ -105,9 +105,21 @@ def embedding_bag(rank: Rank, a: Arguments, *, target: str, axes: Axes, words: i
 @local
 def embedding_bag_backward(rank: Rank, a: Arguments, *, target: str, axes: Axes, words: int) -> Tensor:
     size = a["num_weights"]
+    a = {**a, "offset2bag": _bag_of_each(a)}
+    if not axes:
+        return overload(target)(**a)
     ids, outside = localised(a["indices"], rank, axes, words, size)
     dropped = ids.masked_fill(outside, size)  # row `size` is sliced away again
     return overload(target)(**{**a, "indices": dropped, "num_weights": size + 1})[:size]
+
+
+def _bag_of_each(a: Arguments) -> Tensor:
+    """The bag of each index, which the forward returns on some devices only."""
+    bags, offsets, count = a["offset2bag"], a.get("offsets"), a["indices"].shape[0]
+    if bags.device.type == "cpu" or bags.shape[0] == count or offsets is None:
+        return bags
+    places = torch.arange(count, dtype=offsets.dtype, device=offsets.device)
+    return torch.searchsorted(offsets, places, right=True).to(bags.dtype) - 1
 
 
 # -- which layouts need which ------------------------------------------------------------------------------------------------------
@@ -160,7 +172,7 @@ def _embedding_bag(sharded: ShardedOp) -> Kernel | None:
 
 def _embedding_bag_backward(sharded: ShardedOp) -> Kernel | None:
     axes = sharded.output_axes(0)
-    return partial(embedding_bag_backward, target=sharded.op.target, axes=axes, words=sharded.op.output.shape[0]) if axes else None
+    return partial(embedding_bag_backward, target=sharded.op.target, axes=axes, words=sharded.op.output.shape[0])
 
 
 KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {

@@ -7,12 +7,13 @@ generator (collectives.py) that computes the local outputs; its arguments come b
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from autoshard.graph import Op
 from autoshard.layout import Layout
-from autoshard.lower.kernels import dropout, experts, lookups, losses, norms, recurrent, strides, sums
+from autoshard.lower.kernels import attention, dropout, experts, lookups, losses, norms, recurrent, strides, sums
 from autoshard.lower.kernels.sharded_op import Kernel, ShardedOp
-from autoshard.lower.literals import by_name
+from autoshard.lower.literals import by_name, overload
 from autoshard.mesh import Mesh
 
 KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
@@ -24,7 +25,16 @@ KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
     **dropout.KERNELS,
     **recurrent.KERNELS,
     **strides.KERNELS,
+    **attention.KERNELS,
 }
+
+# Functions that choose the kernel for the device when they are called, in place of operators of capture.
+FUNCTIONS: dict[str, Callable[..., Any]] = {**attention.FUNCTIONS}
+
+
+def function_of(target: str) -> Callable[..., Any]:
+    """The function that computes an op from local tensors."""
+    return FUNCTIONS[target] if target in FUNCTIONS else overload(target)
 
 
 def kernel_for(

@@ -1,0 +1,246 @@
+"""Attention as one operator on every device, whichever kernel torch would choose: `autoshard::attention`, and its backward.
+
+    out[b, h, t] = sum_s P[t, s] v[b, g, s]      P = softmax over s of (scale q[b, h, t] . k[b, g, s] + attn_mask[b, h, t, s])
+    logsumexp[b, h, t] = ln sum_s exp(the same)                           g = h // (heads of q / heads of k): grouped queries
+
+q [B, H, T, D], k [B, G, S, D], v [B, G, S, E]; is_causal: s <= t only; scale: 1 / sqrt(D) where None. `lower.kernels.attention` has its
+kernels.
+
+as_one_op    while a model is captured, F.scaled_dot_product_attention is this operator; attention with dropout or with a mask that is
+             trained stays as torch decomposes it: matmuls, softmax, and dropout with the mask of the global tensor
+canonical    an fx graph in which the kernels of torch (`_scaled_dot_product_flash_attention`, ...) are this operator, and in which keys
+             and values that are repeated for their groups of queries aren't
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensor
+from torch.utils import _pytree as pytree
+
+aten = torch.ops.aten
+OPTIONS = "Tensor? attn_mask=None, bool is_causal=False, float? scale=None"
+torch.library.define("autoshard::attention", f"(Tensor query, Tensor key, Tensor value, {OPTIONS}) -> (Tensor output, Tensor logsumexp)")
+torch.library.define(
+    "autoshard::attention_backward",
+    f"(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, {OPTIONS}) "
+    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+)
+ATTENTION, BACKWARD = torch.ops.autoshard.attention.default, torch.ops.autoshard.attention_backward.default
+
+
+def _heads_inside(x: Tensor, width: int) -> Tensor:
+    """An empty tensor of x's shape but for its last dim, whose heads are next to their features in memory, as kernels leave them."""
+    b, h, t, _ = x.shape
+    return x.new_empty((b, t, h, width)).transpose(1, 2)
+
+
+@torch.library.register_fake("autoshard::attention")
+def _(query, key, value, attn_mask=None, is_causal=False, scale=None):  # type: ignore[no-untyped-def]
+    exact = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return _heads_inside(query, value.shape[-1]), query.new_empty(query.shape[:-1], dtype=exact)
+
+
+@torch.library.register_fake("autoshard::attention_backward")
+def _(grad_out, query, key, value, *rest, **options):  # type: ignore[no-untyped-def]
+    return tuple(_heads_inside(x, x.shape[-1]) for x in (query, key, value))
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.is_causal, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, grad_out: Tensor, _: Any) -> tuple:
+    query, key, value, attn_mask, out, logsumexp = ctx.saved_tensors
+    return *BACKWARD(grad_out, query, key, value, out, logsumexp, attn_mask, ctx.is_causal, ctx.scale), None, None, None
+
+
+torch.library.register_autograd("autoshard::attention", _differentiate, setup_context=_save)
+
+
+# -- while a model is captured -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def as_one_op() -> Iterator[None]:
+    """Attention of CPU tensors (those of a capture are fake ones) is the operator inside the block, which one thread enters at a time."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("scaled_dot_product_attention", _one_op, "AutogradCPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _one_op(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):  # type: ignore[no-untyped-def]
+    function = aten.scaled_dot_product_attention.default
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    if not _is_one_op(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
+        return function.decompose(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.where(attn_mask, 0.0, -torch.inf).to(query.dtype)
+        attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
+    return ATTENTION(query, key, value, attn_mask, is_causal, scale)[0]
+
+
+def _is_one_op(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, grouped: bool
+) -> bool:
+    if dropout_p or (attn_mask is not None and (attn_mask.requires_grad or is_causal or attn_mask.dim() > 4)):
+        return False
+    if not (query.dim() == key.dim() == value.dim() == 4 and query.is_floating_point() and 0 not in (*query.shape, *key.shape)):
+        return False
+    heads, groups = query.shape[1], key.shape[1]
+    same = query.dtype == key.dtype == value.dtype and query.shape[-1] == key.shape[-1] and key.shape[:3] == value.shape[:3]
+    return same and query.shape[0] == key.shape[0] and (heads == groups or (grouped and heads % groups == 0))
+
+
+# -- graphs with torch's kernels ---------------------------------------------------------------------------------------------------
+
+KINDS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu", "fused_attention_overrideable")
+FORWARDS = {getattr(aten, f"_scaled_dot_product_{kind}").default for kind in KINDS}
+BACKWARDS = {getattr(aten, f"_scaled_dot_product_{kind}_backward").default for kind in KINDS}
+RENAMED = {"attn_bias": "attn_mask", "grad_out_": "grad_out", "log_sumexp": "logsumexp"}
+
+
+def canonical(traced: fx.GraphModule) -> dict[fx.Node, fx.Node | None]:
+    """Replaces torch's kernels and undoes repeated keys and values; returns what replaces each node that is no longer there."""
+    gone: dict[fx.Node, fx.Node | None] = {}
+    for forward in [node for node in traced.graph.nodes if node.target in FORWARDS]:
+        backwards = _backwards_of(forward)
+        if _are_replaceable(forward, backwards):
+            gone |= {node: _as_operator(traced.graph, node) for node in (forward, *backwards)}
+    for forward in [node for node in traced.graph.nodes if node.target is ATTENTION]:
+        for item in _items(forward).values():
+            _without_detach(item)
+        backwards = _backwards_of(forward)
+        for name, index in (("key", 1), ("value", 2)):
+            _ungroup(forward, backwards, name, index)
+    before = set(traced.graph.nodes)
+    if any(node.target is ATTENTION for node in before):
+        traced.graph.eliminate_dead_code()
+        gone |= {node: None for node in before - set(traced.graph.nodes)}
+    return gone
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call by the names of the operator's schema."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    return {RENAMED.get(name, name): item for name, item in {**dict(zip(names, node.args, strict=False)), **node.kwargs}.items()}
+
+
+def _items(node: fx.Node) -> dict[int, fx.Node]:
+    """The nodes that take results of a node, by the number of the result."""
+    return {int(user.args[1]): user for user in node.users if user.target is operator.getitem}  # type: ignore[arg-type]
+
+
+def _backwards_of(forward: fx.Node) -> list[fx.Node]:
+    """The backward nodes that read what a forward node computes."""
+    readers = dict.fromkeys(user for item in _items(forward).values() for user in item.users)
+    return [node for node in readers if node.target in (*BACKWARDS, BACKWARD) and _arguments(node)["out"] is _items(forward).get(0)]
+
+
+def _without_detach(node: fx.Node) -> None:
+    """Its readers read the node itself: a function of Python has its outputs detached before they are kept for the backward."""
+    for user in [user for user in node.users if user.target is aten.detach.default]:
+        _without_detach(user)
+        user.replace_all_uses_with(node)
+
+
+def _are_replaceable(forward: fx.Node, backwards: list[fx.Node]) -> bool:
+    """Whether nothing is dropped, and only the backwards read what the operator doesn't return."""
+    more = [item for k, item in _items(forward).items() if k > 1]
+    more += [item for node in backwards for k, item in _items(node).items() if k > 2]
+    return not _arguments(forward).get("dropout_p") and all(user in backwards for item in more for user in item.users)
+
+
+def _as_operator(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The operator in place of one of torch's kernels."""
+    target = BACKWARD if node.target in BACKWARDS else ATTENTION
+    arguments = _arguments(node)
+    args = tuple(arguments.get(argument.name) for argument in target._schema.arguments)
+    with graph.inserting_before(node):
+        new = graph.call_function(target, (*args[:-2], bool(args[-2]), args[-1]))
+    values = pytree.tree_map_only(fx.Node, lambda arg: arg.meta["val"], new.args)
+    with values[0].fake_mode if isinstance(values[0], FakeTensor) else nullcontext():
+        new.meta = {**node.meta, "val": target(*values)}
+    for k, item in _items(node).items():
+        if k < len(new.meta["val"]):
+            item.meta["val"] = new.meta["val"][k]
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    return new
+
+
+# -- keys and values that are repeated for their groups of queries -----------------------------------------------------------------
+
+VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+
+
+def _ungroup(forward: fx.Node, backwards: list[fx.Node], name: str, index: int) -> None:
+    """Keys or values as they were before they were repeated, where the gradient can be had of those as well."""
+    repeated = _arguments(forward)[name]
+    source = _before_repeat(repeated)
+    sums = [_sum_over_groups(node, index, source) for node in backwards] if source is not None else []
+    if source is None or None in sums or any(_arguments(node)[name] is not repeated for node in backwards):
+        return
+    for node in (forward, *backwards):
+        node.args = tuple(source if arg is repeated else arg for arg in node.args)
+    for node, summed in zip(backwards, sums, strict=True):
+        item = _items(node).get(index)
+        if item is not None and summed is not None:
+            summed.replace_all_uses_with(item)
+            item.meta["val"] = summed.meta["val"]
+            node.meta["val"] = (*node.meta["val"][:index], summed.meta["val"], *node.meta["val"][index + 1 :])
+
+
+def _before_repeat(node: fx.Node) -> fx.Node | None:
+    """x [B, G, S, D] of a node that holds each head of x several times in a row, [B, H, S, D]; None for another node.
+
+    The nodes are unsqueeze(x, 2), expand to [B, G, H / G, S, D], a copy of that, and a view; for a single head of x an expand alone.
+    """
+    shape, expanded = _shape(node), node
+    while expanded.target in VIEWS or expanded.target in (aten.clone.default, aten.expand.default):
+        if expanded.target is aten.expand.default:
+            break
+        expanded = expanded.args[0]  # type: ignore[assignment]
+    if expanded.target is not aten.expand.default:
+        return None
+    source: fx.Node = expanded.args[0]  # type: ignore[assignment]
+    sizes = _shape(source)
+    if len(sizes) == 4 and sizes[1] == 1 and _shape(expanded) == shape:  # of the single head
+        return source if sizes == (shape[0], 1, *shape[2:]) and shape[1] > 1 else None
+    b, h, s, d = shape
+    if len(sizes) != 5 or _shape(expanded) != (b, sizes[1], h // sizes[1], s, d) or sizes != (b, sizes[1], 1, s, d) or h == sizes[1]:
+        return None
+    before: fx.Node = source.args[0]  # type: ignore[assignment]
+    is_added = source.target in VIEWS or (source.target is aten.unsqueeze.default and source.args[1] in (2, -3))
+    return before if is_added and _shape(before) == (b, sizes[1], s, d) else None
+
+
+def _sum_over_groups(backward: fx.Node, index: int, source: fx.Node) -> fx.Node | None:
+    """The gradient of what was repeated: the node that sums a gradient of the backward over each group; the backward itself where that
+    gradient isn't computed, None where other nodes read it."""
+    node = _items(backward).get(index)
+    if node is None or not node.users:
+        return backward
+    while len(node.users) == 1 and _shape(node) != _shape(source):
+        (node,) = node.users
+        is_sum = node.target is aten.sum.dim_IntList and list(node.args[1]) in ([1], [2])  # type: ignore[arg-type]
+        is_squeeze = node.target in (aten.squeeze.dim, aten.squeeze.dims)
+        if not (node.target in VIEWS or is_sum or is_squeeze):
+            return None
+    return node if _shape(node) == _shape(source) else None
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)

@@ -1,0 +1,250 @@
+"""Kernels of attention: the device, dtype, mask and head dim of a call decide which one runs it, forward and backward alike.
+
+    flash for CPU   CPU     D = E                                                    any mask
+    flash           CUDA    float16, bfloat16; D = E <= 256, a multiple of 8         no mask; causal only where T = S
+    efficient       CUDA    rows of q, k, v of a multiple of 16 bytes                any mask; keys and values are repeated while it runs
+    math            any     any: matmuls and softmax, with all scores in memory      any mask
+
+q [B, H, T, D], k [B, G, S, D], v [B, G, S, E], and so on as in `capture.attention`. cuDNN's kernel runs the calls that the other two
+CUDA kernels run as well, so it is left out. Where ranks have some query heads of a group and all key-value heads, each reads the
+key-value heads that its own queries need (`shared_heads`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autoshard.capture.attention import ATTENTION, BACKWARD
+from autoshard.lower.collectives import Rank
+from autoshard.lower.kernels.sharded_op import Arguments, Axes, Kernel, ShardedOp, local, wide
+
+aten = torch.ops.aten
+HEADS = 1
+
+
+@dataclass(frozen=True)
+class Call:
+    """Queries, keys, values and options of a call; every tensor has a dense last dim, the mask four dims."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+
+    @property
+    def groups(self) -> int:
+        """How many query heads share a key-value head."""
+        return self.query.shape[HEADS] // self.key.shape[HEADS]
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in (*self.query.shape, *self.key.shape, *self.value.shape)
+
+
+Backward = Callable[[Call, Tensor, Tensor, Tensor], tuple[Tensor, ...]]  # of the gradient of out, out, logsumexp
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x with a dense last dim, as kernels read it whatever the strides say. Its other strides stay."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _call(query, key, value, attn_mask, is_causal, scale) -> Call:  # type: ignore[no-untyped-def]
+    if attn_mask is not None:
+        attn_mask = _dense(attn_mask.reshape((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)))
+    return Call(_dense(query), _dense(key), _dense(value), attn_mask, is_causal, scale)
+
+
+def attention(query, key, value, attn_mask=None, is_causal=False, scale=None) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+    """out [B, H, T, E] and logsumexp [B, H, T]."""
+    call = _call(query, key, value, attn_mask, is_causal, scale)
+    return KERNELS_OF[kernel_of(call)][0](call)
+
+
+def attention_backward(grad_out, query, key, value, out, logsumexp, attn_mask=None, is_causal=False, scale=None) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+    """The gradients of query, key and value."""
+    call = _call(query, key, value, attn_mask, is_causal, scale)
+    return KERNELS_OF[kernel_of(call)][1](call, _dense(grad_out), _dense(out), logsumexp)
+
+
+def kernel_of(call: Call) -> str:
+    """The name of the kernel that runs the call: the first that can."""
+    q, width, of_values = call.query, call.query.shape[-1], call.value.shape[-1]
+    if call.is_empty:
+        return "math"
+    if q.device.type == "cpu":
+        return "flash for CPU" if width == of_values else "math"
+    if q.device.type != "cuda":
+        return "math"
+    is_half = q.dtype in (torch.float16, torch.bfloat16)
+    is_square = q.shape[2] == call.key.shape[2]
+    if is_half and call.attn_mask is None and width == of_values <= 256 and width % 8 == 0 and (is_square or not call.is_causal):
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability(q.device) >= (8, 0):  # not available: a dry run
+            return "flash"
+    rows_fit = all(n * q.element_size() % 16 == 0 for n in (width, of_values))
+    return "efficient" if rows_fit and (is_half or q.dtype == torch.float32) else "math"
+
+
+# -- torch's kernels ---------------------------------------------------------------------------------------------------------------
+
+
+def _cpu(c: Call) -> tuple[Tensor, Tensor]:
+    return aten._scaled_dot_product_flash_attention_for_cpu(
+        c.query, c.key, c.value, 0.0, c.is_causal, attn_mask=c.attn_mask, scale=c.scale
+    )
+
+
+def _cpu_backward(c: Call, grad_out: Tensor, out: Tensor, logsumexp: Tensor) -> tuple[Tensor, ...]:
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_out, c.query, c.key, c.value, out, logsumexp, 0.0, c.is_causal, attn_mask=c.attn_mask, scale=c.scale
+    )
+
+
+def _flash(c: Call) -> tuple[Tensor, Tensor]:
+    return aten._scaled_dot_product_flash_attention(c.query, c.key, c.value, 0.0, c.is_causal, False, scale=c.scale)[:2]
+
+
+def _flash_backward(c: Call, grad_out: Tensor, out: Tensor, logsumexp: Tensor) -> tuple[Tensor, ...]:
+    state, offset = (c.query.new_zeros(size, dtype=torch.uint64) for size in ((2,), ()))  # of dropout, which there is none of
+    return aten._scaled_dot_product_flash_attention_backward(
+        grad_out, c.query, c.key, c.value, out, logsumexp, None, None, c.query.shape[2], c.key.shape[2], 0.0, c.is_causal, state, offset,
+        scale=c.scale,
+    )  # fmt: skip
+
+
+def _efficient(c: Call) -> tuple[Tensor, Tensor]:
+    out, logsumexp, *_ = aten._scaled_dot_product_efficient_attention(
+        c.query, *_repeated(c), _aligned_mask(c), True, 0.0, c.is_causal, scale=c.scale
+    )
+    return out, logsumexp[..., : c.query.shape[2]]
+
+
+def _efficient_backward(c: Call, grad_out: Tensor, out: Tensor, logsumexp: Tensor) -> tuple[Tensor, ...]:
+    padded = F.pad(logsumexp, (0, -logsumexp.shape[-1] % 32)).contiguous()
+    state, offset = (c.query.new_zeros((), dtype=torch.int64) for _ in range(2))  # of dropout, which there is none of
+    grad_q, *grads, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad_out, c.query, *_repeated(c), _aligned_mask(c), out, padded, state, offset, 0.0, [True, True, True, False], c.is_causal,
+        scale=c.scale,
+    )  # fmt: skip
+    return grad_q, *(g if c.groups == 1 else g.unflatten(HEADS, (-1, c.groups)).sum(HEADS + 1) for g in grads)
+
+
+def _repeated(c: Call) -> tuple[Tensor, ...]:
+    return tuple(x if c.groups == 1 else x.repeat_interleave(c.groups, HEADS) for x in (c.key, c.value))
+
+
+def _aligned_mask(c: Call) -> Tensor | None:
+    """The mask for all scores, with strides that are multiples of 8 elements."""
+    if c.attn_mask is None:
+        return None
+    keys = c.key.shape[2]
+    mask = c.attn_mask.expand(*c.attn_mask.shape[:-1], keys)
+    mask = F.pad(mask, (0, -keys % 8)).contiguous()[..., :keys]
+    return mask.expand(*c.query.shape[:3], keys)
+
+
+# -- matmuls and softmax -----------------------------------------------------------------------------------------------------------
+
+
+def _math(c: Call) -> tuple[Tensor, Tensor]:
+    scores = _scores(c)
+    logsumexp = scores.logsumexp(-1)
+    out = _of_groups(_probabilities(scores, logsumexp), c) @ wide(c.value)
+    return out.reshape(*c.query.shape[:3], -1).to(c.value.dtype), logsumexp
+
+
+def _math_backward(c: Call, grad_out: Tensor, out: Tensor, logsumexp: Tensor) -> tuple[Tensor, ...]:
+    grad = wide(grad_out)
+    p = _probabilities(_scores(c), logsumexp)
+    grad_p = (_of_groups(grad, c) @ wide(c.value).mT).reshape(p.shape)
+    grad_scores = _of_groups(p * (grad_p - (grad * wide(out)).sum(-1, keepdim=True)) * _scale(c), c)
+    grad_q = (grad_scores @ wide(c.key)).reshape(c.query.shape)
+    grad_k = grad_scores.mT @ _of_groups(wide(c.query), c)
+    grad_v = _of_groups(p, c).mT @ _of_groups(grad, c)
+    return tuple(g.to(c.query.dtype) for g in (grad_q, grad_k, grad_v))
+
+
+def _scale(c: Call) -> float:
+    return 1 / math.sqrt(c.query.shape[-1]) if c.scale is None else c.scale
+
+
+def _of_groups(x: Tensor, c: Call) -> Tensor:
+    """[B, H, T, n] with the queries of all heads of a group one after the other: [B, G, H / G * T, n]."""
+    return x.reshape(x.shape[0], c.key.shape[HEADS], c.groups * x.shape[2], x.shape[3])
+
+
+def _scores(c: Call) -> Tensor:
+    """[B, H, T, S], scaled, masked, with -inf where a query must not attend."""
+    q = c.query
+    scores = (_of_groups(wide(q) * _scale(c), c) @ wide(c.key).mT).reshape(*q.shape[:3], c.key.shape[2])
+    if c.attn_mask is not None:
+        scores = scores + c.attn_mask
+    if c.is_causal:
+        t, s = (torch.arange(n, device=q.device) for n in scores.shape[2:])
+        scores = scores.masked_fill(s > t.unsqueeze(-1), -math.inf)
+    return scores
+
+
+def _probabilities(scores: Tensor, logsumexp: Tensor) -> Tensor:
+    """0 for a query that may not attend to any key."""
+    total = logsumexp.unsqueeze(-1)
+    return (scores - total.masked_fill(total == -math.inf, 0.0)).exp()
+
+
+KERNELS_OF: dict[str, tuple[Callable[[Call], tuple[Tensor, Tensor]], Backward]] = {
+    "flash for CPU": (_cpu, _cpu_backward),
+    "flash": (_flash, _flash_backward),
+    "efficient": (_efficient, _efficient_backward),
+    "math": (_math, _math_backward),
+}
+
+# the captured operators, where a user runs a captured graph
+for _device in ("CPU", "CUDA"):
+    torch.library.impl("autoshard::attention", _device, attention)
+    torch.library.impl("autoshard::attention_backward", _device, attention_backward)
+FUNCTIONS: dict[str, Callable[..., Any]] = {str(ATTENTION): attention, str(BACKWARD): attention_backward}
+
+
+# -- key-value heads that are replicated while query heads are sharded -------------------------------------------------------------
+
+
+@local
+def shared_heads(rank: Rank, a: Arguments, *, of_queries: Axes, of_keys: Axes, heads: int, key_heads: int) -> Any:
+    """heads, key_heads: of the global tensors; of_queries, of_keys: the axes that shard them."""
+    group, count = heads // key_heads, a["query"].shape[HEADS]
+    first = rank.start(of_queries, heads)
+    if group % count == 0 and heads % count == 0:  # all of its queries share one
+        needed = (first // group).reshape(1)
+    elif count % group == 0 and heads % count == 0:
+        needed = first // group + torch.arange(count // group, device=first.device)
+    else:
+        needed = (first + torch.arange(count, device=first.device)) // group
+    needed = needed - rank.start(of_keys, key_heads)
+    own = {**a, **{name: a[name].index_select(HEADS, needed) for name in ("key", "value")}}
+    if "grad_out" not in a:
+        return attention(**own)
+    grad_q, *grads = attention_backward(**own)
+    return grad_q, *(aten.index_put.default(torch.zeros_like(a[n]), [None, needed], g, True) for n, g in zip(("key", "value"), grads))
+
+
+def _attention(sharded: ShardedOp) -> Kernel | None:
+    of_queries, of_keys = sharded.axes_of("query", HEADS), sharded.axes_of("key", HEADS)
+    if of_queries == of_keys:
+        return None
+    heads, key_heads = sharded.shape("query")[HEADS], sharded.shape("key")[HEADS]
+    if heads == key_heads or of_queries[: len(of_keys)] != of_keys:
+        raise sharded.refuse("the key-value heads of a rank are not those of its query heads")
+    return partial(shared_heads, of_queries=of_queries, of_keys=of_keys, heads=heads, key_heads=key_heads)
+
+
+KERNELS = {str(ATTENTION): _attention, str(BACKWARD): _attention}

@@ -1,0 +1,345 @@
+"""Attention is one op: its kernels, its rows, and that captures hold it whichever kernel torch chose."""
+
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from autoshard.capture import capture, capture_fx
+from autoshard.cli.model import load_model
+from autoshard.cost.compute import op_flops
+from autoshard.layout import S, parse
+from autoshard.lower.kernels import attention
+from autoshard.strategies.candidates import Candidate, candidates
+from tests.helpers import candidate_error, one_op
+from tests.helpers_lower import mesh_of
+
+FORWARD, BACKWARD = "autoshard.attention.default", "autoshard.attention_backward.default"
+aten = torch.ops.aten
+
+
+def random(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def qkv(heads, groups, width=8, of_values=8, queries=6, keys=6, dtype=torch.float32):
+    return (
+        random(2, heads, queries, width, seed=1, dtype=dtype),
+        random(2, groups, keys, width, seed=2, dtype=dtype),
+        random(2, groups, keys, of_values, seed=3, dtype=dtype),
+    )
+
+
+def reference(q, k, v, mask, is_causal, scale):
+    """Head by head, query by query."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    rows = []
+    for b, h, t in product(*map(range, q.shape[:3])):
+        g = h * k.shape[1] // q.shape[1]
+        scores = (k[b, g] @ q[b, h, t]) * scale
+        if mask is not None:
+            full = mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+            scores = scores + full[b, h, t]
+        last = t + 1 if is_causal else k.shape[2]
+        rows.append(torch.softmax(scores[:last], 0) @ v[b, g, :last])
+    return torch.stack(rows).reshape(*q.shape[:3], -1)
+
+
+CASES = [
+    *product((4,), (4, 2, 1), (8,), (None, (2, 1, 1, 6), (1, 4, 6, 6), (6, 6)), (False,), (None, 0.3)),
+    *product((4,), (4, 2), (8, 5), (None,), (True, False), (None,)),
+]
+
+
+@pytest.mark.parametrize("kernel", ["flash for CPU", "math"])
+def test_every_kernel_computes_attention_and_its_gradients(kernel, monkeypatch):
+    for heads, groups, of_values, mask_shape, is_causal, scale in CASES:
+        if kernel == "flash for CPU" and of_values != 8:
+            continue
+        monkeypatch.setattr(attention, "kernel_of", lambda call: kernel)
+        tensors = [x.requires_grad_() for x in qkv(heads, groups, of_values=of_values, dtype=torch.float64)]
+        mask = None if mask_shape is None else random(*mask_shape, seed=4, dtype=torch.float64)
+        expected = reference(*tensors, mask, is_causal, scale)
+        grad = random(*expected.shape, seed=5, dtype=torch.float64)
+        gradients = torch.autograd.grad(expected, tensors, grad)
+        with torch.no_grad():
+            out, logsumexp = attention.attention(*tensors, mask, is_causal, scale)
+            computed = attention.attention_backward(grad, *tensors, out, logsumexp, mask, is_causal, scale)
+        for x, y in zip((expected, *gradients), (out, *computed), strict=True):
+            assert x.shape == y.shape and (x - y).abs().max() < 1e-12, (kernel, heads, groups, mask_shape, is_causal)
+
+
+def test_a_query_that_may_attend_to_nothing_gets_zeros(monkeypatch):
+    q, k, v = qkv(2, 2)
+    mask = torch.zeros(6, 6).masked_fill(torch.eye(6, dtype=torch.bool), 0.0)
+    mask[3] = -torch.inf
+    monkeypatch.setattr(attention, "kernel_of", lambda call: "math")
+    out, logsumexp = attention.attention(q, k, v, mask)
+    assert out[:, :, 3].abs().max() == 0 and (logsumexp[:, :, 3] == -torch.inf).all()
+    grads = attention.attention_backward(torch.ones_like(out), q, k, v, out, logsumexp, mask)
+    assert all(torch.isfinite(g).all() for g in grads) and grads[0][:, :, 3].abs().max() == 0
+
+
+HALF, FULL = torch.bfloat16, torch.float32
+TABLE = [  # device, dtype, D, E, queries, keys, mask, causal -> kernel
+    ("cpu", FULL, 64, 64, 16, 16, None, True, "flash for CPU"),
+    ("cpu", HALF, 64, 64, 16, 8, (16, 8), False, "flash for CPU"),
+    ("cpu", FULL, 64, 32, 16, 16, None, True, "math"),
+    ("cuda", HALF, 64, 64, 16, 16, None, True, "flash"),
+    ("cuda", torch.float16, 256, 256, 16, 8, None, False, "flash"),
+    ("cuda", HALF, 64, 64, 16, 8, None, True, "efficient"),  # not square
+    ("cuda", HALF, 64, 64, 16, 12, (2, 1, 1, 12), False, "efficient"),
+    ("cuda", HALF, 512, 512, 16, 16, None, True, "efficient"),
+    ("cuda", HALF, 64, 32, 16, 16, None, True, "efficient"),
+    ("cuda", FULL, 64, 64, 16, 16, None, True, "efficient"),
+    ("cuda", HALF, 12, 12, 16, 16, None, True, "math"),  # rows of 24 bytes
+    ("cuda", torch.float64, 64, 64, 16, 16, None, True, "math"),
+    ("meta", FULL, 64, 64, 16, 16, None, True, "math"),
+]
+
+
+@pytest.mark.parametrize(("device", "dtype", "width", "of_values", "queries", "keys", "mask", "is_causal", "kernel"), TABLE)
+def test_the_kernel_is_chosen_by_device_dtype_mask_and_width_and_its_shapes_fit(
+    device, dtype, width, of_values, queries, keys, mask, is_causal, kernel
+):
+    with FakeTensorMode(), torch.no_grad():
+        make = lambda *shape: torch.empty(shape, dtype=dtype, device=device)  # noqa: E731
+        q, k, v = make(2, 4, queries, width), make(2, 2, keys, width), make(2, 2, keys, of_values)
+        call = attention.Call(q, k, v, mask and make(*mask), is_causal, None)
+        assert attention.kernel_of(call) == kernel
+        if kernel != "efficient":  # slices need CUDA's own functions outside of a dry run, which test_dry_run makes
+            out, logsumexp = attention.attention(q, k, v, call.attn_mask, is_causal)
+            assert tuple(out.shape) == (2, 4, queries, of_values) and tuple(logsumexp.shape) == (2, 4, queries)
+            grads = attention.attention_backward(out, q, k, v, out, logsumexp, call.attn_mask, is_causal)
+            assert [g.shape for g in grads] == [q.shape, k.shape, v.shape] and {g.device.type for g in grads} == {device}
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def ops(heads, groups, mask=None, is_causal=False, width=4):
+    """Forward and backward as graphs of one op each, batch 4."""
+    q, k, v = (random(4, n, 8, width, seed=n + i) for i, n in enumerate((heads, groups, groups)))
+    mask = None if mask is None else random(*mask, seed=9)
+    out, logsumexp = torch.ops.autoshard.attention(q, k, v, mask, is_causal)
+    return (
+        one_op(FORWARD, q, k, v, mask, is_causal),
+        one_op(BACKWARD, random(*out.shape, seed=8), q, k, v, out, logsumexp, mask, is_causal),
+    )
+
+
+SHAPES = [(4, 4), (8, 4), (8, 2), (8, 1), (4, 4, (4, 1, 8, 8)), (8, 2, (8, 8)), (4, 4, None, True), (8, 2, None, True), (14, 7), (6, 3)]
+
+
+@pytest.mark.parametrize("sizes", [(2,), (4,), (8,), (3,), (2, 2), (2, 4)], ids=str)
+def test_every_candidate_computes_attention(sizes):
+    count = 0
+    for shape in SHAPES if len(sizes) == 1 else SHAPES[1:5]:
+        for graph, tensors, outputs in ops(*shape):
+            for candidate in candidates(graph, mesh_of(*sizes)).of[-1]:
+                assert candidate_error(graph, tensors, outputs, candidate, mesh_of(*sizes)) < 2e-5, (shape, candidate)
+                count += 1
+    assert count > {1: 40, 2: 120}[len(sizes)]
+
+
+def layouts(heads, groups, *sizes):
+    """Of q and k, forward."""
+    graph, _, _ = ops(heads, groups)[0]
+    return {(c.inputs[0], c.inputs[1]) for c in candidates(graph, mesh_of(*sizes)).of[-1]}
+
+
+def test_query_heads_are_sharded_further_than_their_key_value_heads():
+    assert (parse("S(1)"), parse("R")) in layouts(8, 1, 8) and (parse("S(1)"), parse("R")) in layouts(8, 4, 8)
+    assert (parse("S(1),S(1)"), parse("S(1),R")) in layouts(8, 2, 2, 4)
+    assert (parse("S(1),S(1)"), parse("R,S(1)")) not in layouts(8, 2, 2, 2)  # a rank would lack the key-value heads of its queries
+    assert (S(1),) not in {k for _, k in layouts(8, 1, 8)} and (parse("S(1)"), parse("R")) not in layouts(8, 8, 8)
+
+
+def test_key_value_heads_that_are_not_those_of_the_queries_are_refused():
+    graph, tensors, outputs = ops(8, 2)[0]
+    q, k = parse("S(1),S(1)"), parse("R,S(1)")
+    with pytest.raises(ValueError, match="the key-value heads of a rank are not those of its query heads"):
+        candidate_error(graph, tensors, outputs, Candidate((q, k, k), (q, q)), mesh_of(2, 2))
+
+
+def test_flops_are_those_of_torchs_kernels():
+    graph = ops(8, 2)[1][0]
+    described = [(t.shape, t.dtype) for t in graph.input_tensors(len(graph.ops) - 1)]
+    forward = op_flops(FORWARD, described[1:4], [described[0], None])
+    assert forward == op_flops("aten._scaled_dot_product_flash_attention.default", described[1:4], [described[0], None])
+    assert op_flops(BACKWARD, described, described[1:4]) == 2.5 * forward == 2.5 * 4 * 4 * 8 * 8 * 8 * 4
+
+
+# -- captures --------------------------------------------------------------------------------------------------------------------
+
+
+class Attends(nn.Module):
+    def __init__(self, attend, heads=4, groups=4):
+        super().__init__()
+        self.attend, self.heads, self.groups = attend, heads, groups
+        self.q, self.k, self.v = nn.Linear(16, 4 * heads), nn.Linear(16, 4 * groups), nn.Linear(16, 4 * groups)
+
+    def forward(self, x):
+        split = lambda y, heads: y.unflatten(-1, (heads, 4)).transpose(1, 2)  # noqa: E731
+        return self.attend(split(self.q(x), self.heads), split(self.k(x), self.groups), split(self.v(x), self.groups)).mean()
+
+
+def captured(module, training):
+    return capture(module, (torch.empty(2, 6, 16, device="meta"),), training=training)
+
+
+def expanded(x):
+    return x[:, :, None].expand(x.shape[0], x.shape[1], 2, *x.shape[2:]).reshape(x.shape[0], 2 * x.shape[1], *x.shape[2:])
+
+
+def repeated(x):
+    return x.repeat_interleave(2, dim=1)
+
+
+def tiled(x):
+    return torch.cat([x, x], 1)  # other heads: no groups
+
+
+def masked(*shape, dtype=torch.bool):
+    def attend(q, k, v):
+        mask = torch.ones(shape, dtype=torch.bool, device=q.device).tril()
+        mask = mask if dtype == torch.bool else torch.zeros(shape).masked_fill(~mask, -9.0)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    return attend
+
+
+PLAIN = {
+    "causal": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), {}),
+    "scale": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=0.5), {}),
+    "bool mask": (masked(6, 6), {}),
+    "mask of batch": (masked(2, 1, 6, 6, dtype=torch.float32), {}),
+    "mask of heads": (masked(4, 6, 6), {}),
+    "values of another width": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v[..., :3]), {}),
+    "enable_gqa": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), {"groups": 2}),
+    "expanded": (lambda q, k, v: F.scaled_dot_product_attention(q, expanded(k), expanded(v)), {"groups": 2}),
+    "repeated": (lambda q, k, v: F.scaled_dot_product_attention(q, repeated(k), repeated(v)), {"groups": 2}),
+    "single head": (lambda q, k, v: F.scaled_dot_product_attention(q, k.expand_as(q), v.expand_as(q)), {"groups": 1}),
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", PLAIN)
+def test_attention_is_captured_as_one_op_and_keys_are_not_repeated(name, training):
+    attend, sizes = PLAIN[name]
+    graph = captured(Attends(attend, **sizes), training=training)
+    targets = [op.target for op in graph.ops]
+    assert targets.count(FORWARD) == 1 and targets.count(BACKWARD) == training
+    assert not any("scaled_dot_product" in t or "bmm" in t or "softmax" in t or "detach" in t for t in targets)
+    op = targets.index(FORWARD)
+    assert graph.input_tensors(op)[1].shape[1] == sizes.get("groups", 4)
+    larger = [op.name for op in graph.ops for t in op.outputs if t is not None and len(t.shape) == 5]
+    assert not larger  # [batch, groups, heads of a group, keys, width]
+
+
+OTHERS = {
+    "dropout": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.5),
+    "trained mask": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=q @ k.mT),
+    "no heads": lambda q, k, v: F.scaled_dot_product_attention(q[0], k[0], v[0]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_attention_that_drops_or_trains_its_mask_stays_decomposed(name):
+    graph = captured(Attends(OTHERS[name]), training=True)
+    targets = {op.target for op in graph.ops}
+    assert FORWARD not in targets and "aten.bmm.default" in targets
+    assert ("aten.native_dropout.default" in targets) == (name == "dropout")
+
+
+@pytest.mark.parametrize("groups", [tiled, lambda x: expanded(x) + 1], ids=["tiled", "changed"])
+def test_other_keys_are_kept(groups):
+    attend = lambda q, k, v: F.scaled_dot_product_attention(q, groups(k), groups(v))  # noqa: E731
+    graph = captured(Attends(attend, groups=2), training=True)
+    op = next(i for i, op in enumerate(graph.ops) if op.target == FORWARD)
+    assert graph.input_tensors(op)[1].shape[1] == 4
+
+
+def test_repeated_keys_that_are_read_elsewhere_too_keep_their_gradient():
+    def attend(q, k, v):
+        k = expanded(k)
+        return F.scaled_dot_product_attention(q, k, expanded(v)) + k
+
+    graph = captured(Attends(attend, groups=2), training=True)
+    op = next(i for i, op in enumerate(graph.ops) if op.target == FORWARD)
+    assert [t.shape[1] for t in graph.input_tensors(op)] == [4, 4, 2]  # keys as they were, values of two groups
+
+
+def test_outside_of_a_capture_attention_is_torchs():
+    q, k, v = qkv(4, 4)
+    traced = make_fx(lambda q, k, v: F.scaled_dot_product_attention(q, k, v))(q, k, v)
+    assert "_scaled_dot_product_flash_attention_for_cpu" in traced.code and "autoshard" not in traced.code
+
+
+KERNELS = {
+    "flash_attention": ((0.0, True), torch.bfloat16),
+    "efficient_attention": ((None, True, 0.0, True), torch.float32),
+    "cudnn_attention": ((None, True, 0.0, True), torch.bfloat16),
+    "flash_attention_for_cpu": ((0.0, True), torch.float32),
+    "fused_attention_overrideable": ((None, 0.0, True), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_graph_with_any_kernel_of_torch_becomes_the_same_op(name):
+    options, dtype = KERNELS[name]
+    device = "cpu" if name.endswith("cpu") else "cuda"
+
+    def run(q, k, v):
+        return getattr(aten, f"_scaled_dot_product_{name}").default(q, k, v, *options, scale=0.5)[0]
+
+    with FakeTensorMode() as mode:
+        example = [torch.empty(2, 4, 32, 8, dtype=dtype, device=device) for _ in range(3)]
+    with mode:
+        graph = capture_fx(make_fx(run)(*example)).graph
+    (op,) = [op for op in graph.ops if not op.is_placeholder]
+    assert op.target == FORWARD and op.literals[0][3:] == (None, True, 0.5)
+    assert [t.shape for t in op.outputs] == [(2, 4, 32, 8), (2, 4, 32)]
+
+
+def test_a_joint_graph_with_a_kernel_of_torch_becomes_forward_and_backward():
+    def run(g, q, k, v):
+        out, logsumexp, _, _, a, b, seed, offset, _ = aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, True)
+        more = (None, None, a, b, 0.0, True, seed, offset)
+        return out, *aten._scaled_dot_product_flash_attention_backward.default(g, q, k, v, out, logsumexp, *more)
+
+    with FakeTensorMode() as mode:
+        example = [torch.empty(2, 4, 32, 8, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+    with mode:
+        graph = capture_fx(make_fx(run)(*example)).graph
+    assert [op.target for op in graph.ops if not op.is_placeholder] == [FORWARD, BACKWARD]
+
+
+def test_grouped_queries_need_fewer_ops_and_no_more_bytes_than_equal_heads():
+    def sizes(kv_heads):
+        from models import llama
+
+        model, inputs = llama.build(
+            layers=1, heads=8, kv_heads=kv_heads, width=64, hidden=64, vocab=64, batch=2, seq=16, loss=True, dtype="float32"
+        )
+        graph = capture(model, inputs, training=True)
+        keys = [t for i, op in enumerate(graph.ops) if op.target in (FORWARD, BACKWARD) for t in graph.input_tensors(i)[-5:-3]]
+        return len(graph.ops), sum(t.bytes for op in graph.ops for t in op.outputs if t is not None), keys
+
+    (grouped, bytes_grouped, _), (equal, bytes_equal, _) = sizes(2), sizes(8)
+    assert grouped <= equal and bytes_grouped < bytes_equal
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "qwen3"])
+def test_transformers_repeated_keys_are_undone(name):
+    module, inputs = load_model(f"hf:tests/data/hf/{name}", {"layers": 1}, training=True)
+    graph = capture(module, inputs, training=True)
+    tensors = [graph.input_tensors(i) for i, op in enumerate(graph.ops) if op.target == FORWARD]
+    assert tensors and all(k.shape[1] < q.shape[1] for q, k, *_ in tensors)
+    assert not any(len(t.shape) == 5 for op in graph.ops for t in op.outputs if t is not None)
