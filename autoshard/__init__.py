@@ -17,6 +17,7 @@ _HOMES = {
     "RankLost": "api", "device_mesh": "api", "extrapolate": "api", "load_checkpoint": "api", "save_checkpoint": "api",
     "Cluster": "pipeline.submeshes", "pipeline": "api",
     "Solution": "api",
+    "serve_plan": "serving",
     "Problem": "problem", "evaluate": "problem",
     "solve": "solvers",
     "Option": "tables", "Table": "tables", "dp_proposals": "tables", "plan_tables": "tables", "plan_with_tables": "api",

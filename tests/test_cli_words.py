@@ -25,6 +25,7 @@ BEGINS = {
     "pipeline": [MODEL, "--devices", "8"],
     "simulate": [MODEL],
     "explain": [HERE, "w"],
+    "serve-plan": [MODEL, "--devices", "8", "--max-tokens", "64", "--batch", "4"],
     "check": [HERE],
     "diff": [HERE, HERE],
     "doctor": [],

@@ -8,14 +8,16 @@ from typing import Annotated, Any
 import typer
 
 from autoshard.cli.app import OK, app, say_no
-from autoshard.cli.arguments import bandwidths, parse_settings
+from autoshard.cli.arguments import bandwidths, model_settings
 from autoshard.cli.model import load_model
 from autoshard.cli.options import (
     DEVICE,
     INTER,
     INTRA,
+    BatchSize,
     ClusterFile,
     DeviceName,
+    DType,
     InterNodeBandwidth,
     IntraNodeBandwidth,
     Json,
@@ -24,6 +26,7 @@ from autoshard.cli.options import (
     Pin,
     Prices,
     Quiet,
+    SeqLength,
     Settings,
     Tf32,
     Train,
@@ -39,6 +42,9 @@ def frontier(
     model: Model,
     mesh: Annotated[str | None, typer.Option(help="Sizes of the mesh, slowest axis first: 2x4.", show_default=False)] = None,
     settings: Settings = [],  # noqa: B006 (typer makes a new one)
+    batch: BatchSize = None,
+    seq: SeqLength = None,
+    dtype: DType = None,
     cluster: ClusterFile = None,
     train: Train = False,
     points: Annotated[int, typer.Option(help="How many proven points to look for.", min=1)] = 12,
@@ -73,7 +79,7 @@ def frontier(
     links = bandwidths(intra_node_bandwidth, inter_node_bandwidth)
     shape = None if mesh is None else parse_shape(mesh)
     devices = mesh_of(shape, prices, cluster, devices_per_node, device=device, tf32=tf32, **links)
-    keywords = parse_settings(settings)
+    keywords = model_settings(settings, batch=batch, seq=seq, dtype=dtype)
     options = planning_options(
         optimizer=optimizer, recompute=recompute, pin=pin, training=train, master_weights=master_weights,
         points=points, gap=gap, time_limit=time_limit, assumptions={"model": model, "set": keywords},
