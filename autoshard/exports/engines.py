@@ -1,9 +1,9 @@
 """Plans for the Transformers backends of vLLM and SGLang: `{pattern of modules: style}`, what both read as `model.tp_plan`.
 
 Each nn.Linear of the base model is replaced by the class of the first pattern that matches its name (`re.match`, "model." put before
-both), and without one by a replicated linear. So a pattern here is a regular expression up to the end of a name, `layers\\.\\d+\\.mlp\\.up_proj$`;
-names begin below the base model, as in a config's `base_model_tp_plan`. Embeddings and the head are outside of it: the engines shard the
-vocabulary by themselves.
+both), and without one by a replicated linear. So a pattern here is a regular expression up to the end of a name,
+`layers\\.\\d+\\.mlp\\.up_proj$`; names begin below the base model, as in a config's `base_model_tp_plan`. Embeddings and the head are
+outside of it: the engines shard the vocabulary by themselves.
 
     style             vLLM                                           SGLang
     column            colwise               ColumnParallelLinear     colwise
