@@ -20,7 +20,8 @@ WRITTEN = {
     "memory", "optimizer", "recompute", "microbatches", "data", "tensor", "pipeline", "hbm", "host_memory", "intra_node_bandwidth",
     "inter_node_bandwidth", "host_bandwidth", "memory_limit", "largest", "within",
 }  # fmt: skip
-GIVEN = {"mesh": ("--mesh", "2x4"), "devices": ("--devices", "8"), "serving": ("--devices", "8", "--max-tokens", "64", "--batch", "4")}  # options that verbs need besides
+SERVING = ("--devices", "8", "--max-tokens", "64", "--batch", "4")
+GIVEN = {"mesh": ("--mesh", "2x4"), "devices": ("--devices", "8"), "serving": SERVING}  # options that verbs need besides
 
 
 def is_number(parameter):

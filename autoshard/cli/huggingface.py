@@ -7,8 +7,8 @@
                 cache             static or dynamic: the step is the decode of one token for each example, `seq` tokens are in the cache
 
 The class is the config's `architectures[0]`. The module is that of transformers: same names, same numerics. Two things differ from a plain
-call. Caches are off, unless `cache` asks for one. And where all layers see all earlier tokens no mask is built: under capture, transformers would build one for packed
-sequences, of batch * seq * seq elements, instead of asking attention to be causal.
+call. Caches are off, unless `cache` asks for one. And where all layers see all earlier tokens no mask is built: under capture,
+transformers would build one for packed sequences, of batch * seq * seq elements, instead of asking attention to be causal.
 """
 
 from __future__ import annotations
