@@ -55,7 +55,7 @@ def test_sliding_layers_keep_their_window_and_uneven_heads_are_refused():
         one.bytes(1, 4)
 
 
-@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("tensor", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_the_cache_in_the_graph_of_a_decode_step_has_these_bytes_on_every_device(tensor):
     steps = steps_of(llama())
     graph = steps.decode(8, 16)

@@ -54,7 +54,7 @@ def style_of(plan, name):
     return plan.get(first, "replicate")
 
 
-@pytest.mark.parametrize("name", ["llama", "opt", "qwen3"])
+@pytest.mark.parametrize("name", ["opt", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3"))])
 def test_every_linear_of_the_base_model_gets_its_style_in_both_engines(name):
     solution = planned(name, 2)
     theirs = export(solution, "tp_plan")

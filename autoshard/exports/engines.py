@@ -35,7 +35,8 @@ OUTSIDE = ("vocabulary", "features")  # styles of embeddings
 def engine_plan(solution: Solution, engine: str, axis: str | None = None) -> Export:
     """The plan for `engine`, a key of STYLES."""
     axis, known = on_axis(solution, axis)
-    base, left, plan = _base_model(solution), list(left_on(solution, axis, known)), {}
+    base, left = _base_model(solution), list(left_on(solution, axis, known))
+    plan: dict[str, str] = {}
     for name, row in solution.parameters.items():
         module, _, attribute = name.rpartition(".")
         style = known["styles"].get(name)

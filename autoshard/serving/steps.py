@@ -169,7 +169,7 @@ def _with_heads(model: nn.Module, heads: int) -> nn.Module:
 def _returns_last_logits(model: nn.Module) -> None:
     """Makes the model return the logits of the last token alone: its class becomes a subclass whose forward does."""
     original = type(model)
-    parameters = inspect.signature(_published(model).forward).parameters
+    parameters = inspect.signature(_published(model).forward).parameters  # type: ignore[attr-defined]
     asked = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
     def forward(self: Any, input_ids: Any, past_key_values: Any = None, use_cache: bool | None = None) -> Any:
