@@ -20,6 +20,7 @@ _HOMES = {
     "Cluster": "pipeline.submeshes", "pipeline": "api",
     "Solution": "api",
     "Precision": "precision",
+    "serve_plan": "serving",
     "Problem": "problem", "evaluate": "problem",
     "solve": "solvers",
     "Option": "tables", "Table": "tables", "dp_proposals": "tables", "plan_tables": "tables", "plan_with_tables": "api",

@@ -20,7 +20,8 @@ WRITTEN = {
     "memory", "optimizer", "recompute", "microbatches", "data", "tensor", "pipeline", "hbm", "host_memory", "intra_node_bandwidth",
     "inter_node_bandwidth", "host_bandwidth", "memory_limit", "largest", "within",
 }  # fmt: skip
-GIVEN = {"mesh": ("--mesh", "2x4"), "devices": ("--devices", "8")}  # options that verbs need besides
+SERVING = ("--devices", "8", "--max-tokens", "64", "--batch", "4")
+GIVEN = {"mesh": ("--mesh", "2x4"), "devices": ("--devices", "8"), "serving": SERVING}  # options that verbs need besides
 
 
 def is_number(parameter):
@@ -35,7 +36,7 @@ def words(verb, parameter, value):
     """The verb with this option and no more than it needs to come so far; the files that it names are not there."""
     command = VERBS[verb]
     arguments = ["nothing.py:net" for p in command.params if p.param_type_name == "argument" and p.required]
-    needed = {"plan": "mesh", "frontier": "mesh", "measure": "mesh", "pipeline": "devices"}.get(verb[-1])
+    needed = {"plan": "mesh", "frontier": "mesh", "measure": "mesh", "pipeline": "devices", "serve-plan": "serving"}.get(verb[-1])
     more = GIVEN[needed] if needed and parameter.name != needed else ()
     return (*verb, *arguments, *more, f"{max(parameter.opts, key=len)}={value}")
 

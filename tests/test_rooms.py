@@ -47,10 +47,11 @@ TABLE = {
     "exports": ("graph layout mesh solution writing", "torch"),
     "relayout": ("cost layout mesh lower", "numpy torch"),
     "tables": (PLANNER + " planning", "numpy scipy numba torch torchrec"),
-    "report": ("graph layout mesh pipeline problem reading simulate solution units writing", "rich jinja2 matplotlib"),
+    "serving": (PLANNER + " planning", "torch transformers"),  # transformers: its caches and its table of attention functions
+    "report": ("graph layout mesh pipeline problem reading serving simulate solution units writing", "rich jinja2 matplotlib"),
     "api": (PLANNER + " planning simulate pipeline explain lower calibrate exports relayout tables report", "torch numpy"),
     "cli": (
-        "api calibrate cost mesh pipeline precision problem reading relayout report simulate solvers tables units version writing",
+        "api calibrate cost mesh pipeline precision problem reading relayout report serving simulate solvers tables units version writing",
         "typer rich torch transformers distributed",
     ),
     "pytest_plugin": ("api", "pytest"),

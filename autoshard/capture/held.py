@@ -51,13 +51,17 @@ def _parts(item: Any) -> Iterator[Any]:
 
 def copied(item: Any, replacement: Callable[[torch.Tensor], torch.Tensor], instead: Mapping[int, Any] | None = None) -> Any:
     """A deep copy of the item in which `replacement(t)` replaces each tensor t, once per tensor. instead: objects that replace
-    others, by the id of the object that they replace."""
+    others, by the id of the object that they replace. A device that an object notes (a cache does) follows the tensors on it."""
     memo: dict[int, Any] = {}
-    for part in reachable(item):
+    parts = list(reachable(item))
+    devices: dict[torch.device, torch.device] = {}
+    for part in parts:
         if isinstance(part, torch.Tensor):
             memo[id(part)] = replacement(part)
+            devices[part.device] = memo[id(part)].device
         elif not _is_copyable(part):
             memo[id(part)] = part
+    memo |= {id(part): devices.get(part, part) for part in parts if isinstance(part, torch.device)}
     return copy.deepcopy(item, memo | dict(instead or {}))
 
 

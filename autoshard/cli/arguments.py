@@ -45,6 +45,15 @@ def bandwidths(intra_node_bandwidth: str, inter_node_bandwidth: str) -> Bandwidt
     }
 
 
+def model_settings(written: Sequence[str], **options: int | str | None) -> dict[str, int | float | bool | str | None]:
+    """The --set keywords and the options of the model that have a name of their own (--batch, --seq, --dtype), where they are given."""
+    settings = parse_settings(written)
+    for key, value in options.items():
+        if value is not None and key in settings:
+            raise ValueError(f"--{key} {value} and --set {key}={settings[key]} are the same; leave one out")
+    return settings | {key: value for key, value in options.items() if value is not None}
+
+
 def parse_settings(written: Sequence[str]) -> dict[str, int | float | bool | str | None]:
     """`["layers=2", "loss=false"]` -> {"layers": 2, "loss": False}; values are ints, floats, true, false, none, or text."""
     settings: dict[str, int | float | bool | str | None] = {}

@@ -8,14 +8,16 @@ from typing import Annotated, Any
 import typer
 
 from autoshard.cli.app import OK, app, say_no
-from autoshard.cli.arguments import bandwidths, parse_settings
+from autoshard.cli.arguments import bandwidths, model_settings
 from autoshard.cli.model import load_model
 from autoshard.cli.options import (
     DEVICE,
     INTER,
     INTRA,
+    BatchSize,
     ClusterFile,
     DeviceName,
+    DType,
     GlobalBatch,
     InterNodeBandwidth,
     IntraNodeBandwidth,
@@ -27,6 +29,7 @@ from autoshard.cli.options import (
     PrecisionText,
     Prices,
     Quiet,
+    SeqLength,
     Settings,
     Tf32,
     Train,
@@ -42,6 +45,9 @@ def frontier(
     model: Model,
     mesh: Annotated[str | None, typer.Option(help="Sizes of the mesh, slowest axis first: 2x4.", show_default=False)] = None,
     settings: Settings = [],  # noqa: B006 (typer makes a new one)
+    batch: BatchSize = None,
+    seq: SeqLength = None,
+    dtype: DType = None,
     cluster: ClusterFile = None,
     train: Train = False,
     points: Annotated[int, typer.Option(help="How many proven points to look for.", min=1)] = 12,
@@ -79,7 +85,7 @@ def frontier(
     links = bandwidths(intra_node_bandwidth, inter_node_bandwidth)
     shape = None if mesh is None else parse_shape(mesh)
     devices = mesh_of(shape, prices, cluster, devices_per_node, device=device, tf32=tf32, **links)
-    keywords = parse_settings(settings)
+    keywords = model_settings(settings, batch=batch, seq=seq, dtype=dtype)
     options = planning_options(
         optimizer=optimizer, recompute=recompute, pin=pin, training=train, precision=precision, master_weights=master_weights,
         microbatches=microbatches, global_batch=global_batch,

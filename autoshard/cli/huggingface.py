@@ -4,10 +4,11 @@
                 layers            how many layers the model gets instead of the config's
                 loss              the module returns its loss (default: when a training step is planned), else its first output
                 attention         sdpa or eager       experts    grouped_mm or batched_mm       dtype    float32, bfloat16, ...
+                cache             static or dynamic: the step is the decode of one token for each example, `seq` tokens are in the cache
 
 The class is the config's `architectures[0]`. The module is that of transformers: same names, same numerics. Two things differ from a plain
-call. Caches are off. And where all layers see all earlier tokens no mask is built: under capture, transformers would build one for packed
-sequences, of batch * seq * seq elements, instead of asking attention to be causal.
+call. Caches are off, unless `cache` asks for one. And where all layers see all earlier tokens no mask is built: under capture,
+transformers would build one for packed sequences, of batch * seq * seq elements, instead of asking attention to be causal.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 from autoshard.reading import data_of
 
-SETTINGS = ("batch", "seq", "image_size", "layers", "loss", "attention", "experts", "dtype")
+SETTINGS = ("batch", "seq", "image_size", "layers", "loss", "attention", "experts", "dtype", "cache")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 UNMASKED = "sdpa_unmasked"
 OTHER_INPUTS = (
@@ -116,6 +117,8 @@ def _build(transformers: Any, config: Any, folder: str, settings: Mapping[str, A
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype is {settings.get('dtype')!r}; expected a name of torch's, for example bfloat16")
     asked = settings.get("attention")
+    if settings.get("cache") == "static" and asked is None:
+        asked = "sdpa"  # with its mask: the cache has room for tokens that are not there yet
     best = asked or _attention(transformers, config, kind, settings)
     make = kind._from_config if kind else transformers.AutoModel.from_config
     options = {"experts_implementation": settings["experts"]} if "experts" in settings else {}
@@ -189,6 +192,14 @@ def _example_inputs(module: Any, config: Any, settings: Mapping[str, Any], *, lo
     def reals(*shape: int) -> Any:
         return torch.empty(shape, dtype=module.dtype, device="meta")
 
+    if (cache := settings.get("cache")) is not None:
+        from autoshard.serving import empty_cache  # here: as above
+
+        if loss or "past_key_values" not in parameters:
+            raise ValueError(f"cache={cache} is for a step that generates text with {type(module).__name__}; leave it out")
+        past = empty_cache(module, str(cache), batch, seq)
+        _returns_one(module, parameters, loss=False)
+        return {"input_ids": ids(batch, 1), "past_key_values": past}
     inputs: dict[str, Any] = {}
     if "pixel_values" in parameters:
         vision = getattr(config, "vision_config", config)

@@ -56,6 +56,13 @@ Pin = Annotated[
 Settings = Annotated[
     list[str], typer.Option("--set", metavar="KEY=VALUE", help="A keyword for the model's function; repeatable.", show_default=False)
 ]
+BatchSize = Annotated[
+    int | None, typer.Option("--batch", help="As --set batch=N: examples in the model's inputs.", min=1, show_default=False)
+]
+SeqLength = Annotated[int | None, typer.Option("--seq", help="As --set seq=N: tokens of each example.", min=1, show_default=False)]
+DType = Annotated[
+    str | None, typer.Option("--dtype", help="As --set dtype=NAME: bfloat16, float32, ... of the weights.", show_default=False)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, no notes.")]
 OldMesh = Annotated[str | None, typer.Option("--mesh", help="For old plans, whose files don't say: the mesh, 2x4.", show_default=False)]

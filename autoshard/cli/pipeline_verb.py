@@ -15,18 +15,21 @@ from typing import Annotated, Any
 import typer
 
 from autoshard.cli.app import OK, app, say_no
-from autoshard.cli.arguments import Bandwidths, bandwidths, parse_bytes, parse_optimizer, parse_settings
+from autoshard.cli.arguments import Bandwidths, bandwidths, model_settings, parse_bytes, parse_optimizer
 from autoshard.cli.model import load_model
 from autoshard.cli.options import (
     DEVICE,
     INTER,
     INTRA,
+    BatchSize,
     DeviceName,
+    DType,
     InterNodeBandwidth,
     IntraNodeBandwidth,
     Json,
     Model,
     Quiet,
+    SeqLength,
     Settings,
     Tf32,
     load_api,
@@ -44,6 +47,9 @@ def pipeline(
         typer.Option(metavar="NxM:DEVICE", help="Instead: N nodes of M devices, 2x8:h100; repeatable.", show_default=False),
     ] = [],  # noqa: B006 (typer makes a new one)
     settings: Settings = [],  # noqa: B006
+    batch: BatchSize = None,
+    seq: SeqLength = None,
+    dtype: DType = None,
     memory: Annotated[
         list[str],
         typer.Option(help="Memory of a device: 80GB. Default: all it has. Repeat for further limits to answer for.", show_default=False),
@@ -85,7 +91,7 @@ def pipeline(
     links = bandwidths(intra_node_bandwidth, inter_node_bandwidth)
     cluster = _cluster(devices, nodes, device, devices_per_node, tf32, links)
     limits = [parse_bytes(written) for written in memory]
-    keywords = parse_settings(settings)
+    keywords = model_settings(settings, batch=batch, seq=seq, dtype=dtype)
     options: dict[str, Any] = {
         "training": not inference,
         "memory_limit": limits[0] if limits else None,

@@ -7,14 +7,16 @@ from typing import Annotated, Any
 import typer
 
 from autoshard.cli.app import NO, OK, app, say_no
-from autoshard.cli.arguments import bandwidths, parse_settings
+from autoshard.cli.arguments import bandwidths, model_settings, parse_settings
 from autoshard.cli.model import load_model
 from autoshard.cli.options import (
     DEVICE,
     INTER,
     INTRA,
+    BatchSize,
     ClusterFile,
     DeviceName,
+    DType,
     GlobalBatch,
     InterNodeBandwidth,
     IntraNodeBandwidth,
@@ -29,6 +31,7 @@ from autoshard.cli.options import (
     PrecisionText,
     Prices,
     Quiet,
+    SeqLength,
     Settings,
     Tf32,
     Train,
@@ -50,6 +53,9 @@ def plan(
         str | None, typer.Option(help="Sizes of the mesh, slowest axis first: 2x4; or auto, to compare all shapes.", show_default=False)
     ] = None,
     settings: Settings = [],  # noqa: B006 (typer makes a new one)
+    batch: BatchSize = None,
+    seq: SeqLength = None,
+    dtype: DType = None,
     cluster: ClusterFile = None,
     devices: Annotated[int | None, typer.Option(help="With --mesh auto: how many.", min=1, show_default=False)] = None,
     train: Train = False,
@@ -109,7 +115,7 @@ def plan(
         return mesh_of(shape, prices, cluster, per_node, device=device, tf32=tf32, **links)
 
     one = None if mesh == AUTO else one_mesh(mesh, cluster, kept, keep, make)
-    keywords = parse_settings(settings)
+    keywords = model_settings(settings, batch=batch, seq=seq, dtype=dtype)
     options = planning_options(
         memory=memory, optimizer=optimizer, recompute=recompute, pin=pin, forbid=forbid,
         training=train, precision=precision, master_weights=master_weights, microbatches=microbatches, global_batch=global_batch,

@@ -12,18 +12,21 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from autoshard.cli.app import OK, app
-from autoshard.cli.arguments import bandwidths, parse_settings
+from autoshard.cli.arguments import bandwidths, model_settings
 from autoshard.cli.model import load_model
 from autoshard.cli.options import (
     DEVICE,
     INTER,
     INTRA,
+    BatchSize,
     DeviceName,
+    DType,
     InterNodeBandwidth,
     IntraNodeBandwidth,
     Json,
     OptionalModel,
     Quiet,
+    SeqLength,
     Settings,
     Tf32,
     Trust,
@@ -54,6 +57,9 @@ def simulate(
     target: Target,
     model: OptionalModel = None,
     settings: Settings = [],  # noqa: B006 (typer makes a new one)
+    batch: BatchSize = None,
+    seq: SeqLength = None,
+    dtype: DType = None,
     trust: Trust = False,
     data: Annotated[str, typer.Option(help=f"Data-parallel degree. {Numbers}")] = "1",
     tensor: Annotated[str, typer.Option(help="Tensor-parallel degree (Megatron).")] = "1",
@@ -96,7 +102,7 @@ def simulate(
     """
     if tf32 and (cluster is not None or not _is_model(target)):
         raise ValueError("--tf32 is for a model at prices of data sheets; a plan and a --cluster bring their own, so leave it out")
-    keywords = parse_settings(settings)
+    keywords = model_settings(settings, batch=batch, seq=seq, dtype=dtype)
     grid = _configurations(data, tensor, pipeline, microbatches)
     how: dict[str, Any] = {"overlap": not no_overlap, "prefetch": prefetch}
     with Output(as_json=as_json, quiet=quiet) as output:

@@ -21,6 +21,7 @@ from autoshard.cli.arguments import (
     check_out,
     check_picture,
     model_file,
+    model_settings,
     parse_bytes,
     parse_forbidden,
     parse_optimizer,
@@ -35,13 +36,14 @@ from autoshard.reading import content_of
 SOLVERS = ("auto", "prices", "ilp", "cvxpy", "dp", "dual", "exhaustive")
 OPTIMIZERS = ("adamw", "sgd", "momentum")
 PRICES = ("a100", "h100", "h200", "b200", "mi300x", "l40s", "rtx", "cpu")
-EXPORTS = ("sharding_map", "json", "parallelize_module", "tp_plan", "fully_shard", "distribute_module")
+EXPORTS = ("sharding_map", "json", "parallelize_module", "tp_plan", "vllm", "sglang", "fully_shard", "distribute_module")
 SCHEDULES = ("sequential", "gpipe", "1f1b", "zb_h1", "interleaved_1f1b")
 SCHEMES = ("auto", "data_parallel", "fsdp", "megatron", "megatron_sp", "planned")
+DTYPES = ("float64", "float32", "float16", "bfloat16")  # of weights that models compute with
 CONSTANTS = ("physical", "distir_3386edc", "distir_83d7fc3")
 PLANNERS = ("naive", "astar", "dijkstra", "memory_constrained")
 METHODS = ("piecewise", "pchip", "p_norm", "alpha_beta", "sigmoid")
-HUGGING_FACE = ("batch", "seq", "image_size", "layers", "loss", "attention", "experts", "dtype")  # settings of hf: models
+HUGGING_FACE = ("batch", "seq", "image_size", "layers", "loss", "attention", "experts", "dtype", "cache")  # settings of hf: models
 MOST_DIM = 63  # that a layout can shard
 
 Check = Callable[[str, Any], object]
@@ -297,6 +299,10 @@ ROWS: dict[str, Check] = {
     "seconds": partial(at_least, 1),
     "effort": partial(above, 0),
     "batch": partial(at_least, 1),
+    "seq": partial(at_least, 1),
+    "prompt": partial(at_least, 1),
+    "max_tokens": partial(at_least, 2),
+    "dtype": lambda name, value: one_of(DTYPES, name, value),
     "reserve": share,
     "points": partial(at_least, 1),
     "devices": partial(at_least, 1),
@@ -343,6 +349,7 @@ OWN: dict[tuple[str, str], Check] = {
     ("show-prices", "name"): prices,
     ("doctor", "device"): partial(one_of, RUNS_ON, what="device"),
     ("verify", "device"): partial(one_of, RUNS_ON, what="device"),
+    ("serve-plan", "device"): prices,
 }
 FREE = {"name", "free", "axis", "dask", "collective", "system"}
 
@@ -354,7 +361,9 @@ def check_words(verb: str, names: Mapping[str, str], values: Mapping[str, Any]) 
         if check is not None and value is not None and not isinstance(value, bool) and value not in ([], ()):
             check(names.get(parameter, parameter), value)
     if (written := values.get("model") or values.get("target")) is not None and ("hf:" in written[:3] or ".py:" in written):
-        settings_of(written, parse_settings(values.get("settings") or []))
+        own = {key: values[key] for key in ("batch", "seq", "dtype") if key in values and "settings" in values and values[key] is not None}
+        own = {} if "max_tokens" in values else own  # the sequences that are served, no keyword of the model
+        settings_of(written, model_settings(values.get("settings") or [], **own))
     if (shape := values.get("mesh")) is not None and shape != "auto":
         _pinned_to_axes(shape, [*parse_pins(values.get("pin") or []).items(), *_pairs(values.get("forbid") or [])])
 

@@ -13,7 +13,7 @@ from autoshard.solution import Solution
 from autoshard.solution.files import PICKLE_SUFFIXES, json_text
 from autoshard.writing import write_atomically
 
-from . import fully_shard, modules, partition
+from . import engines, fully_shard, modules, partition
 from .record import Export as Export
 from .record import Left as Left
 from .sharding_map import as_text, portable
@@ -34,11 +34,13 @@ FORMATS = {
     "json": ExportFormat(lambda solution, _: portable(solution)),
     "parallelize_module": ExportFormat(modules.parallelize_plan, modules.styles_as_text, modules.as_python),
     "tp_plan": ExportFormat(modules.tp_plan),
+    "vllm": ExportFormat(lambda solution, axis: engines.engine_plan(solution, "vllm", axis)),
+    "sglang": ExportFormat(lambda solution, axis: engines.engine_plan(solution, "sglang", axis)),
     "fully_shard": ExportFormat(fully_shard.recipe, fully_shard.as_text, fully_shard.as_python),
     "distribute_module": ExportFormat(lambda solution, _: partition.partition_fn(solution), partition.as_text, partition.as_python),
 }
 apply_recipe = fully_shard.apply
-BY_MODULES = ("parallelize_module", "tp_plan", "fully_shard")
+BY_MODULES = ("parallelize_module", "tp_plan", "vllm", "sglang", "fully_shard")
 
 
 def export(solution: Solution, kind: str, path: str | os.PathLike[str] | None = None, *, axis: str | None = None) -> Any:
@@ -47,7 +49,8 @@ def export(solution: Solution, kind: str, path: str | os.PathLike[str] | None = 
     sharding_map        {module: {"node", "sharding": {attribute: DTensorSpec}}}; a `.pkl` file holds the specs
     json                placements by parameter name, plain data
     parallelize_module  {module: ParallelStyle} for `parallelize_module(model, device_mesh[axis], plan)`
-    tp_plan             {"layers.*.mlp.up_proj": "colwise"} for Hugging Face's `from_pretrained(tp_plan=...)`
+    tp_plan             {"layers.*.mlp.up_proj": "colwise"} for Hugging Face's `DistributedConfig(tp_plan=...)`
+    vllm, sglang        {"layers\\.\\d+\\.mlp\\.up_proj$": "colwise"}, the `base_model_tp_plan` of a config for their Transformers backends
     fully_shard         a recipe: parallelize_module over one axis, fully_shard over the others; `exports.apply_recipe` does it
     distribute_module   the partition function for `distribute_module(model, device_mesh, partition_fn)`
 

@@ -51,11 +51,13 @@ def parallelize_plan(solution: Solution, axis: str | None = None) -> Export:
     inside = [weight for weight, name in known["styles"].items() if name == "inside"]
     left = [Left(generic(weight), "it is replicated among sharded tensors: its gradient must be summed over the axis") for weight in inside]
     left = list(dict.fromkeys(left)) if solution.training else []
-    return with_cost(solution, plan, (*left, *_left(solution, axis, known)), known, "modules")
+    return with_cost(solution, plan, (*left, *left_on(solution, axis, known)), known, "modules")
 
 
 def tp_plan(solution: Solution, axis: str | None = None) -> Export:
-    """`{"model.layers.*.self_attn.q_proj": "colwise", ...}` for `from_pretrained(tp_plan=...)`.
+    """`{"model.layers.*.self_attn.q_proj": "colwise", ...}` for `DistributedConfig(tp_plan=...)` of transformers.
+
+    from_pretrained(folder, distributed_config=DistributedConfig(tp_plan=dict(plan)))     what replaces from_pretrained(folder, tp_plan=...)
 
     transformers merges it with the model's own plan, so replicated modules are named too: "replicate".
     """
@@ -69,7 +71,7 @@ def tp_plan(solution: Solution, axis: str | None = None) -> Export:
         if name in known["styles"]:
             plan[key] = TP_STYLES[known["styles"][name]]
     plan.pop("", None)
-    return with_cost(solution, plan, _left(solution, axis, known), known, "modules")
+    return with_cost(solution, plan, left_on(solution, axis, known), known, "modules")
 
 
 def styles_as_text(plan: dict[str, ParallelStyle]) -> dict[str, str]:
@@ -110,7 +112,7 @@ def on_axis(solution: Solution, axis: str | None) -> tuple[str, dict]:
     return axis, known[axis]
 
 
-def _left(solution: Solution, axis: str, known: dict) -> tuple[Left, ...]:
+def left_on(solution: Solution, axis: str, known: dict) -> tuple[Left, ...]:
     """What a plan of module styles on `axis` leaves out."""
     left = [Left(row["weights"], row["why"], row["plan"]) for row in known["dropped"]]
     k = solution.mesh.axis_names.index(axis)

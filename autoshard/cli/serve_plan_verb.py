@@ -1,0 +1,73 @@
+"""`autoshard serve-plan`: tensor and pipeline degrees for serving a language model, with its cache in memory, and their seconds."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from autoshard.cli.app import NO, OK, app
+from autoshard.cli.arguments import model_settings, parse_bytes
+from autoshard.cli.model import load_model
+from autoshard.cli.options import DEVICE, DType, Json, Model, Quiet, Settings, load_api
+from autoshard.cli.output import Output
+from autoshard.mesh import DEVICES_PER_NODE
+
+SERVED = "bfloat16"  # weights of hf: models, where nobody says
+
+
+@app.command("serve-plan")
+def serve_plan(
+    model: Model,
+    devices: Annotated[int, typer.Option(help="How many; replicas of the model share them.", min=1, show_default=False)],
+    max_tokens: Annotated[
+        int, typer.Option(help="Tokens of a sequence, prompt and answer, that the cache has room for.", min=2, show_default=False)
+    ],
+    batch: Annotated[int, typer.Option(help="Sequences that are served at the same time.", min=1, show_default=False)],
+    prompt: Annotated[
+        int | None, typer.Option(help="Tokens of a prompt. Default: half of --max-tokens.", min=1, show_default=False)
+    ] = None,
+    settings: Settings = [],  # noqa: B006 (typer makes a new one)
+    dtype: DType = None,
+    device: Annotated[str, typer.Option(help="One of `show-prices`: a100, h100, h200, b200, mi300x, ...")] = DEVICE,
+    devices_per_node: Annotated[int, typer.Option(help="How many devices a node has.", min=1)] = DEVICES_PER_NODE,
+    memory: Annotated[str | None, typer.Option(help="Memory of a device: 72GB. Default: all it has.", show_default=False)] = None,
+    eager: Annotated[bool, typer.Option("--eager", help="Every kernel is launched from the host: no CUDA graphs.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> int:
+    """Degrees for serving MODEL: memory with the cache, time to first token, time per output token, and the style of every module.
+
+    MODEL is hf:DIR, or file.py:function that returns a model of transformers. Exit code 1 where no degrees fit.
+
+    \b
+    autoshard serve-plan hf:llama-3-70b --devices 8 --device h100 --max-tokens 32768 --batch 64
+    autoshard serve-plan hf:llama-3-8b --devices 4 --max-tokens 8192 --prompt 4096 --batch 128 --memory 72GB --json
+    """
+    limit = None if memory is None else parse_bytes(memory)
+    if prompt is not None and prompt >= max_tokens:
+        raise ValueError(f"--prompt is {prompt} of --max-tokens {max_tokens}; expected fewer, so that an answer has room")
+    keywords = model_settings(settings, dtype=dtype)
+    if model.startswith("hf:"):
+        keywords.setdefault("dtype", SERVED)
+    with Output(as_json=as_json, quiet=quiet) as output:
+        output.progress("building the model", 0.0)
+        module, _ = load_model(model, keywords)
+        from autoshard.serving import serve_plan as planned  # here: transformers takes seconds to import
+
+        plan = planned(
+            module, devices, max_tokens=max_tokens, batch=batch, prompt=prompt, device=device, memory_limit=limit,
+            devices_per_node=devices_per_node, eager=eager, progress=output.progress,
+        )  # fmt: skip
+        record = plan.to_dict() | {"model": model, "styles": _styles(plan.solution)}
+        from autoshard.report.serving import serving_report  # here: rich takes a while to import
+
+        output.answer(record, lambda: serving_report(record))
+    return OK if plan.best is not None else NO
+
+
+def _styles(solution) -> dict[str, dict[str, str]]:
+    """The style of every module as each launcher writes it; empty where no row that fits shards modules without copies of heads."""
+    if solution is None:
+        return {}
+    return {kind: dict(load_api().export(solution, kind)) for kind in ("tp_plan", "vllm", "sglang")}

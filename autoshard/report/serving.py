@@ -1,0 +1,65 @@
+"""Degrees for serving as a table, and the style of every module. Takes the record that `serve-plan --json` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.mesh import UNMEASURED_DEVICE
+from autoshard.units import seconds, size
+
+WORTH_SAYING = 0.1  # share of the weights that is replicated
+
+
+def serving_report(record: Mapping) -> RenderableType:
+    """One row per pair of degrees, those that fit first; the reasons of the others below."""
+    columns = ("tp", "pp", "replicas", "first", "per token", "tokens/s", "weights", "cache", "memory", "most", "fits")
+    table = Table(*columns, box=None, padding=(0, 1, 0, 0))
+    for column in table.columns:
+        column.justify, column.no_wrap = "right", True
+    for row in record["configurations"]:
+        if row["memory_bytes"] is not None:
+            table.add_row(*_cells(row))
+    head = (
+        f"{record['batch']} sequences of {record['max_tokens']} tokens ({record['prompt']} of them the prompt) of {record['model']} on "
+        f"{record['devices']} {record['device']}, {size(record['memory_limit_bytes'])} each"
+    )
+    tail = (
+        "first: seconds to the first token; most: sequences that fit. Prices of data sheets: kernels are off by "
+        f"{UNMEASURED_DEVICE:.0%} on average. Sampling isn't priced."
+    )
+    return Group(Text(head), Text(""), table, *_reasons(record["configurations"]), Text(""), Text(tail), *_styles(record["styles"]))
+
+
+def _cells(row: Mapping) -> list[str]:
+    times = [seconds(row["seconds_to_first_token"]), seconds(row["seconds_per_token"]), f"{row['tokens_per_second']:.0f}"]
+    sizes = [size(row[f"{what}_bytes"]) for what in ("weight", "cache", "memory")]
+    degrees = [str(row[name]) for name in ("tensor", "pipeline", "replicas")]
+    return [*degrees, *times, *sizes, str(row["most_sequences"]), "yes" if row["fits"] else "no"]
+
+
+def _reasons(rows: Sequence[Mapping]) -> list[RenderableType]:
+    """Why degrees don't fit, and what is to be known about those that do; equal words once."""
+    words: dict[str, list[str]] = {}
+    for row in rows:
+        said = [row["why"]] if row["why"] else []
+        if row["copies"] > 1:
+            said.append(f"{row['copies']} copies of each key-value head")
+        if row["memory_bytes"] is not None and row["replicated_bytes"] > WORTH_SAYING * row["weight_bytes"] * row["pipeline"]:
+            said.append(f"{size(row['replicated_bytes'])} of weights are on every device: no tensor parallel style shards them")
+        for one in said:
+            words.setdefault(one, []).append(f"tp {row['tensor']} pp {row['pipeline']}")
+    return [Text(""), *(Text(f"{', '.join(degrees)}: {one}") for one, degrees in words.items())] if words else []
+
+
+def _styles(styles: Mapping[str, Mapping[str, str]]) -> list[RenderableType]:
+    plan = {name: style for name, style in styles.get("tp_plan", {}).items() if style != "replicate"}
+    if not plan:
+        return []
+    table = Table("module", "style", box=None, padding=(0, 2, 0, 0))
+    for name, style in plan.items():
+        table.add_row(name, style)
+    return [Text(""), Text("styles (`--json` has them for transformers, vLLM and SGLang):"), table]

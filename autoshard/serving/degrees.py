@@ -1,0 +1,213 @@
+"""Tensor and pipeline degrees for serving, each with its memory, and the seconds of prefill and decode.
+
+D devices are r = D / (t p) replicas of t tensor parallel times p pipeline parallel devices; a replica serves b = ceil(batch / r)
+sequences, in m = min(p, b) groups that follow each other through the stages. With s_k the seconds of stage k and x those of a
+transfer between stages:
+
+    time to first token    sum_k s_k + (p - 1) x                                 one prompt of `prompt` tokens, alone
+    time per output token  max( sum_k (s_k + x),  m max_k (s_k + x) )            ceil(b / m) sequences per group; x = 0 where p = 1
+    tokens per second      r b n / ( b max_k (prefill s_k + x) + n * time per output token ),      n = max_tokens - prompt
+    memory                 weights + b sum over the stage's layers of CachedLayer.bytes(max_tokens, t) + activations, of the fullest device
+
+A decode step reads (prompt + max_tokens) / 2 stored tokens per sequence: the mean over the answer. Kernels are replayed from CUDA
+graphs, so launching them takes no time, unless `eager`. More tensor parallel devices than key-value heads hold copies of the heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+
+from torch import nn
+
+from autoshard.cost import axis_transfer_seconds, presets
+from autoshard.mesh import DEVICES_PER_NODE, Axis, Mesh
+from autoshard.planning.options import Progress
+from autoshard.serving.kv_cache import text_config
+from autoshard.serving.step_prices import StepPrice, price_of
+from autoshard.serving.steps import Steps, steps_of
+from autoshard.solution import Solution
+
+MeshMaker = Callable[[tuple[int, int, int]], Mesh]  # of (replicas, pipeline, tensor)
+
+
+@dataclass(frozen=True)
+class ServeRow:
+    """One pair of degrees. Bytes are those of the fullest device; nothing is known (inf) where `why` says that the model can't be shared
+    out like this."""
+
+    tensor: int
+    pipeline: int
+    replicas: int
+    why: str = ""  # why it is not legal or does not fit; "" where it is and does
+    seconds_to_first_token: float = math.inf
+    seconds_per_token: float = math.inf
+    tokens_per_second: float = 0.0  # of all replicas, prefills included
+    weight_bytes: float = math.inf
+    cache_bytes: float = math.inf
+    activation_bytes: float = math.inf
+    memory_bytes: float = math.inf
+    most_sequences: int = 0  # that fit in memory, of all replicas
+    copies: int = 1  # of every key-value head
+    replicated_bytes: float = 0.0  # of the layers' matrices that every device has, all stages together
+
+    @property
+    def fits(self) -> bool:
+        return not self.why
+
+    def to_dict(self) -> dict:
+        """The fields, and `fits`; None for what is not known."""
+        return {"fits": self.fits} | {key: None if value == math.inf else value for key, value in asdict(self).items()}
+
+
+@dataclass(frozen=True, eq=False)
+class ServePlan:
+    """All degrees: those that fit first, most tokens per second first."""
+
+    rows: tuple[ServeRow, ...]
+    devices: int
+    device: str
+    batch: int
+    max_tokens: int
+    prompt: int
+    memory_limit: float  # bytes per device
+    solution: Solution | None = None  # layouts of a prefill in few layers, for `export`: module styles are equal in all layers
+
+    @property
+    def best(self) -> ServeRow | None:
+        """The first row, if it fits."""
+        return self.rows[0] if self.rows and self.rows[0].fits else None
+
+    def to_dict(self) -> dict:
+        """As `autoshard serve-plan --json` prints it."""
+        facts = {name: getattr(self, name) for name in ("devices", "device", "batch", "max_tokens", "prompt")}
+        return {**facts, "memory_limit_bytes": self.memory_limit, "configurations": [row.to_dict() for row in self.rows]}
+
+
+def serve_plan(
+    model: nn.Module,
+    devices: int,
+    *,
+    max_tokens: int,
+    batch: int,
+    prompt: int | None = None,
+    device: str = "h100",
+    memory_limit: float | None = None,
+    devices_per_node: int = DEVICES_PER_NODE,
+    mesh_of: MeshMaker | None = None,
+    eager: bool = False,
+    progress: Progress | None = None,
+) -> ServePlan:
+    """Tensor and pipeline degrees for serving a Hugging Face model on so many devices, with `batch` sequences at a time.
+
+    max_tokens: of a sequence, prompt and answer, for which the cache has room. prompt: its tokens (default: half of them). device: one
+    of `autoshard show-prices`. memory_limit: bytes per device (default: all it has). mesh_of: other prices, a function of
+    (replicas, pipeline, tensor). eager: every kernel is launched from the host. The model may be on the meta device, and never runs.
+    ValueError on numbers below 1, and for models whose steps can't be priced.
+    """
+    asked = {"devices": devices, "max_tokens": max_tokens, "batch": batch, "devices_per_node": devices_per_node}
+    for name, value in asked.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} is {value!r}; expected a whole number of 1 or more")
+    prompt = max(max_tokens // 2, 1) if prompt is None else prompt
+    if type(prompt) is not int or not 1 <= prompt < max_tokens:
+        raise ValueError(f"prompt is {prompt!r} tokens; expected at least 1 and fewer than max_tokens, {max_tokens}")
+    make = mesh_of or (lambda shape: presets.mesh(device, shape, min(devices_per_node, devices)))
+    limit = make((devices, 1, 1)).device.memory if memory_limit is None else memory_limit
+    pricer = _Pricer(model, make, eager)
+    pairs = [(t, p) for t in _divisors(devices) for p in _divisors(devices // t)]
+    rows = []
+    for k, (t, p) in enumerate(pairs):
+        if progress is not None:
+            progress(f"pricing tensor {t} pipeline {p}", k / len(pairs))
+        rows.append(_row(pricer, ServeRow(t, p, devices // (t * p)), batch, prompt, max_tokens, limit))
+    rows.sort(key=lambda row: (not row.fits, -row.tokens_per_second, row.memory_bytes, row.tensor, row.pipeline))
+    sharded = next((row.tensor for row in rows if row.tensor > 1 and row.fits and row.copies == 1), None)
+    solution = None if sharded is None else pricer.prefill(sharded, prompt).solution
+    return ServePlan(tuple(rows), devices, make((devices, 1, 1)).device.name, batch, max_tokens, prompt, limit, solution)
+
+
+def _divisors(n: int) -> Iterator[int]:
+    return (k for k in range(1, n + 1) if n % k == 0)
+
+
+class _Pricer:
+    """Prices of steps; each is worked out once."""
+
+    def __init__(self, model: nn.Module, make: MeshMaker, eager: bool):
+        self.config, self.make, self.eager = text_config(model), make, eager
+        self.steps = cache(lambda heads: steps_of(model, heads))
+        self.prefill_graph = cache(lambda heads, tokens: self.steps(heads).prefill(tokens))
+        self.decode_graph = cache(lambda heads, batch, tokens: self.steps(heads).decode(batch, tokens))
+        self.prefill = cache(lambda t, tokens: self._price(t, self.prefill_graph(self.repeated(t), tokens)))
+        self.decode = cache(lambda t, batch, tokens: self._price(t, self.decode_graph(self.repeated(t), batch, tokens)))
+
+    def repeated(self, tensor: int) -> int | None:
+        """The number of key-value heads with copies, where there are fewer than devices."""
+        return tensor if any(layer.copies(tensor) > 1 for layer in self.steps(None).cache) else None
+
+    def _price(self, tensor: int, graph) -> StepPrice:
+        mesh = self.make((1, 1, tensor))
+        device = mesh.device if self.eager else replace(mesh.device, launch=0.0)
+        return price_of(self.steps(self.repeated(tensor)), graph, Mesh(mesh.axes[2:], device))
+
+    def why_not(self, tensor: int, pipeline: int) -> str:
+        """Why the model can't be shared out like this; "" where it can."""
+        steps: Steps = self.steps(None)
+        if pipeline > len(steps.cache):
+            return f"{len(steps.cache)} layers for {pipeline} stages"
+        for name in ("num_attention_heads", "intermediate_size"):
+            size = getattr(self.config, name, None)
+            if isinstance(size, int) and size % tensor:
+                return f"{name} {size} doesn't divide by {tensor}"
+        uneven = next((one for one in steps.cache if one.heads % tensor and tensor % one.heads), None)
+        return "" if uneven is None else f"{uneven.heads} key-value heads don't divide by {tensor}, nor it by them"
+
+
+def _row(pricer: _Pricer, row: ServeRow, batch: int, prompt: int, max_tokens: int, limit: float) -> ServeRow:
+    t, p, r = row.tensor, row.pipeline, row.replicas
+    if why := pricer.why_not(t, p):
+        return replace(row, why=why)
+    sequences = -(-batch // r)
+    groups = min(p, sequences)
+    size = -(-sequences // groups)
+    steps: Steps = pricer.steps(None)
+    axis = pricer.make((r, p, t)).axes[1] if p > 1 else None
+    prefill, decode = pricer.prefill(t, prompt), pricer.decode(t, size, (prompt + max_tokens) // 2)
+    of_prompt, of_token = (
+        _stage_seconds(price, p, axis, tokens * steps.hidden * steps.itemsize) for price, tokens in ((prefill, prompt), (decode, size))
+    )
+    first = prefill.seconds + (p - 1) * _transfer(axis, prompt * steps.hidden * steps.itemsize)
+    token = max(sum(of_token), groups * max(of_token))
+    answer = max_tokens - prompt
+    stages = [(weights, sum(steps.cache[i].bytes(max_tokens, t) for i in part)) for _, weights, part in decode.stages(p)]
+    activations = max(prefill.activations, decode.activations)
+    weights, stored = max(stages, key=lambda stage: stage[0] + sequences * stage[1])
+    memory = weights + sequences * stored + activations
+    most = min(int((limit - w - activations) // s) for w, s in stages)
+    why = "" if memory <= limit else _why_too_large(weights, activations, limit, most * r)
+    return replace(
+        row, why=why, seconds_to_first_token=first, seconds_per_token=token,
+        tokens_per_second=r * sequences * answer / (sequences * max(of_prompt) + answer * token) * batch / (r * sequences),
+        weight_bytes=weights, cache_bytes=sequences * stored, activation_bytes=activations, memory_bytes=memory,
+        most_sequences=max(most, 0) * r, copies=max(layer.copies(t) for layer in steps.cache),
+        replicated_bytes=prefill.replicated,
+    )  # fmt: skip
+
+
+def _transfer(axis: Axis | None, bytes: float) -> float:
+    return 0.0 if axis is None else axis_transfer_seconds(bytes, axis)
+
+
+def _stage_seconds(price: StepPrice, stages: int, axis: Axis | None, bytes: float) -> list[float]:
+    """Of each stage, with the transfer to the next one (from the last one the new tokens go back to the first)."""
+    return [seconds + _transfer(axis, bytes) for seconds, _, _ in price.stages(stages)]
+
+
+def _why_too_large(weights: float, activations: float, limit: float, most: int) -> str:
+    if most <= 0:
+        held = f"weights of {weights / 1e9:.1f} GB and activations of {activations / 1e9:.1f} GB"
+        return f"{held} leave no room for a sequence in {limit / 1e9:.1f} GB"
+    return f"the cache is too large: {most} sequences fit"

@@ -1,0 +1,186 @@
+"""The steps of a serving engine as graphs of few layers: the prefill of a prompt, and the decode of one token for each of a batch.
+
+An engine keeps keys and values in pages and reads them where they are. A decode step as transformers runs it copies them: a
+DynamicCache concatenates, repeat_kv writes every key-value head once per query head. So the graphs that are priced here have another
+attention and another cache: attention reads the stored keys and values once, and those of the new tokens beside them. These graphs are
+priced and never run; `kv_cache.empty_cache` has the caches of transformers, for plans that run.
+
+Layer i of the model is priced as layer `corresponding[i]` of the few: the first and the last periods are themselves, those between
+are all like the second one (`capture.depth.containers` compares their shapes and attributes).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+import sys
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from transformers.cache_utils import DynamicLayer
+
+from autoshard.capture import capture_module
+from autoshard.capture.depth import Container, containers, shrunk
+from autoshard.graph import Graph
+from autoshard.serving.kv_cache import CachedLayer, cached_layers, on_meta, text_config
+
+PAGED = "autoshard_paged"  # the name of the attention below in transformers' AttentionInterface
+PERIODS = 3  # of the repeated layers in the graphs: the first, one between, the last
+
+
+class Stored(NamedTuple):
+    """Keys, or values: those of the new tokens, and those that are stored."""
+
+    new: torch.Tensor
+    old: torch.Tensor
+
+
+class PagedLayer(DynamicLayer):
+    """Keys and values that stay where they are; `update` returns them beside the new ones."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor):
+        super().__init__()
+        self.keys, self.values, self.is_initialized = keys, values, True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return Stored(key_states, self.keys), Stored(value_states, self.values)
+
+
+def paged_attention(
+    module: nn.Module, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, scaling: float | None = None, **unused: Any
+) -> tuple[torch.Tensor, None]:
+    """Attention of transformers' interface: causal over new tokens, and all stored ones. Of equal cost, not of equal value: the two
+    parts are added without their weights."""
+    new = (key.new, value.new) if isinstance(key, Stored) else (key, value)
+    y = F.scaled_dot_product_attention(query, *new, is_causal=query.shape[2] > 1, scale=scaling, enable_gqa=True)
+    if isinstance(key, Stored):
+        y = y + F.scaled_dot_product_attention(query, key.old, value.old, scale=scaling, enable_gqa=True)
+    # a clone: `contiguous` leaves the strides of a dim of size 1, with which torch expands the next weight to the batch (aten.bmm)
+    return y.transpose(1, 2).clone(memory_format=torch.contiguous_format), None
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """A model as it is served: few of its layers, and what is known of all of them."""
+
+    few: nn.Module  # on the meta device; its forward returns the logits of the last token
+    blocks: tuple[str, ...]  # the modules of the few layers, "model.layers.0"
+    corresponding: tuple[int, ...]  # for each layer of the model the number of its layer among the few
+    cache: tuple[CachedLayer, ...]  # of each layer of the model
+    hidden: int  # elements that a layer hands to the next one, per token
+    itemsize: int
+
+    def prefill(self, tokens: int) -> Graph:
+        """One prompt of so many tokens."""
+        return self._captured({"input_ids": torch.empty(1, tokens, dtype=torch.int64, device="meta")})
+
+    def decode(self, batch: int, tokens: int) -> Graph:
+        """One token for each of `batch` sequences, of which so many tokens are stored."""
+        dtype = next(p.dtype for p in self.few.parameters() if p.is_floating_point())
+        cache = transformers.DynamicCache()
+        cache.layers = []
+        for k in range(len(self.blocks)):
+            one = self.cache[self.corresponding.index(k)]
+            dims = (one.key_dim, one.value_dim)
+            cache.layers.append(
+                PagedLayer(*(torch.empty(batch, one.heads, one.tokens(tokens), d, dtype=dtype, device="meta") for d in dims))
+            )
+        return self._captured({"input_ids": torch.empty(batch, 1, dtype=torch.int64, device="meta"), "past_key_values": cache})
+
+    def _captured(self, inputs: dict[str, Any]) -> Graph:
+        transformers.AttentionInterface.register(PAGED, paged_attention)  # transformers builds no mask for a name that it doesn't know
+        return capture_module(self.few, inputs, training=False).graph
+
+
+def steps_of(model: nn.Module, key_value_heads: int | None = None) -> Steps:
+    """The steps of a Hugging Face model. key_value_heads: so many instead of the config's, with every head repeated.
+
+    ValueError for a model that isn't of transformers, or whose attention is not looked up in transformers' AttentionInterface.
+    """
+    config = text_config(model)
+    if not hasattr(sys.modules[_published(model).__module__], "ALL_ATTENTION_FUNCTIONS"):
+        raise ValueError(
+            f"{_published(model).__name__} has attention of its own, not that of transformers' AttentionInterface, so its decode step "
+            "can't be priced; plan it as it is: autoshard plan hf:DIR --set cache=dynamic"
+        )
+    if getattr(config, "kv_lora_rank", None):
+        raise ValueError(
+            f"{_published(model).__name__} keeps compressed keys (multi-head latent attention), which engines read with kernels of their "
+            "own that are not priced; plan its steps as they are: autoshard plan hf:DIR --set cache=dynamic"
+        )
+    if key_value_heads is not None:
+        model = _with_heads(model, key_value_heads)
+    name = _layers_of(model)
+    total = len(model.get_submodule(name))  # type: ignore[arg-type]
+    container = next((c for c in containers(model) if c.name == name), None)
+    depth = total if container is None else container.depth(PERIODS)
+    few = on_meta(model if depth == total else shrunk(model, {name: depth}))
+    for one in {id(c): c for c in (few.config, text_config(few))}.values():
+        one._attn_implementation = PAGED
+    _returns_last_logits(few)
+    transformers.AttentionInterface.register(PAGED, paged_attention)
+    held, corresponding = cached_layers(few), _corresponding(total, depth, container)
+    if len(held) != depth:
+        raise ValueError(f"{len(held)} of {depth} layers of {type(model).__name__} use the cache; expected all of them")
+    blocks = tuple(f"{name}.{k}" for k in range(depth))
+    itemsize = next(p.element_size() for p in few.parameters() if p.is_floating_point())
+    return Steps(few, blocks, corresponding, tuple(held[k] for k in corresponding), config.hidden_size, itemsize)
+
+
+def _published(model: nn.Module) -> type:
+    """The class of transformers: `hf:` makes subclasses of it that have its module's name."""
+    return next(kind for kind in type(model).__mro__ if vars(sys.modules[kind.__module__]).get(kind.__qualname__) is kind)
+
+
+def _layers_of(model: nn.Module) -> str:
+    """The ModuleList of the model's layers. ValueError where there is none."""
+    depth = text_config(model).num_hidden_layers
+    lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) == depth]
+    if not lists:
+        raise ValueError(f"{type(model).__name__} has no ModuleList of its {depth} layers, so its steps can't be priced layer by layer")
+    return lists[0]
+
+
+def _corresponding(total: int, depth: int, container: Container | None) -> tuple[int, ...]:
+    if container is None or depth == total:
+        return tuple(range(total))
+    head, period = container.head, container.period
+    last = depth - head - 2 * period  # layers at the end that are themselves: a period, and what is left over
+    between = [head + period + (i - head) % period for i in range(head + period, total - last)]
+    return (*range(head + period), *between, *range(depth - last, depth))
+
+
+def _with_heads(model: nn.Module, heads: int) -> nn.Module:
+    """The model with so many key-value heads, on the meta device."""
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config(decoder=True)
+    if not hasattr(text, "num_key_value_heads"):
+        raise ValueError(f"{type(model).__name__} has no num_key_value_heads in its config, so its heads can't be repeated")
+    text.num_key_value_heads = heads
+    with torch.device("meta"):
+        return type(model)._from_config(config, dtype=model.dtype).eval()  # type: ignore[attr-defined]
+
+
+def _returns_last_logits(model: nn.Module) -> None:
+    """Makes the model return the logits of the last token alone: its class becomes a subclass whose forward does."""
+    original = type(model)
+    parameters = inspect.signature(_published(model).forward).parameters  # type: ignore[attr-defined]
+    asked = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+
+    def forward(self: Any, input_ids: Any, past_key_values: Any = None, use_cache: bool | None = None) -> Any:
+        cached = past_key_values is not None
+        outputs = original.forward(self, input_ids=input_ids, past_key_values=past_key_values, use_cache=cached, **asked)
+        return outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+
+    model.__class__ = type(original.__name__, (original,), {"forward": forward, "__module__": original.__module__})
+
+
+def block_of_layer(name: str, blocks: tuple[str, ...]) -> int | None:
+    """The number of the layer that a tensor or a block is in; None where it is in none."""
+    match = re.match(rf"{re.escape(blocks[0].rpartition('.')[0])}\.(\d+)(\.|$)", name)
+    return int(match[1]) if match else None

@@ -1,0 +1,241 @@
+"""Degrees for serving: the cache's bytes, prices composed of layers, which degrees are legal, and the verb."""
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import transformers
+
+import autoshard
+from autoshard.cli import main
+from autoshard.cli.huggingface import load_huggingface
+from autoshard.mesh import DEVICES, Mesh
+from autoshard.planning.context import Context
+from autoshard.planning.options import Options, Stopwatch
+from autoshard.planning.plan import baseline_only
+from autoshard.serving import CachedLayer, cached_layers, empty_cache, serve_plan
+from autoshard.serving.step_prices import price_of
+from autoshard.serving.steps import steps_of
+from benchmarks.coverage import HF
+
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "vocab_size": 128}
+QUICK = {"max_tokens": 32, "batch": 8}
+
+
+@cache
+def llama(layers=2, kv_heads=4, dtype=torch.bfloat16, **more):
+    config = transformers.LlamaConfig(num_hidden_layers=layers, num_key_value_heads=kv_heads, **SHAPE, **more)
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+
+
+def mesh(n, device="h100"):
+    return Mesh.from_bandwidths((n,), device=device)
+
+
+# -- the cache ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
+@pytest.mark.parametrize(("kv_heads", "dtype"), [(2, torch.bfloat16), (4, torch.float32), (8, torch.bfloat16)])
+def test_the_bytes_of_the_cache_are_the_formula(kv_heads, dtype, tensor):
+    layers, tokens, head_dim = 3, 50, 64 // 8
+    kept = cached_layers(llama(layers, kv_heads, dtype))
+    heads = kv_heads / tensor if tensor <= kv_heads else 1  # one head on tensor / kv_heads devices
+    assert sum(one.bytes(tokens, tensor) for one in kept) == 2 * layers * heads * head_dim * tokens * dtype.itemsize
+
+
+def test_sliding_layers_keep_their_window_and_uneven_heads_are_refused():
+    assert [one.window for one in cached_layers(load_huggingface(str(HF / "gemma2"), {})[0])] == [8, None]
+    one = CachedLayer(6, 8, 4, 2, window=10)
+    assert one.bytes(4) == 6 * 12 * 4 * 2 and one.bytes(400, 3) == 2 * 12 * 10 * 2 and one.bytes(400, 12) == 12 * 10 * 2
+    with pytest.raises(ValueError, match="6 key-value heads and 4 devices: expected that one divides the other"):
+        one.bytes(1, 4)
+
+
+@pytest.mark.parametrize("tensor", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
+def test_the_cache_in_the_graph_of_a_decode_step_has_these_bytes_on_every_device(tensor):
+    steps = steps_of(llama())
+    graph = steps.decode(8, 16)
+    solution = baseline_only(Context(graph, mesh(tensor), Options(baselines=False), Stopwatch(None)), "megatron")
+    inputs = [graph.ops[i] for i, op in enumerate(graph.ops) if op.kind == "input" and len(op.output.shape) == 4]
+    shards = [tensor if solution.layouts[op.name].outputs[0] == "S(1)" else 1 for op in inputs]
+    assert len(inputs) == 4 and set(shards) == {tensor}
+    assert sum(op.output.bytes // n for op, n in zip(inputs, shards)) == sum(8 * one.bytes(16, tensor) for one in steps.cache)
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_an_empty_cache_has_the_shapes_of_one_that_was_filled(kind):
+    model = llama()
+    made = empty_cache(model, kind, 8, 16)
+    filled = transformers.StaticCache(config=model.config, max_cache_len=16) if kind == "static" else transformers.DynamicCache()
+    small = transformers.LlamaForCausalLM(model.config).to(torch.bfloat16)
+    with torch.no_grad():
+        small(input_ids=torch.zeros(8, 15, dtype=torch.int64), past_key_values=filled, use_cache=True)
+    assert [(a.keys.shape, a.values.shape, a.keys.dtype) for a in made.layers] == [
+        (b.keys.shape, b.values.shape, b.keys.dtype) for b in filled.layers
+    ]
+    with pytest.raises(ValueError, match="cache is 'paged'; expected static or dynamic"):
+        empty_cache(model, "paged", 8, 16)
+
+
+# -- prices -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tensor", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_prices_of_few_layers_compose_to_those_of_all(tensor, monkeypatch):
+    steps = steps_of(llama(6))
+    monkeypatch.setattr("autoshard.serving.steps.PERIODS", 10**6)  # every layer is in the graph
+    full = steps_of(llama(6))
+    assert len(steps.blocks) == 3 and len(full.blocks) == 6
+    for graphs in ((steps.prefill(16), full.prefill(16)), (steps.decode(8, 16), full.decode(8, 16))):
+        ours, theirs = (price_of(one, graph, mesh(tensor)) for one, graph in zip((steps, full), graphs))
+        assert ours.seconds == pytest.approx(theirs.solution.cost, rel=1e-9)
+        assert ours.layers == pytest.approx(theirs.layers, rel=1e-9) and ours.activations == theirs.activations
+        for stages in (1, 2, 4):
+            assert [s[2] for s in ours.stages(stages)] == [s[2] for s in theirs.stages(stages)]
+            assert [s[1] for s in ours.stages(stages)] == pytest.approx([s[1] for s in theirs.stages(stages)])
+        kept = sum(row["local_bytes"] for row in theirs.solution.parameters.values())
+        assert ours.stages(1)[0][1] == pytest.approx(kept)
+
+
+def test_a_decode_step_takes_as_long_as_reading_weights_and_cache():
+    """Of a large model on a device without launches, within what its small ops and the embedding table add or save."""
+    config = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "vocab_size": 2048}
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM._from_config(
+            transformers.LlamaConfig(num_hidden_layers=6, num_key_value_heads=4, **config), dtype=torch.bfloat16
+        ).eval()
+    plan = serve_plan(model, 1, max_tokens=4096, prompt=2048, batch=16)
+    (row,) = plan.rows
+    read = row.weight_bytes + row.cache_bytes * (3072 / 4096)
+    assert row.seconds_per_token == pytest.approx(read / DEVICES["h100"].memory_bandwidth, rel=0.05)
+    eager = serve_plan(model, 1, max_tokens=4096, prompt=2048, batch=16, eager=True).rows[0]
+    assert eager.seconds_per_token > row.seconds_per_token + 6 * 10 * DEVICES["h100"].launch
+
+
+def test_tied_embeddings_count_once_on_one_stage_and_twice_on_two():
+    tied, loose = (serve_plan(llama(4, tie_word_embeddings=t), 2, **QUICK) for t in (True, False))
+    table = 128 * 64 * 2
+    weights = [{(row.tensor, row.pipeline): row.weight_bytes for row in plan.rows} for plan in (tied, loose)]
+    assert weights[1][1, 1] - weights[0][1, 1] == table and weights[1][1, 2] == weights[0][1, 2]
+
+
+# -- degrees ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "devices"), [(2, 8), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((4, 8), (8, 6), (4, 16)))]
+)
+def test_legal_degrees_are_those_of_a_brute_force_check(kv_heads, devices):
+    plan = serve_plan(llama(4, kv_heads), devices, **QUICK)
+    assert {(row.tensor, row.pipeline) for row in plan.rows} == {
+        (t, p) for t in range(1, devices + 1) for p in range(1, devices + 1) if devices % (t * p) == 0
+    }
+    for row in plan.rows:
+        t, p = row.tensor, row.pipeline
+        legal = p <= 4 and 8 % t == 0 and 96 % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)
+        assert row.fits == legal and row.replicas * t * p == devices, row
+        assert row.copies == (max(t // kv_heads, 1) if legal else 1)
+        if legal:
+            assert row.cache_bytes == -(-8 // row.replicas) * -(-4 // p) * 2 * max(kv_heads // t, 1) * 8 * 32 * 2
+    speeds = [row.tokens_per_second for row in plan.rows if row.fits]
+    assert speeds == sorted(speeds, reverse=True) and [row.fits for row in plan.rows] == sorted((r.fits for r in plan.rows), reverse=True)
+
+
+def test_more_devices_than_heads_price_the_copies():
+    steps = steps_of(llama(2, 2), 8)
+    assert {one.heads for one in steps.cache} == {8}
+    price = price_of(steps, steps.prefill(16), mesh(8))
+    rows = price.solution.parameters
+    assert rows["model.layers.0.self_attn.k_proj.weight"]["layout"] == "S(0)"
+    assert rows["model.layers.0.self_attn.k_proj.weight"]["local_bytes"] == 8 * 64 * 2  # one head of 8
+
+
+def test_memory_decides_and_the_most_sequences_are_those_that_fit():
+    model = llama(4)
+    free = serve_plan(model, 2, **QUICK)
+    limit = min(row.memory_bytes for row in free.rows) * 1.01
+    tight = serve_plan(model, 2, **QUICK, memory_limit=limit)
+    assert 0 < sum(row.fits for row in tight.rows) < len(tight.rows)
+    for row in tight.rows:
+        assert row.fits == (row.memory_bytes <= limit) == (row.most_sequences >= QUICK["batch"])
+        assert row.memory_bytes == row.weight_bytes + row.cache_bytes + row.activation_bytes
+        assert row.fits or "the cache is too large" in row.why or "leave no room" in row.why
+    assert serve_plan(model, 2, **QUICK, memory_limit=1.0).best is None
+
+
+def test_what_is_no_model_to_serve_and_what_is_no_number_is_one_sentence():
+    with pytest.raises(ValueError, match="the model is a Linear; expected a decoder of transformers"):
+        serve_plan(torch.nn.Linear(2, 2), 2, **QUICK)
+    for name, sentence in (
+        ("bert", "expected a decoder"),
+        ("t5", "expected a decoder"),
+        ("falcon", "attention of its own"),
+        ("deepseek_v3", "compressed"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            serve_plan(load_huggingface(str(HF / name), {})[0], 2, **QUICK)
+    for wrong in ({"batch": 0}, {"max_tokens": 1}, {"prompt": 32}, {"devices_per_node": True}):
+        with pytest.raises(ValueError, match="expected"):
+            serve_plan(llama(), 2, **{**QUICK, **wrong})
+
+
+def test_a_model_of_405_billion_parameters_is_planned_in_little_memory():
+    config = transformers.LlamaConfig(
+        hidden_size=16384, intermediate_size=53248, num_hidden_layers=126, num_attention_heads=128, num_key_value_heads=8, vocab_size=128256
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    plan = serve_plan(model, 16, max_tokens=8192, batch=16)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200e3  # kB; its weights are 810 GB
+    weights = {row.tensor: row.weight_bytes for row in plan.rows if row.pipeline == 1}
+    assert weights[1] == 2 * sum(p.numel() for p in model.parameters())
+    assert plan.best is not None and (plan.best.tensor, plan.best.pipeline) == (8, 2)
+    assert all(p.is_meta for p in model.parameters())
+
+
+# -- the verb and the options of hf: ---------------------------------------------------------------------------------------------
+
+
+def run(capsys, *words):
+    code = main([*words, "--json", "--quiet"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_the_verb_prints_what_the_function_returns(capsys):
+    code, record = run(capsys, "serve-plan", f"hf:{HF}/llama", "--devices", "4", "--max-tokens", "32", "--batch", "8")
+    model = load_huggingface(str(HF / "llama"), {"dtype": "bfloat16"})[0]
+    plan = autoshard.serve_plan(model, 4, **QUICK)
+    assert code == 0 and record["configurations"] == [row.to_dict() for row in plan.rows]
+    assert set(record["styles"]) == {"tp_plan", "vllm", "sglang"}
+    assert record["styles"]["tp_plan"]["model.layers.*.self_attn.o_proj"] == "rowwise"
+    assert json.dumps(record).count("Infinity") == 0
+
+
+def test_the_verb_answers_no_where_nothing_fits_and_shows_why(capsys):
+    words = ("serve-plan", f"hf:{HF}/llama", "--devices", "2", "--max-tokens", "32", "--batch", "8", "--memory", "50kB", "--quiet")
+    assert main(list(words)) == 1
+    shown = capsys.readouterr().out
+    assert "leave no room for a sequence" in " ".join(shown.split()) and max(map(len, shown.splitlines())) <= 80
+
+
+def test_options_of_the_model_are_settings_of_the_model(capsys):
+    model = ("plan", f"hf:{HF}/llama", "--mesh", "2", "--no-baselines")
+    _, ours = run(capsys, *model, "--batch", "4", "--seq", "12", "--dtype", "bfloat16")
+    _, theirs = run(capsys, *model, "--set", "batch=4", "--set", "seq=12", "--set", "dtype=bfloat16")
+    assert ours["fingerprint"] == theirs["fingerprint"] and ours["cost_seconds"] == theirs["cost_seconds"]
+    assert main([*model, "--batch", "4", "--set", "batch=8"]) == 2
+    assert "--batch 4 and --set batch=8 are the same; leave one out" in capsys.readouterr().err
+    assert main([*model, "--dtype", "complex64"]) == 2 and "expected one of float64" in capsys.readouterr().err
+
+
+def test_a_device_can_be_replaced():
+    slow = replace(DEVICES["h100"], memory_bandwidth=1e9)
+    plan = serve_plan(llama(), 2, **QUICK, mesh_of=lambda shape: Mesh.from_bandwidths(shape, device=slow, devices_per_node=2))
+    assert plan.best.seconds_per_token > serve_plan(llama(), 2, **QUICK).best.seconds_per_token
