@@ -217,7 +217,7 @@ class Decomposition:
         total = math.fsum([*terms, self._remainder(multipliers)])
         if math.isfinite(total):
             total -= ROUNDING * math.fsum(map(abs, terms))
-        self.incumbent.raise_bound_below(total)
+        self.incumbent.raise_bound(total)
         return total
 
     def first_bound(self) -> None:
