@@ -49,7 +49,7 @@ def _cell(model: str, mesh: tuple[int, ...], batch: int, memory: str, again: str
     return name, {"model": path, "mesh": mesh, "settings": {**settings, "batch": batch}, "options": options}
 
 
-def orders(case: dict, planned) -> dict:
+def planned_row(case: dict, planned) -> dict:
     """The row of a cell. planned(case, gap): the row of one plan."""
     row = planned(case, GAP)
     first = row

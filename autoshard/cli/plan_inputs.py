@@ -15,6 +15,14 @@ HANDED_ON = (
     "training", "memory_limit", "optimizer", "precision", "master_weights", "tie_blocks", "recompute", "microbatches", "accumulation_dtype",
 )  # fmt: skip
 
+WANTED_GAP = 1e-3  # relative: prices carry errors of several percent, so nobody waits for the digits behind it
+ACCEPTED = (0.01, 60.0)  # (relative gap, seconds): after a minute this is enough
+
+
+def wanted_gap(gap: float | None) -> dict[str, Any]:
+    """The options that say when planning ends: at the gap that is asked for, else at a sensible one."""
+    return {"gap": gap} if gap is not None else {"gap": WANTED_GAP, "accepted": ACCEPTED}
+
 
 def check_mesh_words(mesh: str | None, cluster: str | None, keep: str | None, devices: int | None, prices: str | None) -> None:
     """ValueError on options that contradict each other about the mesh, or that name none."""

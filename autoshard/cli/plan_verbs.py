@@ -42,7 +42,7 @@ from autoshard.cli.options import (
     model_of,
 )
 from autoshard.cli.output import Output
-from autoshard.cli.plan_inputs import AUTO, check_mesh_words, edits_note, handed_on, mesh_of, one_mesh, planning_options
+from autoshard.cli.plan_inputs import AUTO, check_mesh_words, edits_note, handed_on, mesh_of, one_mesh, planning_options, wanted_gap
 from autoshard.mesh import DEVICES_PER_NODE, Mesh
 
 
@@ -63,7 +63,10 @@ def plan(
     out: Annotated[str | None, typer.Option(help="Write the plan here: .json, or .pkl.", show_default=False)] = None,
     as_json: Json = False,
     time_limit: Annotated[float, typer.Option(help="Seconds for the solver.")] = 10000.0,
-    gap: Annotated[float, typer.Option(help="Stop when proven to be within this of the best, relative.")] = 0.0,
+    gap: Annotated[
+        float | None,
+        typer.Option(help="Stop when proven to be within this of the best. Default: 0.001, after a minute 0.01.", show_default=False),
+    ] = None,
     solver: Annotated[str, typer.Option(help="auto, prices, ilp, cvxpy or exhaustive.")] = "auto",
     intra_node_bandwidth: IntraNodeBandwidth = INTRA,
     inter_node_bandwidth: InterNodeBandwidth = INTER,
@@ -120,7 +123,7 @@ def plan(
         memory=memory, optimizer=optimizer, recompute=recompute, pin=pin, forbid=forbid,
         training=train, precision=precision, master_weights=master_weights, microbatches=microbatches, global_batch=global_batch,
         tie_blocks=tie_blocks, price_pins=price_pins, baselines=not no_baselines,
-        solver=solver, time_limit=time_limit, gap=gap, assumptions={"model": model, "set": keywords},
+        solver=solver, time_limit=time_limit, **wanted_gap(gap), assumptions={"model": model, "set": keywords},
     )  # fmt: skip
     options = handed_on(options, kept)
     with Output(as_json=as_json, quiet=quiet) as output:

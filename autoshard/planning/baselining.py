@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from autoshard.problem import Problem, evaluate
 from autoshard.solvers import Answer, solve
 
 BASELINE_SECONDS = 30.0  # at most, each
+BASELINE_GAP = 1e-4  # relative
 PRICE_SECONDS = 5.0  # at most, of a scheme that is only priced
 
 
@@ -56,9 +58,10 @@ def scheme_price(instance: Instance, baseline: Baseline) -> tuple[float, float] 
 def _completed(instance: Instance, baseline: Baseline, seconds: float) -> Answer:
     """The best plan that follows a baseline's pins, without a memory limit."""
     pinned = replace(pinned_to(instance.formulated, baseline), usage_limit=None)
+    limits: dict[str, Any] = {"gap": BASELINE_GAP, "time_limit": seconds, "homes": instance.homes}
     if instance.shallow is None:
-        return solve(pinned, time_limit=seconds).in_passing()
-    return instance.shallow.solve(pinned, preferred=False, time_limit=seconds).in_passing()
+        return solve(pinned, **limits).in_passing()
+    return instance.shallow.solve(pinned, preferred=False, **limits).in_passing()
 
 
 def pinned_to(formulated: Formulation, baseline: Baseline) -> Problem:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from autoshard.formulate import Formulation, Training, formulate, with_pins
 from autoshard.graph import Graph, checkpointed, forward_blocks, with_microbatches
 from autoshard.mesh import Mesh
 from autoshard.planning.demands import Demanded, allowed_by_pins
+from autoshard.planning.homes import homes
 from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.shallow import Shallow, correspondence
 from autoshard.problem import Problem
@@ -66,6 +68,11 @@ class Instance:
     problem: Problem  # without the choices that pins, kept and forbidden layouts exclude
     shallow: Shallow | None = None  # the same model with fewer layers, and how its answers extend to this one
     scheme: Demanded | None = None  # a baseline that the plan has to follow
+
+    @cached_property
+    def homes(self) -> list[int]:
+        """The layer of every node, for the solvers."""
+        return homes(self.formulated)
 
 
 def instance_of(context: Context, layouts: Candidates) -> Instance:

@@ -42,6 +42,7 @@ NOT_HERE = {  # options of plan
     "solver": "the frontier has a solver of its own",
     "price_pins": "plan prices pins under one memory limit",
     "baselines": "plan prices them",
+    "accepted": "a point counts as proven within `gap`",
 }
 
 

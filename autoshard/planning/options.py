@@ -96,6 +96,7 @@ class Options:
     solver: str = "auto"
     time_limit: float = TIME_LIMIT  # seconds, for the whole plan
     gap: float = 0.0  # relative
+    accepted: tuple[float, float] = (0.0, math.inf)  # (relative gap, seconds): after so many seconds a plan within that gap is enough
     baselines: bool = True
     skip_fully_replicated: bool = False
     recompute: int | str = 0  # repeated blocks to recompute in the backward pass: a number, "all" or "auto"
@@ -115,6 +116,8 @@ class Options:
         if not (_is_number(self.gap) and self.gap >= 0):
             raise ValueError(f"gap is {self.gap!r}; expected a number of 0 or more")
         self._check_microbatches()
+        if not (len(self.accepted) == 2 and all(_is_number(x) and x >= 0 for x in self.accepted)):
+            raise ValueError(f"accepted is {self.accepted!r}; expected a relative gap and seconds, for example (0.01, 60)")
         for name in ("pins", "keep", "forbid"):
             if not isinstance(layouts := getattr(self, name), Mapping):
                 raise ValueError(f"{name} is a {type(layouts).__name__}; expected a dict, for example {{'wte.weight': 'S(0),R'}}")

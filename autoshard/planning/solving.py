@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard.planning.context import Context, Instance
-from autoshard.planning.homes import homes
 from autoshard.planning.options import Stopwatch
 from autoshard.planning.refusal import searched_seconds
 from autoshard.planning.tying import solve_tied
@@ -17,22 +16,25 @@ from autoshard.solvers import Answer, solve
 def solve_instance(context: Context, instance: Instance, starts: Sequence[tuple[int, ...]]) -> Answer:
     """The best answer in the time that is left, with its bound. starts: choices that the search may begin with."""
     options, problem = context.options, instance.problem
-    limits: dict[str, Any] = {"time_limit": context.seconds_left(), "gap": options.gap, "progress": _progress(context.clock)}
+    limits: dict[str, Any] = {"time_limit": context.seconds_left(), "gap": options.gap, "progress": _progress(context.clock, options.gap)}
     limits["preference"] = instance.formulated.preference
     if options.tie_blocks:
         return solve_tied(instance.formulated, problem, solver=options.solver, **limits)
-    limits |= {"patience": searched_seconds(options), "homes": homes(instance.formulated)}
+    limits |= {"patience": searched_seconds(options), "homes": instance.homes, "accepted": options.accepted}
     if instance.shallow is not None:
         return instance.shallow.solve(problem, starts=starts, **limits)
     return solve(problem, solver=options.solver, starts=starts, **limits)
 
 
-def _progress(clock: Stopwatch) -> Callable[[float, float], None] | None:
+def _progress(clock: Stopwatch, wanted: float) -> Callable[[float, float], None] | None:
     if clock.progress is None:
         return None
 
     def show(cost: float, bound: float) -> None:
         gap = (cost - bound) / cost if cost and math.isfinite(cost) and math.isfinite(bound) else math.inf
-        clock.say(f"solving: best {cost * 1e3:.3f} ms, proven within {gap:.2%}" if math.isfinite(gap) else "solving", 0.6)
+        if math.isfinite(gap):
+            clock.say(f"solving: best {cost * 1e3:.3f} ms, proven within {gap:.2%} of the best, wanted {wanted:.2%}", 0.6)
+        else:
+            clock.say("solving: " + ("no plan yet" if math.isinf(cost) else f"best {cost * 1e3:.3f} ms, no bound yet"), 0.6)
 
     return show

@@ -140,7 +140,7 @@ class Decomposition:
         self.parts, self.incumbent = parts, incumbent
         self.count = np.bincount(parts.class_of)
         self.slots = [parts.boundary_slots(p) for p in parts.examples]
-        self.first = np.concatenate([[0], np.cumsum(parts.slot_sizes)])
+        self.first = np.cumsum([0, *parts.slot_sizes])
         scale = max((abs(x) for x in (incumbent.cost, incumbent.bound) if math.isfinite(x)), default=1.0) / len(parts.edges)
         solvers: dict[int, PartSolver] = {}
         for p in parts.examples:
@@ -217,7 +217,7 @@ class Decomposition:
         total = math.fsum([*terms, self._remainder(multipliers)])
         if math.isfinite(total):
             total -= ROUNDING * math.fsum(map(abs, terms))
-        self.incumbent.raise_bound_below(total)
+        self.incumbent.raise_bound(total)
         return total
 
     def first_bound(self) -> None:

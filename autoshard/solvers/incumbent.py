@@ -29,6 +29,8 @@ class Record:
     progress: Callable[[float, float], None] | None = None
     tolerance: float = TOLERANCE  # relative
     patience: float = math.inf  # seconds on the clock: the deadline while there is no answer
+    accepted_gap: float = 0.0  # relative: enough from `accepted_from` on
+    accepted_from: float = math.inf  # seconds on the clock
     worst: float = math.inf  # no answer costs more, so a bound above it proves that none exists
     messages: np.ndarray | None = None  # of dual ascent on a similar problem
     homes: np.ndarray | None = None  # per node a number; few edges join nodes of different numbers (parts.py)
@@ -124,8 +126,11 @@ class Incumbent:
         return self.bound == math.inf or (self.record.choice is not None and self.cost - self.bound <= self.slack)
 
     def time_left(self) -> float:
-        until = self.deadline if self.record.choice is not None else min(self.deadline, self.record.patience)
-        return until - self.record.clock()
+        record = self.record
+        until = self.deadline if record.choice is not None else min(self.deadline, record.patience)
+        if record.cost - record.bound <= record.accepted_gap * abs(record.cost):
+            until = min(until, record.accepted_from)
+        return until - record.clock()
 
     @property
     def done(self) -> bool:

@@ -125,13 +125,21 @@ def level(
 
 
 def priced(free: Problem, prices: np.ndarray) -> Problem:
-    """The problem without limit whose costs include the bytes at a price per usage."""
+    """The problem without limit whose costs include the bytes at a price per usage. What equal layers share, they still share."""
     costs, tables = list(free.node_costs), [e.table for e in free.edges]
+    sums: dict[tuple[int, int, float], tuple[np.ndarray, np.ndarray]] = {}  # by ids of costs and bytes; the costs are kept alive with it
+
+    def added(before: np.ndarray, amount: np.ndarray, price: float) -> np.ndarray:
+        key = (id(before), id(amount), price)
+        if key not in sums:
+            sums[key] = before + price * amount, before
+        return sums[key][0]
+
     for u, price in zip(free.usages, prices.tolist(), strict=True):
-        if u.edge is not None:
-            tables[u.edge] = tables[u.edge] + price * u.bytes
-        else:
-            costs[u.ends[0]] = costs[u.ends[0]] + price * u.bytes
+        if price and u.edge is not None:
+            tables[u.edge] = added(tables[u.edge], u.bytes, price)
+        elif price:
+            costs[u.ends[0]] = added(costs[u.ends[0]], u.bytes, price)
     return Problem(free.names, tuple(costs), tuple(Edge(e.a, e.b, t) for e, t in zip(free.edges, tables, strict=True)))
 
 

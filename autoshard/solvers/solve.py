@@ -55,6 +55,7 @@ def solve(
     solver: str | Solver = "auto",
     time_limit: float = TIME_LIMIT,
     gap: float = 0.0,
+    accepted: tuple[float, float] = (0.0, math.inf),
     patience: float = math.inf,
     starts: Sequence[Sequence[int]] = (),
     preference: Sequence[np.ndarray] | None = None,
@@ -65,7 +66,8 @@ def solve(
 ) -> Answer:
     """The cheapest choice that fits, with its proof; `time_limit` in seconds, `gap` relative.
 
-    `patience`: seconds after which the search ends if it has no answer yet, nor a proof that there is none.
+    `accepted`: (a relative gap, seconds): the search ends after so many seconds if it has an answer within that gap, else as soon as it
+    has one. `patience`: seconds after which the search ends if it has no answer yet, nor a proof that there is none.
     `starts` are choices that may be feasible; those that aren't are ignored. `messages`: those of dual ascent on a similar problem
     (`converged`), which continues from them before anything else is tried; a start that this proves is not changed for `preference`.
     `homes`: a number per node, for example its layer; where few edges join different ones, the parts are solved one by one (parts.py).
@@ -80,6 +82,7 @@ def solve(
     if not time_limit > 0 or not gap >= 0:
         raise ValueError(f"time_limit is {time_limit} and gap is {gap}; expected more than 0 seconds and a gap of 0 or more")
     record = Record(problem, began + time_limit, gap, clock, progress, patience=began + patience, messages=messages)
+    record.accepted_gap, record.accepted_from = accepted[0], began + accepted[1]
     record.homes = None if homes is None else np.asarray(homes, dtype=np.int64)
     incumbent = Incumbent(problem, record)
     for start in starts:
