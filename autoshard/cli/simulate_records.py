@@ -35,7 +35,7 @@ def record_of_plan(solution: Any, timeline: Any, *, measured: bool) -> dict:
         "seconds": timeline.seconds,
         "peak_bytes": timeline.peak_bytes,
         "schedule": "sequential",
-        "microbatches": 1,
+        "microbatches": solution.microbatches,
         "bubble": 0.0,
         "exposed_communication_seconds": timeline.exposed_communication_seconds,
     }
