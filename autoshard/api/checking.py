@@ -8,6 +8,7 @@ verify_program     every rank's program against the reference, one comparison pe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -100,17 +101,21 @@ def dry_run(
     """
     if device not in DEVICES:
         raise ValueError(f"device is {device!r}; expected one of {', '.join(DEVICES)}")
-    captured = capture_module(model, example_inputs, training=training if solution is None else solution.training)
+    precision = None if solution is None else solution.precision
+    captured = capture_module(model, example_inputs, training=training if solution is None else solution.training, precision=precision)
     if solution is None:
         graph, mesh, results = captured.graph, Mesh.from_bandwidths((1,)), {}
-        layouts = {op.name: Placed(*(tuple(t and "R" for t in of) for of in (graph.input_tensors(i), op.outputs)))
-                   for i, op in enumerate(graph.ops)}  # fmt: skip
+        layouts = {op.name: _replicated(graph.input_tensors(i), op.outputs) for i, op in enumerate(graph.ops)}
     else:
         graph, mesh, results = replay(solution, captured.graph).checked(), solution.mesh, dict(solution.results)
         layouts = dict(solution.layouts)
     problems = lower_dry_run(lower(graph, layouts, results, mesh, device=device), graph, device)
     rows = [{**problem.as_json(), "line": captured.line_of(problem.op)} for problem in problems]
     return {"ok": not rows, "device": device, "ops": sum(not op.is_placeholder for op in graph.ops), "cannot_run": rows}
+
+
+def _replicated(inputs: Sequence[Any], outputs: Sequence[Any]) -> Placed:
+    return Placed(tuple("R" for _ in inputs), tuple(None if tensor is None else "R" for tensor in outputs))
 
 
 def _refuse_random_ops(graph: Graph) -> None:

@@ -96,7 +96,7 @@ class PassOptions:
             optimizer=self.optimizer,
             microbatches=self.microbatches,
             global_batch=self.global_batch,
-            precision=self.precision,
+            precision=Precision.of(self.precision),
             memory_limit=self.memory_limit,
             pins=self.pins or {},
             forbid=self.forbid or {},

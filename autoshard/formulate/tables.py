@@ -72,7 +72,7 @@ class MoveTables:
     def _reduces(self) -> np.ndarray:
         """Whether the route adds partial sums on some axis."""
         source, target = ([[p.is_partial() for p in layout] for layout in of] for of in (self.source_layouts, self.target_layouts))
-        return (np.array(source)[:, None, :] & ~np.array(target)[None, :, :]).any(axis=2)
+        return np.asarray((np.array(source)[:, None, :] & ~np.array(target)[None, :, :]).any(axis=2))
 
     @cached_property
     def copy(self) -> np.ndarray:

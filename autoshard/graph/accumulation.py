@@ -22,7 +22,8 @@ def with_microbatches(graph: Graph, dtype: str | None = None) -> Graph:
 
     dtype: of the sums, such as "float32"; by default that of the gradient.
     """
-    places, ops = list(range(len(graph.ops))), []  # places: of each op in the new graph
+    places = list(range(len(graph.ops)))  # of each op in the new graph
+    ops: list[Op] = []
     kept: dict[int, int] = {}
     sums: dict[int, list[str]] = {}  # op -> the parameters whose gradients it computes
     trained = {r.name: r.value for r in graph.results if r.kind == "gradient" and r.value is not None and r.name in graph.parameters}
@@ -61,7 +62,8 @@ def _keep(graph: Graph, ops: list[Op]) -> dict[int, int]:
 
 
 def _sum(name: str, gradient: Value, tensor: Tensor, dtype: str | None) -> Op:
-    target, literals = "aten.alias.default", _LITERALS
+    target = "aten.alias.default"
+    literals: tuple = _LITERALS
     if dtype is not None and dtype != tensor.dtype:
         target, literals = "aten._to_copy.default", ((Ref(0),), (("dtype", Const("dtype", dtype)),))
         tensor = replace(tensor, dtype=dtype)

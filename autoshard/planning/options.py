@@ -137,7 +137,7 @@ class Options:
     def noted(self) -> dict[str, Any]:
         """The options as a plan notes them; newer ones only where they are used: plans from before them read as equal."""
         noted = asdict(self) | {"precision": None if self.precision is None else str(self.precision)}
-        newer = {"keep": {}, "forbid": {}, "precision": None, "microbatches": 1, "accumulation_dtype": None}
+        newer: dict[str, Any] = {"keep": {}, "forbid": {}, "precision": None, "microbatches": 1, "accumulation_dtype": None}
         hidden = ("price_pins", "global_batch")  # the latter is noted as the number of microbatches
         return {key: value for key, value in noted.items() if key not in hidden and (key not in newer or value != newer[key])}
 
