@@ -44,13 +44,19 @@ def plan_report(solution: Solution) -> RenderableType:
     return Group(*(item for part in shown for item in (part, Text(""))))
 
 
+def _proof(solution: Solution) -> str:
+    if solution.status == "optimal" and solution.gap > ROUNDING:
+        return f"no plan is faster by more than {100 * solution.gap:.2g} % under these prices"
+    return PROOF.get(solution.status, "")
+
+
 def header(solution: Solution) -> RenderableType:
     """Status, cost, bound, memory, mesh and assumptions."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     gap = "no bound" if solution.gap == float("inf") else f"gap {solution.gap if solution.gap > ROUNDING else 0:.2g}"
-    table.add_row("plan", f"{solution.status}, {gap}: {PROOF.get(solution.status, '')}")
+    table.add_row("plan", f"{solution.status}, {gap}: {_proof(solution)}")
     of = f"{solution.microbatches} microbatches of forward and backward" if solution.microbatches > 1 else "forward, backward"
     what = f"step ({of}, optimizer)" if solution.training else "forward pass"
     table.add_row("cost", f"{seconds(solution.cost)} per {what}; no plan takes less than {seconds(solution.bound)}")
