@@ -10,7 +10,8 @@ from typing import Any
 
 _HOMES = {
     "Axis": "mesh", "Device": "mesh", "Mesh": "mesh",
-    "Infeasible": "api", "autosharding_pass": "api", "export": "api", "load": "api", "parallelize": "api", "plan": "api", "verify": "api",
+    "Infeasible": "api", "NoAnswer": "api",
+    "autosharding_pass": "api", "export": "api", "load": "api", "parallelize": "api", "plan": "api", "verify": "api",
     "check": "api", "explain": "api",
     "kept_layouts": "api", "mesh_shapes": "api", "plan_meshes": "api",
     "Frontier": "api", "frontier": "api",
