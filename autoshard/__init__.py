@@ -12,7 +12,8 @@ from .version import VERSION as __version__  # noqa: F401
 
 _HOMES = {
     "Axis": "mesh", "Device": "mesh", "Mesh": "mesh",
-    "Infeasible": "api", "autosharding_pass": "api", "export": "api", "load": "api", "parallelize": "api", "plan": "api", "verify": "api",
+    "Infeasible": "api", "NoAnswer": "api",
+    "autosharding_pass": "api", "export": "api", "load": "api", "parallelize": "api", "plan": "api", "verify": "api",
     "check": "api", "dry_run": "api", "explain": "api",
     "kept_layouts": "api", "mesh_shapes": "api", "plan_meshes": "api",
     "Frontier": "api", "frontier": "api",

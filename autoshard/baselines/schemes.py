@@ -34,8 +34,8 @@ from itertools import combinations
 from autoshard.baselines.classes import DimClasses, Slots, dim_classes, number_slots
 from autoshard.baselines.megatron import Recognised, from_parameters, recognise, sequence_class, token_tables
 from autoshard.baselines.pins import FIRST, SECOND, Coder, Pin, Priorities, settle
-from autoshard.graph import ACCUMULATED, KEPT, REDUCE_THEN_CAST, Graph, Value
-from autoshard.layout import Layout, P, replicated, shards_of
+from autoshard.graph import ACCUMULATED, KEPT, REDUCE_THEN_CAST, Graph, Op, Value
+from autoshard.layout import Layout, replicated, shards_of
 from autoshard.mesh import Mesh
 from autoshard.strategies import Candidates
 
@@ -124,7 +124,7 @@ def zero_stages(graph: Graph, mesh: Mesh, candidates: Candidates, names: Sequenc
     sharding, words = shard_batch(mesh, axes, Batch.of(graph, slots, dim_classes(slots)))
     wanted = wanted_priorities(graph, mesh, sharding)
     return tuple(
-        _zero_stage(name, graph, mesh, candidates, coder, wanted, sharding, words)
+        _zero_stage(name, graph, mesh, candidates, coder, wanted, words)
         for name in names
         if name != "hsdp" or len(axes) > 1
     )
@@ -137,7 +137,6 @@ def _zero_stage(
     candidates: Candidates,
     coder: Coder,
     wanted: Callable[[Value], Priorities],
-    sharding: AxisShardings,
     words: str,
 ) -> Baseline:
     axes, gathered_at_use = used_axes(mesh), name in ("zero3", "hsdp")
@@ -146,15 +145,33 @@ def _zero_stage(
     for i, op in enumerate(graph.ops):
         if op.kind == KEPT and not gathered_at_use:
             fixed[i] = copy
-        if op.kind == ACCUMULATED and name != "zero1":
-            layout = shards[graph.parameters[op.name.removesuffix(f".{ACCUMULATED}")]]
-            fixed[i] = layout if name != "hsdp" else tuple(P() if k in sharding and k != axes[-1] else p for k, p in enumerate(layout))
+        if op.kind == ACCUMULATED and name in ("zero2", "zero3"):
+            fixed[i] = shards[_parameter_of(graph, op)]
     views = frozenset(i for i in from_parameters(graph) if len(graph.ops[i].inputs) == 1)
     pins = settle(graph, coder, wanted, fixed, views if gathered_at_use else NOTHING)
+    if name == "hsdp":
+        pins |= _summed_within_groups(graph, pins, shards, axes[-1])
     stored = (*shards, *views) if gathered_at_use else (*shards, *(i for i, op in enumerate(graph.ops) if op.kind == KEPT))
     hubs = {(i, 0): _pinned_layout(pins[graph.ops[i].name]) if gathered_at_use else copy for i in stored}
     over = "the last axis" if name == "hsdp" else "all axes"
     return Baseline(name, pins, f"{words}; {_sharded_in_words(mesh, shards, over)}", hubs)
+
+
+def _summed_within_groups(graph: Graph, pins: Mapping[str, Pin], shards: Mapping[int, Layout], last: int) -> dict[str, Pin]:
+    """The sums of gradients of hsdp: sharded on the last axis as the parameter, and on the others Partial where the gradient is."""
+    summed = {}
+    for op in graph.ops:
+        if op.kind == ACCUMULATED:
+            (i, k), stored = op.inputs[0], shards[_parameter_of(graph, op)]
+            outputs = pins[graph.ops[i].name].outputs
+            assert outputs is not None and (gradient := outputs[k]) is not None
+            layout = tuple(g if g.is_partial() and axis != last else p for axis, (g, p) in enumerate(zip(gradient, stored, strict=True)))
+            summed[op.name] = Pin((layout,), (layout,))
+    return summed
+
+
+def _parameter_of(graph: Graph, op: Op) -> int:
+    return graph.parameters[op.name.removesuffix(f".{ACCUMULATED}")]
 
 
 def _pinned_layout(pin: Pin) -> Layout:

@@ -53,8 +53,8 @@ class Usages:
         self.output_bytes, self.internal_bytes = output_bytes, internal_bytes
         self.usages: list[Usage] = []
         self.held: list[str] = []
-        values = [r.value for r in graph.results if r.value is not None]
-        self.sums = {i: k for k, i in enumerate(i for i, _ in values if graph.ops[i].kind == ACCUMULATED)}
+        produced = [r.value[0] for r in graph.results if r.value is not None]
+        self.sums = {i: k for k, i in enumerate(i for i in produced if graph.ops[i].kind == ACCUMULATED)}
         self.end = len(graph.ops) + 1 + len(self.sums)
         self.tied = {second for second, _ in graph.tied}
         self.returned = {r.value for r in graph.results if r.value is not None and r.kind == "output"}

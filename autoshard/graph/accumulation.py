@@ -14,7 +14,7 @@ from dataclasses import replace
 from autoshard.graph.records import Const, Graph, Op, Ref, Tensor, Value
 
 KEPT, ACCUMULATED = "kept", "accumulated"  # kinds of ops, and the ends of their names
-_LITERALS = ((Ref(0),), ())
+_LITERALS: tuple = ((Ref(0),), ())
 
 
 def with_microbatches(graph: Graph, dtype: str | None = None) -> Graph:
@@ -22,8 +22,8 @@ def with_microbatches(graph: Graph, dtype: str | None = None) -> Graph:
 
     dtype: of the sums, such as "float32"; by default that of the gradient.
     """
-    places = list(range(len(graph.ops)))  # of each op in the new graph
     ops: list[Op] = []
+    places = list(range(len(graph.ops)))  # of each op in the new graph
     kept: dict[int, int] = {}
     sums: dict[int, list[str]] = {}  # op -> the parameters whose gradients it computes
     trained = {r.name: r.value for r in graph.results if r.kind == "gradient" and r.value is not None and r.name in graph.parameters}
@@ -62,7 +62,7 @@ def _keep(graph: Graph, ops: list[Op]) -> dict[int, int]:
 
 
 def _sum(name: str, gradient: Value, tensor: Tensor, dtype: str | None) -> Op:
-    target = "aten.alias.default"
+    target = "aten.alias.default"  # of a value of its own, so that this is no view
     literals: tuple = _LITERALS
     if dtype is not None and dtype != tensor.dtype:
         target, literals = "aten._to_copy.default", ((Ref(0),), (("dtype", Const("dtype", dtype)),))

@@ -149,8 +149,7 @@ def with_sums(graphs: RankGraphs, dtype: str | None) -> RankGraphs:
     graph = root.graph
     *nodes, output = graph.nodes
     placeholders = [node for node in nodes if node.op == "placeholder"]
-    results = list(output.args[0])
-    names: list[str] = []
+    results, names = list(output.args[0]), list[str]()
     body = next((node for node in nodes if node.op != "placeholder"), output)
     for k, key in enumerate(graphs.gradients):
         name, gradient = key.removeprefix("gradient:"), results[k]

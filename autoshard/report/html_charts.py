@@ -17,10 +17,12 @@ from autoshard.units import seconds, size
 if TYPE_CHECKING:
     from autoshard.simulate.timeline import Timeline
 
+KERNELS = ("compute", "accumulation", "optimizer")  # kinds of tasks
+
 WIDTH, HEIGHT = 6000, 1000
 COLUMNS = 600  # of memory over time
 KINDS = ("parameters", "optimizer_state", "gradients", "activations", "resharded_copies", "temporaries", "inputs")  # from below
-TASKS = ("compute", "optimizer", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "split")  # as coloured
+TASKS = ("compute", "accumulation", "optimizer", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "split")  # as coloured
 
 
 def ticks(low: float, high: float, say: Callable[[float], str], about: int = 5) -> list[dict]:
@@ -133,12 +135,14 @@ def _boxes(spans: Sequence[tuple[float, float]], end: float) -> str:
 
 
 def _phases(timeline: Timeline) -> list[dict]:
-    """When kernels of each phase begin; the first at 0."""
+    """When kernels of each phase begin; the first at 0. Forward and backward of several microbatches are one phase."""
     begins: dict[str, float] = {}
+    m = timeline.program.formulation.microbatches
     for i, task in enumerate(timeline.tasks):
-        if task.kind in ("compute", "optimizer"):
-            begins[task.phase] = min(begins.get(task.phase, math.inf), timeline.times.begin[i])
-    known = [name for name in ("forward", "backward", "update") if name in begins]
+        if task.kind in KERNELS:
+            phase = task.phase if m == 1 or task.phase == "update" else f"{m} microbatches"
+            begins[phase] = min(begins.get(phase, math.inf), timeline.times.begin[i])
+    known = sorted(begins, key=lambda name: begins[name])
     marks = [0.0, *(begins[name] for name in known[1:]), timeline.seconds]
     return [
         {"name": name, "at": round(100 * a / timeline.seconds, 3), "width": round(100 * (b - a) / timeline.seconds, 3)}

@@ -20,7 +20,8 @@ from autoshard.writing import write_atomically
 from .figures import save
 
 COLORS = {"F": "#4c78a8", "B": "#59a14f", "W": "#f1a340", "finish": "#9c9c9c"}
-OF_KIND = {"compute": "#4c78a8", "optimizer": "#9c9c9c", "split": "#bab0ac"}  # collectives by their place in COLLECTIVES
+# of kinds of tasks that are no collectives
+OF_KIND = {"compute": "#4c78a8", "accumulation": "#59a14f", "optimizer": "#9c9c9c", "split": "#bab0ac"}
 COLLECTIVES = {"all_gather": "#e15759", "reduce_scatter": "#f28e2b", "all_reduce": "#b07aa1", "all_to_all": "#76b7b2"}
 NUMBERED = 900  # boxes; more are drawn without their numbers
 
