@@ -26,7 +26,7 @@ from autoshard.problem import Problem, without_limit
 from autoshard.solvers import Answer, converged, solve
 
 LAST_SECONDS = 0.1  # for the deep problem, after Ctrl-C
-SHALLOW_GAP = 1e-4  # relative, at most: a plan of many layers is as good as that of few
+ASCENT_GAP = 1e-4  # relative, at most: dual ascent goes on to here, which is cheap; a plan of many layers is as good as that of few
 SHALLOW_SECONDS = 60.0  # for the shallow problem; where that ends without a proof, the deep problem is left to prove more
 NONE_CORRESPONDS = "{} of the deep graph has no corresponding op in the shallow one: the layers differ, or are too few"
 
@@ -62,12 +62,12 @@ class Shallow:
     def solve(self, problem: Problem, *, gap: float = 0.0, preferred: bool = True, **options: Any) -> Answer:
         """The answer to a deep problem (with pins or without), found from that to the shallow problem under the same pins."""
         small = self._with_pins_of(problem)
-        choice, messages = converged(small, gap=min(gap, SHALLOW_GAP))
+        choice, messages = converged(small, gap=min(gap, ASCENT_GAP))
         if choice is None:
             return solve(problem, gap=gap, **options)
         preference = self.formulated.preference if preferred else None
         answer = solve(
-            small, starts=[choice], messages=messages, gap=min(gap, SHALLOW_GAP), preference=preference, time_limit=SHALLOW_SECONDS,
+            small, starts=[choice], messages=messages, gap=gap, preference=preference, time_limit=SHALLOW_SECONDS,
             homes=homes(self.formulated),
         )  # fmt: skip
         if answer.interrupted:  # the best choice so far, extended to the deep problem, is the answer
