@@ -100,8 +100,7 @@ def dry_run(
     captured = capture_module(model, example_inputs, training=training if solution is None else solution.training)
     if solution is None:
         graph, mesh, results = captured.graph, Mesh.from_bandwidths((1,)), {}
-        layouts = {op.name: Placed(*(tuple(t and "R" for t in of) for of in (graph.input_tensors(i), op.outputs)))
-                   for i, op in enumerate(graph.ops)}  # fmt: skip
+        layouts = {op.name: Placed(("R",) * len(op.inputs), tuple(t and "R" for t in op.outputs)) for op in graph.ops}  # type: ignore[misc]
     else:
         graph, mesh, results = replay(solution, captured.graph).checked(), solution.mesh, dict(solution.results)
         layouts = dict(solution.layouts)

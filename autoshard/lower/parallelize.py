@@ -100,8 +100,16 @@ def device_mesh(solution: Solution, *, backend: str | None = None, timeout: floa
     if complaint is not None:  # it is the same on every rank
         raise ValueError(complaint)
     if cuda:
-        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+        here, gpus = dist.get_node_local_rank(dist.get_rank() % max(torch.cuda.device_count(), 1)), torch.cuda.device_count()
+        agree(_too_few_gpus(here, gpus), "counting GPUs")
+        torch.cuda.set_device(here)
     return grouped("cuda" if cuda else "cpu", solution.mesh.shape, solution.mesh.axis_names, timeout if formed else None)
+
+
+def _too_few_gpus(local_rank: int, gpus: int) -> str | None:
+    if local_rank < gpus:
+        return None
+    return f"rank {local_rank} of this host has no GPU: torch sees {gpus} here; start one rank per GPU, or give backend='gloo' for the CPU"
 
 
 def _wrong_number(solution: Solution) -> str | None:
