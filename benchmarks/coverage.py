@@ -7,6 +7,7 @@ DLRM and a mixture of experts come from models/, all others from strangers.py. N
 in a process of its own that ends after --limit seconds; what stops a model is its row. unknown: ops that no rule knows, by target.
 cpu: seconds for capture and both plans, baselines left out. run: the model through `parallelize` on 2 ranks against the model itself,
 outputs, gradients and state; what is off by no more than NOISE times as much as the model in float32 from itself in float64 is rounding.
+not on cuda: ops without a kernel for GPUs, by a dry run.
 verify, worst: the largest relative error of any output or gradient over the plan and the random layouts,
 all ranks; a misplaced tensor makes the row fail. The last line counts by verdict:
 
@@ -239,9 +240,13 @@ def stages(order: dict) -> None:
                 copied(**given) if isinstance(given, dict) else copied(*given)
         return {}
 
+    def on_gpu() -> dict:
+        return {"no_cuda": sorted({r["target"] for r in api.dry_run(module, inputs, training=training)["cannot_run"]})}
+
     runs = report("itself", itself)
     if report("plan", lambda: planned(module, inputs, training)) and runs:
         report("run", lambda: ran(module, inputs, training, draws))
+        report("cuda", on_gpu)
         report("verify", lambda: verified(module, inputs, training, order["random"]))
 
 
@@ -302,7 +307,8 @@ def line(row: dict) -> str:
     statuses = " ".join(f"{row[f'status {mesh}']:>8}" for mesh in PLANNED)
     unknown = ", ".join(row["unknown"]) or "-"
     counts = f"{row['nodes']:6} {row['signatures']:6} {statuses} {row['cpu_seconds']:6.1f}"
-    return f"{head}{counts} {run} {worst}  {unknown}{'  ' + said if said else ''}"
+    no_cuda = "; not on cuda: " + ", ".join(row["no_cuda"]) if row.get("no_cuda") else ""
+    return f"{head}{counts} {run} {worst}  {unknown}{no_cuda}{'  ' + said if said else ''}"
 
 
 def main() -> int:

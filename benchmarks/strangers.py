@@ -432,7 +432,7 @@ class GroupedExperts(nn.Module):
         return (torch.zeros_like(flat).index_copy(0, order, y) * weight.unsqueeze(-1)).view_as(x)
 
 
-@stranger("grouped_mm", refused="grouped_mm")
+@stranger("grouped_mm")
 def grouped_mm(training: bool) -> Built:
     return wrapped(GroupedExperts(), training), (features(),)
 

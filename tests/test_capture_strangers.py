@@ -268,10 +268,6 @@ def flex_masked(layer, x):
     return attend(layer, x).sum()
 
 
-def grouped(layer, x):
-    return F.grouped_mm(x, layer.weight.view(1, 8, 8), offs=torch.tensor([4], dtype=torch.int32))
-
-
 def endless(layer, x):
     return endless(layer, layer(x))
 
@@ -297,7 +293,6 @@ HERE = rf"at {__file__}:\d+"
 REFUSED = {
     "flex_attention": (linear(attend), FLEX),
     "a mask": (decoder, rf"{HERE}: torch compares the values of the mask with a causal one .*say what it is: tgt_is_causal=True"),
-    "grouped_mm": (linear(grouped), rf"{HERE}: torch's fake kernel of grouped_mm knows bfloat16 only .*plan in bfloat16"),
     "a lazy layer": (lambda: (nn.LazyLinear(8), (torch.randn(4, 8),)), "a parameter has no shape yet .*run the model on one batch first"),
     "nested": (lambda: (nn.Linear(8, 8), (torch.nested.nested_tensor([torch.randn(2, 8)]),)), "a nested tensor .*pad it"),
     "jagged": (

@@ -207,5 +207,5 @@ def test_what_is_plain_is_exported_as_it_is():
 
 
 def test_an_optimal_plan_within_a_gap_is_not_called_the_fastest():
-    words = as_text(summary(replace(linear_solution(), status="optimal", cost=2e-3, bound=2e-3 * (1 - 5e-4))))
+    words = as_text(plan_report(replace(linear_solution(), status="optimal", cost=2e-3, bound=2e-3 * (1 - 5e-4))))
     assert "no plan is faster by more than 0.05 %" in words and "no plan is faster under" not in words

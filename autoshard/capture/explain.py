@@ -42,11 +42,6 @@ CHANGES = (
         "compute the whole with masks, experts with batched or grouped matmuls",
     ),
     (
-        r"Expected inputs of BF16 type",
-        "torch's fake kernel of grouped_mm knows bfloat16 only",
-        "plan in bfloat16 (model.bfloat16(), --set dtype=bfloat16) or with batched matmuls (--set experts=batched_mm)",
-    ),
-    (
         r"maximum recursion depth",
         "its modules are nested deeper than Python's recursion limit allows",
         "flatten them, or call sys.setrecursionlimit(10000) where the model is built",

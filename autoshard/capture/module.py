@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 from autoshard.capture.attention import as_one_op, canonical
 from autoshard.capture.explain import FLEX, explained, line_of
 from autoshard.capture.functional import functional, traced_tensor, without_equal_strides
+from autoshard.capture.grouped_mm import fake_grouped_mm
 from autoshard.capture.held import has_objects, in_lists, opened
 from autoshard.capture.inputs import (
     CPU,
@@ -129,7 +130,7 @@ def capture_without_casts(module: nn.Module, example_inputs: Any, *, training: b
         raise ValueError(f"{type(module).__name__} is compiled by torch.jit, or a part of it is: give the module that was compiled")
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
     torch._dynamo.reset()  # else automatic dynamic shapes would make the shapes of the second model of a process symbolic
-    with explained(module), as_one_op():
+    with explained(module), as_one_op(), fake_grouped_mm():
         if not module._forward_pre_hooks:  # they may change the arguments
             inspect.signature(module.forward).bind(*args, **kwargs)
         fake_module, fake_args, fake_kwargs = to_fake(mode, module, args, kwargs, precision)
@@ -202,7 +203,7 @@ def capture_fx(fx_graph: fx.GraphModule | ExportedProgram, example_inputs: Any =
     fx_graph: an ExportedProgram, a GraphModule of ATen nodes, or one from torch.fx.symbolic_trace. example_inputs: needed when
     the placeholders carry no `meta["val"]`.
     """
-    with explained(fx_graph.graph_module if isinstance(fx_graph, ExportedProgram) else fx_graph), as_one_op():
+    with explained(fx_graph.graph_module if isinstance(fx_graph, ExportedProgram) else fx_graph), as_one_op(), fake_grouped_mm():
         return _retraced(fx_graph, example_inputs)
 
 

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoshard.capture.grouped_mm import fake_grouped_mm
 from autoshard.graph import Graph
 from autoshard.lower.collectives import Ask, Asking, Rank
 from autoshard.lower.dispatch_table import has_kernel
@@ -58,7 +59,7 @@ class _DryRun:
 
     def run(self) -> list[CannotRun]:
         mesh, problems = self.program.mesh, []
-        with FakeTensorMode(), _WithoutDevice():
+        with FakeTensorMode(), _WithoutDevice(), fake_grouped_mm():
             rank = Rank(mesh, tuple(torch.zeros((), dtype=torch.int64, device=self.device) for _ in mesh.axes), (0,) * len(mesh.axes))
             for record in self.program.records:
                 if isinstance(record, LoadPlaceholder):

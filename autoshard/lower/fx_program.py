@@ -23,6 +23,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.graph import _BoxedCodeGen
 
+from autoshard.capture.grouped_mm import fake_grouped_mm
 from autoshard.graph import Graph
 from autoshard.lower.collectives import Groups
 from autoshard.lower.flow import owners, size
@@ -85,7 +86,7 @@ def trace(program: Program, graph: Graph, groups: Groups, where: tuple[int, ...]
         results = run_rank(program, values, groups, flat[len(names) :], where, done=_Marks(proxies.tracer.graph))
         return [results[key] for key in keys]
 
-    with mode:
+    with mode, fake_grouped_mm():
         joint = make_fx(step)(*fakes, *position)
     if not drops:
         _keep_all(joint.graph)

@@ -47,10 +47,8 @@ def _with_planned(record: RunOp, outputs: tuple[Any, ...], rank: int) -> tuple[A
     recurrent layer's workspace) or for one that the CPU's kernel leaves out (batch norm, bags of embeddings), zeros where another
     device's kernel does."""
     wanted = (*record.outputs, *(None for _ in outputs))
-    return tuple(
-        _placeholder(record, slot, rank, outputs) if slot is not None and _is_left_out(y, slot, rank) else y
-        for y, slot in zip(outputs, wanted)
-    )
+    pairs = zip(outputs, wanted, strict=False)
+    return tuple(_placeholder(record, s, rank, outputs) if s is not None and _is_left_out(y, s, rank) else y for y, s in pairs)
 
 
 def _is_left_out(y: Any, slot: Slot, rank: int) -> bool:

@@ -47,8 +47,8 @@ def run_unsharded(
     leaves, spec = pytree.tree_flatten((args, kwargs))
     bounds, names = index_bounds(graph), input_names(model, example_inputs)
     leaves = [
-        _on(_input(leaf, bounds.get(names[k]), seed + k), device) if isinstance(leaf, torch.Tensor) else leaf
-        for k, leaf in enumerate(leaves)
+        _on(_input(leaf, bounds.get(name), seed + k), device) if isinstance(leaf, torch.Tensor) else leaf
+        for k, (leaf, name) in enumerate(zip(leaves, names, strict=True))
     ]
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     pairs = zip(names, leaves, strict=True)

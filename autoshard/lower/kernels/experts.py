@@ -12,11 +12,33 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from autoshard.lower.collectives import Rank
 from autoshard.lower.kernels.sharded_op import Arguments, Axes, Kernel, ShardedOp, local
 from autoshard.lower.literals import overload
+
+aten = torch.ops.aten
+
+
+def aligned_grouped_mm(self: Tensor, mat2: Tensor, *options: Any, **named: Any) -> Tensor:
+    """torch's grouped matmul, of operands whose rows begin at multiples of 16 bytes, as it needs them."""
+    return aten._grouped_mm.default(_aligned(self), _aligned(mat2), *options, **named)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    unit = 16 // x.element_size()
+    if 1 in x.stride()[-2:] and all(step % unit == 0 for step in x.stride() if step != 1):
+        return x
+    return F.pad(x, (0, -x.shape[-1] % unit)).contiguous().narrow(-1, 0, x.shape[-1])
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {"aten._grouped_mm.default": aligned_grouped_mm}
+
+
+def _function(target: str) -> Callable[..., Any]:
+    return FUNCTIONS[target] if target in FUNCTIONS else overload(target)
 
 
 def _own_groups(rank: Rank, axes: Axes, offs: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -42,7 +64,7 @@ def _without_rest(x: Tensor, ends: Tensor) -> Tensor:
 @local
 def grouped_mm(rank: Rank, a: Arguments, *, target: str, x: str, w: str, axes: Axes) -> Tensor:
     first, ends = _own_groups(rank, axes, a["offs"], a[w].shape[0])
-    products = overload(target)(**{**a, x: _shifted(a[x], first), "offs": ends})
+    products = _function(target)(**{**a, x: _shifted(a[x], first), "offs": ends})
     return _shifted(_without_rest(products, ends), -first)
 
 
@@ -51,7 +73,7 @@ def weight_gradient(rank: Rank, a: Arguments, *, target: str, num_experts: int, 
     """x'[k, s] @ g[s, n] for each expert, s the tokens. num_experts: on all ranks together."""
     first, ends = _own_groups(rank, axes, a["offs"], rank.length(axes, num_experts))
     shifted = {"self": _shifted(a["self"], first, 1), "mat2": _shifted(a["mat2"], first), "offs": ends}
-    return overload(target)(**{**a, **shifted})
+    return _function(target)(**{**a, **shifted})
 
 
 @local

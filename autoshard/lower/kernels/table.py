@@ -2,6 +2,16 @@
 
 A row of KERNELS looks at the op's layouts (ShardedOp) and returns its kernel, or None where the plain op is right. A kernel is a
 generator (collectives.py) that computes the local outputs; its arguments come by the names of the op's schema, with local tensors.
+
+Ops whose kernel depends on the device, as torch 2.13 has them (`autoshard doctor MODEL --device cuda` looks them all up):
+
+    attention                          one op, kernels by device, dtype, mask and head dim: attention.py
+    batch norm, log_sigmoid            one op everywhere; what a device's kernel leaves out is filled in: run.py
+    bags of embeddings                 the same; their backward finds the bag of each index itself where the forward left it out
+    grouped matmul                     float32, float16, bfloat16 on CPU and CUDA; rows are padded to 16 bytes: experts.py
+    recurrent layers                   an LSTM is captured as mkldnn_rnn_layer, CPU only; a GRU and an RNN are plain ops everywhere
+    mkldnn_*, _cudnn_*, miopen_*       the library's device only: captures have none but the LSTM's
+    dropout                            bernoulli or native_dropout of the global tensor, drawn by the device's own generator
 """
 
 from __future__ import annotations
@@ -28,8 +38,8 @@ KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
     **attention.KERNELS,
 }
 
-# Functions that choose the kernel for the device when they are called, in place of operators of capture.
-FUNCTIONS: dict[str, Callable[..., Any]] = {**attention.FUNCTIONS}
+# Functions that run in place of an operator: they choose the kernel for the device, or arrange what a kernel needs.
+FUNCTIONS: dict[str, Callable[..., Any]] = {**attention.FUNCTIONS, **experts.FUNCTIONS}
 
 
 def function_of(target: str) -> Callable[..., Any]:

@@ -1,0 +1,66 @@
+"""Grouped matmuls: fake kernels for every type, and operands whose rows are narrower than torch's kernel wants them."""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from autoshard import api
+from autoshard.capture.grouped_mm import fake_grouped_mm
+from autoshard.lower.kernels.experts import aligned_grouped_mm
+from tests.helpers_lower import mesh_of
+
+aten = torch.ops.aten
+ENDS = torch.tensor([4, 4, 10, 16], dtype=torch.int32)
+OPERANDS = {
+    "tokens": (lambda f: (f(16, 8), f(4, 8, 16), ENDS), (16, 16)),
+    "weight gradient": (lambda f: (f(8, 16), f(16, 8), ENDS), (4, 8, 8)),
+    "batched": (lambda f: (f(4, 16, 8), f(4, 8, 16), None), (4, 16, 16)),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), list(product(OPERANDS, (torch.float32, torch.bfloat16, torch.float16))))
+def test_the_fake_kernel_has_the_shapes_and_strides_of_the_real_one(name, dtype):
+    operands, shape = OPERANDS[name]
+    x, w, ends = operands(lambda *shape: torch.ones(shape, dtype=dtype))
+    real = aten._grouped_mm.default(x, w, ends)
+    with FakeTensorMode() as mode, fake_grouped_mm():
+        fake = aten._grouped_mm.default(*(t if t is None else mode.from_tensor(t) for t in (x, w, ends)))
+    assert tuple(fake.shape) == tuple(real.shape) == shape and fake.dtype == real.dtype and fake.stride() == real.stride()
+
+
+def test_torchs_own_fake_kernel_is_back_afterwards():
+    tensors = [torch.empty(shape, device="meta") for shape in ((16, 8), (4, 8, 16))]
+    ends = torch.empty(4, dtype=torch.int32, device="meta")
+    with fake_grouped_mm():
+        assert aten._grouped_mm.default(*tensors, ends).shape == (16, 16)
+    with pytest.raises(RuntimeError, match="BF16"):
+        aten._grouped_mm.default(*tensors, ends)
+
+
+def test_narrow_rows_are_padded():
+    x, w = torch.randn(16, 3).bfloat16(), torch.randn(4, 3, 5).bfloat16()
+    with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
+        aten._grouped_mm.default(x, w, ENDS)
+    begins = [0, *ENDS[:-1].tolist()]
+    expected = torch.cat([x[i:j].float() @ w[e].float() for e, (i, j) in enumerate(zip(begins, ENDS.tolist(), strict=True))])
+    assert (aligned_grouped_mm(x, w, ENDS).float() - expected).abs().max() < 0.05
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 8, 16)), nn.Parameter(torch.randn(4, 16, 8))
+
+    def forward(self, x):
+        return F.grouped_mm(F.relu(F.grouped_mm(x, self.up, offs=ENDS.to(x.device))), self.down, offs=ENDS.to(x.device)).mean()
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_experts_in_float32_are_planned_and_right(training):
+    model, inputs = Experts(), (torch.randn(16, 8),)
+    solution = api.plan(model, inputs, mesh_of(4), training=training, baselines=False)
+    assert not solution.replicated_ops and api.verify(model, inputs, solution, random=4)["ok"]
