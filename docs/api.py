@@ -26,7 +26,7 @@ COMMAND = "python docs/api.py"
 
 AREAS = {  # page: (title, what it is for, {where the names are imported from: names})
     "plan": ("Planning", "A model and a mesh in, a plan out; and questions about the plan.", {
-        "autoshard": "plan Infeasible Solution load verify check explain extrapolate kept_layouts mesh_shapes plan_meshes "
+        "autoshard": "plan Precision Infeasible Solution load verify check explain extrapolate kept_layouts mesh_shapes plan_meshes "
                      "frontier Frontier autosharding_pass",
         "autoshard.api": "Options PassOptions FrontierPoint edited_layouts html_report robustness",
         "autoshard.planning.options": "Demand",

@@ -91,7 +91,7 @@ class PassOptions:
     def planning(self) -> Options:
         return Options(
             optimizer=self.optimizer,
-            precision=self.precision,
+            precision=Precision.of(self.precision),
             memory_limit=self.memory_limit,
             pins=self.pins or {},
             forbid=self.forbid or {},
