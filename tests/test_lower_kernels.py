@@ -145,7 +145,9 @@ CASES = {
 
 def test_every_kernel_has_a_case():
     cases = {target for target, *_ in [*CASES.values(), *MORE_CASES.values()]}
-    assert cases >= set(KERNELS) - {*dropout.KERNELS, *recurrent.KERNELS}  # compared in test_parallelize, test_coverage_ops
+    elsewhere = {*dropout.KERNELS, *recurrent.KERNELS}  # compared in test_parallelize, test_coverage_ops
+    elsewhere |= {target for target in KERNELS if "native_layer_norm" in target}  # of 16 bits only: test_precision
+    assert cases >= set(KERNELS) - elsewhere
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)

@@ -110,7 +110,7 @@ def compare(name: str, reduce: str, steps: int, layers: int = 2) -> None:
     plans = {scheme: planned(name, reduce, scheme, layers) for scheme in ("fsdp", "best")}
     runs = results(WORLD, work, name, reduce, steps, layers, {scheme: solution for scheme, (_, solution) in plans.items()})[0]
     losses, by_torch = runs["torch"]
-    assert steps < 30 or losses[-1] < 0.9 * losses[0]
+    assert steps < 30 or losses[-1] < 0.95 * losses[0]
     for scheme, (graph, solution) in plans.items():
         mine, counted = runs[scheme]
         apart = max(abs(a - b) / b for a, b in zip(mine, losses, strict=True))
