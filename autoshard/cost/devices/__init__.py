@@ -1,0 +1,106 @@
+"""Constants of kinds of devices and of software stacks: `<name>.json` of each device, and `stacks.json`.
+
+Each constant has a published figure with its source (data sheets, published kernel and collective benchmarks), which no training run has
+changed, and where benchmarks/fit_devices.py has fitted it, the fitted figure. `fitted=False` uses only the published ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autoshard.reading import text_of
+
+Numbers = float | np.ndarray
+
+
+@dataclass(frozen=True)
+class DeviceConstants:
+    """Of one kind of device, or columns of several. The first five are from its data sheet's, the others can be fitted."""
+
+    peak16: Numbers  # FLOP/s, dense, 16-bit inputs
+    peak8: Numbers
+    peak4: Numbers
+    memory_bandwidth: Numbers  # bytes/s
+    link_bandwidth: Numbers  # bytes/s of one device to the others of its node, one direction
+    matmul16: Numbers  # share of the peak that large matmuls reach
+    matmul8: Numbers
+    matmul4: Numbers
+    small: Numbers  # elements: the smallest dim at which a matmul reaches half of that
+    attention: Numbers  # share of the 16-bit peak that fused attention reaches forward, at head dim 128
+    narrow: Numbers  # exponent of head dim / 128
+    short: Numbers  # tokens: the sequence at which attention reaches half of its rate
+    memory: Numbers  # share of the memory bandwidth that elementwise kernels reach
+    fusion: Numbers  # bytes of fused elementwise kernels, as a share of those of separate ones
+    link: Numbers  # share of link_bandwidth that collectives reach
+    link_latency: Numbers  # seconds per hop
+    network: Numbers  # share of the adapters' bandwidth that collectives reach
+    network_latency: Numbers  # seconds per hop of a ring that leaves the node
+    host: Numbers  # seconds in which the host launches one block's forward and backward, uncompiled
+
+
+@dataclass(frozen=True)
+class StackConstants:
+    """Of one software stack, or columns of several. The last six can be fitted; the others say what the software does."""
+
+    flash: Numbers  # rate of fused attention relative to FlashAttention-2; 0: scores are written to memory
+    gradient_bytes: Numbers  # per parameter, as they are reduced
+    balanced: Numbers  # 1: stages are balanced by cost, 0: even
+    hides: Numbers  # 1: gradients are reduced during the last backward
+    host: Numbers  # launches relative to the device's `host`
+    traffic: Numbers  # elementwise bytes relative to the formula
+    hidden: Numbers  # share of the data parallel transfers that can hide behind compute
+    fixed: Numbers  # seconds per step
+    transfer: Numbers  # seconds per microbatch and pipeline stage for a transfer between stages, besides its bytes
+    congestion: Numbers  # the network's bandwidth falls as nodes^-congestion
+
+
+DATA_SHEET, DESCRIPTION = 5, 4  # leading fields that are never fitted
+DEVICE_CONSTANTS = tuple(field.name for field in fields(DeviceConstants))[DATA_SHEET:]
+STACK_CONSTANTS = tuple(field.name for field in fields(StackConstants))[DESCRIPTION:]
+FOLDER = Path(__file__).parent
+
+
+def known_devices() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.json") if path.stem != "stacks"))
+
+
+def known_stacks() -> tuple[str, ...]:
+    return tuple(_file("stacks"))
+
+
+def device_constants(names: Sequence[str], *, fitted: bool = True) -> DeviceConstants:
+    """Columns, one entry per name; ValueError for an unknown device."""
+    return DeviceConstants(**_columns(names, {name: _row(_file_of(name), fitted) for name in set(names)}, DeviceConstants))
+
+
+def stack_constants(names: Sequence[str], *, fitted: bool = True) -> StackConstants:
+    """Columns, one entry per name; an unknown stack is the stack "other"."""
+    stacks = _file("stacks")
+    return StackConstants(**_columns(names, {name: _row(stacks.get(name, stacks["other"]), fitted) for name in set(names)}, StackConstants))
+
+
+def _columns(names: Sequence[str], rows: dict[str, dict[str, float]], record: type) -> dict[str, np.ndarray]:
+    return {field.name: np.array([rows[name][field.name] for name in names], dtype=float) for field in fields(record)}
+
+
+def _row(file: dict[str, Any], fitted: bool) -> dict[str, float]:
+    constants = {name: one.get("fitted", one["published"]) if fitted else one["published"] for name, one in file["constants"].items()}
+    return {**file["given"], **constants}
+
+
+def _file_of(name: str) -> dict[str, Any]:
+    if name not in known_devices():
+        raise ValueError(f"no constants of device {name!r}; known are {', '.join(known_devices())}")
+    return _file(name)
+
+
+@cache
+def _file(name: str) -> dict[str, Any]:
+    return json.loads(text_of(FOLDER / f"{name}.json", "measurements"))

@@ -1,0 +1,183 @@
+"""Fit the constants of devices and software stacks to published runs, and write autoshard/cost/devices/*.json.
+
+    PYTHONPATH=. python benchmarks/fit_devices.py RUNS.csv [--folds 2] [--write]
+
+Robust least squares of log(predicted / measured) seconds, each row weighted by 1/sqrt(rows of its source), with a penalty for leaving the
+published figures, so that what a device's rows don't determine stays as published. Rows marked suspect or of the old pipeline code are
+left out. A row depends on one device and one stack: one evaluation per constant gives the whole Jacobian.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+from published import Table, by_source, folds, read
+from scipy.optimize import least_squares
+
+from autoshard.cost.devices import DEVICE_CONSTANTS, FOLDER, STACK_CONSTANTS, DeviceConstants, StackConstants
+from autoshard.recipes import stages
+from autoshard.recipes.step import Machine, step_seconds
+
+ROBUST = 0.1  # errors above are counted as absolute rather than squared
+# How far constants are from their published figures, as a standard deviation: of the logarithm, or for ADDED of the figure.
+SPREAD = {
+    "matmul16": 0.2, "matmul8": 0.2, "matmul4": 0.2, "small": 0.7, "attention": 0.3, "narrow": 0.3, "short": 0.7, "memory": 0.2,
+    "fusion": 0.3, "link": 0.3, "link_latency": 0.7, "network": 0.4, "network_latency": 0.5, "host": 0.5, "traffic": 0.3, "hidden": 0.3,
+    "fixed": 0.7, "transfer": 1.5, "congestion": 0.2,
+}  # fmt: skip
+ADDED = ("narrow", "hidden", "congestion")
+BOUNDS = {"hidden": (0.0, 1.0), "congestion": (0.0, 1.0), "narrow": (0.0, 1.0)}
+PENALTY = 0.3
+STEP = 1e-4  # of the Jacobian's differences
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Changes x of constants, in units of SPREAD: a row per device or stack, a column per constant."""
+
+    devices: tuple[str, ...]
+    stacks: tuple[str, ...]
+    device: np.ndarray
+    stack: np.ndarray
+
+    @staticmethod
+    def none(table: Table) -> Fit:
+        devices, stacks = sorted(set(table.runs.device)), sorted(set(table.runs.stack))
+        return Fit(tuple(devices), tuple(stacks), np.zeros((len(devices), len(DEVICE_CONSTANTS))), np.zeros((len(stacks), len(STACK_CONSTANTS))))
+
+    def of(self, x: np.ndarray) -> Fit:
+        return replace(self, device=x[: self.device.size].reshape(self.device.shape), stack=x[self.device.size :].reshape(self.stack.shape))
+
+    @property
+    def x(self) -> np.ndarray:
+        return np.concatenate([self.device.ravel(), self.stack.ravel()])
+
+    def machine(self, published: Machine, device_of: np.ndarray, stack_of: np.ndarray) -> Machine:
+        """device_of, stack_of: indices of each row's device and stack."""
+        device = {name: changed(name, getattr(published.device, name), self.device[device_of, j]) for j, name in enumerate(DEVICE_CONSTANTS)}
+        stack = {name: changed(name, getattr(published.stack, name), self.stack[stack_of, j]) for j, name in enumerate(STACK_CONSTANTS)}
+        return replace(published, device=replace(published.device, **device), stack=replace(published.stack, **stack))
+
+
+def changed(name: str, published: np.ndarray, x: np.ndarray) -> np.ndarray:
+    if name not in ADDED:
+        return published * np.exp(x * SPREAD[name])
+    return np.clip(published + x * SPREAD[name], *BOUNDS[name])
+
+
+def indices(table: Table, fit: Fit) -> tuple[np.ndarray, np.ndarray]:
+    """Of each row's device and stack; a name that the fit does not know is an error of ours."""
+    return np.array([fit.devices.index(d) for d in table.runs.device]), np.array([fit.stacks.index(s) for s in table.runs.stack])
+
+
+def predict(table: Table, fit: Fit, without: frozenset[str] = frozenset()) -> np.ndarray:
+    published = replace(Machine.of(table.runs, fitted=False), without=without)
+    return step_seconds(table.runs, fit.machine(published, *indices(table, fit)))
+
+
+def fitted(table: Table, start: Fit, *, without: frozenset[str] = frozenset(), evaluations: int = 40) -> Fit:
+    """The fit to a table's timed rows that are not set apart."""
+    table = table[~table.crashed & ~table.apart]
+    published = replace(Machine.of(table.runs, fitted=False), without=without)
+    split = stages(table.runs, published.stack.balanced > 0)
+    devices, stacks = indices(table, start)
+    counts = {name: mask.sum() for name, mask in by_source(table, np.ones(len(table), bool)).items()}
+    weight = np.array([counts[name] for name in table.source]) ** -0.25 / ROBUST
+
+    def errors(x: np.ndarray) -> np.ndarray:
+        machine = start.of(x).machine(published, devices, stacks)
+        return np.log(step_seconds(table.runs, machine, split) / table.seconds)
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        return np.concatenate([_robust(errors(x)) * weight, PENALTY * x])
+
+    def jacobian(x: np.ndarray) -> np.ndarray:
+        base, rows = _robust(errors(x)) * weight, np.arange(len(table))
+        jac = np.zeros((len(table) + len(x), len(x)))
+        for of, offset, count in ((devices, 0, len(DEVICE_CONSTANTS)), (stacks, start.device.size, len(STACK_CONSTANTS))):
+            for j in range(count):
+                moved = x.copy()
+                moved[offset + j : start.device.size if offset == 0 else None : count] += STEP
+                jac[rows, offset + of * count + j] = (_robust(errors(moved)) * weight - base) / STEP
+        jac[len(table) :] = PENALTY * np.eye(len(x))
+        return jac
+
+    return start.of(least_squares(residuals, start.x, jac=jacobian, max_nfev=evaluations).x)
+
+
+def _robust(error: np.ndarray) -> np.ndarray:
+    """Whose square is quadratic in small errors, linear in large ones (pseudo-Huber)."""
+    return np.sign(error) * ROBUST * np.sqrt(2 * (np.sqrt(1 + (error / ROBUST) ** 2) - 1))
+
+
+def held_out(table: Table, count: int, *, without: frozenset[str] = frozenset(), evaluations: int = 40) -> np.ndarray:
+    """Predicted seconds of every row by the fit to the folds that it is not in."""
+    fold, start = folds(table, count), Fit.none(table)
+    seconds = np.full(len(table), np.nan)
+    for k in range(count):
+        fit = fitted(table[fold != k], start, without=without, evaluations=evaluations)
+        seconds[fold == k] = predict(table[fold == k], fit, without)
+    return seconds
+
+
+def write(fit: Fit, table: Table) -> None:
+    """The fitted figures into the device files, each with the number of rows behind it."""
+    timed = ~table.crashed & ~table.apart
+    for i, name in enumerate(fit.devices):
+        path = FOLDER / f"{name}.json"
+        data = json.loads(path.read_text())
+        rows = int((timed & (table.runs.device == name)).sum())
+        _set(data["constants"], DEVICE_CONSTANTS, fit.device[i])
+        path.write_text(json.dumps({**data, "fitted_rows": rows}, indent=1) + "\n")
+    path = FOLDER / "stacks.json"
+    stacks = json.loads(path.read_text())
+    for i, name in enumerate(fit.stacks):
+        if name in stacks:
+            _set(stacks[name]["constants"], STACK_CONSTANTS, fit.stack[i])
+            stacks[name]["fitted_rows"] = int((timed & (table.runs.stack == name)).sum())
+    path.write_text(json.dumps(stacks, indent=1) + "\n")
+
+
+def _set(constants: dict, names: tuple[str, ...], x: np.ndarray) -> None:
+    for name, change in zip(names, x):
+        constants[name].pop("fitted", None)
+        if abs(change) > 1e-3:
+            constants[name]["fitted"] = float(f"{float(changed(name, np.float64(constants[name]['published']), change)):.4g}")
+
+
+def report(table: Table, seconds: np.ndarray) -> float:
+    """Per source: rows, mean, median, bias in percent; returns the mean of means."""
+    error, means = seconds / table.seconds - 1, []
+    for name, mask in by_source(table, ~table.crashed & ~table.apart).items():
+        e = 100 * error[mask]
+        if len(e):
+            print(f"{name:16} {len(e):5} mean {np.abs(e).mean():6.1f} median {np.median(np.abs(e)):6.1f} bias {np.median(e):6.1f}")
+            means += [np.abs(e).mean()] * (len(e) >= 5)
+    print(f"mean of {len(means)} means {np.mean(means):.2f} %")
+    return float(np.mean(means))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("--folds", type=int, default=2)
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    table = read(arguments.runs)
+    assert [f.name for f in fields(DeviceConstants)][-len(DEVICE_CONSTANTS) :] == list(DEVICE_CONSTANTS)
+    assert [f.name for f in fields(StackConstants)][-len(STACK_CONSTANTS) :] == list(STACK_CONSTANTS)
+    print("published constants"), report(table, predict(table, Fit.none(table)))
+    if arguments.folds:
+        print(f"held out, {arguments.folds} folds of whole cells"), report(table, held_out(table, arguments.folds))
+    fit = fitted(table, Fit.none(table))
+    print("in sample"), report(table, predict(table, fit))
+    if arguments.write:
+        write(fit, table)
+
+
+if __name__ == "__main__":
+    main()
