@@ -92,21 +92,33 @@ def fitted(table: Table, start: Fit, *, without: frozenset[str] = frozenset(), e
         machine = start.of(x).machine(published, devices, stacks)
         return np.log(step_seconds(table.runs, machine, split) / table.seconds)
 
-    def residuals(x: np.ndarray) -> np.ndarray:
-        return np.concatenate([_robust(errors(x)) * weight, PENALTY * x])
+    common = _common(start)
 
-    def jacobian(x: np.ndarray) -> np.ndarray:
+    def residuals(y: np.ndarray) -> np.ndarray:
+        return np.concatenate([_robust(errors(common @ y)) * weight, PENALTY * y])
+
+    def jacobian(y: np.ndarray) -> np.ndarray:
+        x = common @ y
         base, rows = _robust(errors(x)) * weight, np.arange(len(table))
-        jac = np.zeros((len(table) + len(x), len(x)))
+        jac = np.zeros((len(table), len(x)))
         for of, offset, count in ((devices, 0, len(DEVICE_CONSTANTS)), (stacks, start.device.size, len(STACK_CONSTANTS))):
             for j in range(count):
                 moved = x.copy()
                 moved[offset + j : start.device.size if offset == 0 else None : count] += STEP
                 jac[rows, offset + of * count + j] = (_robust(errors(moved)) * weight - base) / STEP
-        jac[len(table) :] = PENALTY * np.eye(len(x))
-        return jac
+        return np.concatenate([jac @ common, PENALTY * np.eye(len(y))])
 
-    return start.of(least_squares(residuals, start.x, jac=jacobian, max_nfev=evaluations).x)
+    y = least_squares(residuals, np.zeros(common.shape[1]), jac=jacobian, max_nfev=evaluations).x
+    return start.of(common @ y)
+
+
+def _common(fit: Fit) -> np.ndarray:
+    """x = this matrix @ y: the first entries of y are x themselves, the others move a constant of all devices, or of all stacks, together."""
+    shared = [np.tile(np.eye(part.shape[1]), (part.shape[0], 1)) for part in (fit.device, fit.stack)]
+    together = np.zeros((len(fit.x), sum(part.shape[1] for part in shared)))
+    together[: fit.device.size, : shared[0].shape[1]] = shared[0]
+    together[fit.device.size :, shared[0].shape[1] :] = shared[1]
+    return np.concatenate([np.eye(len(fit.x)), together], axis=1)
 
 
 def _robust(error: np.ndarray) -> np.ndarray:

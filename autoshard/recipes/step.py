@@ -22,7 +22,7 @@ from .columns import Recipes
 from .stages import Stages, stages
 
 EFFECTS = (
-    "attention", "elementwise", "small matmuls", "head", "tensor parallel", "context parallel", "recompute", "host", "bubble",
+    "attention", "elementwise", "accumulation", "small matmuls", "head", "tensor parallel", "context parallel", "recompute", "host", "bubble",
     "imbalance", "transfers", "fsdp", "gradients", "parameter gather", "optimizer", "fixed",
 )  # fmt: skip
 
@@ -106,11 +106,12 @@ def block(runs: Recipes, machine: Machine) -> Block:
     matmuls = sum(matmul_seconds(m, k, n, rate, device.small * has("small matmuls")) for m, k, n in matmul_shapes(runs))
     forward, backward = _attention(runs, machine)
     elementwise = elementwise_seconds(elementwise_bytes(runs), runs.compiled, device, machine.stack) * has("elementwise")
+    summed = accumulation_seconds(runs.block_parameters / runs.tensor, runs, machine)
     sent, sent_back = _tensor_parallel(runs, machine)
     again = np.array([RECOMPUTED[kind] for kind in runs.recompute]).reshape(-1, 4).T * has("recompute")
     repeated = again[0] * matmuls + again[1] * forward + again[2] * elementwise + again[3] * sent
     launches = 1 + again[:3].sum(0) / 9
-    return Block(matmuls + forward + elementwise + sent, 2 * matmuls + backward + 2 * elementwise + sent_back + repeated, launches)
+    return Block(matmuls + forward + elementwise + sent, 2 * matmuls + backward + 2 * elementwise + summed + sent_back + repeated, launches)
 
 
 def _attention(runs: Recipes, machine: Machine) -> tuple[np.ndarray, np.ndarray]:
@@ -143,6 +144,12 @@ def elementwise_bytes(runs: Recipes) -> np.ndarray:
     return 2 * t * (residual + inner + projected) + 4 * t * cast
 
 
+def accumulation_seconds(parameters: np.ndarray, runs: Recipes, machine: Machine) -> np.ndarray:
+    """Adding a microbatch's 16-bit gradients to those of the microbatches before, where whole gradients are kept."""
+    bytes = (2 + 2 * machine.stack.gradient_bytes) * parameters * ((runs.zero < 2) & (runs.microbatches > 1))
+    return bytes / (machine.device.memory_bandwidth * machine.device.memory) * machine.has("accumulation")
+
+
 def _tensor_parallel(runs: Recipes, machine: Machine) -> tuple[np.ndarray, np.ndarray]:
     """Forward and backward: with sequence parallelism 4 and 6 gathers or scatters of the residual, without it 2 and 2 all_reduces."""
     ring = Ring.over(runs.tensor, np.ones(len(runs)), runs.per_node, runs.network, machine.device, machine.stack)
@@ -167,7 +174,8 @@ def head_seconds(runs: Recipes, machine: Machine) -> np.ndarray:
     device, t, v = machine.device, runs.tokens, runs.vocab / runs.tensor
     matmuls = 3 * matmul_seconds(t, runs.width, v, device.peak16 * device.matmul16, device.small * machine.has("small matmuls"))
     loss = elementwise_seconds(LOGIT_BYTES * t * v, runs.compiled, device, machine.stack)
-    return (matmuls + loss) * machine.has("head")
+    summed = accumulation_seconds(runs.vocab / runs.tensor * runs.width, runs, machine)
+    return (matmuls + loss) * machine.has("head") + summed
 
 
 def host_seconds(runs: Recipes, machine: Machine, one: Block) -> np.ndarray:
