@@ -31,7 +31,9 @@ SPREAD = {
 }  # fmt: skip
 ADDED = ("narrow", "hidden", "congestion")
 BOUNDS = {"hidden": (0.0, 1.0), "congestion": (0.0, 1.0), "narrow": (0.0, 1.0)}
-PENALTY = 0.3
+PENALTY = 0.6
+WEIGHT = 0.25
+LOSS = lambda ratio: ratio - 1
 STEP = 1e-4  # of the Jacobian's differences
 
 
@@ -86,11 +88,11 @@ def fitted(table: Table, start: Fit, *, without: frozenset[str] = frozenset(), e
     split = stages(table.runs, published.stack.balanced > 0)
     devices, stacks = indices(table, start)
     counts = {name: mask.sum() for name, mask in by_source(table, np.ones(len(table), bool)).items()}
-    weight = np.array([counts[name] for name in table.source]) ** -0.25 / ROBUST
+    weight = np.array([counts[name] for name in table.source]) ** -WEIGHT / ROBUST
 
     def errors(x: np.ndarray) -> np.ndarray:
         machine = start.of(x).machine(published, devices, stacks)
-        return np.log(step_seconds(table.runs, machine, split) / table.seconds)
+        return LOSS(step_seconds(table.runs, machine, split) / table.seconds)
 
     common = _common(start)
 

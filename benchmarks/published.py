@@ -17,7 +17,7 @@ from autoshard.recipes.columns import PRECISIONS
 
 DEVICES = {"h100tt": "h100_500w"}  # the table's name of a part: ours
 STACKS = {
-    "vtrain_single": "vtrain", "vtrain_multi": "vtrain", "bridge": "nemo", "nanotron_tp": "nanotron", "oom_nanotron": "nanotron",
+    "vtrain_single": "vtrain", "vtrain_multi": "vtrain", "nanotron_tp": "nanotron", "oom_nanotron": "nanotron",
     "simumax": "megatron_core", "mcore": "megatron_core", "korthikanti": "megatron_2022", "mtnlg": "megatron_2022",
 }  # fmt: skip
 FEWEST = 5  # rows of a source that counts in the mean of means

@@ -164,7 +164,8 @@ def _with_fsdp(one: Block, runs: Recipes, machine: Machine) -> Block:
     ring = Ring.over(runs.shard, runs.tensor, runs.per_node, runs.network, machine.device, machine.stack)
     sharded = (runs.zero >= 2) * machine.has("fsdp")
     parameters = runs.block_parameters / runs.tensor
-    gather, scatter = sharded * ring.gather(2 * parameters), sharded * ring.gather(machine.stack.gradient_bytes * parameters)
+    narrow = (machine.stack.gathers8 > 0) & (runs.itemsize() <= 1) & (runs.rowwise == 0)
+    gather, scatter = sharded * ring.gather(np.where(narrow, 1, 2) * parameters), sharded * ring.gather(machine.stack.gradient_bytes * parameters)
     again = gather * (runs.zero >= 3)
     return Block(overlapped(one.forward, gather, FSDP_NORM), overlapped(one.backward, again + scatter, FSDP_NORM), one.launches)
 

@@ -52,6 +52,7 @@ class StackConstants:
     flash: Numbers  # rate of fused attention relative to FlashAttention-2; 0: scores are written to memory
     gradient_bytes: Numbers  # per parameter, as they are reduced
     balanced: Numbers  # 1: stages are balanced by cost, 0: even
+    gathers8: Numbers  # 1: FSDP gathers parameters in float8 where matmuls run in it
     hides: Numbers  # 1: gradients are reduced during the last backward
     host: Numbers  # launches relative to the device's `host`
     traffic: Numbers  # elementwise bytes relative to the formula
@@ -61,7 +62,7 @@ class StackConstants:
     congestion: Numbers  # the network's bandwidth falls as nodes^-congestion
 
 
-DATA_SHEET, DESCRIPTION = 5, 4  # leading fields that are never fitted
+DATA_SHEET, DESCRIPTION = 5, 5  # leading fields that are never fitted
 DEVICE_CONSTANTS = tuple(field.name for field in fields(DeviceConstants))[DATA_SHEET:]
 STACK_CONSTANTS = tuple(field.name for field in fields(StackConstants))[DESCRIPTION:]
 FOLDER = Path(__file__).parent
