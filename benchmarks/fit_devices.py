@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -18,8 +19,19 @@ import numpy as np
 from published import Table, by_source, folds, read
 from scipy.optimize import least_squares
 
-from autoshard.cost.devices import DEVICE_CONSTANTS, FOLDER, STACK_CONSTANTS, DeviceConstants, StackConstants
-from autoshard.recipes import stages
+from autoshard.cost.devices import (
+    DEVICE_CONSTANTS,
+    FOLDER,
+    MEMORY_CONSTANTS,
+    STACK_CONSTANTS,
+    DeviceConstants,
+    MemoryConstants,
+    StackConstants,
+    memory_constants,
+    stack_constants,
+)
+from autoshard.recipes import Stages, stages
+from autoshard.recipes.memory import peak_bytes
 from autoshard.recipes.step import Machine, step_seconds
 
 ROBUST = 0.1  # errors above are counted as absolute rather than squared
@@ -31,7 +43,10 @@ SPREAD = {
 }  # fmt: skip
 ADDED = ("narrow", "hidden", "congestion")
 BOUNDS = {"hidden": (0.0, 1.0), "congestion": (0.0, 1.0), "narrow": (0.0, 1.0)}
+LEVELS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.975, 0.99)
+FEWEST_CELLS = 4
 PENALTY = 0.6
+MEMORY_ROBUST, MEMORY_PENALTY = 0.05, 0.5
 WEIGHT = 0.25
 LOSS = lambda ratio: ratio - 1
 STEP = 1e-4  # of the Jacobian's differences
@@ -128,6 +143,37 @@ def _robust(error: np.ndarray) -> np.ndarray:
     return np.sign(error) * ROBUST * np.sqrt(2 * (np.sqrt(1 + (error / ROBUST) ** 2) - 1))
 
 
+def memory_of(table: Table, x: Mapping[str, np.ndarray]) -> MemoryConstants:
+    """x: logarithms of changes by stack; a stack without them is as published."""
+    published, none = memory_constants(table.runs.stack, fitted=False), np.zeros(len(MEMORY_CONSTANTS))
+    change = np.exp(np.array([x.get(name, none) for name in table.runs.stack])).T
+    return replace(published, **{name: getattr(published, name) * change[j] for j, name in enumerate(MEMORY_CONSTANTS)})
+
+
+def fitted_memory(table: Table) -> dict[str, np.ndarray]:
+    """Changes of each stack's memory constants, from its rows with measured bytes."""
+    table, changes = table[~np.isnan(table.bytes)], {}
+    for name in sorted(set(table.runs.stack)):
+        part = table[table.runs.stack == name]
+        split = stages(part.runs, stack_constants(part.runs.stack).balanced > 0)
+
+        def residuals(x: np.ndarray, part: Table = part, split: Stages = split, name: str = name) -> np.ndarray:
+            error = peak_bytes(part.runs, memory_of(part, {name: x}), split) / part.bytes - 1
+            return np.concatenate([np.sqrt(np.log1p((error / MEMORY_ROBUST) ** 2)), MEMORY_PENALTY * x])
+
+        changes[name] = least_squares(residuals, np.zeros(len(MEMORY_CONSTANTS)), max_nfev=60).x
+    return changes
+
+
+def held_out_memory(table: Table, count: int) -> np.ndarray:
+    """Predicted bytes of every row, crashed ones too, by the fit to the folds that it is not in."""
+    fold, bytes = folds(table, count), np.full(len(table), np.nan)
+    for k in range(count):
+        part = table[fold == k]
+        bytes[fold == k] = peak_bytes(part.runs, memory_of(part, fitted_memory(table[fold != k])))
+    return bytes
+
+
 def held_out(table: Table, count: int, *, without: frozenset[str] = frozenset(), evaluations: int = 40) -> np.ndarray:
     """Predicted seconds of every row by the fit to the folds that it is not in."""
     fold, start = folds(table, count), Fit.none(table)
@@ -138,7 +184,28 @@ def held_out(table: Table, count: int, *, without: frozenset[str] = frozenset(),
     return seconds
 
 
-def write(fit: Fit, table: Table) -> None:
+def error_quantiles(table: Table, seconds: np.ndarray) -> dict[str, list[float]]:
+    """Quantiles, at LEVELS, of log(measured / predicted) by stack, every cell weighing the same; a stack with few cells has the errors of all
+    stacks, as "other" has. seconds: of runs that the prediction was not fitted to."""
+    timed = ~table.crashed & ~table.apart & ~np.isnan(seconds)
+    error, cell = np.log(table.seconds / seconds), table.cell
+    weight = np.array([1 / (timed & (cell == name)).sum() if ok else 0.0 for name, ok in zip(cell, timed)])
+    names = sorted(set(table.runs.stack))
+    masks = {name: timed & (table.runs.stack == name) for name in names}
+    shares = {name: weight / max(weight[mask].sum(), 1e-9) * mask for name, mask in masks.items()}
+    pooled = _quantiles(error, sum(shares.values()))
+    many = {name: len(set(cell[mask])) >= FEWEST_CELLS for name, mask in masks.items()}
+    return {"other": pooled, **{name: _quantiles(error, shares[name]) if many[name] else pooled for name in names}}
+
+
+def _quantiles(error: np.ndarray, weight: np.ndarray) -> list[float]:
+    kept = np.flatnonzero(weight)
+    order = kept[np.argsort(error[kept])]
+    middle = np.cumsum(weight[order]) - weight[order] / 2
+    return [float(f"{value:.4g}") for value in np.interp(LEVELS, middle / weight[order].sum(), error[order])]
+
+
+def write(fit: Fit, table: Table, memory: Mapping[str, np.ndarray], errors: Mapping[str, list[float]]) -> None:
     """The fitted figures into the device files, each with the number of rows behind it."""
     timed = ~table.crashed & ~table.apart
     for i, name in enumerate(fit.devices):
@@ -149,9 +216,14 @@ def write(fit: Fit, table: Table) -> None:
         path.write_text(json.dumps({**data, "fitted_rows": rows}, indent=1) + "\n")
     path = FOLDER / "stacks.json"
     stacks = json.loads(path.read_text())
+    for name in stacks:
+        stacks[name]["errors"] = {"levels": LEVELS, "quantiles": errors.get(name, errors["other"])}
     for i, name in enumerate(fit.stacks):
         if name in stacks:
             _set(stacks[name]["constants"], STACK_CONSTANTS, fit.stack[i])
+            for constant, change in zip(MEMORY_CONSTANTS, memory.get(name, np.zeros(len(MEMORY_CONSTANTS)))):
+                one = stacks[name]["memory"][constant]
+                one["fitted"] = float(f"{one['published'] * np.exp(change):.4g}")
             stacks[name]["fitted_rows"] = int((timed & (table.runs.stack == name)).sum())
     path.write_text(json.dumps(stacks, indent=1) + "\n")
 
@@ -178,19 +250,20 @@ def report(table: Table, seconds: np.ndarray) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path)
-    parser.add_argument("--folds", type=int, default=2)
+    parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     table = read(arguments.runs)
     assert [f.name for f in fields(DeviceConstants)][-len(DEVICE_CONSTANTS) :] == list(DEVICE_CONSTANTS)
     assert [f.name for f in fields(StackConstants)][-len(STACK_CONSTANTS) :] == list(STACK_CONSTANTS)
     print("published constants"), report(table, predict(table, Fit.none(table)))
-    if arguments.folds:
-        print(f"held out, {arguments.folds} folds of whole cells"), report(table, held_out(table, arguments.folds))
+    print(f"held out, {arguments.folds} folds of whole cells")
+    seconds = held_out(table, arguments.folds)
+    report(table, seconds)
     fit = fitted(table, Fit.none(table))
     print("in sample"), report(table, predict(table, fit))
     if arguments.write:
-        write(fit, table)
+        write(fit, table, fitted_memory(table), error_quantiles(table, seconds))
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def read(path: Path, *, source: str | None = None, limit: int | None = None) -> 
     counted: dict[str, int] = {}
     for why in filter(None, reasons):
         counted[why] = counted.get(why, 0) + 1
-    recipes = Recipes.of_table({**row, "src": STACKS.get(row["src"], row["src"]), "gpu": DEVICES.get(row["gpu"], row["gpu"])} for row in good)
+    recipes = Recipes.of_table({**_over_context(row), "src": STACKS.get(row["src"], row["src"]), "gpu": DEVICES.get(row["gpu"], row["gpu"])} for row in good)
     crashed = np.array([row["oom"] not in ("", "0") for row in good], dtype=bool)
     seconds = np.array([float(row["step"]) if row["step"] else np.nan for row in good])
     bytes = np.array([float(row["mem_gb"]) * 1e9 if row["mem_gb"] else np.nan for row in good])
@@ -62,6 +62,13 @@ def read(path: Path, *, source: str | None = None, limit: int | None = None) -> 
     source_of = np.array(["nanotron" if row["src"] == "oom_nanotron" else row["src"] for row in good])
     cell = np.array([f"{name} {row['arch']} {row['gpus']}" for name, row in zip(source_of, good)])
     return Table(tuple(good), recipes, source_of, seconds, bytes, crashed, apart, cell, counted)
+
+
+def _over_context(row: Mapping[str, str]) -> Mapping[str, str]:
+    """torchtitan shards parameters over data and context parallel ranks, which the table counts as data parallel ranks only."""
+    if row["src"] != "torchtitan" or row["cp"] in ("", "1"):
+        return row
+    return {**row, "shard": str(int(row["shard"]) * int(row["cp"]))}
 
 
 def reason(row: Mapping[str, str]) -> str:

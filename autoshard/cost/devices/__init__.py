@@ -62,9 +62,22 @@ class StackConstants:
     congestion: Numbers  # the network's bandwidth falls as nodes^-congestion
 
 
+@dataclass(frozen=True)
+class MemoryConstants:
+    """Of one software stack, or columns of several: factors of autoshard.recipes.memory's formula."""
+
+    states: Numbers
+    attention: Numbers
+    mlp: Numbers
+    gathered: Numbers  # 0: gathered inputs are gathered again in the backward
+    logits: Numbers
+    fixed: Numbers  # bytes
+
+
 DATA_SHEET, DESCRIPTION = 5, 5  # leading fields that are never fitted
 DEVICE_CONSTANTS = tuple(field.name for field in fields(DeviceConstants))[DATA_SHEET:]
 STACK_CONSTANTS = tuple(field.name for field in fields(StackConstants))[DESCRIPTION:]
+MEMORY_CONSTANTS = tuple(field.name for field in fields(MemoryConstants))
 FOLDER = Path(__file__).parent
 
 
@@ -87,12 +100,29 @@ def stack_constants(names: Sequence[str], *, fitted: bool = True) -> StackConsta
     return StackConstants(**_columns(names, {name: _row(stacks.get(name, stacks["other"]), fitted) for name in set(names)}, StackConstants))
 
 
+def memory_constants(names: Sequence[str], *, fitted: bool = True) -> MemoryConstants:
+    """Columns, one entry per name; an unknown stack is the stack "other"."""
+    stacks = _file("stacks")
+    rows = {name: _row({**stacks.get(name, stacks["other"]), "given": {}}, fitted, "memory") for name in set(names)}
+    return MemoryConstants(**_columns(names, rows, MemoryConstants))
+
+
+def spread_of(names: Sequence[str], share: float) -> tuple[np.ndarray, np.ndarray]:
+    """Lowest and highest log(measured / predicted) between which `share` of the runs of each stack were, of runs not fitted to."""
+    stacks = _file("stacks")
+    ends = (1 - share) / 2, (1 + share) / 2
+    rows = {name: stacks.get(name, stacks["other"])["errors"] for name in set(names)}
+    spread = {name: np.interp(ends, row["levels"], row["quantiles"]) for name, row in rows.items()}
+    low, high = np.array([spread[name] for name in names]).reshape(-1, 2).T
+    return low, high
+
+
 def _columns(names: Sequence[str], rows: dict[str, dict[str, float]], record: type) -> dict[str, np.ndarray]:
     return {field.name: np.array([rows[name][field.name] for name in names], dtype=float) for field in fields(record)}
 
 
-def _row(file: dict[str, Any], fitted: bool) -> dict[str, float]:
-    constants = {name: one.get("fitted", one["published"]) if fitted else one["published"] for name, one in file["constants"].items()}
+def _row(file: dict[str, Any], fitted: bool, kind: str = "constants") -> dict[str, float]:
+    constants = {name: one.get("fitted", one["published"]) if fitted else one["published"] for name, one in file[kind].items()}
     return {**file["given"], **constants}
 
 
