@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python benchmarks/fit_devices.py RUNS.csv [--folds 2] [--write]
 
-Robust least squares of log(predicted / measured) seconds, each row weighted by 1/sqrt(rows of its source), with a penalty for leaving the
+Robust least squares of predicted / measured seconds - 1, each squared error weighted by 1/sqrt(rows of its source), with a penalty for leaving the
 published figures, so that what a device's rows don't determine stays as published. Rows marked suspect or of the old pipeline code are
 left out. A row depends on one device and one stack: one evaluation per constant gives the whole Jacobian.
 """
@@ -34,7 +34,7 @@ from autoshard.recipes import Stages, stages
 from autoshard.recipes.memory import peak_bytes
 from autoshard.recipes.step import Machine, step_seconds
 
-ROBUST = 0.1  # errors above are counted as absolute rather than squared
+ROBUST = 0.15  # relative errors beyond count less and less
 # How far constants are from their published figures, as a standard deviation: of the logarithm, or for ADDED of the figure.
 SPREAD = {
     "matmul16": 0.2, "matmul8": 0.2, "matmul4": 0.2, "small": 0.7, "attention": 0.3, "narrow": 0.3, "short": 0.7, "memory": 0.2,
@@ -45,10 +45,8 @@ ADDED = ("narrow", "hidden", "congestion")
 BOUNDS = {"hidden": (0.0, 1.0), "congestion": (0.0, 1.0), "narrow": (0.0, 1.0)}
 LEVELS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.975, 0.99)
 FEWEST_CELLS = 4
-PENALTY = 0.6
-MEMORY_ROBUST, MEMORY_PENALTY = 0.05, 0.5
-WEIGHT = 0.25
-LOSS = lambda ratio: ratio - 1
+PENALTY = 0.8
+MEMORY_ROBUST, MEMORY_PENALTY = 0.05, 4.0
 STEP = 1e-4  # of the Jacobian's differences
 
 
@@ -103,11 +101,11 @@ def fitted(table: Table, start: Fit, *, without: frozenset[str] = frozenset(), e
     split = stages(table.runs, published.stack.balanced > 0)
     devices, stacks = indices(table, start)
     counts = {name: mask.sum() for name, mask in by_source(table, np.ones(len(table), bool)).items()}
-    weight = np.array([counts[name] for name in table.source]) ** -WEIGHT / ROBUST
+    weight = np.array([counts[name] for name in table.source]) ** -0.25 / ROBUST
 
     def errors(x: np.ndarray) -> np.ndarray:
         machine = start.of(x).machine(published, devices, stacks)
-        return LOSS(step_seconds(table.runs, machine, split) / table.seconds)
+        return step_seconds(table.runs, machine, split) / table.seconds - 1
 
     common = _common(start)
 
@@ -139,8 +137,8 @@ def _common(fit: Fit) -> np.ndarray:
 
 
 def _robust(error: np.ndarray) -> np.ndarray:
-    """Whose square is quadratic in small errors, linear in large ones (pseudo-Huber)."""
-    return np.sign(error) * ROBUST * np.sqrt(2 * (np.sqrt(1 + (error / ROBUST) ** 2) - 1))
+    """Whose square is quadratic in small errors and logarithmic in large ones (Cauchy)."""
+    return np.sign(error) * ROBUST * np.sqrt(np.log1p((error / ROBUST) ** 2))
 
 
 def memory_of(table: Table, x: Mapping[str, np.ndarray]) -> MemoryConstants:

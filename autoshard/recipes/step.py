@@ -105,7 +105,7 @@ def block(runs: Recipes, machine: Machine) -> Block:
     rate = matmul_rate(runs.itemsize(), device) * np.where(runs.microscaling > 0, MICROSCALED, 1.0)
     matmuls = sum(matmul_seconds(m, k, n, rate, device.small * has("small matmuls")) for m, k, n in matmul_shapes(runs))
     forward, backward = _attention(runs, machine)
-    elementwise = elementwise_seconds(elementwise_bytes(runs), runs.compiled, device, machine.stack) * has("elementwise")
+    elementwise = elementwise_seconds(elementwise_bytes(runs, machine.stack.eager_norms), runs.compiled, device, machine.stack) * has("elementwise")
     summed = accumulation_seconds(runs.block_parameters / runs.tensor, runs, machine)
     sent, sent_back = _tensor_parallel(runs, machine)
     again = np.array([RECOMPUTED[kind] for kind in runs.recompute]).reshape(-1, 4).T * has("recompute")
@@ -134,12 +134,17 @@ def _attention(runs: Recipes, machine: Machine) -> tuple[np.ndarray, np.ndarray]
 OF_HOPPER = 500e12  # FLOP/s: devices on which attention kernels differ by generation
 
 
-def elementwise_bytes(runs: Recipes) -> np.ndarray:
-    """Read and written by the elementwise ops of a block's forward, unfused, on one device."""
+def elementwise_bytes(runs: Recipes, eager_norms: np.ndarray | float = 0.0) -> np.ndarray:
+    """Read and written by the elementwise ops of a block's forward, on one device, before any fusion.
+
+    In tensors of 2 bytes: two residual sums of 3 and two norms of 2, or of 16 to 18 as chains of float32 ops; rotary positions 3 or 10;
+    a gated activation 6, a plain one 3.
+    """
     t, tp = runs.tokens, runs.tensor
-    residual = 10 * runs.width / np.where(runs.sequence_parallel > 0, tp, 1.0)
+    chains = (eager_norms > 0) & (runs.compiled == 0)
+    residual = np.where(chains, 40, 10) * runs.width / np.where(runs.sequence_parallel > 0, tp, 1.0)
     inner = (3 + 3 * runs.gated) * runs.ffn / tp
-    projected = 3 * (runs.queries + 2 * runs.keys) / tp
+    projected = np.where(chains, 10, 3) * (runs.queries + 2 * runs.keys) / tp
     cast = np.where(runs.itemsize() <= 1, 2 * runs.width + (runs.queries + runs.ffn) / tp, 0.0) * (1 + runs.rowwise)
     return 2 * t * (residual + inner + projected) + 4 * t * cast
 
@@ -154,7 +159,7 @@ def _tensor_parallel(runs: Recipes, machine: Machine) -> tuple[np.ndarray, np.nd
     """Forward and backward: with sequence parallelism 4 and 6 gathers or scatters of the residual, without it 2 and 2 all_reduces."""
     ring = Ring.over(runs.tensor, np.ones(len(runs)), runs.per_node, runs.network, machine.device, machine.stack)
     bytes = 2 * runs.tokens * runs.width
-    exposed = np.where(runs.async_tp > 0, ASYNC_TP, 1.0) * machine.has("tensor parallel")
+    exposed = np.where((runs.async_tp > 0) | (machine.stack.overlaps_tensor > 0), ASYNC_TP, 1.0) * machine.has("tensor parallel")
     gather, reduce, sequence = ring.gather(bytes) * exposed, ring.all_reduce(bytes) * exposed, runs.sequence_parallel > 0
     return np.where(sequence, 4 * gather, 2 * reduce), np.where(sequence, 6 * gather, 2 * reduce)
 
@@ -218,5 +223,6 @@ def update_seconds(runs: Recipes, machine: Machine, split: Stages, last_backward
     can_hide = stack.hidden * (stack.hides > 0)
     beside = overlapped(can_hide * reduced, last_backward, GRADIENT_NORM) - last_backward
     exposed = ((1 - can_hide) * reduced + beside) * has("gradients")
-    gathered = ((runs.zero == 1) | (runs.zero == 2)) * ring.gather(2 * parameters) * (1 - can_hide) * has("parameter gather")
+    gathered = ((runs.zero == 1) | (runs.zero == 2)) * ring.gather(2 * parameters) * has("parameter gather")
+    gathered = gathered * (1 - stack.hidden * (stack.hides_gather > 0))
     return exposed + gathered + optimizer * has("optimizer")

@@ -54,6 +54,9 @@ class StackConstants:
     balanced: Numbers  # 1: stages are balanced by cost, 0: even
     gathers8: Numbers  # 1: FSDP gathers parameters in float8 where matmuls run in it
     hides: Numbers  # 1: gradients are reduced during the last backward
+    hides_gather: Numbers  # 1: ZeRO-1 gathers parameters during the next forward
+    eager_norms: Numbers  # 1: uncompiled, norms and rotary positions are chains of float32 ops rather than one kernel each
+    overlaps_tensor: Numbers  # 1: tensor parallel transfers run in pieces beside their matmuls
     host: Numbers  # launches relative to the device's `host`
     traffic: Numbers  # elementwise bytes relative to the formula
     hidden: Numbers  # share of the data parallel transfers that can hide behind compute
@@ -74,7 +77,7 @@ class MemoryConstants:
     fixed: Numbers  # bytes
 
 
-DATA_SHEET, DESCRIPTION = 5, 5  # leading fields that are never fitted
+DATA_SHEET, DESCRIPTION = 5, 8  # leading fields that are never fitted
 DEVICE_CONSTANTS = tuple(field.name for field in fields(DeviceConstants))[DATA_SHEET:]
 STACK_CONSTANTS = tuple(field.name for field in fields(StackConstants))[DESCRIPTION:]
 MEMORY_CONSTANTS = tuple(field.name for field in fields(MemoryConstants))
