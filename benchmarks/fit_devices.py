@@ -38,14 +38,14 @@ ROBUST = 0.15  # relative errors beyond count less and less
 # How far constants are from their published figures, as a standard deviation: of the logarithm, or for ADDED of the figure.
 SPREAD = {
     "matmul16": 0.2, "matmul8": 0.2, "matmul4": 0.2, "small": 0.7, "attention": 0.3, "narrow": 0.3, "short": 0.7, "memory": 0.2,
-    "fusion": 0.3, "link": 0.3, "link_latency": 0.7, "network": 0.4, "network_latency": 0.5, "host": 0.5, "traffic": 0.3, "hidden": 0.3,
+    "fusion": 0.3, "link": 0.3, "link_latency": 0.7, "network": 0.4, "hop": 0.5, "host": 0.5, "traffic": 0.3, 
     "fixed": 0.7, "transfer": 1.5, "congestion": 0.2,
 }  # fmt: skip
-ADDED = ("narrow", "hidden", "congestion")
-BOUNDS = {"hidden": (0.0, 1.0), "congestion": (0.0, 1.0), "narrow": (0.0, 1.0)}
+ADDED = ("narrow", "congestion")
+BOUNDS = {"congestion": (0.0, 1.0), "narrow": (0.0, 1.0)}
 LEVELS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.975, 0.99)
 FEWEST_CELLS = 4
-PENALTY = 0.8
+PENALTY = 0.6
 MEMORY_ROBUST, MEMORY_PENALTY = 0.05, 4.0
 STEP = 1e-4  # of the Jacobian's differences
 

@@ -70,7 +70,7 @@ class Ring:
         inside = device.link_bandwidth * device.link
         between = np.minimum(inside, network * device.network * members * np.maximum(nodes, 2) ** -stack.congestion)
         one_node = nodes <= 1
-        latency = np.where(one_node, device.link_latency, device.network_latency)
+        latency = np.where(one_node, device.link_latency, stack.hop)
         return Ring(size, np.where(one_node, inside, between), latency, nodes)
 
     def gather(self, bytes: Numbers) -> Numbers:

@@ -37,6 +37,7 @@ RECOMPUTED = {
     "attn": (0.0, 1.0, 0.0, 0.0),  # Korthikanti et al.: the attention core
 }
 FSDP_NORM, HOST_NORM, CONTEXT_NORM, GRADIENT_NORM = 3.0, 4.0, 3.0, 3.0
+HIDDEN = 0.5  # share of data parallel transfers that run beside compute where the software overlaps them
 MICROSCALED = 0.93  # rate of float8 matmuls with scales per block of 32, relative to one scale per tensor
 ASYNC_TP = 0.5  # share of a tensor parallel transfer that its pieces leave exposed
 COMPILED_HOST = 0.6  # launches of a compiled block relative to an eager one
@@ -220,9 +221,9 @@ def update_seconds(runs: Recipes, machine: Machine, split: Stages, last_backward
     ring = Ring.over(np.maximum(replicas, 1.0), stride, runs.per_node, runs.network, device, stack)
     bytes = stack.gradient_bytes * parameters / np.where(fully, runs.shard, 1.0)
     reduced = np.where((runs.zero == 1) | (runs.zero == 2), ring.gather(bytes), ring.all_reduce(bytes)) * (replicas > 1)
-    can_hide = stack.hidden * (stack.hides > 0)
+    can_hide = HIDDEN * (stack.hides > 0)
     beside = overlapped(can_hide * reduced, last_backward, GRADIENT_NORM) - last_backward
     exposed = ((1 - can_hide) * reduced + beside) * has("gradients")
     gathered = ((runs.zero == 1) | (runs.zero == 2)) * ring.gather(2 * parameters) * has("parameter gather")
-    gathered = gathered * (1 - stack.hidden * (stack.hides_gather > 0))
+    gathered = gathered * (1 - HIDDEN * (stack.hides_gather > 0))
     return exposed + gathered + optimizer * has("optimizer")

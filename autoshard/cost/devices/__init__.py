@@ -41,7 +41,6 @@ class DeviceConstants:
     link: Numbers  # share of link_bandwidth that collectives reach
     link_latency: Numbers  # seconds per hop
     network: Numbers  # share of the adapters' bandwidth that collectives reach
-    network_latency: Numbers  # seconds per hop of a ring that leaves the node
     host: Numbers  # seconds in which the host launches one block's forward and backward, uncompiled
 
 
@@ -59,9 +58,9 @@ class StackConstants:
     overlaps_tensor: Numbers  # 1: tensor parallel transfers run in pieces beside their matmuls
     host: Numbers  # launches relative to the device's `host`
     traffic: Numbers  # elementwise bytes relative to the formula
-    hidden: Numbers  # share of the data parallel transfers that can hide behind compute
     fixed: Numbers  # seconds per step
     transfer: Numbers  # seconds per microbatch and pipeline stage for a transfer between stages, besides its bytes
+    hop: Numbers  # seconds per hop of a ring that leaves the node: of the cluster on which the stack was measured
     congestion: Numbers  # the network's bandwidth falls as nodes^-congestion
 
 
