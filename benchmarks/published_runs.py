@@ -23,7 +23,7 @@ from published import FEWEST, Table, by_source, read
 from published import folds as cells_folds
 from scipy.stats import spearmanr
 
-from autoshard.recipes.memory import USABLE, peak_bytes
+from autoshard.recipes.memory import USABLE, chance_to_fit, peak_bytes
 from autoshard.recipes.predict import interval, predicted_seconds
 from autoshard.recipes.step import EFFECTS
 
@@ -109,20 +109,22 @@ def ablation(table: Table, count: int) -> dict[str, float]:
 def chosen(table: Table, seconds: np.ndarray, bytes: np.ndarray) -> list[dict]:
     """nanotron's cells: regret 1 - best measured / measured of the first choice of the predictor and of the rule; a crash is 1.
 
-    The rule: least tensor * pipeline, then largest microbatch, ZeRO-1 first. Both choose among configurations predicted to fit.
+    Both choose among configurations predicted to fit. The predictor: least seconds / chance to fit. The rule: least tensor * pipeline, then
+    largest microbatch, ZeRO-1 first.
     """
+    risky = seconds / np.maximum(chance_to_fit(table.runs, bytes), 1e-6)
     fits = (bytes <= USABLE * table.runs.memory) & (table.runs.pipeline < table.runs.layers)
-    ran = {key: s for key, s in zip(configurations(table), table.seconds) if not math.isnan(s)}
+    ran = {key: s for key, s in zip(configurations(table), table.seconds) if not math.isnan(s)}  # also where it crashed another time
     rows = []
     for cell in sorted(set(table.cell[table.source == "nanotron"])):
         members = np.flatnonzero((table.cell == cell) & fits)
-        best = np.nanmin(np.where(table.cell == cell, table.seconds, np.nan))
-        if not len(members) or math.isnan(best):
+        timed = (table.cell == cell) & ~table.crashed
+        if not len(members) or not timed.any():
             continue
-        keys = configurations(table)
+        best, keys = table.seconds[timed].min(), configurations(table)
         runs = table.runs
         by_rule = min(members, key=lambda i: (runs.tensor[i] * runs.pipeline[i], -runs.batch[i], -runs.zero[i], i))
-        by_prediction = min(members, key=lambda i: (seconds[i], i))
+        by_prediction = min(members, key=lambda i: (risky[i], i))
         regret = [1 - best / ran[keys[i]] if keys[i] in ran else 1.0 for i in (by_prediction, by_rule)]
         rows.append({"cell": cell, "devices": int(runs.devices[members[0]]), "predictor": regret[0], "rule": regret[1]})
     return rows

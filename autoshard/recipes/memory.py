@@ -15,12 +15,14 @@ The factors are of a software stack: what autograd saves and allocators keep.
 from __future__ import annotations
 
 import numpy as np
+from scipy.special import ndtr
 
 from autoshard.cost.devices import MemoryConstants, memory_constants, stack_constants
 
 from .columns import Recipes
 from .stages import Stages, stages
 
+MOST, ERROR = 0.97, 0.12  # share of a device's memory that a run can have; standard deviation of log(measured / predicted) bytes
 KEPT = {"none": 1.0, "attn": 1.0, "full": 0.0, "selective_op": 0.5, "default": 0.5, "selective_frac": 0.5, "selective_layer": 0.5}
 USABLE = 0.9  # of a device's memory: the rest is the driver's, the communicators', lost to fragments, and the formula's error
 
@@ -42,6 +44,12 @@ def peak_bytes(runs: Recipes, memory: MemoryConstants | None = None, split: Stag
 def fits(runs: Recipes, memory: MemoryConstants | None = None, split: Stages | None = None) -> np.ndarray:
     """Whether each run is predicted to run: within USABLE of the device's memory, and with a block for every stage."""
     return (peak_bytes(runs, memory, split) <= USABLE * runs.memory) & (runs.pipeline < runs.layers)
+
+
+def chance_to_fit(runs: Recipes, bytes: np.ndarray) -> np.ndarray:
+    """The probability that a run with predicted `bytes` per device does not crash: the error of their logarithm is taken as normal."""
+    known = (np.log(MOST * np.maximum(runs.memory, 1.0)) - np.log(bytes)) / ERROR
+    return np.where(runs.pipeline < runs.layers, ndtr(known), 0.0)
 
 
 def state_bytes(runs: Recipes, parameters: np.ndarray) -> np.ndarray:

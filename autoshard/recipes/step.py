@@ -2,7 +2,7 @@
 
     block      forward f = matmuls + attention + elementwise + tensor parallel collectives; backward b likewise, and what it computes again
     FSDP       f beside the gather of the block's parameters, b beside another one and the reduction of its gradients, in a 3-norm
-    stage      its blocks and the head of the vocabulary; beside the host's launches, in a 4-norm
+    stage      its blocks and the head of the vocabulary; beside the host's launches, in a 3-norm
     pipeline   m (slowest stage + its transfers) + (p - 1) / v * (mean stage + its transfers)
     step       pipeline + exposed part of the gradients' reduction + optimizer + parameter gather of ZeRO-1 + fixed   (`step_seconds`)
 
@@ -36,8 +36,8 @@ RECOMPUTED = {
     "selective_layer": (0.5, 0.5, 0.5, 0.5),  # of every second block
     "attn": (0.0, 1.0, 0.0, 0.0),  # Korthikanti et al.: the attention core
 }
-FSDP_NORM, HOST_NORM, CONTEXT_NORM, GRADIENT_NORM = 3.0, 4.0, 3.0, 3.0
-HIDDEN = 0.5  # share of data parallel transfers that run beside compute where the software overlaps them
+FSDP_NORM, HOST_NORM, CONTEXT_NORM, GRADIENT_NORM = 3.0, 3.0, 3.0, 3.0
+HIDDEN = 0.8  # share of data parallel transfers that run beside compute where the software overlaps them
 MICROSCALED = 0.93  # rate of float8 matmuls with scales per block of 32, relative to one scale per tensor
 ASYNC_TP = 0.5  # share of a tensor parallel transfer that its pieces leave exposed
 COMPILED_HOST = 0.6  # launches of a compiled block relative to an eager one
