@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python benchmarks/fit_devices.py RUNS.csv [--folds 2] [--write]
 
-Robust least squares of predicted / measured seconds - 1, each squared error weighted by 1/sqrt(rows of its source), with a penalty for leaving the
-published figures, so that what a device's rows don't determine stays as published. Rows marked suspect or of the old pipeline code are
-left out. A row depends on one device and one stack: one evaluation per constant gives the whole Jacobian.
+Robust least squares of predicted / measured seconds - 1, each squared error weighted by 1/sqrt(rows of its source), with a penalty for
+leaving the published figures, so that what a device's rows don't determine stays as published. Rows marked suspect or of the old pipeline
+code are left out. A row depends on one device and one stack: one evaluation per constant gives the whole Jacobian.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROBUST = 0.15  # relative errors beyond count less and less
 # How far constants are from their published figures, as a standard deviation: of the logarithm, or for ADDED of the figure.
 SPREAD = {
     "matmul16": 0.2, "matmul8": 0.2, "matmul4": 0.2, "small": 0.7, "attention": 0.3, "narrow": 0.3, "short": 0.7, "memory": 0.2,
-    "fusion": 0.3, "link": 0.3, "link_latency": 0.7, "network": 0.4, "hop": 0.5, "host": 0.5, "traffic": 0.3, 
+    "fusion": 0.3, "link": 0.3, "link_latency": 0.7, "network": 0.4, "hop": 0.5, "host": 0.5, "traffic": 0.3,
     "fixed": 0.7, "transfer": 1.5, "congestion": 0.2,
 }  # fmt: skip
 ADDED = ("narrow", "congestion")
@@ -62,7 +62,8 @@ class Fit:
     @staticmethod
     def none(table: Table) -> Fit:
         devices, stacks = sorted(set(table.runs.device)), sorted(set(table.runs.stack))
-        return Fit(tuple(devices), tuple(stacks), np.zeros((len(devices), len(DEVICE_CONSTANTS))), np.zeros((len(stacks), len(STACK_CONSTANTS))))
+        device, stack = np.zeros((len(devices), len(DEVICE_CONSTANTS))), np.zeros((len(stacks), len(STACK_CONSTANTS)))
+        return Fit(tuple(devices), tuple(stacks), device, stack)
 
     def of(self, x: np.ndarray) -> Fit:
         return replace(self, device=x[: self.device.size].reshape(self.device.shape), stack=x[self.device.size :].reshape(self.stack.shape))
@@ -73,8 +74,9 @@ class Fit:
 
     def machine(self, published: Machine, device_of: np.ndarray, stack_of: np.ndarray) -> Machine:
         """device_of, stack_of: indices of each row's device and stack."""
-        device = {name: changed(name, getattr(published.device, name), self.device[device_of, j]) for j, name in enumerate(DEVICE_CONSTANTS)}
-        stack = {name: changed(name, getattr(published.stack, name), self.stack[stack_of, j]) for j, name in enumerate(STACK_CONSTANTS)}
+        d, s = published.device, published.stack
+        device = {name: changed(name, getattr(d, name), self.device[device_of, j]) for j, name in enumerate(DEVICE_CONSTANTS)}
+        stack = {name: changed(name, getattr(s, name), self.stack[stack_of, j]) for j, name in enumerate(STACK_CONSTANTS)}
         return replace(published, device=replace(published.device, **device), stack=replace(published.stack, **stack))
 
 
@@ -128,7 +130,7 @@ def fitted(table: Table, start: Fit, *, without: frozenset[str] = frozenset(), e
 
 
 def _common(fit: Fit) -> np.ndarray:
-    """x = this matrix @ y: the first entries of y are x themselves, the others move a constant of all devices, or of all stacks, together."""
+    """x = this matrix @ y: y begins with x itself; its other entries move a constant of all devices, or of all stacks, together."""
     shared = [np.tile(np.eye(part.shape[1]), (part.shape[0], 1)) for part in (fit.device, fit.stack)]
     together = np.zeros((len(fit.x), sum(part.shape[1] for part in shared)))
     together[: fit.device.size, : shared[0].shape[1]] = shared[0]
@@ -183,24 +185,26 @@ def held_out(table: Table, count: int, *, without: frozenset[str] = frozenset(),
 
 
 def error_quantiles(table: Table, seconds: np.ndarray) -> dict[str, list[float]]:
-    """Quantiles, at LEVELS, of log(measured / predicted) by stack, every cell weighing the same; a stack with few cells has the errors of all
-    stacks, as "other" has. seconds: of runs that the prediction was not fitted to."""
+    """Quantiles, at LEVELS, of log(measured / predicted) by stack, every cell weighing the same; a stack with few cells has the errors of
+    all stacks, as "other" has. seconds: of runs that the prediction was not fitted to."""
     timed = ~table.crashed & ~table.apart & ~np.isnan(seconds)
     error, cell = np.log(table.seconds / seconds), table.cell
     weight = np.array([1 / (timed & (cell == name)).sum() if ok else 0.0 for name, ok in zip(cell, timed)])
     names = sorted(set(table.runs.stack))
     masks = {name: timed & (table.runs.stack == name) for name in names}
     shares = {name: weight / max(weight[mask].sum(), 1e-9) * mask for name, mask in masks.items()}
-    pooled = _quantiles(error, sum(shares.values()))
-    many = {name: len(set(cell[mask])) >= FEWEST_CELLS for name, mask in masks.items()}
-    return {"other": pooled, **{name: _quantiles(error, shares[name]) if many[name] else pooled for name in names}}
+    pooled = _quantiles(error, sum(shares.values()), len(set(cell[timed])))
+    cells = {name: len(set(cell[mask])) for name, mask in masks.items()}
+    return {"other": pooled, **{n: _quantiles(error, shares[n], cells[n]) if cells[n] >= FEWEST_CELLS else pooled for n in names}}
 
 
-def _quantiles(error: np.ndarray, weight: np.ndarray) -> list[float]:
+def _quantiles(error: np.ndarray, weight: np.ndarray, cells: int) -> list[float]:
+    """Widened around the median by one cell's share, since a new cell is unlike those seen."""
     kept = np.flatnonzero(weight)
     order = kept[np.argsort(error[kept])]
-    middle = np.cumsum(weight[order]) - weight[order] / 2
-    return [float(f"{value:.4g}") for value in np.interp(LEVELS, middle / weight[order].sum(), error[order])]
+    middle = (np.cumsum(weight[order]) - weight[order] / 2) / weight[order].sum()
+    values, median = np.interp(LEVELS, middle, error[order]), np.interp(0.5, middle, error[order])
+    return [float(f"{value:.4g}") for value in median + (values - median) * (1 + 1 / cells)]
 
 
 def write(fit: Fit, table: Table, memory: Mapping[str, np.ndarray], errors: Mapping[str, list[float]]) -> None:

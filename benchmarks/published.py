@@ -54,7 +54,7 @@ def read(path: Path, *, source: str | None = None, limit: int | None = None) -> 
     counted: dict[str, int] = {}
     for why in filter(None, reasons):
         counted[why] = counted.get(why, 0) + 1
-    recipes = Recipes.of_table({**_over_context(row), "src": STACKS.get(row["src"], row["src"]), "gpu": DEVICES.get(row["gpu"], row["gpu"])} for row in good)
+    recipes = Recipes.of_table(_named(row) for row in good)
     crashed = np.array([row["oom"] not in ("", "0") for row in good], dtype=bool)
     seconds = np.array([float(row["step"]) if row["step"] else np.nan for row in good])
     bytes = np.array([float(row["mem_gb"]) * 1e9 if row["mem_gb"] else np.nan for row in good])
@@ -64,11 +64,13 @@ def read(path: Path, *, source: str | None = None, limit: int | None = None) -> 
     return Table(tuple(good), recipes, source_of, seconds, bytes, crashed, apart, cell, counted)
 
 
-def _over_context(row: Mapping[str, str]) -> Mapping[str, str]:
-    """torchtitan shards parameters over data and context parallel ranks, which the table counts as data parallel ranks only."""
-    if row["src"] != "torchtitan" or row["cp"] in ("", "1"):
-        return row
-    return {**row, "shard": str(int(row["shard"]) * int(row["cp"]))}
+def _named(row: Mapping[str, str]) -> dict[str, str]:
+    """The row with our names of its stack and device. torchtitan shards parameters over data and context parallel ranks, of which the table
+    counts only the former."""
+    named = {**row, "src": STACKS.get(row["src"], row["src"]), "gpu": DEVICES.get(row["gpu"], row["gpu"])}
+    if row["src"] == "torchtitan":
+        named["shard"] = str(int(row["shard"]) * int(row["cp"] or 1))
+    return named
 
 
 def reason(row: Mapping[str, str]) -> str:

@@ -6,7 +6,8 @@
     PYTHONPATH=. python benchmarks/published_runs.py RUNS.csv --choose           nanotron: the best configuration of each cell, in folds
 
 RUNS.csv has the columns of autoshard.recipes.columns.TABLE and step, mem_gb, oom, suspect, pp_old, arch, gpus, ep. Errors are
-|predicted / measured - 1|. `suspect` and `pp_old` rows, and sources with fewer than five rows, count in no mean of means and are shown apart.
+|predicted / measured - 1|. `suspect` and `pp_old` rows, and sources with fewer than five rows, count in no mean of means and are shown
+apart.
 Without --folds the constants are those of the device files, which were fitted to the published half of these runs.
 """
 
@@ -64,7 +65,8 @@ def compared(table: Table, seconds: np.ndarray, unfitted: np.ndarray, bytes: np.
     for name, rows in by_source(table, np.ones(len(table), dtype=bool)).items():
         timed, of_apart = rows & ~table.crashed & ~table.apart, rows & ~table.crashed & table.apart
         memory = memory_rows(table, bytes, rows & ~table.crashed)
-        row = {**rows_of(error[timed], seconds[timed], table.seconds[timed]), "memory": memory, "fits_right": fits_right(table, bytes, rows)}
+        row = rows_of(error[timed], seconds[timed], table.seconds[timed])
+        row |= {"memory": memory, "fits_right": fits_right(table, bytes, rows)}
         row["unfitted_mean"] = float(np.abs(before[timed]).mean()) if timed.any() else None
         if of_apart.any():
             apart[name] = rows_of(error[of_apart], seconds[of_apart], table.seconds[of_apart])
@@ -74,7 +76,8 @@ def compared(table: Table, seconds: np.ndarray, unfitted: np.ndarray, bytes: np.
         sources[name] = row
         means.append(row["mean"])
         plain.append(row["unfitted_mean"])
-    average = {"mean_of_means": float(np.mean(means)) if means else None, "unfitted_mean_of_means": float(np.mean(plain)) if plain else None}
+    average = {name: float(np.mean(values)) if values else None for name, values in (("", means), ("unfitted_", plain))}
+    average = {f"{name}mean_of_means": value for name, value in average.items()}
     return {"sources": sources, **average, "inexpressible": table.inexpressible, "few_rows": few, "set_apart": apart}
 
 
@@ -135,17 +138,22 @@ def percent(value: float | None) -> str:
 
 
 def print_comparison(record: dict) -> None:
-    print(f"{'source':14} {'n':>5} {'mean':>7} {'median':>7} {'p90':>7} {'bias':>7} {'rank':>6} {'unfit':>7} {'mem n':>6} {'median':>7} {'fits':>7}")
+    print(
+        f"{'source':14} {'n':>5}",
+        *(f"{title:>7}" for title in ("mean", "median", "p90", "bias", "rank", "unfit", "mem n", "median", "fits")),
+    )
     for title, rows in (("", record["sources"]), ("fewer than five rows", record["few_rows"])):
         if title and rows:
             print(title)
         for name, row in rows.items():
-            rank = f"{row['rank']:6.2f}" if row["rank"] is not None else "     -"
+            rank = f"{row['rank']:7.2f}" if row["rank"] is not None else "      -"
             errors = " ".join(percent(row[key]) for key in ("mean", "median", "p90", "bias"))
-            memory = f"{row['memory']['n']:6d} {percent(row['memory']['median'])}"
+            memory = f"{row['memory']['n']:7d} {percent(row['memory']['median'])}"
             print(f"{name:14} {row['n']:5d} {errors} {rank} {percent(row['unfitted_mean'])} {memory} {percent(row['fits_right'])}")
     for name, row in record["set_apart"].items():
-        print(f"set apart (suspect or old pipeline code): {name} {row['n']} rows, mean {percent(row['mean'])}, median {percent(row['median'])}")
+        print(
+            f"set apart (suspect, old pipeline code): {name} {row['n']} rows, mean {percent(row['mean'])}, median {percent(row['median'])}"
+        )
     print(f"mean of source means {percent(record['mean_of_means'])} %; nothing fitted {percent(record['unfitted_mean_of_means'])} %")
     for why, count in record["inexpressible"].items():
         print(f"not expressible: {count} rows, {why}")
@@ -175,7 +183,8 @@ def main() -> None:
         print(json.dumps(record))
         return
     print_comparison(record)
-    print("inside the 80 % interval:", ", ".join(f"{name} {percent(value).strip()}" for name, value in record["coverage_of_80_percent"].items()))
+    covered = (f"{name} {percent(value).strip()}" for name, value in record["coverage_of_80_percent"].items())
+    print("inside the 80 % interval:", ", ".join(covered))
     for effect, worse in record.get("ablation", {}).items():
         print(f"{effect:20} {percent(worse)}")
     for row in record.get("choice", []):

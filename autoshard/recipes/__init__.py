@@ -1,4 +1,4 @@
-"""Training runs as launchers describe them (model sizes, degrees of parallelism, flags), as columns: seconds per step and bytes per device."""
+"""Training runs as launchers describe them (model sizes, degrees of parallelism, flags): seconds per step and bytes per device."""
 
 from .columns import RECOMPUTE as RECOMPUTE
 from .columns import Recipes as Recipes

@@ -2,7 +2,7 @@
 
 A run trains a decoder-only transformer: L blocks of width h, attention with `heads` query heads and `kv_heads` key-value heads of width
 `head_dim`, an MLP of width `ffn` (three matrices where it is gated), a table of `vocab` rows, shared with the head where `tied`.
-Its devices are data * tensor * pipeline * context; each step has `microbatches` of `batch` sequences of `seq` tokens per data parallel rank.
+Its devices are data * tensor * pipeline * context; a data parallel rank has `microbatches` of `batch` sequences of `seq` tokens per step.
 
     zero = 0  states replicated over the data parallel ranks        1  optimizer state sharded over `shard` of them
            2  gradients too                                         3  parameters too, gathered at each use (FSDP)

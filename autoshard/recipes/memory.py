@@ -2,7 +2,7 @@
 
     peak = fixed + states * S + gathered + max over stages of (in flight * layers * A + working + logits * V)            (`peak_bytes`)
 
-    S         parameters (2 bytes, or 4 with FSDP), gradients and optimizer state (12, with FSDP 8) of the stage's parameters, divided as ZeRO says
+    S         parameters (2 bytes, or 4 with FSDP), gradients and optimizer state (12, with FSDP 8) of the stage, divided as ZeRO says
     A         activations of a block and microbatch: attention * (norms, projections and attention) + mlp * (hidden features)
               + gathered * (sequence parallel matmuls' gathered inputs), or with full recomputation the block's input alone
     working   with recomputation, one block's activations                     V   float32 logits of the last stage
@@ -85,6 +85,5 @@ def _stage(
     per_block = np.where(kept >= 1, saved, np.maximum(kept * saved, inputs))
     working = np.where(kept < 1, saved, 0.0)
     gathered = np.where(runs.zero >= 3, 2 * 2 * (runs.block_parameters + runs.table_parameters) / runs.tensor, 0.0)
-    return memory.states * state_bytes(runs, parameters) + flight * layers * per_block + working + gathered
-
-
+    activations = np.minimum(flight * layers * per_block + working, flight * layers * saved)
+    return memory.states * state_bytes(runs, parameters) + activations + gathered

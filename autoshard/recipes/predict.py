@@ -1,7 +1,7 @@
 """What a recipe is predicted to do: seconds per step with their interval, bytes per device, and why it can't run.
 
-    interval   seconds * exp(-spread), seconds * exp(spread); spread from the errors on runs that the constants were not fitted to,
-               per software stack                                                                                       (`interval`)
+interval   seconds * exp(-spread), seconds * exp(spread); spread from the errors on runs that the constants were not fitted to,
+           per software stack                                                                                       (`interval`)
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ def illegal(runs: Recipes) -> list[str]:
     return [_reason(*row) for row in zip(*(getattr(runs, name) for name in _LEGAL), strict=True)]
 
 
-_LEGAL = ("layers", "width", "ffn", "heads", "kv_heads", "vocab", "seq", "tensor", "pipeline", "virtual", "context", "data", "shard", "sequence_parallel")
+_LEGAL = (
+    "layers", "ffn", "heads", "kv_heads", "seq", "tensor", "pipeline", "virtual", "context", "data", "shard", "sequence_parallel",
+)  # fmt: skip
 
 
-def _reason(layers, width, ffn, heads, kv_heads, vocab, seq, tensor, pipeline, virtual, context, data, shard, sequence) -> str:
+def _reason(layers, ffn, heads, kv_heads, seq, tensor, pipeline, virtual, context, data, shard, sequence) -> str:
     if heads % tensor:
         return f"{heads:.0f} heads do not divide by tensor parallel {tensor:.0f}"
     if kv_heads % tensor and tensor % kv_heads:
@@ -50,7 +52,8 @@ def _reason(layers, width, ffn, heads, kv_heads, vocab, seq, tensor, pipeline, v
     if pipeline * virtual > layers:
         return f"{layers:.0f} blocks are fewer than {pipeline * virtual:.0f} stages"
     if seq % (context * (tensor if sequence else 1)):
-        return f"{seq:.0f} tokens do not divide by context parallel {context:.0f}" + (f" and tensor parallel {tensor:.0f}" if sequence else "")
+        beside = f" and tensor parallel {tensor:.0f}" if sequence else ""
+        return f"{seq:.0f} tokens do not divide by context parallel {context:.0f}{beside}"
     if (data * context) % shard and shard % data:
         return f"{data * context:.0f} data parallel ranks do not divide by shard {shard:.0f}"
     return ""

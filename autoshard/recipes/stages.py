@@ -1,8 +1,8 @@
 """How the blocks of a run are distributed over its pipeline stages.
 
-    even       ceil(L / p) blocks on each stage; where p does not divide L, a stage counts the table and the head as one block each
-    balanced   in order, each stage until the running cost of blocks and head exceeds its share of the total (nanotron): cost of a
-               block 4 * queries * h + 3 * h * ffn, of the head V * h
+even       ceil(L / p) blocks on each stage; where p does not divide L, a stage counts the table and the head as one block each
+balanced   in order, each stage until the running cost of blocks and head exceeds its share of the total (nanotron): cost of a
+           block 4 * queries * h + 3 * h * ffn, of the head V * h
 """
 
 from __future__ import annotations

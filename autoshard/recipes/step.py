@@ -22,8 +22,8 @@ from .columns import Recipes
 from .stages import Stages, stages
 
 EFFECTS = (
-    "attention", "elementwise", "accumulation", "small matmuls", "head", "tensor parallel", "context parallel", "recompute", "host", "bubble",
-    "imbalance", "transfers", "fsdp", "gradients", "parameter gather", "optimizer", "fixed",
+    "attention", "elementwise", "accumulation", "small matmuls", "head", "tensor parallel", "context parallel", "recompute", "host",
+    "bubble", "imbalance", "transfers", "fsdp", "gradients", "parameter gather", "optimizer", "fixed",
 )  # fmt: skip
 
 # The share of a block's forward that is computed again: matmuls, attention, elementwise, collectives.
@@ -89,7 +89,8 @@ def step_seconds(runs: Recipes, machine: Machine, split: Stages | None = None) -
     slowest = mean + (slowest - mean) * has("imbalance")
     transfer = transfer_seconds(runs, machine) * has("transfers")
     pipeline = m * (slowest + transfer) + has("bubble") * (p - 1) / runs.virtual * (mean + transfer)
-    last_backward = split.largest * one.backward
+    # beside the host's launches where they take longer: what hides a reduction is the time of the backward, not its kernels
+    last_backward = slowest * one.backward / (one.forward + one.backward)
     return pipeline + update_seconds(runs, machine, split, last_backward) + machine.stack.fixed * has("fixed")
 
 
@@ -106,7 +107,8 @@ def block(runs: Recipes, machine: Machine) -> Block:
     rate = matmul_rate(runs.itemsize(), device) * np.where(runs.microscaling > 0, MICROSCALED, 1.0)
     matmuls = sum(matmul_seconds(m, k, n, rate, device.small * has("small matmuls")) for m, k, n in matmul_shapes(runs))
     forward, backward = _attention(runs, machine)
-    elementwise = elementwise_seconds(elementwise_bytes(runs, machine.stack.eager_norms), runs.compiled, device, machine.stack) * has("elementwise")
+    moved = elementwise_bytes(runs, machine.stack.eager_norms)
+    elementwise = elementwise_seconds(moved, runs.compiled, device, machine.stack) * has("elementwise")
     summed = accumulation_seconds(runs.block_parameters / runs.tensor, runs, machine)
     sent, sent_back = _tensor_parallel(runs, machine)
     again = np.array([RECOMPUTED[kind] for kind in runs.recompute]).reshape(-1, 4).T * has("recompute")
@@ -171,7 +173,8 @@ def _with_fsdp(one: Block, runs: Recipes, machine: Machine) -> Block:
     sharded = (runs.zero >= 2) * machine.has("fsdp")
     parameters = runs.block_parameters / runs.tensor
     narrow = (machine.stack.gathers8 > 0) & (runs.itemsize() <= 1) & (runs.rowwise == 0)
-    gather, scatter = sharded * ring.gather(np.where(narrow, 1, 2) * parameters), sharded * ring.gather(machine.stack.gradient_bytes * parameters)
+    gather = sharded * ring.gather(np.where(narrow, 1, 2) * parameters)
+    scatter = sharded * ring.gather(machine.stack.gradient_bytes * parameters)
     again = gather * (runs.zero >= 3)
     return Block(overlapped(one.forward, gather, FSDP_NORM), overlapped(one.backward, again + scatter, FSDP_NORM), one.launches)
 
