@@ -4,6 +4,7 @@ fit_devices.py."""
 from __future__ import annotations
 
 import csv
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,13 +14,14 @@ import numpy as np
 
 from autoshard.cost.devices import known_devices
 from autoshard.recipes import RECOMPUTE, Recipes
-from autoshard.recipes.columns import PRECISIONS
+from autoshard.recipes.columns import PRECISIONS, TABLE, WORDS
 
 DEVICES = {"h100tt": "h100_500w"}  # the table's name of a part: ours
 STACKS = {
     "vtrain_single": "vtrain", "vtrain_multi": "vtrain", "nanotron_tp": "nanotron", "oom_nanotron": "nanotron",
     "simumax": "megatron_core", "mcore": "megatron_core", "korthikanti": "megatron_2022", "mtnlg": "megatron_2022",
 }  # fmt: skip
+NUMBERS = [written for name, written in TABLE.items() if name not in WORDS]
 FEWEST = 5  # rows of a source that counts in the mean of means
 
 
@@ -75,6 +77,9 @@ def _named(row: Mapping[str, str]) -> dict[str, str]:
 
 def reason(row: Mapping[str, str]) -> str:
     """Why a row can't be expressed; empty where it can."""
+    unknown = [name for name in NUMBERS if not _is_number(row[name])]
+    if unknown:
+        return f"no {', '.join(unknown)}"
     device = DEVICES.get(row["gpu"], row["gpu"])
     if device not in known_devices():
         return f"device {device} has no constants"
@@ -88,6 +93,13 @@ def reason(row: Mapping[str, str]) -> str:
     if degrees != int(float(row["gpus"])):
         return "degrees do not multiply to the number of devices"
     return ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def folds(table: Table, count: int) -> np.ndarray:

@@ -41,9 +41,10 @@ def rows() -> list[dict[str, str]]:
 
 def recipe(**changes: object) -> Recipes:
     row = {
-        "src": "nanotron", "gpu": "h100", "L": 16, "h": 2048, "ffn": 8192, "heads": 32, "kv": 32, "head_dim": 64, "vocab": 131072, "tied": 1,
-        "gated": 1, "pos": 0, "seq": 4096, "mbs": 2, "ga": 8, "dp": 4, "shard": 4, "zero": 1, "tp": 2, "sp": 1, "pp": 1, "vp": 1, "cp": 1,
-        "rc": "none", "prec": "bf16", "rowwise": 0, "mx": 0, "fused": 0, "asynctp": 0, "gpn": 8, "link_per_gpu": 5e10, "gpu_mem": 8e10,
+        "src": "nanotron", "gpu": "h100", "L": 16, "h": 2048, "ffn": 8192, "heads": 32, "kv": 32, "head_dim": 64, "vocab": 131072,
+        "tied": 1, "gated": 1, "pos": 0, "seq": 4096, "mbs": 2, "ga": 8, "dp": 4, "shard": 4, "zero": 1, "tp": 2, "sp": 1, "pp": 1,
+        "vp": 1, "cp": 1, "rc": "none", "prec": "bf16",
+        "rowwise": 0, "mx": 0, "fused": 0, "asynctp": 0, "gpn": 8, "link_per_gpu": 5e10, "gpu_mem": 8e10,
     }  # fmt: skip
     return Recipes.of_table([{**row, **changes}])
 
@@ -72,7 +73,7 @@ def test_the_benchmark_prints_the_keys_that_scripts_read():
 def test_runs_that_cannot_be_expressed_are_counted_with_the_reason(tmp_path):
     table = list(csv.reader(RUNS.open(newline="")))
     names, first = table[0], table[1]
-    changes = ({"gpu": "v100"}, {"prec": "int8"}, {"rc": "some"}, {"ep": "8"}, {"tp": "3"})
+    changes = ({"gpu": "v100"}, {"prec": "int8"}, {"rc": "some"}, {"ep": "8"}, {"tp": "3"}, {"mbs": ""})
     broken = [[changed.get(name, value) for name, value in zip(names, first)] for changed in changes]
     path = tmp_path / "runs.csv"
     with path.open("w", newline="") as file:
@@ -86,6 +87,7 @@ def test_runs_that_cannot_be_expressed_are_counted_with_the_reason(tmp_path):
         "recomputation some": 1,
         "experts": 1,
         "degrees do not multiply to the number of devices": 1,
+        "no mbs": 1,
     }
     assert record["few_rows"]["torchtitan"]["n"] == 1
 

@@ -6,7 +6,7 @@
     ring        V (n-1)/n B / bandwidth + latency (n-1); bandwidth and latency of the slowest link of the ring   (`Ring`)
     overlap     (a^p + b^p)^(1/p): p = 1 is one after the other, p = inf is the longer of the two        (`overlapped`)
 
-Every argument is a number or an array of numbers, so that thousands of runs are priced at once. All functions increase with their work
+Arguments are arrays with one entry per run, so that thousands of runs are priced at once. All functions increase with their work
 and decrease with rates.
 """
 
@@ -20,7 +20,7 @@ from .devices import DeviceConstants, StackConstants
 
 # Bus bandwidth of all_reduce relative to all_gather and reduce_scatter over 4 to 16 nodes: 1.35, 1.44, 1.54 (nanotron ultrascale playbook).
 TREE = 1.45
-Numbers = np.ndarray | float
+Numbers = np.ndarray  # one entry per run
 
 
 def matmul_seconds(m: Numbers, k: Numbers, n: Numbers, rate: Numbers, small: Numbers) -> Numbers:
@@ -40,7 +40,7 @@ def attention_seconds(flops: Numbers, head_dim: Numbers, seq: Numbers, device: D
     return flops / rate * (1 + device.short / seq)
 
 
-def elementwise_seconds(bytes: Numbers, compiled: Numbers, device: DeviceConstants, stack: StackConstants) -> Numbers:
+def elementwise_seconds(bytes: Numbers, compiled: Numbers | float, device: DeviceConstants, stack: StackConstants) -> Numbers:
     fused = np.where(compiled > 0, device.fusion, 1.0)
     return bytes * fused * stack.traffic / (device.memory_bandwidth * device.memory)
 

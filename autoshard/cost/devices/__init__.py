@@ -17,12 +17,13 @@ import numpy as np
 
 from autoshard.reading import text_of
 
-Numbers = float | np.ndarray
+Numbers = np.ndarray  # one entry per run
+Names = Sequence[str] | np.ndarray
 
 
 @dataclass(frozen=True)
 class DeviceConstants:
-    """Of one kind of device, or columns of several. The first five are from its data sheet's, the others can be fitted."""
+    """Of kinds of devices, as columns. The first five are from its data sheet's, the others can be fitted."""
 
     peak16: Numbers  # FLOP/s, dense, 16-bit inputs
     peak8: Numbers
@@ -46,7 +47,7 @@ class DeviceConstants:
 
 @dataclass(frozen=True)
 class StackConstants:
-    """Of one software stack, or columns of several. The last six can be fitted; the others say what the software does."""
+    """Of software stacks, as columns. The last six can be fitted; the others say what the software does."""
 
     flash: Numbers  # rate of fused attention relative to FlashAttention-2; 0: scores are written to memory
     gradient_bytes: Numbers  # per parameter, as they are reduced
@@ -66,7 +67,7 @@ class StackConstants:
 
 @dataclass(frozen=True)
 class MemoryConstants:
-    """Of one software stack, or columns of several: factors of autoshard.recipes.memory's formula."""
+    """Of software stacks, as columns: factors of autoshard.recipes.memory's formula."""
 
     states: Numbers
     attention: Numbers
@@ -91,25 +92,25 @@ def known_stacks() -> tuple[str, ...]:
     return tuple(_file("stacks"))
 
 
-def device_constants(names: Sequence[str], *, fitted: bool = True) -> DeviceConstants:
+def device_constants(names: Names, *, fitted: bool = True) -> DeviceConstants:
     """Columns, one entry per name; ValueError for an unknown device."""
     return DeviceConstants(**_columns(names, {name: _row(_file_of(name), fitted) for name in set(names)}, DeviceConstants))
 
 
-def stack_constants(names: Sequence[str], *, fitted: bool = True) -> StackConstants:
+def stack_constants(names: Names, *, fitted: bool = True) -> StackConstants:
     """Columns, one entry per name; an unknown stack is the stack "other"."""
     stacks = _file("stacks")
     return StackConstants(**_columns(names, {name: _row(stacks.get(name, stacks["other"]), fitted) for name in set(names)}, StackConstants))
 
 
-def memory_constants(names: Sequence[str], *, fitted: bool = True) -> MemoryConstants:
+def memory_constants(names: Names, *, fitted: bool = True) -> MemoryConstants:
     """Columns, one entry per name; an unknown stack is the stack "other"."""
     stacks = _file("stacks")
     rows = {name: _row({**stacks.get(name, stacks["other"]), "given": {}}, fitted, "memory") for name in set(names)}
     return MemoryConstants(**_columns(names, rows, MemoryConstants))
 
 
-def spread_of(names: Sequence[str], share: float) -> tuple[np.ndarray, np.ndarray]:
+def spread_of(names: Names, share: float) -> tuple[np.ndarray, np.ndarray]:
     """Lowest and highest log(measured / predicted) between which `share` of the runs of each stack were, of runs not fitted to."""
     stacks = _file("stacks")
     ends = (1 - share) / 2, (1 + share) / 2
@@ -119,7 +120,7 @@ def spread_of(names: Sequence[str], share: float) -> tuple[np.ndarray, np.ndarra
     return low, high
 
 
-def _columns(names: Sequence[str], rows: dict[str, dict[str, float]], record: type) -> dict[str, np.ndarray]:
+def _columns(names: Names, rows: dict[str, dict[str, float]], record: type) -> dict[str, np.ndarray]:
     return {field.name: np.array([rows[name][field.name] for name in names], dtype=float) for field in fields(record)}
 
 
