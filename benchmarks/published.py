@@ -50,7 +50,7 @@ class Table:
 
 def read(path: Path, *, source: str | None = None, limit: int | None = None) -> Table:
     with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if source in (None, row["src"])][:limit]
+        rows = [row for row in csv.DictReader(file) if source in (None, row["src"], _source(row))][:limit]
     reasons = [reason(row) for row in rows]
     good = [row for row, why in zip(rows, reasons) if not why]
     counted: dict[str, int] = {}
@@ -61,7 +61,7 @@ def read(path: Path, *, source: str | None = None, limit: int | None = None) -> 
     seconds = np.array([float(row["step"]) if row["step"] else np.nan for row in good])
     bytes = np.array([float(row["mem_gb"]) * 1e9 if row["mem_gb"] else np.nan for row in good])
     apart = np.array([row["suspect"] == "1" or row["pp_old"] == "1" for row in good], dtype=bool)
-    source_of = np.array(["nanotron" if row["src"] == "oom_nanotron" else row["src"] for row in good])
+    source_of = np.array([_source(row) for row in good])
     cell = np.array([f"{name} {row['arch']} {row['gpus']}" for name, row in zip(source_of, good)])
     return Table(tuple(good), recipes, source_of, seconds, bytes, crashed, apart, cell, counted)
 
@@ -93,6 +93,11 @@ def reason(row: Mapping[str, str]) -> str:
     if degrees != int(float(row["gpus"])):
         return "degrees do not multiply to the number of devices"
     return ""
+
+
+def _source(row: Mapping[str, str]) -> str:
+    """nanotron's crashed runs are of the same source as those that ran."""
+    return "nanotron" if row["src"] == "oom_nanotron" else row["src"]
 
 
 def _is_number(text: str) -> bool:

@@ -92,6 +92,8 @@ def coverage(table: Table, seconds: np.ndarray, fold: np.ndarray | None, share: 
             low[i], high[i] = seconds[i] * np.exp(ends.get(table.runs.stack[i], ends["other"]))
     inside = (table.seconds >= low) & (table.seconds <= high)
     counted = ~table.crashed & ~table.apart
+    if not counted.any():
+        return {}
     cells = [inside[counted & (table.cell == cell)].mean() for cell in sorted(set(table.cell[counted]))]
     by_name = {name: float(inside[mask].mean()) for name, mask in by_source(table, counted).items() if mask.any()}
     return {**by_name, "all rows": float(inside[counted].mean()), "mean of cells": float(np.mean(cells))}

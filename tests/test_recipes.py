@@ -68,6 +68,9 @@ def test_the_benchmark_prints_the_keys_that_scripts_read():
     assert record["mean_of_means"] == pytest.approx(np.mean([row["mean"] for row in record["sources"].values()]))
     assert record["mean_of_means"] < 0.15 and record["unfitted_mean_of_means"] < 0.25
     assert published("--source", "simumax", "--limit", "2")["few_rows"]["simumax"]["n"] == 2
+    crashed = published("--source", "oom_nanotron")
+    assert crashed["few_rows"]["nanotron"]["n"] == 0 and crashed["few_rows"]["nanotron"]["fits_right"] is not None
+    assert crashed["mean_of_means"] is None
 
 
 def test_runs_that_cannot_be_expressed_are_counted_with_the_reason(tmp_path):

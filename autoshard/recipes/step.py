@@ -153,8 +153,9 @@ def elementwise_bytes(runs: Recipes, eager_norms: np.ndarray | float = 0.0) -> n
 
 
 def accumulation_seconds(parameters: np.ndarray, runs: Recipes, machine: Machine) -> np.ndarray:
-    """Adding a microbatch's 16-bit gradients to those of the microbatches before, where whole gradients are kept."""
-    bytes = (2 + 2 * machine.stack.gradient_bytes) * parameters * ((runs.zero < 2) & (runs.microbatches > 1))
+    """Adding a microbatch's 16-bit gradients to those of the microbatches before, where full gradients are kept and no matmul adds them."""
+    separate = (runs.zero < 2) & (runs.microbatches > 1) & (machine.stack.fused_accumulation == 0)
+    bytes = (2 + 2 * machine.stack.gradient_bytes) * parameters * separate
     return bytes / (machine.device.memory_bandwidth * machine.device.memory) * machine.has("accumulation")
 
 

@@ -57,6 +57,7 @@ class StackConstants:
     hides_gather: Numbers  # 1: ZeRO-1 gathers parameters during the next forward
     eager_norms: Numbers  # 1: uncompiled, norms and rotary positions are chains of float32 ops rather than one kernel each
     overlaps_tensor: Numbers  # 1: tensor parallel transfers run in pieces beside their matmuls
+    fused_accumulation: Numbers  # 1: the matmul that computes a gradient adds it to those of earlier microbatches
     host: Numbers  # launches relative to the device's `host`
     traffic: Numbers  # elementwise bytes relative to the formula
     fixed: Numbers  # seconds per step
@@ -77,7 +78,7 @@ class MemoryConstants:
     fixed: Numbers  # bytes
 
 
-DATA_SHEET, DESCRIPTION = 5, 8  # leading fields that are never fitted
+DATA_SHEET, DESCRIPTION = 5, 9  # leading fields that are never fitted
 DEVICE_CONSTANTS = tuple(field.name for field in fields(DeviceConstants))[DATA_SHEET:]
 STACK_CONSTANTS = tuple(field.name for field in fields(StackConstants))[DESCRIPTION:]
 MEMORY_CONSTANTS = tuple(field.name for field in fields(MemoryConstants))
