@@ -33,6 +33,7 @@ TABLE = {
     "strategies": ("graph layout mesh", "torch"),
     "cost": ("graph layout mesh reading writing", "numpy scipy"),
     "routes": ("cost layout mesh", "numpy"),
+    "recipes": ("cost", "numpy scipy"),
     "problem": ("reading writing", "numpy"),
     "solvers": ("problem", "numpy scipy highspy cvxpy networkx numba"),
     "formulate": ("cost graph layout mesh problem routes strategies", "numpy"),

@@ -1,0 +1,141 @@
+"""Constants of kinds of devices and of software stacks: `<name>.json` of each device, and `stacks.json`.
+
+Each constant has a published figure with its source (data sheets, published kernel and collective benchmarks), which no training run has
+changed, and where benchmarks/fit_devices.py has fitted it, the fitted figure. `fitted=False` uses only the published ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autoshard.reading import text_of
+
+Numbers = np.ndarray  # one entry per run
+Names = Sequence[str] | np.ndarray
+
+
+@dataclass(frozen=True)
+class DeviceConstants:
+    """Of kinds of devices, as columns. The first five are from its data sheet's, the others can be fitted."""
+
+    peak16: Numbers  # FLOP/s, dense, 16-bit inputs
+    peak8: Numbers
+    peak4: Numbers
+    memory_bandwidth: Numbers  # bytes/s
+    link_bandwidth: Numbers  # bytes/s of one device to the others of its node, one direction
+    matmul16: Numbers  # share of the peak that large matmuls reach
+    matmul8: Numbers
+    matmul4: Numbers
+    small: Numbers  # elements: the smallest dim at which a matmul reaches half of that
+    attention: Numbers  # share of the 16-bit peak that fused attention reaches forward, at head dim 128
+    narrow: Numbers  # exponent of head dim / 128
+    short: Numbers  # tokens: the sequence at which attention reaches half of its rate
+    memory: Numbers  # share of the memory bandwidth that elementwise kernels reach
+    fusion: Numbers  # bytes of fused elementwise kernels, as a share of those of separate ones
+    link: Numbers  # share of link_bandwidth that collectives reach
+    link_latency: Numbers  # seconds per hop
+    network: Numbers  # share of the adapters' bandwidth that collectives reach
+    host: Numbers  # seconds in which the host launches one block's forward and backward, uncompiled
+
+
+@dataclass(frozen=True)
+class StackConstants:
+    """Of software stacks, as columns. The last six can be fitted; the others say what the software does."""
+
+    flash: Numbers  # rate of fused attention relative to FlashAttention-2; 0: scores are written to memory
+    gradient_bytes: Numbers  # per parameter, as they are reduced
+    balanced: Numbers  # 1: stages are balanced by cost, 0: even
+    gathers8: Numbers  # 1: FSDP gathers parameters in float8 where matmuls run in it
+    hides: Numbers  # 1: gradients are reduced during the last backward
+    hides_gather: Numbers  # 1: ZeRO-1 gathers parameters during the next forward
+    eager_norms: Numbers  # 1: uncompiled, norms and rotary positions are chains of float32 ops rather than one kernel each
+    overlaps_tensor: Numbers  # 1: tensor parallel transfers run in pieces beside their matmuls
+    fused_accumulation: Numbers  # 1: the matmul that computes a gradient adds it to those of earlier microbatches
+    host: Numbers  # launches relative to the device's `host`
+    traffic: Numbers  # elementwise bytes relative to the formula
+    fixed: Numbers  # seconds per step
+    transfer: Numbers  # seconds per microbatch and pipeline stage for a transfer between stages, besides its bytes
+    hop: Numbers  # seconds per hop of a ring that leaves the node: of the cluster on which the stack was measured
+    congestion: Numbers  # the network's bandwidth falls as nodes^-congestion
+
+
+@dataclass(frozen=True)
+class MemoryConstants:
+    """Of software stacks, as columns: factors of autoshard.recipes.memory's formula."""
+
+    states: Numbers
+    attention: Numbers
+    mlp: Numbers
+    gathered: Numbers  # 0: gathered inputs are gathered again in the backward
+    logits: Numbers
+    fixed: Numbers  # bytes
+
+
+DATA_SHEET, DESCRIPTION = 5, 9  # leading fields that are never fitted
+DEVICE_CONSTANTS = tuple(field.name for field in fields(DeviceConstants))[DATA_SHEET:]
+STACK_CONSTANTS = tuple(field.name for field in fields(StackConstants))[DESCRIPTION:]
+MEMORY_CONSTANTS = tuple(field.name for field in fields(MemoryConstants))
+FOLDER = Path(__file__).parent
+
+
+def known_devices() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.json") if path.stem != "stacks"))
+
+
+def known_stacks() -> tuple[str, ...]:
+    return tuple(_file("stacks"))
+
+
+def device_constants(names: Names, *, fitted: bool = True) -> DeviceConstants:
+    """Columns, one entry per name; ValueError for an unknown device."""
+    return DeviceConstants(**_columns(names, {name: _row(_file_of(name), fitted) for name in set(names)}, DeviceConstants))
+
+
+def stack_constants(names: Names, *, fitted: bool = True) -> StackConstants:
+    """Columns, one entry per name; an unknown stack is the stack "other"."""
+    stacks = _file("stacks")
+    return StackConstants(**_columns(names, {name: _row(stacks.get(name, stacks["other"]), fitted) for name in set(names)}, StackConstants))
+
+
+def memory_constants(names: Names, *, fitted: bool = True) -> MemoryConstants:
+    """Columns, one entry per name; an unknown stack is the stack "other"."""
+    stacks = _file("stacks")
+    rows = {name: _row({**stacks.get(name, stacks["other"]), "given": {}}, fitted, "memory") for name in set(names)}
+    return MemoryConstants(**_columns(names, rows, MemoryConstants))
+
+
+def spread_of(names: Names, share: float) -> tuple[np.ndarray, np.ndarray]:
+    """Lowest and highest log(measured / predicted) between which `share` of the runs of each stack were, of runs not fitted to."""
+    stacks = _file("stacks")
+    ends = (1 - share) / 2, (1 + share) / 2
+    rows = {name: stacks.get(name, stacks["other"])["errors"] for name in set(names)}
+    spread = {name: np.interp(ends, row["levels"], row["quantiles"]) for name, row in rows.items()}
+    low, high = np.array([spread[name] for name in names]).reshape(-1, 2).T
+    return low, high
+
+
+def _columns(names: Names, rows: dict[str, dict[str, float]], record: type) -> dict[str, np.ndarray]:
+    return {field.name: np.array([rows[name][field.name] for name in names], dtype=float) for field in fields(record)}
+
+
+def _row(file: dict[str, Any], fitted: bool, kind: str = "constants") -> dict[str, float]:
+    constants = {name: one.get("fitted", one["published"]) if fitted else one["published"] for name, one in file[kind].items()}
+    return {**file["given"], **constants}
+
+
+def _file_of(name: str) -> dict[str, Any]:
+    if name not in known_devices():
+        raise ValueError(f"no constants of device {name!r}; known are {', '.join(known_devices())}")
+    return _file(name)
+
+
+@cache
+def _file(name: str) -> dict[str, Any]:
+    return json.loads(text_of(FOLDER / f"{name}.json", "measurements"))

@@ -1,0 +1,272 @@
+"""Fit the constants of devices and software stacks to published runs, and write autoshard/cost/devices/*.json.
+
+    PYTHONPATH=. python benchmarks/fit_devices.py RUNS.csv [--folds 2] [--write]
+
+Robust least squares of predicted / measured seconds - 1, each squared error weighted by 1/sqrt(rows of its source), with a penalty for
+leaving the published figures, so that what a device's rows don't determine stays as published. Rows marked suspect or of the old pipeline
+code are left out. A row depends on one device and one stack: one evaluation per constant gives the whole Jacobian.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+from published import Table, by_source, folds, read
+from scipy.optimize import least_squares
+
+from autoshard.cost.devices import (
+    DEVICE_CONSTANTS,
+    FOLDER,
+    MEMORY_CONSTANTS,
+    STACK_CONSTANTS,
+    DeviceConstants,
+    MemoryConstants,
+    StackConstants,
+    memory_constants,
+    stack_constants,
+)
+from autoshard.recipes import Stages, stages
+from autoshard.recipes.memory import peak_bytes
+from autoshard.recipes.step import Machine, step_seconds
+
+ROBUST = 0.15  # relative errors beyond count less and less
+# How far constants are from their published figures, as a standard deviation: of the logarithm, or for ADDED of the figure.
+SPREAD = {
+    "matmul16": 0.2, "matmul8": 0.2, "matmul4": 0.2, "small": 0.7, "attention": 0.3, "narrow": 0.3, "short": 0.7, "memory": 0.2,
+    "fusion": 0.3, "link": 0.3, "link_latency": 0.7, "network": 0.4, "hop": 0.5, "host": 0.5, "traffic": 0.3,
+    "fixed": 0.7, "transfer": 1.5, "congestion": 0.2,
+}  # fmt: skip
+ADDED = ("narrow", "congestion")
+BOUNDS = {"congestion": (0.0, 1.0), "narrow": (0.0, 1.0)}
+LEVELS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.975, 0.99)
+FEWEST_CELLS = 4
+PENALTY = 0.6
+MEMORY_ROBUST, MEMORY_PENALTY = 0.05, 4.0
+STEP = 1e-4  # of the Jacobian's differences
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Changes x of constants, in units of SPREAD: a row per device or stack, a column per constant."""
+
+    devices: tuple[str, ...]
+    stacks: tuple[str, ...]
+    device: np.ndarray
+    stack: np.ndarray
+
+    @staticmethod
+    def none(table: Table) -> Fit:
+        devices, stacks = sorted(set(table.runs.device)), sorted(set(table.runs.stack))
+        device, stack = np.zeros((len(devices), len(DEVICE_CONSTANTS))), np.zeros((len(stacks), len(STACK_CONSTANTS)))
+        return Fit(tuple(devices), tuple(stacks), device, stack)
+
+    def of(self, x: np.ndarray) -> Fit:
+        return replace(self, device=x[: self.device.size].reshape(self.device.shape), stack=x[self.device.size :].reshape(self.stack.shape))
+
+    @property
+    def x(self) -> np.ndarray:
+        return np.concatenate([self.device.ravel(), self.stack.ravel()])
+
+    def machine(self, published: Machine, device_of: np.ndarray, stack_of: np.ndarray) -> Machine:
+        """device_of, stack_of: indices of each row's device and stack."""
+        d, s = published.device, published.stack
+        device = {name: changed(name, getattr(d, name), self.device[device_of, j]) for j, name in enumerate(DEVICE_CONSTANTS)}
+        stack = {name: changed(name, getattr(s, name), self.stack[stack_of, j]) for j, name in enumerate(STACK_CONSTANTS)}
+        return replace(published, device=replace(published.device, **device), stack=replace(published.stack, **stack))
+
+
+def changed(name: str, published: np.ndarray, x: np.ndarray) -> np.ndarray:
+    if name not in ADDED:
+        return published * np.exp(x * SPREAD[name])
+    return np.clip(published + x * SPREAD[name], *BOUNDS[name])
+
+
+def indices(table: Table, fit: Fit) -> tuple[np.ndarray, np.ndarray]:
+    """Of each row's device and stack; a name that the fit does not know is an error of ours."""
+    return np.array([fit.devices.index(d) for d in table.runs.device]), np.array([fit.stacks.index(s) for s in table.runs.stack])
+
+
+def predict(table: Table, fit: Fit, without: frozenset[str] = frozenset()) -> np.ndarray:
+    published = replace(Machine.of(table.runs, fitted=False), without=without)
+    return step_seconds(table.runs, fit.machine(published, *indices(table, fit)))
+
+
+def fitted(table: Table, start: Fit, *, without: frozenset[str] = frozenset(), evaluations: int = 40) -> Fit:
+    """The fit to a table's timed rows that are not set apart."""
+    table = table[~table.crashed & ~table.apart]
+    published = replace(Machine.of(table.runs, fitted=False), without=without)
+    split = stages(table.runs, published.stack.balanced > 0)
+    devices, stacks = indices(table, start)
+    counts = {name: mask.sum() for name, mask in by_source(table, np.ones(len(table), bool)).items()}
+    weight = np.array([counts[name] for name in table.source]) ** -0.25 / ROBUST
+
+    def errors(x: np.ndarray) -> np.ndarray:
+        machine = start.of(x).machine(published, devices, stacks)
+        return step_seconds(table.runs, machine, split) / table.seconds - 1
+
+    common = _common(start)
+
+    def residuals(y: np.ndarray) -> np.ndarray:
+        return np.concatenate([_robust(errors(common @ y)) * weight, PENALTY * y])
+
+    def jacobian(y: np.ndarray) -> np.ndarray:
+        x = common @ y
+        base, rows = _robust(errors(x)) * weight, np.arange(len(table))
+        jac = np.zeros((len(table), len(x)))
+        for of, offset, count in ((devices, 0, len(DEVICE_CONSTANTS)), (stacks, start.device.size, len(STACK_CONSTANTS))):
+            for j in range(count):
+                moved = x.copy()
+                moved[offset + j : start.device.size if offset == 0 else None : count] += STEP
+                jac[rows, offset + of * count + j] = (_robust(errors(moved)) * weight - base) / STEP
+        return np.concatenate([jac @ common, PENALTY * np.eye(len(y))])
+
+    y = least_squares(residuals, np.zeros(common.shape[1]), jac=jacobian, max_nfev=evaluations).x
+    return start.of(common @ y)
+
+
+def _common(fit: Fit) -> np.ndarray:
+    """x = this matrix @ y: y begins with x itself; its other entries move a constant of all devices, or of all stacks, together."""
+    shared = [np.tile(np.eye(part.shape[1]), (part.shape[0], 1)) for part in (fit.device, fit.stack)]
+    together = np.zeros((len(fit.x), sum(part.shape[1] for part in shared)))
+    together[: fit.device.size, : shared[0].shape[1]] = shared[0]
+    together[fit.device.size :, shared[0].shape[1] :] = shared[1]
+    return np.concatenate([np.eye(len(fit.x)), together], axis=1)
+
+
+def _robust(error: np.ndarray) -> np.ndarray:
+    """Whose square is quadratic in small errors and logarithmic in large ones (Cauchy)."""
+    return np.sign(error) * ROBUST * np.sqrt(np.log1p((error / ROBUST) ** 2))
+
+
+def memory_of(table: Table, x: Mapping[str, np.ndarray]) -> MemoryConstants:
+    """x: logarithms of changes by stack; a stack without them is as published."""
+    published, none = memory_constants(table.runs.stack, fitted=False), np.zeros(len(MEMORY_CONSTANTS))
+    change = np.exp(np.array([x.get(name, none) for name in table.runs.stack])).T
+    return replace(published, **{name: getattr(published, name) * change[j] for j, name in enumerate(MEMORY_CONSTANTS)})
+
+
+def fitted_memory(table: Table) -> dict[str, np.ndarray]:
+    """Changes of each stack's memory constants, from its rows with measured bytes."""
+    table, changes = table[~np.isnan(table.bytes)], {}
+    for name in sorted(set(table.runs.stack)):
+        part = table[table.runs.stack == name]
+        split = stages(part.runs, stack_constants(part.runs.stack).balanced > 0)
+
+        def residuals(x: np.ndarray, part: Table = part, split: Stages = split, name: str = name) -> np.ndarray:
+            error = peak_bytes(part.runs, memory_of(part, {name: x}), split) / part.bytes - 1
+            return np.concatenate([np.sqrt(np.log1p((error / MEMORY_ROBUST) ** 2)), MEMORY_PENALTY * x])
+
+        changes[name] = least_squares(residuals, np.zeros(len(MEMORY_CONSTANTS)), max_nfev=60).x
+    return changes
+
+
+def held_out_memory(table: Table, count: int) -> np.ndarray:
+    """Predicted bytes of every row, crashed ones too, by the fit to the folds that it is not in."""
+    fold, bytes = folds(table, count), np.full(len(table), np.nan)
+    for k in range(count):
+        part = table[fold == k]
+        bytes[fold == k] = peak_bytes(part.runs, memory_of(part, fitted_memory(table[fold != k])))
+    return bytes
+
+
+def held_out(table: Table, count: int, *, without: frozenset[str] = frozenset(), evaluations: int = 40) -> np.ndarray:
+    """Predicted seconds of every row by the fit to the folds that it is not in."""
+    fold, start = folds(table, count), Fit.none(table)
+    seconds = np.full(len(table), np.nan)
+    for k in range(count):
+        fit = fitted(table[fold != k], start, without=without, evaluations=evaluations)
+        seconds[fold == k] = predict(table[fold == k], fit, without)
+    return seconds
+
+
+def error_quantiles(table: Table, seconds: np.ndarray) -> dict[str, list[float]]:
+    """Quantiles, at LEVELS, of log(measured / predicted) by stack, every cell weighing the same; a stack with few cells has the errors of
+    all stacks, as "other" has. seconds: of runs that the prediction was not fitted to."""
+    timed = ~table.crashed & ~table.apart & ~np.isnan(seconds)
+    error, cell = np.log(table.seconds / seconds), table.cell
+    weight = np.array([1 / (timed & (cell == name)).sum() if ok else 0.0 for name, ok in zip(cell, timed)])
+    names = sorted(set(table.runs.stack))
+    masks = {name: timed & (table.runs.stack == name) for name in names}
+    shares = {name: weight / max(weight[mask].sum(), 1e-9) * mask for name, mask in masks.items()}
+    pooled = _quantiles(error, sum(shares.values()), len(set(cell[timed])))
+    cells = {name: len(set(cell[mask])) for name, mask in masks.items()}
+    return {"other": pooled, **{n: _quantiles(error, shares[n], cells[n]) if cells[n] >= FEWEST_CELLS else pooled for n in names}}
+
+
+def _quantiles(error: np.ndarray, weight: np.ndarray, cells: int) -> list[float]:
+    """Widened around the median by one cell's share, since a new cell is unlike those seen."""
+    kept = np.flatnonzero(weight)
+    order = kept[np.argsort(error[kept])]
+    middle = (np.cumsum(weight[order]) - weight[order] / 2) / weight[order].sum()
+    values, median = np.interp(LEVELS, middle, error[order]), np.interp(0.5, middle, error[order])
+    return [float(f"{value:.4g}") for value in median + (values - median) * (1 + 1 / cells)]
+
+
+def write(fit: Fit, table: Table, memory: Mapping[str, np.ndarray], errors: Mapping[str, list[float]]) -> None:
+    """The fitted figures into the device files, each with the number of rows behind it."""
+    timed = ~table.crashed & ~table.apart
+    for i, name in enumerate(fit.devices):
+        path = FOLDER / f"{name}.json"
+        data = json.loads(path.read_text())
+        rows = int((timed & (table.runs.device == name)).sum())
+        _set(data["constants"], DEVICE_CONSTANTS, fit.device[i])
+        path.write_text(json.dumps({**data, "fitted_rows": rows}, indent=1) + "\n")
+    path = FOLDER / "stacks.json"
+    stacks = json.loads(path.read_text())
+    for name in stacks:
+        stacks[name]["errors"] = {"levels": LEVELS, "quantiles": errors.get(name, errors["other"])}
+    for i, name in enumerate(fit.stacks):
+        if name in stacks:
+            _set(stacks[name]["constants"], STACK_CONSTANTS, fit.stack[i])
+            for constant, change in zip(MEMORY_CONSTANTS, memory.get(name, np.zeros(len(MEMORY_CONSTANTS)))):
+                one = stacks[name]["memory"][constant]
+                one["fitted"] = float(f"{one['published'] * np.exp(change):.4g}")
+            stacks[name]["fitted_rows"] = int((timed & (table.runs.stack == name)).sum())
+    path.write_text(json.dumps(stacks, indent=1) + "\n")
+
+
+def _set(constants: dict, names: tuple[str, ...], x: np.ndarray) -> None:
+    for name, change in zip(names, x):
+        constants[name].pop("fitted", None)
+        if abs(change) > 1e-3:
+            constants[name]["fitted"] = float(f"{float(changed(name, np.float64(constants[name]['published']), change)):.4g}")
+
+
+def report(table: Table, seconds: np.ndarray) -> float:
+    """Per source: rows, mean, median, bias in percent; returns the mean of means."""
+    error, means = seconds / table.seconds - 1, []
+    for name, mask in by_source(table, ~table.crashed & ~table.apart).items():
+        e = 100 * error[mask]
+        if len(e):
+            print(f"{name:16} {len(e):5} mean {np.abs(e).mean():6.1f} median {np.median(np.abs(e)):6.1f} bias {np.median(e):6.1f}")
+            means += [np.abs(e).mean()] * (len(e) >= 5)
+    print(f"mean of {len(means)} means {np.mean(means):.2f} %")
+    return float(np.mean(means))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("--folds", type=int, default=5)
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    table = read(arguments.runs)
+    assert [f.name for f in fields(DeviceConstants)][-len(DEVICE_CONSTANTS) :] == list(DEVICE_CONSTANTS)
+    assert [f.name for f in fields(StackConstants)][-len(STACK_CONSTANTS) :] == list(STACK_CONSTANTS)
+    print("published constants"), report(table, predict(table, Fit.none(table)))
+    print(f"held out, {arguments.folds} folds of whole cells")
+    seconds = held_out(table, arguments.folds)
+    report(table, seconds)
+    fit = fitted(table, Fit.none(table))
+    print("in sample"), report(table, predict(table, fit))
+    if arguments.write:
+        write(fit, table, fitted_memory(table), error_quantiles(table, seconds))
+
+
+if __name__ == "__main__":
+    main()
