@@ -4,4 +4,5 @@ from autoshard.baselines.pins import Pin as Pin
 from autoshard.baselines.pins import allowed as allowed
 from autoshard.baselines.pins import matches as matches
 from autoshard.baselines.schemes import Baseline as Baseline
+from autoshard.baselines.schemes import baseline as baseline
 from autoshard.baselines.schemes import baselines as baselines
