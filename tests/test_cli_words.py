@@ -26,6 +26,7 @@ BEGINS = {
     "simulate": [MODEL],
     "explain": [HERE, "w"],
     "check": [HERE],
+    "degrees": [MODEL, "--devices", "8"],
     "diff": [HERE, HERE],
     "doctor": [],
     "export": [HERE],
@@ -61,6 +62,8 @@ WRONG = {
     "kind": ["onnx", ""], "schedule": ["zigzag", ""], "schedules": ["zigzag", "1f1b,", ""], "scheme": ["zero", ""],
     "constants": ["magic", ""], "data": LISTS, "tensor": LISTS, "pipeline": LISTS, "microbatches": LISTS,
     "nodes": ["2", "2x", "2x8:tpu", "0x8"], "planner": ["best", ""], "count": ["all", ""], "method": ["cubic", ""], "backend": ["mpi", ""],
+    "launcher": ["slurm", ""], "precision": ["int8", ""], "per_node": COUNTS, "seq": COUNTS, "global_batch": COUNTS, "microbatch": COUNTS,
+    "top": COUNTS,
 }  # fmt: skip
 OWN = {
     ("tables", "devices"): [*SHAPES, *COUNTS[:3]],

@@ -1,6 +1,10 @@
 """The public functions: plan, verify, load, export, the fx pass and the others. Each calls one room after another."""
 
 from autoshard.api.checking import verify as verify
+from autoshard.api.launching import CheckedLaunch as CheckedLaunch
+from autoshard.api.launching import Degrees as Degrees
+from autoshard.api.launching import check_launch as check_launch
+from autoshard.api.launching import degrees as degrees
 from autoshard.api.methods import provide_methods
 from autoshard.api.passes import PassOptions as PassOptions
 from autoshard.api.passes import autosharding_pass as autosharding_pass

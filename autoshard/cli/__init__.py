@@ -3,6 +3,7 @@
 from . import (  # each module adds its verbs to the app
     calibrate_verb,
     check_verb,
+    degrees_verb,
     diff_verb,
     doctor_verb,
     explain_verb,
@@ -22,6 +23,7 @@ __all__ = [
     "main",
     "calibrate_verb",
     "check_verb",
+    "degrees_verb",
     "diff_verb",
     "doctor_verb",
     "explain_verb",

@@ -38,6 +38,9 @@ SCHEDULES = ("sequential", "gpipe", "1f1b", "zb_h1", "interleaved_1f1b")
 SCHEMES = ("auto", "data_parallel", "fsdp", "megatron", "megatron_sp", "planned")
 CONSTANTS = ("physical", "distir_3386edc", "distir_83d7fc3")
 PLANNERS = ("naive", "astar", "dijkstra", "memory_constrained")
+LAUNCHERS = ("torchtitan", "megatron", "accelerate", "nanotron")
+SITE_DEVICES = ("a100", "b200", "b300", "gb200", "gb300", "h100", "h100_500w", "h200", "mi300x", "mi325x")  # of autoshard/cost/devices
+PRECISIONS = ("bf16", "fp16", "fp8", "nvfp4")
 METHODS = ("piecewise", "pchip", "p_norm", "alpha_beta", "sigmoid")
 HUGGING_FACE = ("batch", "seq", "image_size", "layers", "loss", "attention", "experts", "dtype")  # settings of hf: models
 MOST_DIM = 63  # that a layout can shard
@@ -155,6 +158,11 @@ def nodes(name: str, value: str) -> None:
 def device(name: str, value: str) -> None:
     if value not in DEVICES:
         raise ValueError(f"unknown device {value!r}; known are {', '.join(sorted(DEVICES))}")
+
+
+def device_with_constants(name: str, value: str) -> None:
+    if value not in SITE_DEVICES:
+        raise ValueError(f"unknown device {value!r}; known are {', '.join(SITE_DEVICES)}")
 
 
 def prices(name: str, value: str) -> None:
@@ -319,6 +327,13 @@ ROWS: dict[str, Check] = {
     "planner": partial(one_of, PLANNERS),
     "count": partial(one_of, ("resident", "buffers")),
     "method": partial(one_of, METHODS),
+    "launcher": partial(one_of, LAUNCHERS, what="launcher"),
+    "precision": partial(one_of, PRECISIONS),
+    "per_node": partial(at_least, 1),
+    "seq": partial(at_least, 1),
+    "global_batch": partial(at_least, 1),
+    "microbatch": partial(at_least, 1),
+    "top": partial(at_least, 1),
     "backend": partial(one_of, ("auto", "nccl", "gloo")),
 }
 OWN: dict[tuple[str, str], Check] = {
@@ -331,6 +346,9 @@ OWN: dict[tuple[str, str], Check] = {
     ("redistribute", "problem"): partial(readable, "one or a list of shape, mesh, src, src_bs, dst, dst_bs"),
     ("redistribute", "prices"): partial(one_of, ("mesh", "tensorcraft")),
     ("check", "within"): percent,
+    ("check", "solution"): partial(readable, "a plan's file, as `autoshard plan --out` writes it, or a launcher's configuration"),
+    ("check", "device"): device_with_constants,
+    ("degrees", "device"): device_with_constants,
     ("show-prices", "name"): prices,
 }
 FREE = {"name", "free", "axis", "dask", "collective", "system"}
