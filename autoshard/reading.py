@@ -66,6 +66,7 @@ FORMATS = {
     "measurements": Format("a file of measurements", "the output of nccl-tests or PARAM, nnscaler JSON, or CSV", 64 * MB),
     "operators": Format("torch's table of operators", "the native_functions.yaml of an installed torch", 16 * MB),
     "model": Format("a model's file", "Python source with a function that returns (module, example_inputs)", 16 * MB),
+    "launch": Format("a launcher's configuration", "TOML, YAML, JSON, or arguments, as the launcher reads them", MB),
     "config": Format("a config", "the config.json of a Hugging Face model", 16 * MB, "config.1"),
 }  # fmt: skip
 

@@ -47,6 +47,13 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
         "autoshard.api": "as_plain measure_this_cluster",
         "autoshard.exports": "Export Left sharding_map apply_recipe",
     }),
+    "launchers": ("Launchers", "Launches of torchtitan, Megatron-LM, accelerate and nanotron: read, checked, priced, ranked and written.", {
+        "autoshard.api": "degrees Degrees check_launch CheckedLaunch",
+        "autoshard.launchers": "Launch ModelSizes Described Known Site read_configuration configuration_text why_illegal sizes_of_config "
+                               "sizes_of_module",
+        "autoshard.launchers.ranking": "Ranking",
+        "autoshard.launchers.changes": "Change",
+    }),
     "rules": ("Rules of operators", "Which layouts an operator may have.", {
         "autoshard": "register_rule Row",
     }),

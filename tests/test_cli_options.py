@@ -36,7 +36,8 @@ def words(verb, parameter, value):
     """The verb with this option and no more than it needs to come so far; the files that it names are not there."""
     command = VERBS[verb]
     arguments = ["nothing.py:net" for p in command.params if p.param_type_name == "argument" and p.required]
-    needed = {"plan": "mesh", "frontier": "mesh", "measure": "mesh", "pipeline": "devices", "serve-plan": "serving"}.get(verb[-1])
+    needed = {"plan": "mesh", "frontier": "mesh", "measure": "mesh", "pipeline": "devices", "degrees": "devices", "serve-plan": "serving"}
+    needed = needed.get(verb[-1])
     more = GIVEN[needed] if needed and parameter.name != needed else ()
     return (*verb, *arguments, *more, f"{max(parameter.opts, key=len)}={value}")
 

@@ -27,6 +27,7 @@ BEGINS = {
     "explain": [HERE, "w"],
     "serve-plan": [MODEL, "--devices", "8", "--max-tokens", "64", "--batch", "4"],
     "check": [HERE],
+    "degrees": [MODEL, "--devices", "8"],
     "diff": [HERE, HERE],
     "demo": [],
     "doctor": [],
@@ -65,6 +66,8 @@ WRONG = {
     "kind": ["onnx", ""], "schedule": ["zigzag", ""], "schedules": ["zigzag", "1f1b,", ""], "scheme": ["zero", ""],
     "constants": ["magic", ""], "data": LISTS, "tensor": LISTS, "pipeline": LISTS, "microbatches": LISTS,
     "nodes": ["2", "2x", "2x8:tpu", "0x8"], "planner": ["best", ""], "count": ["all", ""], "method": ["cubic", ""], "backend": ["mpi", ""],
+    "launcher": ["slurm", ""], "per_node": COUNTS, "microbatch": COUNTS,
+    "top": COUNTS,
 }  # fmt: skip
 OWN = {
     ("tables", "devices"): [*SHAPES, *COUNTS[:3]],

@@ -45,14 +45,16 @@ TABLE = {
     "explain": (PLANNER + " planning simulate", "numpy torch"),
     "lower": ("capture cost graph layout mesh precision reading routes solution", "torch"),
     "calibrate": ("cost mesh lower reading", "numpy scipy torch"),
+    "launchers": ("cost reading recipes", "numpy yaml"),
     "exports": ("graph layout mesh solution writing", "torch"),
     "relayout": ("cost layout mesh lower", "numpy torch"),
     "tables": (PLANNER + " planning", "numpy scipy numba torch torchrec"),
     "serving": (PLANNER + " planning", "torch transformers"),  # transformers: its caches and its table of attention functions
     "report": ("graph layout mesh pipeline problem reading serving simulate solution units writing", "rich jinja2 matplotlib"),
-    "api": (PLANNER + " planning simulate pipeline explain lower calibrate exports relayout tables report", "torch numpy"),
+    "api": (PLANNER + " planning simulate pipeline explain lower calibrate exports relayout tables report launchers", "torch numpy"),
     "cli": (
-        "api calibrate cost mesh pipeline precision problem reading relayout report serving simulate solvers tables units version writing",
+        "api calibrate cost launchers mesh pipeline precision problem reading relayout report serving simulate solvers tables units "
+        "version writing",
         "typer rich torch transformers distributed",
     ),
     "pytest_plugin": ("api", "pytest"),

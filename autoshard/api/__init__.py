@@ -3,6 +3,10 @@ algorithm."""
 
 from autoshard.api.checking import dry_run as dry_run
 from autoshard.api.checking import verify as verify
+from autoshard.api.launching import CheckedLaunch as CheckedLaunch
+from autoshard.api.launching import Degrees as Degrees
+from autoshard.api.launching import check_launch as check_launch
+from autoshard.api.launching import degrees as degrees
 from autoshard.api.methods import provide_methods
 from autoshard.api.passes import PassOptions as PassOptions
 from autoshard.api.passes import autosharding_pass as autosharding_pass

@@ -5,5 +5,6 @@ from autoshard.baselines.pins import allowed as allowed
 from autoshard.baselines.pins import matches as matches
 from autoshard.baselines.schemes import ZERO as ZERO
 from autoshard.baselines.schemes import Baseline as Baseline
+from autoshard.baselines.schemes import baseline as baseline
 from autoshard.baselines.schemes import baselines as baselines
 from autoshard.baselines.schemes import zero_stages as zero_stages

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from autoshard.baselines.classes import dim_classes
 from autoshard.baselines.megatron import from_parameters
 from autoshard.baselines.pins import FIRST, Coder, Priorities, settle
-from autoshard.baselines.schemes import AxisSharding, Baseline, Batch, shard_batch, used_axes, wanted_priorities
+from autoshard.baselines.schemes import AxisSharding, Baseline, Batch, fully_sharded, shard_batch, used_axes, wanted_priorities
 from autoshard.baselines.uses import Use, Uses
 from autoshard.graph import Graph, Value
-from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.strategies import Candidates
 
@@ -51,7 +50,7 @@ def launched(
     for i in graph.parameters.values():
         pinned = pins[graph.ops[i].name].outputs
         assert pinned is not None and pinned[0] is not None
-        fixed[i] = _fully_sharded(candidates, i, axis, pinned[0])
+        fixed[i] = fully_sharded(candidates, i, axis, pinned[0])
     views = frozenset(i for i in from_parameters(graph) if len(graph.ops[i].inputs) == 1 and graph.ops[i].kind == "compute")
     return Baseline("modules", settle(graph, coder, wanted, fixed, views), f"{words}; parameters sharded over the other axes")
 
@@ -69,15 +68,3 @@ def _lone_dims(graph: Graph, lone: Sequence[tuple[Use, int]]) -> list[tuple[Valu
             swapped = value == use.trail[-1] and use.w[1] % rank != use.kept
             dims.append((value, rank - 1 - dim if swapped else dim))
     return dims
-
-
-def _fully_sharded(candidates: Candidates, index: int, axis: int, layout: Layout) -> Layout:
-    """The layout under fully_shard: unchanged on `axis`, and sharded on dim 0 over the other axes where that divides."""
-    options = [c.outputs[0] for c in candidates.of[index] if c.outputs[0] is not None and c.outputs[0][axis] == layout[axis]]
-
-    def order(option: Layout) -> tuple:
-        first = [p.is_shard() and p.dim == 0 for k, p in enumerate(option) if k != axis]  # type: ignore[attr-defined]
-        odd = [p.is_shard() and p.dim != 0 for k, p in enumerate(option) if k != axis]  # type: ignore[attr-defined]
-        return (-sum(odd), sum(first))
-
-    return max(options, key=order)

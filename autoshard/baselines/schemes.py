@@ -42,6 +42,7 @@ from autoshard.strategies import Candidates
 NOTHING: frozenset[int] = frozenset()
 SCHEMES = ("data_parallel", "fsdp", "megatron", "megatron_sp")
 ZERO = ("zero1", "zero2", "zero3", "hsdp")
+SHARDED_MEGATRON = "megatron_fsdp"
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,21 @@ class Batch:
 
 def baselines(graph: Graph, mesh: Mesh, candidates: Candidates) -> tuple[Baseline, ...]:
     """data_parallel, fsdp, megatron and megatron_sp; each pin is a candidate of its op. `zero_stages` has the others."""
+    return _schemes(graph, mesh, candidates)[:4]
+
+
+def baseline(graph: Graph, mesh: Mesh, candidates: Candidates, name: str) -> Baseline:
+    """One of the baselines, or megatron_fsdp: megatron_sp with parameters that are sharded over the other axes too, as torchtitan does.
+
+    ValueError for another name.
+    """
+    schemes = {one.name: one for one in _schemes(graph, mesh, candidates, fully_shard=name == SHARDED_MEGATRON)}
+    if name not in schemes:
+        raise ValueError(f"there is no scheme {name!r} on this mesh; expected one of {', '.join(schemes)}")
+    return schemes[name]
+
+
+def _schemes(graph: Graph, mesh: Mesh, candidates: Candidates, *, fully_shard: bool = False) -> tuple[Baseline, ...]:
     slots = number_slots(graph, candidates)
     classes = dim_classes(slots)
     batch = Batch.of(graph, slots, classes)
@@ -114,7 +130,26 @@ def baselines(graph: Graph, mesh: Mesh, candidates: Candidates) -> tuple[Baselin
         note = f"no sequence dim that divides by {size} in the residual stream: as megatron"
         return data, fsdp, megatron, Baseline("megatron_sp", megatron.pins, f"{words}; {note}")
     both = {**sharding, last: AxisSharding(narrow, {sequence: SECOND, **tensor})}
-    return data, fsdp, megatron, scheme("megatron_sp", f"{words}; residual sequence sharded over axis {last}", both, {})
+    words = f"{words}; residual sequence sharded over axis {last}"
+    with_sequence = scheme("megatron_sp", words, both, {})
+    if not fully_shard:
+        return data, fsdp, megatron, with_sequence
+    pinned = {i: with_sequence.pins[graph.ops[i].name].outputs for i in graph.parameters.values()}
+    fixed = {i: fully_sharded(candidates, i, last, outputs[0]) for i, outputs in pinned.items() if outputs and outputs[0] is not None}
+    sharded = scheme(SHARDED_MEGATRON, f"{words}; parameters sharded over the other axes", both, fixed, views)
+    return data, fsdp, megatron, with_sequence, sharded
+
+
+def fully_sharded(candidates: Candidates, index: int, axis: int, layout: Layout) -> Layout:
+    """The layout under fully_shard: unchanged on `axis`, and sharded on dim 0 over the other axes where that divides."""
+    options = [c.outputs[0] for c in candidates.of[index] if c.outputs[0] is not None and c.outputs[0][axis] == layout[axis]]
+
+    def order(option: Layout) -> tuple:
+        first = [p.is_shard() and p.dim == 0 for k, p in enumerate(option) if k != axis]  # type: ignore[attr-defined]
+        odd = [p.is_shard() and p.dim != 0 for k, p in enumerate(option) if k != axis]  # type: ignore[attr-defined]
+        return (-sum(odd), sum(first))
+
+    return max(options, key=order)
 
 
 def zero_stages(graph: Graph, mesh: Mesh, candidates: Candidates, names: Sequence[str] = ZERO) -> tuple[Baseline, ...]:

@@ -3,6 +3,7 @@
 from . import (  # each module adds its verbs to the app
     calibrate_verb,
     check_verb,
+    degrees_verb,
     demo_verb,
     diff_verb,
     doctor_verb,
@@ -25,6 +26,7 @@ __all__ = [
     "calibrate_verb",
     "check_verb",
     "demo_verb",
+    "degrees_verb",
     "diff_verb",
     "doctor_verb",
     "explain_verb",

@@ -1,21 +1,40 @@
-"""`autoshard check`: whether a saved plan is still good for the model as it is now."""
+"""`autoshard check`: whether a saved plan is still good for the model as it is now, or a launcher's configuration for its model."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from autoshard.cli.app import NO, OK, app
 from autoshard.cli.arguments import parse_settings
+from autoshard.cli.launchers import GlobalBatch, LauncherOut, Memory, PerNode, Seq, SiteDevice, load_launchers, site_of, sizes_of
 from autoshard.cli.model import load_model
-from autoshard.cli.options import Json, OldMesh, OptionalModel, Plan, Quiet, Settings, Trust, load_api, load_cluster, load_plan, model_of
+from autoshard.cli.options import (
+    DEVICE,
+    INTER,
+    InterNodeBandwidth,
+    Json,
+    OldMesh,
+    OptionalModel,
+    Quiet,
+    Settings,
+    Trust,
+    load_api,
+    load_cluster,
+    load_plan,
+    model_of,
+)
 from autoshard.cli.output import Output
+from autoshard.reading import text_of
+from autoshard.writing import write_atomically
 
 
 @app.command()
 def check(
-    solution: Plan,
+    solution: Annotated[
+        str, typer.Argument(metavar="SOLUTION", help="A plan; or with --launcher a configuration of that launcher.", show_default=False)
+    ],
     model: OptionalModel = None,
     settings: Settings = [],  # noqa: B006 (typer makes a new one)
     trust: Trust = False,
@@ -29,17 +48,40 @@ def check(
     ] = None,
     time_limit: Annotated[float, typer.Option(help="Seconds for planning anew.")] = 600.0,
     mesh: OldMesh = None,
+    launcher: Annotated[
+        str | None,
+        typer.Option(help="SOLUTION is a configuration of torchtitan, megatron, accelerate or nanotron.", show_default=False),
+    ] = None,
+    devices: Annotated[int | None, typer.Option(help="With --launcher: how many, where it doesn't say.", min=1, show_default=False)] = None,
+    seq: Seq = None,
+    microbatch: Annotated[
+        int | None, typer.Option(help="Sequences of a microbatch, where the configuration doesn't say.", min=1, show_default=False)
+    ] = None,
+    global_batch: GlobalBatch = None,
+    device: SiteDevice = DEVICE,
+    per_node: PerNode = 8,
+    memory: Memory = None,
+    inter_node_bandwidth: InterNodeBandwidth = INTER,
+    out: LauncherOut = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> int:
     """Check a saved plan against the model as it is now: does it fit, what does it cost today, how far is it from the best plan now?
 
-    Exit code 1, with the reasons, where it does not fit or is too far off.
+    With --launcher, check a launcher's configuration: is it legal for its model, does it fit, how fast will it be, what would gain most?
+    --out then writes it with the change that gains most. Exit code 1, with the reasons, where it does not fit, is illegal or too far off.
 
     \b
+    autoshard check llama3_70b.toml --launcher torchtitan --devices 64 --out better.toml
+    autoshard check fsdp.yaml hf:Llama-3.1-8B --launcher accelerate --seq 4096 --microbatch 1
     autoshard check gpt2.json --trust
     autoshard check gpt2.json models/gpt2.py:small --set batch=256 --any-graph --within 2%
     """
+    if launcher is not None:
+        known = {"devices": devices, "per_node": per_node, "seq": seq, "microbatch": microbatch, "global_batch": global_batch}
+        site = site_of(device, per_node, memory, inter_node_bandwidth)
+        with Output(as_json=as_json, quiet=quiet) as output:
+            return _check_launch(output, launcher, solution, model, parse_settings(settings), known, site, out)
     share = _share(within)
     with Output(as_json=as_json, quiet=quiet) as output:
         loaded = load_plan(solution, mesh)
@@ -61,6 +103,29 @@ def check(
         record, sentence = checked.to_dict(), checked.sentence(solution)
         output.answer({**record, "message": sentence}, lambda: _table(record, sentence))
     return OK if checked.ok else NO
+
+
+def _check_launch(
+    output: Output, launcher: str, path: str, model: str | None, settings: dict, known: dict[str, Any], site: Any, out: str | None
+) -> int:
+    """Print what is known of a launcher's configuration; the exit code says whether it will run."""
+    room = load_launchers()
+    sizes = None if model is None else sizes_of(model, settings)
+    described = room.read_configuration(launcher, text_of(path, "launch"), path, room.Known(**known, sizes=sizes))
+    output.progress("pricing launches", 0.2)
+    checked = load_api().check_launch(described, launcher, site)
+    if out is not None:
+        write_atomically(room.configuration_text(launcher, checked.better()).encode(), out)
+        output.note(f"wrote {out}: {checked.changes[0].what}")
+    record = checked.to_dict()
+    output.answer(record, lambda: _launch_table(record, path))
+    return OK if checked.ok else NO
+
+
+def _launch_table(record: dict, path: str):
+    from autoshard.report.launchers import check_table  # here: as in options
+
+    return check_table(record, path)
 
 
 def _table(record: dict, sentence: str):

@@ -42,6 +42,9 @@ SCHEMES = ("auto", "data_parallel", "fsdp", "megatron", "megatron_sp", "planned"
 DTYPES = ("float64", "float32", "float16", "bfloat16")  # of weights that models compute with
 CONSTANTS = ("physical", "distir_3386edc", "distir_83d7fc3")
 PLANNERS = ("naive", "astar", "dijkstra", "memory_constrained")
+LAUNCHERS = ("torchtitan", "megatron", "accelerate", "nanotron")
+SITE_DEVICES = ("a100", "b200", "b300", "gb200", "gb300", "h100", "h100_500w", "h200", "mi300x", "mi325x")  # of autoshard/cost/devices
+PRECISIONS = ("bf16", "fp16", "fp8", "nvfp4")
 METHODS = ("piecewise", "pchip", "p_norm", "alpha_beta", "sigmoid")
 HUGGING_FACE = ("batch", "seq", "image_size", "layers", "loss", "attention", "experts", "dtype", "cache")  # settings of hf: models
 MOST_DIM = 63  # that a layout can shard
@@ -163,6 +166,11 @@ def nodes(name: str, value: str) -> None:
 def device(name: str, value: str) -> None:
     if value not in DEVICES:
         raise ValueError(f"unknown device {value!r}; known are {', '.join(sorted(DEVICES))}")
+
+
+def device_with_constants(name: str, value: str) -> None:
+    if value not in SITE_DEVICES:
+        raise ValueError(f"unknown device {value!r}; known are {', '.join(SITE_DEVICES)}")
 
 
 def prices(name: str, value: str) -> None:
@@ -331,6 +339,10 @@ ROWS: dict[str, Check] = {
     "planner": partial(one_of, PLANNERS),
     "count": partial(one_of, ("resident", "buffers")),
     "method": partial(one_of, METHODS),
+    "launcher": partial(one_of, LAUNCHERS, what="launcher"),
+    "per_node": partial(at_least, 1),
+    "microbatch": partial(at_least, 1),
+    "top": partial(at_least, 1),
     "backend": partial(one_of, ("auto", "nccl", "gloo")),
 }
 RUNS_ON = ("cpu", "cuda")
@@ -346,10 +358,14 @@ OWN: dict[tuple[str, str], Check] = {
     ("redistribute", "problem"): partial(readable, "one or a list of shape, mesh, src, src_bs, dst, dst_bs"),
     ("redistribute", "prices"): partial(one_of, ("mesh", "tensorcraft")),
     ("check", "within"): percent,
+    ("check", "solution"): partial(readable, "a plan's file, as `autoshard plan --out` writes it, or a launcher's configuration"),
+    ("check", "device"): device_with_constants,
+    ("degrees", "device"): device_with_constants,
     ("show-prices", "name"): prices,
     ("doctor", "device"): partial(one_of, RUNS_ON, what="device"),
     ("verify", "device"): partial(one_of, RUNS_ON, what="device"),
     ("serve-plan", "device"): prices,
+    ("degrees", "precision"): partial(one_of, PRECISIONS),
 }
 FREE = {"name", "free", "axis", "dask", "collective", "system"}
 

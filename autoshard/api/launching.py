@@ -1,0 +1,155 @@
+"""`degrees` and `check_launch`: which launches of a launcher can train a model, how fast, and how far from the best plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from autoshard.launchers import Columns, Described, Launch, ModelSizes, why_illegal
+from autoshard.launchers.changes import Change, best_changes
+from autoshard.launchers.prices import LaunchPrices, Site, interval, prices_of
+from autoshard.launchers.ranking import Ranking, ranking
+from autoshard.mesh import Mesh
+from autoshard.planning.options import Progress
+from autoshard.planning.regret import Regret, regret
+
+ModelOf = Callable[[int], tuple[Any, Any]]  # batch -> (module, example inputs)
+GAP = 0.01  # relative: how well the bound is proven
+
+
+@dataclass(frozen=True, eq=False)
+class Degrees:
+    """Every legal launch, best first; and the regret of row `compared`, the best that a plan can express."""
+
+    ranked: Ranking
+    compared: int | None
+    against: Regret | None
+    cpu_seconds: float
+    why_not: str = ""  # why there is no regret
+
+    def to_dict(self, top: int | None = None) -> dict[str, Any]:
+        """As `autoshard degrees --json` prints it."""
+        return {
+            "configurations": self.ranked.rows(top),
+            "bound_seconds": None if self.against is None else self.against.bound,
+            "regret": None if self.against is None else self.against.regret,
+            "cpu_seconds": self.cpu_seconds,
+        }
+
+
+def degrees(
+    sizes: ModelSizes,
+    launch: Launch,
+    site: Site,
+    launcher: str = "torchtitan",
+    *,
+    model_of: ModelOf | None = None,
+    executor: Executor | None = None,
+    progress: Progress | None = None,
+    time_limit: float = 30.0,
+    **links: float,
+) -> Degrees:
+    """All launches with the devices, sequence, global batch, precision and flags of `launch`, priced and sorted.
+
+    model_of: builds the model for a batch; with it, the step of the best launch without pipeline, context and expert parallelism is
+    compared with the proven bound of an unrestricted plan, both at a plan's prices (planning.regret) on the mesh data x tensor. links:
+    intra_node_bandwidth and inter_node_bandwidth of that mesh, bytes/s. executor: prices launches in its workers. ValueError where no
+    launch is legal.
+    """
+    began = time.process_time()
+    ranked = ranking(launch, sizes, site, launcher, executor)
+    if model_of is None:
+        return Degrees(ranked, None, None, time.process_time() - began)
+    c = ranked.columns
+    plain = (c.pipeline == 1) & (c.context == 1) & (c.expert == 1) & (c.shard == np.where(c.zero > 0, c.data, 1)) & (c.zero != 1)
+    row = ranked.first(plain & ranked.prices.fits)
+    if row is None:
+        return Degrees(ranked, None, None, time.process_time() - began, "no launch without pipeline, context and expert parallelism fits")
+    try:
+        against = _regret(ranked.launch(row), site, model_of, progress, time_limit, links)
+    except ValueError as error:
+        return Degrees(ranked, row, None, time.process_time() - began, str(error))
+    return Degrees(ranked, row, against, time.process_time() - began)
+
+
+def scheme_of(launch: Launch) -> str:
+    """The scheme of baselines that a launch without pipeline and context parallelism runs."""
+    if launch.tensor == 1:
+        return "fsdp" if launch.zero >= 2 else "data_parallel"
+    if launch.zero >= 2 and launch.data > 1:
+        return "megatron_fsdp"
+    return "megatron_sp" if launch.sequence_parallel else "megatron"
+
+
+def mesh_of(launch: Launch, site: Site, **links: float) -> Mesh:
+    """data x tensor; without tensor parallelism nodes x their devices. ValueError for a device that plans have no prices of."""
+    per_node = min(site.per_node, launch.devices)
+    shape = (launch.data, launch.tensor) if launch.tensor > 1 else (launch.devices // per_node, per_node)
+    return Mesh.from_bandwidths(tuple(n for n in shape if n > 1) or (1,), devices_per_node=per_node, device=site.device, **links)  # type: ignore[arg-type]
+
+
+def _regret(launch: Launch, site: Site, model_of: ModelOf, progress: Progress | None, time_limit: float, links: dict[str, float]) -> Regret:
+    module, example_inputs = model_of(launch.data * launch.microbatch)
+    recompute = "all" if launch.recompute == "full" else 0
+    mesh = mesh_of(launch, site, **links)
+    return regret(
+        module, example_inputs, mesh, scheme_of(launch), recompute=recompute, gap=GAP, time_limit=time_limit, progress=progress
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedLaunch:
+    """What `check --launcher` says of a configuration. Without reasons it is legal, and `prices` are its own."""
+
+    described: Described
+    launcher: str
+    site: Site
+    reasons: tuple[str, ...]
+    prices: LaunchPrices | None
+    changes: tuple[Change, ...]
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.prices is None else bool(self.prices.fits[0])
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.fits)
+
+    def better(self) -> Described:
+        """The configuration with the change that gains most. ValueError where there is none."""
+        if not self.changes:
+            raise ValueError("no change that fits gains anything; leave --out out")
+        return replace(self.described, launch=self.changes[0].to)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `autoshard check --launcher --json` prints it."""
+        launch, p = self.described.launch, self.prices
+        low, high = interval(self.launcher)
+        record: dict[str, Any] = {
+            "ok": self.ok, "launcher": self.launcher, "devices": launch.devices, "global_batch": launch.global_batch, "seq": launch.seq,
+            "configuration": {key: column[0].item() for key, column in Columns.of([launch]).degrees().items()},
+            "precision": launch.precision, "parameters": self.described.sizes.parameters, "legal": not self.reasons,
+            "reasons": list(self.reasons), "fits": self.fits, "usable_bytes": self.site.usable,
+            "changes": [change.to_dict() for change in self.changes],
+        }  # fmt: skip
+        keys = ("seconds", "memory_bytes", "tokens_per_second_per_device", "mfu")
+        values = (None,) * 4 if p is None else (p.seconds[0], p.bytes[0], p.tokens_per_second[0], p.mfu[0])
+        record |= {key: None if value is None else float(value) for key, value in zip(keys, values)}
+        for key in keys[2:]:
+            record[f"{key}_interval"] = None if p is None else [record[key] * low, record[key] * high]
+        return record
+
+
+def check_launch(described: Described, launcher: str, site: Site, *, executor: Executor | None = None) -> CheckedLaunch:
+    """Whether a configuration is legal for its model and fits, its predicted rates, and the three changes that would gain most."""
+    launch, sizes = described.launch, described.sizes
+    reasons = why_illegal(launch, sizes, launcher)
+    prices = None if reasons else prices_of(Columns.of([launch]), sizes, site, launcher)
+    ranked = ranking(launch, sizes, site, launcher, executor)
+    return CheckedLaunch(described, launcher, site, reasons, prices, tuple(best_changes(launch, prices, ranked)))

@@ -1,0 +1,68 @@
+"""Options of the verbs about launchers as values: the model's sizes, the site, and a builder of the model for a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+
+from autoshard.cli.arguments import parse_bytes
+from autoshard.cli.model import load_model
+from autoshard.mesh import DEVICES
+from autoshard.reading import data_of
+
+PerNode = Annotated[int, typer.Option("--per-node", help="Devices of a node.", min=1)]
+SiteDevice = Annotated[str, typer.Option("--device", help="a100, h100, h200, b200, ...: one of autoshard/cost/devices.")]
+Memory = Annotated[str | None, typer.Option("--memory", help="Of a device: 80GB. Default: all it has.", show_default=False)]
+Seq = Annotated[int | None, typer.Option("--seq", help="Tokens of a sequence.", min=1, show_default=False)]
+GlobalBatch = Annotated[int | None, typer.Option("--global-batch", help="Sequences per step.", min=1, show_default=False)]
+LauncherOut = Annotated[str | None, typer.Option("--out", help="Write a configuration here, as the launcher reads it.", show_default=False)]
+GIVEN = {
+    "a100": 80e9,
+    "h100": 80e9,
+    "h200": 141e9,
+    "b200": 180e9,
+    "b300": 288e9,
+    "mi300x": 192e9,
+    "gb200": 186e9,
+    "gb300": 288e9,
+    "h100_500w": 80e9,
+    "mi325x": 256e9,
+}
+
+
+def load_launchers() -> ModuleType:
+    from autoshard import launchers  # here: torch takes seconds to import
+
+    return launchers
+
+
+def site_of(device: str, per_node: int, memory: str | None, inter_node_bandwidth: str) -> Any:
+    """The site; a node's link to the others is shared by its devices. ValueError where the device's memory is not known."""
+    known = DEVICES[device].memory if device in DEVICES else GIVEN.get(device)
+    if memory is None and known is None:
+        raise ValueError(f"how much memory has a {device}? Add --memory, for example --memory 80GB")
+    limit = parse_bytes(memory) if memory is not None else known
+    assert limit is not None
+    return load_launchers().Site(device, per_node, limit, parse_bytes(inter_node_bandwidth, "--inter-node-bandwidth") / per_node)
+
+
+def sizes_of(model: str, settings: Mapping[str, Any], *, training: bool = True) -> Any:
+    """The sizes of MODEL: of hf:DIR from its config alone, else from the module's shapes on the meta device."""
+    if model.startswith("hf:"):
+        file = Path(model.removeprefix("hf:")) / "config.json"
+        config = data_of(file, "config")
+        layers = settings.get("layers")
+        of_layers = {} if layers is None else {"num_hidden_layers": layers, "n_layer": layers}
+        return load_launchers().sizes_of_config({**config, **of_layers}, str(file))
+    module, _ = load_model(model, settings, training=training)
+    return load_launchers().sizes_of_module(module)
+
+
+def model_builder(model: str, settings: Mapping[str, Any], seq: int) -> Callable[[int], tuple[Any, Any]]:
+    """batch -> (module, example inputs) of MODEL with that batch and sequence, in 16 bits where it is an hf: model."""
+    dtype = {"dtype": "bfloat16"} if model.startswith("hf:") else {}
+    return lambda batch: load_model(model, {**dtype, **settings, "batch": batch, "seq": seq}, training=True)

@@ -1,0 +1,15 @@
+"""Launchers of training runs (torchtitan, Megatron-LM, accelerate, nanotron): their configurations, which can start, and how fast."""
+
+from .configurations import configuration_text as configuration_text
+from .configurations import read_configuration as read_configuration
+from .launch import Columns as Columns
+from .launch import Described as Described
+from .launch import Known as Known
+from .launch import Launch as Launch
+from .legality import LAUNCHERS as LAUNCHERS
+from .legality import legal as legal
+from .legality import why_illegal as why_illegal
+from .prices import Site as Site
+from .sizes import ModelSizes as ModelSizes
+from .sizes import sizes_of_config as sizes_of_config
+from .sizes import sizes_of_module as sizes_of_module

@@ -1,0 +1,178 @@
+"""torchtitan: a job's TOML, or the configuration of its registry as JSON; both have the same sections.
+
+    devices    data_parallel_replicate_degree * data_parallel_shard_degree * context * tensor * pipeline; a shard degree of -1 is the rest
+    batch      local_batch_size sequences per data parallel rank: a microbatch, or with a pipeline several of
+               pipeline_parallel_microbatch_size; global_batch_size adds accumulation
+
+FSDP shards over shard * context ranks. Without a pipeline it gathers parameters again in the backward pass, unless told "never".
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from .launch import SCHEDULES, SINGLE, Described, Known, Launch
+from .sizes import ModelSizes
+from .texts import Nested, toml_text
+
+LLAMA3 = (8, 128256)  # key-value heads, vocabulary
+
+
+def _deepseek(
+    layers: int, width: int, heads: int, vocab: int, dense: int, expert: int, experts: int, active: int, shared: int, **more: int
+) -> ModelSizes:
+    latent = (more.get("q_rank", 0), 512, 64, 128, 128)
+    return ModelSizes(
+        layers, width, dense, heads, 1, vocab, 128, experts=experts, active=active, expert_ffn=expert, shared_ffn=shared * expert,
+        dense_layers=more.get("dense_layers", 1), latent=latent,
+    )  # fmt: skip
+
+
+# (model, flavor) as in torchtitan/models/*/__init__.py
+FLAVORS = {
+    ("llama3", "debugmodel"): ModelSizes(6, 256, 768, 16, 16, 2048),
+    ("llama3", "8B"): ModelSizes(32, 4096, 14336, 32, *LLAMA3),
+    ("llama3", "70B"): ModelSizes(80, 8192, 28672, 64, *LLAMA3),
+    ("llama3", "405B"): ModelSizes(126, 16384, 53248, 128, *LLAMA3),
+    ("deepseek_v3", "debugmodel"): _deepseek(6, 256, 16, 2048, 1024, 256, 8, 3, 2),
+    ("deepseek_v3", "16B"): _deepseek(27, 2048, 16, 102400, 10944, 1408, 64, 6, 2),
+    ("deepseek_v3", "236B"): _deepseek(60, 5120, 128, 102400, 12288, 1536, 160, 6, 2, q_rank=1536),
+    ("deepseek_v3", "671B"): _deepseek(61, 7168, 128, 129280, 18432, 2048, 256, 8, 1, q_rank=1536, dense_layers=3),
+}  # fmt: skip
+SECTIONS = ("parallelism", "training", "experimental")  # degrees moved from the last two to the first
+
+
+def read(data: dict[str, Any], path: str, known: Known) -> Described:
+    section = Nested(data, path)
+    sizes = known.sizes or _flavor(section)
+
+    def degree(name: str, default: int = 1) -> int:
+        return section.number(*(f"{part}.{name}" for part in SECTIONS), default=default)
+
+    tensor, context, pipeline = degree("tensor_parallel_degree"), degree("context_parallel_degree"), degree("pipeline_parallel_degree")
+    replicate = degree("data_parallel_replicate_degree")
+    shard = degree("data_parallel_shard_degree", degree("data_parallel_degree", -1))
+    model = replicate * tensor * context * pipeline
+    if shard == -1:
+        devices = known.need("devices", path, "--devices: data_parallel_shard_degree is -1, the rest")
+        shard = max(devices // model, 1)
+    devices = known.devices or model * shard
+    data_parallel = replicate * shard
+    local = section.number("training.local_batch_size", "training.batch_size", default=known.microbatch or 8)
+    global_batch = known.global_batch or section.number("training.global_batch_size", default=-1)
+    schedule, virtual = _stages(section, sizes, pipeline)
+    microbatch = degree("pipeline_parallel_microbatch_size") if pipeline > 1 else local
+    reshard = section.text("parallelism.fsdp_reshard_after_forward", default="default")
+    gathers_again = reshard == "always" or (reshard != "never" and pipeline == 1)
+    precision, rowwise = _precision(section)
+    launch = Launch(
+        devices, known.seq or section.number("training.seq_len", default=2048), local * data_parallel if global_batch < 1 else global_batch,
+        microbatch, data_parallel, shard, (3 if gathers_again else 2) if shard * context > 1 else 0, tensor, context,
+        degree("expert_parallel_degree"), degree("expert_tensor_parallel_degree", tensor if "expert_tensor_parallel_degree" in
+        data.get("parallelism", {}) else 1), pipeline, virtual, schedule, _recompute(section), precision, tensor > 1,
+        section.flag("compile.enable", "training.compile") and "model" in section.text("compile.components", default="model"),
+        section.flag("parallelism.enable_async_tensor_parallel", "experimental.enable_async_tensor_parallel"), rowwise,
+    )  # fmt: skip
+    return Described(launch, sizes)
+
+
+def _flavor(section: Nested) -> ModelSizes:
+    name, flavor = section.text("model.name", "model_spec.name"), section.text("model.flavor", "model_spec.flavor")
+    if (name, flavor) not in FLAVORS:
+        kinds = ", ".join("/".join(key) for key in FLAVORS)
+        raise ValueError(
+            f"{section.path} trains {name or 'no model'} of flavor {flavor or '?'}, known are {kinds}; or add hf:DIR after the file"
+        )
+    return FLAVORS[name, flavor]
+
+
+def _stages(section: Nested, sizes: ModelSizes, pipeline: int) -> tuple[str, int]:
+    """The schedule, in torch's spelling, and the stages of a device."""
+    written = section.text("parallelism.pipeline_parallel_schedule", "experimental.pipeline_parallel_schedule", default="1F1B")
+    schedule = next((name for name in SCHEDULES if name.lower() == written.lower()), written)
+    if pipeline == 1:
+        return "1F1B", 1
+    parts = section.value("parallelism.module_fqns_per_model_part")
+    per_stage = section.value("parallelism.pipeline_parallel_layers_per_stage")
+    if parts:
+        return schedule, max(len(parts) // pipeline, 1)
+    if per_stage:
+        return schedule, max(math.ceil((sizes.layers + 2) / int(per_stage)) // pipeline, 1)
+    return schedule, 1 if schedule in SINGLE else 2
+
+
+def _recompute(section: Nested) -> str:
+    mode = section.text("activation_checkpoint.mode", default="selective")
+    if mode in ("none", "full"):
+        return mode
+    return "selective_op" if section.text("activation_checkpoint.selective_ac_option", default="op") == "op" else "selective_layer"
+
+
+def _precision(section: Nested) -> tuple[str, bool]:
+    """The precision of matmuls, and whether float8 scales are per row."""
+    converters = str(section.value("model.converters") or section.value("model_converters") or "")
+    recipe = section.text("float8.recipe_name", "quantize.linear.float8.recipe_name", "quantize.dense.float8.recipe_name")
+    if "float8" in converters or "mx" in converters:
+        return "fp8", "rowwise" in recipe
+    return {"float32": "fp32"}.get(section.text("training.mixed_precision_param", default="bfloat16"), "bf16"), False
+
+
+def write(described: Described) -> str:
+    """A TOML that torchtitan reads, for `torchrun -m torchtitan.train --job.config_file`.
+
+    It holds what the launch decides; data, learning rate and so on keep torchtitan's defaults. ValueError for a model without a flavor.
+    """
+    launch, sizes = described.launch, described.sizes
+    name = next((key for key, known in FLAVORS.items() if known == sizes), None)
+    if name is None:
+        raise ValueError("torchtitan has no flavor of these sizes; add one to its model, then give its configuration to `autoshard check`")
+    local = launch.global_batch // launch.data if launch.pipeline > 1 else launch.microbatch
+    parallelism: dict[str, Any] = {
+        "data_parallel_replicate_degree": launch.replicate if launch.zero else launch.data,
+        "data_parallel_shard_degree": launch.shard if launch.zero else 1,
+        "fsdp_reshard_after_forward": "never" if launch.zero == 2 else "always" if launch.zero == 3 and launch.pipeline > 1 else "default",
+        "tensor_parallel_degree": launch.tensor, "enable_async_tensor_parallel": launch.async_tensor,
+        "pipeline_parallel_degree": launch.pipeline, "context_parallel_degree": launch.context,
+        "expert_parallel_degree": launch.expert, "expert_tensor_parallel_degree": launch.expert_tensor,
+    }  # fmt: skip
+    if launch.pipeline > 1:
+        parallelism |= {
+            "pipeline_parallel_schedule": launch.schedule, "pipeline_parallel_microbatch_size": launch.microbatch,
+            "module_fqns_per_model_part": model_parts(sizes.layers, launch.pipeline * launch.virtual),
+        }  # fmt: skip
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"name": name[0], "flavor": name[1], "converters": ["float8"] if launch.precision == "fp8" else []},
+        "training": {"local_batch_size": local, "global_batch_size": launch.global_batch, "seq_len": launch.seq},
+        "parallelism": parallelism,
+        "activation_checkpoint": _checkpointing(launch.recompute),
+        "compile": {"enable": launch.compiled, "components": ["model", "loss"]},
+    }
+    if launch.rowwise:
+        sections["float8"] = {"recipe_name": "rowwise", "filter_fqns": ["output"]}
+    return toml_text(sections)
+
+
+def _checkpointing(recompute: str) -> dict[str, str]:
+    if recompute in ("none", "full"):
+        return {"mode": recompute}
+    return {"mode": "selective", "selective_ac_option": "op" if recompute == "selective_op" else "2"}
+
+
+def model_parts(layers: int, stages: int) -> list[list[str]]:
+    """`module_fqns_per_model_part`: the modules of each stage. Token table and head count as one layer each; the rest goes to early stages.
+
+        model_parts(3, 2) -> [["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "norm", "output"]]
+
+    ValueError where there are more stages than layers, table and head.
+    """
+    if stages > layers + 2:
+        raise ValueError(f"{layers} layers, token table and head can't be {stages} stages; expected {layers + 2} at most")
+    least, over = divmod(layers + 2, stages)
+    names = ["tok_embeddings", *(f"layers.{i}" for i in range(layers)), "output"]
+    parts, start = [], 0
+    for stage in range(stages):
+        end = start + least + (stage < over)
+        parts.append([part for name in names[start:end] for part in (("norm", name) if name == "output" else (name,))])
+        start = end
+    return parts

@@ -1,0 +1,118 @@
+"""Launches as text and as a picture: `degrees` (a ranking with its regret) and `check --launcher` (one configuration)."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.report.figures import save
+from autoshard.units import seconds, size
+
+COLUMNS = ("dp", "shard", "tp", "cp", "ep", "pp", "schedule", "microbatch", "recompute")
+DRAWN = 20_000  # launches in a picture: the best; more would be one blot
+
+
+def degrees_table(answer: Any, top: int) -> RenderableType:
+    """The best `top` launches, what was illegal, and the regret."""
+    ranked = answer.ranked
+    fits, site = int(ranked.prices.fits.sum()), ranked.site
+    best = ranked.launch(0)
+    head = f"{ranked.launcher}: {len(ranked)} legal launches on {best.devices} {site.device}, {fits} fit in {_memory(site)}"
+    model = (
+        f"{ranked.sizes.parameters / 1e9:.3g}e9 parameters, {best.global_batch} sequences of {best.seq} tokens per step, {best.precision}"
+    )
+    table = _launches(ranked.rows(top))
+    illegal = ", ".join(f"{rule} {count}" for rule, count in ranked.illegal.items()) or "none"
+    lines = [
+        f"illegal splits of the devices, of {ranked.splits}: {illegal}",
+        *_regret_lines(answer),
+        f"{answer.cpu_seconds:.1f} CPU seconds",
+    ]
+    return Group(Text(head), Text(model), Text(""), table, Text(""), *map(Text, lines))
+
+
+def _memory(site: Any) -> str:
+    return f"{size(site.usable)} of {size(site.memory)}"
+
+
+def _regret_lines(answer: Any) -> list[str]:
+    against = answer.against
+    if against is None:
+        return []
+    at = (
+        "the first row" if answer.compared == 0 else f"row {answer.compared + 1}, the best without pipeline, context and expert parallelism"
+    )
+    return [
+        f"at a plan's prices, serial: a pass and update of {at}, as {against.scheme}, takes {seconds(against.cost)}; "
+        f"no plan takes less than {seconds(against.bound)}: regret <= {against.regret:.1%}"
+    ]
+
+
+def _launches(rows: list[Mapping[str, Any]]) -> Table:
+    table = Table(*COLUMNS, "tokens/s", "MFU", "memory", "fits", box=None, padding=(0, 2, 0, 0))
+    for column in table.columns:
+        column.justify = "right"
+    for row in rows:
+        rates = (
+            f"{row['tokens_per_second_per_device']:.0f}",
+            f"{row['mfu']:.1%}",
+            size(row["memory_bytes"]),
+            "yes" if row["fits"] else "no",
+        )
+        table.add_row(*(str(row[name]) for name in COLUMNS), *rates)
+    return table
+
+
+def check_table(record: Mapping[str, Any], path: str) -> RenderableType:
+    """One configuration: what it is, why it can't run, its rates, and the changes that gain most."""
+    row = record["configuration"]
+    degrees = ", ".join(f"{name} {row[name]}" for name in COLUMNS)
+    lines = [f"{path}: {record['parameters'] / 1e9:.3g}e9 parameters on {record['devices']} devices, {record['precision']}", degrees]
+    lines += [f"illegal: {reason}" for reason in record["reasons"]]
+    if record["legal"]:
+        fits = "fits in" if record["fits"] else "needs more than"
+        lines.append(f"memory {size(record['memory_bytes'])} per device, {fits} {size(record['usable_bytes'])}")
+        low, high = record["tokens_per_second_per_device_interval"]
+        rate, mfu = record["tokens_per_second_per_device"], record["mfu_interval"]
+        lines.append(f"{rate:.0f} tokens/s per device ({low:.0f} to {high:.0f}), MFU {record['mfu']:.1%} ({mfu[0]:.1%} to {mfu[1]:.1%})")
+    for change in record["changes"]:
+        gain = f"{change['gain']:+.1%}" if math.isfinite(change["gain"]) else "fits"
+        rate = change["tokens_per_second_per_device"]
+        lines.append(f"{gain}: {change['change']} ({rate:.0f} tokens/s per device, {size(change['memory_bytes'])})")
+    return Group(*map(Text, lines))
+
+
+def draw(answer: Any, path: str | os.PathLike[str]) -> None:
+    """Memory against seconds per step of the launches; the format by the file's ending."""
+    save(plot(answer), path, dpi=130, bbox_inches="tight")
+
+
+def plot(answer: Any) -> Figure:
+    ranked = answer.ranked
+    p, pipeline = ranked.prices, ranked.columns.pipeline
+    memory, times = p.bytes[:DRAWN] / 1e9, p.seconds[:DRAWN]
+    figure = Figure(figsize=(8, 5))
+    axes = figure.subplots()
+    for label, color, chosen in (("without pipeline", "#4c78a8", pipeline == 1), ("with pipeline", "#f58518", pipeline > 1)):
+        axes.loglog(memory[chosen[:DRAWN]], times[chosen[:DRAWN]], ".", color=color, label=label, markersize=4)
+    axes.loglog(memory[:1], times[:1], "o", color="#2a6f3e", label="the best that fits" if p.fits[0] else "the fastest", zorder=3)
+    axes.axvline(
+        ranked.site.memory / 1e9, color="#9c9c9c", linestyle="--", linewidth=1, label=f"{ranked.site.device}: {size(ranked.site.memory)}"
+    )
+    axes.set_xlabel("memory per device (GB)")
+    axes.set_ylabel("seconds per step")
+    best = ranked.launch(0)
+    axes.set_title(
+        f"{ranked.launcher} on {best.devices} {ranked.site.device}: {seconds(float(p.seconds[0]))} at best", fontsize=10, loc="left"
+    )
+    axes.legend(frameon=False, fontsize=8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return figure

@@ -1,0 +1,544 @@
+"""Launchers' configurations: read, checked for legality against plain loops, written, priced and ranked."""
+
+import tomllib
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from autoshard.api import check_launch
+from autoshard.launchers import (
+    LAUNCHERS,
+    Columns,
+    Described,
+    Known,
+    Launch,
+    ModelSizes,
+    configuration_text,
+    legal,
+    read_configuration,
+    sizes_of_config,
+    sizes_of_module,
+    why_illegal,
+)
+from autoshard.launchers.launch import SCHEDULES
+from autoshard.launchers.legality import broken_rules
+from autoshard.launchers.prices import Site, prices_of
+from autoshard.launchers.ranking import ranking
+from autoshard.launchers.space import launches, structures
+from autoshard.launchers.texts import arguments_of
+from autoshard.launchers.torchtitan import FLAVORS, model_parts
+from models import llama
+
+DATA = Path(__file__).parent / "data" / "launchers"
+FILES = sorted(path for launcher in LAUNCHERS for path in (DATA / launcher).iterdir())
+SMALL = ModelSizes(8, 64, 128, 8, 4, 128)
+MIXTURE = ModelSizes(8, 64, 128, 8, 8, 128, experts=8, active=2, expert_ffn=96, shared_ffn=32, dense_layers=1)
+LLAMA8, LLAMA70, LLAMA405 = (FLAVORS["llama3", flavor] for flavor in ("8B", "70B", "405B"))
+DEEPSEEK = FLAVORS["deepseek_v3", "671B"]
+MIXTRAL = ModelSizes(32, 4096, 14336, 32, 8, 32000, experts=8, active=2, expert_ffn=14336)
+MODELS = {"small": SMALL, "mixture": MIXTURE, "8B": LLAMA8, "405B": LLAMA405, "671B": DEEPSEEK, "mixtral": MIXTRAL}
+
+
+def name(path):
+    return f"{path.parent.name}/{path.name}"
+
+
+# what the configurations leave to the command line: torchtitan's shard -1, accelerate's model and batch
+KNOWN = {"torchtitan": Known(devices=64), "accelerate": Known(sizes=LLAMA8, seq=8192, microbatch=1), "nanotron": Known()}
+DEVICES = {
+    "gpt3_175b.sh": 1024,
+    "sc21_figure_13.sh": 64,
+    "sc21_figure_15.sh": 64,
+    "mixtral_8x7b.sh": 64,
+    "gpt_config.yaml": 8,
+    "llama3_8b_fp8.sh": None,
+}
+
+
+def described(path, **changes):
+    known = KNOWN.get(path.parent.name, Known(devices=DEVICES.get(path.name)))
+    return read_configuration(path.parent.name, path.read_text(), path.name, replace(known, **changes))
+
+
+# --- legality
+
+
+def legal_by_hand(a: Launch, m: ModelSizes, launcher: str) -> bool:
+    """One launch, one condition per line, in the words of each launcher's own checks."""
+    stages, latent = a.pipeline * a.virtual, bool(m.latent)
+    microbatches = max(a.global_batch // (a.data * a.microbatch), 1)
+    ok = [
+        a.data * a.tensor * a.context * a.pipeline == a.devices, a.data % a.shard == 0, m.heads % a.tensor == 0,
+        latent or m.kv_heads % a.tensor == 0, m.ffn % a.tensor == 0, a.global_batch % (a.data * a.microbatch) == 0,
+        not m.experts or m.expert_ffn % a.expert_tensor == 0,
+    ]  # fmt: skip
+    if a.expert > 1:
+        ok += [m.experts > 0 and m.experts % a.expert == 0]
+    if launcher == "torchtitan":
+        ok += [a.seq % (a.tensor * a.context * 2) == 0, stages <= m.layers + 2, not a.async_tensor or a.compiled]
+        if a.pipeline > 1:
+            ok += [
+                a.virtual == 1
+                if a.schedule in ("1F1B", "GPipe")
+                else a.virtual == 2
+                if a.schedule in ("ZBVZeroBubble", "DualPipeV")
+                else a.virtual > 1
+            ]
+            if a.schedule in ("1F1B", "DualPipeV"):
+                ok += [microbatches >= stages]
+            if a.schedule in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"):
+                rounds = max(1, microbatches // a.pipeline)
+                ok += [microbatches % rounds == 0]
+        if a.expert > 1 and a.expert_tensor == a.tensor:
+            ok += [a.expert % a.context == 0 and (a.shard * a.context) % a.expert == 0]
+        elif a.expert > 1:
+            in_ranks = a.expert % (a.context * a.tensor) == 0 and (a.shard * a.context * a.tensor) % a.expert == 0
+            ok += [a.expert_tensor == 1 and in_ranks]
+        if a.zero == 0 and a.data > 1:
+            ok += [a.tensor == a.context == a.pipeline == 1]
+    if launcher == "megatron":
+        ok += [a.uneven or m.layers % stages == 0, a.schedule in ("1F1B", "GPipe", "Interleaved1F1B")]
+        ok += [a.virtual == 1 or (a.pipeline > 1 and microbatches % a.pipeline == 0)]
+        ok += [(a.data * a.context * a.tensor) % (a.expert * a.expert_tensor) == 0]
+    if launcher in ("megatron", "accelerate") and a.context > 1:
+        ok += [a.seq % (2 * a.context) == 0]
+    if launcher in ("megatron", "nanotron") and a.sequence_parallel:
+        ok += [a.seq % (a.tensor * a.context) == 0]
+    if launcher == "nanotron":
+        ok += [a.pipeline <= m.layers, a.virtual == 1, a.expert == 1, a.schedule in ("1F1B", "GPipe", "Interleaved1F1B")]
+    if launcher == "accelerate":
+        ok += [a.pipeline == 1, a.virtual == 1, a.expert == 1]
+        if a.shard == 1 and a.data > 1:
+            ok += [a.tensor == a.context == 1]
+    return all(ok)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_legality_of_every_row_is_that_of_plain_conditions(model, launcher):
+    sizes, fixed = MODELS[model], Launch(12 if model in ("small", "mixture") else 16, 96, 48)
+    splits = structures(fixed, launcher)
+    mask = legal(splits, sizes, launcher)
+    assert mask.tolist() == [legal_by_hand(splits.launch(i), sizes, launcher) for i in range(len(splits))]
+    rows = launches(splits, sizes, launcher)
+    assert all(legal_by_hand(rows.launch(i), sizes, launcher) for i in range(len(rows)))
+    assert len({rows.launch(i) for i in range(len(rows))}) == len(rows) > 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    launcher=st.sampled_from(LAUNCHERS), model=st.sampled_from(sorted(MODELS)), devices=st.sampled_from([1, 6, 8, 64]),
+    batch=st.integers(1, 40), microbatch=st.integers(1, 3), counts=st.lists(st.sampled_from([1, 1, 2, 3, 4, 8, 16]), min_size=8,
+    max_size=8),
+    zero=st.integers(0, 3), schedule=st.sampled_from(SCHEDULES), seq=st.sampled_from([6, 64, 96]), flags=st.tuples(*[st.booleans()] * 4),
+)  # fmt: skip
+def test_legality_of_any_launch(launcher, model, devices, batch, microbatch, counts, zero, schedule, seq, flags):
+    data, shard, tensor, context, expert, expert_tensor, pipeline, virtual = counts
+    launch = Launch(
+        devices, seq, batch, microbatch, data, shard, zero, tensor, context, expert, expert_tensor, pipeline, virtual, schedule,
+        sequence_parallel=flags[0], compiled=flags[1], async_tensor=flags[2], uneven=flags[3],
+    )  # fmt: skip
+    reasons = why_illegal(launch, MODELS[model], launcher)
+    assert (not reasons) == legal_by_hand(launch, MODELS[model], launcher)
+    assert all(reason.count(".") == 0 and len(reason) < 140 for reason in reasons)
+
+
+def test_every_rule_forbids_something():
+    broken = set()
+    choices = {
+        "data": [1, 3, 8], "shard": [1, 2], "zero": [0, 3], "tensor": [1, 3, 16], "context": [1, 2], "pipeline": [1, 4, 12],
+        "virtual": [1, 2, 3],
+        "expert": [1, 3, 8], "schedule": list(SCHEDULES), "async_tensor": [False, True], "sequence_parallel": [False, True],
+        "expert_tensor": [1, 5],
+    }  # fmt: skip
+    rows = Columns.product(Launch(48, 50, 27, 3), choices)
+    for launcher in LAUNCHERS:
+        for sizes in (SMALL, MIXTURE):
+            mask, rules = broken_rules(rows, sizes, launcher)
+            broken |= {id(rule) for rule, one in zip(rules, mask) if one.any()}
+    every = {id(rule): rule.name for launcher in LAUNCHERS for rule in broken_rules(rows, SMALL, launcher)[1]}
+    assert {every[one] for one in every.keys() - broken} == set()
+
+
+# --- sizes
+
+
+@pytest.mark.parametrize("function, flavor", [("llama3_8b", "8B"), ("llama3_70b", "70B"), ("llama3_405b", "405B")])
+def test_sizes_of_a_module_are_those_of_the_published_model(function, flavor):
+    module, _ = getattr(llama, function)()
+    sizes = sizes_of_module(module)
+    assert sizes == FLAVORS["llama3", flavor]
+    norms = sum(p.numel() for p in module.parameters() if p.dim() == 1)
+    assert sizes.parameters == sum(p.numel() for p in module.parameters()) - norms
+
+
+@pytest.mark.parametrize("folder", ["llama", "gpt2", "mixtral", "deepseek_v3", "qwen3", "qwen3_moe", "gemma", "phi3"])
+def test_sizes_of_a_config_count_the_matrices_of_its_module(folder):
+    from autoshard.cli.huggingface import load_huggingface
+    from autoshard.reading import data_of
+
+    path = Path(__file__).parent / "data" / "hf" / folder
+    module, _ = load_huggingface(str(path), {})
+    sizes = sizes_of_config(data_of(path / "config.json", "config"))
+    named = dict(module.named_parameters())
+    routers = sum(p.numel() for key, p in named.items() if key.endswith(("gate.weight", "router.weight")))
+    matrices = sum(p.numel() for p in named.values() if p.dim() > 1) - routers
+    positions = sum(p.numel() for key, p in named.items() if "wpe" in key)
+    assert sizes.parameters == matrices - positions
+
+
+def test_published_sizes():
+    """Parameters as published: 8.03e9, 70.6e9, 405.9e9; DeepSeek-V3 671e9 of which 37e9 active, Mixtral 46.7e9 of which 12.9e9."""
+    assert [round(m.parameters / 1e9, 1) for m in (LLAMA8, LLAMA70, LLAMA405)] == [8.0, 70.6, 405.8]
+    assert [round(x / 1e9, 1) for x in (DEEPSEEK.parameters, DEEPSEEK.active_parameters)] == [670.9, 37.4]
+    assert [round(x / 1e9, 1) for x in (MIXTRAL.parameters, MIXTRAL.active_parameters)] == [46.7, 12.9]
+
+
+@pytest.mark.parametrize("config, sentence", [({}, "none of num_hidden_layers"), ({"num_hidden_layers": "two"}, "expected a whole number")])
+def test_sizes_that_are_missing_are_named(config, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        sizes_of_config(config)
+
+
+# --- configurations
+
+
+def test_there_are_six_configurations_of_each_launcher():
+    assert [len([path for path in FILES if path.parent.name == launcher]) for launcher in LAUNCHERS] == [6, 6, 6, 6]
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_a_published_configuration_is_legal(path):
+    one = described(path)
+    assert why_illegal(one.launch, one.sizes, path.parent.name) == ()
+
+
+FACTS = {  # devices, global batch, (data, shard, zero, tensor, context, expert, pipeline, virtual), microbatch, recompute, precision
+    "torchtitan/llama3_8b.toml": (64, 64, (64, 64, 3, 1, 1, 1, 1, 1), 1, "selective_op", "bf16"),
+    "torchtitan/llama3_70b.toml": (64, 64, (8, 8, 3, 8, 1, 1, 1, 1), 8, "full", "bf16"),
+    "torchtitan/llama3_405b.toml": (64, 16, (8, 8, 3, 8, 1, 1, 1, 1), 2, "full", "fp8"),
+    "torchtitan/llama3_debugmodel.toml": (64, 512, (64, 64, 3, 1, 1, 1, 1, 1), 8, "selective_layer", "bf16"),
+    "torchtitan/deepseek_v3_671b.json": (64, 256, (64, 64, 3, 1, 1, 1, 1, 1), 4, "selective_op", "bf16"),
+    "megatron/gpt3_175b.sh": (1024, 1536, (8, 1, 0, 8, 1, 1, 16, 1), 1, "none", "fp16"),
+    "megatron/llama3_8b_fp8.sh": (8, 128, (8, 8, 1, 1, 1, 1, 1, 1), 1, "none", "fp8"),
+    "megatron/mixtral_8x7b.sh": (64, 256, (16, 16, 1, 1, 1, 8, 4, 1), 1, "full", "bf16"),
+    "megatron/sc21_figure_13.sh": (64, 32, (1, 1, 0, 32, 1, 1, 2, 1), 1, "full", "fp16"),
+    "megatron/gpt_config.yaml": (8, 128, (8, 1, 0, 1, 1, 1, 1, 1), 2, "none", "bf16"),
+    "accelerate/nd.yaml": (8, 2, (2, 2, 3, 1, 4, 1, 1, 1), 1, "none", "bf16"),
+    "accelerate/tp_hsdp.yaml": (8, 4, (4, 2, 3, 2, 1, 1, 1, 1), 1, "none", "bf16"),
+    "accelerate/cp.yaml": (8, 1, (1, 1, 3, 1, 8, 1, 1, 1), 1, "full", "bf16"),
+    "accelerate/fsdp.yaml": (2, 2, (2, 2, 3, 1, 1, 1, 1, 1), 1, "none", "bf16"),
+    "accelerate/multi_gpu.yaml": (2, 2, (2, 1, 0, 1, 1, 1, 1, 1), 1, "none", "bf16"),
+    "nanotron/tiny_llama.yaml": (8, 4, (2, 1, 0, 2, 1, 1, 2, 1), 2, "none", "bf16"),
+    "nanotron/llama3.2_3b.yaml": (4, 16, (2, 1, 0, 2, 1, 1, 1, 1), 2, "none", "bf16"),
+    "nanotron/smollm1_135m.yaml": (64, 512, (64, 1, 0, 1, 1, 1, 1, 1), 8, "none", "bf16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("file", FACTS)
+def test_a_configuration_means_what_it_says(file):
+    a = described(DATA / file).launch
+    degrees = (a.data, a.shard, a.zero, a.tensor, a.context, a.expert, a.pipeline, a.virtual)
+    assert (a.devices, a.global_batch, degrees, a.microbatch, a.recompute, a.precision) == FACTS[file]
+
+
+ILLEGAL = [  # file, text, its replacement, the reason
+    ("torchtitan/llama3_8b.toml", "tensor_parallel_degree = 1", "tensor_parallel_degree = 16", "8 key-value heads do not divide by tp 16"),
+    ("torchtitan/llama3_8b.toml", "seq_len = 8192", "seq_len = 8191", "the sequence 8191 does not divide by 2 x tp 1 x cp 1"),
+    ("torchtitan/llama3_8b.toml", "shard_degree = -1", "shard_degree = 3", "is 3 devices, but there are 64"),
+    ("torchtitan/llama3_70b.toml", "pipeline_parallel_degree = 1", "pipeline_parallel_degree = 128", "fewer than pp 128"),
+    ("torchtitan/llama3_405b.toml", "enable = true", "enable = false", "asynchronous tensor parallelism needs compile"),
+    ("torchtitan/deepseek_v3_16b.toml", "expert_parallel_degree = 1", "expert_parallel_degree = 48", "64 experts do not divide by ep 48"),
+    ("torchtitan/deepseek_v3_671b.json", '"tensor_parallel_degree": 1', '"tensor_parallel_degree": 7',
+     "128 attention heads do not divide by tp 7"),
+    ("megatron/gpt3_175b.sh", "--pipeline-model-parallel-size 16", "--pipeline-model-parallel-size 64", "96 layers do not divide by pp 64"),
+    ("megatron/llama3_8b_fp8.sh", "TP_SIZE=1", "TP_SIZE=16", "8 key-value heads do not divide by tp 16"),
+    ("megatron/llama3_8b_fp8.sh", "GLOBAL_BATCH_SIZE:-128", "GLOBAL_BATCH_SIZE:-100", "the global batch 100 does not divide by dp 8"),
+    ("megatron/mixtral_8x7b.sh", "--expert-model-parallel-size 8", "--expert-model-parallel-size 3", "8 experts do not divide by ep 3"),
+    ("megatron/gpt3_175b.sh", "--tensor-model-parallel-size 8",
+     "--num-virtual-stages-per-pipeline-rank 5 --tensor-model-parallel-size 8", "5 virtual"),
+    ("accelerate/nd.yaml", "tp_size: 1", "tp_size: 16", "8 key-value heads do not divide by tp 16"),
+    ("accelerate/nd.yaml", "num_processes: 8", "num_processes: 9", "is 8 devices, but there are 9"),
+    ("accelerate/tp_hsdp.yaml", "dp_shard_size: 2", "dp_shard_size: 1",
+     "dp_replicate_size 2 with dp_shard_size 1 does not go with tp_size 2"),
+    ("nanotron/llama3b.yaml", "tp: 4", "tp: 16", "8 key-value heads do not divide by tp 16"),
+    ("nanotron/smollm1_135m.yaml", "tp: 1", "tp: 2", "9 attention heads do not divide by tp 2"),
+    ("nanotron/tiny_llama.yaml", "pp: 2", "pp: 4", "2 layers are fewer than pp 4 stages"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("file, old, new, reason", ILLEGAL, ids=[f"{row[0]}-{row[2].split()[0]}{k}" for k, row in enumerate(ILLEGAL)])
+def test_a_configuration_made_illegal_is_refused_with_the_reason(file, old, new, reason):
+    path = DATA / file
+    text = path.read_text()
+    assert old in text
+    launcher = path.parent.name
+    known = KNOWN.get(launcher, Known(devices=DEVICES.get(path.name)))
+    one = read_configuration(launcher, text.replace(old, new), path.name, known)
+    assert any(reason in said for said in why_illegal(one.launch, one.sizes, launcher))
+
+
+def test_two_known_bad_recipes_are_caught():
+    """A tensor parallel degree that key-value heads forbid; and recipes shipped with more than their memory (torchtitan #4016)."""
+    one = read_configuration("torchtitan", (DATA / "torchtitan/llama3_8b.toml").read_text().replace("tensor_parallel_degree = 1",
+    "tensor_parallel_degree = 16"),
+                    "llama.toml", Known(devices=64))  # fmt: skip
+    forbidden = check_launch(one, "torchtitan", Site())
+    assert not forbidden.ok and "8 key-value heads do not divide by tp 16" in forbidden.reasons and forbidden.prices is None
+    assert forbidden.changes and all(change.gain == np.inf for change in forbidden.changes)
+    too_large = check_launch(described(DATA / "torchtitan/deepseek_v3_671b.json"), "torchtitan", Site())
+    assert too_large.reasons == () and too_large.fits is False and not too_large.ok
+    assert too_large.prices.bytes[0] > 16 * DEEPSEEK.parameters / 64 > 80e9  # the states alone
+    fits = check_launch(described(DATA / "torchtitan/llama3_8b.toml"), "torchtitan", Site())
+    assert fits.ok and fits.to_dict()["ok"] is True
+
+
+BOMB = "a: &a [1, 2, 3]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefghi"))
+BROKEN = [  # launcher, file's name, text, sentence
+    ("torchtitan", "a.toml", "[model\n", "a.toml can't be read"),
+    ("torchtitan", "a.toml", '[model]\nname = "gpt9"\n', "trains gpt9 of flavor \\?, known are llama3/debugmodel"),
+    ("torchtitan", "a.toml", '[model]\nname = "llama3"\nflavor = "8B"\n', "a.toml does not say the devices; add --devices"),
+    ("torchtitan", "a.toml", '[model]\nname = "llama3"\nflavor = "8B"\n[parallelism]\ntensor_parallel_degree = "many"\n',
+     "is 'many'; expected a whole"),
+    ("torchtitan", "a.toml",
+     '[model]\nname="llama3"\nflavor="8B"\n[parallelism]\ntensor_parallel_degree=0\ndata_parallel_shard_degree=1', "tensor is 0"),
+    ("torchtitan", "a.json", "[1]", "a.json holds a list; expected keys with values"),
+    ("nanotron", "a.yaml", "a: [", "a.yaml can't be read"),
+    ("nanotron", "a.yaml", "model: {}\n", "a.yaml has no parallelism.dp"),
+    ("accelerate", "a.yaml", "distributed_type: FSDP\n", "does not say the sizes; add it after the file, as hf:DIR"),
+    ("accelerate", "a.yaml", "distributed_type: TPU\nnum_processes: 8\n", "distributed_type is TPU; expected FSDP"),
+    ("megatron", "a.sh", "--hidden-size 8", "a.sh does not say the devices; add --devices"),
+    ("megatron", "a.sh", "--nproc_per_node 8 --hidden-size 8", "a.sh has no --num-layers"),
+    ("megatron", "a.sh", "--nproc_per_node 8 --num-layers x --hidden-size 8 --num-attention-heads 2",
+     "--num-layers is 'x'; expected a whole number"),
+    ("megatron", "a.sh", "--nnodes 1 --num-layers 2 --hidden-size 8 --num-attention-heads 2 --tokenizer-type T",
+     "to the tokenizer T; add --vocab-size"),
+    ("nanotron", "a.yaml", BOMB, "holds more than 8000000 values"),
+    ("nanotron", "a.yaml", "a: &a [*a]", "holds more than 64 levels"),
+    ("nanotron", "a.yaml", "a: !!binary aGk=", "holds a bytes; expected"),
+    ("megatron", "a.sh", "--nnodes 1 --num-layers 99999999999 --hidden-size 8 --num-attention-heads 2", "expected a whole number below 2"),
+    ("deepspeed", "a.json", "{}", "there is no launcher 'deepspeed'; expected one of torchtitan"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher, file, text, sentence", BROKEN, ids=[f"{row[0]}-{k}" for k, row in enumerate(BROKEN)])
+def test_a_configuration_that_says_too_little_is_refused_in_a_sentence(launcher, file, text, sentence):
+    known = Known(sizes=LLAMA8, seq=8, microbatch=1) if "TPU" in text else Known()
+    with pytest.raises(ValueError, match=sentence) as refusal:
+        read_configuration(launcher, text, file, known)
+    assert "\n" not in str(refusal.value)
+
+
+def test_arguments_are_read_as_a_shell_has_them():
+    lines = ["A=3", "export B=${A}", "C=${X:-7}", "args=(", "  --one $A --two=${B}", "  # --no 1", '  "--three hybrid" --flag # said']
+    read = arguments_of("\n".join([*lines, "  --four $C", ")", "run ${args[@]}"]))
+    assert {key: value[:1] for key, value in read.items()} == {"one": ["3"], "two": ["3"], "three": ["hybrid"], "flag": [], "four": ["7"]}
+
+
+# --- what is written
+
+
+def sampled(launcher, sizes, count=25, **more):
+    fixed = Launch(64, 4096, 256, **more)
+    rows = launches(structures(fixed, launcher), sizes, launcher)
+    return [rows.launch(i) for i in np.linspace(0, len(rows) - 1, count).astype(int)]
+
+
+KEPT_BY = {  # fields that a written configuration does not hold, and their value when it is read back
+    "torchtitan": {}, "megatron": {"compiled": False}, "accelerate": {"schedule": "1F1B"}, "nanotron": {"compiled": False},
+}  # fmt: skip
+
+
+WRITTEN = [*product(LAUNCHERS, ("8B", "70B")), ("torchtitan", "671B"), ("megatron", "671B")]  # the others don't write expert parallelism
+
+
+@pytest.mark.parametrize("launcher, flavor", WRITTEN)
+def test_what_is_written_reads_back_as_the_same_launch(launcher, flavor):
+    sizes = {"8B": LLAMA8, "70B": LLAMA70, "671B": DEEPSEEK}[flavor]
+    for launch in sampled(launcher, sizes):
+        multiple = 128 * launch.tensor if launcher == "megatron" else launch.tensor
+        padded = sizes.with_padded_vocab(multiple) if launcher in ("megatron", "nanotron") else sizes
+        text = configuration_text(launcher, Described(launch, padded))
+        ending = {"torchtitan": "a.toml", "megatron": "a.sh"}.get(launcher, "a.yaml")
+        known = Known(devices=64)
+        if launcher == "accelerate":
+            known = Known(sizes=sizes, seq=4096, microbatch=launch.microbatch, global_batch=256)
+        back = read_configuration(launcher, text, ending, known)
+        if launch.zero == 0:
+            launch = replace(launch, shard=1)
+        assert replace(back.launch, expert_tensor=launch.expert_tensor) == replace(launch, **KEPT_BY[launcher]), text
+        assert back.sizes == padded
+
+
+def test_accelerates_own_parser_reads_what_is_written(tmp_path, monkeypatch):
+    config_args = pytest.importorskip("accelerate.commands.config.config_args")
+    from accelerate.parallelism_config import ParallelismConfig
+
+    for k, launch in enumerate(sampled("accelerate", LLAMA8, 40)):
+        path = tmp_path / f"{k}.yaml"
+        path.write_text(configuration_text("accelerate", Described(launch, LLAMA8)))
+        read = config_args.load_config_from_file(str(path))
+        assert read.num_processes == 64 and read.mixed_precision == "bf16"
+        sizes = {key.removeprefix("parallelism_config_"): value for key, value in read.parallelism_config.items()}
+        if sizes:
+            parsed = ParallelismConfig(**sizes)
+            assert parsed.total_size == 64 and parsed.data_parallel_size == launch.data
+            assert read.fsdp_config["fsdp_version"] == 2
+        else:
+            assert launch.zero == 0 and launch.tensor == 1
+
+
+def test_accelerates_own_parser_refuses_what_we_call_illegal():
+    module = pytest.importorskip("accelerate.parallelism_config")
+    for replicate, shard, tensor, context in product((1, 2), repeat=4):
+        devices = replicate * shard * tensor * context
+        launch = Launch(devices, 64, 8, 1, replicate * shard, shard, 3 if shard * context > 1 else 0, tensor, context)
+        try:
+            module.ParallelismConfig(dp_replicate_size=replicate, dp_shard_size=shard, tp_size=tensor, cp_size=context)
+            accepted = True
+        except ValueError:
+            accepted = False
+        assert accepted == (why_illegal(launch, SMALL, "accelerate") == ()), launch
+
+
+# JobConfig of torchtitan (torchtitan/config/job_config.py, 2025-11), the sections that we write
+JOB_CONFIG = {
+    "model": {"name", "flavor", "converters"},
+    "training": {"local_batch_size", "global_batch_size", "seq_len"},
+    "parallelism": {
+        "data_parallel_replicate_degree", "data_parallel_shard_degree", "fsdp_reshard_after_forward", "tensor_parallel_degree",
+        "enable_async_tensor_parallel", "pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree",
+        "expert_tensor_parallel_degree", "pipeline_parallel_schedule", "pipeline_parallel_microbatch_size", "module_fqns_per_model_part",
+    },
+    "activation_checkpoint": {"mode", "selective_ac_option"}, "compile": {"enable", "components"},
+}  # fmt: skip
+
+
+def test_torchtitan_gets_its_documented_keys_and_torchs_schedules():
+    for launch in sampled("torchtitan", LLAMA8, 60):
+        data = tomllib.loads(configuration_text("torchtitan", Described(launch, LLAMA8)))
+        assert {section: set(keys) for section, keys in data.items() if not set(keys) <= JOB_CONFIG[section]} == {}
+        parallelism = data["parallelism"]
+        degrees = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "pipeline_parallel", "context_parallel")
+        assert np.prod([parallelism[f"{degree}_degree"] for degree in degrees]) == 64
+        if launch.pipeline > 1:
+            assert get_schedule_class(parallelism["pipeline_parallel_schedule"])
+            assert len(parallelism["module_fqns_per_model_part"]) == launch.pipeline * launch.virtual
+
+
+@pytest.mark.parametrize("layers, stages", [(3, 2), (32, 4), (32, 16), (126, 8), (5, 7), (1, 1), (61, 16)])
+def test_every_module_is_on_one_stage_in_order(layers, stages):
+    parts = model_parts(layers, stages)
+    assert [part for stage in parts for part in stage] == ["tok_embeddings", *(f"layers.{i}" for i in range(layers)), "norm", "output"]
+    counted = [len([part for part in stage if part != "norm"]) for stage in parts]
+    assert len(parts) == stages and max(counted) - min(counted) <= 1 and counted == sorted(counted, reverse=True)
+
+
+def test_a_model_that_torchtitan_does_not_have_is_refused():
+    with pytest.raises(ValueError, match="torchtitan has no flavor of these sizes"):
+        configuration_text("torchtitan", Described(Launch(8, 64, 8), SMALL))
+    with pytest.raises(ValueError, match="can't be 6 stages; expected 5 at most"):
+        model_parts(3, 6)
+
+
+def test_yaml_of_nanotron_has_plain_sections():
+    data = yaml.safe_load(configuration_text("nanotron", Described(Launch(8, 64, 8, data=8), SMALL)))
+    assert data["parallelism"]["dp"] == 8 and data["tokens"] == {
+        "batch_accumulation_per_replica": 1,
+        "micro_batch_size": 1,
+        "sequence_length": 64,
+    }
+
+
+# --- prices and order
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_ranking_is_sorted_and_prices_each_row_as_alone(launcher):
+    ranked = ranking(Launch(16, 2048, 64), LLAMA8, Site(), launcher)
+    p = ranked.prices
+    assert (np.diff(p.fits.astype(int)) <= 0).all()
+    for fits in (True, False):
+        assert (np.diff(p.tokens_per_second[p.fits == fits]) <= 1e-6).all()
+    for i in np.linspace(0, len(ranked) - 1, 9).astype(int):
+        alone = prices_of(Columns.of([ranked.launch(i)]), LLAMA8, Site(), launcher)
+        assert alone.seconds[0] == pytest.approx(p.seconds[i], rel=1e-12) and alone.bytes[0] == pytest.approx(p.bytes[i], rel=1e-12)
+    assert (p.mfu > 0).all() and (p.mfu < 1).all() and (p.bytes > 0).all()
+    assert p.tokens_per_second[0] * 16 * p.seconds[0] == pytest.approx(64 * 2048)
+
+
+class OnlyMap(Executor):
+    """All that a cluster's executor has to have (docs/launchers.md)."""
+
+    def __init__(self, workers):
+        pass
+
+    def map(self, function, *columns, timeout=None, chunksize=1):
+        return iter([function(*row) for row in zip(*columns)])
+
+
+@pytest.mark.parametrize("pool", [ThreadPoolExecutor, ProcessPoolExecutor, OnlyMap])
+def test_an_executor_changes_nothing(pool, monkeypatch):
+    monkeypatch.setattr("autoshard.launchers.ranking.CHUNK", 500)
+    fixed = Launch(16, 2048, 64)
+    here = ranking(fixed, LLAMA8, Site(), "torchtitan")
+    with pool(2) as executor:
+        there = ranking(fixed, LLAMA8, Site(), "torchtitan", executor)
+    assert len(here) > 1000 and all((here.columns.values[key] == there.columns.values[key]).all() for key in here.columns.values)
+    assert (here.prices.seconds == there.prices.seconds).all()
+
+
+def test_less_memory_never_makes_more_launches_fit():
+    counts = [
+        int(ranking(Launch(16, 2048, 64), LLAMA8, Site(memory=memory), "torchtitan").prices.fits.sum()) for memory in (40e9, 80e9, 160e9)
+    ]
+    assert counts == sorted(counts) and counts[0] < counts[-1]
+
+
+def test_experts_cost_memory_that_expert_parallelism_divides():
+    fixed = Launch(64, 4096, 512, data=64, shard=64, zero=1)
+    rows = Columns.of([replace(fixed, expert=expert) for expert in (1, 2, 4, 8)])
+    priced = prices_of(rows, MIXTRAL, Site(), "megatron")
+    assert (np.diff(priced.bytes) < 0).all()
+    dense = replace(MIXTRAL, experts=0, active=0, expert_ffn=0, ffn=2 * 14336)
+    alone = prices_of(rows, dense, Site(), "megatron")
+    assert (priced.seconds > alone.seconds).all() and (priced.bytes > alone.bytes).all()
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if "tiny" not in path.name], ids=name)
+def test_changes_are_legal_fit_and_gain(path):
+    launcher = path.parent.name
+    checked = check_launch(described(path), launcher, Site())
+    assert len(checked.changes) <= 3
+    gains = [change.gain for change in checked.changes]
+    assert gains == sorted(gains, reverse=True) and all(gain > 0 for gain in gains)
+    for change in checked.changes:
+        assert why_illegal(change.to, checked.described.sizes, launcher) == ()
+        priced = prices_of(Columns.of([change.to]), checked.described.sizes, Site(), launcher)
+        assert priced.fits[0] and priced.tokens_per_second[0] == pytest.approx(change.tokens_per_second)
+        same = ("devices", "seq", "global_batch", "precision")
+        assert all(getattr(change.to, key) == getattr(checked.described.launch, key) for key in same)
+    if checked.changes:
+        assert checked.better().launch == checked.changes[0].to
+
+
+def test_what_has_no_price_is_refused():
+    with pytest.raises(ValueError, match="matmuls in float32 have no prices; expected a run in bf16"):
+        prices_of(Columns.of([Launch(8, 64, 8, data=8, precision="fp32")]), SMALL, Site(), "nanotron")
+    with pytest.raises(ValueError, match="no constants of device 'tpu'"):
+        prices_of(Columns.of([Launch(8, 64, 8, data=8)]), SMALL, Site("tpu"), "nanotron")
+    with pytest.raises(ValueError, match="there are 1000000 devices; expected 262144 at most"):
+        Launch(1000000, 64, 8)
+
+
+def test_no_legal_launch_says_which_rules_forbid_them():
+    with pytest.raises(ValueError, match="no launch of torchtitan on 64 devices is legal for this model; splits of the devices by rule: "):
+        ranking(Launch(64, 7, 1), SMALL, Site(), "torchtitan")

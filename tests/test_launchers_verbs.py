@@ -1,0 +1,202 @@
+"""`degrees` and `check --launcher` on the command line, and the regret of the best launch against what `plan` says."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import autoshard
+from autoshard.api import degrees
+from autoshard.api.launching import mesh_of, scheme_of
+from autoshard.cli import main, words
+from autoshard.cost.devices import known_devices
+from autoshard.launchers import LAUNCHERS, Launch, ModelSizes, sizes_of_module
+from autoshard.launchers.prices import Site
+from autoshard.launchers.torchtitan import FLAVORS
+from autoshard.planning.regret import regret
+from autoshard.recipes.columns import PRECISIONS
+from models import llama
+
+ROOT = Path(__file__).parent.parent
+DATA = ROOT / "tests" / "data" / "launchers"
+TINY = f"{ROOT}/models/llama.py:tiny"
+ON_8 = ("--devices", "8", "--seq", "16", "--global-batch", "16")
+KEYS = [
+    "dp",
+    "shard",
+    "tp",
+    "cp",
+    "ep",
+    "pp",
+    "schedule",
+    "microbatch",
+    "recompute",
+    "tokens_per_second_per_device",
+    "mfu",
+    "memory_bytes",
+    "fits",
+]
+
+
+def run(capsys, *argv):
+    code = main(argv)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_degrees_prints_exactly_the_documented_keys(capsys, launcher):
+    code, out, err = run(capsys, "degrees", TINY, *ON_8, "--launcher", launcher, "--no-bound", "--json")
+    record = json.loads(out)
+    assert code == 0 and list(record) == ["configurations", "bound_seconds", "regret", "cpu_seconds"]
+    assert all(list(row) == KEYS for row in record["configurations"]) and len(record["configurations"]) > 10
+    assert record["bound_seconds"] is None and record["regret"] is None and record["cpu_seconds"] > 0
+    for row in record["configurations"]:
+        assert row["dp"] * row["tp"] * row["cp"] * row["pp"] == 8 and row["tp"] <= 4  # the model has 4 key-value heads
+
+
+def test_degrees_writes_the_best_and_draws_all(capsys, tmp_path):
+    out, plot = tmp_path / "best.yaml", tmp_path / "degrees.png"
+    words = ("degrees", TINY, *ON_8, "--launcher", "nanotron", "--no-bound", "--top", "3", "--out", str(out), "--plot", str(plot))
+    code, text, err = run(capsys, *words)
+    assert code == 0 and f"wrote {out}" in err and plot.read_bytes()[:4] == b"\x89PNG"
+    assert "nanotron: " in text and "legal launches on 8 h100" in text and "illegal splits of the devices" in text
+    code, text, _ = run(capsys, "check", str(out), "--launcher", "nanotron", "--json")
+    record = json.loads(text)
+    assert code == 0 and record["ok"] and record["legal"] and record["changes"] == [] and record["reasons"] == []
+
+
+def test_degrees_says_no_where_nothing_fits(capsys):
+    code, out, _ = run(capsys, "degrees", f"{ROOT}/models/llama.py:llama3_70b", "--devices", "8", "--no-bound", "--top", "1", "--json")
+    assert code == 1 and json.loads(out)["configurations"][0]["fits"] is False
+
+
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        (("--launcher", "deepspeed"), "there is no launcher 'deepspeed'; expected one of torchtitan"),
+        (("--device", "tpu"), "unknown device 'tpu'; known are a100"),
+        (("--precision", "int8"), "--precision is 'int8'; expected one of bf16"),
+        (("--memory", "80"), "add its unit"),
+        (("--seq", "7"), "no launch of torchtitan on 8 devices is legal for this model; splits of the devices by rule: sequence"),
+    ],
+)
+def test_degrees_refuses_in_a_sentence(capsys, argv, sentence):
+    code, out, err = run(capsys, "degrees", TINY, *ON_8, *argv)
+    assert (code, out) == (2, "") and sentence in err and err.count("\n") == 1
+
+
+def test_check_prints_what_is_wrong_and_what_would_help(capsys, tmp_path):
+    config = (DATA / "torchtitan" / "llama3_8b.toml").read_text().replace("tensor_parallel_degree = 1", "tensor_parallel_degree = 16")
+    (tmp_path / "bad.toml").write_text(config)
+    argv = ("check", str(tmp_path / "bad.toml"), "--launcher", "torchtitan", "--devices", "64")
+    code, out, _ = run(capsys, *argv, "--json")
+    record = json.loads(out)
+    assert code == 1 and not record["ok"] and not record["legal"] and record["tokens_per_second_per_device"] is None
+    assert record["reasons"] == ["8 key-value heads do not divide by tp 16"] and record["changes"]
+    better = tmp_path / "better.toml"
+    code, out, err = run(capsys, *argv, "--out", str(better))
+    assert code == 1 and "illegal: 8 key-value heads do not divide by tp 16" in " ".join(out.split()) and f"wrote {better}" in err
+    assert tomllib.loads(better.read_text())["model"] == {"name": "llama3", "flavor": "8B", "converters": []}
+    code, out, _ = run(capsys, "check", str(better), "--launcher", "torchtitan", "--devices", "64", "--json")
+    record = json.loads(out)
+    assert code == 0 and record["ok"] and record["changes"] == []
+    low, high = record["tokens_per_second_per_device_interval"]
+    assert low < record["tokens_per_second_per_device"] < high and 0 < record["mfu"] < 1
+
+
+def test_check_reads_accelerates_model_from_the_command_line(capsys):
+    config, model = str(DATA / "accelerate" / "nd.yaml"), f"hf:{ROOT}/tests/data/hf/llama"
+    code, out, _ = run(capsys, "check", config, model, "--launcher", "accelerate", "--seq", "64", "--microbatch", "4", "--json")
+    record = json.loads(out)
+    assert code == 0 and record["configuration"]["cp"] == 4 and record["global_batch"] == 8
+    code, _, err = run(capsys, "check", config, "--launcher", "accelerate")
+    assert code == 2 and "nd.yaml does not say the sizes; add it after the file, as hf:DIR" in err
+
+
+# --- regret
+
+
+MESH = autoshard.Mesh.from_bandwidths((2, 4))
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return autoshard.plan(*llama.tiny(), MESH, training=True)
+
+
+@pytest.mark.parametrize("scheme", ["data_parallel", "fsdp", "megatron_sp"])
+def test_the_pinned_scheme_costs_what_plan_says(planned, scheme):
+    one = regret(*llama.tiny(), MESH, scheme)
+    assert one.cost == pytest.approx(planned.baselines[scheme]["cost_seconds"], rel=1e-9)
+    assert one.bound == pytest.approx(planned.bound, rel=1e-9) and one.regret == pytest.approx(one.cost / planned.bound - 1)
+    assert planned.bound <= planned.cost <= one.cost
+
+
+def test_megatron_with_sharded_parameters_is_between_its_parents():
+    """Parameters sharded over the data axis too: fewer bytes than Megatron, more transfers."""
+    megatron, sharded = (regret(*llama.tiny(), MESH, scheme) for scheme in ("megatron_sp", "megatron_fsdp"))
+    assert sharded.peak_bytes < megatron.peak_bytes and sharded.cost > megatron.cost and "sharded over the other axes" in sharded.matched
+    with pytest.raises(ValueError, match="there is no scheme 'zero' on this mesh; expected one of data_parallel, fsdp"):
+        regret(*llama.tiny(layers=1), MESH, "zero")
+
+
+def test_the_best_row_is_compared_with_the_bound_at_the_plans_prices():
+    model, inputs = llama.tiny()
+    launch, site = Launch(8, 16, 16), Site(per_node=8)
+    built = []
+
+    def model_of(batch):
+        built.append(batch)
+        return llama.tiny(batch=batch)
+
+    answer = degrees(sizes_of_module(model), launch, site, "torchtitan", model_of=model_of)
+    best = answer.ranked.launch(answer.compared)
+    assert best.pipeline == best.context == best.expert == 1 and built == [best.data * best.microbatch]
+    module, example_inputs = llama.tiny(batch=built[0])
+    planned = autoshard.plan(
+        module, example_inputs, mesh_of(best, site), training=True, gap=0.01, recompute="all" if best.recompute == "full" else 0
+    )
+    record = answer.to_dict()
+    assert record["bound_seconds"] == pytest.approx(planned.bound, rel=1e-9)
+    cost = planned.baselines[scheme_of(best)]["cost_seconds"]
+    assert record["regret"] == pytest.approx(cost / planned.bound - 1, rel=1e-9) and record["regret"] >= 0
+
+
+def test_a_bound_that_cannot_be_had_is_explained():
+    sizes = sizes_of_module(llama.tiny()[0])
+
+    def fails(batch):
+        raise ValueError("no such model")
+
+    answer = degrees(sizes, Launch(8, 16, 16), Site(), "torchtitan", model_of=fails)
+    assert answer.against is None and answer.why_not == "no such model" and answer.to_dict()["regret"] is None
+    answer = degrees(sizes, Launch(8, 16, 16), Site(memory=1e3), "torchtitan", model_of=fails)
+    assert answer.why_not == "no launch without pipeline, context and expert parallelism fits"
+
+
+def test_names_on_the_command_line_are_those_of_the_room():
+    assert words.LAUNCHERS == LAUNCHERS and words.SITE_DEVICES == known_devices() and set(words.PRECISIONS) < set(PRECISIONS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", ["llama3_8b", "llama3_70b", "llama3_405b"])
+@pytest.mark.parametrize("devices", [8, 64, 512, 1024])
+def test_degrees_of_large_models_take_seconds(capsys, function, devices):
+    batch = str(max(512, devices))
+    argv = ("degrees", f"{ROOT}/models/llama.py:{function}", "--devices", str(devices), "--global-batch", batch, "--no-bound", "--json")
+    _, out, _ = run(capsys, *argv)
+    record = json.loads(out)
+    assert record["cpu_seconds"] < 30 and len(record["configurations"]) > 500
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchtitan", "megatron"])
+@pytest.mark.parametrize("devices", [8, 64, 512, 1024])
+@pytest.mark.parametrize("model", ["mixtral", "deepseek_v3"])
+def test_degrees_of_mixtures_take_seconds(model, devices, launcher):
+    mixtral = ModelSizes(32, 4096, 14336, 32, 8, 32000, experts=8, active=2, expert_ffn=14336)
+    sizes = mixtral if model == "mixtral" else FLAVORS["deepseek_v3", "671B"]
+    answer = degrees(sizes, Launch(devices, 4096, max(512, devices)), Site(), launcher)
+    assert answer.cpu_seconds < 30 and len(answer.to_dict()["configurations"]) > 500
