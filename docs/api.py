@@ -53,6 +53,7 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
                                "sizes_of_module",
         "autoshard.launchers.ranking": "Ranking",
         "autoshard.launchers.changes": "Change",
+        "autoshard.recipes": "Recipes predicted_seconds tokens_per_second peak_bytes fits chance_to_fit interval",
     }),
     "rules": ("Rules of operators", "Which layouts an operator may have.", {
         "autoshard": "register_rule Row",

@@ -378,7 +378,7 @@ def check_words(verb: str, names: Mapping[str, str], values: Mapping[str, Any]) 
             check(names.get(parameter, parameter), value)
     if (written := values.get("model") or values.get("target")) is not None and ("hf:" in written[:3] or ".py:" in written):
         own = {key: values[key] for key in ("batch", "seq", "dtype") if key in values and "settings" in values and values[key] is not None}
-        own = {} if "max_tokens" in values else own  # the sequences that are served, no keyword of the model
+        own = own if verb not in ("serve-plan", "degrees") else {}  # the sequences that are served or trained on, no keyword of the model
         settings_of(written, model_settings(values.get("settings") or [], **own))
     if (shape := values.get("mesh")) is not None and shape != "auto":
         _pinned_to_axes(shape, [*parse_pins(values.get("pin") or []).items(), *_pairs(values.get("forbid") or [])])

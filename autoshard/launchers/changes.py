@@ -31,6 +31,8 @@ WRITTEN = {
 
 @dataclass(frozen=True)
 class Change:
+    """One change of a launch, and what it would gain."""
+
     what: str
     to: Launch
     tokens_per_second: float

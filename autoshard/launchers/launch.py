@@ -25,6 +25,8 @@ RECOMPUTE = ("none", "selective_op", "selective_layer", "attn", "full")  # as re
 
 @dataclass(frozen=True)
 class Launch:
+    """How a training run uses its devices: degrees of parallelism, batches, schedule, recompute and precision."""
+
     devices: int
     seq: int  # tokens
     global_batch: int  # sequences per step
