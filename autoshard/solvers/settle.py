@@ -24,6 +24,7 @@ from .incumbent import Choice, Incumbent
 from .linear_program import LinearProgram
 from .neighbourhood_search import improve
 from .reduce import reduce
+from .reduce_parts import reduce_in_parts
 
 REDUCE_SHARE = 0.5  # of the time left; the contest's S, the largest instance, takes 4 s
 SWEEPS = 600  # dual ascent proves in 10 to 300 sweeps whatever it can prove without branching
@@ -67,12 +68,20 @@ def reduce_and_settle(problem: Problem, incumbent: Incumbent) -> None:
 def shrink(problem: Problem, incumbent: Incumbent) -> Incumbent | None:
     """The incumbent of the reduced problem, or None where the reductions prove that no answer fits."""
     until = incumbent.time_left() * (1 - REDUCE_SHARE)
-    reduced = reduce(problem, stop=lambda: incumbent.time_left() <= until)
-    if reduced.problem is None:
+
+    def stop() -> bool:
+        return incumbent.time_left() <= until
+
+    if incumbent.homes is not None and problem.usage_limit is None:
+        small, homes, lift = reduce_in_parts(problem, incumbent.homes, stop)
+    else:
+        reduced = reduce(problem, stop=stop)
+        small, lift = reduced.problem, reduced.lift
+        homes = None if incumbent.homes is None else incumbent.homes[[*reduced.nodes, 0]]  # the base is the last node; it has no edges
+    if small is None:
         return None
-    inner = incumbent.inside(reduced.problem, reduced.lift)
-    if incumbent.homes is not None:
-        inner.homes = incumbent.homes[[*reduced.nodes, 0]]  # the base is the last node; it has no edges
+    inner = incumbent.inside(small, lift)
+    inner.homes = homes
     return inner
 
 
