@@ -16,6 +16,7 @@ from autoshard.solvers.dual_ascent import Messages, ascend
 from autoshard.solvers.incumbent import Incumbent, Record
 from autoshard.solvers.parts import DISTANCE, divide
 from autoshard.solvers.reduce import reduce
+from autoshard.solvers.reduce_parts import reduce_in_parts
 from autoshard.solvers.settle import settle_part
 from tests.helpers_problems import random_problem
 
@@ -115,6 +116,27 @@ def test_reductions_that_keep_nodes_hold_for_any_further_costs_of_these(seed, da
     if answer.choice is not None:
         lifted = reduced.lift(answer.choice)
         assert evaluate(replace(problem, node_costs=costs), lifted).cost == pytest.approx(reference.cost, rel=1e-9, abs=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 10**6), data=st.data(), forbidden=st.sampled_from([0.0, 0.3]))
+def test_reductions_part_by_part_keep_the_optimum_and_lift_its_answer(seed, data, forbidden):
+    if data.draw(st.booleans()):
+        problem = layered(seed, 3, forbidden=forbidden)
+        homes = homes_of(problem)
+    else:
+        problem = replace(random_problem(seed), usages=(), usage_limit=None)
+        homes = np.array(data.draw(st.lists(st.integers(0, 3), min_size=len(problem.names), max_size=len(problem.names))))
+    reference = solve(problem, solver="exhaustive")
+    small, inner, lift = reduce_in_parts(problem, homes, lambda: False)
+    if small is None:
+        assert reference.choice is None
+        return
+    answer = solve(small, solver="exhaustive")
+    assert len(inner) == len(small.names)
+    assert answer.cost == pytest.approx(reference.cost, rel=1e-9, abs=1e-9)
+    if answer.choice is not None:
+        assert evaluate(problem, lift(answer.choice)).cost == pytest.approx(reference.cost, rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize("layers", [2, 3, 8, 30])

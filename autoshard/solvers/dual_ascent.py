@@ -102,9 +102,10 @@ class Messages:
         self._node_of = np.repeat(_integers(k for k, _ in of_nodes), _integers(u.bytes.size for _, u in of_nodes))
         self._node_slots = np.concatenate([none, *(self.first[u.ends[0]] + np.arange(u.bytes.size) for _, u in of_nodes)])
         self._node_bytes = np.concatenate([nothing, *(u.bytes for _, u in of_nodes)])
-        self._pair_of = np.repeat(_integers(k for k, _, _ in of_pairs), _integers(2 * u.bytes.size for _, u, _ in of_pairs))
-        places = [self._place_of_own[edge] - self.num_shared + np.arange(2 * u.bytes.size) for _, u, edge in of_pairs]
-        self._pair_slots = np.concatenate([none, *places])
+        usages = _integers(k for k, _, _ in of_pairs).astype(np.int32)  # these arrays are the largest of all
+        self._pair_of = np.repeat(usages, _integers(2 * u.bytes.size for _, u, _ in of_pairs))
+        places = [np.arange(2 * u.bytes.size, dtype=np.int32) + (self._place_of_own[edge] - self.num_shared) for _, u, edge in of_pairs]
+        self._pair_slots = np.concatenate([none.astype(np.int32), *places])
         self._pair_bytes = np.concatenate([nothing, *(half for _, u, _ in of_pairs for half in (u.bytes.ravel(), u.bytes.T.ravel()))])
 
     def price(self, prices: np.ndarray) -> None:
@@ -115,8 +116,11 @@ class Messages:
         extra = np.bincount(self._node_slots, self._node_bytes * of_usage[self._node_of], minlength=len(self.costs))
         self.theta = self.costs + extra
         if len(self._priced_tables):
-            extra = np.bincount(self._pair_slots, self._pair_bytes * of_usage[self._pair_of], minlength=len(self._priced_tables))
-            self.pool[self.num_shared :] = self._priced_tables + extra
+            self.pool[self.num_shared :] = self._priced_tables
+            if prices.any():
+                extra = of_usage[self._pair_of]
+                extra *= self._pair_bytes
+                np.add.at(self.pool[self.num_shared :], self._pair_slots, extra)
         self.fee = float(prices.sum() * self.limit) if len(prices) else 0.0
 
     def sweep(self, forward: bool) -> tuple[float, np.ndarray, float]:

@@ -24,12 +24,13 @@ from .incumbent import Choice, Incumbent
 from .linear_program import LinearProgram
 from .neighbourhood_search import improve
 from .reduce import reduce
+from .reduce_parts import reduce_in_parts
 
 REDUCE_SHARE = 0.5  # of the time left; the contest's S, the largest instance, takes 4 s
 SWEEPS = 600  # dual ascent proves in 10 to 300 sweeps whatever it can prove without branching
 PRICE_ROUNDS = 80  # four binding times took 15
 SMALL, LARGE = 10**5, 10**6  # table cells: HiGHS solves the relaxation in about a second, in about a minute
-MOST_PAIR_BYTES = 5 * 10**7  # numbers in the tables of bytes of edges; dual ascent takes some 50 bytes for each
+MOST_PAIR_BYTES = 15 * 10**6  # numbers in the tables of bytes of edges; dual ascent takes some 80 bytes for each
 SHARES = (0.01, 0.03, 0.1)  # of the gap: choices within it are tried before all affordable ones
 FIRST_SLICES, MOST_DOUBLINGS = 16, 3  # of annealing: a run of about 8 seconds, then 16, 32, 64
 TRIED_BEFORE_PROOF = 1  # runs of annealing
@@ -67,12 +68,20 @@ def reduce_and_settle(problem: Problem, incumbent: Incumbent) -> None:
 def shrink(problem: Problem, incumbent: Incumbent) -> Incumbent | None:
     """The incumbent of the reduced problem, or None where the reductions prove that no answer fits."""
     until = incumbent.time_left() * (1 - REDUCE_SHARE)
-    reduced = reduce(problem, stop=lambda: incumbent.time_left() <= until)
-    if reduced.problem is None:
+
+    def stop() -> bool:
+        return incumbent.time_left() <= until
+
+    if incumbent.homes is not None and problem.usage_limit is None:
+        small, homes, lift = reduce_in_parts(problem, incumbent.homes, stop)
+    else:
+        reduced = reduce(problem, stop=stop)
+        small, lift = reduced.problem, reduced.lift
+        homes = None if incumbent.homes is None else incumbent.homes[[*reduced.nodes, 0]]  # the base is the last node; it has no edges
+    if small is None:
         return None
-    inner = incumbent.inside(reduced.problem, reduced.lift)
-    if incumbent.homes is not None:
-        inner.homes = incumbent.homes[[*reduced.nodes, 0]]  # the base is the last node; it has no edges
+    inner = incumbent.inside(small, lift)
+    inner.homes = homes
     return inner
 
 
