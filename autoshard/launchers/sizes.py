@@ -16,6 +16,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModelSizes:
+    """Sizes of a transformer that prices and legality depend on: dims, heads, layers, experts."""
+
     layers: int
     width: int
     ffn: int
