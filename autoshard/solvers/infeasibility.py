@@ -17,7 +17,7 @@ from ..problem import Edge, Problem, anchored, evaluate, held
 from .answer import Infeasibility
 from .binding_times import load, maximal_rows
 from .incumbent import Incumbent, Record
-from .settle import reduce_and_settle
+from .settle import reduce_and_settle, settle, shrink
 
 TOP_NODES = 10
 MOST_SECONDS = 10.0  # for the smallest limit, after it is proven that no answer fits; the contest's G takes 0.3
@@ -33,7 +33,8 @@ RELATIVE = 1e-9  # where bytes aren't integers, limits this close are equal
 def explain_infeasible(problem: Problem, incumbent: Incumbent) -> Infeasibility:
     """The certificate for a problem that is proven to have no answer, in the time that is left."""
     free, clock = without_costs(anchored(problem)), incumbent.record.clock
-    low, high, choice = smallest_limit(free, clock, min(incumbent.record.deadline, clock() + MOST_SECONDS))
+    deadline = min(incumbent.record.deadline, clock() + MOST_SECONDS)
+    low, high, choice = smallest_limit(free, clock, deadline, incumbent.record.homes)
     if choice is None and low == math.inf:
         return Infeasibility(None, (), (math.inf, math.inf))
     fewest = np.array([u.bytes.min() for u in problem.usages])
@@ -54,7 +55,8 @@ def refute(problem: Problem, incumbent: Incumbent) -> None:
     if limit is None or incumbent.done or incumbent.choice is not None:
         return
     seconds = min(REFUTE_SHARE * incumbent.time_left(), REFUTE_SECONDS)
-    low, _, choice = level(replace(without_costs(problem), usage_limit=None), clock, clock() + seconds, enough=limit)
+    free = replace(without_costs(problem), usage_limit=None)
+    low, _, choice = level(free, clock, clock() + seconds, enough=limit, homes=incumbent.record.homes)
     if low > limit:
         incumbent.raise_bound(math.inf)
     elif choice is not None:
@@ -66,10 +68,12 @@ def hopeless(problem: Problem) -> bool:
     return problem.usage_limit is not None and _floor(problem) * (1 - RELATIVE) > problem.usage_limit
 
 
-def smallest_limit(free: Problem, clock: Callable[[], float], deadline: float) -> tuple[float, float, tuple[int, ...] | None]:
+def smallest_limit(
+    free: Problem, clock: Callable[[], float], deadline: float, homes: np.ndarray | None = None
+) -> tuple[float, float, tuple[int, ...] | None]:
     """(low, high, choice): no answer fits below low, choice fits at high; low == high where proven. Costs are 0 or inf."""
     integral = all((u.bytes == np.rint(u.bytes)).all() for u in free.usages)
-    low, high, best = level(free, clock, deadline)
+    low, high, best = level(free, clock, deadline, homes=homes)
     low = math.ceil(low) if integral and low < math.inf else low
     open_until = low  # limits up to here were tried without a proof and without an answer
     patient_until = min(deadline, clock() + PATIENT_SECONDS)
@@ -95,11 +99,11 @@ def smallest_limit(free: Problem, clock: Callable[[], float], deadline: float) -
 
 
 def level(
-    free: Problem, clock: Callable[[], float], deadline: float, *, enough: float | None = None
+    free: Problem, clock: Callable[[], float], deadline: float, *, enough: float | None = None, homes: np.ndarray | None = None
 ) -> tuple[float, float, tuple[int, ...] | None]:
     """(low, high, choice) by prices y on the times: min over x of y . bytes(x) <= peak * sum of y, and y follows the bytes held.
 
-    enough: a limit; the search ends once it is below low or above high.
+    enough: a limit; the search ends once it is below low or above high. homes: as for `solve`.
     """
     low, high, best = _floor(free), math.inf, None
     rows = maximal_rows(free, np.array([u.bytes.max() > 0 for u in free.usages], dtype=bool))
@@ -108,9 +112,13 @@ def level(
     for _ in range(LEVELLINGS):
         if enough is not None and not low <= enough < high:
             break
-        record = Record(priced(free, rows.of_usages(prices)), deadline, 0.0, clock)
+        record = Record(priced(free, rows.of_usages(prices)), deadline, 0.0, clock, homes=homes)
         incumbent = Incumbent(record.problem, record)
-        reduce_and_settle(record.problem, incumbent)
+        if (inner := shrink(record.problem, incumbent)) is None:
+            incumbent.raise_bound(math.inf)
+        else:
+            inner.homes = None  # prices differ from layer to layer: no two of them are equal
+            settle(inner)
         if record.choice is None:
             return (math.inf, math.inf, None) if incumbent.proven else (low, high, best)
         low = max(low, record.bound * (1 - RELATIVE) / np.cumsum(prices)[-1]) if len(prices) else low
