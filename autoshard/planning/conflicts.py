@@ -16,12 +16,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from autoshard.formulate import Formulation, with_pins
 from autoshard.planning.context import Context, Instance, formulate_for
 from autoshard.planning.demands import Demanded, demanded, together
+from autoshard.planning.homes import homes
 from autoshard.planning.options import Demand
 from autoshard.planning.tying import tied, tied_groups
 from autoshard.problem import Edge, Problem, evaluate
@@ -116,11 +118,12 @@ class _Tests:
         self.count += 1
         self.context.clock.say(f"looking for what conflicts: {self.count}", 0.9)
         problem = free.under(layouts, self.options.memory_limit if "memory_limit" in kinds else None)
+        layers: np.ndarray | None = free.homes
         if "tie_blocks" in kinds:
-            problem = tied(problem, free.groups)
+            problem, layers = tied(problem, free.groups), None
         decided = False if hopeless(problem) else self._searched(problem, min(self.deadline, self.now() + QUICK_SECONDS))
         if decided is None and problem.usage_limit is not None:
-            low, _, choice = level(problem, self.now, self.deadline, enough=problem.usage_limit)
+            low, _, choice = level(problem, self.now, self.deadline, enough=problem.usage_limit, homes=layers)
             fits = choice is not None and evaluate(problem, choice).fits
             decided = True if fits else False if low > problem.usage_limit else None
         if decided is None:
@@ -151,6 +154,10 @@ class _Free:
         edges = tuple(Edge(e.a, e.b, free[id(e.table)]) for e in formulated.problem.edges)
         self.formulated = replace(formulated, problem=replace(formulated.problem, node_costs=costs, edges=edges, usage_limit=None))
         self.limits: dict[Demand, Mapping[int, np.ndarray]] = {one.demand: one.allowed for one in demands}
+
+    @cached_property
+    def homes(self) -> np.ndarray:
+        return np.array(homes(self.formulated))
 
     @property
     def groups(self) -> list[int]:

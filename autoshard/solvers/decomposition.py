@@ -30,6 +30,7 @@ from .reduce import Reduced, reduce
 
 SWEEPS = 600  # of dual ascent on a part
 ROUNDS = 10  # of new multipliers
+MOST_CLASSES, MOST_SOLVED = 40, 120  # different parts, and how often one of them is solved for new multipliers: each time takes 0.05 s
 PROMISING = 0.02  # of the gap: a smaller promise of the planes ends the climb
 RIGHT = 0.2  # of what the planes promised
 FIRST_WIDTH = 0.02  # of the gap per part: the first box
@@ -47,14 +48,14 @@ def decompose(problem: Problem, homes: np.ndarray, incumbent: Incumbent, message
     message: of dual ascent on the problem, which has no memory limit: per edge, into its first end and its second.
     """
     parts = divide(problem, homes)
-    if len(parts.edges) < 2:
+    if not 1 < len(parts.edges) or len(parts.examples) > MOST_CLASSES:
         return
     steps = Decomposition(parts, incumbent, settle)
     steps.start(message)
     steps.first_bound()
     if incumbent.choice is not None and not incumbent.done:
         incumbent.offer(steps.improve(np.array(incumbent.choice)))
-    for rounds in (ROUNDS, 0):
+    for rounds in (min(ROUNDS, MOST_SOLVED // len(parts.examples)), 0):
         if not incumbent.done and (decoded := steps.decode()) is not None:
             incumbent.offer(steps.improve(decoded))
         steps.climb(rounds)

@@ -17,7 +17,7 @@ from ..problem import Edge, Problem, anchored, evaluate, held
 from .answer import Infeasibility
 from .binding_times import load, maximal_rows
 from .incumbent import Incumbent, Record
-from .settle import reduce_and_settle
+from .settle import MOST_PAIR_BYTES, reduce_and_settle, settle, shrink
 
 TOP_NODES = 10
 MOST_SECONDS = 10.0  # for the smallest limit, after it is proven that no answer fits; the contest's G takes 0.3
@@ -26,6 +26,7 @@ SECONDS_PER_LIMIT = 2.0
 REFUTE_SHARE = 0.1  # of the time left, to prove that no answer fits or to find the first one that does
 REFUTE_SECONDS = 10.0  # at most
 CLOSE = 0.01  # relative
+SLIGHT = 1e-4  # relative
 LEVELLINGS, SHARPEN = 8, 4.0  # rounds of prices, and the power of a time's fill by which its price grows
 RELATIVE = 1e-9  # where bytes aren't integers, limits this close are equal
 
@@ -33,7 +34,8 @@ RELATIVE = 1e-9  # where bytes aren't integers, limits this close are equal
 def explain_infeasible(problem: Problem, incumbent: Incumbent) -> Infeasibility:
     """The certificate for a problem that is proven to have no answer, in the time that is left."""
     free, clock = without_costs(anchored(problem)), incumbent.record.clock
-    low, high, choice = smallest_limit(free, clock, min(incumbent.record.deadline, clock() + MOST_SECONDS))
+    deadline = min(incumbent.record.deadline, clock() + MOST_SECONDS)
+    low, high, choice = smallest_limit(free, clock, deadline, incumbent.record.homes)
     if choice is None and low == math.inf:
         return Infeasibility(None, (), (math.inf, math.inf))
     fewest = np.array([u.bytes.min() for u in problem.usages])
@@ -54,7 +56,8 @@ def refute(problem: Problem, incumbent: Incumbent) -> None:
     if limit is None or incumbent.done or incumbent.choice is not None:
         return
     seconds = min(REFUTE_SHARE * incumbent.time_left(), REFUTE_SECONDS)
-    low, _, choice = level(replace(without_costs(problem), usage_limit=None), clock, clock() + seconds, enough=limit)
+    free = replace(without_costs(problem), usage_limit=None)
+    low, _, choice = level(free, clock, clock() + seconds, enough=limit, homes=incumbent.record.homes)
     if low > limit:
         incumbent.raise_bound(math.inf)
     elif choice is not None:
@@ -66,10 +69,12 @@ def hopeless(problem: Problem) -> bool:
     return problem.usage_limit is not None and _floor(problem) * (1 - RELATIVE) > problem.usage_limit
 
 
-def smallest_limit(free: Problem, clock: Callable[[], float], deadline: float) -> tuple[float, float, tuple[int, ...] | None]:
+def smallest_limit(
+    free: Problem, clock: Callable[[], float], deadline: float, homes: np.ndarray | None = None
+) -> tuple[float, float, tuple[int, ...] | None]:
     """(low, high, choice): no answer fits below low, choice fits at high; low == high where proven. Costs are 0 or inf."""
     integral = all((u.bytes == np.rint(u.bytes)).all() for u in free.usages)
-    low, high, best = level(free, clock, deadline)
+    low, high, best = level(free, clock, deadline, homes=homes)
     low = math.ceil(low) if integral and low < math.inf else low
     open_until = low  # limits up to here were tried without a proof and without an answer
     patient_until = min(deadline, clock() + PATIENT_SECONDS)
@@ -95,33 +100,50 @@ def smallest_limit(free: Problem, clock: Callable[[], float], deadline: float) -
 
 
 def level(
-    free: Problem, clock: Callable[[], float], deadline: float, *, enough: float | None = None
+    free: Problem, clock: Callable[[], float], deadline: float, *, enough: float | None = None, homes: np.ndarray | None = None
 ) -> tuple[float, float, tuple[int, ...] | None]:
     """(low, high, choice) by prices y on the times: min over x of y . bytes(x) <= peak * sum of y, and y follows the bytes held.
 
-    enough: a limit; the search ends once it is below low or above high.
+    enough: a limit; the search ends once it is below low or above high. homes: as for `solve`.
     """
     low, high, best = _floor(free), math.inf, None
     rows = maximal_rows(free, np.array([u.bytes.max() > 0 for u in free.usages], dtype=bool))
     prices = np.full(len(rows.times), 1.0 / max(len(rows.times), 1))
+    large = len(prices) > 0 and sum(u.bytes.size for u in free.usages if u.edge is not None) > MOST_PAIR_BYTES
+    everywhere = everywhere_in_total = 0.0  # a further price per byte, at whatever time; all of it together is below SLIGHT of the floor
+    if large:  # few times have a price of their own, so that equal layers still share their tables
+        fewest = np.array([u.bytes.min() for u in free.usages])
+        prices = _one(len(prices), int(load(rows, fewest).argmax()))
+        everywhere_in_total = SLIGHT * low
+        everywhere = everywhere_in_total / math.fsum(u.bytes.max() for u in free.usages)
     patient_until = clock() + PATIENT_SECONDS
-    for _ in range(LEVELLINGS):
+    for k in range(LEVELLINGS):
         if enough is not None and not low <= enough < high:
             break
-        record = Record(priced(free, rows.of_usages(prices)), deadline, 0.0, clock)
+        record = Record(priced(free, rows.of_usages(prices) + everywhere), deadline, 0.0, clock, homes=homes)
         incumbent = Incumbent(record.problem, record)
-        reduce_and_settle(record.problem, incumbent)
+        if (inner := shrink(record.problem, incumbent)) is None:
+            incumbent.raise_bound(math.inf)
+        else:
+            inner.homes = None  # prices differ from layer to layer: no two of them are equal
+            settle(inner)
         if record.choice is None:
             return (math.inf, math.inf, None) if incumbent.proven else (low, high, best)
-        low = max(low, record.bound * (1 - RELATIVE) / np.cumsum(prices)[-1]) if len(prices) else low
+        if len(prices):
+            low = max(low, (record.bound - everywhere_in_total) * (1 - RELATIVE) / np.cumsum(prices)[-1])
         peak = evaluate(free, record.choice).peak
         if peak < high:
             best, high = record.choice, peak
         if high - low <= (0.0 if clock() < patient_until else CLOSE) * high or not len(prices) or clock() > deadline:
             break
-        prices = prices * (load(rows, held(free, record.choice)) / peak + 1e-3) ** SHARPEN
+        loads = load(rows, held(free, record.choice))
+        prices = prices + _one(len(prices), int(loads.argmax())) / (k + 1) if large else prices * (loads / peak + 1e-3) ** SHARPEN
         prices /= prices.sum()
     return min(low, high), high, best
+
+
+def _one(size: int, at: int) -> np.ndarray:
+    return np.where(np.arange(size) == at, 1.0, 0.0)
 
 
 def priced(free: Problem, prices: np.ndarray) -> Problem:

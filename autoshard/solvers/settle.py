@@ -72,12 +72,14 @@ def shrink(problem: Problem, incumbent: Incumbent) -> Incumbent | None:
     def stop() -> bool:
         return incumbent.time_left() <= until
 
+    homes: np.ndarray | None = None
     if incumbent.homes is not None and problem.usage_limit is None:
         small, homes, lift = reduce_in_parts(problem, incumbent.homes, stop)
     else:
         reduced = reduce(problem, stop=stop)
         small, lift = reduced.problem, reduced.lift
-        homes = None if incumbent.homes is None else incumbent.homes[[*reduced.nodes, 0]]  # the base is the last node; it has no edges
+        if incumbent.homes is not None:
+            homes = incumbent.homes[[*reduced.nodes, 0]]  # the base is the last node; it has no edges
     if small is None:
         return None
     inner = incumbent.inside(small, lift)
