@@ -15,6 +15,8 @@ canonical    an fx graph in which the kernels of torch (`_scaled_dot_product_fla
 from __future__ import annotations
 
 import operator
+import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -129,7 +131,21 @@ def canonical(traced: fx.GraphModule) -> dict[fx.Node, fx.Node | None]:
     if any(node.target is ATTENTION for node in before):
         traced.graph.eliminate_dead_code()
         gone |= {node: None for node in before - set(traced.graph.nodes)}
+    _renumber(traced.graph, {_stem(node) for node in gone})
     return gone
+
+
+def _renumber(graph: fx.Graph, stems: set[str]) -> None:
+    """Names nodes of these stems as if the others had never been: stem, stem_1, stem_2 (graph.tile counts the names of a layer)."""
+    used: Counter[str] = Counter()
+    for node in graph.nodes:
+        if node.op == "call_function" and (stem := _stem(node)) in stems:
+            node.name = f"{stem}_{used[stem]}" if used[stem] else stem
+            used[stem] += 1
+
+
+def _stem(node: fx.Node) -> str:
+    return re.sub(r"_\d+$", "", node.name)
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
