@@ -100,5 +100,5 @@ def test_a_dtype_of_another_torch_is_refused():
 def test_every_kind_says_what_it_leaves_out(kind):
     value = export(SOLUTION, kind)
     assert value.left and len(value.said) == 1 + len(value.left)
-    priced = kind in ("parallelize_module", "tp_plan", "fully_shard")
+    priced = kind in ("parallelize_module", "tp_plan", "fully_shard", "vllm", "sglang")
     assert (value.extra_seconds == pytest.approx(0.5e-3)) if priced else (value.cost_seconds == float("inf"))

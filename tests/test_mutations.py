@@ -55,6 +55,11 @@ GOOD = {
     "nccl-tests": (".txt", lambda: head("nccl_tests_all_reduce.txt", 40), lambda good, rng: bad_words(good, rng)),
     "PARAM": (".txt", lambda: head("all_to_all_4.txt", 20), lambda good, rng: bad_words(good, rng)),
     "nnscaler": (".json", lambda: head("intra_2.json", 1000), bad_json),
+    "torchtitan.toml": (".toml", lambda: launch("torchtitan/llama3_8b.toml"), lambda good, rng: bad_words(good, rng)),
+    "torchtitan.json": (".json", lambda: launch("torchtitan/deepseek_v3_671b.json"), bad_json),
+    "megatron.sh": (".sh", lambda: launch("megatron/llama3_8b_fp8.sh"), lambda good, rng: bad_words(good, rng)),
+    "accelerate.yaml": (".yaml", lambda: launch("accelerate/fsdp2.yaml"), lambda good, rng: bad_words(good, rng)),
+    "nanotron.yaml": (".yaml", lambda: launch("nanotron/tiny_llama.yaml"), lambda good, rng: bad_words(good, rng)),
     "config": (".json", lambda: (DATA / "hf" / "gpt2" / "config.json").read_text(), bad_json),
 }  # fmt: skip
 
@@ -76,6 +81,11 @@ QUICK = {
     "fit nccl-tests": ("nccl-tests", "calibrate fit FILE --devices 8"),
     "fit PARAM": ("PARAM", "calibrate fit FILE --devices 4 --collective all_to_all"),
     "fit nnscaler": ("nnscaler", "calibrate fit FILE --devices 2"),
+    "check torchtitan": ("torchtitan.toml", "check FILE --launcher torchtitan --devices 64"),
+    "check torchtitan JSON": ("torchtitan.json", "check FILE --launcher torchtitan --devices 1024"),
+    "check megatron": ("megatron.sh", "check FILE --launcher megatron --devices 64"),
+    "check accelerate": ("accelerate.yaml", f"check FILE hf:{DATA}/hf/llama --launcher accelerate --seq 64 --microbatch 1"),
+    "check nanotron": ("nanotron.yaml", "check FILE --launcher nanotron"),
     "load curves": ("curves", ""),
     "load a cluster": ("cluster", ""),
 }
@@ -99,7 +109,7 @@ WITH_MODEL = {
     "plan hf": ("config", "plan hf:FOLDER --mesh 2 --set layers=1 --set seq=8 --set batch=2"),
 }
 VERBS = {**QUICK, **SLOW, **WITH_MODEL}
-NUM_QUICK, NUM_SLOW, NUM_WITH_MODEL = 8, 110, 20
+NUM_QUICK, NUM_SLOW, NUM_WITH_MODEL = 6, 110, 20
 
 
 def written(kind: str, known: dict = {}) -> str:  # noqa: B006 (made once)
@@ -117,6 +127,10 @@ def _folder() -> str:
     import tempfile
 
     return tempfile.mkdtemp(prefix="autoshard-mutations-")
+
+
+def launch(name: str) -> str:
+    return (DATA / "launchers" / name).read_text()
 
 
 def head(name: str, lines: int) -> str:
@@ -205,7 +219,7 @@ def test_the_good_file_is_read(verb, tmp_path, plan_path, capsys):
     text = GOOD[VERBS[verb][0]][1]()
     content = pickle.dumps(json.loads(text)) if "pickle" in VERBS[verb][0] else text.encode()
     code, said = run(verb, content, tmp_path, plan_path, capsys)
-    assert code in (0, 1) and (code == 0 or "autoshard:" in said)
+    assert code in (0, 1) and (code == 0 or "autoshard:" in said or "--launcher" in VERBS[verb][1])  # a launch that doesn't fit is no error
 
 
 @pytest.mark.parametrize("verb", QUICK)
@@ -224,7 +238,8 @@ def test_the_suites_have_the_size_that_they_claim_and_every_format_is_met():
     assert len(QUICK) * NUM_QUICK <= 150 and (len(QUICK) + len(SLOW)) * NUM_SLOW + len(WITH_MODEL) * NUM_WITH_MODEL >= 3000
     kinds = dict.fromkeys(("measured.csv", "nccl-tests", "PARAM", "nnscaler"), "measurements")
     kinds |= {"tables.csv": "tables", "plan as a pickle": "plan"}
-    outside = {"layouts", "model"}  # those lie in a plan, these are code
+    kinds |= dict.fromkeys(("torchtitan.toml", "torchtitan.json", "megatron.sh", "accelerate.yaml", "nanotron.yaml"), "launch")
+    outside = {"layouts", "model", "operators"}  # part of a plan; code; a file of torch
     assert {kinds.get(form, form) for form, _ in VERBS.values()} == set(FORMATS) - outside
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from autoshard.cli.output import Output, VisibleLines, complain
+from autoshard.cli.output import Output, VisibleLines, complain, say
 from autoshard.cli.words import check_words
 from autoshard.version import VERSION
 
@@ -65,7 +65,7 @@ app = Verbs(
 
 def _print_version(asked: bool) -> None:
     if asked:
-        print(f"autoshard {VERSION}")
+        say(f"autoshard {VERSION}")
         raise typer.Exit
 
 

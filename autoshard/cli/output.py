@@ -136,6 +136,10 @@ class Bar(Quiet):
         self.bar.stop()
 
 
+def say(line: str) -> None:
+    print(visible(line))
+
+
 def complain(line: str) -> None:
     print(visible(line), file=sys.stderr)
 
