@@ -30,6 +30,9 @@ def on_files(files: Files, config) -> Files:
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
+    if page.file.src_uri == "project/README.md":
+        return markdown.replace("](docs/", "](../")
+
     def followed(match: re.Match) -> str:
         path = outside(match[2], page.file.src_uri)
         return match[0] if path is None else match[1] + "../" * page.file.src_uri.count("/") + f"project/{path}"
