@@ -78,7 +78,7 @@ def test_cost_grows_by_the_same_ops_per_layer():
     graph = captured("gpt2", 3, True)
     counts = [len(tile(graph, times, container="h").ops) for times in (0, 1, 2, 93)]
     period = counts[1] - counts[0]
-    assert period == 96  # 12 parameters, 30 ops forward, 54 backward
+    assert period == 94  # 12 parameters, 29 ops forward, 53 backward
     assert counts == [counts[0] + times * period for times in (0, 1, 2, 93)]
 
 
@@ -159,4 +159,4 @@ def test_every_op_of_a_layer_has_a_place_and_its_parameters_that_of_the_layer(mo
 def test_a_period_of_the_tiled_graph_is_a_block():
     graph = tile(captured("llama", 3, True), 123, container="layers")
     counts = [len(ops) for ops in repeated_blocks(graph).equal.values()]
-    assert sum(125 <= count <= 127 for count in counts) >= 215  # 9 parameters, 82 ops forward, 124 backward
+    assert sum(125 <= count <= 127 for count in counts) >= 199  # 9 parameters, 67 ops forward, 123 backward
