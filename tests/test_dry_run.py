@@ -154,7 +154,8 @@ def model():
 
 
 @pytest.mark.parametrize("training", [[], ["--train"]], ids=["inference", "training"])
-def test_doctor_names_what_a_device_cannot_run(tmp_path, capsys, training):
+def test_doctor_names_what_a_device_cannot_run(tmp_path, capsys, monkeypatch, training):
+    monkeypatch.setenv("COLUMNS", "400")  # so that no line of the folder's name is folded
     (tmp_path / "net.py").write_text(LSTM)
     asked = ["doctor", f"{tmp_path}/net.py:model", "--device", "cuda", *training]
     assert main([*asked, "--json"]) == 1
