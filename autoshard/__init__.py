@@ -14,7 +14,7 @@ _HOMES = {
     "Axis": "mesh", "Device": "mesh", "Mesh": "mesh",
     "Infeasible": "api", "NoAnswer": "api",
     "autosharding_pass": "api", "export": "api", "load": "api", "parallelize": "api", "plan": "api", "verify": "api",
-    "check": "api", "dry_run": "api", "explain": "api",
+    "backend": "api", "check": "api", "dry_run": "api", "explain": "api",
     "kept_layouts": "api", "mesh_shapes": "api", "plan_meshes": "api",
     "Frontier": "api", "frontier": "api",
     "RankLost": "api", "device_mesh": "api", "extrapolate": "api", "load_checkpoint": "api", "save_checkpoint": "api",

@@ -3,6 +3,7 @@ algorithm."""
 
 from autoshard.api.checking import dry_run as dry_run
 from autoshard.api.checking import verify as verify
+from autoshard.api.compiling import backend as backend
 from autoshard.api.launching import CheckedLaunch as CheckedLaunch
 from autoshard.api.launching import Degrees as Degrees
 from autoshard.api.launching import check_launch as check_launch

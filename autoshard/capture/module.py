@@ -14,7 +14,7 @@ import inspect
 import io
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack, redirect_stderr
+from contextlib import AbstractContextManager, ExitStack, redirect_stderr
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -93,7 +93,6 @@ def _values_in(nested: Any) -> list[Any]:
         return [nested]
     return [value for item in nested for value in _values_in(item)] if isinstance(nested, (tuple, list)) else []
 
-
 def capture(module: nn.Module, example_inputs: Any, *, training: bool, precision: Precision | None = None) -> Graph:
     """`capture_module(...).graph`."""
     return capture_module(module, example_inputs, training=training, precision=precision).graph
@@ -129,8 +128,7 @@ def capture_without_casts(module: nn.Module, example_inputs: Any, *, training: b
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         raise ValueError(f"{type(module).__name__} is compiled by torch.jit, or a part of it is: give the module that was compiled")
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
-    torch._dynamo.reset()  # else automatic dynamic shapes would make the shapes of the second model of a process symbolic
-    with explained(module), as_one_op(), fake_grouped_mm():
+    with explained(module), as_one_op(), fake_grouped_mm(), _static_shapes():
         if not module._forward_pre_hooks:  # they may change the arguments
             inspect.signature(module.forward).bind(*args, **kwargs)
         fake_module, fake_args, fake_kwargs = to_fake(mode, module, args, kwargs, precision)
@@ -145,6 +143,11 @@ def capture_without_casts(module: nn.Module, example_inputs: Any, *, training: b
     _check_writes(captured.graph, module)
     graph = _with_input_names(captured.graph, input_names(module, example_inputs))
     return replace(captured, graph=_merge_tied(graph, tied_parameters(module)))
+
+
+def _static_shapes() -> AbstractContextManager:
+    """Shapes are numbers also in the second capture of a process; torch._dynamo.reset() would drop what the user has compiled."""
+    return torch._dynamo.config.patch(automatic_dynamic_shapes=False)  # type: ignore[attr-defined]
 
 
 def _with_input_names(graph: Graph, names: Sequence[str]) -> Graph:
