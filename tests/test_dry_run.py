@@ -103,6 +103,7 @@ def test_the_table_of_kernels_is_read():
 torch.library.define("dry_run_test::cpu_only", "(Tensor x) -> Tensor")
 torch.library.impl("dry_run_test::cpu_only", "CPU", lambda x: x.clone())
 torch.library.register_fake("dry_run_test::cpu_only", lambda x: torch.empty_like(x))
+torch.library.register_autograd("dry_run_test::cpu_only", lambda ctx, grad: grad)
 
 
 class OnlyOnCPU(nn.Module):
@@ -135,17 +136,17 @@ def test_a_plan_is_run_dry_in_its_layouts():
         api.dry_run(model, inputs, solution, device="tpu")
 
 
-LSTM = """
+NET = """
 import torch
 from torch import nn
 
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer = nn.LSTM(4, 4, batch_first=True)
+        self.layer = nn.Linear(4, 4)
 
     def forward(self, x):
-        y, _ = self.layer(x)
+        y = torch.ops.dry_run_test.cpu_only(self.layer(x))
         return y.mean()
 
 def model():
@@ -156,11 +157,11 @@ def model():
 @pytest.mark.parametrize("training", [[], ["--train"]], ids=["inference", "training"])
 def test_doctor_names_what_a_device_cannot_run(tmp_path, capsys, monkeypatch, training):
     monkeypatch.setenv("COLUMNS", "400")  # so that no line of the folder's name is folded
-    (tmp_path / "net.py").write_text(LSTM)
+    (tmp_path / "net.py").write_text(NET)
     asked = ["doctor", f"{tmp_path}/net.py:model", "--device", "cuda", *training]
     assert main([*asked, "--json"]) == 1
     rows = json.loads(capsys.readouterr().out)["cannot_run"]
-    assert rows[0]["target"] == "aten.mkldnn_rnn_layer.default" and rows[0]["line"] == f"{tmp_path}/net.py:11"
+    assert rows[0]["target"] == "dry_run_test.cpu_only.default" and rows[0]["line"] == f"{tmp_path}/net.py:11"
     assert main(asked) == 1 and "net.py:11" in capsys.readouterr().out
     assert main(["doctor", "models/mlp.py:tiny", "--device", "cuda", *training]) == 0 and "can run on cuda" in capsys.readouterr().out
     assert main(["doctor", "--device", "cuda"]) == 2 and "go together" in capsys.readouterr().err

@@ -146,6 +146,17 @@ class BatchNorm(nn.Module):
         return self.norm(self.conv(x)).square().mean()
 
 
+class HalfNorm(nn.Module):
+    """Statistics and gradients of a norm whose own tensors have 16 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(4, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        return self.norm(x.bfloat16()).float().square().mean()
+
+
 class Constants(nn.Module):
     """An empty constant (a cache before its first token), one of several values, and nan."""
 
@@ -207,6 +218,7 @@ KINDS = {
     "writes a parameter": Kind(WritesParameter),
     "writes an activation": Kind(WritesActivation),
     "batch norm": Kind(BatchNorm, shape=IMAGE),
+    "batch norm of 16 bits": Kind(HalfNorm, TRAINING, IMAGE),
     "constants": Kind(Constants),
     "attribute": Kind(Attribute, (False,)),  # dynamo refuses it
     "recurrent": Kind(Recurrent, (False,)),

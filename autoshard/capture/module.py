@@ -53,6 +53,7 @@ from autoshard.capture.inputs import (
     stored_dtypes,
     to_fake,
 )
+from autoshard.capture.matrices import without_expanded_matrices
 from autoshard.capture.read import leaves_of, module_path, read
 from autoshard.capture.turns import in_turn
 from autoshard.graph import Graph, mixed
@@ -238,7 +239,7 @@ def _retraced(fx_graph: fx.GraphModule | ExportedProgram, example_inputs: Any = 
     with mode, torch.no_grad():
         traced = make_fx(functional(run, [name.name for name in names]))(*fakes)
     _check_operators(traced)
-    replaced = without_equal_strides(traced) | canonical(traced)
+    replaced = without_equal_strides(traced) | without_expanded_matrices(traced) | canonical(traced)
     recorder.became = pytree.tree_map(lambda leaf: replaced.get(leaf, leaf), recorder.became)
     leaves = pytree.tree_leaves(next(node for node in traced.graph.nodes if node.op == "output").args[0])
     results = list(zip(result_names or [("output", str(i)) for i in range(len(leaves))], leaves, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -139,16 +139,25 @@ def _op(node: fx.Node, values: Mapping[fx.Node, Value], module: str) -> Op:
 
     literals = (literal(node.args), tuple((key, literal(item)) for key, item in sorted(node.kwargs.items())))
     result = node.meta["val"]
-    outputs = tuple(_tensor(t) for t in result) if isinstance(result, (tuple, list)) else (_tensor(result),)
+    outputs = tuple(_tensor(t) for t in _asked(node, result)) if isinstance(result, (tuple, list)) else (_tensor(result),)
     backward = node.meta.get("partitioner_tag") == "is_backward" or bool(node.meta.get("autograd_backward"))
     return Op(node.name, str(node.target), tuple(inputs), literals, outputs, "compute", module, _alias(node), backward)
 
 
+def _asked(node: fx.Node, results: Sequence[Any]) -> Sequence[Any]:
+    """None in place of a gradient that a backward is told to leave out, which some fake kernels compute nevertheless."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    mask = {**dict(zip(names, node.args, strict=False)), **node.kwargs}.get("output_mask")
+    return results if mask is None else [x if asked else None for x, asked in zip(results, mask, strict=True)]  # type: ignore[call-overload]
+
+
 def _with_float_statistics(op: Op, earlier: list[Op]) -> Op:
-    """The op with float32 as the dtype of a norm's statistics, and of views of them."""
+    """The op with float32 as the dtype of a norm's statistics, and of views of them; new running statistics have the dtype of the old."""
     y, *rest = op.outputs
     if op.target in STATISTICS and y is not None and y.itemsize == 2:
-        return replace(op, outputs=(y, *(t and replace(t, dtype="float32") for t in rest[:2]), *rest[2:]))
+        running = [earlier[op.inputs[ref.index][0]].outputs[op.inputs[ref.index][1]] for ref in op.literals[0][3:5] if isinstance(ref, Ref)]
+        updated = [t and old and replace(t, dtype=old.dtype) for t, old in zip(rest[2:], running)]
+        return replace(op, outputs=(y, *(t and replace(t, dtype="float32") for t in rest[:2]), *updated))
     if op.alias is not None and y is not None and y.itemsize == 2:
         base, k = earlier[op.inputs[op.alias][0]], op.inputs[op.alias][1]
         if (tensor := base.outputs[k]) is not None and tensor.dtype == "float32" and op.target != "aten.view.dtype":

@@ -56,8 +56,8 @@ def batch_norm_backward(rank: Rank, a: Arguments, *, axes: Axes) -> Asking:
     of_bias, of_weight, total = summed[: x.shape[1]], summed[x.shape[1] : -1], summed[-1]
     scale = deviation if a.get("weight") is None else deviation * a["weight"]
     of_x = _per_channel(scale, x) * (g - (_per_channel(of_bias, x) + z * _per_channel(of_weight, x)) / total)
-    wanted, dtype = a["output_mask"], a["input"].dtype
-    gradients = (of_x.to(dtype), of_weight.to(scale.dtype), of_bias.to(scale.dtype))
+    wanted, dtype = a["output_mask"], deviation.dtype if a.get("weight") is None else a["weight"].dtype
+    gradients = (of_x.to(a["input"].dtype), of_weight.to(dtype), of_bias.to(dtype))
     return tuple(gradient if asked else None for gradient, asked in zip(gradients, wanted, strict=True))  # type: ignore[return-value]
 
 

@@ -1,7 +1,11 @@
-"""Local programs of recurrent layers, which need care because the size of the library's workspace is not known when planning.
+"""Local programs of one direction of one layer of an LSTM, which a capture holds as the kernel of the CPU's library.
 
-forward      the workspace is dropped and replaced by zeros of the planned shape, which no op reads
-backward     the forward runs once more to compute the workspace
+forward      on a CPU that library, elsewhere torch.lstm, which chooses the kernel of the device; the library's workspace, whose size is
+             not known when planning, is replaced by zeros of the planned shape, which no op reads
+backward     the forward runs once more: for the workspace, or for autograd to differentiate
+
+x [t, n, i], weights [4 h, i], [4 h, h], [4 h], [4 h], first states [n, h] or [1, n, h] -> y [t, n, h] and the last states. A layer that
+runs from the last step to the first is one of the reversed sequence.
 """
 
 from __future__ import annotations
@@ -24,10 +28,23 @@ def _forward(sharded: ShardedOp) -> Kernel:
 
     @local
     def layer(rank: Rank, a: Arguments) -> tuple[Tensor | None, ...]:
-        y, hy, cy, _ = aten.mkldnn_rnn_layer.default(**a)
+        if a["input"].device.type == "cpu":
+            y, hy, cy, _ = aten.mkldnn_rnn_layer.default(**a)
+        else:
+            y, hy, cy = plain_layer(a["input"], [a[f"weight{k}"] for k in range(4)], a["hx_"], a["cx_"], a["reverse"], a["has_biases"])
         return y, hy, cy, None if planned is None else y.new_zeros(planned.shape, dtype=torch.uint8)
 
     return layer
+
+
+def plain_layer(
+    x: Tensor, weights: list[Tensor], hx: Tensor, cx: Tensor, reverse: bool, has_biases: bool, train: bool = False
+) -> tuple[Tensor, ...]:
+    """y and the last states on any device. train: whether autograd differentiates it, for which cuDNN keeps more."""
+    states = [state.reshape(1, *state.shape[-2:]) for state in (hx, cx)]
+    x = x.flip(0) if reverse else x
+    y, *last = torch.lstm(x, states, weights if has_biases else weights[:2], has_biases, 1, 0.0, train, False, False)
+    return y.flip(0) if reverse else y, *(state.reshape(hx.shape) for state in last)
 
 
 @torch.library.custom_op(
@@ -39,6 +56,8 @@ def _forward(sharded: ShardedOp) -> Kernel:
 def _layer_backward(input, weights, hx, cx, results, grads, reverse, mode, hidden_size, num_layers, has_biases, bidirectional, batch_sizes,
                     batch_first):  # fmt: skip
     """One op, so that a graph that runs without grad mode holds no workspace: the library fills one in grad mode only."""
+    if input.device.type != "cpu":
+        return plain_layer_backward([input, *weights, hx, cx], grads, reverse, has_biases)
     sizes = (mode, hidden_size, num_layers, has_biases)
     with torch.enable_grad():
         *_, workspace = aten.mkldnn_rnn_layer(input, *weights, hx, cx, reverse, batch_sizes, *sizes, bidirectional, batch_first, True)
@@ -47,6 +66,15 @@ def _layer_backward(input, weights, hx, cx, results, grads, reverse, mode, hidde
         input, *weights, hx, cx, *results, *dense, reverse, *sizes, True, bidirectional, batch_sizes, batch_first, workspace
     )
     return [x.clone(memory_format=torch.contiguous_format) for x in gradients]
+
+
+def plain_layer_backward(tensors: list[Tensor], grads: list[Tensor | None], reverse: bool, has_biases: bool) -> list[Tensor]:
+    """The gradients of x, the weights and the first states on any device."""
+    with torch.enable_grad():
+        x, *weights, hx, cx = inputs = [tensor.detach().requires_grad_() for tensor in tensors]
+        results = plain_layer(x, weights, hx, cx, reverse, has_biases, train=True)
+    pairs = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
+    return list(torch.autograd.grad([y for y, _ in pairs], inputs, [grad for _, grad in pairs], materialize_grads=True))
 
 
 @_layer_backward.register_fake

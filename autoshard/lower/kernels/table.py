@@ -9,7 +9,8 @@ Ops whose kernel depends on the device, as torch 2.13 has them (`autoshard docto
     batch norm, log_sigmoid            one op everywhere; what a device's kernel leaves out is filled in: run.py
     bags of embeddings                 the same; their backward finds the bag of each index itself where the forward left it out
     grouped matmul                     float32, float16, bfloat16 on CPU and CUDA; rows are padded to 16 bytes: experts.py
-    recurrent layers                   an LSTM is captured as mkldnn_rnn_layer, CPU only; a GRU and an RNN are plain ops everywhere
+    recurrent layers                   an LSTM is captured as mkldnn_rnn_layer, and is torch.lstm on other devices: recurrent.py; a GRU
+                                       and an RNN are plain ops everywhere
     mkldnn_*, _cudnn_*, miopen_*       the library's device only: captures have none but the LSTM's
     dropout                            bernoulli or native_dropout of the global tensor, drawn by the device's own generator
 """

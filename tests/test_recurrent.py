@@ -1,0 +1,50 @@
+"""Recurrent layers on devices without the CPU's library: the same numbers, and kernels for a GPU."""
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard import api
+from autoshard.lower.kernels import recurrent
+
+aten = torch.ops.aten
+STEPS, BATCH, WIDTH, HIDDEN, LSTM = 3, 4, 4, 8, 2
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("has_biases", [False, True])
+def test_a_layer_of_another_device_and_its_gradients_are_those_of_the_cpus_library(reverse, has_biases):
+    x, states = random(STEPS, BATCH, WIDTH), [random(1, BATCH, HIDDEN, seed=k) for k in (1, 2)]
+    weights = [random(4 * HIDDEN, WIDTH), random(4 * HIDDEN, HIDDEN), *(has_biases * random(4 * HIDDEN, seed=k) for k in (3, 4))]
+    with torch.enable_grad():
+        *results, workspace = aten.mkldnn_rnn_layer(
+            x, *weights, *states, reverse, [], LSTM, HIDDEN, 1, has_biases, bidirectional=False, batch_first=False, train=True
+        )
+    grads = [random(*y.shape, seed=5) for y in results]
+    expected = aten.mkldnn_rnn_layer_backward(
+        x, *weights, *states, *results, *grads, reverse, LSTM, HIDDEN, 1, has_biases, True, False, [], False, workspace
+    )
+    with torch.backends.mkldnn.flags(enabled=False):
+        found = recurrent.plain_layer(x, weights, *states, reverse, has_biases)
+        gradients = recurrent.plain_layer_backward([x, *weights, *states], grads, reverse, has_biases)
+    used = [k for k in range(7) if has_biases or k not in (3, 4)]
+    for y, of in zip([*found, *(gradients[k] for k in used)], [*results, *(expected[k] for k in used)], strict=True):
+        assert y.shape == of.shape and (y - of).abs().max() < 1e-5
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.gru = nn.LSTM(WIDTH, HIDDEN, bidirectional=True), nn.GRU(2 * HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        return self.gru(self.lstm(x)[0])[0].mean()
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_recurrent_model_can_run_on_a_gpu(training):
+    assert api.dry_run(Model(), (torch.empty(STEPS, BATCH, WIDTH),), training=training)["cannot_run"] == []
