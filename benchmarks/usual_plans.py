@@ -3,7 +3,7 @@
     python benchmarks/usual_plans.py [--out docs/usual_plans.svg]
 
 Each model is trained in bfloat16 with AdamW on nodes of 8 H100 (80 GB, 400 Gbit/s per device between nodes, as DGX H100). The usual plans
-are those of autoshard.baselines, each completed with the best layouts for what its rule leaves open; what does not fit in memory has no bar.
+are those of autoshard.baselines, each completed with the best layouts for what its rule leaves open; what does not fit has no bar.
 `bound` is proven: no plan of this space takes less under these prices.
 """
 

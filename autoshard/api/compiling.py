@@ -35,16 +35,17 @@ def backend(mesh: Mesh, **options: Any) -> Callable[[fx.GraphModule, Sequence[An
         with torch.inference_mode():
             logits = compiled(tokens)
 
-    options: those of `plan`; of `pins` and `forbid` each graph has those on its own parameters and buffers, by name or glob. Every rank calls the compiled model with the same global tensors and gets global tensors. The parameters are
-    sharded once, when a graph is compiled: what is written into the model's own parameters afterwards isn't seen. ValueError where a
-    parameter requires a gradient, as the gradients would not reach the model: use `parallelize` for training; and where the number of
-    ranks isn't the mesh's.
+    options: those of `plan`; of `pins` and `forbid` each graph has those on its own parameters and buffers, by name or glob. Every rank
+    calls the compiled model with the same global tensors and gets global tensors. The parameters are sharded once, when a graph is
+    compiled: what is written into the model's own parameters afterwards isn't seen. ValueError where a parameter requires a gradient, as
+    the gradients would not reach the model: use `parallelize` for training; and where the number of ranks isn't the mesh's.
     """
     pinned = {key: options.pop(key) for key in ("pins", "forbid") if key in options}
 
     def compile_graph(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         module = DynamoGraph(graph, example_inputs)
-        solution = plan(module, module.inputs_of(example_inputs), mesh, **options, **{key: module.named(pins) for key, pins in pinned.items()})
+        own = {key: module.named(pins) for key, pins in pinned.items()}
+        solution = plan(module, module.inputs_of(example_inputs), mesh, **options, **own)
         sharded = parallelize(module, solution, device_mesh(solution))
 
         def run(*inputs: Any) -> Sequence[Tensor]:
@@ -62,7 +63,7 @@ class DynamoGraph(nn.Module):
         super().__init__()
         self.graph = graph
         if dynamic := [x for x in example_inputs if isinstance(x, torch.SymInt)]:
-            raise ValueError(f"a size of the graph is dynamic ({dynamic[0]}), and a plan has one shape: use torch.compile(..., dynamic=False)")
+            raise ValueError(f"a size is dynamic ({dynamic[0]}), and a plan has one shape: use torch.compile(..., dynamic=False)")
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         self.held = {k: name_of(placeholders[k]) for k, x in enumerate(example_inputs) if _is_held(x)}
         for k, name in self.held.items():

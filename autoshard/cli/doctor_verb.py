@@ -11,9 +11,9 @@ import typer
 from rich.table import Table
 
 from autoshard.cli.app import NO, OK, app
-from autoshard.cli.arguments import parse_settings
+from autoshard.cli.arguments import model_settings
 from autoshard.cli.model import load_model
-from autoshard.cli.options import Json, Settings, load_api
+from autoshard.cli.options import BatchSize, DType, Json, SeqLength, Settings, load_api
 from autoshard.cli.output import Output
 
 NEEDED = ("torch", "numpy", "scipy", "highspy", "numba", "networkx", "dill", "typer", "rich", "jsonschema-rs")
@@ -31,6 +31,9 @@ def doctor(
     device: Annotated[str | None, typer.Option(help="cuda: can each op run there? No GPU is needed.", show_default=False)] = None,
     train: Annotated[bool, typer.Option("--train", help="Look at a training step instead of a forward pass.")] = False,
     settings: Settings = [],  # noqa: B006 (typer makes a new one)
+    batch: BatchSize = None,
+    seq: SeqLength = None,
+    dtype: DType = None,
     as_json: Json = False,
 ) -> int:
     """Print versions of what autoshard depends on, what is missing, and whether each solver answers a problem of known optimum.
@@ -46,7 +49,7 @@ def doctor(
     with Output(as_json=as_json) as output:
         if model is not None:
             output.progress("building the model", 0.0)
-            module, example_inputs = load_model(model, parse_settings(settings), training=train)
+            module, example_inputs = load_model(model, model_settings(settings, batch=batch, seq=seq, dtype=dtype), training=train)
             output.progress("looking up its ops", 0.3)
             answer = load_api().dry_run(module, example_inputs, training=train, device=device)
             output.answer(answer, lambda: _device_table(answer))

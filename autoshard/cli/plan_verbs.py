@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from autoshard.cli.app import NO, OK, app, say_no
-from autoshard.cli.arguments import bandwidths, model_settings, parse_settings
+from autoshard.cli.arguments import bandwidths, model_settings
 from autoshard.cli.model import load_model
 from autoshard.cli.options import (
     DEVICE,
@@ -182,6 +182,9 @@ def verify(
     solution: Plan,
     model: OptionalModel = None,
     settings: Settings = [],  # noqa: B006 (as above)
+    batch: BatchSize = None,
+    seq: SeqLength = None,
+    dtype: DType = None,
     trust: Trust = False,
     mesh: OldMesh = None,
     random: Annotated[int, typer.Option(help="Check this many plans drawn at random from the candidates too.", min=0)] = 0,
@@ -197,13 +200,13 @@ def verify(
     """Run a plan on simulated ranks in this process and compare outputs and every gradient with the unsharded model.
 
     \b
-    autoshard verify gpt2.json models/gpt2.py:small --set batch=8 --set seq=16
+    autoshard verify gpt2.json models/gpt2.py:small --batch 8 --seq 16
     autoshard verify tiny.json --trust --random 5
     """
     with Output(as_json=as_json, quiet=quiet) as output:
         output.progress("reading the plan", 0.0)
         loaded = load_plan(solution, mesh)
-        written, keywords = model_of(loaded, model, parse_settings(settings), solution, trust)
+        written, keywords = model_of(loaded, model, model_settings(settings, batch=batch, seq=seq, dtype=dtype), solution, trust)
         output.progress("building the model", 0.0)
         module, example_inputs = load_model(written, keywords, training=loaded.training)
         record = load_api().verify(
