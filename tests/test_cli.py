@@ -410,7 +410,7 @@ def test_verify_fails_a_planted_fault(capsys, tiny_plan):
 
 def test_verify_as_a_table(capsys, tiny_plan):
     capsys.readouterr()
-    code, out, _ = run(capsys, "verify", str(tiny_plan), TINY, "--set", "layers=1", "--quiet")
+    code, out, _ = run(capsys, "verify", str(tiny_plan), TINY, "--set", "layers=1", "--batch", "4", "--quiet")
     assert code == 0 and "ok, on 4 simulated ranks" in out
 
 
