@@ -41,6 +41,13 @@ def attention(op: Op, inputs: Inputs) -> list[Row]:
     return rows
 
 
+@rule("autoshard.reorder.default")
+def reorder(op: Op, inputs: Inputs) -> list[Row]:
+    """x with the tokens on `dim` in another order."""
+    others = [d for d in range(len(inputs[0].shape)) if d != argument(op, 1, "dim")]
+    return [*(Row((S(d),), (S(d),)) for d in others), Row((P(),), (P(),))]
+
+
 def _row(op: Op, inputs: Inputs, dim: int, keys: Placement) -> Row:
     """q and out sharded on `dim`, keys and values placed as `keys`."""
     q = S(dim)

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autoshard.capture.attention import ATTENTION, BACKWARD
+from autoshard.capture.order import reorder
 from autoshard.graph.order import Runs, stored_runs
 from autoshard.layout import chunk_bounds
 from autoshard.lower.collectives import Ask, Rank
@@ -99,6 +100,10 @@ class Sequence:
         """The number of keys of the largest block, which all blocks have while they are sent."""
         return max(b - a for a, b in pairwise(chunk_bounds(self.num_keys, self._sizes(self.of_keys))))
 
+    def all_of(self, axes: Axes) -> int:
+        """The number of parts where a tensor that these axes shard is the full sequence in head-tail order; 0 otherwise."""
+        return 0 if axes else self.head_tail
+
     def _sizes(self, axes: Axes) -> tuple[int, ...]:
         return tuple(self.mesh.shape[axis] for axis in axes)
 
@@ -113,13 +118,18 @@ class Sequence:
 # -- the order of a shard's tokens -----------------------------------------------------------------------------------------------------
 
 
-def ascending(x: Tensor, runs: Runs) -> Tensor:
-    """x, whose tokens are at these positions, with its tokens in the order of their positions."""
+def ascending(x: Tensor, runs: Runs, all_of: int) -> Tensor:
+    """x, whose tokens are at these positions, with its tokens in the order of their positions. all_of: where it holds the full sequence in
+    head-tail order, the number of parts."""
+    if all_of:
+        return reorder(x, SEQUENCE, all_of, True)
     return _in_order(x, [n for _, n in runs], sorted(range(len(runs)), key=runs.__getitem__))
 
 
-def as_stored(x: Tensor, runs: Runs) -> Tensor:
+def as_stored(x: Tensor, runs: Runs, all_of: int) -> Tensor:
     """The inverse of `ascending`."""
+    if all_of:
+        return reorder(x, SEQUENCE, all_of, False)
     order = sorted(range(len(runs)), key=runs.__getitem__)
     return _in_order(x, [runs[k][1] for k in order], sorted(range(len(runs)), key=order.__getitem__))
 
@@ -177,7 +187,8 @@ class _Call:
     @staticmethod
     def of(sequence: Sequence, rank: Rank, a: Arguments) -> _Call:
         stored = sequence.queries(rank.place if sequence.of_queries else ())
-        tensors = {name: ascending(a[name], stored) for name in ("query", "grad_out", "out", "logsumexp") if name in a}
+        all_of = sequence.all_of(sequence.of_queries)
+        tensors = {name: ascending(a[name], stored, all_of) for name in ("query", "grad_out", "out", "logsumexp") if name in a}
         return _Call(sequence, {**a, **tensors}, tuple(sorted(stored)), stored)
 
     def pieces(self, keys: Runs) -> list[Piece]:
@@ -200,21 +211,23 @@ class _Call:
 
 
 def _forward(call: _Call, into: _Merged, key: Tensor, value: Tensor, keys: Runs) -> None:
-    key, value = (ascending(x, keys) for x in (key, value))
+    all_of = call.sequence.all_of(call.sequence.of_keys)
+    key, value = (ascending(x, keys, all_of) for x in (key, value))
     for piece in call.pieces(keys):
         into.add(piece, *attention(**call.arguments(piece, key, value, keys[0][0])))
 
 
 def _backward(call: _Call, grad_query: list[Tensor], key: Tensor, value: Tensor, keys: Runs) -> tuple[Tensor, Tensor]:
     """The gradients of a block of keys and values; adds the queries' own to `grad_query`."""
-    key, value = (ascending(x, keys) for x in (key, value))
+    all_of = call.sequence.all_of(call.sequence.of_keys)
+    key, value = (ascending(x, keys, all_of) for x in (key, value))
     tokens, of_keys = sum(n for _, n in call.queries), sum(n for _, n in keys)
     grads = [wide(torch.zeros_like(x)) for x in (key, value)]
     for piece in call.pieces(keys):
         own = attention_backward(**call.arguments(piece, key, value, keys[0][0]))
         grad_query.append(_padded(own[0], piece.q_lo, tokens))
         grads = [grad + _padded(one, piece.k_lo, of_keys) for grad, one in zip(grads, own[1:], strict=True)]
-    return as_stored(grads[0], keys), as_stored(grads[1], keys)
+    return as_stored(grads[0], keys, all_of), as_stored(grads[1], keys, all_of)
 
 
 def _padded(x: Tensor, start: int, size: int) -> Tensor:
@@ -264,7 +277,7 @@ def _pass_on(rank: Rank, axis: int, x: Tensor) -> Ask:
 
 def over_sequence(rank: Rank, a: Arguments, *, sequence: Sequence) -> Asks:
     """The op, forward or backward, of a rank's queries and all keys."""
-    call, axes = _Call.of(sequence, rank, a), sequence.of_keys
+    call, axes, all_of = _Call.of(sequence, rank, a), sequence.of_keys, sequence.all_of(sequence.of_queries)
     where = {axis: rank.place[axis] for axis in axes}
     width, tokens = a["key"].shape[-1], a["key"].shape[SEQUENCE]
     packed = torch.cat([a["key"], a["value"]], -1)
@@ -277,7 +290,7 @@ def over_sequence(rank: Rank, a: Arguments, *, sequence: Sequence) -> Asks:
     if "grad_out" not in a:
         into = _Merged(call.all_cuts(_all_blocks(sequence)))
         yield from _around(rank, axes, block, where, lambda b, w: _forward(call, into, *unpacked(b, k := sequence.keys(w)), k))
-        return tuple(as_stored(x, call.stored) for x in into.result(a["query"].dtype))
+        return tuple(as_stored(x, call.stored, all_of) for x in into.result(a["query"].dtype))
     grad_query: list[Tensor] = []
 
     def gradient(block: Tensor, where: Where) -> Tensor:
@@ -286,7 +299,7 @@ def over_sequence(rank: Rank, a: Arguments, *, sequence: Sequence) -> Asks:
         return F.pad(own, (0, 0, 0, sequence.longest - own.shape[SEQUENCE])) if axes else own
 
     of_keys = (yield from _back_around(rank, axes, block, where, gradient)).narrow(SEQUENCE, 0, tokens)
-    of_queries = as_stored(sum(grad_query[1:], start=grad_query[0]), call.stored)
+    of_queries = as_stored(sum(grad_query[1:], start=grad_query[0]), call.stored, all_of)
     return tuple(x.to(a["query"].dtype) for x in (of_queries, of_keys[..., :width], of_keys[..., width:]))
 
 

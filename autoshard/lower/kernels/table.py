@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from autoshard.capture.order import REORDER, reorder
 from autoshard.graph import Op
 from autoshard.layout import Layout
 from autoshard.lower.kernels import attention, attention_over_sequence, dropout, experts, lookups, losses, norms, recurrent, strides, sums
@@ -40,7 +41,7 @@ KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
 }
 
 # Functions that run in place of an operator: they choose the kernel for the device, or arrange what a kernel needs.
-FUNCTIONS: dict[str, Callable[..., Any]] = {**attention.FUNCTIONS, **experts.FUNCTIONS}
+FUNCTIONS: dict[str, Callable[..., Any]] = {**attention.FUNCTIONS, **experts.FUNCTIONS, str(REORDER): reorder}
 
 
 def function_of(target: str) -> Callable[..., Any]:
