@@ -1,5 +1,7 @@
-"""Well-known schemes as pins on a graph: data parallel, FSDP, Megatron tensor parallel, with sequence parallelism."""
+"""Well-known schemes as pins on a graph: data parallel, FSDP, Megatron tensor parallel, with sequence parallelism; context parallelism."""
 
+from autoshard.baselines.context_parallel import CONTEXT_PARALLEL as CONTEXT_PARALLEL
+from autoshard.baselines.context_parallel import context_parallel as context_parallel
 from autoshard.baselines.pins import Pin as Pin
 from autoshard.baselines.pins import allowed as allowed
 from autoshard.baselines.pins import matches as matches

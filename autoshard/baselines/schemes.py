@@ -109,7 +109,7 @@ def _schemes(graph: Graph, mesh: Mesh, candidates: Candidates, *, fully_shard: b
     axes = used_axes(mesh)
     sharding, words = shard_batch(mesh, axes, batch)
     copies = {i: replicated(len(mesh.axes)) for i in graph.parameters.values()}
-    shards = {i: _most_sharded(candidates, mesh, i, range(len(mesh.axes))) for i in graph.parameters.values()}
+    shards = {i: most_sharded(candidates, mesh, i, range(len(mesh.axes))) for i in graph.parameters.values()}
     views = frozenset(i for i in from_parameters(graph) if len(graph.ops[i].inputs) == 1)
     data = scheme("data_parallel", words, sharding, copies)
     fsdp = scheme("fsdp", f"{words}; {_sharded_in_words(mesh, shards)}", sharding, shards, views)
@@ -175,7 +175,7 @@ def _zero_stage(
     words: str,
 ) -> Baseline:
     axes, gathered_at_use = used_axes(mesh), name in ("zero3", "hsdp")
-    shards = {i: _most_sharded(candidates, mesh, i, axes[-1:] if name == "hsdp" else axes) for i in graph.parameters.values()}
+    shards = {i: most_sharded(candidates, mesh, i, axes[-1:] if name == "hsdp" else axes) for i in graph.parameters.values()}
     fixed, copy = dict(shards), replicated(len(mesh.axes))
     for i, op in enumerate(graph.ops):
         if op.kind == KEPT and not gathered_at_use:
@@ -268,7 +268,7 @@ def wanted_priorities(graph: Graph, mesh: Mesh, sharding: AxisShardings) -> Call
     return wanted
 
 
-def _most_sharded(candidates: Candidates, mesh: Mesh, index: int, axes: Sequence[int]) -> Layout:
+def most_sharded(candidates: Candidates, mesh: Mesh, index: int, axes: Sequence[int]) -> Layout:
     """The layout of a parameter with the most shards over these axes, along as few dims as possible, the first dims first."""
 
     def order(layout: Layout) -> tuple:

@@ -27,7 +27,7 @@ from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
-OPTIONS = "Tensor? attn_mask=None, bool is_causal=False, float? scale=None"
+OPTIONS = "Tensor? attn_mask=None, bool is_causal=False, float? scale=None, int head_tail=0"
 torch.library.define("autoshard::attention", f"(Tensor query, Tensor key, Tensor value, {OPTIONS}) -> (Tensor output, Tensor logsumexp)")
 torch.library.define(
     "autoshard::attention_backward",
@@ -44,7 +44,7 @@ def _heads_inside(x: Tensor, width: int) -> Tensor:
 
 
 @torch.library.register_fake("autoshard::attention")
-def _(query, key, value, attn_mask=None, is_causal=False, scale=None):  # type: ignore[no-untyped-def]
+def _(query, key, value, attn_mask=None, is_causal=False, scale=None, head_tail=0):  # type: ignore[no-untyped-def]
     exact = torch.float64 if query.dtype == torch.float64 else torch.float32
     return _heads_inside(query, value.shape[-1]), query.new_empty(query.shape[:-1], dtype=exact)
 
@@ -55,7 +55,7 @@ def _(grad_out, query, key, value, *rest, **options):  # type: ignore[no-untyped
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.is_causal, ctx.scale = inputs
+    *tensors, ctx.is_causal, ctx.scale = inputs[:6]  # a model's own attention is in the natural order
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
 
@@ -183,7 +183,7 @@ def _as_operator(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """The operator in place of one of torch's kernels."""
     target = BACKWARD if node.target in BACKWARDS else ATTENTION
     arguments = _arguments(node)
-    args = tuple(arguments.get(argument.name) for argument in target._schema.arguments)
+    args = tuple(arguments.get(argument.name) for argument in target._schema.arguments[:-1])  # in the natural order
     with graph.inserting_before(node):
         new = graph.call_function(target, (*args[:-2], bool(args[-2]), args[-1]))
     values = pytree.tree_map_only(fx.Node, lambda arg: arg.meta["val"], new.args)

@@ -26,3 +26,7 @@ from .memory import bytes_per_parameter as bytes_per_parameter
 from .memory import master_bytes as master_bytes
 from .memory import optimizer_state_bytes as optimizer_state_bytes
 from .memory import optimizer_step_seconds as optimizer_step_seconds
+from .stages import TimedStage as TimedStage
+from .stages import in_the_open as in_the_open
+from .stages import makespan as makespan
+from .stages import timed as timed

@@ -97,6 +97,8 @@ def priced(collectives: Iterable[tuple[str, int, int]], mesh: Mesh) -> tuple[Pri
 
 def size_independent_seconds(collective: str, axis: Axis) -> float:
     """The seconds of a collective that do not depend on its bytes: its latency."""
+    if collective == "permute":  # a message to the next rank, links.axis_transfer_seconds
+        return axis.latency if axis.size > 1 else 0.0
     return float(collective_seconds(collective, axis, TINY)) if axis.size > 1 else 0.0
 
 

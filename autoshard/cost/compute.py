@@ -28,11 +28,11 @@ Described = tuple[Shape, str]  # shape and dtype, as graph.Tensor spells it
 EFFICIENCY = 0.7
 
 
-def op_seconds(target: str, inputs: Sequence[Described], outputs: Sequence[Described | None], alias: int | None, device: Device) -> float:
+def op_seconds(target: str, inputs: Sequence[Described], outputs: Sequence[Described | None], alias: int | None, device: Device, share: float = 1.0) -> float:
     """Seconds of op `target` ("aten.mm.default") on local inputs and outputs, in the order of the graph's Op.
 
     alias: the input whose storage the output shares, as in Op: a view (captured graphs have no ops that write in place).
-    An output that is not computed is None.
+    share: of its FLOPs that are computed. An output that is not computed is None.
     """
     name = _name(target)
     if name == "getitem" or alias is not None:
@@ -41,7 +41,7 @@ def op_seconds(target: str, inputs: Sequence[Described], outputs: Sequence[Descr
     operands = [*inputs, *computed]
     itemsize = ITEMSIZE[operands[0][1]] if operands else 1
     peak = device.flops_for(itemsize, convolution=name.startswith("convolution"))
-    compute = op_flops(target, inputs, outputs) / (peak * EFFICIENCY)
+    compute = share * op_flops(target, inputs, outputs) / (peak * EFFICIENCY)
     traffic = (_bytes_read(name, inputs, computed) + sum(_bytes(o) for o in computed)) / device.memory_bandwidth
     return max(compute, traffic) + device.launch
 

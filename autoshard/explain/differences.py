@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
-from autoshard.formulate import Formulation
+from autoshard.formulate import Formulation, op_collectives
 from autoshard.layout import Layout, text
-from autoshard.strategies import internal_collectives
 
 Choice = Sequence[int]
 
@@ -50,8 +49,8 @@ class CostDifference:
 
 def op_term(formulated: Formulation, i: int, choice: Choice) -> CostTerm:
     op, candidate = formulated.graph.ops[i], formulated.candidate(i, choice)
-    collectives = internal_collectives(op, formulated.graph.input_tensors(i), candidate.inputs, formulated.mesh)
-    steps = tuple(f"{name} {formulated.mesh.axes[axis].name}" for name, axis, _ in collectives)
+    collectives = op_collectives(op, formulated.graph.input_tensors(i), candidate, formulated.mesh)
+    steps = tuple(f"{one.collective} {formulated.mesh.axes[one.axis].name}" for one in collectives)
     seconds = float(formulated.problem.node_costs[i][choice[i]])
     return CostTerm("op", op.name, op.module, _texts(candidate.inputs), _texts(candidate.outputs), seconds, steps)
 

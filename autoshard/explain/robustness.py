@@ -22,9 +22,9 @@ from typing import Any
 from torch import nn
 
 from autoshard.capture import in_turn
-from autoshard.cost import axes_by_link, priced, size_independent_seconds
+from autoshard.cost import axes_by_link, size_independent_seconds
 from autoshard.explain.reopened import captured, reopened
-from autoshard.formulate import Formulation, with_pins
+from autoshard.formulate import Formulation, op_collectives, with_pins
 from autoshard.graph import Graph
 from autoshard.mesh import Axis, LinkCurve, Mesh
 from autoshard.planning.context import formulate_for
@@ -33,7 +33,6 @@ from autoshard.planning.options import Progress
 from autoshard.problem import Problem, evaluate
 from autoshard.solution import Solution
 from autoshard.solvers import solve
-from autoshard.strategies import internal_collectives
 
 SPAN = 8.0  # bandwidths are searched from 1/SPAN to SPAN times what was planned with
 PROBES = (1 / 8, 1 / 4, 1 / 2, 2.0, 4.0, 8.0)  # times the bandwidth: where the regret is reported
@@ -194,9 +193,10 @@ def _moving(formulated: Formulation, choice: Sequence[int], link: Sequence[int])
     graph, mesh = formulated.graph, formulated.mesh
     total = 0.0
     for i, op in enumerate(graph.ops):
-        inside = internal_collectives(op, graph.input_tensors(i), formulated.candidate(i, choice).inputs, mesh)
-        for one in priced((part for part in inside if part[1] in link), mesh):
-            total += formulated.microbatches * (one.seconds - size_independent_seconds(one.collective, mesh.axes[one.axis]))
+        for one in op_collectives(op, graph.input_tensors(i), formulated.candidate(i, choice), mesh):
+            if one.axis in link:
+                latency = size_independent_seconds(one.collective, mesh.axes[one.axis])
+                total += formulated.microbatches * max(one.seconds - latency, 0.0)
     for edge in formulated.tensor_edges:
         route = formulated.route(edge, choice)
         for step in route.steps if route else ():

@@ -14,6 +14,8 @@ it exists only where the layouts differ.
 
 from autoshard.formulate.build import formulate as formulate
 from autoshard.formulate.build import op_candidate_seconds as op_candidate_seconds
+from autoshard.formulate.build import op_collectives as op_collectives
+from autoshard.formulate.build import op_stages as op_stages
 from autoshard.formulate.records import Formulation as Formulation
 from autoshard.formulate.records import Layouts as Layouts
 from autoshard.formulate.records import TensorEdge as TensorEdge

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.cost import accumulation_seconds, op_seconds, optimizer_step_seconds, priced
+from autoshard.cost import (
+    PricedCollective,
+    TimedStage,
+    accumulation_seconds,
+    in_the_open,
+    makespan,
+    op_seconds,
+    optimizer_step_seconds,
+    priced,
+    timed,
+)
 from autoshard.formulate.records import Formulation, Layouts, TensorEdge, Training
 from autoshard.formulate.tables import MoveTables, Tables
 from autoshard.formulate.usages import Usages
@@ -13,7 +23,7 @@ from autoshard.layout import all_layouts, has_partial, local_numel, local_shape
 from autoshard.mesh import Mesh
 from autoshard.problem import Edge, Problem
 from autoshard.routes import Routes
-from autoshard.strategies import Candidate, Candidates, internal_bytes, internal_collectives
+from autoshard.strategies import Candidate, Candidates, internal_bytes, internal_collectives, internal_stages, share_of_flops
 
 
 def formulate(
@@ -213,10 +223,29 @@ class _Builder:
 
 def op_candidate_seconds(op: Op, inputs: tuple[Tensor, ...], candidate: Candidate, mesh: Mesh) -> float:
     """Seconds of one op under one candidate: its kernel on local shapes and the collectives of its local program."""
+    if stages := op_stages(op, inputs, candidate, mesh):
+        return makespan(stages, mesh)
+    share = share_of_flops(op, inputs, candidate.inputs, mesh)
+    return _kernel_seconds(op, inputs, candidate, mesh, share) + sum(one.seconds for one in op_collectives(op, inputs, candidate, mesh))
+
+
+def op_stages(op: Op, inputs: tuple[Tensor, ...], candidate: Candidate, mesh: Mesh) -> tuple[TimedStage, ...]:
+    """The kernels and messages of a local program that runs some of them at the same time; () for the others."""
+    stages = internal_stages(op, inputs, candidate.inputs, mesh)
+    return timed(stages, lambda share: _kernel_seconds(op, inputs, candidate, mesh, share), mesh) if stages else ()
+
+
+def op_collectives(op: Op, inputs: tuple[Tensor, ...], candidate: Candidate, mesh: Mesh) -> tuple[PricedCollective, ...]:
+    """The collectives of the op's local program, with the seconds that they add to those of its kernel."""
+    if stages := op_stages(op, inputs, candidate, mesh):
+        return in_the_open(stages, mesh)
+    return priced(internal_collectives(op, inputs, candidate.inputs, mesh), mesh)
+
+
+def _kernel_seconds(op: Op, inputs: tuple[Tensor, ...], candidate: Candidate, mesh: Mesh, share: float) -> float:
     ins = [(local_shape(t.shape, layout, mesh), t.dtype) for t, layout in zip(inputs, candidate.inputs, strict=True)]
     outs = [
         None if t is None or layout is None else (local_shape(t.shape, layout, mesh), t.dtype)
         for t, layout in zip(op.outputs, candidate.outputs, strict=True)
     ]
-    collectives = priced(internal_collectives(op, inputs, candidate.inputs, mesh), mesh)
-    return op_seconds(op.target, ins, outs, op.alias, mesh.device) + sum(one.seconds for one in collectives)
+    return op_seconds(op.target, ins, outs, op.alias, mesh.device, share)

@@ -68,7 +68,7 @@ def _choose(graph: fx.Graph, flow: Flow, pace: Pace, limit: float) -> list[list[
         cap = bucket_limit(pace.mesh.axes[axis])
         if [user.target for user in start.users] != [WAIT] or bytes_of >= cap:
             continue
-        options = tuple(arg for arg in start.args[1:] if not isinstance(arg, (list, tuple)))
+        options = tuple(tuple(arg) if isinstance(arg, (list, tuple)) else arg for arg in start.args[1:])
         key = (start.target, options, start.args[0].meta["val"].dtype, flow.depth[start])  # type: ignore[union-attr]
         new = Bucket(flow.ready[start], flow.need[start], bytes_of, [start], bit[start], before[start], [])
         previous = last.get(key)

@@ -8,6 +8,7 @@ has to know which dim of the tensor is sharded:
     all_gather       y   = stack of all x_i                          (n, ...)
     reduce_scatter   y_i = op over j of x_j[i]                       x_j: (n, ...)
     all_to_all       y_i = stack over j of x_j[i]                    x_j: (n, ...)
+    permute          y_i = x of the rank before i, of the last one for the first
 
 Where n does not divide a dim of m indices, shards are padded to ceil(m / n) before the collective, so that all ranks of a group send
 and receive the same shapes, and the padding is removed after it (`run_step`).
@@ -41,6 +42,7 @@ class Ask:
     axis: int
     tensor: Tensor
     reduce_op: str = "sum"
+    place: int = 0  # of a permute: this rank's coordinate on the axis
 
 
 Asking = Generator[Ask, Tensor, Tensor]
@@ -103,7 +105,7 @@ class Rank:
     def place(self) -> tuple[int, ...]:
         """`where`; ValueError when it isn't known."""
         if self.where is None:
-            raise ValueError("shards of this program differ in size from rank to rank: it runs only where a rank knows its number")
+            raise ValueError("this program, or the sizes of its shards, differ from rank to rank: it runs only where a rank knows its number")
         return self.where
 
 
@@ -205,6 +207,8 @@ def exchange(asks: Sequence[Ask]) -> list[Tensor]:
             return [torch.stack(tensors)] * len(tensors)
         case "reduce_scatter":
             return [reduce_tensors([x[i] for x in tensors], first.reduce_op) for i in range(len(tensors))]
+        case "permute":
+            return [tensors[i - 1] for i in range(len(tensors))]
     assert first.collective == "all_to_all", first.collective
     return [torch.stack([x[i] for x in tensors]) for i in range(len(tensors))]
 
@@ -239,10 +243,13 @@ class Groups:
                 y = functional.all_gather_into_tensor(x.unsqueeze(0), n, name)
             case "reduce_scatter":
                 y = functional.reduce_scatter_tensor(x, reduce_op, n, name)
+            case "permute":
+                sends, receives = ([int(k == (ask.place + by) % n) for k in range(n)] for by in (1, -1))
+                y = functional.all_to_all_single(x.unsqueeze(0), receives, sends, name)
             case _:
                 y = functional.all_to_all_single(x, [1] * n, [1] * n, name)
         y = functional.wait_tensor(y)
-        y = y.squeeze(0) if ask.collective == "reduce_scatter" else y
+        y = y.squeeze(0) if ask.collective in ("reduce_scatter", "permute") else y
         return y / n if mean and ask.collective in ("all_reduce", "reduce_scatter") else y
 
     def drive(self, program: Asking) -> Tensor:

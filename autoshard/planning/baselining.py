@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.baselines import ZERO, Baseline, allowed, baselines, zero_stages
+from autoshard.baselines import CONTEXT_PARALLEL, ZERO, Baseline, allowed, baselines, context_parallel, zero_stages
 from autoshard.formulate import Formulation, with_pins
 from autoshard.planning.context import Context, Instance
 from autoshard.problem import Problem, evaluate
 from autoshard.solvers import Answer, solve
+from autoshard.strategies.ring import LONG
 
 BASELINE_SECONDS = 30.0  # at most, each
 BASELINE_GAP = 1e-4  # relative
@@ -29,7 +30,8 @@ def solve_baselines(context: Context, instance: Instance) -> tuple[dict[str, dic
     starts = []
     usual = baselines(formulated.graph, formulated.mesh, formulated.candidates)
     zero = zero_stages(formulated.graph, formulated.mesh, formulated.candidates) if options.microbatches > 1 else ()
-    for baseline in (*usual, *zero):
+    long = context_parallel(formulated.graph, formulated.mesh, formulated.candidates)
+    for baseline in (*usual, *zero, *long):
         left = options.time_limit - context.clock.elapsed
         if left <= 0:
             rows[baseline.name] = {"cost_seconds": None, "peak_bytes": None, "status": "unknown", "matched": baseline.matched}
@@ -81,6 +83,13 @@ def masks_of(formulated: Formulation, baseline: Baseline) -> dict[int, np.ndarra
 def baseline_called(name: str, formulated: Formulation) -> Baseline:
     """The baseline with this name."""
     graph, mesh, candidates = formulated.graph, formulated.mesh, formulated.candidates
+    if name in CONTEXT_PARALLEL:
+        for scheme in context_parallel(graph, mesh, candidates, (name,)):
+            return scheme
+        raise ValueError(
+            f"{name} shards the sequence of attention over axes that the batch doesn't divide; there is no such axis, or no attention of "
+            f"at least {LONG} tokens; use fsdp"
+        )
     if name not in ZERO:
         return next(b for b in baselines(graph, mesh, candidates) if b.name == name)
     stages = zero_stages(graph, mesh, candidates, (name,))

@@ -7,13 +7,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
 
-from autoshard.cost import priced
-from autoshard.formulate import KINDS, Formulation
+from autoshard.formulate import KINDS, Formulation, op_collectives
 from autoshard.graph import ACCUMULATED, KEPT
 from autoshard.layout import Layout, local_numel, parse, text
 from autoshard.problem import evaluate
 from autoshard.solution import Placed, Solution
-from autoshard.strategies import internal_collectives
 
 Choice = Sequence[int]
 
@@ -149,8 +147,8 @@ def breakdown(formulated: Formulation, choice: Choice) -> dict:
         block = block_of(op.name if op.is_placeholder else op.module)
         key = (id(formulated.candidates.of[i]), choice[i])
         if key not in collectives:
-            inside = internal_collectives(op, graph.input_tensors(i), formulated.candidate(i, choice).inputs, mesh)
-            collectives[key] = [(f"{one.collective} {mesh.axes[one.axis].name}", m * one.seconds) for one in priced(inside, mesh)]
+            inside = op_collectives(op, graph.input_tensors(i), formulated.candidate(i, choice), mesh)
+            collectives[key] = [(f"{one.collective} {mesh.axes[one.axis].name}", m * one.seconds) for one in inside]
         for name, part in collectives[key]:
             communication[name] += part
             blocks[block]["communication"] += part

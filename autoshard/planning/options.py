@@ -104,6 +104,7 @@ class Options:
     microbatches: int = 1  # of which a training step consists; the example inputs are those of one
     global_batch: int | None = None  # examples of a step: instead of `microbatches`, so many times the batch of the example inputs
     accumulation_dtype: str | None = None  # of the sums of gradients over microbatches; by default that of the gradients
+    sequence_order: str = "auto"  # of long causal attention: natural, head_tail (balanced over shards of the sequence), or the better
     witness: bool = False  # check a capture of few layers against an eager run of all of them
 
     def __post_init__(self) -> None:
@@ -115,6 +116,8 @@ class Options:
             raise ValueError(f"time_limit is {self.time_limit!r}; expected a number above 0, in seconds")
         if not (_is_number(self.gap) and self.gap >= 0):
             raise ValueError(f"gap is {self.gap!r}; expected a number of 0 or more")
+        if self.sequence_order not in ("auto", "natural", "head_tail"):
+            raise ValueError(f"sequence_order is {self.sequence_order!r}; expected auto, natural or head_tail")
         self._check_microbatches()
         if not (len(self.accepted) == 2 and all(_is_number(x) and x >= 0 for x in self.accepted)):
             raise ValueError(f"accepted is {self.accepted!r}; expected a relative gap and seconds, for example (0.01, 60)")
@@ -138,7 +141,7 @@ class Options:
         """The options as a plan notes them; newer ones only where they are used: plans from before them read as equal."""
         noted = asdict(self) | {"precision": None if self.precision is None else str(self.precision)}
         newer: dict[str, Any] = {"keep": {}, "forbid": {}, "precision": None, "microbatches": 1, "accumulation_dtype": None}
-        hidden = ("price_pins", "global_batch")  # the latter is noted as the number of microbatches
+        hidden = ("price_pins", "global_batch", "sequence_order")  # noted: the number of microbatches, and the order that was chosen
         return {key: value for key, value in noted.items() if key not in hidden and (key not in newer or value != newer[key])}
 
 

@@ -2,6 +2,7 @@
 
 capture_deep            what is computed: few layers are captured, then tiled to the model's depth    capture
 as_asked                how many blocks are recomputed; "auto" plans several numbers of them          recomputing
+planned_in_order        whether a long sequence is in head-tail order                                 ordering
 candidates              which layouts each op may have                                                strategies
 instance_of             what each choice costs, in numbers, and which choices the pins leave          context, formulate
 solve_baselines         the usual plans, as comparison and as starts of the search                    baselining
@@ -38,6 +39,7 @@ from autoshard.planning.demands import Demanded
 from autoshard.planning.microbatches import with_number_of_microbatches
 from autoshard.planning.module_schemes import modules_of
 from autoshard.planning.options import Demand, Infeasible, NoAnswer, Options, Progress, Stopwatch, checked_options
+from autoshard.planning.ordering import planned_in_order
 from autoshard.planning.padding import padding_offers
 from autoshard.planning.pin_prices import pin_prices
 from autoshard.planning.recomputing import as_asked, cheapest, with_blocks_recomputed
@@ -82,8 +84,11 @@ def plan(
 
 
 def plan_captured(context: Context) -> Solution:
-    """The plan with as many blocks recomputed as asked for; with "auto" the cheapest of those that fit."""
-    context = with_number_of_microbatches(context)
+    """The plan in the order of the sequence and with as many blocks recomputed as asked for; with "auto" the cheapest of those that fit."""
+    return planned_in_order(with_number_of_microbatches(context), _plan_recomputing)
+
+
+def _plan_recomputing(context: Context) -> Solution:
     options = context.options
     if options.recompute == "auto" and options.training:
         return _plan_with_cheapest_recomputation(context)

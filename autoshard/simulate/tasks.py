@@ -1,6 +1,7 @@
 """A plan as an ordered list of tasks: kernels on a device, collectives on mesh axes, and the tasks that each of them waits for.
 
-    op i              its kernel on the compute stream, then its internal collectives, each on the stream of its mesh axis
+    op i              its kernel on the compute stream, then its internal collectives, each on the stream of its mesh axis; of an op that
+                      computes while it sends (a ring), its stages
     link a -> b       the steps of its route, one after the other: collectives on their axis' stream, splits on the compute stream
     parameter         the optimizer's step, last, after its gradient's route
     view, hub         no task
@@ -19,7 +20,7 @@ With m microbatches (graph.accumulation):
     m times           all other tasks; a microbatch begins when the preceding one has ended
     add to a sum      right after the gradient; where it has to be reduced before, at the end of the microbatch
 
-The sum of all seconds is the cost of the plan. All ranks of an SPMD program do the same at the same times, so one is simulated.
+The sum of all seconds is the cost of the plan, where no op computes while it sends or nothing overlaps. All ranks of an SPMD program do the same at the same times, so one is simulated.
 """
 
 from __future__ import annotations
@@ -27,12 +28,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoshard.cost import PricedCollective, priced
-from autoshard.formulate import Formulation, TensorEdge
+from autoshard.cost import PricedCollective, TimedStage
+from autoshard.formulate import Formulation, TensorEdge, op_collectives, op_stages
 from autoshard.graph import ACCUMULATED, KEPT, Graph
 from autoshard.layout import Layout, text
 from autoshard.routes import Step
-from autoshard.strategies import internal_collectives
 
 COMPUTE = 0  # stream; mesh axis k has stream k + 1
 
@@ -83,7 +83,7 @@ class _Builder:
         self.graph, self.links = formulation.graph, formulation.tensor_edges
         self.tasks: list[Task] = []
         self.routes: dict[tuple, tuple[Step, ...]] = {}
-        self.internal: dict[tuple, tuple[PricedCollective, ...]] = {}
+        self.internal: dict[tuple, tuple[tuple[PricedCollective, ...], tuple[TimedStage, ...]]] = {}
         self.steps = [self._steps(link) for link in self.links]
         self.places = _Places(formulation, self.steps, overlap, max(prefetch, 1))
         self.ready: dict[int, tuple[int, ...]] = {}  # node -> the tasks after which its value is available
@@ -185,7 +185,10 @@ class _Builder:
         op, phase, first = self.graph.ops[i], self.places.phases[i], len(self.tasks)
         after = tuple(sorted({t for k in self.places.inputs.get(i, ()) for t in self._ends(k)}))
         seconds = float(self.formulation.problem.node_costs[i][self.choice[i]]) / self.formulation.microbatches
-        collectives = self._internal(i)
+        collectives, stages = self._internal(i)
+        if stages and self.overlap:
+            self._run_stages(i, stages, after)
+            return
         kernel = max(seconds - sum(one.seconds for one in collectives), 0.0)
         if kernel:
             self._add(Task(op.name, "accumulation" if op.kind == ACCUMULATED else "compute", kernel, COMPUTE, after, phase, i))
@@ -196,12 +199,22 @@ class _Builder:
         self.of_op[i] = (first, len(self.tasks))
         self.ready[i] = after
 
-    def _internal(self, i: int) -> tuple[PricedCollective, ...]:
-        """The internal collectives of op i."""
+    def _run_stages(self, i: int, stages: Sequence[TimedStage], after: tuple[int, ...]) -> None:
+        name, phase, first = self.graph.ops[i].name, self.places.phases[i], len(self.tasks)
+        for one in stages:
+            waits = tuple(first + k for k in one.after) or after
+            self._add(Task(name, one.collective or "compute", one.seconds, one.axis + 1, waits, phase, i, one.sent))
+        self.of_op[i] = (first, len(self.tasks))
+        waited_for = {k for one in stages for k in one.after}
+        self.ready[i] = tuple(first + k for k in range(len(stages)) if k not in waited_for)
+
+    def _internal(self, i: int) -> tuple[tuple[PricedCollective, ...], tuple[TimedStage, ...]]:
+        """The internal collectives of op i, and its stages where it computes while it sends."""
         key = (id(self.formulation.candidates.of[i]), self.choice[i])
         if key not in self.internal:
-            layouts, mesh = self.formulation.candidate(i, self.choice).inputs, self.formulation.mesh
-            self.internal[key] = priced(internal_collectives(self.graph.ops[i], self.graph.input_tensors(i), layouts, mesh), mesh)
+            candidate, mesh = self.formulation.candidate(i, self.choice), self.formulation.mesh
+            op = self.graph.ops[i], self.graph.input_tensors(i)
+            self.internal[key] = op_collectives(*op, candidate, mesh), op_stages(*op, candidate, mesh)
         return self.internal[key]
 
     def _update(self, i: int) -> None:

@@ -17,6 +17,7 @@ from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any
 
+from autoshard.graph import SequenceOrder
 from autoshard.layout import parse
 from autoshard.mesh import Axis, Device, Mesh, check_shape
 from autoshard.precision import Precision
@@ -146,6 +147,12 @@ class Solution:
     def accumulation_dtype(self) -> str | None:
         """The dtype of the sums of gradients over microbatches; None where it is that of the gradients."""
         return self.assumptions.get("accumulation_dtype")
+
+    @property
+    def sequence_order(self) -> SequenceOrder | None:
+        """The head-tail order in which the plan computes the sequence; None for the natural order."""
+        noted = self.assumptions.get("sequence_order")
+        return SequenceOrder.from_dict(noted) if isinstance(noted, Mapping) else None
 
     @property
     def pinned_scheme(self) -> str | None:

@@ -6,6 +6,8 @@ from autoshard.strategies.candidates import candidates as candidates
 from autoshard.strategies.candidates import one_axis_rows as one_axis_rows
 from autoshard.strategies.internal import internal_bytes as internal_bytes
 from autoshard.strategies.internal import internal_collectives as internal_collectives
+from autoshard.strategies.internal import internal_stages as internal_stages
+from autoshard.strategies.internal import share_of_flops as share_of_flops
 from autoshard.strategies.register import register_rule as register_rule
 from autoshard.strategies.rows import Row as Row
 from autoshard.strategies.rows import rule as rule

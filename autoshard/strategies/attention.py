@@ -3,9 +3,11 @@
 batch b and heads h   every tensor is sharded (also with fewer key-value heads than query heads: equal shards of both go together)
 query heads h         where several of them share a key-value head g: q and out are S(1), k and v replicated, each rank reads the heads
                       that its queries need; the backward returns partial gradients of k and v
-queries t             q and out are S(2), k and v replicated; the backward returns partial gradients of k and v. Not if causal: which
-                      keys a query attends to depends on its position in the full sequence
-A mask is sharded where it has the dim, and replicated where it broadcasts. Local programs are in `lower.kernels.attention`.
+queries t             q and out are S(2), k and v replicated; the backward returns partial gradients of k and v. If causal, only where the
+                      sequence is LONG: a rank attends to the keys up to its own position in the full sequence
+tokens t and s        q, k, v and out are S(2), where the sequence is LONG: blocks of keys and values go round the axis (a ring)
+A mask is sharded where it has the dim, and replicated where it broadcasts. Local programs are in `lower.kernels.attention` and, over a
+sharded sequence, in `lower.kernels.attention_over_sequence`; `strategies.ring` has the stages of a ring and the shares of causal work.
 
 Attention that is captured as matmuls and softmax (with dropout, or with a mask that is trained) needs no row here.
 """
@@ -16,6 +18,7 @@ from collections.abc import Sequence
 
 from autoshard.graph import Op, Tensor
 from autoshard.layout import Layout, P, Placement, R, S
+from autoshard.strategies.ring import is_long
 from autoshard.strategies.rows import COMBINES, Inputs, Row, argument, rule
 
 FORWARD, BACKWARD = "autoshard.attention.default", "autoshard.attention_backward.default"
@@ -30,9 +33,19 @@ def attention(op: Op, inputs: Inputs) -> list[Row]:
     rows = [_row(op, inputs, d, S(d)) for d in (BATCH, HEADS)]
     if q.shape[HEADS] != k.shape[HEADS]:
         rows.append(_row(op, inputs, HEADS, R))
-    if not argument(op, 7 if first else 4, "is_causal", False):
+    long = is_long(op, inputs)
+    if long or not argument(op, 7 if first else 4, "is_causal", False):
         rows.append(_row(op, inputs, QUERIES, R))
+    if long:
+        rows.append(_row(op, inputs, QUERIES, S(QUERIES)))
     return rows
+
+
+@rule("autoshard.reorder.default")
+def reorder(op: Op, inputs: Inputs) -> list[Row]:
+    """x with the tokens on `dim` in another order."""
+    others = [d for d in range(len(inputs[0].shape)) if d != argument(op, 1, "dim")]
+    return [*(Row((S(d),), (S(d),)) for d in others), Row((P(),), (P(),))]
 
 
 def _row(op: Op, inputs: Inputs, dim: int, keys: Placement) -> Row:

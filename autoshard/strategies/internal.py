@@ -1,5 +1,7 @@
 """The collectives that the local program of an op runs, and the bytes of the temporary tensors that it holds.
 
+Collectives that the kernel waits for are `internal_collectives`; a program that computes while it sends has `internal_stages` instead.
+
 A collective is (its name, mesh axis, input bytes of each rank). `cost` computes its seconds; `lower.kernels.table` runs the same
 collectives. Bytes are the peak of the temporary tensors of `lower.kernels.table`, besides the op's inputs and outputs.
 """
@@ -11,6 +13,7 @@ import math
 from autoshard.graph import Op
 from autoshard.layout import Layout, local_shape
 from autoshard.mesh import Mesh
+from autoshard.strategies.ring import Stage, attention_bytes, ring_stages, share_of_scores
 from autoshard.strategies.rows import Inputs, argument
 
 InternalCollective = tuple[str, int, int]
@@ -40,8 +43,20 @@ def internal_collectives(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], me
     return []
 
 
+def internal_stages(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> tuple[Stage, ...]:
+    """The kernels and messages of a local program that runs some of them at the same time; () where it is a kernel and collectives."""
+    return ring_stages(op, inputs, layouts, mesh) if op.target in ATTENTION else ()
+
+
+def share_of_flops(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> float:
+    """Of the FLOPs that the shapes of an op's local tensors imply, the share that the slowest rank computes."""
+    return share_of_scores(op, inputs, layouts, mesh) if op.target in ATTENTION else 1.0
+
+
 def internal_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> int:
     """Peak bytes of the local program of `op` besides its inputs and outputs; 0 where the local program is the op itself."""
+    if op.target in ATTENTION:
+        return attention_bytes(op, inputs, layouts, mesh)
     if op.target in WIDE_TENSORS:
         position, dim, tensors, widened = WIDE_TENSORS[op.target]
         dim = dim if position is None else int(argument(op, position, "dim")) % len(inputs[0].shape)
@@ -60,6 +75,7 @@ def internal_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Me
     return 0
 
 
+ATTENTION = ("autoshard.attention.default", "autoshard.attention_backward.default")
 WIDE = 4  # bytes per element: these kernels compute in float32
 # target: (position of `dim`, or None and the sharded dim, tensors of the input's size, how many more if the input's dtype is narrow)
 WIDE_TENSORS: dict[str, tuple[int | None, int, int, int]] = {

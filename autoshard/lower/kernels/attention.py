@@ -66,7 +66,7 @@ def _call(query, key, value, attn_mask, is_causal, scale) -> Call:  # type: igno
 
 
 def attention(query, key, value, attn_mask=None, is_causal=False, scale=None) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
-    """out [B, H, T, E] and logsumexp [B, H, T]."""
+    """out [B, H, T, E] and logsumexp [B, H, T], of queries and keys in the natural order of the sequence."""
     call = _call(query, key, value, attn_mask, is_causal, scale)
     return KERNELS_OF[kernel_of(call)][0](call)
 
@@ -218,9 +218,11 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {str(ATTENTION): attention, str(BACKW
 # -- key-value heads that are replicated while query heads are sharded -------------------------------------------------------------
 
 
-@local
-def shared_heads(rank: Rank, a: Arguments, *, of_queries: Axes, of_keys: Axes, heads: int, key_heads: int) -> Any:
-    """heads, key_heads: of the global tensors; of_queries, of_keys: the axes that shard them."""
+def key_heads_needed(rank: Rank, a: Arguments, *, of_queries: Axes, of_keys: Axes, heads: int, key_heads: int) -> Tensor:
+    """The key-value heads of this rank's query heads, counted from its first.
+
+    heads, key_heads: of the global tensors; of_queries, of_keys: the axes that shard them.
+    """
     group, count = heads // key_heads, a["query"].shape[HEADS]
     first = rank.start(of_queries, heads)
     if group % count == 0 and heads % count == 0:  # all of its queries share one
@@ -229,7 +231,13 @@ def shared_heads(rank: Rank, a: Arguments, *, of_queries: Axes, of_keys: Axes, h
         needed = first // group + torch.arange(count // group, device=first.device)
     else:
         needed = (first + torch.arange(count, device=first.device)) // group
-    needed = needed - rank.start(of_keys, key_heads)
+    return needed - rank.start(of_keys, key_heads)
+
+
+@local
+def shared_heads(rank: Rank, a: Arguments, **heads: Any) -> Any:
+    """heads: those of `key_heads_needed`."""
+    needed = key_heads_needed(rank, a, **heads)
     own = {**a, **{name: a[name].index_select(HEADS, needed) for name in ("key", "value")}}
     if "grad_out" not in a:
         return attention(**own)

@@ -5,7 +5,8 @@ generator (collectives.py) that computes the local outputs; its arguments come b
 
 Ops whose kernel depends on the device, as torch 2.13 has them (`autoshard doctor MODEL --device cuda` looks them all up):
 
-    attention                          one op, kernels by device, dtype, mask and head dim: attention.py
+    attention                          one op, kernels by device, dtype, mask and head dim: attention.py;
+                                       over a sharded sequence: attention_over_sequence.py
     batch norm, log_sigmoid            one op everywhere; what a device's kernel leaves out is filled in: run.py
     bags of embeddings                 the same; their backward finds the bag of each index itself where the forward left it out
     grouped matmul                     float32, float16, bfloat16 on CPU and CUDA; rows are padded to 16 bytes: experts.py
@@ -20,9 +21,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from autoshard.capture.order import REORDER, reorder
 from autoshard.graph import Op
 from autoshard.layout import Layout
-from autoshard.lower.kernels import attention, dropout, experts, lookups, losses, norms, recurrent, strides, sums
+from autoshard.lower.kernels import attention, attention_over_sequence, dropout, experts, lookups, losses, norms, recurrent, strides, sums
 from autoshard.lower.kernels.sharded_op import Kernel, ShardedOp
 from autoshard.lower.literals import by_name, overload
 from autoshard.mesh import Mesh
@@ -36,11 +38,11 @@ KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
     **dropout.KERNELS,
     **recurrent.KERNELS,
     **strides.KERNELS,
-    **attention.KERNELS,
+    **attention_over_sequence.KERNELS,
 }
 
 # Functions that run in place of an operator: they choose the kernel for the device, or arrange what a kernel needs.
-FUNCTIONS: dict[str, Callable[..., Any]] = {**attention.FUNCTIONS, **experts.FUNCTIONS}
+FUNCTIONS: dict[str, Callable[..., Any]] = {**attention.FUNCTIONS, **experts.FUNCTIONS, str(REORDER): reorder}
 
 
 def function_of(target: str) -> Callable[..., Any]:

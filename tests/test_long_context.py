@@ -1,0 +1,238 @@
+"""Attention over a sharded sequence: rings, gathered keys, all_to_all to heads, in natural and head-tail order; what they cost."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoshard import api
+from autoshard.baselines import CONTEXT_PARALLEL
+from autoshard.capture import capture
+from autoshard.capture.order import reorder
+from autoshard.graph.order import stored_runs
+from autoshard.graph.ordered import SequenceOrder, in_order
+from autoshard.lower.kernels import attention_over_sequence
+from autoshard.lower.verify import run_global
+from autoshard.mesh import Mesh
+from autoshard.planning.context import Context
+from autoshard.planning.options import Options, Stopwatch
+from autoshard.planning.ordering import order_for
+from autoshard.planning.plan import baseline_only
+from autoshard.strategies import ring
+from autoshard.strategies.candidates import candidates
+from models import gpt2, llama
+from tests.helpers import candidate_error, one_op
+from tests.helpers_lower import mesh_of, values_of
+from tests.test_attention import BACKWARD, FORWARD, ops, random
+
+
+@pytest.fixture(autouse=True)
+def every_sequence_is_long(monkeypatch):
+    monkeypatch.setattr(ring, "LONG", 0)
+
+
+# -- one op ----------------------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def ordered_ops(heads, groups, parts, tokens=16):
+    """Forward and backward as graphs of one op whose sequence is in head-tail order."""
+    q, k, v = (random(2, n, tokens, 4, seed=n + i) for i, n in enumerate((heads, groups, groups)))
+    out, logsumexp = torch.ops.autoshard.attention(q, k, v, None, True)
+    grad = random(*out.shape, seed=8)
+    gradients = torch.ops.autoshard.attention_backward(grad, q, k, v, out, logsumexp, None, True)
+    built = []
+    for target, inputs, outputs in ((FORWARD, (q, k, v), (out, logsumexp)), (BACKWARD, (grad, q, k, v, out, logsumexp), gradients)):
+        graph, tensors, _ = one_op(target, *inputs, None, True)
+        args, kwargs = graph.ops[-1].literals
+        op = replace(graph.ops[-1], literals=(args, (*kwargs, ("head_tail", parts))))
+        stored = [tuple(reorder(x, 2, parts, False) for x in some) for some in (tensors, outputs)]
+        built.append((replace(graph, ops=(*graph.ops[:-1], op)), list(stored[0]), stored[1]))
+    return built
+
+
+def rings(graph, mesh):
+    """The candidates of the last op that shard the sequence of its queries."""
+    first = len(graph.ops[-1].inputs) > 4
+    return [c for c in candidates(graph, mesh).of[-1] if any(p.is_shard(2) for p in c.inputs[int(first)])]
+
+
+SHAPES = [(4, 4), (8, 2), (4, 4, (4, 1, 8, 8)), (8, 2, (8, 8)), (4, 4, None, True), (8, 2, None, True)]
+
+
+@pytest.mark.parametrize("sizes", [(2,), (3,), (4,), (2, 2)], ids=str)
+def test_shards_of_the_sequence_compute_attention_and_its_gradients(sizes):
+    mesh, count = mesh_of(*sizes), 0
+    for shape in SHAPES if len(sizes) == 1 else SHAPES[-1:]:
+        for graph, tensors, outputs in ops(*shape):
+            for candidate in rings(graph, mesh):
+                assert candidate_error(graph, tensors, outputs, candidate, mesh) < 2e-6, (shape, candidate)
+                count += 1
+    assert count >= 24
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2,), (4,), (2, 2)], ids=str)
+def test_head_tail_order_computes_attention_and_its_gradients(sizes):
+    mesh, count = mesh_of(*sizes), 0
+    for graph, tensors, outputs in ordered_ops(4, 2, 4):
+        for candidate in rings(graph, mesh) if sizes != (1,) else candidates(graph, mesh).of[-1]:
+            assert candidate_error(graph, tensors, outputs, candidate, mesh) < 2e-6, candidate
+            count += 1
+    assert count >= 2
+
+
+def wrong_merge(a, b):
+    return (a[0] + b[0]) / 2, torch.logaddexp(a[1], b[1])
+
+
+def wrong_offset(queries, keys, *, is_causal, right=attention_over_sequence.pieces):
+    return right(tuple((0, n) for _, n in queries), tuple((0, n) for _, n in keys), is_causal=is_causal)
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("merged", wrong_merge), ("pieces", wrong_offset)])
+def test_a_wrong_merge_and_a_wrong_offset_are_found(name, wrong, monkeypatch):
+    monkeypatch.setattr(attention_over_sequence, name, wrong)
+    mesh = mesh_of(2)
+    graph, tensors, outputs = ops(4, 4, None, True)[0]
+    assert all(candidate_error(graph, tensors, outputs, c, mesh) > 1e-2 for c in rings(graph, mesh))
+
+
+def test_stored_runs_and_reordering_agree():
+    for parts, size in ((1, 8), (2, 8), (4, 16), (3, 12)):
+        positions = reorder(torch.arange(size), 0, parts, False)
+        assert torch.equal(reorder(positions, 0, parts, True), torch.arange(size))
+        for start, stop in ((0, size), (0, size // parts), (size // 2, size), (1, size - 1)):
+            listed = [first + k for first, count in stored_runs(size, parts, start, stop) for k in range(count)]
+            assert listed == positions[start:stop].tolist()
+    assert sum(first + count for first, count in stored_runs(16, 4, 0, 4)) == 2 + 16  # chunks 0 and 7
+    with pytest.raises(ValueError, match="no head-tail order of 4 parts"):
+        stored_runs(12, 4)
+
+
+# -- whole models ----------------------------------------------------------------------------------------------------------------------
+
+
+class Latent(nn.Module):
+    """Attention as DeepSeek-V3 has it: keys and values from a narrow latent, values narrower than keys, a rotary part that heads share."""
+
+    def __init__(self, width=32, heads=4):
+        super().__init__()
+        self.heads = heads
+        self.embed, self.down, self.up = nn.Embedding(64, width), nn.Linear(width, 16), nn.Linear(16, heads * (8 + 4))
+        self.q, self.shared, self.out = nn.Linear(width, heads * 12), nn.Linear(width, 4), nn.Linear(heads * 4, width)
+
+    def forward(self, tokens, targets):
+        x = self.embed(tokens)
+        q = self.q(x).unflatten(-1, (self.heads, 12)).transpose(1, 2)
+        k, v = self.up(self.down(x)).unflatten(-1, (self.heads, 12)).transpose(1, 2).split((8, 4), -1)
+        turned = self.shared(x) * torch.arange(1, tokens.shape[1] + 1, dtype=x.dtype)[:, None].sin()
+        k = torch.cat((k, turned.unsqueeze(1).expand(-1, self.heads, -1, -1)), -1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
+        logits = (x + self.out(y.transpose(1, 2).flatten(2))) @ self.embed.weight.T
+        return F.cross_entropy(logits.view(-1, 64), targets.view(-1))
+
+
+def latent():
+    with torch.device("meta"):
+        return Latent(), tuple(torch.empty(1, 16, dtype=torch.int64) for _ in range(2))
+
+
+MODELS = {"gpt2": lambda: gpt2.tiny(batch=1, layers=1), "llama": lambda: llama.tiny(batch=1, layers=1), "latent": latent}
+
+
+@cache
+def captured(name):
+    return capture(*MODELS[name](), training=True)
+
+
+def scheme(name, mode, sizes, head_tail):
+    """A baseline's plan of a tiny model."""
+    mesh, graph = Mesh.from_bandwidths(sizes), captured(name)
+    order = order_for(graph, mesh) if head_tail else None
+    noted = {"sequence_order": order.to_dict()} if order else {}
+    return baseline_only(Context(in_order(graph, order), mesh, Options(training=True), Stopwatch(None), noted), f"context_parallel_{mode}")
+
+
+CASES = [
+    ("gpt2", "ring", (4,), True), ("gpt2", "gather", (2,), False), ("llama", "ring", (2, 2), True), ("llama", "ulysses", (4,), True),
+    ("llama", "ring", (4,), False), ("llama", "gather", (2, 2), True), ("llama", "ulysses", (2, 2), False), ("latent", "ring", (2,), True),
+    ("latent", "gather", (4,), True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mode", "sizes", "head_tail"), CASES)
+def test_outputs_and_gradients_are_those_of_one_device(name, mode, sizes, head_tail):
+    solution = scheme(name, mode, sizes, head_tail)
+    (placed,) = [placed for op, placed in solution.layouts.items() if op == "attention"]
+    q, k = ([p.strip() for p in text.split(",")] for text in placed.inputs[:2])
+    assert (q, k) == {
+        "ring": (["S(2)"] * len(sizes),) * 2,
+        "gather": (["S(2)"] * len(sizes), ["R"] * len(sizes)),
+        "ulysses": (["S(1)"] * len(sizes),) * 2,
+    }[mode]
+    report = api.verify(*MODELS[name](), solution)
+    (plan,) = report["plans"]
+    assert report["ok"] and not plan["placement_mismatches"]
+    assert max(plan["max_relative_error_outputs"], plan["max_relative_error_gradients"]) < 1e-5
+
+
+def test_a_falsified_layout_is_found():
+    assert not api.verify(*MODELS["llama"](), scheme("llama", "ring", (4,), True), plant_fault=True)["ok"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_only_inputs_and_positions_are_reordered(name):
+    order = order_for(captured(name), mesh_of(4))
+    assert order.head_tail == 4 and not order.natural and not order.back
+    assert len(order.to) == 3 and all(op.startswith(("input", "arange", "sin", "unsqueeze")) for op, _, _ in order.to)
+    assert SequenceOrder.from_dict(order.to_dict()) == order
+
+
+class Mixes(nn.Module):
+    """Something along the sequence that depends on its order."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.qkv = nn.Embedding(16, 8), nn.Linear(8, 24)
+
+    def forward(self, tokens):
+        x = self.embed(tokens).cumsum(1)
+        q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, :, -1]
+
+
+def test_ops_that_depend_on_the_order_get_the_natural_one():
+    model = Mixes()
+    graph = capture(model, (torch.zeros(1, 16, dtype=torch.int64),), training=False)
+    order = order_for(graph, mesh_of(2))
+    assert [graph.ops[graph.index[name]].target for name in order.natural] == ["aten.select.int"]
+    assert [graph.ops[graph.index[name]].target for name, _, _ in order.to] == ["aten.cumsum.default"]
+    values = values_of(graph, words=16)
+    expected, computed = run_global(graph, values), run_global(in_order(graph, order), values)
+    assert (expected["output:0"] - computed["output:0"]).abs().max() < 1e-6
+
+
+def test_an_order_of_another_model_is_refused():
+    order = replace(order_for(captured("gpt2"), mesh_of(2)), natural=("nothing",))
+    with pytest.raises(ValueError, match="names 'nothing', which the model doesn't have"):
+        in_order(captured("gpt2"), order)
+
+
+def test_the_plan_of_a_long_sequence_is_in_head_tail_order_and_verifies():
+    """Few heads and a batch of one: nothing but the sequence can be sharded over all devices."""
+    model, inputs = llama.build(layers=1, heads=2, kv_heads=1, width=64, hidden=128, vocab=64, batch=1, seq=512, loss=True, dtype="float32")
+    mesh = Mesh.from_bandwidths((4,))
+    solution = api.plan(model, inputs, mesh, training=True, pins={"attention": "S(2)"})
+    assert solution.sequence_order is not None and solution.sequence_order.head_tail == 4
+    assert api.verify(model, inputs, solution)["ok"]
+    assert set(CONTEXT_PARALLEL) <= set(solution.baselines)
+    natural = api.plan(model, inputs, mesh, training=True, pins={"attention": "S(2)"}, sequence_order="natural", baselines=False)
+    assert natural.sequence_order is None
+
+
+def test_an_unknown_order_is_refused():
+    with pytest.raises(ValueError, match="expected auto, natural or head_tail"):
+        Options(sequence_order="zigzag")
