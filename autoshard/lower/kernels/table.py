@@ -21,7 +21,7 @@ from typing import Any
 
 from autoshard.graph import Op
 from autoshard.layout import Layout
-from autoshard.lower.kernels import attention, dropout, experts, lookups, losses, norms, recurrent, strides, sums
+from autoshard.lower.kernels import attention, dropout, expert_parallel, experts, lookups, losses, norms, recurrent, strides, sums
 from autoshard.lower.kernels.sharded_op import Kernel, ShardedOp
 from autoshard.lower.literals import by_name, overload
 from autoshard.mesh import Mesh
@@ -32,6 +32,7 @@ KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
     **sums.KERNELS,
     **norms.KERNELS,
     **experts.KERNELS,
+    **expert_parallel.KERNELS,
     **dropout.KERNELS,
     **recurrent.KERNELS,
     **strides.KERNELS,
@@ -39,7 +40,7 @@ KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
 }
 
 # Functions that run in place of an operator: they choose the kernel for the device, or arrange what a kernel needs.
-FUNCTIONS: dict[str, Callable[..., Any]] = {**attention.FUNCTIONS, **experts.FUNCTIONS}
+FUNCTIONS: dict[str, Callable[..., Any]] = {**attention.FUNCTIONS, **experts.FUNCTIONS, **expert_parallel.FUNCTIONS}
 
 
 def function_of(target: str) -> Callable[..., Any]:
