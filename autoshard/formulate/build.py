@@ -13,7 +13,7 @@ from autoshard.layout import all_layouts, has_partial, local_numel, local_shape
 from autoshard.mesh import Mesh
 from autoshard.problem import Edge, Problem
 from autoshard.routes import Routes
-from autoshard.strategies import Candidate, Candidates, internal_bytes, internal_collectives
+from autoshard.strategies import Candidate, Candidates, internal_bytes, internal_collectives, worked_shapes
 
 
 def formulate(
@@ -213,7 +213,7 @@ class _Builder:
 
 def op_candidate_seconds(op: Op, inputs: tuple[Tensor, ...], candidate: Candidate, mesh: Mesh) -> float:
     """Seconds of one op under one candidate: its kernel on local shapes and the collectives of its local program."""
-    ins = [(local_shape(t.shape, layout, mesh), t.dtype) for t, layout in zip(inputs, candidate.inputs, strict=True)]
+    ins = [(shape, t.dtype) for t, shape in zip(inputs, worked_shapes(op, inputs, candidate.inputs, mesh), strict=True)]
     outs = [
         None if t is None or layout is None else (local_shape(t.shape, layout, mesh), t.dtype)
         for t, layout in zip(op.outputs, candidate.outputs, strict=True)

@@ -104,6 +104,7 @@ class Options:
     microbatches: int = 1  # of which a training step consists; the example inputs are those of one
     global_batch: int | None = None  # examples of a step: instead of `microbatches`, so many times the batch of the example inputs
     accumulation_dtype: str | None = None  # of the sums of gradients over microbatches; by default that of the gradients
+    expert_imbalance: float | None = None  # tokens of the busiest rank's experts as a multiple of its share; by default the mesh's, 1
     witness: bool = False  # check a capture of few layers against an eager run of all of them
 
     def __post_init__(self) -> None:
@@ -138,6 +139,7 @@ class Options:
         """The options as a plan notes them; newer ones only where they are used: plans from before them read as equal."""
         noted = asdict(self) | {"precision": None if self.precision is None else str(self.precision)}
         newer: dict[str, Any] = {"keep": {}, "forbid": {}, "precision": None, "microbatches": 1, "accumulation_dtype": None}
+        newer |= {"expert_imbalance": None}
         hidden = ("price_pins", "global_batch")  # the latter is noted as the number of microbatches
         return {key: value for key, value in noted.items() if key not in hidden and (key not in newer or value != newer[key])}
 

@@ -117,8 +117,8 @@ def multiply_backward(grad: Tensor, rows: Tensor, weights: Tensor, ids: Tensor, 
     grad_rows = _grouped(grad_hidden, own.up.transpose(1, 2), ends)
     if own.down_bias is None:
         return grad_rows, grad_weights, grad_up, grad_down
-    ones = torch.ones_like(rows[:, :1])
-    biases = [_summed(ones, x, ends).squeeze(1) for x in (grad_hidden, weighted)]
+    ones = rows.new_ones(rows.shape[0], 8)  # as many as a matmul's rows in memory need
+    biases = [_summed(ones, x, ends)[:, 0] for x in (grad_hidden, weighted)]
     return grad_rows, grad_weights + (grad * own.down_bias[ids]).sum(1, dtype=weights.dtype), grad_up, grad_down, *biases
 
 
