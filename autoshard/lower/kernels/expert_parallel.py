@@ -2,16 +2,17 @@
 
 A pair is a token and one of its k experts. On an axis that shards the experts,
 
-    tokens are sharded too    pairs are sent to their expert's rank by all_to_all, and what the expert makes of them is sent back
+    tokens are sharded too    tokens are sent to the ranks of their experts by all_to_all, and what the experts make of them is sent back
     tokens are replicated     each rank multiplies the pairs of its own experts; the outputs are partial sums
 
-Where several axes shard the experts, a pair travels along one axis after the other. Nothing is dropped: on each axis the ranks tell each
-other first how many pairs they send, and an expert may get all pairs or none. Sizes therefore depend on data. `DataDependent` is such a
-program: ranks in one process run it as it is, a rank of many runs it as one operator, `autoshard::run_experts`, which can be traced.
+A token is sent once to each rank that has experts of it, and the weighted sum of what these make of it comes back, in the dtype of x. Where
+several axes shard the experts, a token travels along one after the other, the slowest first. Nothing is dropped: on each axis the ranks
+tell each other first how much they send, and an expert may get all pairs or none. Sizes therefore depend on data. `DataDependent` is such
+a program: ranks in one process run it as it is, a rank of many runs it as one operator, `autoshard::run_experts`, which can be traced.
 
-    dispatch   pairs of this rank -> rows sorted by local expert            `_dispatched`
-    multiply   rows -> rows, through the MLP of their expert                `multiply`, `multiply_backward`
-    combine    rows -> pairs of this rank, weighted, summed over k          `_combined`
+    dispatch   pairs of this rank -> pairs of its experts, sorted by these   `_dispatched`
+    multiply   rows -> rows, through the MLP of their expert                 `multiply`, `multiply_backward`
+    combine    rows of pairs -> their weighted sums by token                 `_Routed.rows_back`
 """
 
 from __future__ import annotations
@@ -122,12 +123,34 @@ def multiply_backward(grad: Tensor, rows: Tensor, weights: Tensor, ids: Tensor, 
     return grad_rows, grad_weights + (grad * own.down_bias[ids]).sum(1, dtype=weights.dtype), grad_up, grad_down, *biases
 
 
+# -- where a rank has all experts ----------------------------------------------------------------------------------------------------
+
+
+def _put_back(x: Tensor, order: Tensor) -> Tensor:
+    """The inverse of x[order]."""
+    return torch.empty_like(x).index_copy(0, order, x)
+
+
+def _local(x: Tensor, ids: Tensor, weights: Tensor, *parameters: Tensor, activation: str) -> Tensor:
+    sorted_ids, order = torch.sort(ids.reshape(-1), stable=True)
+    rows = multiply(x[order // ids.shape[1]], sorted_ids, Parameters.of(parameters, activation))
+    return (_put_back(rows, order).view(*ids.shape, -1) * weights.unsqueeze(2)).sum(1)
+
+
+def _local_backward(grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, *parameters: Tensor, activation: str) -> tuple[Tensor, ...]:
+    sorted_ids, order = torch.sort(ids.reshape(-1), stable=True)
+    tokens = order // ids.shape[1]
+    grads, own = grad.to(x.dtype)[tokens], Parameters.of(parameters, activation)
+    grad_rows, grad_scales, *rest = multiply_backward(grads, x[tokens], weights.reshape(-1)[order], sorted_ids, own)
+    return _put_back(grad_rows, order).view(*ids.shape, -1).sum(1), _put_back(grad_scales, order).view_as(weights), *rest
+
+
 # -- dispatch and combine ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Over which axes pairs go to their experts. A rank's coordinate on these is `where`, in the order of `axes`."""
+    """Over which axes tokens go to their experts. A rank's coordinate on these is `where`, in the order of `axes`."""
 
     axes: tuple[int, ...]  # mesh axes that shard the experts, left to right
     sizes: tuple[int, ...]  # of these axes
@@ -151,50 +174,103 @@ class Dispatch:
 
 
 Exchange = Generator[Ask, Tensor, Tensor]
+Splits = tuple[list[int], list[int]]  # how many rows go to, and come from, each rank of the group
 
 
 @dataclass(frozen=True)
 class _Hop:
-    """An exchange over one axis: row order[i] is sent as the i-th, and how many go to, and come from, each rank of the group."""
+    """An exchange over one axis. Rows (of tokens) and pairs have an order and numbers of their own."""
 
     axis: int
-    order: Tensor
-    sent: list[int]
-    received: list[int]
+    rows: Tensor  # the row that is sent as the i-th; one that goes to several ranks is there several times
+    row_splits: Splits
+    pairs: Tensor  # the pair that is sent as the i-th
+    pair_splits: Splits
+    num_rows: int  # before the exchange
 
-    def forth(self, x: Tensor) -> Exchange:
-        return (yield Ask("all_to_all", self.axis, x[self.order], splits=(self.sent, self.received)))
+    def rows_forth(self, x: Tensor) -> Exchange:
+        return (yield Ask("all_to_all", self.axis, x[self.rows], splits=self.row_splits))
 
-    def back(self, x: Tensor) -> Exchange:
-        returned = yield Ask("all_to_all", self.axis, x, splits=(self.received, self.sent))
-        return _put_back(returned, self.order)
+    def rows_back(self, x: Tensor, wide: torch.dtype) -> Exchange:
+        """The sum, for each row, of what comes back of it."""
+        returned = yield Ask("all_to_all", self.axis, x, splits=self.row_splits[::-1])
+        return _added_up(returned, self.rows, self.num_rows, wide)
+
+    def pairs_forth(self, x: Tensor) -> Exchange:
+        return (yield Ask("all_to_all", self.axis, x[self.pairs], splits=self.pair_splits))
+
+    def pairs_back(self, x: Tensor) -> Exchange:
+        return _put_back((yield Ask("all_to_all", self.axis, x, splits=self.pair_splits[::-1])), self.pairs)
 
 
-def _put_back(x: Tensor, order: Tensor) -> Tensor:
-    """The inverse of x[order]."""
-    return torch.empty_like(x).index_copy(0, order, x)
+def _added_up(x: Tensor, index: Tensor, count: int, wide: torch.dtype) -> Tensor:
+    """y[i] = the sum of x over index == i, in dtype `wide`; terms are added in their order, so that every run has the same sum."""
+    y = x.new_zeros(count, *x.shape[1:], dtype=wide)
+    if not x.shape[0]:
+        return y
+    ordered, order = torch.sort(index, stable=True)
+    places = torch.arange(len(index), device=index.device)
+    is_first = torch.cat([ordered.new_ones(1, dtype=torch.bool), ordered[1:] != ordered[:-1]])
+    occurrence = places - torch.cummax(torch.where(is_first, places, 0), 0).values
+    for k in range(int(occurrence.max()) + 1):
+        chosen = order[occurrence == k]
+        y.index_add_(0, index[chosen], x[chosen].to(wide))
+    return y
+
+
+def _hop(axis: int, size: int, target: Tensor, experts: Tensor, rows: Tensor, num_rows: int) -> Generator[Ask, Tensor, tuple]:
+    """The exchange of pairs (a row, an expert, the rank of that), with experts and rows of the pairs that come, and how many rows do."""
+    n = max(num_rows, 1)
+    keys, number = torch.unique(target * n + rows, return_inverse=True)  # a row goes once to each rank, however many of its experts are there
+    pairs = torch.argsort(target, stable=True)
+    row_counts, pair_counts = torch.bincount(keys // n, minlength=size), torch.bincount(target, minlength=size)
+    counts = yield Ask("all_to_all", axis, torch.stack([row_counts, pair_counts], 1))
+    received = counts.reshape(size, 2)
+    to = row_counts.tolist(), pair_counts.tolist()
+    rows_come, pairs_come = received.t().tolist()
+    hop = _Hop(axis, keys % n, (to[0], rows_come), pairs, (to[1], pairs_come), num_rows)
+    number = number - (row_counts.cumsum(0) - row_counts)[target]  # among the rows for its rank
+    experts, number = (yield from hop.pairs_forth(torch.stack([experts, number], 1))).unbind(1)
+    begins = received[:, 0].cumsum(0) - received[:, 0]
+    return hop, experts, number + begins.repeat_interleave(received[:, 1]), sum(rows_come)
 
 
 @dataclass(frozen=True)
 class _Routed:
-    """The pairs of a rank (their numbers t k + j), their way to the experts, and the rows that this rank's experts get."""
+    """The pairs of a rank (their numbers t k + j), their way to the experts, and the pairs that this rank's experts get."""
 
     pairs: Tensor
     hops: tuple[_Hop, ...]
-    order: Tensor  # sorts the rows that arrive by expert
-    ids: Tensor  # the local expert of each row, sorted
+    rows: Tensor  # the row of each pair that arrives, sorted by expert
+    num_rows: int
+    order: Tensor  # sorts these pairs
+    ids: Tensor  # the local expert of each, sorted
 
-    def forth(self, x: Tensor) -> Exchange:
-        """A row per pair of this rank -> a row per row of its experts."""
+    def rows_forth(self, x: Tensor) -> Exchange:
+        """A row per token of this rank -> a row per pair of its experts."""
         for hop in self.hops:
-            x = yield from hop.forth(x)
+            x = yield from hop.rows_forth(x)
+        return x[self.rows]
+
+    def rows_back(self, x: Tensor, wide: torch.dtype, sent: torch.dtype) -> Exchange:
+        """A row per pair of its experts -> their sum per token of this rank, added up as `wide`, sent as `sent`."""
+        x = _added_up(x, self.rows, self.num_rows, wide)
+        for hop in reversed(self.hops):
+            x = yield from hop.rows_back(x.to(sent), wide)
+        return x
+
+    def pairs_forth(self, x: Tensor) -> Exchange:
+        x = x[self.pairs]
+        for hop in self.hops:
+            x = yield from hop.pairs_forth(x)
         return x[self.order]
 
-    def back(self, x: Tensor) -> Exchange:
+    def pairs_back(self, x: Tensor, count: int) -> Exchange:
+        """A number per pair of its experts -> one per pair of this rank's tokens, 0 for those that other ranks of its axes have."""
         x = _put_back(x, self.order)
         for hop in reversed(self.hops):
-            x = yield from hop.back(x)
-        return x
+            x = yield from hop.pairs_back(x)
+        return x.new_zeros(count).index_copy(0, self.pairs, x)
 
 
 def _dispatched(dispatch: Dispatch, where: Sequence[int], ids: Tensor) -> Generator[Ask, Tensor, _Routed]:
@@ -203,36 +279,25 @@ def _dispatched(dispatch: Dispatch, where: Sequence[int], ids: Tensor) -> Genera
     for position, is_sent in enumerate(dispatch.sent):
         if not is_sent:
             pairs = pairs[dispatch.coordinate(flat[pairs], position) == where[position]]
-    experts, hops = flat[pairs], []
+    experts, rows, num_rows, hops = flat[pairs], pairs // ids.shape[1], ids.shape[0], []
     for position, axis in enumerate(dispatch.axes):
         if dispatch.sent[position]:
             target = dispatch.coordinate(experts, position)
-            sent = torch.bincount(target, minlength=dispatch.sizes[position])
-            received = yield Ask("all_to_all", axis, sent.unsqueeze(1))
-            hop = _Hop(axis, torch.argsort(target, stable=True), sent.tolist(), received.flatten().tolist())
-            experts = yield from hop.forth(experts)
+            hop, experts, rows, num_rows = yield from _hop(axis, dispatch.sizes[position], target, experts, rows, num_rows)
             hops.append(hop)
     order = torch.argsort(experts, stable=True)
-    return _Routed(pairs, tuple(hops), order, experts[order] - dispatch.first(where))
-
-
-def _combined(rows: Tensor, weights: Tensor) -> Tensor:
-    """rows [T k, H], weights [T, k] -> [T, H]"""
-    return (rows.view(*weights.shape, -1) * weights.unsqueeze(2)).sum(1)
-
-
-def _spread(rows: Tensor, pairs: Tensor, count: int) -> Tensor:
-    """Rows of some pairs as rows of all, 0 for the others."""
-    return rows.new_zeros(count, *rows.shape[1:]).index_copy(0, pairs, rows)
+    return _Routed(pairs, tuple(hops), rows[order], num_rows, order, experts[order] - dispatch.first(where))
 
 
 def experts(dispatch: Dispatch, where: Sequence[int], tensors: Sequence[Tensor], activation: str) -> Generator[Ask, Tensor, list[Tensor]]:
     """x, ids, weights, parameters of this rank -> y."""
     x, ids, weights, *parameters = tensors
     routed = yield from _dispatched(dispatch, where, ids)
-    rows = yield from routed.forth(x[routed.pairs // ids.shape[1]])
-    rows = yield from routed.back(multiply(rows, routed.ids, Parameters.of(parameters, activation)))
-    return [_combined(_spread(rows, routed.pairs, ids.numel()), weights)]
+    scales = yield from routed.pairs_forth(weights.reshape(-1))
+    rows = yield from routed.rows_forth(x)
+    products = multiply(rows, routed.ids, Parameters.of(parameters, activation)) * scales.unsqueeze(1)
+    del rows
+    return [(yield from routed.rows_back(products, products.dtype, x.dtype))]
 
 
 def experts_backward(
@@ -241,36 +306,16 @@ def experts_backward(
     """The gradient of y, x, ids, weights, parameters of this rank -> gradients of x, weights and parameters."""
     grad, x, ids, weights, *parameters = tensors
     routed = yield from _dispatched(dispatch, where, ids)
-    tokens = routed.pairs // ids.shape[1]
-    both = yield from routed.forth(torch.cat([x[tokens], grad.to(x.dtype)[tokens]], 1))
-    scales = yield from routed.forth(weights.reshape(-1)[routed.pairs])
+    scales = yield from routed.pairs_forth(weights.reshape(-1))
+    both = yield from routed.rows_forth(torch.cat([x, grad.to(x.dtype)], 1))
     rows, grads = (part.contiguous() for part in both.chunk(2, 1))
     del both
     grad_rows, grad_scales, *rest = multiply_backward(grads, rows, scales, routed.ids, Parameters.of(parameters, activation))
-    grad_rows = yield from routed.back(grad_rows)
-    grad_scales = yield from routed.back(grad_scales)
-    grad_x = _spread(grad_rows, routed.pairs, ids.numel()).view(*ids.shape, -1).sum(1)
-    return [grad_x, _spread(grad_scales, routed.pairs, ids.numel()).view_as(weights), *rest]
-
-
-def _alone(function: Callable[..., Generator], *arguments: Any) -> Any:
-    """What a generator that asks for nothing returns."""
-    try:
-        next(function(*arguments))
-    except StopIteration as done:
-        return done.value
-    raise AssertionError("a rank that has all experts asks for a collective")
-
-
-def _local(*tensors: Tensor, activation: str) -> Tensor:
-    """The operator where a rank has all experts."""
-    dispatch = Dispatch((), (), (), tensors[3].shape[0])
-    return _alone(experts, dispatch, (), tensors, activation)[0]
-
-
-def _local_backward(*tensors: Tensor, activation: str) -> tuple[Tensor, ...]:
-    dispatch = Dispatch((), (), (), tensors[4].shape[0])
-    return tuple(_alone(experts_backward, dispatch, (), tensors, activation))
+    del rows, grads
+    grad_scales = yield from routed.pairs_back(grad_scales, ids.numel())
+    wide = torch.promote_types(x.dtype, weights.dtype)
+    grad_x = yield from routed.rows_back(grad_rows, wide, x.dtype)
+    return [grad_x.to(x.dtype), grad_scales.view_as(weights), *rest]
 
 
 # -- as one operator -----------------------------------------------------------------------------------------------------------------
