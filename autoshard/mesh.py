@@ -118,9 +118,12 @@ class Mesh:
 
     axes: tuple[Axis, ...]
     device: Device = field(default_factory=lambda: DEVICES["h100"])
+    expert_imbalance: float = 1.0  # tokens of the busiest rank's experts as a multiple of its share, where experts are sharded
 
     def __post_init__(self) -> None:
         check_size(self.shape)
+        if not (isinstance(self.expert_imbalance, (int, float)) and 1 <= self.expert_imbalance < math.inf):
+            raise ValueError(f"expert_imbalance is {self.expert_imbalance!r}; expected a number of 1 or more: 1 is a balanced load")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -139,8 +142,10 @@ class Mesh:
         return tuple(product(*(range(n) for n in self.shape)))
 
     def to_dict(self) -> dict:
-        """Plain data for `from_dict`; axes without curves and devices without an error or TF32 don't mention them."""
+        """Plain data for `from_dict`; axes without curves, devices without an error or TF32 and balanced experts don't mention them."""
         data = asdict(self)
+        if self.expert_imbalance == 1:
+            del data["expert_imbalance"]
         for key in ("error", "flops_tf32", "tf32"):
             if data["device"][key] in (None, False):
                 del data["device"][key]
@@ -151,7 +156,7 @@ class Mesh:
     def from_dict(data: dict) -> Mesh:
         """The inverse of `to_dict`; ValueError when a key is missing or unknown."""
         try:
-            return Mesh(tuple(_axis(**axis) for axis in data["axes"]), Device(**data["device"]))
+            return Mesh(tuple(_axis(**axis) for axis in data["axes"]), Device(**data["device"]), data.get("expert_imbalance", 1.0))
         except (TypeError, KeyError) as error:
             raise ValueError(f"not a mesh: {error}; expected axes (name, size, bandwidth, latency, shared_by) and device") from None
 

@@ -32,6 +32,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from autoshard.capture.attention import as_one_op, canonical
+from autoshard.capture.experts import as_one_op as experts_as_one_op
 from autoshard.capture.explain import FLEX, explained, line_of
 from autoshard.capture.functional import functional, traced_tensor, without_equal_strides
 from autoshard.capture.grouped_mm import fake_grouped_mm
@@ -137,6 +138,7 @@ def capture_without_casts(module: nn.Module, example_inputs: Any, *, training: b
             captured = _capture_training(mode, fake_module, fake_args, fake_kwargs)
         else:
             program = _exported(mode, fake_module, fake_args, fake_kwargs, training=False)
+            experts_as_one_op(program.graph_module)
             captured = replace(_retraced(program), returned=_exported_results(program))
             if drawn := [op.name for op in captured.graph.ops if op.target == "aten.bernoulli.p"]:
                 raise ValueError(f"dropout is on (node {drawn[0]}), and inference has none: call model.eval() first")
@@ -313,6 +315,7 @@ def _capture_training(mode: FakeTensorMode, module: nn.Module, args: tuple, kwar
     with ExitStack() as stack, torch._dynamo.config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True):
         captured = _forward(mode, module, args, kwargs)
         moved = autocast_on_cpu(captured)
+        experts_as_one_op(captured)
         joint = aot_export_joint_with_descriptors(stack, captured, *in_lists(args, kwargs))
     traced: fx.GraphModule = joint.graph_module
     _check_operators(traced)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from autoshard.cost.experts import expert_kernels
 from autoshard.graph import ITEMSIZE
 from autoshard.mesh import Device
 
@@ -37,6 +38,9 @@ def op_seconds(target: str, inputs: Sequence[Described], outputs: Sequence[Descr
     name = _name(target)
     if name == "getitem" or alias is not None:
         return 0.0
+    if name in EXPERTS:
+        kernels = expert_kernels(inputs, backward="backward" in name)
+        return sum(op_seconds(kernel, ins, outs, None, device) for kernel, ins, outs in kernels)
     computed = [o for o in outputs if o is not None]
     operands = [*inputs, *computed]
     itemsize = ITEMSIZE[operands[0][1]] if operands else 1
@@ -54,7 +58,16 @@ def op_flops(target: str, inputs: Sequence[Described], outputs: Sequence[Describ
         name = "attention_backward" if name.endswith("backward") else "attention"
     if name in FLOPS:
         return FLOPS[name](i, o)
+    if name in EXPERTS:
+        return sum(op_flops(kernel, ins, outs) for kernel, ins, outs in expert_kernels(_with_rows(inputs, name), backward="backward" in name))
     return max((math.prod(shape) for shape in [*i, *o] if shape is not None), default=0)
+
+
+def _with_rows(inputs: Sequence[Described], name: str) -> list[Described]:
+    """Inputs of experts with a row per pair of a token and an expert in place of ids."""
+    at, described = (2 if "backward" in name else 1), list(inputs)
+    described[at] = ((math.prod(inputs[at][0]), 1), inputs[at][1])
+    return described
 
 
 def _matmul(a: Shape, b: Shape) -> int:
@@ -107,6 +120,8 @@ FLOPS: dict[str, Callable[[list[Shape], list], int]] = {
     # grad y, q, k, v: 2.5 times the forward. scores again, grad q, grad k; grad scores, grad v
     "attention_backward": lambda i, o: _attention(i[1], i[2], i[3], 3, 2),
 }
+
+EXPERTS = ("experts", "biased_experts", "experts_backward", "biased_experts_backward")
 
 # The elements of input 0 that an op reads, for ops that read only the elements that their indices select.
 SELECTED: dict[str, Callable[[list[Shape], list[Shape]], int]] = {

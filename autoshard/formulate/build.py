@@ -23,7 +23,15 @@ from autoshard.layout import all_layouts, has_partial, local_numel, local_shape
 from autoshard.mesh import Mesh
 from autoshard.problem import Edge, Problem
 from autoshard.routes import Routes
-from autoshard.strategies import Candidate, Candidates, internal_bytes, internal_collectives, internal_stages, share_of_flops
+from autoshard.strategies import (
+    Candidate,
+    Candidates,
+    internal_bytes,
+    internal_collectives,
+    internal_stages,
+    share_of_flops,
+    worked_shapes,
+)
 
 
 def formulate(
@@ -243,7 +251,7 @@ def op_collectives(op: Op, inputs: tuple[Tensor, ...], candidate: Candidate, mes
 
 
 def _kernel_seconds(op: Op, inputs: tuple[Tensor, ...], candidate: Candidate, mesh: Mesh, share: float) -> float:
-    ins = [(local_shape(t.shape, layout, mesh), t.dtype) for t, layout in zip(inputs, candidate.inputs, strict=True)]
+    ins = [(shape, t.dtype) for t, shape in zip(inputs, worked_shapes(op, inputs, candidate.inputs, mesh), strict=True)]
     outs = [
         None if t is None or layout is None else (local_shape(t.shape, layout, mesh), t.dtype)
         for t, layout in zip(op.outputs, candidate.outputs, strict=True)

@@ -8,6 +8,7 @@ has to know which dim of the tensor is sharded:
     all_gather       y   = stack of all x_i                          (n, ...)
     reduce_scatter   y_i = op over j of x_j[i]                       x_j: (n, ...)
     all_to_all       y_i = stack over j of x_j[i]                    x_j: (n, ...)
+                     with `splits`, x_j[i] are rows of x_j, as many as j tells, and y_i is their concatenation
     permute          y_i = x of the rank before i, of the last one for the first
 
 Where n does not divide a dim of m indices, shards are padded to ceil(m / n) before the collective, so that all ranks of a group send
@@ -20,8 +21,10 @@ Both run the same generators, so what is checked in one process is what runs on 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +46,22 @@ class Ask:
     tensor: Tensor
     reduce_op: str = "sum"
     place: int = 0  # of a permute: this rank's coordinate on the axis
+    splits: tuple[list[int], list[int]] | None = None  # of an uneven all_to_all: how many rows go to, and come from, each rank
+
+
+class DataDependent(ABC):
+    """A program whose sizes depend on data, as one ask of a kernel; the answer is its result.
+
+    Ranks in one process run it where they are. A rank of many runs it as one operator, since no size in a traced graph depends on data.
+    """
+
+    @abstractmethod
+    def program(self, rank: Rank) -> Asking:
+        """Its generator."""
+
+    @abstractmethod
+    def call(self, names: Sequence[str]) -> Any:
+        """Its result by its operator. names: of the process groups of the mesh axes."""
 
 
 Asking = Generator[Ask, Tensor, Tensor]
@@ -196,6 +215,8 @@ CHANGES = {
 def exchange(asks: Sequence[Ask]) -> list[Tensor]:
     """The answers to one group's asks, in the order of its ranks. An answer that is the same for all is one shared tensor."""
     first = asks[0]
+    if first.splits is not None:
+        return _exchange_rows(asks)
     kinds = {(a.collective, a.axis, a.reduce_op, tuple(a.tensor.shape)) for a in asks}
     if len(kinds) > 1:
         raise ValueError(f"ranks of one group ask for different collectives: {sorted(kinds)}")
@@ -211,6 +232,27 @@ def exchange(asks: Sequence[Ask]) -> list[Tensor]:
             return [tensors[i - 1] for i in range(len(tensors))]
     assert first.collective == "all_to_all", first.collective
     return [torch.stack([x[i] for x in tensors]) for i in range(len(tensors))]
+
+
+def _exchange_rows(asks: Sequence[Ask]) -> list[Tensor]:
+    """Each rank's rows from all others. ValueError where a rank expects other numbers of rows than are sent to it."""
+    parts = [ask.tensor.split(ask.splits[0]) for ask in asks]  # type: ignore[index]
+    received = [[part[i] for part in parts] for i in range(len(asks))]
+    for ask, rows in zip(asks, received, strict=True):
+        if [len(part) for part in rows] != ask.splits[1]:  # type: ignore[index]
+            raise ValueError(f"a rank expects {ask.splits[1]} rows of the others, which send {[len(part) for part in rows]}")  # type: ignore
+    return [torch.cat(rows) for rows in received]
+
+
+def unfolded(program: Asking, rank: Rank) -> Asking:
+    """A rank's generator that runs data-dependent programs itself, for ranks in one process."""
+    answer = None
+    while True:
+        try:
+            ask = program.send(answer)  # type: ignore[arg-type]
+        except StopIteration as done:
+            return done.value
+        answer = (yield from ask.program(rank)) if isinstance(ask, DataDependent) else (yield ask)
 
 
 # -- one rank of many processes ----------------------------------------------------------------------------------------------
@@ -236,6 +278,9 @@ class Groups:
         x = ask.tensor.contiguous()
         mean = ask.reduce_op == "avg"  # gloo has no avg
         reduce_op = "sum" if mean else ask.reduce_op
+        if ask.splits is not None:
+            sent, received = ask.splits
+            return functional.wait_tensor(functional.all_to_all_single(x, received, sent, name))
         match ask.collective:
             case "all_reduce":
                 y = functional.all_reduce(x, reduce_op, name)
@@ -260,4 +305,4 @@ class Groups:
                 ask = program.send(answer)  # type: ignore[arg-type]
             except StopIteration as done:
                 return done.value
-            answer = self.answer(ask)
+            answer = ask.call(self.names) if isinstance(ask, DataDependent) else self.answer(ask)

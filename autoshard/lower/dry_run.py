@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.capture.grouped_mm import fake_grouped_mm
 from autoshard.graph import Graph
-from autoshard.lower.collectives import Ask, Asking, Rank
+from autoshard.lower.collectives import Ask, Asking, DataDependent, Rank
 from autoshard.lower.dispatch_table import has_kernel
 from autoshard.lower.program import LoadPlaceholder, Program, Redistribute, RunOp, Slot
 from autoshard.lower.run import check, local_program, run_route
@@ -105,7 +105,10 @@ class _DryRun:
                 ask = asking.send(answer)  # type: ignore[arg-type]
             except StopIteration as done:
                 return done.value
-            answer = ask.tensor.new_empty(self._answer_shape(ask))
+            if isinstance(ask, DataDependent):
+                answer = ask.call([""] * len(self.program.mesh.axes))
+            else:
+                answer = ask.tensor.new_empty(self._answer_shape(ask))
 
     def _answer_shape(self, ask: Ask) -> tuple[int, ...]:
         shape = tuple(ask.tensor.shape)

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.graph import replace_refs
 from autoshard.layout import is_legal, rank_shape, text
-from autoshard.lower.collectives import Asking, Groups, Rank, exchange, run_step
+from autoshard.lower.collectives import Asking, Groups, Rank, exchange, run_step, unfolded
 from autoshard.lower.kernels.dropout import from_state
 from autoshard.lower.kernels.table import function_of
 from autoshard.lower.program import FreeTensors, LoadPlaceholder, Program, Redistribute, ReturnResult, RunOp, Slot
@@ -167,7 +167,7 @@ class World:
         if random is not None:
             return self._draw(record, inputs, random)
         if record.kernel is not None:
-            programs = [local_program(record, rank, own) for rank, own in zip(self.ranks, inputs, strict=True)]
+            programs = [unfolded(local_program(record, rank, own), rank) for rank, own in zip(self.ranks, inputs, strict=True)]
             return run_together(programs, lambda axis: groups(self.mesh, axis))
         done: dict[tuple[int, ...], tuple[Any, ...]] = {}
         outputs = []

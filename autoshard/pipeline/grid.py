@@ -129,7 +129,7 @@ def simulate_grid(
             graphs[K] = (graph, layers_of(graph))
         graph, layers = graphs[K]
         mesh = mesh_of((one.pipeline, one.data, one.tensor))
-        stage = Mesh(mesh.axes[1:], mesh.device)
+        stage = replace(mesh, axes=mesh.axes[1:])
         key = (K, one.data, one.tensor, mesh.axes[1:])
         if key not in programs:
             programs[key] = _stage_plan(graph, stage, scheme, training, overlap, prefetch, options)

@@ -16,6 +16,7 @@ from autoshard.planning.keeping import packed
 from autoshard.planning.options import Options
 from autoshard.solution import VERSION, Solution, price_errors
 from autoshard.solvers import Answer
+from autoshard.strategies import is_experts
 
 
 def describe(formulated: Formulation, answer: Answer, options: Options, baselines: Mapping[str, dict], assumptions: Mapping) -> Solution:
@@ -29,6 +30,7 @@ def describe(formulated: Formulation, answer: Answer, options: Options, baseline
         "axes": [axis.link_dict() for axis in mesh.axes],
         "device": mesh.device.name,
         "inputs": {op.name: list(op.output.shape) for op in graph.ops if op.kind == "input"},  # global shapes
+        **({"expert_imbalance": mesh.expert_imbalance} if any(map(is_experts, graph.ops)) else {}),
         **assumptions,
     }
     layouts, results = layouts_of(formulated, choice), results_of(formulated, choice)

@@ -34,6 +34,10 @@ class Context:
     recomputable: Graph | None = None  # the graph without recomputation, where a refusal may advise to recompute every block
     explains: bool = True  # a refusal names the demands that conflict
 
+    def __post_init__(self) -> None:
+        if (imbalance := self.options.expert_imbalance) is not None:
+            object.__setattr__(self, "mesh", replace(self.mesh, expert_imbalance=imbalance))
+
     def seconds_left(self) -> float:
         """Of the time limit; never nothing, so that a solver can begin."""
         return max(self.options.time_limit - self.clock.elapsed, 0.1)

@@ -169,6 +169,7 @@ def breakdown(formulated: Formulation, choice: Choice) -> dict:
 ACCUMULATION = "accumulation"  # adding up the gradients of microbatches
 CLASSES = (
     ("matmul", r"\.(mm|addmm|bmm|baddbmm|linear|matmul)\."),
+    ("experts", r"\.(biased_)?experts"),
     ("attention", r"scaled_dot_product|attention"),
     ("convolution", r"convolution"),
     ("embedding", r"embedding"),

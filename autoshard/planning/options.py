@@ -105,6 +105,7 @@ class Options:
     global_batch: int | None = None  # examples of a step: instead of `microbatches`, so many times the batch of the example inputs
     accumulation_dtype: str | None = None  # of the sums of gradients over microbatches; by default that of the gradients
     sequence_order: str = "auto"  # of long causal attention: natural, head_tail (balanced over shards of the sequence), or the better
+    expert_imbalance: float | None = None  # tokens of the busiest rank's experts as a multiple of its share; by default the mesh's, 1
     witness: bool = False  # check a capture of few layers against an eager run of all of them
 
     def __post_init__(self) -> None:
@@ -141,6 +142,7 @@ class Options:
         """The options as a plan notes them; newer ones only where they are used: plans from before them read as equal."""
         noted = asdict(self) | {"precision": None if self.precision is None else str(self.precision)}
         newer: dict[str, Any] = {"keep": {}, "forbid": {}, "precision": None, "microbatches": 1, "accumulation_dtype": None}
+        newer |= {"expert_imbalance": None}
         hidden = ("price_pins", "global_batch", "sequence_order")  # noted: the number of microbatches, and the order that was chosen
         return {key: value for key, value in noted.items() if key not in hidden and (key not in newer or value != newer[key])}
 

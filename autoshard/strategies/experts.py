@@ -3,8 +3,15 @@
     columns    w S(2) -> y S(1)         contraction   x S(1), w S(1) -> y P         sums   x P -> y P
     experts    w S(0) -> y P            expert parallelism: each rank multiplies the tokens of its experts, the rest of y is 0
 
+Rows of experts as one operator (capture/experts.py); tokens are x, ids and weights, and y is sharded as they are:
+
+    tokens S(0), experts replicated     each rank multiplies its own tokens; the gradients of the experts are Partial
+    tokens S(0), experts S(0)           expert parallelism: all_to_all to the experts and back
+    tokens replicated, experts S(0)     expert parallelism without all_to_all: y is P
+
 Batched experts (x[e, c, k] @ w[e, k, n], a bmm) need no row here: the batch dim of the bmm is the experts, and tokens go from
-shards of the batch to shards of the experts by all-to-all. Local programs with sharded experts are in `lower.kernels.experts`.
+shards of the batch to shards of the experts by all-to-all. Local programs with sharded experts are in `lower.kernels.experts`
+and `lower.kernels.expert_parallel`.
 """
 
 from __future__ import annotations
@@ -40,4 +47,29 @@ def grouped_mm_backward(op: Op, inputs: Inputs) -> list[Row]:
         row((S(1), S(1)), S(1), S(1), R, R),
         row((P(), S(0)), R, S(0), R, R),
         row((P(), P()), R, R, R, P()),
+    ]
+
+
+EXPERTS = ("autoshard.experts.default", "autoshard.biased_experts.default")
+EXPERTS_BACKWARD = ("autoshard.experts_backward.default", "autoshard.biased_experts_backward.default")
+EVEN_ONLY.update((*EXPERTS, *EXPERTS_BACKWARD))
+
+
+@rule(*EXPERTS)
+def experts(op: Op, inputs: Inputs) -> list[Row]:
+    """x, ids, weights, parameters -> y."""
+    parameters = len(inputs) - 3
+    return [
+        Row((y,), (tokens,) * 3 + (of_experts,) * parameters)
+        for y, tokens, of_experts in ((S(0), S(0), R), (S(0), S(0), S(0)), (P(), R, S(0)))
+    ]
+
+
+@rule(*EXPERTS_BACKWARD)
+def experts_backward(op: Op, inputs: Inputs) -> list[Row]:
+    """The gradient of y, x, ids, weights, parameters -> gradients of x, weights and parameters."""
+    parameters = len(inputs) - 4
+    return [
+        Row((of_tokens,) * 2 + (of_parameters,) * parameters, (tokens,) * 4 + (of_experts,) * parameters)
+        for of_tokens, of_parameters, tokens, of_experts in ((S(0), P(), S(0), R), (S(0), S(0), S(0), S(0)), (P(), S(0), R, S(0)))
     ]

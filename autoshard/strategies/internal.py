@@ -13,6 +13,7 @@ import math
 from autoshard.graph import Op
 from autoshard.layout import Layout, local_shape
 from autoshard.mesh import Mesh
+from autoshard.strategies.expert_traffic import expert_bytes, expert_collectives, is_experts
 from autoshard.strategies.ring import Stage, attention_bytes, ring_stages, share_of_scores
 from autoshard.strategies.rows import Inputs, argument
 
@@ -21,6 +22,8 @@ InternalCollective = tuple[str, int, int]
 
 def internal_collectives(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> list[InternalCollective]:
     """The collectives of the local program of `op` with these input layouts."""
+    if is_experts(op):
+        return expert_collectives(op, inputs, layouts, mesh)
     if op.target in ("aten._log_softmax.default", "aten._softmax.default"):
         return _over_dim(op, inputs, layouts, mesh, count=2)  # the maximum, then the sum of exponentials
     if op.target in ("aten._log_softmax_backward_data.default", "aten._softmax_backward_data.default"):
@@ -57,6 +60,8 @@ def internal_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Me
     """Peak bytes of the local program of `op` besides its inputs and outputs; 0 where the local program is the op itself."""
     if op.target in ATTENTION:
         return attention_bytes(op, inputs, layouts, mesh)
+    if is_experts(op):
+        return expert_bytes(op, inputs, layouts, mesh)
     if op.target in WIDE_TENSORS:
         position, dim, tensors, widened = WIDE_TENSORS[op.target]
         dim = dim if position is None else int(argument(op, position, "dim")) % len(inputs[0].shape)

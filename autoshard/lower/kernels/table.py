@@ -24,7 +24,19 @@ from typing import Any
 from autoshard.capture.order import REORDER, reorder
 from autoshard.graph import Op
 from autoshard.layout import Layout
-from autoshard.lower.kernels import attention, attention_over_sequence, dropout, experts, lookups, losses, norms, recurrent, strides, sums
+from autoshard.lower.kernels import (
+    attention,
+    attention_over_sequence,
+    dropout,
+    expert_parallel,
+    experts,
+    lookups,
+    losses,
+    norms,
+    recurrent,
+    strides,
+    sums,
+)
 from autoshard.lower.kernels.sharded_op import Kernel, ShardedOp
 from autoshard.lower.literals import by_name, overload
 from autoshard.mesh import Mesh
@@ -35,6 +47,7 @@ KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
     **sums.KERNELS,
     **norms.KERNELS,
     **experts.KERNELS,
+    **expert_parallel.KERNELS,
     **dropout.KERNELS,
     **recurrent.KERNELS,
     **strides.KERNELS,
@@ -42,7 +55,9 @@ KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
 }
 
 # Functions that run in place of an operator: they choose the kernel for the device, or arrange what a kernel needs.
-FUNCTIONS: dict[str, Callable[..., Any]] = {**attention.FUNCTIONS, **experts.FUNCTIONS, str(REORDER): reorder}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **attention.FUNCTIONS, **experts.FUNCTIONS, **expert_parallel.FUNCTIONS, str(REORDER): reorder,
+}  # fmt: skip
 
 
 def function_of(target: str) -> Callable[..., Any]:
