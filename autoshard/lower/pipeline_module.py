@@ -180,3 +180,38 @@ def _combined(norms: Sequence[Tensor], norm_type: float, device: torch.device) -
         return torch.zeros((), device=device)
     together = torch.stack([norm.float() for norm in norms])
     return together.max() if norm_type == torch.inf else (together**norm_type).sum()
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------------------------
+
+
+def of_all_stages(module: PipelineModule, state: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's part of a checkpoint of the whole model: no parameter twice, and parameter groups with the names of all stages."""
+    copied = _copied_names(module)
+    whole = {**state, "model": {name: x for name, x in state["model"].items() if name not in copied}}
+    if "optimizer" in state:
+        own = state["optimizer"]
+        kept = {name: x for name, x in own["state"].items() if name not in copied}
+        groups: list[Any] = [None] * dist.get_world_size()
+        with rank_lost("collecting the parameter groups"):
+            dist.all_gather_object(groups, [group["params"] for group in own["param_groups"]])
+        names = [list(dict.fromkeys(name for of_rank in groups for name in of_rank[k])) for k in range(len(own["param_groups"]))]
+        merged = [{**group, "params": params} for group, params in zip(own["param_groups"], names)]
+        whole["optimizer"] = {**own, "state": kept, "param_groups": merged}
+    return whole
+
+
+def of_this_rank(module: PipelineModule, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A loaded checkpoint with parameter groups of this rank's parameters only."""
+    if "optimizer" not in state:
+        return dict(state)
+    held = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    groups = [{**group, "params": [name for name in group["params"] if name in held]} for group in state["optimizer"]["param_groups"]]
+    return {**state, "optimizer": {**state["optimizer"], "param_groups": groups}}
+
+
+def _copied_names(module: PipelineModule) -> set[str]:
+    """All names of this rank's parameters that an earlier device group holds and saves."""
+    named = list(module.named_parameters(remove_duplicate=False))
+    copied = {id(p) for name, p in named if name in module.__dict__["_runner"].copied()}
+    return {name for name, p in named if id(p) in copied}
