@@ -1,6 +1,7 @@
 """Pipelines of tiny models on four devices, and the same training in one process."""
 
 import copy
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ def model_of(name, layers):
     return gpt2.initialised(model), inputs
 
 
+@cache
 def planned(name, layers, *, stages, schedule="1f1b", microbatches=4, **options):
     model, inputs = MODELS[name].tiny(layers=layers, vocab=VOCAB, batch=8)
     options = {"grid": False, **options}

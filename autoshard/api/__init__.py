@@ -13,6 +13,7 @@ from autoshard.api.passes import autosharding_pass as autosharding_pass
 from autoshard.api.reporting import html_report as html_report
 from autoshard.api.running import load_pipeline as load_pipeline
 from autoshard.api.running import parallelize as parallelize
+from autoshard.api.running import verify_pipeline as verify_pipeline
 from autoshard.api.simulating import Parallel as Parallel
 from autoshard.api.simulating import Simulation as Simulation
 from autoshard.api.simulating import simulate as simulate

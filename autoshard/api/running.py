@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.capture import capture_module, constants, deep_enough, input_names
+from autoshard.capture import capture_module, constants, deep_enough, in_turn, input_names
+from autoshard.lower import faults
 from autoshard.lower import parallelize as plans
+from autoshard.lower.pipeline_verify import verify_stages
 from autoshard.lower.pipelines import CapturedPipeline, parallel_pipeline
 from autoshard.pipeline.microbatches import microbatch
 from autoshard.pipeline.pipeline_record import Pipeline
@@ -80,3 +83,28 @@ def captured_pipeline(model: nn.Module, example_inputs: Any, pipeline: Pipeline)
 def load_pipeline(path: str | os.PathLike[str]) -> Pipeline:
     """What `autoshard pipeline --out` or `Pipeline.save` wrote. ValueError in one sentence on anything else."""
     return Pipeline.load(path)
+
+
+@in_turn
+def verify_pipeline(model: nn.Module, example_inputs: Any, pipeline: Pipeline, *, seed: int = 0, plant_fault: bool = False) -> dict[str, Any]:
+    """Run a pipeline on all ranks of all its stages, in this process, and compare the loss and every gradient with the unsharded model.
+
+    example_inputs: those of the full batch; on the meta device they get seeded values, and so does the model. plant_fault: the negative
+    control, one layout is falsified and the answer must be no. Returns `ok`, `ranks`, `max_relative_error_outputs`,
+    `max_relative_error_gradients`, `placement_mismatches` and `redistributes`. ValueError where the pipeline is of another model.
+    """
+    captured = captured_pipeline(model, example_inputs, pipeline)
+    plan = captured.plan
+    if plant_fault:
+        stage = max(plan.stages, key=lambda one: one.mesh.num_devices)
+        wrong = replace(stage, layouts=faults.plant_fault(stage.layouts, stage.graph, stage.mesh, seed))
+        plan = replace(plan, stages=tuple(wrong if one is stage else one for one in plan.stages))
+    verification = verify_stages(model, example_inputs, plan, captured.constants, seed)
+    return {
+        "ok": verification.ok,
+        "ranks": verification.ranks,
+        "max_relative_error_outputs": verification.max_relative_error_outputs,
+        "max_relative_error_gradients": verification.max_relative_error_gradients,
+        "placement_mismatches": [mismatch.as_json() for mismatch in verification.placement_mismatches],
+        "redistributes": verification.redistributes,
+    }
