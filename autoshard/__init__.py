@@ -18,7 +18,7 @@ _HOMES = {
     "kept_layouts": "api", "mesh_shapes": "api", "plan_meshes": "api",
     "Frontier": "api", "frontier": "api",
     "RankLost": "api", "device_mesh": "api", "extrapolate": "api", "load_checkpoint": "api", "save_checkpoint": "api",
-    "Cluster": "pipeline.submeshes", "pipeline": "api",
+    "Cluster": "pipeline.submeshes", "load_pipeline": "api", "pipeline": "api", "verify_pipeline": "api",
     "Solution": "api",
     "Precision": "precision",
     "serve_plan": "serving",

@@ -57,6 +57,7 @@ FORMATS = {
     "cluster": Format("a measured cluster", "what `autoshard calibrate measure --out` wrote", 64 * MB, "cluster.1"),
     "curves": Format("a file of curves", "what `autoshard calibrate fit --out` wrote", 64 * MB, "curves.1"),
     "frontier": Format("a frontier", "what `autoshard frontier --out` wrote", 64 * MB, "frontier.1"),
+    "pipeline": Format("a pipeline", "what `autoshard pipeline --out` wrote", 1000 * MB, "pipeline.1"),
     "tables": Format(
         "a list of tables", "CSV (name,rows,columns,...) in a file named .csv, or JSON {'tables': [...]}", 64 * MB, "tables.1"
     ),

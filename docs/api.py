@@ -43,7 +43,8 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
         "autoshard.layout": "parse text S P local_shape local_numel why_illegal is_legal all_layouts",
     }),
     "run": ("Running a plan", "On the processes of torch.distributed, or in the format of another launcher.", {
-        "autoshard": "parallelize device_mesh save_checkpoint load_checkpoint RankLost export dry_run backend",
+        "autoshard": "parallelize device_mesh load_pipeline verify_pipeline save_checkpoint load_checkpoint RankLost export dry_run "
+                     "backend",
         "autoshard.api": "as_plain measure_this_cluster",
         "autoshard.exports": "Export Left sharding_map apply_recipe",
     }),

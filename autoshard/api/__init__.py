@@ -12,6 +12,9 @@ from autoshard.api.methods import provide_methods
 from autoshard.api.passes import PassOptions as PassOptions
 from autoshard.api.passes import autosharding_pass as autosharding_pass
 from autoshard.api.reporting import html_report as html_report
+from autoshard.api.running import load_pipeline as load_pipeline
+from autoshard.api.running import parallelize as parallelize
+from autoshard.api.running import verify_pipeline as verify_pipeline
 from autoshard.api.simulating import Parallel as Parallel
 from autoshard.api.simulating import Simulation as Simulation
 from autoshard.api.simulating import simulate as simulate
@@ -27,7 +30,6 @@ from autoshard.lower.agreement import RankLost as RankLost
 from autoshard.lower.checkpoints import load_checkpoint as load_checkpoint
 from autoshard.lower.checkpoints import save_checkpoint as save_checkpoint
 from autoshard.lower.parallelize import device_mesh as device_mesh
-from autoshard.lower.parallelize import parallelize as parallelize
 from autoshard.pipeline.pipelines import pipeline as pipeline
 from autoshard.planning.extrapolate import extrapolate as extrapolate
 from autoshard.planning.frontier import Frontier as Frontier

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from autoshard.lower.agreement import agree, rank_lost, share
 from autoshard.lower.module import ParallelModule
+from autoshard.lower.pipeline_module import PipelineModule, of_all_stages, of_this_rank
 from autoshard.solution.files import clear_folder, publish_folder
 
 
@@ -40,6 +41,7 @@ def save_checkpoint(
 ) -> Saving | None:
     """Parameters, buffers, optimizer state and `extra` (plain values, the same on every rank) into the folder `path`.
 
+    Of a pipeline each rank writes what its stages hold: the folder has the whole model, and any other pipeline or plan can load it.
     Every rank calls this. wait: False copies the values and returns at once with a `Saving`, which writes them while training goes on;
     the folder gets its name when every rank calls `result()` of it, before the next checkpoint. ValueError on all ranks where the folder
     can't be written, RankLost when one of them dies.
@@ -48,6 +50,8 @@ def save_checkpoint(
     partial = path.with_name(f".{path.name}.partial")
     _on_first(lambda: clear_folder(partial, path), f"the checkpoint {path} can't be written", "beginning a checkpoint")
     state = _state(module, optimizer, extra or {})
+    if isinstance(module, PipelineModule):
+        state = of_all_stages(module, state)
     if wait:
         _publish(path, partial, lambda: dcp.save(state, checkpoint_id=partial))
         return None
@@ -107,6 +111,8 @@ def load_checkpoint(path: str | os.PathLike[str], module: nn.Module, optimizer: 
     agree(_misfit(path, state, sizes), f"reading the checkpoint {path}")
     with rank_lost(f"loading the checkpoint {path}"):
         dcp.load(state, checkpoint_id=path)
+    if isinstance(module, PipelineModule):
+        state = of_this_rank(module, state)
     set_model_state_dict(module, state["model"])
     if optimizer is not None:
         set_optimizer_state_dict(module, optimizer, state["optimizer"])

@@ -61,7 +61,7 @@ class RankGraphs:
         *nodes, output = self.forward.graph.nodes
         placeholders = [node for node in nodes if node.op == "placeholder"]
         inner = [node for node in nodes if node.op != "placeholder"]
-        return _copy(self.forward, placeholders, inner, output.args[0][: len(self.outputs)])
+        return subgraph(self.forward, placeholders, inner, output.args[0][: len(self.outputs)])
 
 
 def trace(program: Program, graph: Graph, groups: Groups, where: tuple[int, ...], device: str = "cpu", *, drops: bool = True) -> RankGraphs:
@@ -179,13 +179,13 @@ def _split(
     for node in saved:
         if owner[node].op == "call_function":  # otherwise it is a parameter, buffer or input, or a view of one
             node.meta["kept"] = (owner[node].name, size(owner[node]))
-    forward = _copy(joint, [loads[name] for name in inputs] + position, early, [results[key] for key in outputs] + saved)
-    backward = _copy(joint, saved + [loads[n] for n in tangents] + position, late, [results[k] for k in gradients]) if gradients else None
+    forward = subgraph(joint, [loads[name] for name in inputs] + position, early, [results[key] for key in outputs] + saved)
+    backward = subgraph(joint, saved + [loads[n] for n in tangents] + position, late, [results[k] for k in gradients]) if gradients else None
     parameters = frozenset(name for name in inputs if kinds[name] == "parameter")
     return RankGraphs(forward, backward, tuple(inputs), tuple(outputs), len(saved), tuple(tangents), tuple(gradients), slots, parameters)
 
 
-def _copy(root: fx.GraphModule, placeholders: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.GraphModule:
+def subgraph(root: fx.GraphModule, placeholders: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.GraphModule:
     """Some nodes as a new graph, without those that no other node reads."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

@@ -228,21 +228,7 @@ class _Builder:
         assert captured.returned is not None, "a module was captured, not a graph"
         plan = replay(self.solution, captured.graph)
         graph, held = plan.microbatch or plan.graph, constants(captured.fx_graph)
-        return _Captured(graph, plan.graph, captured.returned, self._constants(graph, held)), plan.misfits
-
-    def _constants(self, graph: Graph, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the program reads that is neither a parameter nor a registered buffer: its own constants and attributes of modules."""
-        state = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        state |= {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
-        values = {}
-        for name in (op.name for op in graph.ops if op.kind in ("parameter", "buffer") and op.name not in state):
-            value, tensor = held.get(name, attribute_of(self.model, name)), graph.tensor((graph.index[name], 0))
-            if value is None and (graph.index[name], 0) not in graph.users:
-                value = torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype))  # no op reads it
-            if value is None:
-                raise ValueError(f"the captured program reads {name!r}, a tensor without values; register it as a buffer of the model")
-            values[name] = value.detach().cpu()
-        return values
+        return _Captured(graph, plan.graph, captured.returned, constants_of(self.model, graph, held)), plan.misfits
 
     def _step(self, captured: _Captured) -> TracedCall:
         graph, returned = captured.graph, captured.returned
@@ -268,6 +254,24 @@ class _Builder:
         }
         where = (mesh, self.device_mesh, self.where)
         return TracedCall(graphs, inference, shapes, returned.structure, returned.leaves, shards, *where, timelines, self.patiently, moves)
+
+
+def constants_of(model: nn.Module, graph: Graph, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the program reads that is neither a parameter nor a registered buffer: its own constants and attributes of modules.
+
+    held: the constants of the captured fx graph. ValueError where a tensor has no values.
+    """
+    state = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    state |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    values = {}
+    for name in (op.name for op in graph.ops if op.kind in ("parameter", "buffer") and op.name not in state):
+        value, tensor = held.get(name, attribute_of(model, name)), graph.tensor((graph.index[name], 0))
+        if value is None and (graph.index[name], 0) not in graph.users:
+            value = torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype))  # no op reads it
+        if value is None:
+            raise ValueError(f"the captured program reads {name!r}, a tensor without values; register it as a buffer of the model")
+        values[name] = value.detach().cpu()
+    return values
 
 
 def _too_odd(resized: str, reasons: str) -> str:

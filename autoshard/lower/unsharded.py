@@ -42,15 +42,8 @@ def run_unsharded(
     held: constants of the captured program. precision: the dtypes in which the module computes, reduces gradients and returns.
     device: where the module runs, and where all these tensors are.
     """
-    # objects among the inputs become lists of their tensors, as in the captured program
-    module, args, kwargs = opened(materialized(model, seed, device), *arguments(example_inputs))
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    bounds, names = index_bounds(graph), input_names(model, example_inputs)
-    leaves = [
-        _on(_input(leaf, bounds.get(name), seed + k), device) if isinstance(leaf, torch.Tensor) else leaf
-        for k, (leaf, name) in enumerate(zip(leaves, names, strict=True))
-    ]
-    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    module, args, kwargs = seeded(model, example_inputs, index_bounds(graph), seed, device)
+    leaves, names = pytree.tree_leaves((args, kwargs)), input_names(model, example_inputs)
     pairs = zip(names, leaves, strict=True)
     values = {name: leaf.clone() for name, leaf in pairs if isinstance(leaf, torch.Tensor)}  # the module may write into its inputs
     state = _state(module)
@@ -82,6 +75,20 @@ def run_unsharded(
             f"the captured program reads {missing[0]!r}, which is no parameter, buffer or input of the model; register it as a buffer"
         )
     return values, reference
+
+
+def seeded(model: nn.Module, example_inputs: Any, bounds: Mapping[str, int], seed: int, device: str = "cpu") -> tuple[nn.Module, tuple, dict]:
+    """A copy of the module and the arguments of a call, with real tensors. bounds: of integer inputs, the sizes of what they index."""
+    # objects among the inputs become lists of their tensors, as in the captured program
+    module, args, kwargs = opened(materialized(model, seed, device), *arguments(example_inputs))
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    names = input_names(model, example_inputs)
+    leaves = [
+        _on(_input(leaf, bounds.get(name), seed + k), device) if isinstance(leaf, torch.Tensor) else leaf
+        for k, (leaf, name) in enumerate(zip(leaves, names, strict=True))
+    ]
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    return module, args, kwargs
 
 
 def computing_in(precision: Precision, module: nn.Module, args: tuple, kwargs: dict) -> tuple[nn.Module, tuple, dict]:

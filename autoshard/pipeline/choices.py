@@ -147,7 +147,7 @@ def described(best: Configuration, table: StageTable) -> tuple[PipelineStage, ..
             PipelineStage(
                 part.first, part.last, d, placed[d], kind.mesh((1,)).device.name, option.mesh, option.forward, option.backward, option.once,
                 best.transfer[v] if v + 1 < len(best.parts) else 0.0, best.run.peak_bytes[d], held[v], option.recompute,
-                parameters, layouts,
+                parameters, layouts, combination.mesh,
             )  # fmt: skip
         )
     return tuple(stages)

@@ -9,8 +9,9 @@ produced before position r and read after it, flops(a, b) of the ops between two
 parameter (masks, rotary tables) belong to no layer: every stage computes its own copy.
 
 A backward op belongs to the lowest layer among the gradients that it reads; it belongs to a lower one if it also reads a parameter or
-a forward value that only a lower layer uses. A backward op that reads no gradient belongs to the layer of its inputs or, if several
-layers use these, to the layer that reads its output (`_backward_layers`). Layers are merged if a forward value would flow to a lower
+a forward value that only a lower layer uses, or if only the gradient of a lower layer's parameter needs it (a sum of what arrives, for
+the bias at a layer's end). A backward op that reads no gradient belongs to the layer of its inputs or, if several layers use these, to
+the layer that reads its output (`_backward_layers`). Layers are merged if a forward value would flow to a lower
 layer, or a backward value to a higher one (`_merged`).
 """
 
@@ -230,6 +231,23 @@ def _backward_layers(graph: Graph, of: list[int], last: int) -> None:
         forward = [of[a] for a, _ in graph.ops[i].inputs if not graph.ops[a].backward]
         of[i] = max([*(of[j] for j, _ in graph.users.get((i, 0), ()) if of[j] >= 0), *forward], default=last)
         of[i] = last if of[i] < 0 else of[i]
+    for result in graph.results:
+        if result.kind == "gradient" and result.value is not None and result.name in graph.parameters:
+            layer = home((graph.parameters[result.name], 0))
+            if layer is not None:
+                _lower_to(graph, of, result.value[0], layer)
+
+
+def _lower_to(graph: Graph, of: list[int], i: int, layer: int) -> None:
+    """Moves a backward op, and the ops that only it needs, down to a layer."""
+    waiting = [i]
+    while waiting:
+        i = waiting.pop()
+        op = graph.ops[i]
+        readers = [j for k in range(len(op.outputs)) for j, _ in graph.users.get((i, k), ())]
+        if op.backward and not op.is_placeholder and of[i] > layer and all(of[j] <= layer for j in readers):
+            of[i] = layer
+            waiting += [a for a, _ in op.inputs]
 
 
 def _is_free(graph: Graph, of: list[int], value: Value) -> bool:

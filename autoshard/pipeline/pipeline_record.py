@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from autoshard.mesh import Mesh
+from autoshard.pipeline.schedules import Schedule, schedule_of
+from autoshard.reading import data_of
 from autoshard.solution import Placed
 from autoshard.solution.files import write
 
@@ -29,13 +32,23 @@ class PipelineStage:
     recompute: bool
     parameters: dict[str, str]  # name: "S(0),R"
     layouts: dict[str, Placed] = field(default_factory=dict)  # of every op, by its name in the captured program
+    prices: Mesh | None = None  # the mesh of the stage with its prices, by which routes between layouts are chosen
 
     def to_dict(self, *, layouts: bool = False) -> dict[str, Any]:
-        data = asdict(self)
-        data["layouts"] = {name: placed.to_dict() for name, placed in self.layouts.items()}
-        if not layouts:
-            del data["layouts"]
+        data = asdict(replace(self, layouts={}, prices=None))
+        del data["layouts"], data["prices"]
+        if layouts:
+            data["layouts"] = {name: placed.to_dict() for name, placed in self.layouts.items()}
+            data["prices"] = None if self.prices is None else self.prices.to_dict()
         return data
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> PipelineStage:
+        """The inverse of `to_dict`; keys that it doesn't know are ignored."""
+        known = {key: data[key] for key in (f.name for f in fields(PipelineStage)) if key in data}
+        layouts = {name: Placed(**placed) for name, placed in data.get("layouts", {}).items()}
+        prices = None if data.get("prices") is None else Mesh.from_dict(data["prices"])
+        return PipelineStage(**{**known, "devices": tuple(data["devices"]), "mesh": tuple(data["mesh"]), "layouts": layouts, "prices": prices})
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,22 @@ class Pipeline:
     def gap(self) -> float:
         return (self.seconds - self.bound) / self.seconds if self.seconds else 0.0
 
+    @property
+    def num_groups(self) -> int:
+        """Of devices; a group has one stage or, in interleaved schedules, several."""
+        return 1 + max(stage.group for stage in self.stages)
+
+    @property
+    def timed(self) -> Schedule:
+        """The units of every device group, in order."""
+        return schedule_of(self.schedule, self.num_groups, self.microbatches, len(self.stages) // self.num_groups)
+
+    @property
+    def mesh(self) -> Mesh:
+        """All devices of the cluster as one axis, for `device_mesh`."""
+        kinds = self.assumptions.get("cluster") or [{"nodes": 1, "devices": 1 + max(max(stage.devices) for stage in self.stages)}]
+        return Mesh.from_bandwidths((sum(kind["nodes"] * kind["devices"] for kind in kinds),))
+
     def to_dict(self, *, layouts: bool = False) -> dict[str, Any]:
         """Plain data: the keys of `autoshard pipeline --json`. layouts: include those of every op."""
         return {
@@ -74,3 +103,16 @@ class Pipeline:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything, layouts included, as JSON, atomically."""
         write(self.to_dict(layouts=True), path)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Pipeline:
+        """What `save` or `autoshard pipeline --out` wrote. ValueError in one sentence on anything else."""
+        data = data_of(path, "pipeline")
+        names = {"bound_seconds": "bound", "exposed_communication_seconds": "exposed_communication"}
+        known = {f.name for f in fields(Pipeline)}
+        values = {name: value for key, value in data.items() if (name := names.get(key, key)) in known}
+        try:
+            stages = tuple(map(PipelineStage.from_dict, data["stages"]))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not a sound pipeline: {error}; expected what `autoshard pipeline --out` wrote, so plan again") from None
+        return Pipeline(**{**values, "stages": stages, **{key: tuple(data[key]) for key in ("configurations", "speed_up", "budgets")}})

@@ -48,6 +48,7 @@ class PipelineOptions:
     microbatches: Sequence[int] | None = None  # numbers to try; None: the powers of two that divide the batch, 32 at most
     schedules: Sequence[str] = ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1")
     layers: int | None = None  # the number of layers that the model is clustered into
+    stages: int | None = None  # device groups of the pipeline; None: as many as is best
     recompute: str = "auto"  # whether stages may recompute their activations: auto, never, always
     budgets: Sequence[float] = ()  # bytes per device: further limits to report on
     grid: bool = True  # also consider data x tensor x pipeline with fixed layouts
@@ -63,9 +64,9 @@ class PipelineOptions:
         for limit in (self.memory_limit, *self.budgets):
             if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0):
                 raise ValueError(f"a memory limit is {limit!r}; expected a positive number of bytes per device")
-        for count in self.microbatches or ():
+        for count in (*(self.microbatches or ()), *(() if self.stages is None else (self.stages,))):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise ValueError(f"microbatches has {count!r}; expected whole numbers of 1 or more")
+                raise ValueError(f"microbatches or stages has {count!r}; expected whole numbers of 1 or more")
 
 
 @in_turn
@@ -136,7 +137,7 @@ class _Search:
                     continue
                 self.tight = table.plan(self.tight)
             with self.watch.phase("divide", f"dividing into stages for {K} microbatches", 0.8 * (n + 1) / len(counts)):
-                configurations += choices_of(table, self.options.schedules, grid=self.options.grid)
+                configurations += [c for c in choices_of(table, self.options.schedules, grid=self.options.grid) if self._wanted(c)]
         with self.watch.phase("finish", "planning the stages of the best", 0.85):
             best, configurations = self._settled(configurations)
             if best is None:
@@ -144,6 +145,9 @@ class _Search:
             budgets = self._budgets()
         with self.watch.phase("describe", "writing the pipeline", 0.95):
             return self._pipeline(best, configurations, budgets)
+
+    def _wanted(self, configuration: Configuration) -> bool:
+        return self.options.stages in (None, configuration.groups)
 
     def _counts(self) -> list[int]:
         """The numbers of microbatches, those near the number of devices first: they are most often the best."""
@@ -238,7 +242,7 @@ class _Search:
         return {
             "cluster": kinds, "training": self.options.training, "optimizer": self.options.optimizer, "recompute": self.options.recompute,
             "layers": layers.count, "batch": batch_of(self.inputs), "microbatches": sorted(self.tables), **self.captures,
-            "schedules": list(self.options.schedules),
+            "schedules": list(self.options.schedules), "layers_asked": self.options.layers,
         }  # fmt: skip
 
     def _budgets(self) -> list[dict]:

@@ -1,0 +1,110 @@
+"""Plans that run on torch.distributed: of one program (lower.parallelize), and pipelines."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.capture import capture_module, constants, deep_enough, in_turn, input_names
+from autoshard.lower import faults
+from autoshard.lower import parallelize as plans
+from autoshard.lower.pipeline_verify import verify_stages
+from autoshard.lower.pipelines import CapturedPipeline, parallel_pipeline
+from autoshard.pipeline.microbatches import microbatch
+from autoshard.pipeline.pipeline_record import Pipeline
+from autoshard.pipeline.schedules import SCHEDULES
+from autoshard.pipeline.to_run import to_run, with_schedule
+from autoshard.solution import Solution
+
+
+def parallelize(
+    model: nn.Module,
+    solution: Solution | Pipeline,
+    device_mesh: DeviceMesh,
+    *,
+    example_inputs: Any = None,
+    from_first_rank: bool = True,
+    timeout: float = 50.0,
+    schedule: str | None = None,
+) -> nn.Module:
+    """The model as a module that runs `solution` on `device_mesh`; every rank of the mesh calls this.
+
+    The result is a copy of the model (which is left as it is) with DTensor parameters under their own names, in the layouts of the
+    plan. Call it like the model, with tensors of the planned global shape, the same on every rank, or with DTensors:
+    `shard_inputs(batch)` makes them from global inputs of any shape, `shard_inputs(batch, local=True)` from this rank's shards. Replicated
+    results are plain tensors, all others DTensors. Hooks on submodules and calls of submodules are refused: the plan's graph runs instead.
+    A plan made with training=True can be differentiated: `loss.backward()`, any optimizer, gradients add up over calls. With several
+    microbatches, iterate `model.microbatches(batch)` for a step: a call outside of it is a step of its own.
+
+    from_first_rank: all ranks use rank 0's parameters (False: all ranks hold the same ones already). The parameters of a model on the meta
+    device are nan until `load_state_dict` or torch.distributed.checkpoint fills them. timeout: seconds after which a rank that does not
+    answer counts as lost. example_inputs: capture now instead of with the first call.
+
+    A pipeline (`autoshard.pipeline`, `autoshard.load_pipeline`) needs example_inputs, those of the full batch. Each rank's copy has the
+    parameters of its stages; `loss = model.step(*inputs)` runs forward and backward of a batch, `model.evaluate(*inputs)` the forward,
+    `model.clip_grad_norm_(max_norm)` clips over all stages, and the optimizer is one of `model.parameters()` per rank. schedule: instead of the
+    pipeline's own another one of autoshard, a class of torch.distributed.pipelining ("InterleavedZeroBubble"), or a file `.csv` of its units.
+
+    ValueError, the same on every rank, where mesh, model and plan don't belong together; RankLost (a RuntimeError) when a rank dies.
+    """
+    options: dict[str, Any] = {"from_first_rank": from_first_rank, "timeout": timeout}
+    if not isinstance(solution, Pipeline):
+        if schedule is not None:
+            raise ValueError(f"schedule is {schedule!r}, but the plan has no stages; only a pipeline has a schedule")
+        return plans.parallelize(model, solution, device_mesh, example_inputs=example_inputs, **options)
+    if example_inputs is None:
+        raise ValueError("a pipeline is captured before it runs; give example_inputs=(...), the inputs of the full batch (meta tensors will do)")
+    pipeline = solution
+    if schedule in SCHEDULES:
+        assert schedule is not None
+        pipeline, schedule = with_schedule(solution, schedule), None
+
+    def captured(on_meta: nn.Module) -> CapturedPipeline:
+        return captured_pipeline(on_meta, example_inputs, pipeline)
+
+    with deep_enough(model):
+        return parallel_pipeline(
+            model, captured, device_mesh, pipeline.mesh.num_devices, example_inputs, schedule=schedule, **options
+        )
+
+
+def captured_pipeline(model: nn.Module, example_inputs: Any, pipeline: Pipeline) -> CapturedPipeline:
+    """The stages of `pipeline` in this model. ValueError where it is of another model."""
+    part = microbatch(example_inputs, pipeline.microbatches)
+    captured = capture_module(model, part, training=bool(pipeline.assumptions.get("training", True)))
+    plan = to_run(pipeline, captured.graph, input_names(model, example_inputs), example_inputs)
+    return CapturedPipeline(plan, plans.constants_of(model, captured.graph, constants(captured.fx_graph)))
+
+
+def load_pipeline(path: str | os.PathLike[str]) -> Pipeline:
+    """What `autoshard pipeline --out` or `Pipeline.save` wrote. ValueError in one sentence on anything else."""
+    return Pipeline.load(path)
+
+
+@in_turn
+def verify_pipeline(model: nn.Module, example_inputs: Any, pipeline: Pipeline, *, seed: int = 0, plant_fault: bool = False) -> dict[str, Any]:
+    """Run a pipeline on all ranks of all its stages, in this process, and compare the loss and every gradient with the unsharded model.
+
+    example_inputs: those of the full batch; on the meta device they get seeded values, and so does the model. plant_fault: the negative
+    control, one layout is falsified and the answer must be no. Returns `ok`, `ranks`, `max_relative_error_outputs`,
+    `max_relative_error_gradients`, `placement_mismatches` and `redistributes`. ValueError where the pipeline is of another model.
+    """
+    captured = captured_pipeline(model, example_inputs, pipeline)
+    plan = captured.plan
+    if plant_fault:
+        stage = max(plan.stages, key=lambda one: one.mesh.num_devices)
+        wrong = replace(stage, layouts=faults.plant_fault(stage.layouts, stage.graph, stage.mesh, seed))
+        plan = replace(plan, stages=tuple(wrong if one is stage else one for one in plan.stages))
+    verification = verify_stages(model, example_inputs, plan, captured.constants, seed)
+    return {
+        "ok": verification.ok,
+        "ranks": verification.ranks,
+        "max_relative_error_outputs": verification.max_relative_error_outputs,
+        "max_relative_error_gradients": verification.max_relative_error_gradients,
+        "placement_mismatches": [mismatch.as_json() for mismatch in verification.placement_mismatches],
+        "redistributes": verification.redistributes,
+    }

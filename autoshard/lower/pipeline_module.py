@@ -1,0 +1,217 @@
+"""A model that runs as a pipeline: each rank's copy holds the parameters of its stages, under the model's own names.
+
+    loss = model.step(tokens, targets)    the whole batch, forward and backward of all its microbatches; p.grad is set
+    model.clip_grad_norm_(1.0)            by the norm over all stages
+    optimizer.step()                      of this rank's stages
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autoshard.lower.agreement import rank_lost
+from autoshard.lower.call_inputs import BoundInputs, CallInputs
+from autoshard.lower.distribute import as_dtensor
+from autoshard.lower.sharding import shard_of_rank
+from autoshard.lower.stage_run import Place, StageRun, StepInputs, gradients_of
+from autoshard.lower.stages import Stages
+from autoshard.lower.traced_call import local
+from autoshard.lower.transfers import exchange
+from autoshard.mesh import Mesh
+from autoshard.solution.staged import PipelineToRun
+
+
+@dataclass(eq=False)
+class PipelineRunner:
+    """The state of a pipeline on one rank beside its parameters."""
+
+    plan: PipelineToRun
+    stages: Stages
+    runs: list[StageRun]  # this rank's stages
+    schedule: Any  # of torch.distributed.pipelining; None on a rank without a stage
+    inputs: CallInputs
+    planned: BoundInputs  # the inputs of a step, on meta
+    place: Place
+    meshes: dict[str, tuple[Mesh, tuple[int, ...]]]  # of this rank's parameters and buffers: the mesh, and its coordinate there
+
+    @property
+    def group(self) -> int:
+        return self.runs[0].stage.group if self.runs else -1
+
+    def run(self, args: tuple, kwargs: dict, weights: Sequence[float] | None, *, training: bool) -> Tensor:
+        """The weighted sum of the microbatches' losses, on every rank."""
+        K = self.plan.microbatches
+        shares = [1.0 / K] * K if weights is None else list(map(float, weights))
+        if len(shares) != K:
+            raise ValueError(f"a step has {len(shares)} weights; expected one for each of the {K} microbatches")
+        inputs = StepInputs(self._microbatches(self._bound(args, kwargs)), dict(enumerate(shares)))
+        losses: list[Tensor] = []
+        with rank_lost("running a step of the pipeline"):
+            if self.runs:
+                for one in self.runs:
+                    one.begin(inputs)
+                run = self.schedule.step if training else self.schedule.eval
+                run(target=torch.zeros(K, 1), losses=losses, return_outputs=False)
+            return self._shared([share * loss for share, loss in zip(shares, losses)])
+
+    def _bound(self, args: tuple, kwargs: dict) -> BoundInputs:
+        bound = self.inputs.of_call(args, kwargs)
+        if bound.key != self.planned.key:
+            given = ", ".join(f"{name} of {shape}" for name, shape in zip(bound.names, bound.shapes))
+            wanted = ", ".join(f"{name} of {shape}" for name, shape in zip(self.planned.names, self.planned.shapes))
+            raise ValueError(f"the inputs of a step are {given}; the pipeline was made for {wanted}: give it that, or example_inputs like these")
+        return bound
+
+    def _microbatches(self, bound: BoundInputs) -> Any:
+        """The global tensor of an input in a microbatch."""
+        K, split = self.plan.microbatches, self.plan.split
+        parts = {name: x.chunk(K) if name in split else (x,) * K for name, x in bound.tensors.items()}
+        return lambda name, k: parts[name][k]
+
+    def _shared(self, losses: Sequence[Tensor]) -> Tensor:
+        """The last stage's loss, on every rank."""
+        last = self.stages.of[-1]
+        dtype = getattr(torch, next(r.slot.dtype for r in last.program.results if r.key == "output:0"))
+        total = torch.stack(list(losses)).sum().to(dtype) if losses else torch.zeros((), dtype=dtype, device=self.place.device)
+        dist.broadcast(total, src=last.devices[0], group=self.place.sends)
+        return total
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's shards of the step's gradients; of a parameter that several groups hold, the sum over them."""
+        gradients = gradients_of(self.runs)
+        place = self.place
+        with rank_lost("adding the gradients of shared parameters"):
+            for copy in self.stages.copies:
+                if self.group not in copy.groups:
+                    continue
+                mine = {f"{copy.name}@{self.group}": gradients[copy.name]}
+                for x in exchange(copy.there, place.rank, mine, place.device, place.sends).values():
+                    gradients[copy.name] = gradients[copy.name] + x
+                sums = {one.name: gradients[copy.name] for one in copy.back}
+                for x in exchange(copy.back, place.rank, sums, place.device, place.sends).values():
+                    gradients[copy.name] = x
+        return gradients
+
+    def copied(self) -> set[str]:
+        """This rank's parameters that an earlier device group holds, too."""
+        return {copy.name for copy in self.stages.copies if self.group in copy.groups[1:]}
+
+    def placed(self, name: str, value: Tensor, held: Tensor) -> Tensor:
+        """A global tensor in the layout of a parameter or buffer; DTensors stay as they are."""
+        if isinstance(value, DTensor) or not isinstance(held, DTensor) or value.shape != held.shape:
+            return value
+        mesh, where = self.meshes[name]
+        shard = shard_of_rank(value.to(held.dtype), tuple(held.placements), mesh, where)
+        return as_dtensor(shard.to(self.place.device).contiguous(), held._spec)
+
+
+class PipelineModule(nn.Module):
+    """The methods that replace the model's own in a pipeline."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError("a pipeline can't be called: model.step(*inputs) runs forward and backward of a batch, model.evaluate the forward")
+
+    def step(self, *args: Any, weights: Sequence[float] | None = None, **kwargs: Any) -> Tensor:
+        """Forward and backward of a batch: the loss, the same on every rank; gradients are added to every p.grad.
+
+        args, kwargs: the model's inputs, those of all microbatches, the same global tensors on every rank. The loss is the mean of the
+        microbatches' losses; weights: of each of them instead. Every rank calls this. ValueError where the inputs are not of the planned
+        shapes, RankLost where a rank dies.
+        """
+        runner: PipelineRunner = self.__dict__["_runner"]
+        if not runner.plan.training:
+            raise ValueError("the pipeline was planned for inference: it has no backward pass; plan it for training, or call evaluate()")
+        loss = runner.run(args, kwargs, weights, training=True)
+        named = dict(self.named_parameters(remove_duplicate=False))
+        with torch.no_grad():
+            for name, x in runner.gradients().items():
+                parameter = named[name]
+                gradient = as_dtensor(x, parameter._spec)
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        return loss
+
+    def evaluate(self, *args: Any, weights: Sequence[float] | None = None, **kwargs: Any) -> Tensor:
+        """The loss of a batch, as `step` without gradients and without dropout. Every rank calls this."""
+        return self.__dict__["_runner"].run(args, kwargs, weights, training=False)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales the gradients of all stages so that their norm together is at most max_norm; the former norm. Every rank calls this."""
+        runner: PipelineRunner = self.__dict__["_runner"]
+        own = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+        counted = [grad for name, grad in own.items() if name not in runner.copied()]
+        norms = [torch.linalg.vector_norm(grad, norm_type) for grad in counted]
+        whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in norms]
+        first = runner.runs and runner.runs[0].stage.devices[0] == runner.place.rank
+        total = _combined(whole if first else [], norm_type, runner.place.device)
+        with rank_lost("adding the norms of the stages' gradients"):
+            dist.all_reduce(total, dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM, group=runner.place.sends)
+        norm = total if norm_type == torch.inf else total ** (1.0 / norm_type)
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for grad in own.values():
+            local(grad).mul_(scale.to(grad.dtype))
+        return norm
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As the model's own, of this rank's names; also of the whole model's global tensors, the same on every rank."""
+        runner: PipelineRunner = self.__dict__["_runner"]
+        held = {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers(remove_duplicate=False))}
+        own = {name: runner.placed(name, x, held[name]) if name in held else x for name, x in state_dict.items() if self._knows(name, held)}
+        return super().load_state_dict(own, strict=strict, assign=assign)
+
+    def _knows(self, name: str, held: Mapping[str, Tensor]) -> bool:
+        """Whether a key is this rank's, or none of the model's at all, so that it is reported."""
+        return name in held or name not in self.__dict__["_elsewhere"]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError("a pipeline can't be pickled, as it holds its mesh; save its values with autoshard.save_checkpoint")
+
+
+def _combined(norms: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The norms of several gradients to the power of the norm's type, added up; the largest one for inf."""
+    if not norms:
+        return torch.zeros((), device=device)
+    together = torch.stack([norm.float() for norm in norms])
+    return together.max() if norm_type == torch.inf else (together**norm_type).sum()
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------------------------
+
+
+def of_all_stages(module: PipelineModule, state: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's part of a checkpoint of the whole model: no parameter twice, and parameter groups with the names of all stages."""
+    copied = _copied_names(module)
+    whole = {**state, "model": {name: x for name, x in state["model"].items() if name not in copied}}
+    if "optimizer" in state:
+        own = state["optimizer"]
+        kept = {name: x for name, x in own["state"].items() if name not in copied}
+        groups: list[Any] = [None] * dist.get_world_size()
+        with rank_lost("collecting the parameter groups"):
+            dist.all_gather_object(groups, [group["params"] for group in own["param_groups"]])
+        names = [list(dict.fromkeys(name for of_rank in groups for name in of_rank[k])) for k in range(len(own["param_groups"]))]
+        merged = [{**group, "params": params} for group, params in zip(own["param_groups"], names)]
+        whole["optimizer"] = {**own, "state": kept, "param_groups": merged}
+    return whole
+
+
+def of_this_rank(module: PipelineModule, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A loaded checkpoint with parameter groups of this rank's parameters only."""
+    if "optimizer" not in state:
+        return dict(state)
+    held = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    groups = [{**group, "params": [name for name in group["params"] if name in held]} for group in state["optimizer"]["param_groups"]]
+    return {**state, "optimizer": {**state["optimizer"], "param_groups": groups}}
+
+
+def _copied_names(module: PipelineModule) -> set[str]:
+    """All names of this rank's parameters that an earlier device group holds and saves."""
+    named = list(module.named_parameters(remove_duplicate=False))
+    copied = {id(p) for name, p in named if name in module.__dict__["_runner"].copied()}
+    return {name for name, p in named if id(p) in copied}

@@ -1,0 +1,205 @@
+"""Does a pipeline compute what the model computes? All ranks of all stages run in this process, microbatch after microbatch.
+
+    x      loss and gradients of the unsharded model: the mean over the microbatches
+    x~     the same with parameters that are perturbed by their own rounding
+    y      of the stages: programs on simulated ranks, values cut into the pieces that the ranks would send, sums reduced once per step
+    error = max |y - x| / max(max |x|, 8 max |x~ - x| / tolerance)                                          as in lower.verify
+
+A stage that fails to run is a placement mismatch; there is nothing to compare then.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autoshard.capture import input_names
+from autoshard.layout import text
+from autoshard.lower.fx_program import first_of_backward
+from autoshard.lower.kernels.dropout import draws
+from autoshard.lower.program import LoadPlaceholder, ReturnResult
+from autoshard.lower.run import World
+from autoshard.lower.sharding import assemble, gap, largest, reduced
+from autoshard.lower.stages import Stage, Stages, lower_stages
+from autoshard.lower.transfers import simulated
+from autoshard.lower.unsharded import index_bounds, seeded
+from autoshard.lower.verify import NOISE, REAL, TOLERANCES, Mismatch, Verification
+from autoshard.solution.staged import RECEIVED, SENT, PipelineToRun
+
+Values = dict[str, list[Tensor]]  # by name, a local tensor for each device of a stage
+
+
+@torch.no_grad()
+def verify_stages(model: nn.Module, example_inputs: Any, plan: PipelineToRun, constants: Mapping[str, Tensor], seed: int = 0) -> Verification:
+    """Loss and gradients of the stages against the unsharded model, on seeded values where the model has none.
+
+    ValueError where a stage can't be lowered, or draws random numbers.
+    """
+    if any(draws(op.target) for stage in plan.stages for op in stage.graph.ops if not op.is_placeholder):
+        raise ValueError("the model draws random numbers (dropout), so that a pipeline can't be compared with it; plan and verify model.eval()")
+    stages = lower_stages(plan)
+    bounds: dict[str, int] = {}
+    for stage in plan.stages:
+        for name, size in index_bounds(stage.graph).items():
+            bounds[name] = min(size, bounds.get(name, size))
+    module, args, kwargs = seeded(model, example_inputs, bounds, seed)
+    names, leaves = input_names(model, example_inputs), pytree.tree_leaves((args, kwargs))
+    inputs = {name: x for name, x in zip(names, leaves, strict=True) if isinstance(x, Tensor)}
+    state = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+    values = {**constants, **{name: x.detach().clone() for name, x in state.items()}}
+    dtype = _least_precise(plan)
+    tolerance, devices = TOLERANCES[dtype][0], len({device for stage in plan.stages for device in stage.devices})
+    moved = sum(stage.program.redistributes for stage in stages.of)
+    try:
+        results = _Simulation(stages, plan, values, inputs).run()
+    except _Failed as failure:
+        return Verification(devices, 0.0, 0.0, 0.0, (failure.mismatch,), moved, tolerance)
+    expected = _reference(module, args, kwargs, plan, inputs)
+    perturbed = _reference(_perturbed(module, torch.finfo(getattr(torch, dtype)).eps, seed), args, kwargs, plan, inputs)
+    worst = {"output": 0.0, "gradient": 0.0}
+    for key, y in results.items():
+        x, kind = expected[key], key.split(":")[0]
+        size = max(largest(x), NOISE * gap(x, perturbed[key]) / tolerance)
+        worst[kind] = max(worst[kind], gap(y.to(x.dtype), x) / size if size else gap(y, x))
+    return Verification(devices, worst["output"], worst["gradient"], 0.0, (), moved, tolerance)
+
+
+def _least_precise(plan: PipelineToRun) -> str:
+    dtypes = {t.dtype for stage in plan.stages for op in stage.graph.ops for t in op.outputs if t is not None}
+    floats = [REAL.get(dtype, dtype) for dtype in dtypes if REAL.get(dtype, dtype) in TOLERANCES]
+    return max(floats, key=list(TOLERANCES).index, default="float32")
+
+
+def _part(plan: PipelineToRun, inputs: Mapping[str, Tensor], k: int) -> dict[str, Tensor]:
+    """The inputs of microbatch k."""
+    return {name: x.chunk(plan.microbatches)[k] if name in plan.split else x for name, x in inputs.items()}
+
+
+@torch.enable_grad()
+def _reference(module: nn.Module, args: tuple, kwargs: dict, plan: PipelineToRun, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The model's mean loss over the microbatches, and its gradients."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    by_id = {id(x): name for name, x in inputs.items()}
+    module.zero_grad()
+    total: Any = 0.0
+    for k in range(plan.microbatches):
+        part = _part(plan, inputs, k)
+        one, named = pytree.tree_unflatten([part[by_id[id(x)]] if id(x) in by_id else x for x in leaves], spec)
+        returned = module(*one, **named)
+        loss = next(x for x in pytree.tree_leaves(returned) if isinstance(x, Tensor)) / plan.microbatches
+        if plan.training:
+            loss.backward()
+        total = total + loss.detach()
+    named = module.named_parameters(remove_duplicate=False)
+    return {"output:0": total, **{f"gradient:{name}": p.grad.clone() for name, p in named if p.grad is not None}}
+
+
+def _perturbed(module: nn.Module, eps: float, seed: int) -> nn.Module:
+    changed, generator = copy.deepcopy(module), torch.Generator().manual_seed(seed)
+    for p in changed.parameters():
+        p.mul_((1 + (2 * torch.rand(p.shape, generator=generator) - 1) * 2 * eps).to(p.dtype))
+    return changed
+
+
+# -- the stages on simulated ranks ---------------------------------------------------------------------------------------------------
+
+
+class _Failed(Exception):
+    """A stage could not run."""
+
+    def __init__(self, mismatch: Mismatch):
+        super().__init__(mismatch)
+        self.mismatch = mismatch
+
+
+class _Simulation:
+    """A step: for each microbatch all forward passes, then all backward passes from the last stage."""
+
+    def __init__(self, stages: Stages, plan: PipelineToRun, values: Mapping[str, Tensor], inputs: Mapping[str, Tensor]):
+        self.stages, self.plan, self.values, self.inputs = stages.of, plan, values, inputs
+        self.loss: Tensor | float = 0.0
+        self.sums: list[Values] = [{} for _ in stages.of]
+
+    def run(self) -> dict[str, Tensor]:
+        for k in range(self.plan.microbatches):
+            tangents = {op.name: _tangent(op, self.plan) for s in self.stages for op in s.graph.ops if op.kind == "tangent"}
+            values = {**self.values, **_part(self.plan, self.inputs, k), **tangents}
+            passes = [_Pass(stage, values) for stage in self.stages]
+            for forward in (True, False) if self.plan.training else (True,):
+                held: Values = {}
+                for one in passes if forward else reversed(passes):
+                    held = self._run(one, forward, held)
+        gradients = dict[str, Tensor]()
+        for stage, sums in zip(self.stages, self.sums, strict=True):
+            for name, x in _reduced(stage, sums):
+                gradients[name] = gradients[name] + x if name in gradients else x
+        return {"output:0": torch.as_tensor(self.loss), **gradients}
+
+    def _run(self, one: _Pass, forward: bool, held: Values) -> Values:
+        """One pass of a stage: what it sends on, of what the stage before it held."""
+        stage = one.stage
+        received = {}
+        for transfer in stage.arrives[forward]:
+            senders = self.stages[stage.index + (-1 if forward else 1)].devices
+            arrived = simulated(transfer, dict(zip(senders, held[transfer.name], strict=True)))
+            received[transfer.name] = [arrived[device] for device in stage.devices]
+        results = one.run(forward, received)
+        for key, tensors in results.items():
+            kind, name = key.split(":", 1)
+            if key == "output:0":
+                self.loss = self.loss + assemble(tensors, one.layouts[key], stage.mesh) / self.plan.microbatches
+            elif kind == "gradient" and not name.startswith(SENT):
+                former = self.sums[stage.index].get(name)
+                self.sums[stage.index][name] = tensors if former is None else [a + b for a, b in zip(former, tensors, strict=True)]
+        sent = {key.split(SENT, 1)[1]: tensors for key, tensors in results.items() if f":{SENT}" in key}
+        return {**received, **sent}
+
+
+class _Pass:
+    """A stage's program in one microbatch: its forward records, later its backward records."""
+
+    def __init__(self, stage: Stage, values: Mapping[str, Tensor]):
+        self.stage, self.values, self.world = stage, values, World(stage.mesh)
+        self.layouts = {record.key: record.slot.layout for record in stage.program.results}
+        records, end = stage.program.records, first_of_backward(stage.program, stage.graph)
+        late = {id(r) for r in records[:end] if isinstance(r, LoadPlaceholder) and stage.graph.ops[r.slot.value[0]].kind == "tangent"}
+        self.records = {True: [r for r in records[:end] if id(r) not in late], False: [r for r in records if id(r) in late] + list(records[end:])}
+
+    def run(self, forward: bool, received: Values) -> Values:
+        """The results of a pass. received: by name, in the layouts in which they arrive."""
+        results: Values = {}
+        for record in self.records[forward]:
+            try:
+                if isinstance(record, ReturnResult):
+                    results[record.key] = self.world.held[record.slot.name]
+                elif isinstance(record, LoadPlaceholder) and record.name.startswith(RECEIVED):
+                    self.world.held[record.slot.name] = received[record.name.removeprefix(RECEIVED)]
+                else:
+                    self.world.do(record, self.values)
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                raise _Failed(_mismatch(record, error)) from error
+        return results
+
+
+def _mismatch(record: Any, error: Exception) -> Mismatch:
+    slot = next((s for s in getattr(record, "outputs", ()) if s is not None), None) or getattr(record, "target", None)
+    planned = "" if slot is None or isinstance(slot, str) else text(slot.layout)
+    return Mismatch(getattr(record, "name", type(record).__name__), 0, planned, str(error).splitlines()[0][:200])
+
+
+def _tangent(op: Any, plan: PipelineToRun) -> Tensor:
+    return torch.full(op.output.shape, 1.0 / plan.microbatches, dtype=getattr(torch, op.output.dtype))
+
+
+def _reduced(stage: Stage, sums: Values) -> Iterator[tuple[str, Tensor]]:
+    """The gradients of a stage in the layouts of their parameters, as global tensors."""
+    for name, tensors in sums.items():
+        world, move = World(stage.mesh), stage.reductions[name]
+        world.held[move.source.name] = tensors
+        moved = world.redistribute(move)
+        yield f"gradient:{name}", assemble(reduced(moved, move.target.layout, stage.mesh), move.target.layout, stage.mesh, tolerance=1e-4)

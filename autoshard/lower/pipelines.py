@@ -1,0 +1,288 @@
+"""Runs a pipeline plan: each rank holds its stages, and torch.distributed.pipelining's runtime runs their graphs in the plan's order.
+
+plan    = the stages' programs of one microbatch      captured on the first rank, shared with all
+stages  = lower_stages(plan)                          programs, and the pieces that go from device to device
+runs    = this rank's stages as stages of torch       StageRun
+module  = a copy of the model with this rank's parameters, as DTensors on the meshes of their stages
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime, get_schedule_class
+
+from autoshard.capture import input_names
+from autoshard.capture.held import filled, listed
+from autoshard.layout import Layout, replicated
+from autoshard.lower.agreement import agree, rank_lost, share
+from autoshard.lower.call_inputs import CallInputs
+from autoshard.lower.collectives import Groups
+from autoshard.lower.distribute import copy_with, distributed, on_meta
+from autoshard.lower.gpus import check_gpus
+from autoshard.lower.module import refuse_parts
+from autoshard.lower.pipeline_module import PipelineModule, PipelineRunner
+from autoshard.lower.sharding import shard_of_rank
+from autoshard.lower.stage_graphs import stage_graphs
+from autoshard.lower.stage_run import Place, StageRun
+from autoshard.lower.stages import Stage, Stages, lower_stages
+from autoshard.mesh import Mesh
+from autoshard.solution.staged import PipelineToRun
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedPipeline:
+    """What the first rank captures for all."""
+
+    plan: PipelineToRun
+    constants: dict[str, Tensor]  # that the program reads beside parameters, buffers and inputs
+
+
+def parallel_pipeline(
+    model: nn.Module,
+    captured: Callable[[nn.Module], CapturedPipeline],
+    device_mesh: DeviceMesh,
+    num_devices: int,
+    example_inputs: Any,
+    *,
+    schedule: str | None = None,
+    from_first_rank: bool = True,
+    timeout: float = 50.0,
+) -> nn.Module:
+    """The model as a pipeline; every rank of the mesh calls this. captured: of the model on the meta device, called on the first rank.
+
+    schedule: a class of torch.distributed.pipelining or a file `.csv` of units (F, B, I, W) per device group, instead of the plan's order.
+    """
+    agree(_complaint(device_mesh, num_devices), "comparing pipeline and mesh")
+    if device_mesh.device_type == "cuda":
+        check_gpus()
+    program = _captured_for_all(on_meta(model), captured)
+    plan, ranks = program.plan, device_mesh.mesh.flatten().tolist()
+    stages, complaint = None, None
+    try:
+        stages = lower_stages(_on_ranks(plan, ranks), device=device_mesh.device_type)
+    except ValueError as error:
+        complaint = str(error)
+    agree(complaint, "lowering the stages")
+    assert stages is not None
+    meshes = _device_meshes(stages, device_mesh.device_type, timeout)
+    place = _place(device_mesh.device_type, timeout)
+    mine = [stage for stage in stages.of if place.rank in stage.devices]
+    module, held_on = _module(model, stages, mine, meshes, place, from_first_rank=from_first_rank)
+    halved = schedule is not None or any(kind == "W" for units in plan.order for kind, *_ in units)
+    runs = [_run(stage, module, meshes[_key(stage)], program.constants, place, len(stages.of), halved=halved) for stage in mine]
+    for before, run in zip(runs, runs[1:]):
+        run.before = before
+    torch_schedule, complaint = None, None
+    try:
+        torch_schedule = _schedule(runs, plan, schedule)
+    except (ValueError, AssertionError, OSError) as error:
+        complaint = f"the schedule {schedule or ''} can't run this pipeline: {error}"
+    agree(complaint, "preparing the schedule")
+    inputs, planned = _inputs(model, example_inputs, device_mesh)
+    sharded: Any = module
+    sharded.__dict__["_runner"] = PipelineRunner(plan, stages, runs, torch_schedule, inputs, planned, place, held_on)
+    return module
+
+
+def _complaint(device_mesh: DeviceMesh, num_devices: int) -> str | None:
+    world, size = dist.get_world_size(), device_mesh.size()
+    if world != num_devices:
+        return f"{world} ranks run, but the pipeline is for {num_devices} devices; start {num_devices} ranks or plan for another cluster"
+    if size != num_devices:
+        return f"the device mesh has {size} devices, but the pipeline is for {num_devices}; make a mesh of all ranks"
+    return None
+
+
+def _captured_for_all(model: nn.Module, captured: Callable[[nn.Module], CapturedPipeline]) -> CapturedPipeline:
+    program, complaint = None, None
+    if dist.get_rank() == 0:
+        try:
+            program = captured(model)
+            complaint = _not_runnable(program.plan)
+        except ValueError as error:
+            complaint = str(error)
+    return share(program, complaint, "capturing the model")
+
+
+def _not_runnable(plan: PipelineToRun) -> str | None:
+    graph = plan.stages[-1].graph
+    outputs = [r for r in graph.results if r.kind == "output" and not r.name.startswith("send:")]
+    loss = next((graph.tensor(r.value) for r in outputs if r.name == "0" and r.value is not None), None)
+    if loss is None or loss.shape != () or "float" not in loss.dtype:
+        found = "no tensor" if loss is None else f"a tensor of shape {loss.shape} and type {loss.dtype}"
+        return f"the model's first output is {found}; a pipeline runs a model that returns its loss, a scalar: give it the targets, too"
+    early = [stage for stage in plan.stages[:-1] for r in stage.graph.results if r.kind == "output" and not r.name.startswith("send:")]
+    if early:
+        return "an earlier stage than the last returns an output of the model; a pipeline runs a model that returns only its loss"
+    return None
+
+
+def _on_ranks(plan: PipelineToRun, ranks: list[int]) -> PipelineToRun:
+    """The plan's devices 0, 1, ... are the ranks of the device mesh, in its order."""
+    stages = tuple(replace(stage, devices=tuple(ranks[d] for d in stage.devices)) for stage in plan.stages)
+    return replace(plan, stages=stages)
+
+
+# -- meshes and groups --------------------------------------------------------------------------------------------------------------
+
+
+def _key(stage: Stage) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return stage.devices, stage.mesh.shape
+
+
+def _device_meshes(stages: Stages, device_type: str, timeout: float) -> dict[Any, DeviceMesh]:
+    """One per device group and shape; every rank makes all of them, as torch wants."""
+    meshes: dict[Any, DeviceMesh] = {}
+    with rank_lost("making the groups of the stages"):
+        for stage in stages.of:
+            if _key(stage) not in meshes:
+                ranks = torch.tensor(stage.devices).reshape(stage.mesh.shape)
+                mesh = meshes[_key(stage)] = DeviceMesh(device_type, ranks, mesh_dim_names=stage.mesh.axis_names)
+                for k in range(mesh.ndim if dist.get_rank() in stage.devices else 0):
+                    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), mesh.get_group(k))
+    return meshes
+
+
+def _place(device_type: str, timeout: float) -> Place:
+    with rank_lost("making the groups of the pipeline"):
+        sends = dist.new_group(timeout=timedelta(seconds=timeout))
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
+    return Place(dist.get_rank(), device, sends, alone)
+
+
+# -- parameters ---------------------------------------------------------------------------------------------------------------------
+
+
+def _module(
+    model: nn.Module, stages: Stages, mine: list[Stage], meshes: Mapping[Any, DeviceMesh], place: Place, *, from_first_rank: bool
+) -> tuple[nn.Module, dict[str, tuple[Mesh, tuple[int, ...]]]]:
+    """A copy of the model with the parameters and buffers of this rank's stages, and where each of them is."""
+    names = dict(_aliases(model))
+    homes: dict[str, tuple[Layout, Stage]] = {}
+    for stage in reversed(mine):
+        homes |= {name: (layout, stage) for name, layout in stage.parameters.items()}
+    read = {name for stage in stages.of for name in stage.parameters}
+    first = stages.of[0]
+    held_on: dict[str, tuple[Mesh, tuple[int, ...]]] = {}
+
+    def home(name: str) -> tuple[Layout, Stage] | None:
+        """The layout and stage of a tensor on this rank. What no stage reads is held by the devices of the first one."""
+        if not read & set(names[name]):
+            return (replicated(len(first.mesh.axes)), first) if place.rank in first.devices else None
+        return next((homes[other] for other in names[name] if other in homes), None)
+
+    def value(name: str, tensor: Tensor) -> Tensor:
+        values = _from_first(tensor, place) if from_first_rank and not tensor.is_meta else tensor
+        if (found := home(name)) is None:
+            return torch.empty_like(tensor, device="meta")
+        layout, stage = found
+        device_mesh = meshes[_key(stage)]
+        where = tuple(device_mesh.get_coordinate() or ())
+        held_on.update(dict.fromkeys(names[name], (stage.mesh, where)))
+        return distributed(values, layout, stage.mesh, device_mesh, from_first_rank=False)
+
+    copied: Any = copy_with(model, value)
+    elsewhere = set(_without(copied, held_on))
+    refuse_parts(copied)
+    copied.__class__ = type(f"Pipeline{type(model).__name__}", (PipelineModule, type(model)), {"__module__": type(model).__module__})
+    copied.__dict__["_elsewhere"] = elsewhere
+    return copied, held_on
+
+
+def _aliases(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Every name of a parameter or buffer with all names of that tensor."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    by_tensor: dict[int, list[str]] = {}
+    for name, tensor in named:
+        by_tensor.setdefault(id(tensor), []).append(name)
+    return ((name, tuple(by_tensor[id(tensor)])) for name, tensor in named)
+
+
+def _from_first(tensor: Tensor, place: Place) -> Tensor:
+    """The first rank's values."""
+    values = tensor.detach().to(place.device, copy=True, memory_format=torch.contiguous_format)
+    with rank_lost("sending the parameters"):
+        dist.broadcast(values.view(torch.uint8) if values.dtype == torch.bool else values, src=0, group=place.sends)
+    return values
+
+
+def _without(module: nn.Module, held: Mapping[str, Any]) -> Iterator[str]:
+    """Removes the parameters and buffers that are not held; their names."""
+    for prefix, part in module.named_modules():
+        for tensors in (part._parameters, part._buffers):
+            for name in list(tensors):
+                full = f"{prefix}.{name}" if prefix else name
+                if tensors[name] is not None and full not in held:
+                    tensors[name] = None
+                    yield full
+
+
+# -- runs ---------------------------------------------------------------------------------------------------------------------------
+
+
+def _run(
+    stage: Stage, module: nn.Module, device_mesh: DeviceMesh, constants: Mapping[str, Tensor], place: Place, num_stages: int, *, halved: bool
+) -> StageRun:
+    where, groups = tuple(device_mesh.get_coordinate() or ()), Groups.of(device_mesh)
+    graphs = stage_graphs(stage, groups, where, place.device.type, SPARE, halved=halved)
+    slots = graphs.of.slots
+    shards = {
+        name: shard_of_rank(x.to(place.device), slots[name].layout, stage.mesh, where).contiguous()
+        for name, x in constants.items()
+        if name in slots
+    }
+    return StageRun(stage, graphs, module, shards, place, where, groups, num_stages)
+
+
+SPARE = 5e5  # bytes by which overlapping collectives with compute may raise the peak of a stage
+
+
+def _schedule(runs: list[StageRun], plan: PipelineToRun, schedule: str | None) -> Any:
+    """torch's schedule of this rank's stages."""
+    if not runs:
+        return None
+    groups = {v: stage.group for v, stage in enumerate(plan.stages)}
+    for run in runs:
+        run.group_rank, run.group_size = run.stage.group, len(plan.order)
+        run.stage_index_to_group_rank = groups
+    options: dict[str, Any] = {"loss_fn": lambda output, target: output, "scale_grads": False}
+    if schedule is not None and not schedule.endswith(".csv"):
+        made = get_schedule_class(schedule)(runs, plan.microbatches, **options)
+    else:
+        made = _PipelineScheduleRuntime(runs, plan.microbatches, backward_requires_autograd=False, **options)
+        if schedule is None:
+            made._prepare_schedule_with_comms(_actions(plan))
+        else:
+            made._load_csv(schedule)
+    if dict(made.stage_index_to_group_rank) != groups:
+        raise ValueError(f"it has stages on groups {dict(made.stage_index_to_group_rank)}, the plan {groups}")
+    return made
+
+
+def _actions(plan: PipelineToRun) -> dict[int, list[_Action | None]]:
+    """The plan's order as torch's actions."""
+    of = _ComputationType
+    halved = any(kind == "W" for units in plan.order for kind, *_ in units)
+    kinds = {"F": of.FORWARD, "B": of.BACKWARD_INPUT if halved else of.FULL_BACKWARD, "W": of.BACKWARD_WEIGHT}
+    return {d: [_Action(stage, kinds[kind], k) for kind, k, stage in units] for d, units in enumerate(plan.order)}
+
+
+def _inputs(model: nn.Module, example_inputs: Any, device_mesh: DeviceMesh) -> tuple[CallInputs, Any]:
+    """How a step's inputs are bound to the plan's names, and those that are planned."""
+    names = input_names(model, example_inputs)
+    layouts = {name: replicated(device_mesh.ndim) for name in names}
+    mesh = Mesh.from_bandwidths(tuple(device_mesh.shape))
+    signature = inspect.signature(type(model).forward)
+    where = tuple(device_mesh.get_coordinate() or ())
+    inputs = CallInputs(mesh, device_mesh, listed, filled, lambda given: input_names(model, given), signature, layouts, {}, where)
+    return inputs, inputs.as_planned(example_inputs)

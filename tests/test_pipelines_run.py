@@ -1,0 +1,145 @@
+"""Pipelines on gloo ranks train as the model does in one process: losses, norms of gradients, parameters, checkpoints."""
+
+import os
+import time
+
+import pytest
+import torch
+from helpers_pipelines import apart, as_pipeline, batch_of, in_one_process, model_of, planned, train, whole
+from helpers_ranks import results, run_ranks
+
+import autoshard
+
+LOSSES = 1e-5  # relative
+
+
+def _train(rank, model, inputs, plan, steps, schedule=None):
+    sharded, optimizer = as_pipeline(model, inputs, plan, schedule)
+    rows = train(sharded, optimizer, inputs, range(steps))
+    return rows, whole(sharded), sharded.evaluate(*batch_of(0, inputs)).item()
+
+
+def _check(name, plan, layers, steps, schedule=None):
+    """Four ranks against one process."""
+    model, inputs = model_of(name, layers)
+    expected, parameters = in_one_process(model, inputs, steps, plan.microbatches)
+    found = results(4, _train, model, inputs, plan, steps, schedule)
+    assert max(apart(expected, rows) for rows, *_ in found) <= LOSSES
+    assert {name for _, held, _ in found for name in held} == set(parameters)
+    for _, held, _ in found:
+        for key, x in held.items():
+            torch.testing.assert_close(x, parameters[key], rtol=1e-4, atol=1e-5)
+    assert len({loss for *_, loss in found}) == 1
+    return found
+
+
+def test_two_stages_of_two_devices_train_as_one_process_does():
+    plan = planned("gpt2", 2, stages=2, microbatches=2)
+    found = _check("gpt2", plan, 2, 3)
+    tied = [held["wte.weight"] for _, held, _ in found]
+    assert len(plan.stages) == 2 and all(torch.equal(tied[0], x) for x in tied)  # both stages hold the tied table, and their copies stay equal
+
+
+def _refused(rank, model, inputs, plan):
+    messages = []
+    for given, example in ((plan, inputs), (plan, None)):
+        try:
+            as_pipeline(model, example, given)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_pipeline_for_other_devices_is_refused_in_a_sentence():
+    model, inputs = model_of("gpt2", 2)
+    plan = autoshard.pipeline(model, inputs, autoshard.Cluster.of(1, 1), microbatches=(2,), schedules=("1f1b",), grid=False)
+    for messages in results(2, _refused, model, inputs, plan):
+        assert "2 ranks run, but the pipeline is for 1 devices" in messages[0]
+        assert "give example_inputs" in messages[1]
+
+
+CASES = [
+    *(("gpt2", 2, name) for name in ("1f1b", "gpipe", "zb_h1", "interleaved_1f1b")),
+    *(("llama", 2, name) for name in ("1f1b", "gpipe", "zb_h1", "interleaved_1f1b")),
+    *(("gpt2", 4, name) for name in ("1f1b", "gpipe", "zb_h1", "interleaved_1f1b")),
+    *(("llama", 4, name) for name in ("1f1b", "gpipe", "zb_h1", "interleaved_1f1b")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, stages, schedule", CASES)
+def test_twenty_steps_of_every_schedule(name, stages, schedule):
+    layers = 8 if stages == 4 and schedule == "interleaved_1f1b" else 4
+    plan = planned(name, layers, stages=stages, schedule=schedule)
+    assert plan.num_groups == stages and len(plan.stages) == stages * (2 if schedule == "interleaved_1f1b" else 1)
+    _check(name, plan, layers, 20)
+
+
+@pytest.mark.slow
+def test_a_schedule_of_torch_and_one_from_a_file(tmp_path):
+    plan = planned("gpt2", 4, stages=2, schedule="interleaved_1f1b")
+    _check("gpt2", plan, 4, 3, "InterleavedZeroBubble")
+    two = planned("gpt2", 4, stages=2, microbatches=2)
+    (tmp_path / "own.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1I0,1W0,1F1,1B1\n")
+    _check("gpt2", two, 4, 3, str(tmp_path / "own.csv"))
+
+
+def _save(rank, model, inputs, plan, path):
+    sharded, optimizer = as_pipeline(model, inputs, plan)
+    first = train(sharded, optimizer, inputs, range(3))
+    autoshard.save_checkpoint(path, sharded, optimizer, extra={"step": 3})
+    return first + train(sharded, optimizer, inputs, range(3, 6))
+
+
+def _resume(rank, model, inputs, plan, path):
+    sharded, optimizer = as_pipeline(model, inputs, plan)
+    begin = autoshard.load_checkpoint(path, sharded, optimizer)["step"]
+    return train(sharded, optimizer, inputs, range(begin, 6))
+
+
+def _resume_without(rank, model, inputs, solution, path):
+    device_mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2))
+    sharded = autoshard.parallelize(model, solution, device_mesh)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=3e-3, eps=1e-6)
+    autoshard.load_checkpoint(path, sharded, optimizer)
+    rows = []
+    for step in range(3, 6):
+        loss = sharded(*batch_of(step, inputs))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(sharded.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        rows.append((loss.item(), norm.full_tensor().item()))
+    return rows
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_with_another_cut_and_without_one(tmp_path):
+    model, inputs = model_of("gpt2", 4)
+    path = str(tmp_path / "run")
+    curve = results(4, _save, model, inputs, planned("gpt2", 4, stages=2), path)[0]
+    again = results(4, _resume, model, inputs, planned("gpt2", 4, stages=4), path)[0]
+    assert apart(curve[3:], again) <= LOSSES
+    mesh = autoshard.Mesh.from_bandwidths((2, 2))
+    solution = autoshard.plan(*model_of("gpt2", 4), mesh, training=True, optimizer="adamw")
+    assert apart(curve[3:], results(4, _resume_without, model, inputs, solution, path)[0]) <= LOSSES
+
+
+def _one_dies(rank, model, inputs, plan):
+    sharded, optimizer = as_pipeline(model, inputs, plan)
+    train(sharded, optimizer, inputs, range(1))
+    if rank == 3:
+        os._exit(1)
+    began = time.monotonic()
+    try:
+        train(sharded, optimizer, inputs, range(1, 100))
+    except autoshard.RankLost:
+        return time.monotonic() - began
+    return None
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_others():
+    model, inputs = model_of("gpt2", 2)
+    waited = run_ranks(4, _one_dies, model, inputs, planned("gpt2", 2, stages=2, microbatches=2), dies=3)
+    assert all(seconds is not None and seconds < 60 for seconds in waited[:3])  # the limit that is promised

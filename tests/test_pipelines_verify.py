@@ -1,0 +1,85 @@
+"""Pipelines on simulated ranks: the same loss and gradients as the unsharded model, and a falsified layout is noticed."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers_pipelines import CLUSTER, MODELS, planned
+
+import autoshard
+from autoshard.layout import R, S
+from autoshard.lower.sharding import local_tensors
+from autoshard.lower.stages import sharded_further
+from autoshard.lower.transfers import Held, simulated, transfer
+from autoshard.mesh import Mesh
+from models import unet
+
+
+def test_two_stages_compute_what_the_model_computes():
+    model, inputs = MODELS["gpt2"].tiny(layers=2, vocab=64, batch=8)
+    plan = planned("gpt2", 2, stages=2, microbatches=2)
+    found = autoshard.verify_pipeline(model, inputs, plan)
+    assert found["ok"] and found["ranks"] == 4 and found["max_relative_error_gradients"] <= 1e-5
+    assert not autoshard.verify_pipeline(model, inputs, plan, plant_fault=True)["ok"]
+
+
+def test_a_file_of_a_pipeline_is_the_pipeline(tmp_path):
+    plan = planned("gpt2", 2, stages=2, microbatches=2)
+    plan.save(tmp_path / "pipeline.json")
+    loaded = autoshard.load_pipeline(tmp_path / "pipeline.json")
+    assert loaded.stages == plan.stages and loaded.timed == plan.timed and loaded.mesh == plan.mesh
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not a pipeline: the file lacks"):
+        autoshard.load_pipeline(tmp_path / "plan.json")
+
+
+def test_a_pipeline_of_another_model_is_refused():
+    plan = planned("gpt2", 2, stages=2, microbatches=2)
+    with pytest.raises(ValueError, match="the pipeline is of another model"):
+        autoshard.verify_pipeline(*MODELS["gpt2"].tiny(layers=3, vocab=64, batch=8), plan)
+    old = replace(plan, stages=tuple(replace(stage, prices=None) for stage in plan.stages))
+    with pytest.raises(ValueError, match="has no layouts to run"):
+        autoshard.verify_pipeline(*MODELS["gpt2"].tiny(layers=2, vocab=64, batch=8), old)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("options", [{"stages": 4}, {"stages": 2, "schedule": "interleaved_1f1b"}, {"stages": 1},
+                                     {"stages": 2, "recompute": "always"}, {"stages": 2, "memory_limit": 3.5e5}])  # fmt: skip
+def test_divisions_of_all_kinds(name, options):
+    plan = planned(name, 4, **options)
+    found = autoshard.verify_pipeline(*MODELS[name].tiny(layers=4, vocab=64, batch=8), plan)
+    assert found["ok"], found
+
+
+@pytest.mark.slow
+def test_skip_connections_are_passed_on_by_the_stages_between():
+    model, inputs = unet.tiny()
+    plan = autoshard.pipeline(model, inputs, CLUSTER, microbatches=(2,), schedules=("1f1b",), stages=4, grid=False)
+    assert autoshard.verify_pipeline(model, inputs, plan)["ok"]
+
+
+MESHES = {"2": Mesh.from_bandwidths((2,)), "2x2": Mesh.from_bandwidths((2, 2)), "3": Mesh.from_bandwidths((3,))}
+LAYOUTS = [("2", (R,)), ("2", (S(0),)), ("2x2", (S(0), S(1))), ("2x2", (R, S(0))), ("2x2", (S(0), S(0))), ("3", (S(1),))]
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_every_device_receives_its_shard(source, target):
+    x = torch.arange(35.0).reshape(5, 7)  # divides by none of the meshes
+    ends = []
+    for first, (name, layout) in ((0, source), (10, target)):
+        ends.append(Held(layout, MESHES[name], tuple(range(first, first + MESHES[name].num_devices))))
+    one = transfer("x", (5, 7), x.dtype, *ends)
+    senders, wanted = (dict(zip(end.devices, local_tensors(x, end.layout, end.mesh))) for end in ends)
+    found = simulated(one, senders)
+    assert all(torch.equal(found[device], shard) for device, shard in wanted.items())
+    arrived = sum(shard.numel() for shard in wanted.values())
+    assert arrived == sum(torch.Size([e - b for b, e in piece.target]).numel() for piece in one.pieces)  # no element is sent twice
+
+
+def test_values_arrive_sharded_where_their_dims_divide():
+    mesh = MESHES["2x2"]
+    assert sharded_further((8, 6), (R, R), mesh) == (S(1), S(0))  # the first dim that divides, of the last axis first
+    assert sharded_further((8, 6), (R, S(0)), mesh) == (S(1), S(0))
+    assert sharded_further((3, 5), (R, R), mesh) == (R, R)
