@@ -20,3 +20,7 @@ from autoshard.formulate.records import TensorEdge as TensorEdge
 from autoshard.formulate.records import Training as Training
 from autoshard.formulate.records import with_pins as with_pins
 from autoshard.formulate.usages import KINDS as KINDS
+from autoshard.formulate.joined import Joined as Joined
+from autoshard.formulate.joined import Piece as Piece
+from autoshard.formulate.joined import home_of as home_of
+from autoshard.formulate.joined import join as join
