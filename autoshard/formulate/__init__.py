@@ -14,13 +14,14 @@ it exists only where the layouts differ.
 
 from autoshard.formulate.build import formulate as formulate
 from autoshard.formulate.build import op_candidate_seconds as op_candidate_seconds
+from autoshard.formulate.joined import Joined as Joined
+from autoshard.formulate.joined import ParameterCopy as ParameterCopy
+from autoshard.formulate.joined import Piece as Piece
+from autoshard.formulate.joined import home_of as home_of
+from autoshard.formulate.joined import join as join
 from autoshard.formulate.records import Formulation as Formulation
 from autoshard.formulate.records import Layouts as Layouts
 from autoshard.formulate.records import TensorEdge as TensorEdge
 from autoshard.formulate.records import Training as Training
 from autoshard.formulate.records import with_pins as with_pins
 from autoshard.formulate.usages import KINDS as KINDS
-from autoshard.formulate.joined import Joined as Joined
-from autoshard.formulate.joined import Piece as Piece
-from autoshard.formulate.joined import home_of as home_of
-from autoshard.formulate.joined import join as join
