@@ -19,6 +19,7 @@ _HOMES = {
     "Frontier": "api", "frontier": "api",
     "RankLost": "api", "device_mesh": "api", "extrapolate": "api", "load_checkpoint": "api", "save_checkpoint": "api",
     "Cluster": "pipeline.submeshes", "load_pipeline": "api", "pipeline": "api", "verify_pipeline": "api",
+    "Program": "api", "plan_programs": "api", "ProgramsSolution": "api", "load_programs": "api",
     "Solution": "api",
     "Precision": "precision",
     "serve_plan": "serving",

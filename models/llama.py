@@ -2,9 +2,12 @@
 
 Each function returns `(module, example_inputs)` on the meta device. With `loss` the inputs are (tokens, targets) and the
 module returns the mean cross entropy in float32; without, the input is (tokens,) and it returns the logits.
+`with_cache` makes the program that decodes: one token for each sequence, keys and values of those before in buffers.
 Names and shapes are those of the published checkpoints, less the leading `model.`. The stretching of the rotary
 frequencies for contexts beyond 8192 (Llama 3.1) is left out; it changes no shape.
 """
+
+import copy
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +28,13 @@ class RMSNorm(nn.Module):
 
 def rotary(seq: int, head_width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosine and sine of position * theta^(-2i/head_width), both [seq, head_width], the second half like the first."""
-    frequencies = 1.0 / theta ** (torch.arange(0, head_width, 2, dtype=torch.float32, device=device) / head_width)
-    angles = torch.arange(seq, dtype=torch.float32, device=device)[:, None] * frequencies
+    return rotary_at(torch.arange(seq, dtype=torch.float32, device=device), head_width, theta)
+
+
+def rotary_at(positions: Tensor, head_width: int, theta: float) -> tuple[Tensor, Tensor]:
+    """As `rotary`, at these positions."""
+    frequencies = 1.0 / theta ** (torch.arange(0, head_width, 2, dtype=torch.float32, device=positions.device) / head_width)
+    angles = positions[:, None] * frequencies
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
@@ -81,8 +89,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(width)
         self.mlp = MLP(width, hidden)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x: Tensor, *where: Tensor) -> Tensor:
+        """where: what the attention needs to know of positions."""
+        x = x + self.self_attn(self.input_layernorm(x), *where)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -105,6 +114,48 @@ class Llama(nn.Module):
         if targets is None:
             return logits
         return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), targets.view(-1))
+
+
+class CachedAttention(Attention):
+    """Attention of one new token per sequence; `keys` and `values` are buffers [B, kv_heads, room, head_width]."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor) -> Tensor:
+        B, T, H = x.shape
+        q = self.q_proj(x).view(B, T, self.heads, self.head_width).transpose(1, 2)
+        k = self.k_proj(x).view(B, T, self.kv_heads, self.head_width).transpose(1, 2)
+        v = self.v_proj(x).view(B, T, self.kv_heads, self.head_width).transpose(1, 2)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        self.keys.index_copy_(2, position, k)
+        self.values.index_copy_(2, position, v)
+        room = torch.arange(self.keys.shape[2], device=x.device)
+        mask = (room <= position)[None, None, None, :].expand(B, 1, T, -1)
+        y = F.scaled_dot_product_attention(q, self.keys, self.values, attn_mask=mask, enable_gqa=True)
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, H))
+
+
+class Decoder(Llama):
+    """Llama for one token per sequence: forward(tokens [B, 1], position [1]) returns the logits [B, 1, vocab] of the next tokens."""
+
+    def forward(self, tokens: Tensor, position: Tensor) -> Tensor:
+        x = self.embed_tokens(tokens)
+        cos, sin = (table.to(x.dtype) for table in rotary_at(position.float(), self.head_width, self.theta))
+        for layer in self.layers:
+            x = layer(x, cos, sin, position)
+        return self.lm_head(self.norm(x))
+
+
+def with_cache(module: Llama, batch: int, room: int) -> Decoder:
+    """The module that decodes with the same parameters, and with room for so many tokens of each sequence."""
+    decoder = copy.deepcopy(module, {id(p): p for p in module.parameters()})
+    decoder.__class__ = Decoder
+    for layer in decoder.layers:
+        attention = layer.self_attn
+        attention.__class__ = CachedAttention
+        weight = attention.k_proj.weight
+        for name in ("keys", "values"):
+            zeros = torch.zeros(batch, attention.kv_heads, room, attention.head_width, dtype=weight.dtype, device=weight.device)
+            attention.register_buffer(name, zeros, persistent=False)
+    return decoder
 
 
 def build(*, layers: int, heads: int, kv_heads: int, width: int, hidden: int, vocab: int, batch: int, seq: int, loss: bool, dtype: str):

@@ -43,7 +43,11 @@ from autoshard.planning.options import Infeasible as Infeasible
 from autoshard.planning.options import NoAnswer as NoAnswer
 from autoshard.planning.options import Options as Options
 from autoshard.planning.plan import plan as plan
+from autoshard.planning.programs import Program as Program
+from autoshard.planning.programs import plan_programs as plan_programs
+from autoshard.solution import ProgramsSolution as ProgramsSolution
 from autoshard.solution import Solution as Solution
 from autoshard.solution import load as load
+from autoshard.solution import load_programs as load_programs
 
 provide_methods()

@@ -2,7 +2,7 @@
 
 from .faults import plant_fault as plant_fault
 from .local_tensor import run_local_tensor as run_local_tensor
-from .program import Program as Program
+from .program import RankProgram as RankProgram
 from .program import lower as lower
 from .run import run_on as run_on
 from .run import run_rank as run_rank

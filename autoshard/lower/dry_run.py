@@ -26,7 +26,7 @@ from autoshard.capture.grouped_mm import fake_grouped_mm
 from autoshard.graph import Graph
 from autoshard.lower.collectives import Ask, Asking, DataDependent, Rank
 from autoshard.lower.dispatch_table import has_kernel
-from autoshard.lower.program import LoadPlaceholder, Program, Redistribute, RunOp, Slot
+from autoshard.lower.program import LoadPlaceholder, RankProgram, Redistribute, RunOp, Slot
 from autoshard.lower.run import check, local_program, run_route
 
 aten = torch.ops.aten
@@ -47,13 +47,13 @@ class CannotRun:
 
 
 @torch.no_grad()
-def dry_run(program: Program, graph: Graph, device: str = "cuda") -> tuple[CannotRun, ...]:
+def dry_run(program: RankProgram, graph: Graph, device: str = "cuda") -> tuple[CannotRun, ...]:
     """What of a program that was lowered for `device` can't run there, in the program's order; empty where everything can."""
     return tuple(_DryRun(program, graph, device).run())
 
 
 class _DryRun:
-    def __init__(self, program: Program, graph: Graph, device: str):
+    def __init__(self, program: RankProgram, graph: Graph, device: str):
         self.program, self.graph, self.device = program, graph, device
         self.held: dict[str, Tensor] = {}
 

@@ -1,4 +1,4 @@
-"""A Program as this rank's fx graphs: plain ATen ops and functional collectives on local tensors, traced once.
+"""A RankProgram as this rank's fx graphs: plain ATen ops and functional collectives on local tensors, traced once.
 
     joint      the records of the program, one after the other, under make_fx on fake local tensors
     forward    loads, position            -> outputs, new buffers, saved
@@ -27,7 +27,7 @@ from autoshard.capture.grouped_mm import fake_grouped_mm
 from autoshard.graph import Graph
 from autoshard.lower.collectives import Groups
 from autoshard.lower.flow import owners, size
-from autoshard.lower.program import Program, Redistribute, ReturnResult, RunOp, Slot
+from autoshard.lower.program import RankProgram, Redistribute, ReturnResult, RunOp, Slot
 from autoshard.lower.run import run_rank
 
 _c10d = torch.ops._c10d_functional
@@ -64,7 +64,9 @@ class RankGraphs:
         return subgraph(self.forward, placeholders, inner, output.args[0][: len(self.outputs)])
 
 
-def trace(program: Program, graph: Graph, groups: Groups, where: tuple[int, ...], device: str = "cpu", *, drops: bool = True) -> RankGraphs:
+def trace(
+    program: RankProgram, graph: Graph, groups: Groups, where: tuple[int, ...], device: str = "cpu", *, drops: bool = True
+) -> RankGraphs:
     """The fx graphs of the rank at coordinate `where`. node.meta holds "record", an index into the program's records. drops: whether
     dropout drops anything.
 
@@ -98,7 +100,7 @@ def trace(program: Program, graph: Graph, groups: Groups, where: tuple[int, ...]
 RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.view_copy.default", "aten.reshape.default")
 
 
-def _check_reshapes(program: Program) -> None:
+def _check_reshapes(program: RankProgram) -> None:
     """ValueError where uneven shards don't have the elements of the shards to which they would be reshaped. Planning never chooses such
     layouts, but a call with other shapes than the planned ones may have them."""
     for record in program.records:
@@ -132,7 +134,7 @@ class _Marks:
         self.last = next(reversed(self.graph.nodes))
 
 
-def first_of_backward(program: Program, graph: Graph) -> int:
+def first_of_backward(program: RankProgram, graph: Graph) -> int:
     """The index of the record with which the backward pass begins; the number of records where there is none."""
     known: set[str] = {r.slot.name for r in program.loads if graph.ops[r.slot.value[0]].kind == "tangent"}
     end = len(program.records)

@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autoshard.lower.collectives import Asking, Groups
-from autoshard.lower.program import Program, Redistribute, ReturnResult, RunOp
+from autoshard.lower.program import RankProgram, Redistribute, ReturnResult, RunOp
 from autoshard.lower.run import World, global_value, local_program, run_rank, run_route
 from autoshard.lower.sharding import assemble, local_tensors
 
 
 @torch.no_grad()
-def run_local_tensor(program: Program, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def run_local_tensor(program: RankProgram, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """All ranks in this process by LocalTensorMode: global placeholders in, global results out ("kind:name" -> tensor).
 
     ValueError when this process already has a default process group: the simulator would have to take its place.
@@ -44,7 +44,7 @@ def run_local_tensor(program: Program, values: Mapping[str, Tensor]) -> dict[str
     return {record.key: assemble(results[record.key], record.slot.layout, mesh) for record in program.results}
 
 
-def _run_once(program: Program, values: Mapping[str, Tensor], groups: Groups) -> dict[str, list[Tensor]]:
+def _run_once(program: RankProgram, values: Mapping[str, Tensor], groups: Groups) -> dict[str, list[Tensor]]:
     """One run for all ranks, on LocalTensors, each of which holds the local tensors of every rank."""
     mesh = program.mesh
     with LocalTensorMode(mesh.num_devices):
@@ -56,7 +56,7 @@ def _run_once(program: Program, values: Mapping[str, Tensor], groups: Groups) ->
     return {key: [y._local_tensors[r] for r in range(mesh.num_devices)] for key, y in results.items()}  # type: ignore[attr-defined]
 
 
-def _run_by_rank(program: Program, values: Mapping[str, Tensor], groups: Groups) -> dict[str, list[Tensor]]:
+def _run_by_rank(program: RankProgram, values: Mapping[str, Tensor], groups: Groups) -> dict[str, list[Tensor]]:
     """Where sizes differ from rank to rank: each rank runs by itself, and all meet in torch's collectives only."""
     world, results = World(program.mesh), {}
     for record in program.records:

@@ -1,4 +1,4 @@
-"""Graph + layouts -> Program: everything that a rank does, as a flat tuple of plain records.
+"""Graph + layouts -> RankProgram: everything that a rank does, as a flat tuple of plain records.
 
     LoadPlaceholder   x:0                                   a placeholder's local tensor
     Redistribute      x:0 -> x:0@hub, x:0@hub -> y.in1      the steps of the route between two layouts
@@ -92,7 +92,7 @@ Record = LoadPlaceholder | Redistribute | RunOp | ReturnResult | FreeTensors
 
 
 @dataclass(frozen=True)
-class Program:
+class RankProgram:
     """The records that every rank of the mesh carries out, in order."""
 
     mesh: Mesh
@@ -138,7 +138,7 @@ def lower(
     *,
     routes: Routes | None = None,
     device: str = "cpu",
-) -> Program:
+) -> RankProgram:
     """The program of a rank.
 
     layouts: the input and output layouts of each op of the graph. results: "kind:name" -> the layout in which the program returns
@@ -161,7 +161,7 @@ class _Lowering:
         self.records: list[Record] = []
         self.at: dict[Value, Slot] = {}
 
-    def program(self) -> Program:
+    def program(self) -> RankProgram:
         for i, op in enumerate(self.graph.ops):
             placed = self._placed(op)
             outputs = tuple(
@@ -176,7 +176,7 @@ class _Lowering:
                 if slot is not None:
                     self.at[i, k] = slot
                     self._return(op, (i, k))
-        return Program(self.mesh, _with_frees(self.records))
+        return RankProgram(self.mesh, _with_frees(self.records))
 
     def _placed(self, op: Op) -> Placed:
         placed = self.layouts.get(op.name)

@@ -1,4 +1,4 @@
-"""Run a Program: on all ranks in one process, or as one rank of many.
+"""Run a RankProgram: on all ranks in one process, or as one rank of many.
 
 In one process all ranks carry out one record before the next. A tensor of the program is a list of local tensors, one per rank:
 
@@ -24,7 +24,7 @@ from autoshard.layout import is_legal, rank_shape, text
 from autoshard.lower.collectives import Asking, Groups, Rank, exchange, run_step, unfolded
 from autoshard.lower.kernels.dropout import from_state
 from autoshard.lower.kernels.table import function_of
-from autoshard.lower.program import FreeTensors, LoadPlaceholder, Program, Redistribute, ReturnResult, RunOp, Slot
+from autoshard.lower.program import FreeTensors, LoadPlaceholder, RankProgram, Redistribute, ReturnResult, RunOp, Slot
 from autoshard.lower.sharding import assemble, groups, local_tensors
 from autoshard.mesh import Mesh
 from autoshard.routes import Step
@@ -251,7 +251,7 @@ def _fits(shape: tuple[int, ...], slot: Slot, mesh: Mesh) -> bool:
 
 
 @torch.no_grad()
-def run_simulated(program: Program, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def run_simulated(program: RankProgram, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """All ranks in this process: global placeholders in, global results out ("kind:name" -> tensor).
 
     ValueError when ranks that should hold the same tensor don't, or where a local shape isn't the planned one.
@@ -270,7 +270,7 @@ def run_simulated(program: Program, values: Mapping[str, Tensor]) -> dict[str, T
 
 @torch.no_grad()
 def run_rank(
-    program: Program,
+    program: RankProgram,
     values: Mapping[str, Tensor],
     groups: Groups,
     coordinate: Sequence[Tensor],
@@ -312,7 +312,7 @@ def run_rank(
     return results
 
 
-def run_on(program: Program, values: Mapping[str, Tensor], device_mesh: DeviceMesh) -> dict[str, Tensor]:
+def run_on(program: RankProgram, values: Mapping[str, Tensor], device_mesh: DeviceMesh) -> dict[str, Tensor]:
     """`run_rank` on the ranks of a DeviceMesh. ValueError when its shape is not the program's."""
     if tuple(device_mesh.shape) != program.mesh.shape:
         raise ValueError(f"the device mesh is {tuple(device_mesh.shape)}, the program was made for {program.mesh.shape}")

@@ -33,7 +33,7 @@ from autoshard.graph import Graph, Op, Value
 from autoshard.layout import Layout, P, R, S, is_legal, rank_shape, text
 from autoshard.lower.kernels.dropout import draws, first_state, from_state, state_of_generator
 from autoshard.lower.literals import UNINITIALISED
-from autoshard.lower.program import FreeTensors, LoadPlaceholder, Program, Redistribute, ReturnResult, RunOp, Slot, lower, run_record
+from autoshard.lower.program import FreeTensors, LoadPlaceholder, RankProgram, Redistribute, ReturnResult, RunOp, Slot, lower, run_record
 from autoshard.lower.run import World, check_all, run_on_one_device
 from autoshard.lower.sharding import distance, gap, largest, local_tensors
 from autoshard.mesh import Mesh
@@ -180,7 +180,13 @@ ONE_DEVICE = Mesh(())
 
 class _Comparison:
     def __init__(
-        self, graph: Graph, program: Program, values: Mapping[str, Tensor], reference: Mapping[str, Tensor] | None, seed: int, device: str
+        self,
+        graph: Graph,
+        program: RankProgram,
+        values: Mapping[str, Tensor],
+        reference: Mapping[str, Tensor] | None,
+        seed: int,
+        device: str,
     ):
         self.graph, self.program, self.values, self.reference = graph, program, values, reference
         self.mesh = program.mesh

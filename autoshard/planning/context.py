@@ -93,7 +93,7 @@ def extended_from(shallow: Graph | None, formulated: Formulation, options: Optio
         return None
     small = formulate_for(shallow, candidates(shallow, formulated.mesh), formulated.mesh, options)
     try:
-        return Shallow(small, correspondence(formulated, small))
+        return Shallow(small, correspondence(formulated, small), homes(small))
     except ValueError:  # this is no error: the deep problem is solved without the shallow one
         return None
 

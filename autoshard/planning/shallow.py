@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from autoshard.formulate import Formulation
 from autoshard.graph import Graph, repeated_blocks
-from autoshard.planning.homes import homes
 from autoshard.problem import Problem, without_limit
 from autoshard.solvers import Answer, converged, solve
 
@@ -29,6 +28,16 @@ LAST_SECONDS = 0.1  # for the deep problem, after Ctrl-C
 ASCENT_GAP = 1e-4  # relative, at most: dual ascent goes on to here, which is cheap; a plan of many layers is as good as that of few
 SHALLOW_SECONDS = 60.0  # for the shallow problem; where that ends without a proof, the deep problem is left to prove more
 NONE_CORRESPONDS = "{} of the deep graph has no corresponding op in the shallow one: the layers differ, or are too few"
+
+
+class Numbers(Protocol):
+    """A problem and the fixed order among choices of equal cost: a Formulation, or several programs joined."""
+
+    @property
+    def problem(self) -> Problem: ...
+
+    @property
+    def preference(self) -> tuple[np.ndarray, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,7 @@ class Correspondence:
         """The choice of the deep problem that a choice of the shallow one stands for."""
         return tuple(shallow[v] for v in self.nodes)
 
-    def messages(self, shallow: Formulation, messages: np.ndarray) -> np.ndarray:
+    def messages(self, shallow: Numbers, messages: np.ndarray) -> np.ndarray:
         """The messages of the deep problem (of each edge: into its first end, into its second) that those of the shallow one stand for."""
         sizes = np.array([sum(e.table.shape) for e in shallow.problem.edges])
         starts = np.cumsum(sizes) - sizes
@@ -56,8 +65,9 @@ class Correspondence:
 class Shallow:
     """The problem of the same model with few layers, and how its answers extend to the deep problem."""
 
-    formulated: Formulation
+    formulated: Numbers
     correspondence: Correspondence
+    homes: Sequence[int] | None = None  # the layer of every node
 
     def solve(self, problem: Problem, *, gap: float = 0.0, preferred: bool = True, **options: Any) -> Answer:
         """The answer to a deep problem (with pins or without), found from that to the shallow problem under the same pins."""
@@ -68,7 +78,7 @@ class Shallow:
         preference = self.formulated.preference if preferred else None
         answer = solve(
             small, starts=[choice], messages=messages, gap=gap, preference=preference, time_limit=SHALLOW_SECONDS,
-            homes=homes(self.formulated),
+            homes=self.homes,
         )  # fmt: skip
         if answer.interrupted:  # the best choice so far, extended to the deep problem, is the answer
             options["time_limit"] = min(options.get("time_limit", LAST_SECONDS), LAST_SECONDS)

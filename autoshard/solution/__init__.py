@@ -5,6 +5,8 @@ from .compare import misfits as misfits
 from .interval import parts as parts
 from .interval import price_errors as price_errors
 from .load import load as load
+from .programs import ProgramsSolution as ProgramsSolution
+from .programs import load_programs as load_programs
 from .record import FORMAT as FORMAT
 from .record import VERSION as VERSION
 from .record import Placed as Placed
