@@ -204,7 +204,7 @@ class _Extending:
         """Seconds of both transfers that count, per layout, in all microbatches."""
         device = self.mesh.device
         sizes = _bytes_of(tensor, layouts, self.mesh)
-        return self.f.microbatches * 2 * np.array([(self.exposed or 0.0) * host_seconds(n, device) + n / device.memory_bandwidth for n in sizes])
+        return self.f.microbatches * 2 * np.array([(self.exposed or 0.0) * host_seconds(n, device) + n / device.memory_bandwidth + device.launch for n in sizes])
 
     def _rows(self, columns: np.ndarray, e: Edge, what: str, i: int) -> np.ndarray:
         if e.a not in self.optional and e.a not in self.modes:

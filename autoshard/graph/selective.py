@@ -21,12 +21,13 @@ from dataclasses import dataclass, field, replace
 
 from autoshard.graph.blocks import repeated_blocks
 from autoshard.graph.casts import CAST
-from autoshard.graph.records import Graph, Op, Ref, Value
+from autoshard.graph.records import Const, Graph, Op, Ref, Value
 from autoshard.graph.recompute import SUFFIX, is_random
 
 SELECTED, OFFLOADED, RELOADED = "selected", "offloaded", "reloaded"  # kinds of ops, and the ends of the last two's names
 _LITERALS: tuple = ((Ref(0),), ())
 IDENTITY = "aten.alias.default"
+TO_HOST, FROM_HOST = "autoshard.offload.default", "autoshard.reload.default"
 
 
 @dataclass(frozen=True)
@@ -315,13 +316,15 @@ class _Rewriting:
         literals = ((Ref(0),), (("exposed", self.chosen.offloaded[name].exposed),))
         self.on_host[value] = len(self.ops)
         source = ((self.place[value[0]], value[1]),)
-        self.ops.append(Op(f"{name}.{OFFLOADED}", IDENTITY, source, literals, (op.outputs[value[1]],), OFFLOADED, op.module))
+        self.ops.append(Op(f"{name}.{OFFLOADED}", TO_HOST, source, literals, (op.outputs[value[1]],), OFFLOADED, op.module))
 
     def _reload(self, value: Value) -> None:
         host = self.ops[self.on_host[value]]
         self.restored[value] = (len(self.ops), 0)
         name = f"{name_of(self.old, value)}.{RELOADED}"
-        self.ops.append(replace(host, name=name, inputs=((self.on_host[value], 0),), kind=RELOADED, backward=True))
+        literals = (host.literals[0], (("device", Const("device", "cpu")), *host.literals[1]))
+        source = ((self.on_host[value], 0),)
+        self.ops.append(replace(host, name=name, target=FROM_HOST, inputs=source, literals=literals, kind=RELOADED, backward=True))
 
 
 def last_forward_use(graph: Graph, value: Value) -> int:

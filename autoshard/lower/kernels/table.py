@@ -21,7 +21,7 @@ from typing import Any
 
 from autoshard.graph import Op
 from autoshard.layout import Layout
-from autoshard.lower.kernels import attention, dropout, experts, lookups, losses, norms, recurrent, strides, sums
+from autoshard.lower.kernels import attention, dropout, experts, lookups, losses, norms, offload, recurrent, strides, sums  # noqa: F401  (offload: its operators)
 from autoshard.lower.kernels.sharded_op import Kernel, ShardedOp
 from autoshard.lower.literals import by_name, overload
 from autoshard.mesh import Mesh
