@@ -35,6 +35,7 @@ class Device:
     error: float | None = None  # mean relative error of its op times, where they were measured
     flops_tf32: float | None = None  # FLOP/s, float32 inputs as TF32, dense; None: it has no such units
     tf32: bool = False  # float32 matmuls run as TF32, too
+    host_bandwidth: float | None = None  # bytes/s to its host's memory, one direction; None: that of its kind (cost.host_bandwidth)
 
     def flops_for(self, itemsize: int, *, convolution: bool = False) -> float:
         """FLOP/s of a matmul, or of a convolution, whose first input has elements of so many bytes."""
@@ -142,11 +143,12 @@ class Mesh:
         return tuple(product(*(range(n) for n in self.shape)))
 
     def to_dict(self) -> dict:
-        """Plain data for `from_dict`; axes without curves, devices without an error or TF32 and balanced experts don't mention them."""
+        """Plain data for `from_dict`; axes without curves, devices without an error, TF32 or a host link of their own and balanced experts
+        don't mention them."""
         data = asdict(self)
         if self.expert_imbalance == 1:
             del data["expert_imbalance"]
-        for key in ("error", "flops_tf32", "tf32"):
+        for key in ("error", "flops_tf32", "tf32", "host_bandwidth"):
             if data["device"][key] in (None, False):
                 del data["device"][key]
         data["axes"] = [{key: value for key, value in axis.items() if key != "curves" or value} for axis in data["axes"]]

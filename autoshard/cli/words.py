@@ -139,9 +139,9 @@ def precision(name: str, value: str) -> None:
     Precision.parse(value)
 
 
-def recompute(name: str, value: str, words: tuple[str, ...] = ("all", "auto")) -> None:
+def recompute(name: str, value: str, words: tuple[str, ...] = ("all", "blocks", "auto")) -> None:
     if isinstance(parse_recompute(value), str) and value not in words:
-        raise ValueError(f"{name} is {value!r}; expected a number of blocks, {' or '.join(words)}")
+        raise ValueError(f"{name} is {value!r}; expected a number of blocks, {', '.join(words[:-1])} or {words[-1]}")
 
 
 def numbers(name: str, value: str) -> None:

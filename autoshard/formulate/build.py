@@ -8,6 +8,7 @@ from autoshard.cost import (
     PricedCollective,
     TimedStage,
     accumulation_seconds,
+    host_seconds,
     in_the_open,
     makespan,
     op_seconds,
@@ -18,7 +19,7 @@ from autoshard.cost import (
 from autoshard.formulate.records import Formulation, Layouts, TensorEdge, Training
 from autoshard.formulate.tables import MoveTables, Tables
 from autoshard.formulate.usages import Usages
-from autoshard.graph import ACCUMULATED, KEPT, Graph, Op, Tensor, Value, pending
+from autoshard.graph import ACCUMULATED, KEPT, OFFLOADED, RELOADED, SELECTED, Graph, Op, Tensor, Value, pending
 from autoshard.layout import all_layouts, has_partial, local_numel, local_shape
 from autoshard.mesh import Mesh
 from autoshard.problem import Edge, Problem
@@ -160,12 +161,16 @@ class _Builder:
             sizes = [local_numel(tensor.shape, layout, self.mesh) for layout in self.output_layouts((i, 0))]
             master = training.master_weights
             return np.array([optimizer_step_seconds(n, tensor.itemsize, training.optimizer, device, master_weights=master) for n in sizes])
-        if op.is_placeholder or op.kind == KEPT:
+        if op.is_placeholder or op.kind in (KEPT, SELECTED):
             return np.zeros(len(self.candidates.of[i]))
         if op.kind == ACCUMULATED:
             tensor, itemsize = op.output, inputs[0].itemsize
             sizes = [local_numel(tensor.shape, layout, self.mesh) for layout in self.output_layouts((i, 0))]
             return self.microbatches * np.array([accumulation_seconds(n, itemsize, tensor.itemsize, device) for n in sizes])
+        if op.kind in (OFFLOADED, RELOADED):
+            sizes = self.tables.bytes(op.output, self.output_layouts((i, 0)))
+            exposed = float(dict(op.literals[1])["exposed"])
+            return self.microbatches * np.array([exposed * host_seconds(n, device) + n / device.memory_bandwidth + device.launch for n in sizes])
         seconds = np.array([op_candidate_seconds(op, inputs, c, self.mesh) for c in self.candidates.of[i]])
         return seconds if self.microbatches == 1 else self.microbatches * seconds
 
@@ -176,7 +181,7 @@ class _Builder:
             if result.value is not None:
                 readers[result.value] = readers.get(result.value, 0) + 1
         edges = []
-        for value in sorted(v for v, count in readers.items() if count > 1):
+        for value in sorted(v for v, count in readers.items() if count > 1 and self.graph.ops[v[0]].kind != SELECTED):
             layouts = self._layouts_of_hub(value)
             node = self._node(f"{self.graph.ops[value[0]].name}.{value[1]} (hub)", self._zeros(len(layouts)))
             self.hubs[value], self.hub_layouts[value] = node, layouts
@@ -202,7 +207,9 @@ class _Builder:
     def _edge(self, value: Value, a: int, b: int, source_layouts: Layouts, target_layouts: Layouts) -> tuple[int, MoveTables]:
         tensor = self.graph.tensor(value)
         move, times = self.tables.move(tensor, source_layouts, target_layouts), self._times(a, b)
-        self.edges.append(Edge(a, b, move.seconds_of(times, pending=value in self.pending)))
+        on_host = b < len(self.graph.ops) and self.graph.ops[b].kind == RELOADED
+        seconds = move.seconds_on_host if on_host else move.seconds_of(times, pending=value in self.pending)
+        self.edges.append(Edge(a, b, seconds))
         self.tensor_edges.append(TensorEdge(a, b, tensor, source_layouts, target_layouts, value, times))
         return len(self.edges) - 1, move
 

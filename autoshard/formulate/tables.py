@@ -69,6 +69,11 @@ class MoveTables:
         return self._multiples[times, pending]
 
     @cached_property
+    def seconds_on_host(self) -> np.ndarray:
+        """Zero where the layouts are equal: nothing moves between the ranks of a tensor that is in the hosts' memory."""
+        return np.where(self._differ, np.inf, 0.0)
+
+    @cached_property
     def _reduces(self) -> np.ndarray:
         """Whether the route adds partial sums on some axis."""
         source, target = ([[p.is_partial() for p in layout] for layout in of] for of in (self.source_layouts, self.target_layouts))

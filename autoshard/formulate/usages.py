@@ -27,7 +27,7 @@ import numpy as np
 from autoshard.cost import master_bytes, optimizer_state_bytes
 from autoshard.formulate.records import Layouts, Training
 from autoshard.formulate.tables import MoveTables, Tables
-from autoshard.graph import ACCUMULATED, KEPT, Graph, Value
+from autoshard.graph import ACCUMULATED, KEPT, OFFLOADED, SELECTED, Graph, Value
 from autoshard.problem import EdgeUsage, NodeUsage, Usage
 
 KINDS = ("parameters", "gradients", "optimizer_state", "inputs", "activations", "resharded_copies", "temporaries")
@@ -80,7 +80,7 @@ class Usages:
         self.until[value] = self._last(value) + 1
         if self.since[value] == math.inf:
             return
-        readers = [(self._end(j, a), j, a) for j, a in self.graph.users.get(value, ())]
+        readers = [(self._end(j, a), j, a) for j, a in self.graph.users.get(value, ()) if self.graph.ops[j].holds(a)]
         views = [(end, j) for end, j, a in readers if self.graph.ops[j].alias == a]
         if not views or value in self.returned:
             return
@@ -134,7 +134,9 @@ class Usages:
 
     def add_input(self, i: int, a: int, edge: int, move: MoveTables) -> None:
         """Adds the copy of input a of op i; where op i is a view of it, for as long as the view lives or until the view counts as heir."""
-        if self.graph.ops[i].kind == KEPT:
+        if self.graph.ops[i].kind == SELECTED:
+            self._add_selected(i, a, edge, move)
+        elif self.graph.ops[i].kind == KEPT:
             self._hold("resharded_copies", EdgeUsage(edge, 0, len(self.graph.ops), move.copy))
             self._hold("temporaries", EdgeUsage(edge, i, i + 1, move.buffers))
         elif self.graph.ops[i].kind == ACCUMULATED:
@@ -145,6 +147,14 @@ class Usages:
             self._hold("resharded_copies", EdgeUsage(edge, i, self.heirs.get(i, self._end(i, a) + 1), move.copy))
             self._hold("temporaries", EdgeUsage(edge, i, i + 1, move.buffers))
 
+    def _add_selected(self, i: int, a: int, edge: int, move: MoveTables) -> None:
+        """Of the first input, what is held if it is kept: from its last forward reader on."""
+        if a == 0:
+            value = self.graph.ops[i].inputs[0]
+            kept = np.broadcast_to(self.tables.bytes(move.tensor, move.source_layouts)[:, None], move.copy.shape)
+            self._hold("activations", EdgeUsage(edge, self._last(value) + 1, i, kept))
+        self._hold("temporaries", EdgeUsage(edge, i, i + 1, move.leaving))
+
     def add_op(self, i: int) -> None:
         """Adds what op i holds: outputs that are no views, or the storage that it counts for as a view; for a parameter, its state too."""
         op = self.graph.ops[i]
@@ -152,6 +162,8 @@ class Usages:
             return
         if op.is_placeholder:
             self._add_placeholder(i)
+            return
+        if op.kind == OFFLOADED:  # its output is in the host's memory
             return
         if op.kind == ACCUMULATED:
             self._hold("gradients", NodeUsage(i, 0, self._reduced(i) + 1, self.output_bytes(i)))
@@ -166,8 +178,12 @@ class Usages:
             self._hold("temporaries", NodeUsage(i, i, i + 1, sizes))
         for k, output in enumerate(op.outputs):
             if output is not None:
-                end = max(self._own_end((i, k)), i + 1)
+                end = max(self._own_end((i, k)), i + 1) - self._is_handed_over((i, k))
                 self._hold("activations", NodeUsage(i, i, end, self.tables.bytes(output, self.output_layouts((i, k)))))
+
+    def _is_handed_over(self, value: Value) -> bool:
+        """Whether the value ends as another op's output, which then counts for it: an op that selects it from a copy."""
+        return value not in self.returned and any(self.graph.ops[j].kind == SELECTED and a for j, a in self.graph.users.get(value, ()))
 
     def _own_end(self, value: Value) -> int:
         """When the value's node stops counting for its storage: its hub may count from then on."""

@@ -26,5 +26,14 @@ from autoshard.graph.records import Value as Value
 from autoshard.graph.records import is_dense as is_dense
 from autoshard.graph.records import leaves as leaves
 from autoshard.graph.records import replace_refs as replace_refs
+from autoshard.graph.selective import IDENTITY as IDENTITY
+from autoshard.graph.selective import OFFLOADED as OFFLOADED
+from autoshard.graph.selective import RELOADED as RELOADED
+from autoshard.graph.selective import SELECTED as SELECTED
+from autoshard.graph.selective import Alternatives as Alternatives
+from autoshard.graph.selective import Chosen as Chosen
+from autoshard.graph.selective import Offload as Offload
+from autoshard.graph.selective import alternatives as alternatives
+from autoshard.graph.selective import selective as selective
 from autoshard.graph.tile import check as check
 from autoshard.graph.tile import tile as tile

@@ -76,6 +76,10 @@ class Op:
     def is_placeholder(self) -> bool:
         return self.kind in PLACEHOLDERS
 
+    def holds(self, a: int) -> bool:
+        """Whether input a has to stay on the device until the op runs; not the first of an op that selects (graph.selective)."""
+        return self.kind != "selected" or a > 0
+
     @property
     def output(self) -> Tensor:
         """The first output."""
@@ -160,8 +164,9 @@ class Graph:
                 base = op.inputs[op.alias]
                 ends = [last.get((i, k), i) for k in range(len(op.outputs))]
                 last[base] = max(last.get(base, i), *ends)
-            for value in op.inputs:
-                last[value] = max(last.get(value, i), i)
+            for a, value in enumerate(op.inputs):
+                if op.holds(a):
+                    last[value] = max(last.get(value, i), i)
         return last
 
     def fingerprint(self) -> str:

@@ -27,6 +27,7 @@ from autoshard.capture.grouped_mm import fake_grouped_mm
 from autoshard.graph import Graph
 from autoshard.lower.collectives import Groups
 from autoshard.lower.flow import owners, size
+from autoshard.lower.kernels.offload import with_waits
 from autoshard.lower.program import RankProgram, Redistribute, ReturnResult, RunOp, Slot
 from autoshard.lower.run import run_rank
 
@@ -183,6 +184,7 @@ def _split(
             node.meta["kept"] = (owner[node].name, size(owner[node]))
     forward = subgraph(joint, [loads[name] for name in inputs] + position, early, [results[key] for key in outputs] + saved)
     backward = subgraph(joint, saved + [loads[n] for n in tangents] + position, late, [results[k] for k in gradients]) if gradients else None
+    backward = backward and with_waits(backward)
     parameters = frozenset(name for name in inputs if kinds[name] == "parameter")
     return RankGraphs(forward, backward, tuple(inputs), tuple(outputs), len(saved), tuple(tangents), tuple(gradients), slots, parameters)
 

@@ -19,7 +19,7 @@ import torch
 
 from autoshard.graph import Graph, Op
 from autoshard.layout import Layout, R, S, has_partial, local_numel, local_shape, parse, replicated, text
-from autoshard.lower.program import Program, Redistribute, Slot, lower, redistribution, slot_of
+from autoshard.lower.program import RankProgram, Redistribute, Slot, lower, redistribution, slot_of
 from autoshard.lower.transfers import Held, Transfer, transfer
 from autoshard.mesh import Mesh
 from autoshard.routes import Routes
@@ -36,7 +36,7 @@ class Stage:
     devices: tuple[int, ...]
     mesh: Mesh
     graph: Graph
-    program: Program
+    program: RankProgram
     arrives: Mapping[bool, tuple[Transfer, ...]]  # forward values of the stage before (True), backward values of the stage behind
     leaves: Mapping[bool, tuple[Transfer, ...]]  # to the stage behind (True), to the stage before
     reductions: Mapping[str, Redistribute]  # by parameter: from the sum's layout to the parameter's

@@ -99,7 +99,7 @@ class Options:
     accepted: tuple[float, float] = (0.0, math.inf)  # (relative gap, seconds): after so many seconds a plan within that gap is enough
     baselines: bool = True
     skip_fully_replicated: bool = False
-    recompute: int | str = 0  # repeated blocks to recompute in the backward pass: a number, "all" or "auto"
+    recompute: int | str = 0  # repeated blocks to recompute in the backward: a number, "all", "blocks" (as many as pay), "auto" (per tensor)
     tie_blocks: bool = False  # equal ops of repeated blocks share one decision; the bound stays that of the untied graph
     microbatches: int = 1  # of which a training step consists; the example inputs are those of one
     global_batch: int | None = None  # examples of a step: instead of `microbatches`, so many times the batch of the example inputs
@@ -109,8 +109,8 @@ class Options:
     witness: bool = False  # check a capture of few layers against an eager run of all of them
 
     def __post_init__(self) -> None:
-        if self.recompute not in ("all", "auto") and (isinstance(self.recompute, (bool, str)) or not self.recompute >= 0):
-            raise ValueError(f"recompute is {self.recompute!r}; expected a number of blocks, 'all' or 'auto'")
+        if self.recompute not in ("all", "blocks", "auto") and (isinstance(self.recompute, (bool, str)) or not self.recompute >= 0):
+            raise ValueError(f"recompute is {self.recompute!r}; expected a number of blocks, 'all', 'blocks' or 'auto'")
         bytes_per_parameter(self.optimizer)
         object.__setattr__(self, "precision", Precision.of(self.precision))
         if not (_is_number(self.time_limit) and self.time_limit > 0):

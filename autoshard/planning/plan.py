@@ -1,7 +1,8 @@
 """Plan: a model and a mesh in, a Solution out. This page holds the steps in their order; each is one call into the file named beside it.
 
 capture_deep            what is computed: few layers are captured, then tiled to the model's depth    capture
-as_asked                how many blocks are recomputed; "auto" plans several numbers of them          recomputing
+as_asked                how many blocks are recomputed; "blocks" plans several numbers of them        recomputing
+best_selected           with "auto" instead: which saved values are kept, recomputed or offloaded     selecting
 planned_in_order        whether a long sequence is in head-tail order                                 ordering
 candidates              which layouts each op may have                                                strategies
 instance_of             what each choice costs, in numbers, and which choices the pins leave          context, formulate
@@ -35,7 +36,7 @@ from autoshard.planning.baselining import baseline_called, masks_of, solve_basel
 from autoshard.planning.batches import align_batches
 from autoshard.planning.certify import describe
 from autoshard.planning.context import Context, Instance, instance_of
-from autoshard.planning.demands import Demanded
+from autoshard.planning.demands import Demanded, allowed_by_pins
 from autoshard.planning.microbatches import with_number_of_microbatches
 from autoshard.planning.module_schemes import modules_of
 from autoshard.planning.options import Demand, Infeasible, NoAnswer, Options, Progress, Stopwatch, checked_options
@@ -44,8 +45,9 @@ from autoshard.planning.padding import padding_offers
 from autoshard.planning.pin_prices import pin_prices
 from autoshard.planning.recomputing import as_asked, cheapest, with_blocks_recomputed
 from autoshard.planning.refusal import infeasible
+from autoshard.planning.selecting import best_selected
 from autoshard.planning.solving import solve_instance
-from autoshard.solution import Solution
+from autoshard.solution import Solution, noted_choice
 from autoshard.solvers import Answer, Status, solve
 from autoshard.strategies import candidates
 
@@ -84,15 +86,42 @@ def plan(
 
 
 def plan_captured(context: Context) -> Solution:
-    """The plan in the order of the sequence and with as many blocks recomputed as asked for; with "auto" the cheapest of those that fit."""
+    """The plan in the order of the sequence and with as many blocks recomputed as asked for; with "blocks" the cheapest of those that fit,
+    with "auto" per tensor."""
     return planned_in_order(with_number_of_microbatches(context), _plan_recomputing)
 
 
 def _plan_recomputing(context: Context) -> Solution:
     options = context.options
-    if options.recompute == "auto" and options.training:
+    if options.recompute == "auto" and options.training and not options.tie_blocks:
+        return _plan_per_tensor(context)
+    if options.recompute in ("auto", "blocks") and options.training:
         return _plan_with_cheapest_recomputation(context)
     return plan_graph(as_asked(context))
+
+
+def _plan_per_tensor(context: Context) -> Solution:
+    """The plan in which each saved value is kept, recomputed or offloaded; where none fits, as with "blocks", which says why."""
+    clock, options = context.clock, replace(context.options, gap=max(context.options.gap, RECOMPUTE_GAP))
+    with clock.phase("solve", "choosing what to keep, recompute and offload", 0.4):
+        found = best_selected(replace(context, options=options))
+    if found is None:
+        return _plan_with_cheapest_recomputation(context)
+    best, answer = found
+    plain = replace(context, options=replace(options, recompute=0)).stepped()
+    rows: dict[str, dict] = {}
+    if options.baselines:
+        with clock.phase("solve", "solving the baselines", 0.8):
+            rows, _ = solve_baselines(plain, instance_of(plain, candidates(plain.graph, context.mesh)))
+    problem = with_pins(best.formulated, allowed_by_pins(best.formulated, options))
+    instance = Instance(best.formulated, problem)
+    answer = align_batches(best.formulated, problem, answer, options.gap)
+    noted = replace(plain, assumptions={**context.assumptions, **noted_choice(best.chosen)})
+    with clock.phase("describe", "writing the plan", 0.95), no_search_for_cycles():
+        solution = describe(best.formulated, answer, noted.options, rows, noted.assumptions)
+    advised = replace(noted, graph=best.formulated.graph, options=options, shallow=None)
+    solution = _with_advice(advised, instance, answer, solution)
+    return replace(solution, seconds=clock.seconds())
 
 
 def _plan_with_cheapest_recomputation(context: Context) -> Solution:

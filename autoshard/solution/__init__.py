@@ -11,6 +11,7 @@ from .record import FORMAT as FORMAT
 from .record import VERSION as VERSION
 from .record import Placed as Placed
 from .record import Solution as Solution
+from .record import noted_choice as noted_choice
 from .replay import Replay as Replay
 from .replay import of_one_microbatch as of_one_microbatch
 from .replay import replay as replay

@@ -17,7 +17,7 @@ from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any
 
-from autoshard.graph import SequenceOrder
+from autoshard.graph import Chosen, Offload, SequenceOrder
 from autoshard.layout import parse
 from autoshard.mesh import Axis, Device, Mesh, check_shape
 from autoshard.precision import Precision
@@ -139,6 +139,15 @@ class Solution:
         return int(self.assumptions.get("recompute") or 0)
 
     @property
+    def chosen(self) -> Chosen:
+        """Which ops run again in the backward pass, and which values wait in the host's memory, of a plan that chose per tensor."""
+        offloaded = self.assumptions.get("offloaded") or {}
+        return Chosen(
+            frozenset(self.assumptions.get("recomputed") or ()),
+            {name: Offload(str(row["before"]), float(row["exposed"])) for name, row in offloaded.items()},
+        )
+
+    @property
     def microbatches(self) -> int:
         """How many microbatches a step has: its inputs are those of one, cost and bound are of the step."""
         return int(self.assumptions.get("microbatches") or 1)
@@ -237,6 +246,14 @@ _TYPES = {
     "status": str, "solver": str, "training": bool, "counts": dict, "mesh": dict, "layouts": dict, "results": dict, "baselines": dict,
     "replicated_ops": list, "parameters": dict, "breakdown": dict, "fingerprint": dict, "assumptions": dict, "seconds": dict,
 }  # fmt: skip
+
+
+def noted_choice(chosen: Chosen) -> dict[str, Any]:
+    """The inverse of `Solution.chosen`, as assumptions; empty where everything is kept."""
+    noted: dict[str, Any] = {"recomputed": sorted(chosen.recomputed)} if chosen.recomputed else {}
+    if chosen.offloaded:
+        noted["offloaded"] = {name: {"before": one.before, "exposed": one.exposed} for name, one in chosen.offloaded.items()}
+    return noted
 
 
 def _check_keys(data: dict) -> None:

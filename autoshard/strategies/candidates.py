@@ -20,7 +20,7 @@ from itertools import product
 
 from torch.distributed.tensor.placement_types import Placement
 
-from autoshard.graph import KEPT, REDUCE_THEN_CAST, Graph, Op, Tensor
+from autoshard.graph import KEPT, OFFLOADED, REDUCE_THEN_CAST, RELOADED, SELECTED, Graph, Op, Tensor
 from autoshard.layout import Layout, R, S, all_layouts, chunk_bounds, is_legal, placement_text
 from autoshard.mesh import Mesh
 from autoshard.strategies import attention as _attention  # noqa: F401  (registers its rules)
@@ -62,8 +62,9 @@ def candidates(graph: Graph, mesh: Mesh) -> Candidates:
             inputs = graph.input_tensors(i)
             if op.is_placeholder:
                 of_signature[signature] = tuple(Candidate((), (layout,)) for layout in all_layouts(op.output.shape, mesh))
-            elif op.kind == KEPT:
-                of_signature[signature] = tuple(Candidate((layout,), (layout,)) for layout in all_layouts(op.output.shape, mesh))
+            elif op.kind in (KEPT, SELECTED, OFFLOADED, RELOADED):
+                layouts = all_layouts(op.output.shape, mesh)
+                of_signature[signature] = tuple(Candidate((layout,) * len(inputs), (layout,)) for layout in layouts)
             else:
                 rows[signature] = one_axis_rows(op, inputs)
                 crossed = rows[signature] or [replicate_row(op, inputs)]

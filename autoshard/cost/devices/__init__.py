@@ -121,6 +121,12 @@ def spread_of(names: Names, share: float) -> tuple[np.ndarray, np.ndarray]:
     return low, high
 
 
+def host_link_bandwidth(name: str) -> float | None:
+    """Bytes per second of one direction between a device of this kind and its host's memory; None where that is not known."""
+    link = _file(name).get("host_link") if name in known_devices() else None
+    return None if link is None else float(link["bandwidth"])
+
+
 def _columns(names: Names, rows: dict[str, dict[str, float]], record: type) -> dict[str, np.ndarray]:
     return {field.name: np.array([rows[name][field.name] for name in names], dtype=float) for field in fields(record)}
 

@@ -24,7 +24,7 @@ from typing import Any
 from autoshard.capture.order import REORDER, reorder
 from autoshard.graph import Op
 from autoshard.layout import Layout
-from autoshard.lower.kernels import (
+from autoshard.lower.kernels import (  # noqa: F401  (offload: its operators)
     attention,
     attention_over_sequence,
     dropout,
@@ -33,6 +33,7 @@ from autoshard.lower.kernels import (
     lookups,
     losses,
     norms,
+    offload,
     recurrent,
     strides,
     sums,
