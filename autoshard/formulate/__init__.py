@@ -19,4 +19,6 @@ from autoshard.formulate.records import Layouts as Layouts
 from autoshard.formulate.records import TensorEdge as TensorEdge
 from autoshard.formulate.records import Training as Training
 from autoshard.formulate.records import with_pins as with_pins
+from autoshard.formulate.streams import StreamSeconds as StreamSeconds
+from autoshard.formulate.streams import stream_seconds as stream_seconds
 from autoshard.formulate.usages import KINDS as KINDS

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -77,6 +78,7 @@ def bytes_text(size: float, *, up: bool = False) -> str:
     return f"{math.ceil(size / unit * 1e3) / 1e3 if up else size / unit:.3f} {name}"
 
 
+OBJECTIVES = ("serial", "overlapped")
 TIME_LIMIT = 10000.0  # seconds for the proof, where no limit is set; refusal.PATIENCE limits the search for a first plan
 
 
@@ -104,6 +106,7 @@ class Options:
     microbatches: int = 1  # of which a training step consists; the example inputs are those of one
     global_batch: int | None = None  # examples of a step: instead of `microbatches`, so many times the batch of the example inputs
     accumulation_dtype: str | None = None  # of the sums of gradients over microbatches; by default that of the gradients
+    objective: str = "serial"  # seconds of all tasks one after the other; "overlapped": of their simulated time line
     witness: bool = False  # check a capture of few layers against an eager run of all of them
 
     def __post_init__(self) -> None:
@@ -116,6 +119,8 @@ class Options:
         if not (_is_number(self.gap) and self.gap >= 0):
             raise ValueError(f"gap is {self.gap!r}; expected a number of 0 or more")
         self._check_microbatches()
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f"objective is {self.objective!r}; expected one of {', '.join(OBJECTIVES)}")
         if not (len(self.accepted) == 2 and all(_is_number(x) and x >= 0 for x in self.accepted)):
             raise ValueError(f"accepted is {self.accepted!r}; expected a relative gap and seconds, for example (0.01, 60)")
         for name in ("pins", "keep", "forbid"):
@@ -138,6 +143,7 @@ class Options:
         """The options as a plan notes them; newer ones only where they are used: plans from before them read as equal."""
         noted = asdict(self) | {"precision": None if self.precision is None else str(self.precision)}
         newer: dict[str, Any] = {"keep": {}, "forbid": {}, "precision": None, "microbatches": 1, "accumulation_dtype": None}
+        newer["objective"] = "serial"
         hidden = ("price_pins", "global_batch")  # the latter is noted as the number of microbatches
         return {key: value for key, value in noted.items() if key not in hidden and (key not in newer or value != newer[key])}
 
@@ -183,6 +189,12 @@ class Stopwatch:
         """Tell the user what is being done, and which fraction of the whole is done."""
         if self.progress is not None:
             self.progress(message, fraction)
+
+    def quiet(self) -> Stopwatch:
+        """The same clock without progress."""
+        clock = copy(self)
+        clock.progress = None
+        return clock
 
     @contextmanager
     def phase(self, name: str, message: str, fraction: float):
