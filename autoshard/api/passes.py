@@ -66,6 +66,7 @@ class PassOptions:
     optimizer: str = "adamw"
     microbatches: int = 1  # of which a training step consists; the inputs are those of one
     global_batch: int | None = None  # examples of a step, instead of `microbatches`
+    objective: str = "serial"  # or "overlapped", of the algorithm "alpa": the seconds of the simulated time line
     precision: Precision | str | None = None  # nn.Module only: dtypes to compute and to reduce gradients in
     solver: str = "auto"
     device: str | Device = "h100"
@@ -78,6 +79,8 @@ class PassOptions:
                 raise ValueError(f"{name} is {value!r}; expected one of {', '.join(known)}")
         if not (isinstance(self.mip_rel_gap, (int, float)) and self.mip_rel_gap >= 0):
             raise ValueError(f"mip_rel_gap is {self.mip_rel_gap!r}; expected a percentage of 0 or more")
+        if self.objective != "serial" and self.algo != "alpa":
+            raise ValueError(f"objective {self.objective!r} is for plans, and algo {self.algo!r} is a fixed scheme; leave one out")
         if self.preload_solution and not self.ilp_solution_file:
             raise ValueError("preload_solution needs ilp_solution_file, the file to read")
 
@@ -97,6 +100,7 @@ class PassOptions:
             optimizer=self.optimizer,
             microbatches=self.microbatches,
             global_batch=self.global_batch,
+            objective=self.objective,
             precision=Precision.of(self.precision),
             memory_limit=self.memory_limit,
             pins=self.pins or {},
@@ -138,13 +142,15 @@ def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **opt
         seconds = time.monotonic() - began
         if chosen.ilp_solution_file:
             solution.save(chosen.ilp_solution_file)
-        log.info("autosharding took %.1f s: %s, %.6g s per step, gap %.2g", seconds, solution.status, solution.cost, solution.gap)
+        figures = solution.objective_seconds, solution.objective, solution.objective_gap
+        log.info("autosharding took %.1f s: %s, %.6g s per step (%s), gap %.2g", seconds, solution.status, *figures)
     if chosen.run_checks:
         _check(captured, solution)
     device_mesh = unbacked_mesh(mesh)
     annotate(captured, solution, device_mesh)
     info: dict[str, Any] = {"autosharding_time": seconds, "solution": solution, "status": solution.status}
-    info |= {"cost_seconds": solution.cost, "bound_seconds": solution.bound, "gap": solution.gap}
+    info |= {"objective": solution.objective, "cost_seconds": solution.objective_seconds}
+    info |= {"bound_seconds": solution.objective_bound, "gap": solution.objective_gap}
     if not chosen.skip_forward:
         info["tensor_sharding_map"] = sharding_map(solution, device_mesh)
     return captured.fx_graph, info

@@ -18,7 +18,16 @@ from collections.abc import Mapping
 from autoshard.baselines.classes import dim_classes, number_slots
 from autoshard.baselines.megatron import from_parameters
 from autoshard.baselines.pins import FIRST, Coder, Pin, settle
-from autoshard.baselines.schemes import AxisSharding, Baseline, Batch, most_sharded, reduced_before, shard_batch, used_axes, wanted_priorities
+from autoshard.baselines.schemes import (
+    AxisSharding,
+    Baseline,
+    Batch,
+    most_sharded,
+    reduced_before,
+    shard_batch,
+    used_axes,
+    wanted_priorities,
+)
 from autoshard.graph import Graph
 from autoshard.layout import Layout, R, S
 from autoshard.mesh import Mesh

@@ -64,6 +64,9 @@ DType = Annotated[
     str | None, typer.Option("--dtype", help="As --set dtype=NAME: bfloat16, float32, ... of the weights.", show_default=False)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+Objective = Annotated[
+    str, typer.Option(help="What is made small: serial, the sum of all seconds; or overlapped, the seconds of the simulated time line.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress, no notes.")]
 OldMesh = Annotated[str | None, typer.Option("--mesh", help="For old plans, whose files don't say: the mesh, 2x4.", show_default=False)]
 

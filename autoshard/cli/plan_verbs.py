@@ -24,6 +24,7 @@ from autoshard.cli.options import (
     MasterWeights,
     Microbatches,
     Model,
+    Objective,
     OldMesh,
     OptionalModel,
     Pin,
@@ -84,6 +85,7 @@ def plan(
     master_weights: MasterWeights = False,
     microbatches: Microbatches = None,
     global_batch: GlobalBatch = None,
+    objective: Objective = "serial",
     tie_blocks: Annotated[bool, typer.Option("--tie-blocks", help="Use the same layouts in all repeated blocks.")] = False,
     recompute: Annotated[
         str | None, typer.Option(help="What to recompute in the backward: a number of blocks, all, blocks, or auto. Default: 0.", show_default=False)
@@ -122,7 +124,7 @@ def plan(
     options = planning_options(
         memory=memory, optimizer=optimizer, recompute=recompute, pin=pin, forbid=forbid,
         training=train, precision=precision, master_weights=master_weights, microbatches=microbatches, global_batch=global_batch,
-        tie_blocks=tie_blocks, price_pins=price_pins, baselines=not no_baselines,
+        objective=objective, tie_blocks=tie_blocks, price_pins=price_pins, baselines=not no_baselines,
         solver=solver, time_limit=time_limit, **wanted_gap(gap), assumptions={"model": model, "set": keywords},
     )  # fmt: skip
     options = handed_on(options, kept)

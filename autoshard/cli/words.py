@@ -45,6 +45,7 @@ PLANNERS = ("naive", "astar", "dijkstra", "memory_constrained")
 LAUNCHERS = ("torchtitan", "megatron", "accelerate", "nanotron")
 SITE_DEVICES = ("a100", "b200", "b300", "gb200", "gb300", "h100", "h100_500w", "h200", "mi300x", "mi325x")  # of autoshard/cost/devices
 PRECISIONS = ("bf16", "fp16", "fp8", "nvfp4")
+OBJECTIVES = ("serial", "overlapped")
 METHODS = ("piecewise", "pchip", "p_norm", "alpha_beta", "sigmoid")
 HUGGING_FACE = ("batch", "seq", "image_size", "layers", "loss", "attention", "experts", "dtype", "cache")  # settings of hf: models
 MOST_DIM = 63  # that a layout can shard
@@ -297,6 +298,7 @@ ROWS: dict[str, Check] = {
     "device": device,
     "prices": prices,
     "optimizer": optimizer,
+    "objective": lambda name, value: one_of(OBJECTIVES, name, value),
     "precision": precision,
     "recompute": recompute,
     "pin": pins,

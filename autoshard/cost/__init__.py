@@ -17,6 +17,7 @@ from .links import axis_transfer_seconds as axis_transfer_seconds
 from .links import bucket_limit as bucket_limit
 from .links import gather_seconds as gather_seconds
 from .links import groups_on_link as groups_on_link
+from .links import least_joined_seconds as least_joined_seconds
 from .links import ring_seconds as ring_seconds
 from .links import shared_links as shared_links
 from .links import slowest_seconds_per_byte as slowest_seconds_per_byte

@@ -80,6 +80,19 @@ def bucket_limit(axis: Axis) -> float:
     return min(max(10 * axis.latency * axis.size * axis.device_bandwidth, SMALLEST_BUCKET), LARGEST_BUCKET)
 
 
+def least_joined_seconds(collective: str, axis: Axis, bytes: np.ndarray) -> np.ndarray:
+    """A lower bound on what buffers of these sizes each add to the seconds of the buckets that they are joined to.
+
+    A bucket of B bytes, at most `bucket_limit`, takes at least B times the least seconds per byte of any bucket: a curve that is affine
+    between its sizes has it at one of them, or at the limit. Larger buffers are not joined.
+    """
+    limit, curve = bucket_limit(axis), axis.curve(collective) if axis.size > 1 else None
+    sizes = np.array([limit] if curve is None else [limit, *(size for size in curve.sizes if 0 < size < limit)])
+    rate = float((collective_seconds(collective, axis, sizes) / sizes).min())
+    seconds = collective_seconds(collective, axis, bytes)
+    return np.where(bytes <= limit, np.minimum(seconds, rate * bytes), seconds)
+
+
 def slowest_seconds_per_byte(mesh: Mesh) -> float:
     """The seconds per byte of one device on the slowest axis."""
     return 1.0 / min(axis.device_bandwidth for axis in mesh.axes)

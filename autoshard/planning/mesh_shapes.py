@@ -78,9 +78,9 @@ class MeshPlan:
             "mesh": self.name,
             "devices": self.mesh.num_devices,
             "status": plan.status if plan else "infeasible" if self.refusal else "skipped",
-            "cost_seconds": plan.cost if plan else None,
-            "bound_seconds": plan.bound if plan else None,
-            "gap": plan.gap if plan else None,
+            "cost_seconds": plan.objective_seconds if plan else None,
+            "bound_seconds": plan.objective_bound if plan else None,
+            "gap": plan.objective_gap if plan else None,
             "peak_bytes": plan.peak_bytes if plan else None,
             "smallest_limit_bytes": None if limit is None else list(limit),
             "message": self.message or None,
@@ -178,7 +178,7 @@ def _best(plans: Sequence[MeshPlan]) -> Solution:
     """The cheapest; the first of those that cost the same."""
     best: Solution | None = None
     for plan in plans:
-        if plan.solution is not None and (best is None or plan.solution.cost < best.cost * (1 - EQUAL)):
+        if plan.solution is not None and (best is None or plan.solution.objective_seconds < best.objective_seconds * (1 - EQUAL)):
             best = plan.solution
     if best is None:
         refused = [(plan.refusal.smallest_limit or (math.inf, math.inf), plan) for plan in plans if plan.refusal]

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -77,6 +78,7 @@ def bytes_text(size: float, *, up: bool = False) -> str:
     return f"{math.ceil(size / unit * 1e3) / 1e3 if up else size / unit:.3f} {name}"
 
 
+OBJECTIVES = ("serial", "overlapped")
 TIME_LIMIT = 10000.0  # seconds for the proof, where no limit is set; refusal.PATIENCE limits the search for a first plan
 
 
@@ -106,6 +108,7 @@ class Options:
     accumulation_dtype: str | None = None  # of the sums of gradients over microbatches; by default that of the gradients
     sequence_order: str = "auto"  # of long causal attention: natural, head_tail (balanced over shards of the sequence), or the better
     expert_imbalance: float | None = None  # tokens of the busiest rank's experts as a multiple of its share; by default the mesh's, 1
+    objective: str = "serial"  # seconds of all tasks one after the other; "overlapped": of their simulated time line
     witness: bool = False  # check a capture of few layers against an eager run of all of them
 
     def __post_init__(self) -> None:
@@ -120,6 +123,8 @@ class Options:
         if self.sequence_order not in ("auto", "natural", "head_tail"):
             raise ValueError(f"sequence_order is {self.sequence_order!r}; expected auto, natural or head_tail")
         self._check_microbatches()
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f"objective is {self.objective!r}; expected one of {', '.join(OBJECTIVES)}")
         if not (len(self.accepted) == 2 and all(_is_number(x) and x >= 0 for x in self.accepted)):
             raise ValueError(f"accepted is {self.accepted!r}; expected a relative gap and seconds, for example (0.01, 60)")
         for name in ("pins", "keep", "forbid"):
@@ -142,7 +147,7 @@ class Options:
         """The options as a plan notes them; newer ones only where they are used: plans from before them read as equal."""
         noted = asdict(self) | {"precision": None if self.precision is None else str(self.precision)}
         newer: dict[str, Any] = {"keep": {}, "forbid": {}, "precision": None, "microbatches": 1, "accumulation_dtype": None}
-        newer |= {"expert_imbalance": None}
+        newer |= {"expert_imbalance": None, "objective": "serial"}
         hidden = ("price_pins", "global_batch", "sequence_order")  # noted: the number of microbatches, and the order that was chosen
         return {key: value for key, value in noted.items() if key not in hidden and (key not in newer or value != newer[key])}
 
@@ -188,6 +193,12 @@ class Stopwatch:
         """Tell the user what is being done, and which fraction of the whole is done."""
         if self.progress is not None:
             self.progress(message, fraction)
+
+    def quiet(self) -> Stopwatch:
+        """The same clock without progress."""
+        clock = copy(self)
+        clock.progress = None
+        return clock
 
     @contextmanager
     def phase(self, name: str, message: str, fraction: float):

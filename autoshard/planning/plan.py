@@ -9,6 +9,7 @@ instance_of             what each choice costs, in numbers, and which choices th
 solve_baselines         the usual plans, as comparison and as starts of the search                    baselining
 solve_instance          the best choice, with a proof                                                 solving, solvers
 infeasible              where there is no plan: which demands conflict, and what would help           refusal, conflicts
+_overlapped             for the objective "overlapped": the plan whose simulated time line is shortest   overlapped, simulate
 align_batches           inputs of one batch get one layout, where that costs nothing                  batches
 describe                the choice as layouts by name, with its certificate                           certify, describe
 modules_of              what launchers that know modules only can be told                             module_schemes
@@ -20,7 +21,7 @@ All of them read one value, `Context`: the graph, the mesh, the options and the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +42,7 @@ from autoshard.planning.microbatches import with_number_of_microbatches
 from autoshard.planning.module_schemes import modules_of
 from autoshard.planning.options import Demand, Infeasible, NoAnswer, Options, Progress, Stopwatch, checked_options
 from autoshard.planning.ordering import planned_in_order
+from autoshard.planning.overlapped import overlapped
 from autoshard.planning.padding import padding_offers
 from autoshard.planning.pin_prices import pin_prices
 from autoshard.planning.recomputing import as_asked, cheapest, with_blocks_recomputed
@@ -127,7 +129,7 @@ def _plan_per_tensor(context: Context) -> Solution:
 def _plan_with_cheapest_recomputation(context: Context) -> Solution:
     num_blocks, options = len(forward_blocks(context.graph)), context.options
     careful = replace(context.options, gap=max(context.options.gap, RECOMPUTE_GAP))
-    quick = replace(careful, baselines=False, solver="prices" if careful.solver == "auto" else careful.solver)
+    quick = replace(careful, baselines=False, objective="serial", solver="prices" if careful.solver == "auto" else careful.solver)
 
     def plan_with(k: int, options: Options) -> Solution:
         context_k = with_blocks_recomputed(replace(context, options=options), k, num_blocks)
@@ -171,22 +173,39 @@ def plan_graph(context: Context) -> Solution:
         if answer.status is not Status.INFEASIBLE:
             answer.in_passing()  # after Ctrl-C without any plan
         raise infeasible(context, instance, answer)
+    if options.objective == "overlapped":
+        return _overlapped(context, instance, answer, rows, starts)
     answer = align_batches(instance.formulated, instance.problem, answer, options.gap)
     with clock.phase("describe", "writing the plan", 0.95), no_search_for_cycles():
         solution = describe(instance.formulated, answer, options, rows, context.assumptions)
     if not answer.interrupted:
-        solution = _with_advice(context, instance, answer, solution)
+        solution = _with_advice(context, instance, answer, answer.choice, solution)
     return replace(solution, seconds=clock.seconds())
 
 
-def _with_advice(context: Context, instance: Instance, answer: Answer, solution: Solution) -> Solution:
+def _overlapped(
+    context: Context, instance: Instance, serial: Answer, rows: Mapping[str, dict], starts: Sequence[tuple[int, ...]]
+) -> Solution:
+    """The plan of the shortest time line. Prices of pins and offers of padding are differences of costs, those of the serial answer."""
+    clock, options = context.clock, context.options
+    with clock.phase("overlap", "solving for overlap", 0.6), no_search_for_cycles():
+        found = overlapped(context, instance, serial, starts)
+    with clock.phase("describe", "writing the plan", 0.95), no_search_for_cycles():
+        solution = describe(instance.formulated, found.answer, options, rows, context.assumptions)
+    solution = replace(solution, overlapped=found.to_dict(), status=found.status(options.gap).value)
+    if not found.answer.interrupted:
+        assert found.answer.choice is not None
+        solution = _with_advice(context, instance, serial, found.answer.choice, solution)
+    return replace(solution, seconds=clock.seconds())
+
+
+def _with_advice(context: Context, instance: Instance, answer: Answer, choice: tuple[int, ...], solution: Solution) -> Solution:
     """The plan with what is known beside it: schemes for launchers, offers of padding, prices of pins. Ctrl-C leaves out the rest."""
     clock, options = context.clock, context.options
-    assert answer.choice is not None
     try:
         if options.baselines:
             with clock.phase("describe", "pricing schemes of modules", 0.96), no_search_for_cycles():
-                solution = replace(solution, modules=modules_of(instance, answer.choice))
+                solution = replace(solution, modules=modules_of(instance, choice))
         if options.baselines and not options.recompute:
             with clock.phase("padding", "pricing padded parameters", 0.97):
                 offers = padding_offers(context, instance.formulated, answer.cost)

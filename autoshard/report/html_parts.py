@@ -37,14 +37,16 @@ def verdict(solution: Solution) -> dict:
     """What is proven, in two lengths; `mood` is good, open or none."""
     if solution.status == "unjudged" or not math.isfinite(solution.cost):
         return {"mood": "none", "short": "not judged", "long": "Layouts only: nothing is known about their cost."}
-    if solution.status == "optimal" and solution.gap <= ROUNDING:
-        return {"mood": "good", "short": "proven best", "long": "No plan is faster under these prices: the bound equals the cost."}
+    gap, bound = solution.objective_gap, solution.objective_bound
+    over = " with overlap" if solution.overlapped else ""
+    if solution.status == "optimal" and gap <= ROUNDING:
+        return {"mood": "good", "short": "proven best", "long": f"No plan is faster{over} under these prices: the bound equals the cost."}
     if solution.status == "optimal":
-        long = f"No plan takes less than {seconds(solution.bound)}, which is within the gap that was asked for."
-        return {"mood": "good", "short": f"within {100 * solution.gap:.2g}% of the best", "long": long}
-    bound = f"no plan takes less than {seconds(solution.bound)}" if math.isfinite(solution.gap) else "no bound is known"
-    short = f"at most {100 * solution.gap:.2g}% from the best" if math.isfinite(solution.gap) else "no bound"
-    long = f"The best found in the time given; {bound}. A longer time limit may find a better one."
+        long = f"No plan takes less than {seconds(bound)}{over}, which is within the gap that was asked for."
+        return {"mood": "good", "short": f"within {100 * gap:.2g}% of the best", "long": long}
+    known = f"no plan takes less than {seconds(bound)}{over}" if math.isfinite(gap) else "no bound is known"
+    short = f"at most {100 * gap:.2g}% from the best" if math.isfinite(gap) else "no bound"
+    long = f"The best found; {known}." if over else f"The best found in the time given; {known}. A longer time limit may find a better one."
     return {"mood": "open", "short": short, "long": long}
 
 

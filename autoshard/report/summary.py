@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 
+from autoshard.report.proof import proof
 from autoshard.solution import Solution
 
 
 def summary(solution: Solution) -> dict:
-    """Plain data; None where a number isn't known."""
+    """Plain data; None where a number isn't known. Cost, bound and gap are of tasks one after the other; `status` is of the objective, and
+    `overlapped` has its own seconds, bound and gap."""
     counts = {key: solution.counts.get(key) for key in ("nodes", "choices", "edges", "distinct_signatures")}
     return {
         "status": solution.status,
+        "objective": solution.objective,
+        "proof": proof(solution),
         "cost_seconds": _finite(solution.cost),
         "bound_seconds": _finite(solution.bound),
         "interval_seconds": None if solution.interval is None else list(solution.interval),
         "gap": _finite(solution.gap),
+        "overlapped": {**solution.overlapped, "gap": solution.objective_gap} if solution.overlapped else None,
         "solver": solution.solver,
         "peak_bytes": _finite(solution.peak_bytes),
         "peak": solution.peak,

@@ -12,22 +12,16 @@ from rich.text import Text
 
 from autoshard.mesh import Axis
 from autoshard.report.blocks import Section, seconds_elsewhere, sections
+from autoshard.report.proof import ROUNDING as ROUNDING
+from autoshard.report.proof import overlapped_words, proof, usual_verdict, verdict, word
 from autoshard.solution import Solution
 from autoshard.units import percent, seconds, size
 
 WIDTH = 100  # columns
 FEW = 5  # placement mismatches listed
-ROUNDING = 1e-9  # relative: a bound this near the cost differs by rounding only
-
-PROOF = {
-    "optimal": "no plan is faster under these prices",
-    "feasible": "the best found in the time given; a longer time limit may find a better one",
-    "unjudged": "layouts only: nothing is known about their cost",
-}
-
 
 # assumptions that other parts of the report hold
-SAID_ELSEWHERE = ("axes", "device", "training", "solver", "gap", "padding", "keep", "pin_prices", "microbatches")
+SAID_ELSEWHERE = ("axes", "device", "training", "solver", "gap", "padding", "keep", "pin_prices", "microbatches", "objective")
 
 
 def as_text(renderable: RenderableType, width: int = WIDTH) -> str:
@@ -44,22 +38,18 @@ def plan_report(solution: Solution) -> RenderableType:
     return Group(*(item for part in shown for item in (part, Text(""))))
 
 
-def _proof(solution: Solution) -> str:
-    if solution.status == "optimal" and solution.gap > ROUNDING:
-        return f"no plan is faster by more than {100 * solution.gap:.2g} % under these prices"
-    return PROOF.get(solution.status, "")
-
-
 def header(solution: Solution) -> RenderableType:
     """Status, cost, bound, memory, mesh and assumptions."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    gap = "no bound" if solution.gap == float("inf") else f"gap {solution.gap if solution.gap > ROUNDING else 0:.2g}"
-    table.add_row("plan", f"{solution.status}, {gap}: {_proof(solution)}")
+    table.add_row("plan", f"{verdict(solution)}: {proof(solution)}")
     of = f"{solution.microbatches} microbatches of forward and backward" if solution.microbatches > 1 else "forward, backward"
     what = f"step ({of}, optimizer)" if solution.training else "forward pass"
-    table.add_row("cost", f"{seconds(solution.cost)} per {what}; no plan takes less than {seconds(solution.bound)}")
+    if solution.overlapped:
+        table.add_row("overlapped", f"{seconds(solution.objective_seconds)} per {what}; {overlapped_words(solution)}")
+    alone = ", one task after the other" if solution.overlapped else ""
+    table.add_row("cost", f"{seconds(solution.cost)} per {what}{alone}; no plan takes less than {seconds(solution.bound)}{alone and ' so'}")
     if solution.interval is not None:
         table.add_row("", f"{_interval(solution)}, as far as the prices are known")
     table.add_row("memory", _memory(solution))
@@ -134,11 +124,11 @@ def baselines(solution: Solution) -> Table | None:
     table = Table(title="Beside the usual plans", title_justify="left", title_style="bold")
     for column in ("plan", "cost", "to ours", "peak memory", "status", "how far it applies"):
         table.add_column(column, justify="right" if column in ("cost", "to ours", "peak memory") else "left", overflow="fold")
-    table.add_row("ours", seconds(solution.cost), "1.00x", size(solution.peak_bytes), solution.status, "", style="bold")
+    table.add_row("ours", seconds(solution.cost), "1.00x", size(solution.peak_bytes), word(solution), "", style="bold")
     for name, row in solution.baselines.items():
         cost = row.get("cost_seconds")
         ratio = f"{cost / solution.cost:.2f}x" if cost is not None and 0 < solution.cost < float("inf") else "-"
-        status = "over the memory limit" if row.get("fits") is False else str(row.get("status", ""))
+        status = "over the memory limit" if row.get("fits") is False else usual_verdict(row)
         cells = (name, seconds(cost), ratio, size(row.get("peak_bytes")), status, str(row.get("matched") or ""))
         table.add_row(*cells)
     return table

@@ -7,6 +7,7 @@ from autoshard.routes.buffers import buffer_table as buffer_table
 from autoshard.routes.shortest import Route as Route
 from autoshard.routes.shortest import Routes as Routes
 from autoshard.routes.shortest import Step as Step
+from autoshard.routes.streams import stream_table as stream_table
 from autoshard.routes.transfers import Devices as Devices
 from autoshard.routes.transfers import Message as Message
 from autoshard.routes.transfers import Transfer as Transfer

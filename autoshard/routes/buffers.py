@@ -10,13 +10,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from autoshard.layout import Layout
-from autoshard.routes.shortest import BLOCK, TIE, Routes, _Space
+from autoshard.routes.shortest import BLOCK, Routes, _Space, attaining_moves
 from autoshard.routes.steps import STEPS
 
 
@@ -34,31 +33,19 @@ def buffer_table(routes: Routes, shape: tuple[int, ...], itemsize: int, sources:
 
 
 def _needed(space: _Space, sources: list[int]) -> np.ndarray:
-    """The largest need on the cheapest route from each source (column) to every state (row); the routes are those of `shortest._costs`."""
-    moves, local, w = space.moves, space.local_bytes, space.seconds[:, None]
-    heads, first = moves.heads
-    c = np.full((len(local), len(sources)), math.inf)
-    c[sources, range(len(sources))] = 0.0
-    needed = np.zeros_like(c)
-    if not len(heads):
+    """The largest need on the cheapest route from each source (column) to every state (row)."""
+    moves, local, columns = space.moves, space.local_bytes, np.arange(len(sources))
+    needed = np.zeros((len(local), len(sources)))
+    if not len(moves.before):
         return needed
     arrives, held = (local[moves.after] + _temporary(space))[:, None], local[moves.before][:, None]
-    is_first = moves.before[:, None] == np.array(sources)
-    step = np.where(is_first, arrives, arrives + held)
-    number, segment = np.arange(len(moves.before))[:, None], np.repeat(np.arange(len(heads)), np.diff([*first, len(moves.before)]))
-    while True:
-        tried = c[moves.before] + w
-        new = np.minimum.reduceat(tried, first, axis=0)
-        better = new < c[heads] * (1 - TIE)
-        if not better.any():
-            return needed
-        move = np.minimum.reduceat(np.where(tried == new[segment], number, len(number)), first, axis=0)
-        move = np.minimum(move, len(number) - 1)
-        columns = np.arange(len(sources))
+    step = np.where(moves.before[:, None] == np.array(sources), arrives, arrives + held)
+    heads, _ = moves.heads
+    for better, move in attaining_moves(space, sources):
         through = np.maximum(needed[moves.before[move], columns], step[move, columns])
-        needed, c = needed.copy(), c.copy()
+        needed = needed.copy()
         needed[heads] = np.where(better, through, needed[heads])
-        c[heads] = np.where(better, new, c[heads])
+    return needed
 
 
 def _temporary(space: _Space) -> np.ndarray:

@@ -220,6 +220,25 @@ def _costs(space: _Space, sources: list[int]) -> Iterator[np.ndarray]:
         yield c
 
 
+def attaining_moves(space: _Space, sources: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Per iteration of `_costs`: which heads a longer route reaches more cheaply (heads, sources), and the last move of that route."""
+    moves, w = space.moves, space.seconds[:, None]
+    heads, first = moves.heads
+    c = np.full((len(space.local_bytes), len(sources)), math.inf)
+    c[sources, range(len(sources))] = 0.0
+    number, segment = np.arange(len(moves.before))[:, None], np.repeat(np.arange(len(heads)), np.diff([*first, len(moves.before)]))
+    while len(heads):
+        tried = c[moves.before] + w
+        new = np.minimum.reduceat(tried, first, axis=0)
+        better = new < c[heads] * (1 - TIE)
+        if not better.any():
+            return
+        move = np.minimum.reduceat(np.where(tried == new[segment], number, len(number)), first, axis=0)
+        yield better, np.minimum(move, len(number) - 1)
+        c = c.copy()
+        c[heads] = np.where(better, new, c[heads])
+
+
 def _walk_back(space: _Space, costs: list[np.ndarray], target: int) -> list[int]:
     """The moves that attain costs[-1][target], first to last, for costs of one source."""
     path: list[int] = []

@@ -55,9 +55,9 @@ class Solution:
     layouts: dict[str, Placed]  # by op name, in graph order; parameters, buffers and inputs are ops of their qualified names
     results: dict[str, str]  # "output:0", "gradient:h.0.attn.weight" -> layout
     mesh: Mesh
-    cost: float  # seconds; inf where it is unknown
+    cost: float  # seconds of all tasks one after the other; inf where it is unknown
     bound: float  # seconds; no plan costs less
-    status: str  # "optimal", "feasible", or "unjudged" for layouts without a certificate
+    status: str  # "optimal" (within the gap asked for, under its objective), "feasible", or "unjudged" for layouts without a certificate
     solver: str
     peak_bytes: float  # inf where it is unknown
     training: bool
@@ -70,13 +70,14 @@ class Solution:
     assumptions: dict = field(default_factory=dict)  # prices and options in words
     prices: dict = field(default_factory=dict)  # their errors, relative: {"device": e, "links": {axis: {collective: e}}}
     peak: dict = field(default_factory=dict)  # the moment of peak_bytes and what they consist of: op, module, parts {kind: bytes}, largest
+    overlapped: dict = field(default_factory=dict)  # seconds, bound_seconds, serial_plan_seconds: of time lines
     modules: dict = field(default_factory=dict)  # by axis name, for launchers that know modules only: styles, dropped, seconds
     seconds: dict = field(default_factory=dict)  # {"cpu": {capture, candidates, formulate, solve, total}, "wall": ...}
     format: int = FORMAT
 
     def __post_init__(self) -> None:
         free = ("results", "baselines", "parameters", "breakdown", "counts", "fingerprint", "assumptions", "prices")
-        for name in (*free, "peak", "modules", "seconds"):
+        for name in (*free, "peak", "overlapped", "modules", "seconds"):
             object.__setattr__(self, name, plain(getattr(self, name), name))
         object.__setattr__(self, "replicated_ops", tuple(plain(list(self.replicated_ops), "replicated_ops")))
         object.__setattr__(self, "layouts", dict(self.layouts))
@@ -85,12 +86,35 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How far the cost may be above the optimum, relative; 0 where it is proven optimal."""
+        """How far the cost may be above the least cost of any plan, relative; 0 where it is proven that there is none cheaper."""
         if self.cost == self.bound:
             return 0.0
         if not (math.isfinite(self.cost) and math.isfinite(self.bound)) or self.cost == 0:
             return math.inf
         return (self.cost - self.bound) / abs(self.cost)
+
+    @property
+    def objective(self) -> str:
+        """What planning made small: "serial", the cost, or "overlapped", the seconds of the simulated time line."""
+        return "overlapped" if self.overlapped else "serial"
+
+    @property
+    def objective_seconds(self) -> float:
+        """The seconds that the objective counts."""
+        return float(self.overlapped["seconds"]) if self.overlapped else self.cost
+
+    @property
+    def objective_bound(self) -> float:
+        """Seconds; under the objective no plan takes less."""
+        return float(self.overlapped["bound_seconds"]) if self.overlapped else self.bound
+
+    @property
+    def objective_gap(self) -> float:
+        """How far the seconds of the objective may be above the least of any plan, relative."""
+        if not self.overlapped:
+            return self.gap
+        seconds, bound = self.objective_seconds, self.objective_bound
+        return (seconds - bound) / seconds if seconds > bound else 0.0
 
     @property
     def inputs(self) -> dict[str, tuple[int, ...] | None]:
@@ -216,7 +240,7 @@ class Solution:
 
     def to_dict(self) -> dict:
         """Plain dicts, lists, strings and finite numbers; `from_dict` is the inverse."""
-        data = {f.name: getattr(self, f.name) for f in fields(self)}
+        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "overlapped" or self.overlapped}
         data["layouts"] = {name: placed.to_dict() for name, placed in self.layouts.items()}
         data["replicated_ops"] = list(self.replicated_ops)
         data["mesh"] = plain(self.mesh.to_dict(), "mesh")
@@ -262,7 +286,7 @@ def _check_keys(data: dict) -> None:
         raise ValueError(f"it lacks {missing[0]!r}")
     if unknown := [key for key in data if key not in keys]:
         raise ValueError(f"it has the unknown key {str(unknown[0])[:40]!r}")
-    for key, expected in {**_TYPES, "peak": dict}.items():
+    for key, expected in {**_TYPES, "peak": dict, "overlapped": dict}.items():
         if not isinstance(data.get(key, {}), expected):
             raise ValueError(f"its {key!r} is of type {type(data[key]).__name__}, expected {expected.__name__}")
 

@@ -8,6 +8,7 @@ from .auto import Auto as Auto
 from .cvx import CVX as CVX
 from .dual_ascent import Dual as Dual
 from .elimination import DP as DP
+from .exchange_parts import parts_that_differ as parts_that_differ
 from .exhaustive import Exhaustive as Exhaustive
 from .ilp import ILP as ILP
 from .memory_hull import Hull as Hull
@@ -16,3 +17,7 @@ from .memory_hull import hull as hull
 from .solve import certified as certified
 from .solve import converged as converged
 from .solve import solve as solve
+from .streams import Part as Part
+from .streams import best_prices as best_prices
+from .streams import priced_by_stream as priced_by_stream
+from .streams import seconds_of_parts as seconds_of_parts

@@ -84,6 +84,15 @@ def differences(problem: Problem, rows: Rows, peaks: list[int], x: np.ndarray, y
     return Differences(part, cost, held)
 
 
+def parts_that_differ(problem: Problem, x: np.ndarray, y: np.ndarray) -> list[list[int]]:
+    """The nodes of each part in which y differs from x."""
+    part = _parts(problem, x != y, x, y)
+    nodes: list[list[int]] = [[] for _ in range(int(part.max(initial=-1)) + 1)]
+    for v in np.flatnonzero(part >= 0).tolist():
+        nodes[part[v]].append(v)
+    return nodes
+
+
 def _shares(table: np.ndarray, ends: tuple[int, ...], part: np.ndarray, x: np.ndarray, y: np.ndarray) -> list[tuple[int, float]]:
     """The change of an edge's entry due to the part of each of its ends: (part, change)."""
     a, b = ends

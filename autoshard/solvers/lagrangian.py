@@ -126,7 +126,7 @@ class Lagrangian:
         if not peaks or total == 0.0:
             return prices, float(costs.min(initial=math.inf))
         loads = np.array([f.loads[peaks] for f in known]) * total
-        share = _shares(costs, loads) if len(peaks) > 1 else np.ones(1)
+        share = best_shares(costs, loads) if len(peaks) > 1 else np.ones(1)
         prices[peaks] = total * share
         return prices, float((costs + loads @ share).min())
 
@@ -153,7 +153,7 @@ def lowered(bound: float) -> float:
     return bound - TOLERANCE * abs(bound) if math.isfinite(bound) else bound
 
 
-def _shares(costs: np.ndarray, loads: np.ndarray) -> np.ndarray:
+def best_shares(costs: np.ndarray, loads: np.ndarray) -> np.ndarray:
     """The shares, of sum 1, at which the smallest of costs + loads @ shares is largest."""
     scale = max(float(np.abs(costs).max()), float(loads.max())) or 1.0
     count = loads.shape[1]

@@ -1,0 +1,92 @@
+"""The seconds of each choice by stream: kernels on the compute stream, collectives on the link that their mesh axis uses.
+
+    c_v[i]    = sum_s c_vs[i]        kernel and splits: stream 0; link k, which one or more mesh axes use: stream k + 1
+    T_uv[i,j] = sum_s T_uvs[i,j]
+
+A stream does one thing at a time, so no schedule of a plan ends before any stream has done its seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.cost import priced, shared_links
+from autoshard.formulate.records import Formulation, TensorEdge
+from autoshard.graph import KEPT
+from autoshard.routes import stream_table
+from autoshard.strategies import internal_collectives
+
+
+@dataclass(frozen=True, eq=False)
+class StreamSeconds:
+    """Per node an array (choices, streams), per edge (choices of a, choices of b, streams); equal ones are one array."""
+
+    nodes: tuple[np.ndarray, ...]
+    edges: tuple[np.ndarray, ...]
+    num: int  # streams
+
+
+def stream_seconds(formulation: Formulation, links: Sequence[int] | None = None, *, joined: bool = False) -> StreamSeconds:
+    """The seconds of a step by stream. links: per mesh axis the number of its link; default `shared_links`.
+
+    joined: of collectives into the parameters' layouts the least that they add to buckets (simulate.joining).
+    """
+    return _Streams(formulation, shared_links(formulation.mesh) if links is None else links, joined).build()
+
+
+class _Streams:
+    def __init__(self, formulation: Formulation, links: Sequence[int], joined: bool):
+        self.formulation, self.joined = formulation, joined
+        self.num = 1 + len(set(links))
+        order = sorted(set(links))
+        self.to_link = np.zeros((1 + len(links), self.num))  # stream of an axis -> stream of its link
+        self.to_link[0, 0] = 1.0
+        for k, link in enumerate(links):
+            self.to_link[k + 1, order.index(link) + 1] = 1.0
+        self.known: dict[tuple, np.ndarray] = {}
+
+    def build(self) -> StreamSeconds:
+        problem = self.formulation.problem
+        nodes = tuple(self._once(("node", id(costs)), self._node, v) for v, costs in enumerate(problem.node_costs))
+        links = self.formulation.tensor_edges
+        edges = tuple(self._once(("edge", id(e.table), self._updates(t)), self._edge, t, e.table) for e, t in zip(problem.edges, links))
+        return StreamSeconds(nodes, edges, self.num)
+
+    def _once(self, key: tuple, of, *arguments) -> np.ndarray:
+        if key not in self.known:
+            self.known[key] = of(*arguments)
+        return self.known[key]
+
+    def _node(self, v: int) -> np.ndarray:
+        costs, ops = self.formulation.problem.node_costs[v], self.formulation.graph.ops
+        parts = np.zeros((len(costs), self.num))
+        parts[:, 0] = costs
+        if v < len(ops) and not ops[v].is_placeholder and ops[v].kind != KEPT:
+            inside = self.formulation.microbatches * self._internal(v)
+            parts[:, 0] = np.maximum(costs - inside.sum(axis=1), 0.0)
+            parts += inside @ self.to_link
+        return parts
+
+    def _internal(self, v: int) -> np.ndarray:
+        """Seconds of the collectives inside op v, once: (choices, 1 + axes)."""
+        graph, mesh = self.formulation.graph, self.formulation.mesh
+        inside = np.zeros((len(self.formulation.candidates.of[v]), 1 + len(mesh.axes)))
+        for k, candidate in enumerate(self.formulation.candidates.of[v]):
+            for one in priced(internal_collectives(graph.ops[v], graph.input_tensors(v), candidate.inputs, mesh), mesh):
+                inside[k, one.axis + 1] += one.seconds
+        return inside
+
+    def _updates(self, link: TensorEdge) -> bool:
+        ops = self.formulation.graph.ops
+        return self.joined and link.b < len(ops) and ops[link.b].is_placeholder
+
+    def _edge(self, link: TensorEdge, table: np.ndarray) -> np.ndarray:
+        sources, targets = (list(dict.fromkeys(layouts)) for layouts in (link.source_layouts, link.target_layouts))
+        rows, columns = ({layout: i for i, layout in enumerate(of)} for of in (sources, targets))
+        cells = np.ix_([rows[s] for s in link.source_layouts], [columns[t] for t in link.target_layouts])
+        tensor, routes = link.tensor, self.formulation.routes
+        parts = stream_table(routes, tensor.shape, tensor.itemsize, sources, targets, joined=self._updates(link))[cells]
+        return link.times * np.where(np.isfinite(table)[..., None], parts, 0.0) @ self.to_link

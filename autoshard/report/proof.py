@@ -1,0 +1,60 @@
+"""What is proven about a plan, in words. "Optimal" is said only where no plan is better at all; a gap that was asked for is said as it is.
+
+    optimal     no plan is better; gap 0
+    proven      no plan is better by more than the gap that was asked for; a file says "optimal" with its gap
+    feasible    the gap is larger than that
+    unjudged    layouts without a cost
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from autoshard.solution import Solution
+from autoshard.units import seconds
+
+ROUNDING = 1e-9  # relative: a bound this near the cost differs by rounding only
+
+
+def verdict(solution: Solution) -> str:
+    """The status and the gap of the objective, which is named where it is not the serial one."""
+    gap = solution.objective_gap
+    shown = "no bound" if math.isinf(gap) else f"gap {gap if gap > ROUNDING else 0:.2g}"
+    return f"{word(solution)}, {shown}{' overlapped' if solution.overlapped else ''}"
+
+
+def word(solution: Solution) -> str:
+    """optimal, proven (within the gap that was asked for), feasible or unjudged."""
+    return "proven" if solution.status == "optimal" and solution.objective_gap > ROUNDING else solution.status
+
+
+def proof(solution: Solution) -> str:
+    """A sentence."""
+    if solution.status == "unjudged":
+        return "layouts only: nothing is known about their cost"
+    gap, said = solution.objective_gap, " with overlap" if solution.overlapped else ""
+    if solution.status == "optimal" and gap <= ROUNDING:
+        return f"no plan is faster{said} under these prices"
+    if solution.status == "optimal":
+        return f"no plan is faster{said} by more than {percents(gap)} under these prices"
+    if solution.overlapped:
+        return "the shortest time line that the search found; no plan has one shorter than the bound"
+    return "the best found in the time given; a longer time limit may find a better one"
+
+
+def overlapped_words(solution: Solution) -> str:
+    """The bound on the time line, and the serial plan's beside it."""
+    serial = float(solution.overlapped["serial_plan_seconds"])
+    beside = f"the plan of least cost takes {seconds(serial)} overlapped"
+    return f"no plan takes less than {seconds(solution.objective_bound)} overlapped; {beside}"
+
+
+def usual_verdict(row: Mapping) -> str:
+    """The status of a usual plan: its scheme leaves layouts open, and these are completed to a small gap."""
+    status = str(row.get("status", ""))
+    return "proven" if status == "optimal" else status
+
+
+def percents(share: float) -> str:
+    return f"{100 * share:.2g} %"

@@ -1,0 +1,147 @@
+"""Chains: tasks that every time line runs one after the other, whatever layouts a plan chooses. Their seconds bound the step from below.
+
+A chain leads from task to task in two ways:
+
+    order        the kernels of a step run in the order of the graph
+    dependency   an op begins when its inputs are there: after the op that computes an input, and the route of that input
+
+so a collective whose result the next kernel reads is added to the seconds of the kernels, and one that waits is not. Which tasks a
+chain has is fixed; the seconds of each depend on the plan. `longest_chain` is the longest of all chains under one plan; under any other
+plan the same chain is a bound too.
+
+    begin_i = max(S, inputs_i)         kernel i; S: the end of the kernels before it; inputs_i: when its last input is there
+    ready_i = begin_i + c_i            its outputs are there; S becomes the end of its kernel
+    ready_e = ready_a + t_e            a value at the end of its route
+
+An op that some choice gives no kernel (a view) waits for its inputs only. In a step of several microbatches the chain is that of
+one microbatch, so many times, then the reductions of the sums, which begin when the last microbatch has ended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.formulate import Formulation, StreamSeconds
+from autoshard.graph import ACCUMULATED, KEPT
+
+START = -1  # of a chain
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Which seconds of each node and each edge the chain has: 0 or 1 per stream (formulate.streams)."""
+
+    nodes: np.ndarray  # (nodes, streams)
+    edges: np.ndarray  # (edges, streams)
+    seconds: float  # under the plan for which it is the longest
+
+
+def longest_chain(formulation: Formulation, streams: StreamSeconds, choice: Sequence[int]) -> Chain:
+    """The longest chain under one plan."""
+    return _Longest(formulation, streams, choice).chain()
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """The last link of a chain, and the link before it."""
+
+    end: float  # seconds from the start
+    before: _Link | None = None
+    node: int = -1
+    edge: int = -1
+    full: bool = False  # the node with its collectives, not its kernel alone
+
+
+NEVER, BEGIN = _Link(-math.inf), _Link(0.0)
+
+
+class _Longest:
+    def __init__(self, formulation: Formulation, streams: StreamSeconds, choice: Sequence[int]):
+        self.formulation, self.streams = formulation, streams
+        self.kernel = [float(part[i, 0]) for part, i in zip(streams.nodes, choice)]
+        self.full = [float(part[i].sum()) for part, i in zip(streams.nodes, choice)]
+        edges = formulation.problem.edges
+        self.moved = [float(part[choice[e.a], choice[e.b]].sum()) for part, e in zip(streams.edges, edges)]
+        self.always = {id(part): bool((part[:, 0] > 0).all()) for part in streams.nodes}  # a kernel under every choice
+        self.into: dict[int, list[int]] = {}
+        for k, e in enumerate(edges):
+            self.into.setdefault(e.b, []).append(k)
+        self.of_op: dict[int, list[int]] = {}  # op -> its hubs
+        for (i, _), node in formulation.hubs.items():
+            self.of_op.setdefault(i, []).append(node)
+        self.several = formulation.microbatches > 1
+        self.ready: dict[int, _Link] = {}  # node -> when its value is there
+        self.reduced: dict[int, _Link] = {}  # parameter -> when the sum of its gradients is reduced
+        self.last = BEGIN  # of the kernels, in order
+
+    def chain(self) -> Chain:
+        ops = self.formulation.graph.ops
+        for i, op in enumerate(ops):
+            if op.is_placeholder or op.kind == KEPT:  # of several microbatches only the first waits for what is fetched
+                self.ready[i] = NEVER if self.several else BEGIN
+            else:
+                self._run(i, op.kind == ACCUMULATED)
+            for hub in self.of_op.get(i, ()):
+                self.ready[hub] = self._inputs(hub)
+        last = self._reductions() if self.several else self._outputs()
+        return self._traced(max(last, self._updates(), key=lambda link: link.end))
+
+    def _inputs(self, node: int) -> _Link:
+        """When the last input of a node is there."""
+        latest = NEVER
+        for k in self.into.get(node, ()):
+            start = self.ready.get(self.formulation.problem.edges[k].a, NEVER)
+            if start.end + self.moved[k] > latest.end:
+                latest = _Link(start.end + self.moved[k], start, edge=k)
+        return latest
+
+    def _run(self, i: int, waits: bool) -> None:
+        """waits: the op may run at the end of its microbatch, so it has no place in the order of kernels."""
+        inputs = self._inputs(i)
+        in_order = not waits and self.always[id(self.streams.nodes[i])]
+        begin = max(self.last, inputs, key=lambda link: link.end) if in_order else inputs
+        self.ready[i] = _Link(begin.end + self.full[i], begin, node=i, full=True)
+        if in_order:
+            self.last = _Link(begin.end + self.kernel[i], begin, node=i)
+        elif not waits and self.kernel[i]:
+            self.last = _Link(self.last.end + self.kernel[i], self.last, node=i)
+
+    def _reductions(self) -> _Link:
+        """The sums of gradients, reduced one after the other."""
+        ops, link = self.formulation.graph.ops, self.last
+        for k, e in enumerate(self.formulation.problem.edges):
+            if e.a < len(ops) and ops[e.a].kind == ACCUMULATED:
+                link = _Link(link.end + self.moved[k], link, edge=k)
+                self.reduced[e.b] = link
+        return link
+
+    def _outputs(self) -> _Link:
+        """The last result that is no parameter's or buffer's."""
+        first = len(self.formulation.graph.ops) + len(self.formulation.hubs)
+        return max((self._inputs(node) for node in range(first, len(self.kernel))), key=lambda link: link.end, default=NEVER)
+
+    def _updates(self) -> _Link:
+        """The optimizer's steps, in the order of the parameters, each after its gradient."""
+        for i, op in enumerate(self.formulation.graph.ops):
+            if op.is_placeholder and self.full[i]:
+                gradient = self.reduced.get(i, NEVER) if self.several else self._inputs(i)
+                in_order = self.always[id(self.streams.nodes[i])]
+                begin = max(self.last, gradient, key=lambda link: link.end) if in_order else self.last
+                self.last = _Link(begin.end + self.full[i], begin, node=i, full=True)
+        return self.last
+
+    def _traced(self, link: _Link | None) -> Chain:
+        assert link is not None
+        nodes = np.zeros((len(self.kernel), self.streams.num))
+        edges, seconds = np.zeros((len(self.moved), self.streams.num)), link.end
+        while link is not None:
+            if link.node >= 0:
+                nodes[link.node, : None if link.full else 1] = 1.0
+            if link.edge >= 0:
+                edges[link.edge] = 1.0
+            link = link.before
+        return Chain(nodes, edges, seconds)

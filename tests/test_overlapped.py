@@ -1,0 +1,155 @@
+"""The objective "overlapped": seconds by stream, chains and prices bound every time line, and the plan's is never above the serial plan's."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from autoshard import api
+from autoshard.formulate import stream_seconds
+from autoshard.mesh import Mesh
+from autoshard.planning.context import Context, instance_of
+from autoshard.planning.options import Options, Stopwatch
+from autoshard.planning.plan import plan_graph
+from autoshard.planning.random_choice import random_choice
+from autoshard.report.proof import proof, verdict
+from autoshard.report.summary import summary
+from autoshard.report.text import as_text, plan_report
+from autoshard.simulate.chains import longest_chain
+from autoshard.simulate.timeline import timeline_of
+from autoshard.solution import Solution
+from autoshard.solvers import Part, best_prices, parts_that_differ, priced_by_stream, seconds_of_parts, solve
+from autoshard.strategies import candidates
+from tests.helpers import TINY, tiny_graph
+
+CASES = [
+    ("mlp", (2, 2), 1), ("mlp", (2, 2), 3), ("llama", (4,), 1),
+    pytest.param(("llama", (2, 2), 2), marks=pytest.mark.slow),
+]  # fmt: skip
+PLANS = 6  # drawn at random
+
+
+def mesh_of(sizes: tuple[int, ...]) -> Mesh:
+    return Mesh.from_bandwidths(sizes, intra_node_bandwidth=2e9, inter_node_bandwidth=1e9)
+
+
+@cache
+def instance(name: str, sizes: tuple[int, ...], m: int):
+    context = Context(tiny_graph(name, True), mesh_of(sizes), Options(microbatches=m), Stopwatch(None)).stepped()
+    found = instance_of(context, candidates(context.graph, context.mesh))
+    plans = [random_choice(found.formulated, seed) for seed in range(PLANS)]
+    best = solve(found.problem, gap=0.01).choice
+    return found.formulated, [best, *plans]
+
+
+@cache
+def planned(name: str, sizes: tuple[int, ...], m: int, objective: str) -> Solution:
+    options = Options(microbatches=m, objective=objective, baselines=False, gap=0.01)
+    return plan_graph(Context(tiny_graph(name, True), mesh_of(sizes), options, Stopwatch(None)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_seconds_of_all_streams_are_the_costs(case):
+    formulated, _ = instance(*case)
+    streams, problem = stream_seconds(formulated), formulated.problem
+    joined = stream_seconds(formulated, joined=True)
+    for costs, parts in zip(problem.node_costs, streams.nodes, strict=True):
+        assert parts.sum(axis=1) == pytest.approx(costs, rel=1e-12)
+    for edge, parts, least in zip(problem.edges, streams.edges, joined.edges, strict=True):
+        finite = np.isfinite(edge.table)
+        assert parts.sum(axis=2)[finite] == pytest.approx(edge.table[finite], rel=1e-12)
+        assert (least <= parts * (1 + 1e-12)).all()
+    assert any((least < parts).any() for parts, least in zip(streams.edges, joined.edges, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_streams_are_those_of_the_time_line(case):
+    formulated, plans = instance(*case)
+    streams = stream_seconds(formulated, links=range(len(case[1])))
+    for choice in plans:
+        tasks = timeline_of(formulated, choice).tasks
+        for s in range(streams.num):
+            ours = sum(of[i][s] for of, i in zip(streams.nodes, choice, strict=True))
+            ours += sum(of[choice[e.a], choice[e.b]][s] for of, e in zip(streams.edges, formulated.problem.edges, strict=True))
+            assert ours == pytest.approx(sum(task.seconds for task in tasks if task.stream == s), rel=1e-9)
+
+
+def violations(formulated, parts: list[Part], plans) -> int:
+    """How many parts take longer than the time line of some plan."""
+    streams = stream_seconds(formulated, joined=True)
+    count = 0
+    for choice in plans:
+        lengths = seconds_of_parts(formulated.problem, streams.nodes, streams.edges, parts, choice)
+        shortest = min(timeline_of(formulated, choice, join=join, prefetch=p).seconds for join in (False, True) for p in (1, 4))
+        count += int((lengths > shortest * (1 + 1e-9)).sum())
+    return count
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_longest_chain_of_one_plan_is_no_longer_than_the_time_line_of_any(case):
+    formulated, plans = instance(*case)
+    streams = stream_seconds(formulated, joined=True)
+    chains = [longest_chain(formulated, streams, choice) for choice in plans]
+    parts = [Part(chain.nodes, chain.edges) for chain in chains]
+    for k, (chain, choice) in enumerate(zip(chains, plans, strict=True)):
+        lengths = seconds_of_parts(formulated.problem, streams.nodes, streams.edges, parts, choice)
+        assert lengths[k] == pytest.approx(chain.seconds, rel=1e-9)
+        assert lengths.max() <= lengths[k] * (1 + 1e-9)  # it is the longest
+    assert violations(formulated, parts, plans) == 0
+
+
+@pytest.mark.parametrize("case", CASES[:2])
+def test_the_control_a_part_with_all_seconds_of_all_streams_is_too_long(case):
+    formulated, plans = instance(*case)
+    num = stream_seconds(formulated).num
+    everything = Part(np.ones((len(formulated.problem.node_costs), num)), np.ones((len(formulated.problem.edges), num)))
+    assert violations(formulated, [everything], plans) > 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_bound_is_below_every_time_line_and_the_plan_no_slower_than_the_serial_one(case):
+    formulated, plans = instance(*case)
+    solution, serial = planned(*case, "overlapped"), planned(*case, "serial")
+    found = solution.overlapped
+    times = [timeline_of(formulated, choice, join=True).seconds for choice in plans]
+    assert 0 < found["bound_seconds"] <= min([*times, found["seconds"]])
+    assert found["seconds"] <= found["serial_plan_seconds"]
+    assert solution.bound <= serial.cost * (1 + 1e-9) and serial.cost <= solution.cost * (1 + 0.01)
+    assert (solution.objective, serial.objective, serial.overlapped) == ("overlapped", "serial", {})
+
+
+def test_simulate_gives_the_seconds_that_the_plan_was_chosen_by(tmp_path):
+    solution = planned("mlp", (2, 2), 1, "overlapped")
+    solution.save(tmp_path / "plan.json")
+    loaded = api.load(tmp_path / "plan.json")
+    assert loaded.to_dict() == solution.to_dict() and loaded.objective_gap == solution.objective_gap
+    assert api.simulate(*TINY["mlp"](), loaded).seconds == pytest.approx(solution.overlapped["seconds"], rel=1e-9)
+    assert api.verify(*TINY["mlp"](), loaded)["ok"]
+
+
+def test_the_prices_of_streams_prove_the_optimum_of_two_equal_streams():
+    """Two nodes, each on one of two streams: the sum on either is at least 1 and the cheapest choice of all has one on each."""
+    from autoshard.problem import Problem
+
+    problem = Problem(("a", "b"), (np.ones(2), np.ones(2)), ())
+    nodes = [np.eye(2), np.eye(2)]
+    parts = [Part(np.eye(2)[[s, s]], np.zeros((0, 2))) for s in range(2)]
+    prices, value = best_prices([seconds_of_parts(problem, nodes, [], parts, choice) for choice in ((0, 0), (1, 1))])
+    assert prices == pytest.approx([0.5, 0.5]) and value == pytest.approx(1.0)
+    assert solve(priced_by_stream(problem, nodes, [], parts, prices)).bound == pytest.approx(1.0)
+    assert parts_that_differ(problem, np.array([0, 0]), np.array([1, 1])) == [[0], [1]]
+
+
+def test_reports_name_the_objective():
+    solution, serial = planned("mlp", (2, 2), 1, "overlapped"), planned("mlp", (2, 2), 1, "serial")
+    words = " ".join(as_text(plan_report(solution)).split())
+    assert "overlapped" in words and "one task after the other" in words and "overlapped" in verdict(solution)
+    assert "overlap" not in verdict(serial) + proof(serial)
+    record = summary(solution)
+    assert record["objective"] == "overlapped" and record["overlapped"]["gap"] == solution.objective_gap
+    assert summary(serial)["objective"] == "serial" and summary(serial)["overlapped"] is None
+
+
+def test_an_unknown_objective_is_refused():
+    with pytest.raises(ValueError, match="objective is 'fast'; expected one of serial, overlapped"):
+        Options(objective="fast")
