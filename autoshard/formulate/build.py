@@ -13,7 +13,7 @@ from autoshard.layout import all_layouts, has_partial, local_numel, local_shape
 from autoshard.mesh import Mesh
 from autoshard.problem import Edge, Problem
 from autoshard.routes import Routes
-from autoshard.strategies import Candidate, Candidates, internal_bytes, internal_collectives
+from autoshard.strategies import Candidate, Candidates, internal_bytes, internal_collectives, is_causal
 
 
 def formulate(
@@ -219,4 +219,4 @@ def op_candidate_seconds(op: Op, inputs: tuple[Tensor, ...], candidate: Candidat
         for t, layout in zip(op.outputs, candidate.outputs, strict=True)
     ]
     collectives = priced(internal_collectives(op, inputs, candidate.inputs, mesh), mesh)
-    return op_seconds(op.target, ins, outs, op.alias, mesh.device) + sum(one.seconds for one in collectives)
+    return op_seconds(op.target, ins, outs, op.alias, mesh.device, causal=is_causal(op)) + sum(one.seconds for one in collectives)

@@ -1,5 +1,6 @@
 """The layouts that each op may have on its inputs and outputs: rows for one mesh axis, crossed over all axes."""
 
+from autoshard.strategies.attention import is_causal as is_causal
 from autoshard.strategies.candidates import Candidate as Candidate
 from autoshard.strategies.candidates import Candidates as Candidates
 from autoshard.strategies.candidates import candidates as candidates

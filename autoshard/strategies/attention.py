@@ -30,9 +30,14 @@ def attention(op: Op, inputs: Inputs) -> list[Row]:
     rows = [_row(op, inputs, d, S(d)) for d in (BATCH, HEADS)]
     if q.shape[HEADS] != k.shape[HEADS]:
         rows.append(_row(op, inputs, HEADS, R))
-    if not argument(op, 7 if first else 4, "is_causal", False):
+    if not is_causal(op):
         rows.append(_row(op, inputs, QUERIES, R))
     return rows
+
+
+def is_causal(op: Op) -> bool:
+    """Whether an op is attention whose queries see no later keys."""
+    return op.target in (FORWARD, BACKWARD) and bool(argument(op, 7 if op.target == BACKWARD else 4, "is_causal", False))
 
 
 def _row(op: Op, inputs: Inputs, dim: int, keys: Placement) -> Row:
