@@ -11,11 +11,60 @@ an emulated cluster: a ring over the shared link takes 1413 ms, this formula pre
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
+
+from autoshard.reading import text_of
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How far off prices were on published training steps that they were not fitted to: measured / predicted seconds."""
+
+    runs: int
+    error: float  # median of |predicted / measured - 1|
+    low: float  # 80 % of the measured steps took between low and high times the predicted seconds
+    high: float
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What kernels reach of a device's data sheet: constants of cost/devices, by which cost/compute.py prices an op."""
+
+    source: str  # the file, and what its constants were fitted to
+    matmul: float  # share of the 16-bit peak that large matmuls reach
+    flops8: float  # FLOP/s that large float8 matmuls reach
+    small: float  # elements: the smallest dim at which a matmul reaches half of its rate
+    attention: float  # share of the 16-bit peak that fused attention reaches, at head dim 128
+    narrow: float  # exponent of head dim / 128
+    short: float  # tokens: the sequence at which attention reaches half of its rate
+    memory: float  # share of the memory bandwidth
+    host: float  # seconds in which the host launches one kernel, beside the kernels that run; 0 where a graph of kernels is replayed
+    serial: Steps | None = None  # of the seconds of a plan, in which nothing overlaps
+    overlapped: Steps | None = None  # of its simulated time line
+
+    @staticmethod
+    def of_file(data: Mapping[str, Any], name: str) -> Kernels:
+        """The constants of a device file (cost/devices): measured where it has them, else fitted, else published. ValueError for others."""
+        try:
+            of = {key: one.get("measured", one.get("fitted", one["published"])) for key, one in data["constants"].items()}
+            rows, steps = data.get("fitted_rows", 0), data.get("steps", {})
+            said = f"{name}: " + (f"fitted to {rows} published training steps" if rows else data.get("sheet", "measured"))
+            return Kernels(
+                said, of["matmul16"], data["given"]["peak8"] * of["matmul8"], of["small"], of["attention"], of["narrow"], of["short"],
+                of["memory"], of["host"] / LAUNCHES, **{kind: Steps(**errors) for kind, errors in steps.items()},
+            )  # fmt: skip
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{name} is no device file, for lack of {error}; expected one as autoshard/cost/devices has them") from None
+
+
+# Launches in the forward and backward of a block, of which constants of devices hold the seconds: 250 are assumed there.
+LAUNCHES = 250
 
 
 @dataclass(frozen=True)
@@ -31,11 +80,17 @@ class Device:
     flops32: float  # FLOP/s, float32 inputs at full precision: what torch's matmuls run at by default
     memory_bandwidth: float  # bytes/s
     memory: float  # bytes
-    launch: float = 4e-6  # seconds per kernel
+    launch: float = 4e-6  # seconds per kernel: a typical launch of CUDA; not used with `kernels`, which know the host's
     error: float | None = None  # mean relative error of its op times, where they were measured
     flops_tf32: float | None = None  # FLOP/s, float32 inputs as TF32, dense; None: it has no such units
     tf32: bool = False  # float32 matmuls run as TF32, too
     host_bandwidth: float | None = None  # bytes/s to its host's memory, one direction; None: that of its kind (cost.host_bandwidth)
+    kernels: Kernels | None = None  # without them, ops reach one assumed share of every peak (cost/compute.py)
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes/s that kernels reach."""
+        return self.memory_bandwidth * (1.0 if self.kernels is None else self.kernels.memory)
 
     def flops_for(self, itemsize: int, *, convolution: bool = False) -> float:
         """FLOP/s of a matmul, or of a convolution, whose first input has elements of so many bytes."""
@@ -50,13 +105,31 @@ class Device:
         return replace(self, tf32=True)
 
 
-# Data sheets of the vendors (dense, without sparsity); launch: typical CUDA kernel launch.
-DEVICES = {
-    "a100": Device("a100", 312e12, 19.5e12, 2.039e12, 80e9, flops_tf32=156e12),
-    "h100": Device("h100", 989e12, 67e12, 3.35e12, 80e9, flops_tf32=494e12),
-    "h200": Device("h200", 989e12, 67e12, 4.8e12, 141e9, flops_tf32=494e12),
-    "cpu": Device("cpu", 50e9, 50e9, 20e9, 8e9, launch=2e-6),
+# Data sheets of the vendors: float32 FLOP/s, bytes of memory, TF32 FLOP/s (dense). Their files in cost/devices have the other figures.
+SHEETS = {
+    "a100": (19.5e12, 80e9, 156e12),
+    "b200": (75e12, 180e9, 1100e12),
+    "b300": (75e12, 288e9, 1100e12),
+    "gb200": (80e12, 186e9, 1250e12),
+    "gb300": (80e12, 288e9, 1250e12),
+    "h100": (67e12, 80e9, 494e12),
+    "h100_500w": (67e12, 96e9, 494e12),
+    "h200": (67e12, 141e9, 494e12),
+    "mi300x": (163.4e12, 192e9, 653e12),
+    "mi325x": (163.4e12, 256e9, 653e12),
 }
+
+
+def _shipped(name: str, flops32: float, memory: float, flops_tf32: float) -> Device:
+    """The device of autoshard/cost/devices/NAME.json."""
+    path = Path(__file__).with_name("cost") / "devices" / f"{name}.json"
+    data = json.loads(text_of(path, "measurements"))
+    given, kernels = data["given"], Kernels.of_file(data, path.name)
+    return Device(name, given["peak16"], flops32, given["memory_bandwidth"], memory, flops_tf32=flops_tf32, kernels=kernels)
+
+
+DEVICES = {name: _shipped(name, *sheet) for name, sheet in SHEETS.items()}
+DEVICES["cpu"] = Device("cpu", 50e9, 50e9, 20e9, 8e9, launch=2e-6)
 
 
 @dataclass(frozen=True)
@@ -143,12 +216,12 @@ class Mesh:
         return tuple(product(*(range(n) for n in self.shape)))
 
     def to_dict(self) -> dict:
-        """Plain data for `from_dict`; axes without curves, devices without an error, TF32 or a host link of their own and balanced experts
-        don't mention them."""
+        """Plain data for `from_dict`; axes without curves, devices without an error, TF32, kernels or a host link of their own, and balanced
+        experts don't mention them."""
         data = asdict(self)
         if self.expert_imbalance == 1:
             del data["expert_imbalance"]
-        for key in ("error", "flops_tf32", "tf32", "host_bandwidth"):
+        for key in ("error", "flops_tf32", "tf32", "kernels", "host_bandwidth"):
             if data["device"][key] in (None, False):
                 del data["device"][key]
         data["axes"] = [{key: value for key, value in axis.items() if key != "curves" or value} for axis in data["axes"]]
@@ -158,7 +231,7 @@ class Mesh:
     def from_dict(data: dict) -> Mesh:
         """The inverse of `to_dict`; ValueError when a key is missing or unknown."""
         try:
-            return Mesh(tuple(_axis(**axis) for axis in data["axes"]), Device(**data["device"]), data.get("expert_imbalance", 1.0))
+            return Mesh(tuple(_axis(**axis) for axis in data["axes"]), _device(**data["device"]), data.get("expert_imbalance", 1.0))
         except (TypeError, KeyError) as error:
             raise ValueError(f"not a mesh: {error}; expected axes (name, size, bandwidth, latency, shared_by) and device") from None
 
@@ -228,6 +301,13 @@ class Mesh:
 
 def _axis(curves: Sequence[dict] = (), **fields: Any) -> Axis:
     return Axis(**fields, curves=tuple(_link_curve(**curve) for curve in curves))
+
+
+def _device(kernels: Mapping[str, Any] | None = None, **fields: Any) -> Device:
+    if kernels is None:
+        return Device(**fields)
+    steps = {kind: Steps(**kernels[kind]) for kind in ("serial", "overlapped") if kernels.get(kind) is not None}
+    return Device(**fields, kernels=Kernels(**{**kernels, **steps}))
 
 
 def _link_curve(collective: str, sizes: Sequence[float], seconds: Sequence[float], tail: float, error: float = 0.0) -> LinkCurve:

@@ -26,7 +26,7 @@ TABLE = {
     "writing": ("", ""),
     "reading": ("", "jsonschema_rs"),
     "precision": ("", ""),
-    "mesh": ("", ""),
+    "mesh": ("reading", ""),  # kinds of devices with the constants of their kernels, which are files
     "layout": ("mesh", "torch"),
     "graph": ("precision", "networkx"),
     "capture": ("graph precision", "torch"),

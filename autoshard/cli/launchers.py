@@ -20,18 +20,6 @@ Memory = Annotated[str | None, typer.Option("--memory", help="Of a device: 80GB.
 Seq = Annotated[int | None, typer.Option("--seq", help="Tokens of a sequence.", min=1, show_default=False)]
 GlobalBatch = Annotated[int | None, typer.Option("--global-batch", help="Sequences per step.", min=1, show_default=False)]
 LauncherOut = Annotated[str | None, typer.Option("--out", help="Write a configuration here, as the launcher reads it.", show_default=False)]
-GIVEN = {
-    "a100": 80e9,
-    "h100": 80e9,
-    "h200": 141e9,
-    "b200": 180e9,
-    "b300": 288e9,
-    "mi300x": 192e9,
-    "gb200": 186e9,
-    "gb300": 288e9,
-    "h100_500w": 80e9,
-    "mi325x": 256e9,
-}
 
 
 def load_launchers() -> ModuleType:
@@ -41,12 +29,8 @@ def load_launchers() -> ModuleType:
 
 
 def site_of(device: str, per_node: int, memory: str | None, inter_node_bandwidth: str) -> Any:
-    """The site; a node's link to the others is shared by its devices. ValueError where the device's memory is not known."""
-    known = DEVICES[device].memory if device in DEVICES else GIVEN.get(device)
-    if memory is None and known is None:
-        raise ValueError(f"how much memory has a {device}? Add --memory, for example --memory 80GB")
-    limit = parse_bytes(memory) if memory is not None else known
-    assert limit is not None
+    """The site; a node's link to the others is shared by its devices."""
+    limit = parse_bytes(memory) if memory is not None else DEVICES[device].memory
     return load_launchers().Site(device, per_node, limit, parse_bytes(inter_node_bandwidth, "--inter-node-bandwidth") / per_node)
 
 

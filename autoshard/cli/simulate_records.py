@@ -26,7 +26,7 @@ def record_of_model(simulations: Sequence[Any]) -> dict:
         )
     rows = [one.to_dict() for one in simulations]
     top = {key: rows[0][key] for key in OF_THE_BEST}
-    return {**top, "stages": stages, "configurations": rows}
+    return {**top, **_sure(best.mesh.device, best.seconds, overlap=best.timeline is None or best.timeline.program.overlap), "stages": stages, "configurations": rows}
 
 
 def record_of_plan(solution: Any, timeline: Any, *, measured: bool) -> dict:
@@ -39,8 +39,10 @@ def record_of_plan(solution: Any, timeline: Any, *, measured: bool) -> dict:
         "bubble": 0.0,
         "exposed_communication_seconds": timeline.exposed_communication_seconds,
     }
+    program = timeline.program
     return {
         **row,
+        **_sure(program.formulation.mesh.device, timeline.seconds, overlap=program.overlap),
         "cost_seconds": _cost(timeline.program) if measured else solution.cost,
         "plan_peak_bytes": solution.peak_bytes,
         "compute_seconds": timeline.compute_seconds,
@@ -49,6 +51,15 @@ def record_of_plan(solution: Any, timeline: Any, *, measured: bool) -> dict:
         "stages": [{"mesh": list(solution.mesh.shape), "seconds": timeline.seconds, "peak_bytes": timeline.peak_bytes}],
         "configurations": [row],
     }
+
+
+def _sure(device: Any, seconds: float, *, overlap: bool = True) -> dict:
+    """The constants of the device's kernels, and between which seconds 80 % of published steps were; None where that is not known."""
+    kernels = device.kernels
+    steps = None if kernels is None else kernels.overlapped if overlap else kernels.serial
+    interval = None if steps is None else [seconds * steps.low, seconds * steps.high]
+    tested = None if steps is None else {"runs": steps.runs, "error": steps.error}
+    return {"interval_seconds": interval, "prices": None if kernels is None else kernels.source, "tested": tested}
 
 
 def _cost(program: Any) -> float:

@@ -1,6 +1,11 @@
 """Seconds of one op on one device, from its local shapes: a roofline.
 
-    t = max( F / (peak * EFFICIENCY),  M / memory_bandwidth ) + launch            (`op_seconds`)
+    t = max( F / (peak * EFFICIENCY),  M / memory_bandwidth ) + launch            (`op_seconds`) of a device without constants of kernels
+    t = ( max( F / rate,  M / (memory_bandwidth * memory) )^3 + host^3 )^(1/3)     of one with them (mesh.Kernels): the host launches an
+                                                                                   op beside earlier ones, so the longer one counts
+    rate       matmuls     peak * matmul / (1 + small / smallest dim)
+               attention   peak * attention * (head dim / 128)^narrow / (1 + short / keys), in 16 bits
+               others      peak * EFFICIENCY                                       (`_rate`)
 
 F = FLOPs (`op_flops`, rows in FLOPS; a multiplication and an addition are two), M = bytes of inputs read and outputs written,
 peak = device.flops_for(itemsize of the first input), which for float32 is a matter of settings: torch runs convolutions as TF32, matmuls
@@ -9,7 +14,8 @@ Views and getitem cost nothing: no kernel runs.
 
 FLOPs count as torch.utils.flop_counter does (attention without the causal half), with two differences: grouped convolution
 backward counts each group once, and a convolution counts min(input, output) points, which is right for transposed convolutions
-as well: each filter tap is applied at most once to each input point and each output point.
+as well: each filter tap is applied at most once to each input point and each output point. With constants of kernels, causal attention of as many
+queries as keys counts half: a fused kernel leaves out what is masked (a shard of the queries may be the last, which sees all keys).
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ from collections.abc import Callable, Sequence
 
 from autoshard.cost.experts import expert_kernels
 from autoshard.graph import ITEMSIZE
-from autoshard.mesh import Device
+from autoshard.mesh import Device, Kernels
 
 Shape = tuple[int, ...]
 Described = tuple[Shape, str]  # shape and dtype, as graph.Tensor spells it
@@ -27,13 +33,22 @@ Described = tuple[Shape, str]  # shape and dtype, as graph.Tensor spells it
 # Assumption, not measured: the share of a data sheet's dense peak that large matmuls and attention reach. 0.6 to 0.8 is
 # commonly reported for A100 and H100. `calibrate measure` finds the real figure.
 EFFICIENCY = 0.7
+HOST_NORM = 3.0  # as in recipes.step: of kernels beside their launches
+ATTENTION = ("attention", "attention_backward")
 
 
-def op_seconds(target: str, inputs: Sequence[Described], outputs: Sequence[Described | None], alias: int | None, device: Device, share: float = 1.0) -> float:
+def op_seconds(
+    target: str,
+    inputs: Sequence[Described],
+    outputs: Sequence[Described | None],
+    alias: int | None,
+    device: Device,
+    share: float = 1.0,
+) -> float:
     """Seconds of op `target` ("aten.mm.default") on local inputs and outputs, in the order of the graph's Op.
 
     alias: the input whose storage the output shares, as in Op: a view (captured graphs have no ops that write in place).
-    share: of its FLOPs that are computed. An output that is not computed is None.
+    share: of its FLOPs that are computed; a causal mask leaves some out. An output that is not computed is None.
     """
     name = _name(target)
     if name == "getitem" or alias is not None:
@@ -45,17 +60,32 @@ def op_seconds(target: str, inputs: Sequence[Described], outputs: Sequence[Descr
     operands = [*inputs, *computed]
     itemsize = ITEMSIZE[operands[0][1]] if operands else 1
     peak = device.flops_for(itemsize, convolution=name.startswith("convolution"))
-    compute = share * op_flops(target, inputs, outputs) / (peak * EFFICIENCY)
-    traffic = (_bytes_read(name, inputs, computed) + sum(_bytes(o) for o in computed)) / device.memory_bandwidth
-    return max(compute, traffic) + device.launch
+    flops = share * op_flops(target, inputs, outputs)
+    traffic = (_bytes_read(name, inputs, computed) + sum(_bytes(o) for o in computed)) / device.memory_rate
+    if device.kernels is None:
+        return max(flops / (peak * EFFICIENCY), traffic) + device.launch
+    shapes = [shape for shape, _ in inputs]
+    busy, host = max(flops / _rate(_kind(name), shapes, itemsize, peak, device.kernels), traffic), device.kernels.host
+    longest = max(busy, host)
+    return longest * ((busy / longest) ** HOST_NORM + (host / longest) ** HOST_NORM) ** (1 / HOST_NORM) if longest else 0.0
+
+
+def _rate(kind: str, inputs: list[Shape], itemsize: int, peak: float, kernels: Kernels) -> float:
+    """FLOP/s that an op with inputs of these shapes reaches."""
+    if kind in ATTENTION and itemsize == 2:
+        queries, keys = (inputs[1], inputs[2]) if kind == "attention_backward" else (inputs[0], inputs[1])
+        return peak * kernels.attention * (queries[-1] / 128) ** kernels.narrow / (1 + kernels.short / max(keys[-2], 1))
+    if kind not in MATMULS:
+        return peak * EFFICIENCY
+    large = {1: kernels.flops8, 2: peak * kernels.matmul}.get(itemsize, peak * EFFICIENCY)
+    a, b = MATMULS[kind](inputs)
+    return large / (1 + kernels.small / max(min(a[-2] if len(a) > 1 else a[-1], a[-1], b[-1]), 1))
 
 
 def op_flops(target: str, inputs: Sequence[Described], outputs: Sequence[Described | None]) -> int:
     """FLOPs of an op; one per element of its largest tensor where FLOPS has no row."""
-    name = _name(target)
+    name = _kind(_name(target))
     i, o = [shape for shape, _ in inputs], [None if out is None else out[0] for out in outputs]
-    if name.lstrip("_").startswith("scaled_dot_product"):  # kernels of torch, in a graph that draws for dropout
-        name = "attention_backward" if name.endswith("backward") else "attention"
     if name in FLOPS:
         return FLOPS[name](i, o)
     if name in EXPERTS:
@@ -123,6 +153,13 @@ FLOPS: dict[str, Callable[[list[Shape], list], int]] = {
 
 EXPERTS = ("experts", "biased_experts", "experts_backward", "biased_experts_backward")
 
+# The matrices (.., m, k) and (.., k, n) that a matmul multiplies, of its inputs i.
+MATMULS: dict[str, Callable[[list[Shape]], tuple[Shape, Shape]]] = {
+    **dict.fromkeys(("mm", "bmm", "_grouped_mm", "grouped_mm_fallback", "_scaled_mm"), lambda i: (i[0], i[1])),
+    **dict.fromkeys(("addmm", "baddbmm"), lambda i: (i[1], i[2])),
+    "linear": lambda i: (i[0], i[1][::-1]),
+}
+
 # The elements of input 0 that an op reads, for ops that read only the elements that their indices select.
 SELECTED: dict[str, Callable[[list[Shape], list[Shape]], int]] = {
     "embedding": lambda i, o: math.prod(o[0]),
@@ -144,6 +181,13 @@ def _bytes_read(name: str, inputs: Sequence[Described], outputs: Sequence[Descri
 def _bytes(tensor: Described) -> int:
     shape, dtype = tensor
     return math.prod(shape) * ITEMSIZE[dtype]
+
+
+def _kind(name: str) -> str:
+    """The name, or for torch's kernels of attention, in a graph that draws for dropout, that of ours."""
+    if not name.lstrip("_").startswith("scaled_dot_product"):
+        return name
+    return "attention_backward" if name.endswith("backward") else "attention"
 
 
 def _name(target: str) -> str:

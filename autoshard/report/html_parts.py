@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from autoshard.report.robustness import price_parts
-from autoshard.report.text import ROUNDING, flat
+from autoshard.report.text import ROUNDING, flat, prices_known_from, sure
 from autoshard.solution import Solution
 from autoshard.units import seconds, size
 
@@ -136,7 +136,8 @@ def interval_bar(solution: Solution) -> dict | None:
     low, high = solution.interval
     top = high * 1.1
     places = {name: round(100 * value / top, 2) for name, value in (("low", low), ("cost", solution.cost), ("high", high))}
-    return {"low": low, "high": high, "cost": solution.cost, "at": places}
+    said = {"sure": sure(solution), "known_from": prices_known_from(solution)}
+    return {"low": low, "high": high, "cost": solution.cost, "at": places, **said}
 
 
 def link_rows(solution: Solution) -> list[dict]:

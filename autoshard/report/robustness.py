@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autoshard.report.text import sure
 from autoshard.solution import Solution, parts, price_errors
 from autoshard.units import percent, seconds, size
 
@@ -31,7 +32,7 @@ def prices_table(solution: Solution) -> RenderableType:
     if solution.interval is None:
         return Text("nothing is known about what this plan's seconds are made of; plan again")
     low, high = solution.interval
-    said = f"{seconds(solution.cost)}, between {seconds(low)} and {seconds(high)} if every price is off in one direction"
+    said = f"{seconds(solution.cost)}, between {seconds(low)} and {seconds(high)}, {sure(solution)}"
     return Group(table, Text(said))
 
 

@@ -4,38 +4,48 @@
     low  = sum_j c_j / (1 + e_j)
     high = sum_j c_j (1 + e_j)                         e_j = mean relative error of the price of part j        (`interval`)
 
-Errors are not averaged: all prices are assumed to be wrong in the same direction. The error of a measured price is its error on sizes
+Where the device's kernels have constants that published training steps have tested (mesh.Kernels.serial), the interval is theirs instead:
+
+    low, high = c * the ends between which 80 % of measured / predicted seconds were, of steps that the constants were not fitted to
+
+Otherwise errors are not averaged: all prices are assumed to be wrong in the same direction. The error of a measured price is its error on sizes
 to which it was not fitted; any other price has an error that is usual for its kind (mesh.UNMEASURED_LINK, UNMEASURED_DEVICE).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 
 from autoshard.mesh import UNMEASURED_DEVICE, UNMEASURED_LINK, Mesh
 
 
 def price_errors(mesh: Mesh) -> dict:
-    """{"device": error, "links": {axis: {collective: error}}}, relative; None or absent where it is unknown."""
+    """{"device": error, "links": {axis: {collective: error}}}, relative, None or absent where it is unknown; "steps": mesh.Steps."""
     links = {axis.name: {curve.collective: curve.error or None for curve in axis.curves} for axis in mesh.axes}
-    return {"device": mesh.device.error, "links": links}
+    kernels = mesh.device.kernels
+    tested = {} if kernels is None or kernels.serial is None else {"steps": asdict(kernels.serial)}
+    return {"device": mesh.device.error, "links": links, **tested}
 
 
 def parts(breakdown: Mapping, errors: Mapping) -> list[dict]:
     """Each part of a plan's cost: {"what", "seconds", "error", "measured"}, in the order of the breakdown."""
+    usual = errors.get("steps", {}).get("error", UNMEASURED_DEVICE)
     compute = sum(seconds for _, seconds in _flat(breakdown.get("compute", {})))
-    rows = [_row("compute", compute, errors.get("device"), UNMEASURED_DEVICE)] if compute else []
+    rows = [_row("compute", compute, errors.get("device"), usual)] if compute else []
     for what, seconds in _flat(breakdown.get("communication", {})):
         collective, _, axis = what.partition(" ")
         if collective == "split":  # a copy on the device itself
-            rows.append(_row(what, seconds, errors.get("device"), UNMEASURED_DEVICE))
+            rows.append(_row(what, seconds, errors.get("device"), usual))
         else:
             rows.append(_row(what, seconds, errors.get("links", {}).get(axis, {}).get(collective), UNMEASURED_LINK))
     return rows
 
 
 def interval(cost: float, breakdown: Mapping, errors: Mapping) -> tuple[float, float] | None:
-    """Least and most seconds, for a cost of these parts; None where the parts are unknown."""
+    """Least and most seconds, for a cost of these parts; None where the parts are unknown, and nothing was tested."""
+    if "steps" in errors and 0 < cost < float("inf"):
+        return cost * errors["steps"]["low"], cost * errors["steps"]["high"]
     rows = parts(breakdown, errors)
     total = sum(row["seconds"] for row in rows)
     if not total > 0 or not cost < float("inf"):

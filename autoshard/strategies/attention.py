@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from autoshard.graph import Op, Tensor
 from autoshard.layout import Layout, P, Placement, R, S
-from autoshard.strategies.ring import is_long
+from autoshard.strategies.ring import is_causal, is_long
 from autoshard.strategies.rows import COMBINES, Inputs, Row, argument, rule
 
 FORWARD, BACKWARD = "autoshard.attention.default", "autoshard.attention_backward.default"
@@ -34,7 +34,7 @@ def attention(op: Op, inputs: Inputs) -> list[Row]:
     if q.shape[HEADS] != k.shape[HEADS]:
         rows.append(_row(op, inputs, HEADS, R))
     long = is_long(op, inputs)
-    if long or not argument(op, 7 if first else 4, "is_causal", False):
+    if long or not is_causal(op):
         rows.append(_row(op, inputs, QUERIES, R))
     if long:
         rows.append(_row(op, inputs, QUERIES, S(QUERIES)))

@@ -8,7 +8,7 @@ the sequence, the last rank has the most of them; with queries in head-tail orde
     ring: own block, another block        1 - 1/(2 m'), 1      1/2, 1/2           m': shards of the queries per shard of the keys
 
 A share is relative to all scores of the local queries and keys (of the block, in a ring). Sequences that aren't LONG count in full, as in
-torch.utils.flop_counter.
+torch.utils.flop_counter, on a device without kernels of its own (`Device.kernels`).
 
 Stages of a ring over an axis of n ranks; the kernel and each axis work through theirs in this order, several at the same time:
 
@@ -51,9 +51,15 @@ def is_long(op: Op, inputs: Inputs) -> bool:
 
 def share_of_scores(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> float:
     """How many of the scores of its local queries and keys the slowest rank computes, of an op that is no ring; 1 for other ops."""
-    if op.target not in (FORWARD, BACKWARD) or not _is_causal(op) or not is_long(op, inputs):
+    if op.target not in (FORWARD, BACKWARD) or not is_causal(op) or not _has_halves(op, inputs, mesh):
         return 1.0
     return 0.5 if _is_balanced(op, layouts, mesh) else 1 - 0.5 / _num_shards(_placed(op, layouts)[0], mesh)
+
+
+def _has_halves(op: Op, inputs: Inputs, mesh: Mesh) -> bool:
+    """Whether a causal mask counts: in a long sequence, and in any whose kernel is priced by what it computes (`Device.kernels`)."""
+    q, k = _tensors(op, inputs)[:2]
+    return is_long(op, inputs) or (mesh.device.kernels is not None and q.shape[SEQUENCE] == k.shape[SEQUENCE])
 
 
 def ring_stages(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> tuple[Stage, ...]:
@@ -98,9 +104,9 @@ def attention_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: M
     """Bytes that attention over a sharded sequence holds besides its inputs and outputs: blocks on their way and what is added up."""
     q_layout, k_layout = _placed(op, layouts)[:2]
     head_tail, axes = _head_tail(op), ring_axes(op, layouts)
-    if not axes and not head_tail and not (_is_causal(op) and any(p.is_shard(SEQUENCE) for p in q_layout)):
+    if not axes and not head_tail and not (is_causal(op) and any(p.is_shard(SEQUENCE) for p in q_layout)):
         return 0
-    (q, k, v), itemsize = _tensors(op, inputs), inputs[0].itemsize
+    (q, _, v), itemsize = _tensors(op, inputs), inputs[0].itemsize
     tokens = math.prod(local_shape(q.shape, q_layout, mesh)[:-1])
     block = _block_elements(op, inputs, layouts, mesh)
     if op.target == FORWARD:
@@ -110,7 +116,7 @@ def attention_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: M
 
 def _shares(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> tuple[float, float]:
     """(of the own block, of another one)"""
-    if not _is_causal(op):
+    if not is_causal(op):
         return 1.0, 1.0
     if _is_balanced(op, layouts, mesh):
         return 0.5, 0.5
@@ -142,7 +148,8 @@ def _placed(op: Op, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
     return layouts[first : first + 3]
 
 
-def _is_causal(op: Op) -> bool:
+def is_causal(op: Op) -> bool:
+    """Whether the queries of attention see no later keys."""
     return bool(argument(op, 7 if op.target == BACKWARD else 4, "is_causal", False))
 
 
