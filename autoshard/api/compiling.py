@@ -44,7 +44,7 @@ def backend(mesh: Mesh, **options: Any) -> Callable[[fx.GraphModule, Sequence[An
 
     def compile_graph(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
         module = DynamoGraph(graph, example_inputs)
-        own = {key: module.named(pins) for key, pins in pinned.items()}
+        own: dict[str, Any] = {key: module.named(pins) for key, pins in pinned.items()}
         solution = plan(module, module.inputs_of(example_inputs), mesh, **options, **own)
         sharded = parallelize(module, solution, device_mesh(solution))
 

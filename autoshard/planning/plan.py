@@ -95,7 +95,7 @@ def plan_captured(context: Context) -> Solution:
 
 def _plan_recomputing(context: Context) -> Solution:
     options = context.options
-    if options.recompute == "auto" and options.training and not options.tie_blocks:
+    if options.recompute == "auto" and options.training and not options.tie_blocks and options.objective == "serial":
         return _plan_per_tensor(context)
     if options.recompute in ("auto", "blocks") and options.training:
         return _plan_with_cheapest_recomputation(context)
@@ -122,7 +122,8 @@ def _plan_per_tensor(context: Context) -> Solution:
     with clock.phase("describe", "writing the plan", 0.95), no_search_for_cycles():
         solution = describe(best.formulated, answer, noted.options, rows, noted.assumptions)
     advised = replace(noted, graph=best.formulated.graph, options=options, shallow=None)
-    solution = _with_advice(advised, instance, answer, solution)
+    assert answer.choice is not None
+    solution = _with_advice(advised, instance, answer, answer.choice, solution)
     return replace(solution, seconds=clock.seconds())
 
 
