@@ -7,7 +7,7 @@ queries t             q and out are S(2), k and v replicated; the backward retur
                       keys a query attends to depends on its position in the full sequence
 A mask is sharded where it has the dim, and replicated where it broadcasts. Local programs are in `lower.kernels.attention`.
 
-Attention that is captured as matmuls and softmax (with dropout, or with a mask that is trained) needs no row here.
+Attention that is captured as matmuls and softmax (with a mask that is trained) needs no row here.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ Ops whose kernel depends on the device, as torch 2.13 has them (`autoshard docto
     recurrent layers                   an LSTM is captured as mkldnn_rnn_layer, and is torch.lstm on other devices: recurrent.py; a GRU
                                        and an RNN are plain ops everywhere
     mkldnn_*, _cudnn_*, miopen_*       the library's device only: captures have none but the LSTM's
-    dropout                            bernoulli or native_dropout of the global tensor, drawn by the device's own generator
+    dropout                            bernoulli or native_dropout of the global tensor, drawn by the device's own generator; the same
+                                       inside attention, which then is matmuls and softmax: dropout_attention.py
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 from autoshard.graph import Op
 from autoshard.layout import Layout
-from autoshard.lower.kernels import attention, dropout, experts, lookups, losses, norms, recurrent, strides, sums
+from autoshard.lower.kernels import attention, dropout, dropout_attention, experts, lookups, losses, norms, recurrent, strides, sums
 from autoshard.lower.kernels.sharded_op import Kernel, ShardedOp
 from autoshard.lower.literals import by_name, overload
 from autoshard.mesh import Mesh
@@ -37,10 +38,11 @@ KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
     **recurrent.KERNELS,
     **strides.KERNELS,
     **attention.KERNELS,
+    **dropout_attention.KERNELS,
 }
 
 # Functions that run in place of an operator: they choose the kernel for the device, or arrange what a kernel needs.
-FUNCTIONS: dict[str, Callable[..., Any]] = {**attention.FUNCTIONS, **experts.FUNCTIONS}
+FUNCTIONS: dict[str, Callable[..., Any]] = {**attention.FUNCTIONS, **dropout_attention.FUNCTIONS, **experts.FUNCTIONS}
 
 
 def function_of(target: str) -> Callable[..., Any]:
