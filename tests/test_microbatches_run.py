@@ -19,7 +19,7 @@ from autoshard.simulate.from_solution import formulation_of_solution
 from autoshard.solution import Solution, replay
 from autoshard.strategies import internal_collectives
 from models import gpt2, mlp
-from tests.helpers_ranks import results
+from tests.helpers_ranks import results, trained_on
 
 SHAPE, M, STEPS = (2, 2), 4, 20
 SCHEMES = ("data_parallel", "zero1", "zero2", "zero3", "hsdp")
@@ -57,14 +57,8 @@ def adamw(module: torch.nn.Module) -> torch.optim.Optimizer:
 
 def alone(rank: int, name: str, steps: int) -> list[float]:
     module = build(name)
-    optimizer, losses = adamw(module), []
-    for step in range(steps):
-        loss = module(*batch(name, step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    optimizer = adamw(module)
+    return [trained_on(batch(name, step), module, optimizer) for step in range(steps)]
 
 
 class Sent(TorchDispatchMode):

@@ -19,8 +19,9 @@ Both run the same generators, so what is checked in one process is what runs on 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -247,10 +248,15 @@ class Groups:
 
     def drive(self, program: Asking) -> Tensor:
         """Run one rank's generator to its end."""
-        answer = None
-        while True:
-            try:
-                ask = program.send(answer)  # type: ignore[arg-type]
-            except StopIteration as done:
-                return done.value
-            answer = self.answer(ask)
+        return drive(program, self.answer)
+
+
+def drive(program: Asking, answer_of: Callable[[Ask], Tensor]) -> Any:
+    """Run a generator to its end; each collective that it asks for has what the function says as its answer."""
+    answer = None
+    while True:
+        try:
+            ask = program.send(answer)  # type: ignore[arg-type]
+        except StopIteration as done:
+            return done.value
+        answer = answer_of(ask)

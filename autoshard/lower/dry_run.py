@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.capture.grouped_mm import fake_grouped_mm
 from autoshard.graph import Graph
-from autoshard.lower.collectives import Ask, Asking, Rank
+from autoshard.lower.collectives import Ask, Asking, Rank, drive
 from autoshard.lower.dispatch_table import has_kernel
 from autoshard.lower.program import LoadPlaceholder, Program, Redistribute, RunOp, Slot
 from autoshard.lower.run import check, local_program, run_route
@@ -99,13 +99,7 @@ class _DryRun:
 
     def _drive(self, asking: Asking) -> Any:
         """Runs a generator to its end; a collective is answered by a tensor of the shape of its answer."""
-        answer = None
-        while True:
-            try:
-                ask = asking.send(answer)  # type: ignore[arg-type]
-            except StopIteration as done:
-                return done.value
-            answer = ask.tensor.new_empty(self._answer_shape(ask))
+        return drive(asking, lambda ask: ask.tensor.new_empty(self._answer_shape(ask)))
 
     def _answer_shape(self, ask: Ask) -> tuple[int, ...]:
         shape = tuple(ask.tensor.shape)
