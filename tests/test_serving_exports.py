@@ -135,7 +135,8 @@ def serve(rank, world, folder, plan):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow  # new processes, which import transformers; test_exports_modules has a model with a plan of its own
+@pytest.mark.parametrize("world", [2, 4])
 def test_a_model_without_a_plan_of_its_own_serves_in_transformers(tmp_path, world):
     import transformers
 
