@@ -149,6 +149,11 @@ def dropout(training: bool) -> Built:
     return wrapped(layers, training).train(), (features(),)
 
 
+@stranger("attention_dropout", modes=(TRAINING,), draws=True, refused="dropout")
+def attention_dropout(training: bool) -> Built:
+    return wrapped(nn.TransformerEncoderLayer(WIDTH, HEADS, 64, dropout=0.2, batch_first=True).train(), training), (features(),)
+
+
 class WritesItself(nn.Module):
     """A parameter that the forward updates, as RWKV rescales its weights."""
 

@@ -49,6 +49,23 @@ def results(world: int, work: Callable, *args: Any) -> list[Any]:
     return found
 
 
+def join_as_torchrun(rank: int, world: int, folder: str) -> None:
+    """Makes this process a rank that tools which read torchrun's variables know."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    store = dist.FileStore(os.path.join(folder, f"store{world}"), world)
+    dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=TIMEOUT)
+
+
+def trained_on(inputs: tuple, module: Callable, optimizer: torch.optim.Optimizer) -> float:
+    """The loss of one step, which is taken."""
+    loss = module(*inputs)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
 def _rank(rank: int, world: int, folder: str, work: Callable) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), world)

@@ -131,6 +131,19 @@ def wrong_values(verb: str, name: str) -> list[str] | None:
     return known
 
 
+# options that are right one by one
+TOGETHER = [
+    (f"plan {MODEL} --mesh 2x4", "--microbatches 3"),
+    (f"plan {MODEL} --mesh 2x4", "--set batch=1e400"),
+    (f"frontier {MODEL} --mesh 2x4", "--microbatches 2"),
+    (f"pipeline {MODEL}", "--devices 4 --nodes 2x8"),
+    (f"pipeline {MODEL}", ""),
+    (f"pipeline {MODEL}", "--devices 6 --devices-per-node 4"),
+    (f"pipeline {MODEL}", "--devices 1000000000"),
+    (f"pipeline {MODEL}", "--nodes 65536x8 --nodes 65536x8"),
+]
+
+
 @cache
 def refused() -> tuple[list[list[str]], list, list[str]]:
     commands = [
@@ -141,6 +154,7 @@ def refused() -> tuple[list[list[str]], list, list[str]]:
         for value in wrong_values(verb, p.name) or ()
     ]
     commands += [[*verb.split(), *BEGINS[verb], option] for verb in verbs() for option in ("--nosuch", "--mehs=2x4", "-z")]
+    commands += [[*written.split(" "), *more.split()] for written, more in TOGETHER]
     commands += [verb.split() for verb in verbs() if BEGINS[verb]] + [["plna"], ["calibrate", "mesure"], ["--nosuch"]]
     return commands, *run_all(commands)
 

@@ -26,7 +26,10 @@ aten = torch.ops.aten
 BUNDLED = ("gpt2", "llama", "bert", "moe", "resnet", "unet", "dlrm", "mlp")
 COVERED = ("llama", "mixtral", "vit")
 MORE = ("bart", "clip", "deepseek_v3", "falcon", "gemma2", "gpt2", "gpt_neox", "phi", "qwen3_moe", "t5", "whisper")
-SLOW = [pytest.param(f"hf {name}", marks=pytest.mark.slow) for name in MORE]
+ALIKE = [("hf llama", False), ("hf llama", True), ("hf mixtral", False), ("bert", False), ("unet", False)]  # as llama, or as in training
+QUICK = [(name, training) for name in (*BUNDLED, *(f"hf {name}" for name in COVERED)) for training in (False, True)]
+SLOW = [*ALIKE, *((f"hf {name}", training) for name in MORE for training in (False, True))]
+EVERY = [*(one for one in QUICK if one not in ALIKE), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)]
 
 
 def drawn(graph: Graph, mesh, seed: int) -> dict[str, Placed]:
@@ -53,8 +56,7 @@ def problems(graph: Graph, *sizes: int, seed: int = 0):
     return dry_run(lower(graph, drawn(graph, mesh, seed), {}, mesh, device="cuda"), graph)
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("name", [*BUNDLED, *(f"hf {name}" for name in COVERED), *SLOW])
+@pytest.mark.parametrize(("name", "training"), EVERY)
 def test_every_op_of_a_lowered_model_can_run_on_a_gpu(name, training):
     for sizes in ((2,), (2, 2)):
         assert problems(captured(name, training), *sizes) == ()

@@ -1,6 +1,5 @@
 """Exports for launchers that know modules only: what they say, and that models loaded with them compute the same."""
 
-import datetime
 import json
 import os
 import types
@@ -21,6 +20,7 @@ from autoshard.exports import apply_recipe, as_plain, export
 from autoshard.exports.modules import generic
 from autoshard.layout import parse
 from autoshard.mesh import Mesh
+from tests.helpers_ranks import join_as_torchrun
 
 COLUMN, ROW = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head", "embed_tokens"), ("o_proj", "down_proj")
 
@@ -247,10 +247,7 @@ def work(rank, world, path, solutions):
     from transformers import LlamaForCausalLM
     from transformers.distributed import DistributedConfig
 
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    store = dist.FileStore(os.path.join(path, f"store{world}"), world)
-    dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=datetime.timedelta(seconds=60))
+    join_as_torchrun(rank, world, path)
     tokens, found = torch.arange(32).reshape(4, 8) % 128, {}
     solution, mesh = solutions[world,], init_device_mesh("cpu", (world,), mesh_dim_names=("axis0",))
 

@@ -60,7 +60,7 @@ def _trained(rank: int, recipe: dict) -> tuple[float, list[bool]]:
     return max(float((p.grad - q.grad.full_tensor()).abs().max()) for p, q in pairs)
 
 
-@pytest.mark.parametrize("scheme", ("zero1", "zero3"))
+@pytest.mark.parametrize("scheme", ("zero1", pytest.param("zero3", marks=pytest.mark.slow)))
 def test_fully_shard_runs_the_recipe(scheme):
     recipe = dict(autoshard.export(planned(scheme), "fully_shard"))
     assert max(results(4, _trained, recipe)) < 1e-6

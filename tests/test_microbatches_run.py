@@ -19,7 +19,7 @@ from autoshard.simulate.from_solution import formulation_of_solution
 from autoshard.solution import Solution, replay
 from autoshard.strategies import internal_collectives
 from models import gpt2, mlp
-from tests.helpers_ranks import results
+from tests.helpers_ranks import results, trained_on
 
 SHAPE, M, STEPS = (2, 2), 4, 20
 SCHEMES = ("data_parallel", "zero1", "zero2", "zero3", "hsdp")
@@ -32,9 +32,9 @@ c10d = torch.ops._c10d_functional
 
 
 @cache
-def planned(name: str, scheme: str) -> Solution:
+def planned(name: str, scheme: str, shape: tuple[int, ...] = SHAPE) -> Solution:
     module, inputs = BUILDERS[name]()
-    options = {"example_inputs": inputs, "training": True, "ilp_solution_file": None, "mesh_shape": SHAPE}
+    options = {"example_inputs": inputs, "training": True, "ilp_solution_file": None, "mesh_shape": shape}
     return autosharding_pass(module, algo=scheme, microbatches=M, **options)[1]["solution"]
 
 
@@ -57,14 +57,8 @@ def adamw(module: torch.nn.Module) -> torch.optim.Optimizer:
 
 def alone(rank: int, name: str, steps: int) -> list[float]:
     module = build(name)
-    optimizer, losses = adamw(module), []
-    for step in range(steps):
-        loss = module(*batch(name, step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    optimizer = adamw(module)
+    return [trained_on(batch(name, step), module, optimizer) for step in range(steps)]
 
 
 class Sent(TorchDispatchMode):
@@ -172,7 +166,7 @@ def test_20_steps_lose_send_and_hold_as_planned(name, scheme):
 
 def _misused(rank: int, solution) -> list[str]:
     """What each misuse of the loop says; whether a call outside of it is a step of its own."""
-    module = autoshard.parallelize(build("mlp"), solution, init_device_mesh("cpu", SHAPE))
+    module = autoshard.parallelize(build("mlp"), solution, init_device_mesh("cpu", (2,)))
     optimizer, said = adamw(module), []
 
     def changes():
@@ -207,7 +201,7 @@ def _misused(rank: int, solution) -> list[str]:
 
 
 def test_misuse_of_the_loop_is_said_and_a_call_outside_of_it_is_a_step():
-    for said in results(4, _misused, planned("mlp", "zero2")):
+    for said in results(2, _misused, planned("mlp", "zero2", (2,))):
         changed, forgot, split, adds, counts = said
         assert "was changed between two microbatches of a step" in changed
         assert "the last microbatch had no backward()" in forgot

@@ -14,7 +14,8 @@ from autoshard.simulate.timeline import timeline_of
 from autoshard.solution import replay
 from tests.helpers import tiny_graph
 
-CASES = [*(("mlp", scheme) for scheme in ("data_parallel", "zero1", "zero2", "zero3", "hsdp")), ("llama", "zero3")]
+MORE = [("mlp", "zero2"), ("mlp", "hsdp"), ("llama", "zero3")]
+CASES = [*(("mlp", scheme) for scheme in ("data_parallel", "zero1", "zero3")), *(pytest.param(one, marks=pytest.mark.slow) for one in MORE)]
 
 
 @cache

@@ -18,7 +18,7 @@ from autoshard.planning.random_choice import random_choice
 from autoshard.strategies import candidates
 from models import bert, gpt2, llama, moe
 from tests.helpers import fast_mesh
-from tests.helpers_ranks import results
+from tests.helpers_ranks import results, trained_on
 from tests.test_parallelize import TEXT, close
 
 pytestmark = pytest.mark.slow
@@ -93,11 +93,7 @@ def curve(rank: int, name: str, solution, shape, folder: str | None, resume: boo
     for step in range(begin, STEPS):
         if step == SAVED_AT and shape is not None and not resume:
             autoshard.save_checkpoint(folder, module, optimizer, extra={"step": step})
-        loss = run(*values(name, step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(trained_on(values(name, step), run, optimizer))
     return losses
 
 

@@ -150,7 +150,9 @@ def reductions(graph: Graph, choice: tuple, formulated) -> dict[str, set]:
     return kinds
 
 
-@pytest.mark.parametrize(("name", "shape"), [("gpt2", (4,)), ("gpt2", (2, 2)), ("llama", (4,))])
+@pytest.mark.parametrize(
+    ("name", "shape"), [("gpt2", (2, 2)), *(pytest.param(name, (4,), marks=pytest.mark.slow) for name in ("gpt2", "llama"))]
+)
 def test_random_layouts_reduce_gradients_on_the_right_side_of_their_cast(name, shape):
     reduced = 0
     for precision in (FLOAT32, BFLOAT16):
@@ -196,7 +198,9 @@ def test_a_slow_network_makes_bfloat16_cheaper_by_half():
 # -- verify, files, the pass
 
 
-@pytest.mark.parametrize(("name", "precision"), [("gpt2", "bf16"), ("llama", "bf16:reduce=bf16,output=fp32")])
+@pytest.mark.parametrize(
+    ("name", "precision"), [pytest.param("gpt2", "bf16", marks=pytest.mark.slow), ("llama", "bf16:reduce=bf16,output=fp32")]
+)
 def test_a_plan_and_random_layouts_compute_what_the_policy_computes_on_one_device(name, precision):
     module, inputs = TINY[name]()
     solution = planned(name, precision, baselines=False)
@@ -204,6 +208,7 @@ def test_a_plan_and_random_layouts_compute_what_the_policy_computes_on_one_devic
     assert not autoshard.verify(module, inputs, solution, plant_fault=True)["ok"]
 
 
+@pytest.mark.slow
 def test_float16_is_as_good_a_dtype():
     module, inputs = mlp.mlp(width=64)
     solution = autoshard.plan(module, inputs, fast_mesh((4,)), training=True, precision="fp16", baselines=False)

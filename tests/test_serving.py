@@ -183,6 +183,7 @@ def test_what_is_no_model_to_serve_and_what_is_no_number_is_one_sentence():
             serve_plan(llama(), 2, **{**QUICK, **wrong})
 
 
+@pytest.mark.slow
 def test_a_model_of_405_billion_parameters_is_planned_in_little_memory():
     config = transformers.LlamaConfig(
         hidden_size=16384, intermediate_size=53248, num_hidden_layers=126, num_attention_heads=128, num_key_value_heads=8, vocab_size=128256
@@ -226,7 +227,7 @@ def test_the_verb_answers_no_where_nothing_fits_and_shows_why(capsys):
 
 
 def test_options_of_the_model_are_settings_of_the_model(capsys):
-    model = ("plan", f"hf:{HF}/llama", "--mesh", "2", "--no-baselines")
+    model = ("plan", f"hf:{HF}/llama", "--mesh", "2", "--no-baselines", "--set", "layers=1")
     _, ours = run(capsys, *model, "--batch", "4", "--seq", "12", "--dtype", "bfloat16")
     _, theirs = run(capsys, *model, "--set", "batch=4", "--set", "seq=12", "--set", "dtype=bfloat16")
     assert ours["fingerprint"] == theirs["fingerprint"] and ours["cost_seconds"] == theirs["cost_seconds"]

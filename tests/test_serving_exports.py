@@ -1,6 +1,5 @@
 """Styles of modules for serving engines: the names that vLLM and SGLang document; in transformers, models without a plan of their own."""
 
-import datetime
 import json
 import os
 import re
@@ -19,6 +18,7 @@ from autoshard.exports import export
 from autoshard.exports.engines import STYLES, pattern
 from autoshard.mesh import Mesh
 from benchmarks.coverage import HF
+from tests.helpers_ranks import join_as_torchrun
 
 # vllm/model_executor/models/transformers/utils.py, replace_linear_class: v5 and v4 names; any other is replicated there
 VLLM = {"colwise", "rowwise", "replicate", "colwise_gather_output", "rowwise_split_input", "colwise_rep", "rowwise_rep"}
@@ -115,10 +115,7 @@ def serve(rank, world, folder, plan):
     import transformers
     from transformers.distributed import DistributedConfig
 
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    store = dist.FileStore(os.path.join(folder, f"store{world}"), world)
-    dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=datetime.timedelta(seconds=100))
+    join_as_torchrun(rank, world, folder)
     tokens, found = torch.arange(32).reshape(4, 8) % 128, {}
 
     def logits(**options):
@@ -138,7 +135,8 @@ def serve(rank, world, folder, plan):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow  # new processes, which import transformers; test_exports_modules has a model with a plan of its own
+@pytest.mark.parametrize("world", [2, 4])
 def test_a_model_without_a_plan_of_its_own_serves_in_transformers(tmp_path, world):
     import transformers
 

@@ -6,8 +6,8 @@
 q [B, H, T, D], k [B, G, S, D], v [B, G, S, E]; is_causal: s <= t only; scale: 1 / sqrt(D) where None. `lower.kernels.attention` has its
 kernels.
 
-as_one_op    while a model is captured, F.scaled_dot_product_attention is this operator; attention with dropout or with a mask that is
-             trained stays as torch decomposes it: matmuls, softmax, and dropout with the mask of the global tensor
+as_one_op    while a model is captured, F.scaled_dot_product_attention is this operator, or with dropout that of `dropout_attention`;
+             attention with a mask that is trained stays as torch decomposes it: matmuls and softmax
 canonical    an fx graph in which the kernels of torch (`_scaled_dot_product_flash_attention`, ...) are this operator, and in which keys
              and values that are repeated for their groups of queries aren't
 """
@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
+
+from autoshard.capture.dropout_attention import DROPOUT, DROPOUT_BACKWARD
 
 aten = torch.ops.aten
 OPTIONS = "Tensor? attn_mask=None, bool is_causal=False, float? scale=None, int head_tail=0"
@@ -91,13 +93,15 @@ def _one_op(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *
         if attn_mask.dtype == torch.bool:
             attn_mask = torch.where(attn_mask, 0.0, -torch.inf).to(query.dtype)
         attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
+    if dropout_p:
+        return DROPOUT(query, key, value, dropout_p, attn_mask, is_causal, scale)[0]
     return ATTENTION(query, key, value, attn_mask, is_causal, scale)[0]
 
 
 def _is_one_op(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, grouped: bool
 ) -> bool:
-    if dropout_p or (attn_mask is not None and (attn_mask.requires_grad or is_causal or attn_mask.dim() > 4)):
+    if dropout_p >= 1 or (attn_mask is not None and (attn_mask.requires_grad or is_causal or attn_mask.dim() > 4)):
         return False
     if not (query.dim() == key.dim() == value.dim() == 4 and query.is_floating_point() and 0 not in (*query.shape, *key.shape)):
         return False
@@ -121,14 +125,14 @@ def canonical(traced: fx.GraphModule) -> dict[fx.Node, fx.Node | None]:
         backwards = _backwards_of(forward)
         if _are_replaceable(forward, backwards):
             gone |= {node: _as_operator(traced.graph, node) for node in (forward, *backwards)}
-    for forward in [node for node in traced.graph.nodes if node.target is ATTENTION]:
+    for forward in [node for node in traced.graph.nodes if node.target in (ATTENTION, DROPOUT)]:
         for item in _items(forward).values():
             _without_detach(item)
         backwards = _backwards_of(forward)
         for name, index in (("key", 1), ("value", 2)):
             _ungroup(forward, backwards, name, index)
     before = set(traced.graph.nodes)
-    if any(node.target is ATTENTION for node in before):
+    if any(node.target in (ATTENTION, DROPOUT) for node in before):
         traced.graph.eliminate_dead_code()
         gone |= {node: None for node in before - set(traced.graph.nodes)}
     _renumber(traced.graph, {_stem(node) for node in gone})
@@ -162,7 +166,8 @@ def _items(node: fx.Node) -> dict[int, fx.Node]:
 def _backwards_of(forward: fx.Node) -> list[fx.Node]:
     """The backward nodes that read what a forward node computes."""
     readers = dict.fromkeys(user for item in _items(forward).values() for user in item.users)
-    return [node for node in readers if node.target in (*BACKWARDS, BACKWARD) and _arguments(node)["out"] is _items(forward).get(0)]
+    known = (*BACKWARDS, BACKWARD, DROPOUT_BACKWARD)
+    return [node for node in readers if node.target in known and _arguments(node)["out"] is _items(forward).get(0)]
 
 
 def _without_detach(node: fx.Node) -> None:

@@ -37,6 +37,11 @@ CHANGES = (
     ),
     (r"(?i)flex_?attention|create_block_mask", "", FLEX),
     (
+        r"missing a required argument|too many positional arguments|got an unexpected keyword argument",
+        "",
+        "give example inputs that its forward accepts, one for each argument without a default",
+    ),
+    (
         r"memo disaster|(?i:data.dependent)",
         "its shapes or its control flow depend on the data",
         "compute the whole with masks, experts with batched or grouped matmuls",

@@ -42,9 +42,9 @@ def _matmul(graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Node) -> f
     batch, _, width = rows.meta["val"].shape
 
     def add(function: torch._ops.OpOverload, *args: Any) -> fx.Node:
-        made = graph.call_function(function, args)
-        made.meta = {**node.meta, "val": function(*fx.map_arg(args, lambda arg: arg.meta["val"]))}
-        return made
+        added = graph.call_function(function, args)
+        added.meta = {**node.meta, "val": function(*fx.map_arg(args, lambda arg: arg.meta["val"]))}
+        return added
 
     with graph.inserting_before(node):
         product = add(aten.mm.default, add(aten.view.default, rows, [batch, width]), matrix)

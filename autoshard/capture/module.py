@@ -32,6 +32,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from autoshard.capture.attention import as_one_op, canonical
+from autoshard.capture.dropout_attention import DROPOUT
 from autoshard.capture.experts import as_one_op as experts_as_one_op
 from autoshard.capture.explain import FLEX, explained, line_of
 from autoshard.capture.functional import functional, traced_tensor, without_equal_strides
@@ -140,7 +141,7 @@ def capture_without_casts(module: nn.Module, example_inputs: Any, *, training: b
             program = _exported(mode, fake_module, fake_args, fake_kwargs, training=False)
             experts_as_one_op(program.graph_module)
             captured = replace(_retraced(program), returned=_exported_results(program))
-            if drawn := [op.name for op in captured.graph.ops if op.target == "aten.bernoulli.p"]:
+            if drawn := [op.name for op in captured.graph.ops if op.target in ("aten.bernoulli.p", str(DROPOUT))]:
                 raise ValueError(f"dropout is on (node {drawn[0]}), and inference has none: call model.eval() first")
     _check_returns(captured.graph, module)
     _check_writes(captured.graph, module)

@@ -63,7 +63,9 @@ def parse_settings(written: Sequence[str]) -> dict[str, int | float | bool | str
             raise ValueError(f"--set {item!r} is not key=value; write for example --set layers=2")
         if key.strip() in settings:
             raise ValueError(f"--set gives {key.strip()!r} twice; give it once")
-        settings[key.strip()] = _value(value.strip())
+        settings[key.strip()] = read = _value(value.strip())
+        if isinstance(read, float) and not math.isfinite(read):
+            raise ValueError(f"--set {item!r} is no finite number; write for example --set layers=2")
     return settings
 
 

@@ -53,6 +53,8 @@ def _run_file(file: Path) -> ModuleType:
 
 def _function(module: ModuleType, name: str, path: str) -> Callable:
     function = getattr(module, name, None)
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"{path}:{name} is async, and a call of it returns no model; expected a function that is defined with def alone")
     if callable(function):
         return function
     own = [

@@ -141,8 +141,6 @@ def _cluster(devices: int | None, nodes: Sequence[str], device: str, per_node: i
     """The cluster that the options describe."""
     from autoshard.pipeline.submeshes import Cluster, Kind  # here: as in options
 
-    if (devices is None) == (not nodes):
-        raise ValueError("give the cluster: either --devices 16, or --nodes 2x8:h100 once per kind of node")
     if devices is not None:
         return Cluster.of(devices, per_node, device=device, tf32=tf32, **links)
     kinds = []

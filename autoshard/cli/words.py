@@ -29,7 +29,7 @@ from autoshard.cli.arguments import (
     parse_recompute,
     parse_settings,
 )
-from autoshard.mesh import DEVICES, parse_shape
+from autoshard.mesh import DEVICES, MOST_DEVICES, parse_shape
 from autoshard.precision import Precision
 from autoshard.reading import content_of
 
@@ -382,8 +382,25 @@ def check_words(verb: str, names: Mapping[str, str], values: Mapping[str, Any]) 
         own = {key: values[key] for key in ("batch", "seq", "dtype") if key in values and "settings" in values and values[key] is not None}
         own = own if verb not in ("serve-plan", "degrees") else {}  # the sequences that are served or trained on, no keyword of the model
         settings_of(written, model_settings(values.get("settings") or [], **own))
+    if verb == "pipeline":
+        _cluster(values["devices"], values["nodes"], values["devices_per_node"])
+    several = verb in ("plan", "frontier") and (values["microbatches"] or 1) > 1
+    if several and not values["train"] and values.get("keep") is None:  # what is kept may be the plan of a training step
+        raise ValueError(f"--microbatches is {values['microbatches']}, but only a training step has several; add --train, or leave it out")
     if (shape := values.get("mesh")) is not None and shape != "auto":
         _pinned_to_axes(shape, [*parse_pins(values.get("pin") or []).items(), *_pairs(values.get("forbid") or [])])
+
+
+def _cluster(devices: int | None, kinds: list[str], per_node: int) -> None:
+    if (devices is None) == (not kinds):
+        raise ValueError("give the cluster: either --devices 16, or --nodes 2x8:h100 once per kind of node")
+    sizes = [written.partition(":")[0].split("x") for written in kinds]
+    count = sum(int(nodes) * int(of_one) for nodes, of_one in sizes) if devices is None else devices
+    if count > MOST_DEVICES:
+        raise ValueError(f"the cluster has {count} devices; expected {MOST_DEVICES} at most: make it smaller")
+    if devices is not None and devices % (own := min(devices, per_node)):
+        fitting = math.gcd(devices, own)
+        raise ValueError(f"{devices} devices are no whole number of nodes of {own}; give --devices-per-node, for example {fitting}")
 
 
 def _pairs(written: list[str]) -> list[tuple[str, str]]:

@@ -61,7 +61,8 @@ def op_seconds(
     itemsize = ITEMSIZE[operands[0][1]] if operands else 1
     peak = device.flops_for(itemsize, convolution=name.startswith("convolution"))
     flops = share * op_flops(target, inputs, outputs)
-    traffic = (_bytes_read(name, inputs, computed) + sum(_bytes(o) for o in computed)) / device.memory_rate
+    moved = _bytes_read(name, inputs, computed) + sum(_bytes(o) for o in computed) + _bytes_of_scores(name, inputs, computed)
+    traffic = moved / device.memory_rate
     if device.kernels is None:
         return max(flops / (peak * EFFICIENCY), traffic) + device.launch
     shapes = [shape for shape, _ in inputs]
@@ -149,6 +150,15 @@ FLOPS: dict[str, Callable[[list[Shape], list], int]] = {
     "attention": lambda i, o: _attention(i[0], i[1], i[2], 1, 1),  # scores; output
     # grad y, q, k, v: 2.5 times the forward. scores again, grad q, grad k; grad scores, grad v
     "attention_backward": lambda i, o: _attention(i[1], i[2], i[3], 3, 2),
+    "dropout_attention": lambda i, o: _attention(i[0], i[1], i[2], 1, 1),
+    "dropout_attention_backward": lambda i, o: _attention(i[1], i[2], i[3], 3, 2),
+}
+
+# How often an op reads or writes scores of four bytes that it holds while it runs, and which tensor has their shape, input or output:
+# counted in lower.kernels.attention (matmul, softmax, dropout, matmul), at least
+HELD_SCORES: dict[str, tuple[int, Callable[[list[Shape], list], Shape]]] = {
+    "dropout_attention": (8, lambda i, o: o[2]),
+    "dropout_attention_backward": (16, lambda i, o: i[6]),
 }
 
 EXPERTS = ("experts", "biased_experts", "experts_backward", "biased_experts_backward")
@@ -176,6 +186,13 @@ def _bytes_read(name: str, inputs: Sequence[Described], outputs: Sequence[Descri
         return sum(_bytes(i) for i in inputs)
     elements = SELECTED[name]([shape for shape, _ in inputs], [shape for shape, _ in outputs])
     return elements * ITEMSIZE[inputs[0][1]] + sum(_bytes(i) for i in inputs[1:])
+
+
+def _bytes_of_scores(name: str, inputs: Sequence[Described], outputs: Sequence[Described]) -> int:
+    if name not in HELD_SCORES:
+        return 0
+    times, shape_of = HELD_SCORES[name]
+    return times * 4 * math.prod(shape_of([shape for shape, _ in inputs], [shape for shape, _ in outputs]))
 
 
 def _bytes(tensor: Described) -> int:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -299,10 +299,15 @@ class Groups:
 
     def drive(self, program: Asking) -> Tensor:
         """Run one rank's generator to its end."""
-        answer = None
-        while True:
-            try:
-                ask = program.send(answer)  # type: ignore[arg-type]
-            except StopIteration as done:
-                return done.value
-            answer = ask.call(self.names) if isinstance(ask, DataDependent) else self.answer(ask)
+        return drive(program, lambda ask: ask.call(self.names) if isinstance(ask, DataDependent) else self.answer(ask))
+
+
+def drive(program: Asking, answer_of: Callable[[Any], Any]) -> Any:
+    """Run a generator to its end; each collective that it asks for has what the function says as its answer."""
+    answer = None
+    while True:
+        try:
+            ask = program.send(answer)  # type: ignore[arg-type]
+        except StopIteration as done:
+            return done.value
+        answer = answer_of(ask)

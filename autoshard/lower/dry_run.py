@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.capture.grouped_mm import fake_grouped_mm
 from autoshard.graph import Graph
-from autoshard.lower.collectives import Ask, Asking, DataDependent, Rank
+from autoshard.lower.collectives import Ask, Asking, DataDependent, Rank, drive
 from autoshard.lower.dispatch_table import has_kernel
 from autoshard.lower.program import LoadPlaceholder, RankProgram, Redistribute, RunOp, Slot
 from autoshard.lower.run import check, local_program, run_route
@@ -99,16 +99,12 @@ class _DryRun:
 
     def _drive(self, asking: Asking) -> Any:
         """Runs a generator to its end; a collective is answered by a tensor of the shape of its answer."""
-        answer = None
-        while True:
-            try:
-                ask = asking.send(answer)  # type: ignore[arg-type]
-            except StopIteration as done:
-                return done.value
-            if isinstance(ask, DataDependent):
-                answer = ask.call([""] * len(self.program.mesh.axes))
-            else:
-                answer = ask.tensor.new_empty(self._answer_shape(ask))
+        return drive(asking, self._answer)
+
+    def _answer(self, ask: Ask | DataDependent) -> Any:
+        if isinstance(ask, DataDependent):
+            return ask.call([""] * len(self.program.mesh.axes))
+        return ask.tensor.new_empty(self._answer_shape(ask))
 
     def _answer_shape(self, ask: Ask) -> tuple[int, ...]:
         shape = tuple(ask.tensor.shape)

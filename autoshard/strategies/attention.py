@@ -9,7 +9,7 @@ tokens t and s        q, k, v and out are S(2), where the sequence is LONG: bloc
 A mask is sharded where it has the dim, and replicated where it broadcasts. Local programs are in `lower.kernels.attention` and, over a
 sharded sequence, in `lower.kernels.attention_over_sequence`; `strategies.ring` has the stages of a ring and the shares of causal work.
 
-Attention that is captured as matmuls and softmax (with dropout, or with a mask that is trained) needs no row here.
+Attention that is captured as matmuls and softmax (with a mask that is trained) needs no row here.
 """
 
 from __future__ import annotations

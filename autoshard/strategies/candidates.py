@@ -26,6 +26,7 @@ from autoshard.mesh import Mesh
 from autoshard.strategies import attention as _attention  # noqa: F401  (registers its rules)
 from autoshard.strategies import convolution as _convolution  # noqa: F401
 from autoshard.strategies import dims as _dims
+from autoshard.strategies import dropout_attention as _dropout_attention  # noqa: F401
 from autoshard.strategies import experts as _experts  # noqa: F401
 from autoshard.strategies import indexing as _indexing  # noqa: F401
 from autoshard.strategies import matmuls_and_losses as _matmuls_and_losses  # noqa: F401

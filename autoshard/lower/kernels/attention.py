@@ -40,6 +40,7 @@ class Call:
     attn_mask: Tensor | None
     is_causal: bool
     scale: float | None
+    factors: Tensor | None = None  # of the probabilities, after softmax; for the matmuls and softmax alone
 
     @property
     def groups(self) -> int:
@@ -59,7 +60,7 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _call(query, key, value, attn_mask, is_causal, scale) -> Call:  # type: ignore[no-untyped-def]
+def call_of(query, key, value, attn_mask, is_causal, scale) -> Call:  # type: ignore[no-untyped-def]
     if attn_mask is not None:
         attn_mask = _dense(attn_mask.reshape((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)))
     return Call(_dense(query), _dense(key), _dense(value), attn_mask, is_causal, scale)
@@ -67,13 +68,13 @@ def _call(query, key, value, attn_mask, is_causal, scale) -> Call:  # type: igno
 
 def attention(query, key, value, attn_mask=None, is_causal=False, scale=None) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
     """out [B, H, T, E] and logsumexp [B, H, T], of queries and keys in the natural order of the sequence."""
-    call = _call(query, key, value, attn_mask, is_causal, scale)
+    call = call_of(query, key, value, attn_mask, is_causal, scale)
     return KERNELS_OF[kernel_of(call)][0](call)
 
 
 def attention_backward(grad_out, query, key, value, out, logsumexp, attn_mask=None, is_causal=False, scale=None) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
     """The gradients of query, key and value."""
-    call = _call(query, key, value, attn_mask, is_causal, scale)
+    call = call_of(query, key, value, attn_mask, is_causal, scale)
     return KERNELS_OF[kernel_of(call)][1](call, _dense(grad_out), _dense(out), logsumexp)
 
 
@@ -156,22 +157,27 @@ def _aligned_mask(c: Call) -> Tensor | None:
 # -- matmuls and softmax -----------------------------------------------------------------------------------------------------------
 
 
-def _math(c: Call) -> tuple[Tensor, Tensor]:
+def math_attention(c: Call) -> tuple[Tensor, Tensor]:
     scores = _scores(c)
     logsumexp = scores.logsumexp(-1)
-    out = _of_groups(_probabilities(scores, logsumexp), c) @ wide(c.value)
+    p = _with_factors(_probabilities(scores, logsumexp), c)
+    out = _of_groups(p, c) @ wide(c.value)
     return out.reshape(*c.query.shape[:3], -1).to(c.value.dtype), logsumexp
 
 
-def _math_backward(c: Call, grad_out: Tensor, out: Tensor, logsumexp: Tensor) -> tuple[Tensor, ...]:
+def math_attention_backward(c: Call, grad_out: Tensor, out: Tensor, logsumexp: Tensor) -> tuple[Tensor, ...]:
     grad = wide(grad_out)
     p = _probabilities(_scores(c), logsumexp)
-    grad_p = (_of_groups(grad, c) @ wide(c.value).mT).reshape(p.shape)
+    grad_p = _with_factors((_of_groups(grad, c) @ wide(c.value).mT).reshape(p.shape), c)
     grad_scores = _of_groups(p * (grad_p - (grad * wide(out)).sum(-1, keepdim=True)) * _scale(c), c)
     grad_q = (grad_scores @ wide(c.key)).reshape(c.query.shape)
     grad_k = grad_scores.mT @ _of_groups(wide(c.query), c)
-    grad_v = _of_groups(p, c).mT @ _of_groups(grad, c)
+    grad_v = _of_groups(_with_factors(p, c), c).mT @ _of_groups(grad, c)
     return tuple(g.to(c.query.dtype) for g in (grad_q, grad_k, grad_v))
+
+
+def _with_factors(p: Tensor, c: Call) -> Tensor:
+    return p if c.factors is None else p * c.factors
 
 
 def _scale(c: Call) -> float:
@@ -205,7 +211,7 @@ KERNELS_OF: dict[str, tuple[Callable[[Call], tuple[Tensor, Tensor]], Backward]] 
     "flash for CPU": (_cpu, _cpu_backward),
     "flash": (_flash, _flash_backward),
     "efficient": (_efficient, _efficient_backward),
-    "math": (_math, _math_backward),
+    "math": (math_attention, math_attention_backward),
 }
 
 # the captured operators, where a user runs a captured graph

@@ -30,12 +30,12 @@ aten = torch.ops.aten
 
 @cache
 def draws(target: str) -> bool:
-    """Whether an op draws random numbers. torch tags attention too, for its dropout, which no CPU kernel has."""
+    """Whether an op draws random numbers. torch tags its own attention too, for dropout, which no CPU kernel has."""
     return _draws(overload(target))
 
 
 def _draws(function: torch._ops.OpOverload) -> bool:
-    return torch.Tag.nondeterministic_seeded in function.tags and "attention" not in function.name()
+    return torch.Tag.nondeterministic_seeded in function.tags and not (function.namespace == "aten" and "attention" in function.name())
 
 
 def first_state(seed: int, device: str = "cpu") -> Tensor:

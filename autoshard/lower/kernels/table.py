@@ -13,7 +13,8 @@ Ops whose kernel depends on the device, as torch 2.13 has them (`autoshard docto
     recurrent layers                   an LSTM is captured as mkldnn_rnn_layer, and is torch.lstm on other devices: recurrent.py; a GRU
                                        and an RNN are plain ops everywhere
     mkldnn_*, _cudnn_*, miopen_*       the library's device only: captures have none but the LSTM's
-    dropout                            bernoulli or native_dropout of the global tensor, drawn by the device's own generator
+    dropout                            bernoulli or native_dropout of the global tensor, drawn by the device's own generator; the same
+                                       inside attention, which then is matmuls and softmax: dropout_attention.py
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from autoshard.lower.kernels import (  # noqa: F401  (offload: its operators)
     attention,
     attention_over_sequence,
     dropout,
+    dropout_attention,
     expert_parallel,
     experts,
     lookups,
@@ -53,12 +55,17 @@ KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
     **recurrent.KERNELS,
     **strides.KERNELS,
     **attention_over_sequence.KERNELS,
+    **dropout_attention.KERNELS,
 }
 
 # Functions that run in place of an operator: they choose the kernel for the device, or arrange what a kernel needs.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **attention.FUNCTIONS, **experts.FUNCTIONS, **expert_parallel.FUNCTIONS, str(REORDER): reorder,
-}  # fmt: skip
+    **attention.FUNCTIONS,
+    **dropout_attention.FUNCTIONS,
+    **experts.FUNCTIONS,
+    **expert_parallel.FUNCTIONS,
+    str(REORDER): reorder,
+}
 
 
 def function_of(target: str) -> Callable[..., Any]:
