@@ -146,11 +146,12 @@ def shown(name: str, found: dict) -> None:
             cost = values.get("cost_seconds")
             step = f"{cost * 1e3:9.1f} ms" if cost else f"{values.get('status', 'no plan'):>12}"
             print(f"  {row:28} {step}  {(values.get('peak_bytes') or 0) / 1e9:7.1f} GB")
-        print(f"  queries {free.get('queries')}, keys {free.get('keys')}, head-tail {free.get('head_tail')}; {free['cpu_seconds']:.1f} CPU s")
+        print("  " + ", ".join(f"{key} {free.get(key)}" for key in ("queries", "keys", "head_tail", "cpu_seconds")))
     elif name == "rings":
         for ranks, steps in found.items():
             half = steps["without a mask"] / 2
-            print(f"  {ranks:>3} ranks: " + ", ".join(f"{kind} {seconds:.3f} s ({seconds / half:.2f} halves)" for kind, seconds in steps.items()))
+            words = (f"{kind} {seconds:.3f} s ({seconds / half:.2f} halves)" for kind, seconds in steps.items())
+            print(f"  {ranks:>3} ranks: " + ", ".join(words))
     elif name == "published":
         for case, rates in found.items():
             print(f"  {case:24} tokens/s per GPU: " + ", ".join(f"{kind} {rate:.0f}" for kind, rate in rates.items()))

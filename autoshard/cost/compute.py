@@ -28,7 +28,14 @@ Described = tuple[Shape, str]  # shape and dtype, as graph.Tensor spells it
 EFFICIENCY = 0.7
 
 
-def op_seconds(target: str, inputs: Sequence[Described], outputs: Sequence[Described | None], alias: int | None, device: Device, share: float = 1.0) -> float:
+def op_seconds(
+    target: str,
+    inputs: Sequence[Described],
+    outputs: Sequence[Described | None],
+    alias: int | None,
+    device: Device,
+    share: float = 1.0,
+) -> float:
     """Seconds of op `target` ("aten.mm.default") on local inputs and outputs, in the order of the graph's Op.
 
     alias: the input whose storage the output shares, as in Op: a view (captured graphs have no ops that write in place).

@@ -34,7 +34,7 @@ LONG = 16384  # tokens: from here on attention is a large part of a step, and ma
 WIDE = 4  # bytes per element of what is added up over blocks
 
 
-class Stage(NamedTuple):
+class OpStage(NamedTuple):
     """A part of an op that runs beside others: a kernel, or a message to the next rank of a mesh axis."""
 
     collective: str  # "" for the kernel
@@ -56,7 +56,7 @@ def share_of_scores(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: M
     return 0.5 if _is_balanced(op, layouts, mesh) else 1 - 0.5 / _num_shards(_placed(op, layouts)[0], mesh)
 
 
-def ring_stages(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> tuple[Stage, ...]:
+def ring_stages(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> tuple[OpStage, ...]:
     """The stages of attention whose keys are sharded on the sequence; () for other ops and layouts."""
     axes = ring_axes(op, layouts)
     if not axes:
@@ -64,10 +64,10 @@ def ring_stages(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh)
     own, other = _shares(op, inputs, layouts, mesh)
     block = _block_elements(op, inputs, layouts, mesh)
     backward = op.target == BACKWARD
-    stages: list[Stage] = []
+    stages: list[OpStage] = []
 
     def add(*stage: object) -> int:
-        stages.append(Stage(*stage))  # type: ignore[arg-type]
+        stages.append(OpStage(*stage))  # type: ignore[arg-type]
         return len(stages) - 1
 
     def around(axes: tuple[int, ...], ready: tuple[int, ...], is_own: bool) -> tuple[int, ...]:
@@ -100,7 +100,7 @@ def attention_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: M
     head_tail, axes = _head_tail(op), ring_axes(op, layouts)
     if not axes and not head_tail and not (_is_causal(op) and any(p.is_shard(SEQUENCE) for p in q_layout)):
         return 0
-    (q, k, v), itemsize = _tensors(op, inputs), inputs[0].itemsize
+    (q, _, v), itemsize = _tensors(op, inputs), inputs[0].itemsize
     tokens = math.prod(local_shape(q.shape, q_layout, mesh)[:-1])
     block = _block_elements(op, inputs, layouts, mesh)
     if op.target == FORWARD:
