@@ -12,8 +12,12 @@ from autoshard import api
 from autoshard.baselines import CONTEXT_PARALLEL
 from autoshard.capture import capture
 from autoshard.capture.order import reorder
+from autoshard.cost import axis_transfer_seconds
+from autoshard.formulate import op_candidate_seconds
+from autoshard.graph import Op, Ref, Tensor
 from autoshard.graph.order import stored_runs
 from autoshard.graph.ordered import SequenceOrder, in_order
+from autoshard.layout import parse
 from autoshard.lower.kernels import attention_over_sequence
 from autoshard.lower.verify import run_global
 from autoshard.mesh import Mesh
@@ -22,7 +26,7 @@ from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.ordering import order_for
 from autoshard.planning.plan import baseline_only
 from autoshard.strategies import ring
-from autoshard.strategies.candidates import candidates
+from autoshard.strategies.candidates import Candidate, candidates
 from models import gpt2, llama
 from tests.helpers import candidate_error, one_op
 from tests.helpers_lower import mesh_of, values_of
@@ -110,6 +114,40 @@ def test_stored_runs_and_reordering_agree():
     assert sum(first + count for first, count in stored_runs(16, 4, 0, 4)) == 2 + 16  # chunks 0 and 7
     with pytest.raises(ValueError, match="no head-tail order of 4 parts"):
         stored_runs(12, 4)
+
+
+# -- prices ----------------------------------------------------------------------------------------------------------------------------
+
+
+def seconds(causal, parts, sizes, inputs, tokens=8192):
+    """Of one op with one kind of layout, by its cost and on the time line of a graph that holds nothing else."""
+    shape = [Tensor((1, 8, tokens, 128), "bfloat16")] * 3
+    kwargs = (("head_tail", parts),) if parts else ()
+    op = Op("op", FORWARD, ((0, 0), (1, 0), (2, 0)), ((Ref(0), Ref(1), Ref(2), None, causal), kwargs),
+            (shape[0], Tensor((1, 8, tokens), "float32")))  # fmt: skip
+    q, k = map(parse, inputs)
+    return op_candidate_seconds(op, tuple(shape), Candidate((q, k, k), (q, q)), Mesh.from_bandwidths(sizes))
+
+
+RING, GATHERED = ("S(2)", "S(2)"), ("S(2)", "R")
+
+
+@pytest.mark.parametrize("kind", [RING, GATHERED], ids=["ring", "gathered"])
+def test_balanced_causal_attention_costs_half_and_the_natural_order_about_twice_that(kind):
+    full, natural, balanced = (seconds(*case, (8,), kind, 2**18) for case in ((False, 0), (True, 0), (True, 8)))
+    assert 0.5 <= balanced / full < 0.51  # launches and the memory's traffic are not halved
+    assert natural / full == pytest.approx(1 - 1 / 16, rel=0.01)  # 1 - 1 / (2 n)
+
+
+def test_a_hop_costs_the_longer_of_transfer_and_kernel():
+    mesh = Mesh.from_bandwidths((8,))
+    block = 2 * 8 * 1024 * 128 * 2  # bytes of keys and values of 8192 / 8 tokens
+    transfer = axis_transfer_seconds(block, mesh.axes[0])
+    short = seconds(False, 0, (8,), RING)
+    kernel = (short - 7 * transfer) if short > 7.5 * transfer else short / 8
+    assert short == pytest.approx(kernel + 7 * max(transfer, kernel), rel=1e-6)
+    long = seconds(False, 0, (8,), RING, 2**18)
+    assert long == pytest.approx(8 * seconds(False, 0, (1,), ("R", "R"), 2**15), rel=0.01)  # 8 kernels of a block, all transfers hidden
 
 
 # -- whole models ----------------------------------------------------------------------------------------------------------------------
@@ -232,6 +270,8 @@ def test_the_plan_of_a_long_sequence_is_in_head_tail_order_and_verifies():
     assert solution.sequence_order is not None and solution.sequence_order.head_tail == 4
     assert api.verify(model, inputs, solution)["ok"]
     assert set(CONTEXT_PARALLEL) <= set(solution.baselines)
+    exported = api.export(solution, "tp_plan")
+    assert any("attention over a sharded sequence in head-tail order (queries S(2)" in sentence for sentence in exported.said)
     natural = api.plan(model, inputs, mesh, training=True, pins={"attention": "S(2)"}, sequence_order="natural", baselines=False)
     assert natural.sequence_order is None
 
