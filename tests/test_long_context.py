@@ -13,12 +13,15 @@ from autoshard.baselines import CONTEXT_PARALLEL
 from autoshard.capture import capture
 from autoshard.capture.order import reorder
 from autoshard.cost import axis_transfer_seconds
+from autoshard.explain.reopened import options_of
 from autoshard.formulate import op_candidate_seconds
 from autoshard.graph import Op, Ref, Tensor
 from autoshard.graph.order import stored_runs
 from autoshard.graph.ordered import SequenceOrder, in_order
 from autoshard.layout import parse
+from autoshard.lower.dry_run import dry_run
 from autoshard.lower.kernels import attention_over_sequence
+from autoshard.lower.program import lower
 from autoshard.lower.verify import run_global
 from autoshard.mesh import Mesh
 from autoshard.planning.context import Context
@@ -219,6 +222,14 @@ def test_outputs_and_gradients_are_those_of_one_device(name, mode, sizes, head_t
     assert max(plan["max_relative_error_outputs"], plan["max_relative_error_gradients"]) < 1e-5
 
 
+@pytest.mark.parametrize("mode", ["ring", "gather"])
+def test_every_op_of_a_ring_has_a_kernel_on_cuda(mode):
+    solution = scheme("gpt2", mode, (4,), True)
+    graph = in_order(captured("gpt2"), solution.sequence_order)
+    program = lower(graph, solution.layouts, solution.results, solution.mesh, device="cuda")
+    assert dry_run(program, graph) == ()
+
+
 @pytest.mark.slow
 def test_a_falsified_layout_is_found():
     assert not api.verify(*MODELS["llama"](), scheme("llama", "ring", (4,), True), plant_fault=True)["ok"]
@@ -270,10 +281,20 @@ def test_the_plan_of_a_long_sequence_is_in_head_tail_order_and_verifies():
     assert solution.sequence_order is not None and solution.sequence_order.head_tail == 4
     assert api.verify(model, inputs, solution)["ok"]
     assert set(CONTEXT_PARALLEL) <= set(solution.baselines)
+    assert options_of(solution).pins == {"attention": "S(2)"}
     exported = api.export(solution, "tp_plan")
     assert any("attention over a sharded sequence in head-tail order (queries S(2)" in sentence for sentence in exported.said)
     natural = api.plan(model, inputs, mesh, training=True, pins={"attention": "S(2)"}, sequence_order="natural", baselines=False)
     assert natural.sequence_order is None
+
+
+@pytest.mark.slow
+def test_a_plan_in_head_tail_order_extends_to_more_layers():
+    sizes = {"heads": 2, "kv_heads": 1, "width": 64, "hidden": 128, "vocab": 64, "batch": 1, "seq": 512, "loss": True, "dtype": "float32"}
+    pins = {"attention*": "S(2)"}
+    few = api.plan(*llama.build(layers=4, **sizes), Mesh.from_bandwidths((4,)), training=True, pins=pins, baselines=False)
+    deep = api.extrapolate(few, *llama.build(layers=6, **sizes))
+    assert deep.sequence_order is not None and deep.layouts["attention_5"].inputs[0] == "S(2)"
 
 
 def test_an_unknown_order_is_refused():
