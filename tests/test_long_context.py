@@ -12,9 +12,16 @@ from autoshard import api
 from autoshard.baselines import CONTEXT_PARALLEL
 from autoshard.capture import capture
 from autoshard.capture.order import reorder
+from autoshard.cost import axis_transfer_seconds
+from autoshard.explain.reopened import options_of
+from autoshard.formulate import op_candidate_seconds
+from autoshard.graph import Op, Ref, Tensor
 from autoshard.graph.order import stored_runs
 from autoshard.graph.ordered import SequenceOrder, in_order
+from autoshard.layout import parse
+from autoshard.lower.dry_run import dry_run
 from autoshard.lower.kernels import attention_over_sequence
+from autoshard.lower.program import lower
 from autoshard.lower.verify import run_global
 from autoshard.mesh import Mesh
 from autoshard.planning.context import Context
@@ -22,7 +29,7 @@ from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.ordering import order_for
 from autoshard.planning.plan import baseline_only
 from autoshard.strategies import ring
-from autoshard.strategies.candidates import candidates
+from autoshard.strategies.candidates import Candidate, candidates
 from models import gpt2, llama
 from tests.helpers import candidate_error, one_op
 from tests.helpers_lower import mesh_of, values_of
@@ -112,6 +119,40 @@ def test_stored_runs_and_reordering_agree():
         stored_runs(12, 4)
 
 
+# -- prices ----------------------------------------------------------------------------------------------------------------------------
+
+
+def seconds(causal, parts, sizes, inputs, tokens=8192):
+    """Of one op with one kind of layout, by its cost and on the time line of a graph that holds nothing else."""
+    shape = [Tensor((1, 8, tokens, 128), "bfloat16")] * 3
+    kwargs = (("head_tail", parts),) if parts else ()
+    op = Op("op", FORWARD, ((0, 0), (1, 0), (2, 0)), ((Ref(0), Ref(1), Ref(2), None, causal), kwargs),
+            (shape[0], Tensor((1, 8, tokens), "float32")))  # fmt: skip
+    q, k = map(parse, inputs)
+    return op_candidate_seconds(op, tuple(shape), Candidate((q, k, k), (q, q)), Mesh.from_bandwidths(sizes))
+
+
+RING, GATHERED = ("S(2)", "S(2)"), ("S(2)", "R")
+
+
+@pytest.mark.parametrize("kind", [RING, GATHERED], ids=["ring", "gathered"])
+def test_balanced_causal_attention_costs_half_and_the_natural_order_about_twice_that(kind):
+    full, natural, balanced = (seconds(*case, (8,), kind, 2**18) for case in ((False, 0), (True, 0), (True, 8)))
+    assert 0.5 <= balanced / full < 0.51  # launches and the memory's traffic are not halved
+    assert natural / full == pytest.approx(1 - 1 / 16, rel=0.01)  # 1 - 1 / (2 n)
+
+
+def test_a_hop_costs_the_longer_of_transfer_and_kernel():
+    mesh = Mesh.from_bandwidths((8,))
+    block = 2 * 8 * 1024 * 128 * 2  # bytes of keys and values of 8192 / 8 tokens
+    transfer = axis_transfer_seconds(block, mesh.axes[0])
+    short = seconds(False, 0, (8,), RING)
+    kernel = (short - 7 * transfer) if short > 7.5 * transfer else short / 8
+    assert short == pytest.approx(kernel + 7 * max(transfer, kernel), rel=1e-6)
+    long = seconds(False, 0, (8,), RING, 2**18)
+    assert long == pytest.approx(8 * seconds(False, 0, (1,), ("R", "R"), 2**15), rel=0.01)  # 8 kernels of a block, all transfers hidden
+
+
 # -- whole models ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -156,11 +197,13 @@ def scheme(name, mode, sizes, head_tail):
     return baseline_only(Context(in_order(graph, order), mesh, Options(training=True), Stopwatch(None), noted), f"context_parallel_{mode}")
 
 
-CASES = [
-    ("gpt2", "ring", (4,), True), ("gpt2", "gather", (2,), False), ("llama", "ring", (2, 2), True), ("llama", "ulysses", (4,), True),
-    ("llama", "ring", (4,), False), ("llama", "gather", (2, 2), True), ("llama", "ulysses", (2, 2), False), ("latent", "ring", (2,), True),
-    ("latent", "gather", (4,), True),
+QUICK = [("gpt2", "ring", (4,), True), ("llama", "ulysses", (4,), True), ("latent", "gather", (4,), True)]
+SLOW = [
+    ("gpt2", "gather", (2,), False), ("gpt2", "ulysses", (2,), True), ("llama", "ring", (2, 2), True), ("llama", "ring", (4,), False),
+    ("llama", "gather", (2, 2), True), ("llama", "ulysses", (2, 2), False), ("latent", "ring", (2,), True),
+    ("latent", "ring", (2, 2), False),
 ]  # fmt: skip
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 
 @pytest.mark.parametrize(("name", "mode", "sizes", "head_tail"), CASES)
@@ -179,6 +222,15 @@ def test_outputs_and_gradients_are_those_of_one_device(name, mode, sizes, head_t
     assert max(plan["max_relative_error_outputs"], plan["max_relative_error_gradients"]) < 1e-5
 
 
+@pytest.mark.parametrize("mode", ["ring", "gather"])
+def test_every_op_of_a_ring_has_a_kernel_on_cuda(mode):
+    solution = scheme("gpt2", mode, (4,), True)
+    graph = in_order(captured("gpt2"), solution.sequence_order)
+    program = lower(graph, solution.layouts, solution.results, solution.mesh, device="cuda")
+    assert dry_run(program, graph) == ()
+
+
+@pytest.mark.slow
 def test_a_falsified_layout_is_found():
     assert not api.verify(*MODELS["llama"](), scheme("llama", "ring", (4,), True), plant_fault=True)["ok"]
 
@@ -229,8 +281,20 @@ def test_the_plan_of_a_long_sequence_is_in_head_tail_order_and_verifies():
     assert solution.sequence_order is not None and solution.sequence_order.head_tail == 4
     assert api.verify(model, inputs, solution)["ok"]
     assert set(CONTEXT_PARALLEL) <= set(solution.baselines)
+    assert options_of(solution).pins == {"attention": "S(2)"}
+    exported = api.export(solution, "tp_plan")
+    assert any("attention over a sharded sequence in head-tail order (queries S(2)" in sentence for sentence in exported.said)
     natural = api.plan(model, inputs, mesh, training=True, pins={"attention": "S(2)"}, sequence_order="natural", baselines=False)
     assert natural.sequence_order is None
+
+
+@pytest.mark.slow
+def test_a_plan_in_head_tail_order_extends_to_more_layers():
+    sizes = {"heads": 2, "kv_heads": 1, "width": 64, "hidden": 128, "vocab": 64, "batch": 1, "seq": 512, "loss": True, "dtype": "float32"}
+    pins = {"attention*": "S(2)"}
+    few = api.plan(*llama.build(layers=4, **sizes), Mesh.from_bandwidths((4,)), training=True, pins=pins, baselines=False)
+    deep = api.extrapolate(few, *llama.build(layers=6, **sizes))
+    assert deep.sequence_order is not None and deep.layouts["attention_5"].inputs[0] == "S(2)"
 
 
 def test_an_unknown_order_is_refused():

@@ -75,8 +75,8 @@ def _attention(
             q, k = (layout for layout in pin.inputs[first : first + 2])
             heads = graph.input_tensors(i)[first + 1].shape[HEADS]
             wanted = _layouts(mesh, q, k, axes, heads, name)
-            found = [c for c in candidates.of[i] if wanted == c.inputs[first : first + 2]]
-            known[id(candidates.of[i]), id(pin)] = Pin(found[0].outputs, found[0].inputs) if found else pin
+            fitting = [c for c in candidates.of[i] if wanted == c.inputs[first : first + 2]]
+            known[id(candidates.of[i]), id(pin)] = Pin(fitting[0].outputs, fitting[0].inputs) if fitting else pin
         pins[op.name] = known[id(candidates.of[i]), id(pin)]
     return pins
 

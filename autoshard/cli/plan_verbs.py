@@ -90,6 +90,9 @@ def plan(
     recompute: Annotated[
         str | None, typer.Option(help="What to recompute in the backward: a number of blocks, all, blocks, or auto. Default: 0.", show_default=False)
     ] = None,
+    sequence_order: Annotated[
+        str, typer.Option(help="Of long causal attention: auto, natural, or head_tail, which gives all shards the same work.")
+    ] = "auto",
     pin: Pin = [],  # noqa: B006
     forbid: Annotated[list[str], typer.Option(metavar="NAME=LAYOUT", help="Forbid a layout; repeatable.", show_default=False)] = [],  # noqa: B006
     keep: Annotated[
@@ -99,7 +102,7 @@ def plan(
         list[str], typer.Option(metavar="GLOB", help="With --keep: parameters to plan anew; repeatable.", show_default=False)
     ] = [],  # noqa: B006
     price_pins: Annotated[bool, typer.Option("--price-pins", help="Say what each pin and forbidden layout costs.")] = False,
-    no_baselines: Annotated[bool, typer.Option("--no-baselines", help="Leave out data parallel, FSDP and Megatron.")] = False,
+    no_baselines: Annotated[bool, typer.Option("--no-baselines", help="Leave out the usual plans, such as FSDP and Megatron.")] = False,
     quiet: Quiet = False,
 ) -> int:
     """Find the best layout of every tensor of MODEL on a mesh, with a proof.
@@ -124,7 +127,7 @@ def plan(
     options = planning_options(
         memory=memory, optimizer=optimizer, recompute=recompute, pin=pin, forbid=forbid,
         training=train, precision=precision, master_weights=master_weights, microbatches=microbatches, global_batch=global_batch,
-        objective=objective, tie_blocks=tie_blocks, price_pins=price_pins, baselines=not no_baselines,
+        objective=objective, tie_blocks=tie_blocks, price_pins=price_pins, baselines=not no_baselines, sequence_order=sequence_order,
         solver=solver, time_limit=time_limit, **wanted_gap(gap), assumptions={"model": model, "set": keywords},
     )  # fmt: skip
     options = handed_on(options, kept)

@@ -38,6 +38,7 @@ OPTIMIZERS = ("adamw", "sgd", "momentum")
 PRICES = ("a100", "h100", "h200", "b200", "mi300x", "l40s", "rtx", "cpu")
 EXPORTS = ("sharding_map", "json", "parallelize_module", "tp_plan", "vllm", "sglang", "fully_shard", "distribute_module")
 SCHEDULES = ("sequential", "gpipe", "1f1b", "zb_h1", "interleaved_1f1b")
+ORDERS = ("auto", "natural", "head_tail")
 SCHEMES = ("auto", "data_parallel", "fsdp", "megatron", "megatron_sp", "planned")
 DTYPES = ("float64", "float32", "float16", "bfloat16")  # of weights that models compute with
 CONSTANTS = ("physical", "distir_3386edc", "distir_83d7fc3")
@@ -301,6 +302,7 @@ ROWS: dict[str, Check] = {
     "objective": lambda name, value: one_of(OBJECTIVES, name, value),
     "precision": precision,
     "recompute": recompute,
+    "sequence_order": partial(one_of, ORDERS),
     "pin": pins,
     "forbid": forbidden,
     "why_not": layout,

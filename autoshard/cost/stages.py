@@ -27,7 +27,9 @@ class TimedStage(NamedTuple):
     after: tuple[int, ...]
 
 
-def timed(stages: Sequence[tuple[str, int, float, tuple[int, ...]]], kernel: Callable[[float], float], mesh: Mesh) -> tuple[TimedStage, ...]:
+def timed(
+    stages: Sequence[tuple[str, int, float, tuple[int, ...]]], kernel: Callable[[float], float], mesh: Mesh
+) -> tuple[TimedStage, ...]:
     """The seconds of stages (collective, axis, bytes or share of the kernel, after). kernel: the seconds of a share of the kernel."""
     known: dict[tuple[int, float], float] = {}
     for _, axis, amount, _ in stages:

@@ -40,10 +40,21 @@ class Export(dict):
         return (price, *(f"not carried: {one.what}{f' ({one.plan})' if one.plan else ''}: {one.why}" for one in self.left))
 
 
+def _of_sequence(solution: Solution) -> tuple[Left, ...]:
+    """That attention over a sharded sequence stays in the plan."""
+    attention = [(op, placed) for op, placed in solution.layouts.items() if op.startswith("attention") and placed.inputs]
+    sharded = [placed.inputs[:2] for op, placed in attention if "backward" not in op and "S(2)" in placed.inputs[0].split(",")]
+    if not sharded:
+        return ()
+    why = "modules compute attention of all tokens that they are given; shard the sequence with the tool's own context parallelism"
+    order = " in head-tail order" if solution.sequence_order is not None else ""
+    return (Left(f"attention over a sharded sequence{order}", why, f"queries {sharded[0][0]}, keys {sharded[0][1]}"),)
+
+
 def with_cost(solution: Solution, value: dict, left: tuple[Left, ...], known: dict, scheme: str) -> Export:
     """The export with the cost of `scheme`, which planning computed. known: the axis' entry of `Solution.modules`."""
     cost, peak = known["seconds"].get(scheme), known.get("peak_bytes", {}).get(scheme)
-    limit = solution.memory_limit
+    left, limit = (*left, *_of_sequence(solution)), solution.memory_limit
     if peak is not None and limit is not None and peak > limit:
         why = f"a device needs {peak / 1e6:.4g} MB as exported, the plan was made for {limit / 1e6:.4g} MB"
         left = (*left, Left("the memory limit", why))

@@ -31,7 +31,8 @@ class SequenceOrder:
     natural: tuple[str, ...]  # names of ops
 
     def to_dict(self) -> dict[str, Any]:
-        return {"head_tail": self.head_tail, "to": list(map(list, self.to)), "back": list(map(list, self.back)), "natural": list(self.natural)}
+        to, back = (list(map(list, slots)) for slots in (self.to, self.back))
+        return {"head_tail": self.head_tail, "to": to, "back": back, "natural": list(self.natural)}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> SequenceOrder:

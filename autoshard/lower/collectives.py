@@ -124,7 +124,7 @@ class Rank:
     def place(self) -> tuple[int, ...]:
         """`where`; ValueError when it isn't known."""
         if self.where is None:
-            raise ValueError("this program, or the sizes of its shards, differ from rank to rank: it runs only where a rank knows its number")
+            raise ValueError("programs or sizes of shards differ from rank to rank here: it runs only where a rank knows its number")
         return self.where
 
 

@@ -14,10 +14,12 @@ from torch import nn
 
 from autoshard.capture import capture, capture_deep, in_turn
 from autoshard.capture.depth import containers, shrunk
+from autoshard.graph import in_order
 from autoshard.planning.certify import describe
 from autoshard.planning.context import Context, extended_from, formulate_for, stepped
 from autoshard.planning.describe import choice_of
 from autoshard.planning.options import Infeasible, Options, Progress, Stopwatch, checked_options
+from autoshard.planning.ordering import order_for
 from autoshard.planning.shallow import completed, op_choices
 from autoshard.problem import evaluate
 from autoshard.solution import Solution, differences
@@ -47,6 +49,10 @@ def extrapolate(
         depths = _depths(solution, model)
         graph, depth = capture_deep(model, example_inputs, training=solution.training, precision=chosen.precision)
         shallow = capture(shrunk(model, depths), example_inputs, training=solution.training, precision=chosen.precision)
+        order = None if solution.sequence_order is None else order_for(graph, mesh)
+        if order is not None:
+            graph, shallow = in_order(graph, order), in_order(shallow, solution.sequence_order)
+            depth = replace(depth, shallow=None)  # whose ops have the natural order
         context = Context(graph, mesh, chosen, clock, shallow=depth.shallow).stepped()
         graph, shallow = context.graph, stepped(shallow, chosen)
         if reasons := differences(solution, shallow, mesh):
@@ -65,6 +71,8 @@ def extrapolate(
         answer = certified(deep.problem, choice, messages=messages, gap=chosen.gap, time_limit=chosen.time_limit)
     with clock.phase("describe", "writing the plan", 0.95):
         assumptions = solution.noted("model", "set") | ({"ignored": depth.ignored} if depth.ignored else {})
+        if order is not None:
+            assumptions["sequence_order"] = order.to_dict()
         extended = describe(deep, answer, chosen, {}, {**assumptions, "extrapolated_from": depths})
     return replace(extended, seconds=clock.seconds())
 

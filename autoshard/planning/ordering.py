@@ -130,8 +130,9 @@ class _Slots:
     def _groups(self) -> Iterator[list[tuple[Value, int]]]:
         for i, op in enumerate(self.graph.ops):
             for row in (self.of(i) or ()) if op.inputs else ():
-                values = [*zip(row.inputs, op.inputs, strict=True), *zip(row.outputs, ((i, k) for k in range(len(op.outputs))), strict=True)]
-                group = [(value, p.dim) for p, value in values if p is not None and p.is_shard()]  # type: ignore[attr-defined]
+                outputs = [(i, k) for k in range(len(op.outputs))]
+                placed = [*zip(row.inputs, op.inputs, strict=True), *zip(row.outputs, outputs, strict=True)]
+                group = [(value, p.dim) for p, value in placed if p is not None and p.is_shard()]  # type: ignore[attr-defined]
                 yield [slot for slot in group if self.graph.tensor(slot[0]).shape[slot[1]] > 1]
         for result in self.graph.results:
             if result.kind in ("gradient", "buffer") and result.value is not None and result.name in self.graph.index:

@@ -20,7 +20,8 @@ With m microbatches (graph.accumulation):
     m times           all other tasks; a microbatch begins when the preceding one has ended
     add to a sum      right after the gradient; where it has to be reduced before, at the end of the microbatch
 
-The sum of all seconds is the cost of the plan, where no op computes while it sends or nothing overlaps. All ranks of an SPMD program do the same at the same times, so one is simulated.
+The sum of all seconds is the cost of the plan, where no op computes while it sends or nothing overlaps. All ranks of an SPMD program do
+the same at the same times, so one is simulated.
 """
 
 from __future__ import annotations

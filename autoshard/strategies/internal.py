@@ -14,7 +14,7 @@ from autoshard.graph import Op
 from autoshard.layout import Layout, local_shape
 from autoshard.mesh import Mesh
 from autoshard.strategies.expert_traffic import expert_bytes, expert_collectives, is_experts
-from autoshard.strategies.ring import Stage, attention_bytes, ring_stages, share_of_scores
+from autoshard.strategies.ring import OpStage, attention_bytes, ring_stages, share_of_scores
 from autoshard.strategies.rows import Inputs, argument
 
 InternalCollective = tuple[str, int, int]
@@ -46,7 +46,7 @@ def internal_collectives(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], me
     return []
 
 
-def internal_stages(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> tuple[Stage, ...]:
+def internal_stages(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> tuple[OpStage, ...]:
     """The kernels and messages of a local program that runs some of them at the same time; () where it is a kernel and collectives."""
     return ring_stages(op, inputs, layouts, mesh) if op.target in ATTENTION else ()
 

@@ -34,7 +34,7 @@ LONG = 16384  # tokens: from here on attention is a large part of a step, and ma
 WIDE = 4  # bytes per element of what is added up over blocks
 
 
-class Stage(NamedTuple):
+class OpStage(NamedTuple):
     """A part of an op that runs beside others: a kernel, or a message to the next rank of a mesh axis."""
 
     collective: str  # "" for the kernel
@@ -62,7 +62,7 @@ def _has_halves(op: Op, inputs: Inputs, mesh: Mesh) -> bool:
     return is_long(op, inputs) or (mesh.device.kernels is not None and q.shape[SEQUENCE] == k.shape[SEQUENCE])
 
 
-def ring_stages(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> tuple[Stage, ...]:
+def ring_stages(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> tuple[OpStage, ...]:
     """The stages of attention whose keys are sharded on the sequence; () for other ops and layouts."""
     axes = ring_axes(op, layouts)
     if not axes:
@@ -70,10 +70,10 @@ def ring_stages(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh)
     own, other = _shares(op, inputs, layouts, mesh)
     block = _block_elements(op, inputs, layouts, mesh)
     backward = op.target == BACKWARD
-    stages: list[Stage] = []
+    stages: list[OpStage] = []
 
     def add(*stage: object) -> int:
-        stages.append(Stage(*stage))  # type: ignore[arg-type]
+        stages.append(OpStage(*stage))  # type: ignore[arg-type]
         return len(stages) - 1
 
     def around(axes: tuple[int, ...], ready: tuple[int, ...], is_own: bool) -> tuple[int, ...]:

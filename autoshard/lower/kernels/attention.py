@@ -75,7 +75,8 @@ def attention(query, key, value, attn_mask=None, is_causal=False, scale=None) ->
 def attention_backward(grad_out, query, key, value, out, logsumexp, attn_mask=None, is_causal=False, scale=None) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
     """The gradients of query, key and value."""
     call = call_of(query, key, value, attn_mask, is_causal, scale)
-    return KERNELS_OF[kernel_of(call)][1](call, _dense(grad_out), _dense(out), logsumexp)
+    # torch 2.13: flash reads the logsumexp by its pointer, whatever the strides say
+    return KERNELS_OF[kernel_of(call)][1](call, _dense(grad_out), _dense(out), logsumexp.contiguous())
 
 
 def kernel_of(call: Call) -> str:

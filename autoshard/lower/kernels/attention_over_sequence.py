@@ -1,6 +1,6 @@
 """Local programs of attention whose queries are sharded on the sequence, or whose sequence is in head-tail order (`graph.order`).
 
-A rank's queries and a block of keys are cut into pieces in which every query attends to every key, or query t to the keys up to t:
+A rank's queries and a block of keys are split into pieces in which every query attends to every key, or query t to the keys up to t:
 
     O_i, L_i = attention of the queries to the keys of piece i, and its logsumexp
     L = ln sum_i e^(L_i)        O = sum_i e^(L_i - L) O_i                                                        (`_Merged`)
@@ -59,27 +59,27 @@ def pieces(queries: Runs, keys: Runs, *, is_causal: bool) -> list[Piece]:
         return [Piece(0, num_queries, 0, num_keys, False)]
     if queries == keys:
         return [Piece(0, num_queries, 0, num_keys, True)]
-    cut: list[Piece] = []
+    split: list[Piece] = []
     at = 0
     for first, count in queries:
         before = sum(max(0, min(a + n, first) - a) for a, n in keys)
-        if before and cut and cut[-1] == (cut[-1].q_lo, at, 0, before, False):
-            cut[-1] = cut[-1]._replace(q_hi=at + count)
+        if before and split and split[-1] == (split[-1].q_lo, at, 0, before, False):
+            split[-1] = split[-1]._replace(q_hi=at + count)
         elif before:
-            cut.append(Piece(at, at + count, 0, before, False))
+            split.append(Piece(at, at + count, 0, before, False))
         for lo, hi in ((max(a, first), min(a + n, first + count)) for a, n in keys):
             if lo < hi:
-                cut.append(Piece(at + lo - first, at + hi - first, before, before + hi - lo, True))
+                split.append(Piece(at + lo - first, at + hi - first, before, before + hi - lo, True))
                 if hi < first + count:
-                    cut.append(Piece(at + hi - first, at + count, before, before + hi - lo, False))
+                    split.append(Piece(at + hi - first, at + count, before, before + hi - lo, False))
                 before += hi - lo
         at += count
-    return cut
+    return split
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """How queries and keys lie: the number of tokens of each, the axes that shard them, and the order."""
+    """The number of queries and keys, the axes that shard them, and their order."""
 
     mesh: Mesh
     num_queries: int
@@ -146,13 +146,13 @@ def _in_order(x: Tensor, lengths: list[int], order: list[int]) -> Tensor:
 
 @dataclass
 class _Merged:
-    """The output and logsumexp of the queries so far, per range of queries between two cuts."""
+    """The output and logsumexp of the queries so far, per range of queries between two bounds."""
 
-    cuts: tuple[int, ...]
+    bounds: tuple[int, ...]
     ranges: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def add(self, piece: Piece, out: Tensor, logsumexp: Tensor) -> None:
-        for lo, hi in pairwise(self.cuts):
+        for lo, hi in pairwise(self.bounds):
             if piece.q_lo <= lo and hi <= piece.q_hi:
                 part = tuple(x.narrow(SEQUENCE, lo - piece.q_lo, hi - lo) for x in (out, logsumexp))
                 self.ranges[lo] = merged(self.ranges[lo], part) if lo in self.ranges else part  # type: ignore[arg-type, assignment]
@@ -182,7 +182,6 @@ class _Call:
     a: Arguments
     queries: Runs  # ascending
     stored: Runs  # the same as stored
-    blocks: dict[tuple, list[Piece]] = field(default_factory=dict)
 
     @staticmethod
     def of(sequence: Sequence, rank: Rank, a: Arguments) -> _Call:
@@ -204,10 +203,10 @@ class _Call:
             mask = mask[..., first_key + piece.k_lo : first_key + piece.k_hi]
         return {**own, "attn_mask": mask, "scale": self.a.get("scale")}
 
-    def all_cuts(self, blocks: list[Runs]) -> tuple[int, ...]:
+    def bounds(self, blocks: list[Runs]) -> tuple[int, ...]:
         """Where the pieces of any of the blocks begin and end."""
-        found = {end for keys in blocks for piece in self.pieces(keys) for end in (piece.q_lo, piece.q_hi)}
-        return tuple(sorted(found))
+        ends = {end for keys in blocks for piece in self.pieces(keys) for end in (piece.q_lo, piece.q_hi)}
+        return tuple(sorted(ends))
 
 
 def _forward(call: _Call, into: _Merged, key: Tensor, value: Tensor, keys: Runs) -> None:
@@ -288,7 +287,7 @@ def over_sequence(rank: Rank, a: Arguments, *, sequence: Sequence) -> Asks:
         return block[..., :width], block[..., width:]
 
     if "grad_out" not in a:
-        into = _Merged(call.all_cuts(_all_blocks(sequence)))
+        into = _Merged(call.bounds(_all_blocks(sequence)))
         yield from _around(rank, axes, block, where, lambda b, w: _forward(call, into, *unpacked(b, k := sequence.keys(w)), k))
         return tuple(as_stored(x, call.stored, all_of) for x in into.result(a["query"].dtype))
     grad_query: list[Tensor] = []
@@ -318,8 +317,9 @@ def with_key_heads(rank: Rank, a: Arguments, *, sequence: Sequence, **heads: Any
     results = yield from over_sequence(rank, own, sequence=sequence)
     if "grad_out" not in a:
         return results
-    whole = (torch.ops.aten.index_put.default(torch.zeros_like(a[n]), [None, needed], g, True) for n, g in zip(("key", "value"), results[1:]))
-    return results[0], *whole
+    of_keys = zip(("key", "value"), results[1:], strict=True)
+    of_heads = (torch.ops.aten.index_put.default(torch.zeros_like(a[name]), [None, needed], grad, True) for name, grad in of_keys)
+    return results[0], *of_heads
 
 
 def _attention(sharded: ShardedOp) -> Kernel | None:
