@@ -1,5 +1,6 @@
 """Well-known schemes as pins on a graph: data parallel, FSDP, Megatron tensor parallel, with sequence parallelism."""
 
+from autoshard.baselines.expert_parallel import expert_parallel as expert_parallel
 from autoshard.baselines.pins import Pin as Pin
 from autoshard.baselines.pins import allowed as allowed
 from autoshard.baselines.pins import matches as matches

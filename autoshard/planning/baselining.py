@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.baselines import ZERO, Baseline, allowed, baselines, zero_stages
+from autoshard.baselines import ZERO, Baseline, allowed, baselines, expert_parallel, zero_stages
 from autoshard.formulate import Formulation, with_pins
 from autoshard.planning.context import Context, Instance
 from autoshard.problem import Problem, evaluate
@@ -29,7 +29,8 @@ def solve_baselines(context: Context, instance: Instance) -> tuple[dict[str, dic
     starts = []
     usual = baselines(formulated.graph, formulated.mesh, formulated.candidates)
     zero = zero_stages(formulated.graph, formulated.mesh, formulated.candidates) if options.microbatches > 1 else ()
-    for baseline in (*usual, *zero):
+    of_experts = expert_parallel(formulated.graph, formulated.mesh, formulated.candidates)
+    for baseline in (*usual, *of_experts, *zero):
         left = options.time_limit - context.clock.elapsed
         if left <= 0:
             rows[baseline.name] = {"cost_seconds": None, "peak_bytes": None, "status": "unknown", "matched": baseline.matched}
@@ -82,7 +83,7 @@ def baseline_called(name: str, formulated: Formulation) -> Baseline:
     """The baseline with this name."""
     graph, mesh, candidates = formulated.graph, formulated.mesh, formulated.candidates
     if name not in ZERO:
-        return next(b for b in baselines(graph, mesh, candidates) if b.name == name)
+        return next(b for b in (*baselines(graph, mesh, candidates), *expert_parallel(graph, mesh, candidates)) if b.name == name)
     stages = zero_stages(graph, mesh, candidates, (name,))
     if not stages:
         raise ValueError(f"{name} shards over one mesh axis and replicates over others, the mesh has one axis only; use zero3")
