@@ -2,6 +2,7 @@
 
 from autoshard.baselines.context_parallel import CONTEXT_PARALLEL as CONTEXT_PARALLEL
 from autoshard.baselines.context_parallel import context_parallel as context_parallel
+from autoshard.baselines.expert_parallel import expert_parallel as expert_parallel
 from autoshard.baselines.pins import Pin as Pin
 from autoshard.baselines.pins import allowed as allowed
 from autoshard.baselines.pins import matches as matches

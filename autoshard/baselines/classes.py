@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.graph import Graph, Value
-from autoshard.strategies import Candidates, Row, one_axis_rows
+from autoshard.strategies import Candidates, Row, one_axis_rows, sends_tokens
 
 RowSlots = tuple[tuple[bool, int, int], ...]  # (is an output, which one, dim)
 
@@ -61,7 +61,7 @@ def _groups(graph: Graph, candidates: Candidates, first: dict[Value, int], sizes
             continue
         signature = id(candidates.of[i])
         if signature not in row_slots:
-            row_slots[signature] = [_sharded_slots(r) for r in one_axis_rows(op, graph.input_tensors(i)) or ()]
+            row_slots[signature] = [_sharded_slots(r) for r in one_axis_rows(op, graph.input_tensors(i)) or () if not sends_tokens(op, r)]
         for row in row_slots[signature]:
             slots = tuple(first[(i, k) if is_output else op.inputs[k]] + dim for is_output, k, dim in row)
             yield tuple(slot for slot in slots if sizes[slot] > 1)

@@ -84,9 +84,15 @@ def code(layout: Layout) -> Code:
 
 
 def settle(
-    graph: Graph, coder: Coder, wanted: Callable[[Value], Priorities], fixed: Mapping[int, Layout], carried: frozenset[int]
+    graph: Graph,
+    coder: Coder,
+    wanted: Callable[[Value], Priorities],
+    fixed: Mapping[int, Layout],
+    carried: frozenset[int],
+    choices: Mapping[int, int] | None = None,
 ) -> dict[str, Pin]:
-    """A pin for every op. fixed: ops whose output layout is known; carried: ops that keep the layout of their only input."""
+    """A pin for every op. fixed: ops whose output layout is known; carried: ops that keep the layout of their only input; choices: ops
+    whose candidate is known, with its number."""
     readers = _count_readers(graph)
     produced: dict[Value, Code] = {}
     best: dict[tuple, int] = {}
@@ -94,7 +100,9 @@ def settle(
     shared: dict[tuple[int, int], Pin] = {}
     for i, op in enumerate(graph.ops):
         options = coder.candidates.of[i]
-        if i in fixed:
+        if choices and i in choices:
+            chosen = choices[i]
+        elif i in fixed:
             chosen = next(j for j, c in enumerate(options) if c.outputs[0] == fixed[i])
         else:
             sources = tuple((produced[v], readers[v] == 1) for v in op.inputs)

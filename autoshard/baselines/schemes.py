@@ -37,7 +37,7 @@ from autoshard.baselines.pins import FIRST, SECOND, Coder, Pin, Priorities, sett
 from autoshard.graph import ACCUMULATED, KEPT, REDUCE_THEN_CAST, Graph, Op, Value
 from autoshard.layout import Layout, replicated, shards_of
 from autoshard.mesh import Mesh
-from autoshard.strategies import Candidates
+from autoshard.strategies import Candidate, Candidates
 
 NOTHING: frozenset[int] = frozenset()
 SCHEMES = ("data_parallel", "fsdp", "megatron", "megatron_sp")
@@ -109,7 +109,7 @@ def _schemes(graph: Graph, mesh: Mesh, candidates: Candidates, *, fully_shard: b
     axes = used_axes(mesh)
     sharding, words = shard_batch(mesh, axes, batch)
     copies = {i: replicated(len(mesh.axes)) for i in graph.parameters.values()}
-    shards = {i: most_sharded(candidates, mesh, i, range(len(mesh.axes))) for i in graph.parameters.values()}
+    shards = {i: most_sharded(candidates.of[i], mesh, range(len(mesh.axes))) for i in graph.parameters.values()}
     views = frozenset(i for i in from_parameters(graph) if len(graph.ops[i].inputs) == 1)
     data = scheme("data_parallel", words, sharding, copies)
     fsdp = scheme("fsdp", f"{words}; {_sharded_in_words(mesh, shards)}", sharding, shards, views)
@@ -175,7 +175,7 @@ def _zero_stage(
     words: str,
 ) -> Baseline:
     axes, gathered_at_use = used_axes(mesh), name in ("zero3", "hsdp")
-    shards = {i: most_sharded(candidates, mesh, i, axes[-1:] if name == "hsdp" else axes) for i in graph.parameters.values()}
+    shards = {i: most_sharded(candidates.of[i], mesh, axes[-1:] if name == "hsdp" else axes) for i in graph.parameters.values()}
     fixed, copy = dict(shards), replicated(len(mesh.axes))
     for i, op in enumerate(graph.ops):
         if op.kind == KEPT and not gathered_at_use:
@@ -268,14 +268,14 @@ def wanted_priorities(graph: Graph, mesh: Mesh, sharding: AxisShardings) -> Call
     return wanted
 
 
-def most_sharded(candidates: Candidates, mesh: Mesh, index: int, axes: Sequence[int]) -> Layout:
-    """The layout of a parameter with the most shards over these axes, along as few dims as possible, the first dims first."""
+def most_sharded(options: Sequence[Candidate], mesh: Mesh, axes: Sequence[int]) -> Layout:
+    """The layout, among a parameter's, with the most shards over these axes, along as few dims as possible, the first dims first."""
 
     def order(layout: Layout) -> tuple:
         dims = [p.dim for p in layout if p.is_shard()]  # type: ignore[attr-defined]
         return (_num_shards(layout, mesh), -len(set(dims)), [-d for d in dims])
 
-    layouts = (c.outputs[0] for c in candidates.of[index] if c.outputs[0] is not None)
+    layouts = (c.outputs[0] for c in options if c.outputs[0] is not None)
     return max((layout for layout in layouts if all(k in axes or p.is_replicate() for k, p in enumerate(layout))), key=order)
 
 

@@ -68,6 +68,7 @@ class _Tiling:
         self.items: list[Op | Result] = [*ops, *graph.results]
         self.inputs: Inputs = [op.inputs for op in ops] + [() if r.value is None else (r.value,) for r in graph.results]
         self.split = [_split_name(item) for item in self.items]
+        self.last_layer = max((_index(op.name, container) or 0 for op in ops if op.is_placeholder), default=0)
         repeats = repetitions(self._symbols())
         seeds = [r for r, rep in enumerate(repeats) if self._holds_parameters(rep)]
         if not seeds:
@@ -100,12 +101,14 @@ class _Tiling:
         return name if index is None else f"{self.container}.*{index % self.period}{name[len(self.container) + 1 + len(str(index)) :]}"
 
     def _holds_parameters(self, repetition: Repetition) -> bool:
-        """Whether it consists of placeholders in the container and has the container's period (not that of repeated parts of a layer)."""
+        """Whether it consists of placeholders in the container up to its last layer (not of a head that repeats, too) and has the container's
+        period (not that of repeated parts of a layer)."""
         item, later = self.items[repetition.start], self.items[repetition.start + repetition.period]
         if not (isinstance(item, Op) and item.is_placeholder):
             return False
         low, high = _index(item.name, self.container), _index(later.name, self.container)
-        return low is not None and high is not None and high - low == self.period
+        top = _index(self.items[repetition.stop - 1].name, self.container)
+        return low is not None and high is not None and high - low == self.period and top == self.last_layer
 
     def _first_moved_layer(self) -> int:
         """The first layer above the insertion point, from which on layers get a new number (for names of items in no part)."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.baselines import CONTEXT_PARALLEL, ZERO, Baseline, allowed, baselines, context_parallel, zero_stages
+from autoshard.baselines import CONTEXT_PARALLEL, ZERO, Baseline, allowed, baselines, context_parallel, expert_parallel, zero_stages
 from autoshard.formulate import Formulation, with_pins
 from autoshard.planning.context import Context, Instance
 from autoshard.problem import Problem, evaluate
@@ -31,7 +31,8 @@ def solve_baselines(context: Context, instance: Instance) -> tuple[dict[str, dic
     usual = baselines(formulated.graph, formulated.mesh, formulated.candidates)
     zero = zero_stages(formulated.graph, formulated.mesh, formulated.candidates) if options.microbatches > 1 else ()
     long = context_parallel(formulated.graph, formulated.mesh, formulated.candidates)
-    for baseline in (*usual, *zero, *long):
+    of_experts = expert_parallel(formulated.graph, formulated.mesh, formulated.candidates)
+    for baseline in (*usual, *of_experts, *zero, *long):
         left = options.time_limit - context.clock.elapsed
         if left <= 0:
             rows[baseline.name] = {"cost_seconds": None, "peak_bytes": None, "status": "unknown", "matched": baseline.matched}
@@ -91,7 +92,7 @@ def baseline_called(name: str, formulated: Formulation) -> Baseline:
             f"at least {LONG} tokens; use fsdp"
         )
     if name not in ZERO:
-        return next(b for b in baselines(graph, mesh, candidates) if b.name == name)
+        return next(b for b in (*baselines(graph, mesh, candidates), *expert_parallel(graph, mesh, candidates)) if b.name == name)
     stages = zero_stages(graph, mesh, candidates, (name,))
     if not stages:
         raise ValueError(f"{name} shards over one mesh axis and replicates over others, the mesh has one axis only; use zero3")

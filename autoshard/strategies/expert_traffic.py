@@ -1,22 +1,24 @@
 """What the local program of experts (`lower.kernels.expert_parallel`) works on and sends, which no local shape tells.
 
-A pair is a token and one of its k experts. A rank holds t tokens and begins with the pairs of experts that are on no other rank of an
-axis on which tokens are replicated:
+A pair is a token and one of its k experts of E. Tokens are assumed to choose any k experts alike; of n groups of E / n experts a token then
+needs D(n), expected, and a rank of n_o, one of them on each axis that shards the experts and not the tokens, has
 
-    pairs = t k / (sizes of the axes that shard the experts and not the tokens)         rows = pairs * imbalance
+    D(n) = n (1 - C(E - E/n, k) / C(E, k))                           `distinct`
+    pairs = t k / n_o           t: the tokens of a rank              the pairs that it sends, and that its experts get
+    rows  = t D(n_o P) / n_o    P: the sizes of the axes so far      the tokens that it sends over an axis, and gets
 
-rows is how many pairs the experts of the busiest rank get, `Mesh.expert_imbalance` times its share; the share is what all ranks get where
-tokens are spread evenly. Each axis that shards both has, one after the other (B: of one rank, largest buffer),
+On the busiest rank both are `Mesh.expert_imbalance` times that. Each axis that shards experts and tokens has these all_to_alls:
 
-    forward     all_to_all of counts, of experts (int64), of x; of the outputs, back
-    backward    all_to_all of counts, of experts, of x and the gradient of y, of weights; of the gradients of x and of weights, back
+    forward     counts, pairs (an expert and a row, int64), weights; rows of x; rows of y, back
+    backward    counts, pairs, weights; rows of x and of the gradient of y; of the gradients of weights and of x, back
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
-from autoshard.graph import ITEMSIZE, Op, Tensor
+from autoshard.graph import Op, Tensor
 from autoshard.layout import Layout, local_shape
 from autoshard.mesh import Mesh
 from autoshard.strategies.experts import EXPERTS, EXPERTS_BACKWARD
@@ -43,43 +45,64 @@ def _axes(op: Op, layouts: tuple[Layout, ...], mesh: Mesh) -> tuple[list[int], l
     return [k for k in sharded if tokens[k].is_shard(0)], [k for k in sharded if not tokens[k].is_shard(0)]
 
 
-def num_rows(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> tuple[int, int]:
-    """(pairs of a rank, rows of the busiest rank)."""
+def distinct(n: int, num_experts: int, k: int) -> float:
+    """How many of n equal groups of experts have one of the k experts of a token, expected."""
+    return n * (1 - math.comb(num_experts - num_experts // n, k) / math.comb(num_experts, k))
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Of the busiest rank."""
+
+    sent: list[int]  # axes over which tokens are sent
+    pairs: int
+    rows: list[int]  # tokens that are sent over each of these axes
+    tokens: int  # of a rank, before
+
+
+def _load(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> _Load:
     sent, own = _axes(op, layouts, mesh)
-    ids, layout = _operands(op, inputs)[1], _operands(op, layouts)[1]
-    pairs = -(-math.prod(local_shape(ids.shape, layout, mesh)) // math.prod(mesh.shape[k] for k in own))
-    return pairs, min(math.ceil(pairs * mesh.expert_imbalance), math.prod(ids.shape)) if sent or own else pairs
+    ids, num_experts = _operands(op, inputs)[1], _operands(op, inputs)[3].shape[0]
+    tokens, k = local_shape(ids.shape, _operands(op, layouts)[1], mesh)
+    n_o, busy = math.prod(mesh.shape[axis] for axis in own), mesh.expert_imbalance if sent or own else 1.0
+    sizes = [math.prod(mesh.shape[axis] for axis in sent[: j + 1]) for j in range(len(sent))]
+    rows = [math.ceil(busy * tokens * distinct(n_o * P, num_experts, k) / n_o) for P in sizes]
+    return _Load(sent, min(math.ceil(busy * tokens * k / n_o), math.prod(ids.shape)), rows, tokens)
 
 
 def worked_shapes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> list[Shape]:
-    """The local shapes of the inputs, for experts with the rows of the busiest rank in place of ids."""
+    """The local shapes of the inputs, for experts with the pairs of the busiest rank in place of ids."""
     shapes = [local_shape(t.shape, layout, mesh) for t, layout in zip(inputs, layouts, strict=True)]
     if is_experts(op):
-        shapes[2 if op.target in EXPERTS_BACKWARD else 1] = (num_rows(op, inputs, layouts, mesh)[1], 1)
+        shapes[2 if op.target in EXPERTS_BACKWARD else 1] = (_load(op, inputs, layouts, mesh).pairs, 1)
     return shapes
 
 
 def expert_collectives(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> list[Collective]:
     x, _, weights, *_ = _operands(op, inputs)
-    width, rows = x.shape[1] * x.itemsize, num_rows(op, inputs, layouts, mesh)[1]
-    forth = (INTEGER, width) if op.target in EXPERTS else (INTEGER, 2 * width, weights.itemsize)
-    back = (width,) if op.target in EXPERTS else (width, weights.itemsize)
-    sizes = [rows * size for size in (*forth, *back)]
-    return [("all_to_all", k, B) for k in _axes(op, layouts, mesh)[0] for B in (INTEGER * mesh.shape[k], *sizes)]
+    width, load = x.shape[1] * x.itemsize, _load(op, inputs, layouts, mesh)
+    collectives = []
+    for axis, rows in zip(load.sent, load.rows, strict=True):
+        sizes = [2 * INTEGER * mesh.shape[axis], 2 * INTEGER * load.pairs, weights.itemsize * load.pairs]
+        if op.target in EXPERTS:
+            sizes += [rows * width, rows * width]
+        else:
+            sizes += [2 * rows * width, weights.itemsize * load.pairs, rows * width]
+        collectives += [("all_to_all", axis, B) for B in sizes]
+    return collectives
 
 
 def expert_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> int:
-    """The most bytes of temporary tensors, with the rows of the busiest rank: while pairs are sent, multiplied, or added up."""
-    x, ids, weights, up, down = _operands(op, inputs)
-    pairs, rows = num_rows(op, inputs, layouts, mesh)
+    """The most bytes of temporary tensors on the busiest rank: while rows are sent, while they are multiplied, while products are added up."""
+    x, _, weights, up, down = _operands(op, inputs)
+    load = _load(op, inputs, layouts, mesh)
     H, F, I = x.shape[1], up.shape[2], down.shape[1]
-    all_pairs = math.prod(local_shape(ids.shape, _operands(op, layouts)[1], mesh))
-    wide = max(x.itemsize, weights.itemsize, ITEMSIZE["float32"] if op.target in EXPERTS_BACKWARD else 0)
+    b, wide = x.itemsize, max(x.itemsize, weights.itemsize)
+    rows = max(load.rows, default=load.tokens)
     if op.target in EXPERTS:
-        sending = (2 * pairs + rows) * H
-        multiplying = rows * max(H + F + 2 * I, 3 * H + I)
-        adding = (2 * pairs + all_pairs) * H
-        return max(x.itemsize * max(sending, multiplying, adding), (x.itemsize + wide) * all_pairs * H)
-    sending = (6 * pairs + 2 * rows) * H
-    multiplying = rows * (4 * H + 2 * F + 5 * I)
-    return max(x.itemsize * max(sending, multiplying), (x.itemsize + wide) * all_pairs * H)
+        sending, multiplying = 3 * b * rows * H, b * load.pairs * max(H + F + 2 * I, 2 * H + I)
+        adding = (load.pairs * H + rows * H) * wide + b * load.pairs * H
+    else:
+        sending, multiplying = 2 * b * (load.tokens + 3 * rows) * H, b * load.pairs * (4 * H + 2 * F + 5 * I)
+        adding = (load.pairs * H + rows * H) * wide + b * load.pairs * H
+    return max(sending, multiplying, adding)

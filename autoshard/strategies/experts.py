@@ -73,3 +73,11 @@ def experts_backward(op: Op, inputs: Inputs) -> list[Row]:
         Row((of_tokens,) * 2 + (of_parameters,) * parameters, (tokens,) * 4 + (of_experts,) * parameters)
         for of_tokens, of_parameters, tokens, of_experts in ((S(0), P(), S(0), R), (S(0), S(0), S(0), S(0)), (P(), S(0), R, S(0)))
     ]
+
+
+def sends_tokens(op: Op, row: Row) -> bool:
+    """Whether a row of experts shards tokens and experts: two dims of no relation, as all_to_all is between them."""
+    if op.target not in EXPERTS + EXPERTS_BACKWARD:
+        return False
+    first = int(op.target in EXPERTS_BACKWARD)
+    return row.inputs[first].is_shard(0) and row.inputs[first + 3].is_shard(0)

@@ -1,0 +1,103 @@
+"""Expert parallelism with FSDP as pins: the batch and the experts are sharded over the same axes.
+
+    tokens        the batch over all axes that divide it, as in fsdp
+    experts       dim 0 over as many of these axes as divide them, the fastest first; all_to_all over these
+    parameters    experts keep their shards of dim 0 and are sharded further over the other axes, gathered at each use; others as in fsdp
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from autoshard.baselines.classes import dim_classes, number_slots
+from autoshard.baselines.megatron import from_parameters
+from autoshard.baselines.pins import Coder, settle
+from autoshard.baselines.schemes import Baseline, Batch, most_sharded, reduced_before, shard_batch, used_axes, wanted_priorities
+from autoshard.graph import ACCUMULATED, KEPT, Graph, Op
+from autoshard.layout import Layout
+from autoshard.mesh import Mesh
+from autoshard.strategies import Candidate, Candidates, is_experts
+
+
+def expert_parallel(graph: Graph, mesh: Mesh, candidates: Candidates) -> tuple[Baseline, ...]:
+    """The baseline, none where the graph has no experts (captured as one op) or the batch isn't sharded."""
+    of_experts = [i for i, op in enumerate(graph.ops) if is_experts(op)]
+    slots = number_slots(graph, candidates) if of_experts else None
+    if slots is None:
+        return ()
+    sharding, words = shard_batch(mesh, used_axes(mesh), Batch.of(graph, slots, dim_classes(slots)))
+    choices = {i: _most_sent(graph.ops[i], candidates.of[i], tuple(sharding), mesh) for i in of_experts}
+    over = {i: _expert_axes(graph.ops[i], candidates.of[i][k]) for i, k in choices.items()}
+    if not all(over.values()):
+        return ()
+    parameters = _parameters(graph, of_experts)
+    fixed: dict[int, Layout] = {}
+    for i in graph.parameters.values():
+        expert_axes = next((over[reader] for reader in parameters.get(i, ())), None)
+        layouts = candidates.of[i] if expert_axes is None else _with_experts_over(candidates.of[i], expert_axes)
+        fixed[i] = most_sharded(layouts, mesh, range(len(mesh.axes)))
+    by_name = {graph.ops[i].name: layout for i, layout in fixed.items()}
+    for i, op in enumerate(graph.ops):
+        if op.kind == KEPT:
+            fixed[i] = by_name[op.name.removesuffix(f".{KEPT}")]
+    fixed |= {cast: fixed[i] for cast, i in reduced_before(graph).items()}
+    carried = _carried(graph, set(of_experts)) - set(fixed)
+    pins = settle(graph, Coder(candidates), wanted_priorities(graph, mesh, sharding), fixed, frozenset(carried), choices)
+    axes = sorted(set().union(*over.values()))
+    words = f"{words}; experts sharded over {', '.join(mesh.axes[k].name for k in axes)}, tokens sent by all_to_all"
+    return (Baseline("expert_parallel", pins, words),)
+
+
+def _tokens_and_experts(op: Op, candidate: Candidate) -> tuple[Layout, Layout]:
+    """The layouts of x and of the first parameter."""
+    first = int("backward" in op.target)
+    return candidate.inputs[first], candidate.inputs[first + 3]
+
+
+def _expert_axes(op: Op, candidate: Candidate) -> tuple[int, ...]:
+    return tuple(k for k, p in enumerate(_tokens_and_experts(op, candidate)[1]) if p.is_shard(0))
+
+
+def _most_sent(op: Op, options: tuple[Candidate, ...], axes: tuple[int, ...], mesh: Mesh) -> int:
+    """The candidate with tokens sharded over `axes` and the experts over as many devices of these as possible, the last axes first."""
+
+    def order(k: int) -> tuple:
+        tokens, experts = _tokens_and_experts(op, options[k])
+        right = all(p.is_shard(0) == (axis in axes) and (axis in axes or p.is_replicate()) for axis, p in enumerate(tokens))
+        over = [axis for axis in _expert_axes(op, options[k]) if axis in axes]
+        whole = all(p.is_replicate() for axis, p in enumerate(experts) if axis not in over)
+        return right and whole, math.prod(mesh.shape[axis] for axis in over), tuple(reversed([axis in over for axis in axes])), -k
+
+    return max(range(len(options)), key=order)
+
+
+def _with_experts_over(options: tuple[Candidate, ...], axes: tuple[int, ...]) -> tuple[Candidate, ...]:
+    """The layouts of a parameter whose dim 0 is sharded over exactly these axes."""
+    layouts = [(c, c.outputs[0]) for c in options]
+    return tuple(c for c, layout in layouts if layout and all(p.is_shard(0) == (k in axes) for k, p in enumerate(layout)))
+
+
+def _parameters(graph: Graph, of_experts: list[int]) -> Mapping[int, list[int]]:
+    """By parameter the experts that read it, through views and casts."""
+    readers: dict[int, list[int]] = {}
+    for i in of_experts:
+        first = int("backward" in graph.ops[i].target) + 3
+        for a, _ in graph.ops[i].inputs[first:]:
+            while not graph.ops[a].is_placeholder and len(graph.ops[a].inputs) == 1:
+                a = graph.ops[a].inputs[0][0]
+            readers.setdefault(a, []).append(i)
+    return readers
+
+
+def _carried(graph: Graph, of_experts: set[int]) -> set[int]:
+    """Ops that keep the layout of their only input: views of parameters, and of gradients of experts."""
+    carried = {i for i in from_parameters(graph) if len(graph.ops[i].inputs) == 1}
+    for i, op in enumerate(graph.ops):
+        if len(op.inputs) == 1 and not op.is_placeholder:
+            a, k = op.inputs[0]
+            from_experts = a in of_experts and k >= 2
+            follows = a in carried and graph.ops[i].backward
+            if from_experts or (follows and (op.alias is not None or op.kind == ACCUMULATED or op.kind != "compute")):
+                carried.add(i)
+    return carried

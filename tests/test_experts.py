@@ -1,0 +1,264 @@
+"""Experts as one operator: recognised, sharded by all_to_all, right on simulated and on gloo ranks, priced."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from autoshard import api
+from autoshard.capture import capture_deep
+from autoshard.cli.huggingface import load_huggingface
+from autoshard.cost import op_flops, priced
+from autoshard.formulate import formulate
+from autoshard.layout import R, S
+from autoshard.lower.collectives import Groups
+from autoshard.lower.kernels import expert_parallel
+from autoshard.lower.run import ranks, run_together
+from autoshard.lower.sharding import groups
+from autoshard.mesh import Mesh
+from autoshard.planning.context import Context
+from autoshard.planning.options import Options, Stopwatch
+from autoshard.planning.plan import baseline_only
+from autoshard.strategies import candidates, internal_collectives, is_experts
+from tests.helpers_lower import mesh_of
+from tests.helpers_ranks import results
+
+HF = Path(__file__).parent / "data" / "hf"
+TARGETS = ("autoshard.experts.default", "autoshard.experts_backward.default")
+
+
+def mixtral(*, batch=8, seq=8, layers=1, training=True, **settings):
+    return load_huggingface(str(HF / "mixtral"), {"batch": batch, "seq": seq, "layers": layers, **settings}, training=training)
+
+
+def expert_parallel_plan(shape, **sizes):
+    """The plan of the baseline: experts sharded over all axes, tokens sent by all_to_all."""
+    module, inputs = mixtral(**sizes)
+    graph, _ = capture_deep(module, inputs, training=True)
+    return module, inputs, baseline_only(Context(graph, mesh_of(*shape), Options(training=True), Stopwatch(None)), "expert_parallel")
+
+
+# -- recognition -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_experts_of_a_mixtral_are_one_op(dtype):
+    graph, _ = capture_deep(*mixtral(dtype=dtype), training=True)
+    assert [op.target for op in graph.ops if is_experts(op)] == list(TARGETS)
+    assert not any("sort" in op.target or "grouped_mm" in op.target for op in graph.ops)
+
+
+def test_other_grouped_matmuls_stay_as_they_are():
+    from tests.test_grouped_mm import Experts
+
+    graph, _ = capture_deep(Experts(), (torch.randn(16, 8),), training=True)
+    assert not any(map(is_experts, graph.ops)) and any("_grouped_mm" in op.target for op in graph.ops)
+
+
+def test_flops_are_those_of_the_matmuls():
+    T, k, E, H, F, I = 6, 2, 4, 8, 32, 16
+    inputs = [((T, H), "float32"), ((T, k), "int64"), ((T, k), "float32"), ((E, H, F), "float32"), ((E, I, H), "float32")]
+    matmuls = 2 * T * k * (H * F + I * H)
+    assert matmuls <= op_flops(TARGETS[0], inputs, [((T, H), "float32")]) < 1.2 * matmuls  # and activations
+    backward = op_flops(TARGETS[1], [inputs[0], *inputs], [])
+    assert 2 * matmuls + 2 * T * k * H * F <= backward < 1.2 * (2 * matmuls + 2 * T * k * H * F)  # hidden values are computed again
+
+
+# -- any routing -------------------------------------------------------------------------------------------------------------------
+
+ACTIVATION = '[["aten.silu.default", ["$0"], {}]]'
+ROUTINGS = {
+    "random": lambda T, E, k: torch.stack([torch.randperm(E)[:k] for _ in range(T)]),
+    "all tokens to the same experts": lambda T, E, k: torch.arange(k).expand(T, k).contiguous(),
+    "the last expert has no tokens": lambda T, E, k: torch.stack([torch.randperm(E - 1)[:k] for _ in range(T)]),
+    "one rank sends nothing to the others": lambda T, E, k: torch.stack([(torch.arange(k) + (0 if t < T // 4 else 2)) % E for t in range(T)]),
+}
+
+
+def simulated(mesh, axes, sent, backward, tensors):
+    """All ranks together; tensors by rank."""
+    E = tensors[0][4].shape[0] * [mesh.shape[a] for a in axes][0]
+    for a in axes[1:]:
+        E *= mesh.shape[a]
+    dispatch = expert_parallel.Dispatch(axes, tuple(mesh.shape[a] for a in axes), sent, E)
+    function = expert_parallel.experts_backward if backward else expert_parallel.experts
+    own = [t if backward else t[1:] for t in tensors]
+    programs = [function(dispatch, [rank.place[a] for a in axes], t, ACTIVATION) for rank, t in zip(ranks(mesh), own, strict=True)]
+    return run_together(programs, lambda axis: groups(mesh, axis))
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_tokens_reach_their_experts_and_come_back(routing, shape):
+    torch.manual_seed(0)
+    mesh, T, E, H, I, k = mesh_of(*shape), 16, 8, 8, 16, 2
+    x, grad, up, down = torch.randn(T, H), torch.randn(T, H), torch.randn(E, H, I), torch.randn(E, I, H)
+    ids, weights = ROUTINGS[routing](T, E, k), torch.rand(T, k)
+    y = expert_parallel._local(x, ids, weights, up, down, activation=ACTIVATION)
+    expected = [y, *expert_parallel._local_backward(grad, x, ids, weights, up, down, activation=ACTIVATION)]
+    own = [[t.chunk(4)[r].contiguous() for t in (grad, x, ids, weights, up, down)] for r in range(4)]
+    axes = tuple(range(len(shape)))
+    outputs = [simulated(mesh, axes, (True,) * len(axes), backward, own) for backward in (False, True)]
+    found = [torch.cat(parts) for parts in (*zip(*outputs[0], strict=True), *zip(*outputs[1], strict=True))]
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+
+
+def test_the_local_gradients_are_those_of_autograd():
+    torch.manual_seed(0)
+    x, ids = torch.randn(6, 8, dtype=torch.float64), torch.stack([torch.randperm(4)[:2] for _ in range(6)])
+    weights, up, down = (torch.randn(s, dtype=torch.float64) for s in ((6, 2), (4, 8, 16), (4, 16, 8)))
+    up_bias, down_bias = torch.randn(4, 16, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)
+    leaves = [t.requires_grad_() for t in (x, weights, up, down, up_bias, down_bias)]
+    hidden = torch.einsum("th,tjhf->tjf", x, up[ids]) + up_bias[ids]
+    y = ((torch.einsum("tji,tjih->tjh", torch.nn.functional.silu(hidden), down[ids]) + down_bias[ids]) * weights.unsqueeze(2)).sum(1)
+    grad = torch.randn_like(y)
+    expected = torch.autograd.grad(y, leaves, grad)
+    x, weights, *parameters = (t.detach().float() for t in leaves)
+    found = expert_parallel._local_backward(grad.float(), x, ids, weights, *parameters, activation=ACTIVATION)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_rows_that_go_missing_are_an_error(monkeypatch):
+    hop = expert_parallel._Hop
+
+    def loses_one(self, x):
+        (sent, received) = self.row_splits
+        return (yield from hop_forth(replace(self, row_splits=([sent[0] - 1, *sent[1:]], received), rows=self.rows[1:]), x))
+
+    hop_forth = hop.rows_forth
+    monkeypatch.setattr(hop, "rows_forth", loses_one)
+    tensors = [torch.randn(8, 4), torch.randn(8, 4), torch.arange(8).reshape(8, 1) % 4, torch.ones(8, 1), torch.randn(2, 4, 4), torch.randn(2, 4, 4)]
+    with pytest.raises(ValueError, match="expects"):
+        simulated(mesh_of(2), (0,), (True,), False, [tensors, tensors])
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_expert_parallelism_is_verified(shape):
+    module, inputs, solution = expert_parallel_plan(shape)
+    everything = ",".join(["S(0)"] * len(shape))
+    assert set(solution.layouts["experts"].inputs) == {everything}
+    report = api.verify(module, inputs, solution)
+    assert report["ok"] and not any(plan["placement_mismatches"] for plan in report["plans"])
+
+
+def test_a_wrong_send_is_found(monkeypatch):
+    module, inputs, solution = expert_parallel_plan((4,))
+    right = expert_parallel.Dispatch.first
+    monkeypatch.setattr(expert_parallel.Dispatch, "coordinate", lambda self, ids, position: (ids // self.experts_per_rank + 1) % 4)
+    monkeypatch.setattr(expert_parallel.Dispatch, "first", lambda self, where: right(self, [(where[0] - 1) % 4]))
+    assert not api.verify(module, inputs, solution)["ok"]
+
+
+def test_imbalance_is_priced_noted_and_needs_memory():
+    module, inputs = mixtral()
+    mesh = mesh_of(4)
+    graph, _ = capture_deep(module, inputs, training=True)
+    i = next(i for i, op in enumerate(graph.ops) if op.target == TARGETS[0])
+    costs = []
+    for one in (mesh, replace(mesh, expert_imbalance=2.0)):
+        formulated = formulate(graph, candidates(graph, one), one)
+        options = formulated.candidates.of[i]
+        sent = next(k for k, c in enumerate(options) if c.inputs[0] == (S(0),) and c.inputs[3] == (S(0),))
+        local = next(k for k, c in enumerate(options) if c.inputs[0] == (S(0),) and c.inputs[3] == (R,))
+        costs.append((formulated.problem.node_costs[i][sent], formulated.problem.node_costs[i][local]))
+    assert costs[1][0] > costs[0][0] and costs[1][1] == costs[0][1]
+    solution = api.plan(module, inputs, mesh, training=True, baselines=False, expert_imbalance=1.5)
+    assert solution.assumptions["expert_imbalance"] == 1.5 and solution.mesh.expert_imbalance == 1.5
+    assert Mesh.from_dict(solution.mesh.to_dict()) == solution.mesh
+    with pytest.raises(ValueError, match="expert_imbalance"):
+        replace(mesh, expert_imbalance=0.5)
+
+
+# -- gloo ranks --------------------------------------------------------------------------------------------------------------------
+
+
+def real_model(plain, *, one_expert):
+    """The model with seeded weights; one_expert: every token goes to expert 0, the others get none."""
+    if one_expert:
+        plain.config.num_experts_per_tok = 1
+        for layer in plain.model.layers:
+            layer.mlp.gate.top_k = 1
+    torch.manual_seed(0)
+    plain.to_empty(device="cpu")
+    for name, tensor in plain.state_dict().items():
+        tensor.copy_(torch.ones_like(tensor) if "norm" in name else torch.randn(tensor.shape) * 0.05)
+    for module in plain.modules():
+        if hasattr(module, "inv_freq"):
+            module.inv_freq.copy_(1.0 / (10000 ** (torch.arange(0, 8, 2) / 8)))
+        if one_expert and hasattr(module, "top_k") and hasattr(module, "weight"):
+            module.weight.data.zero_()
+    return plain
+
+
+def batches(steps, batch, seq):
+    torch.manual_seed(1)
+    return [{"input_ids": (ids := torch.randint(0, 128, (batch, seq))), "labels": ids} for _ in range(steps)]
+
+
+def train(model, steps, optimizer, batch, seq):
+    losses = []
+    for inputs in batches(steps, batch, seq):
+        loss = model(**inputs)
+        loss = loss if isinstance(loss, torch.Tensor) else loss[0]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.full_tensor() if hasattr(loss, "full_tensor") else loss))
+    return losses
+
+
+def _train(rank, model, solution, steps, sizes):
+    sent = []
+    answer = Groups.answer
+
+    def counting(self, ask):
+        if ask.collective == "all_to_all":
+            number, (rows, _) = torch.distributed.get_rank(), ask.splits or ([len(ask.tensor) // self.sizes[ask.axis]] * self.sizes[ask.axis], None)
+            own = device_mesh.get_coordinate()[ask.axis]
+            each = ask.tensor[:1].numel() * ask.tensor.element_size() if len(ask.tensor) else 0
+            sent.append((sum(rows) - rows[own]) * each)
+        return answer(self, ask)
+
+    Groups.answer = counting
+    device_mesh = init_device_mesh("cpu", solution.mesh.shape, mesh_dim_names=solution.mesh.axis_names)
+    sharded = api.parallelize(model, solution, device_mesh)
+    losses = train(sharded, steps, torch.optim.AdamW(sharded.parameters(), lr=1e-3), *sizes)
+    return losses, sum(sent) / steps
+
+
+@pytest.mark.parametrize(("shape", "one_expert"), [((4,), False), ((2, 2), False), ((4,), True)])
+def test_training_on_gloo_ranks_is_that_of_one_process(shape, one_expert):
+    steps, sizes = (20, (8, 8)) if not one_expert else (4, (8, 8))
+    module, inputs = mixtral(batch=sizes[0], seq=sizes[1])
+    module = real_model(module, one_expert=one_expert)
+    graph, _ = capture_deep(module, inputs, training=True)
+    solution = baseline_only(Context(graph, mesh_of(*shape), Options(training=True), Stopwatch(None)), "expert_parallel")
+    ranks_losses = results(4, _train, module, solution, steps, sizes)
+    plain = module
+    expected = train(plain, steps, torch.optim.AdamW(plain.parameters(), lr=1e-3), *sizes)
+    for losses, _ in ranks_losses:
+        assert losses == pytest.approx(expected, rel=1e-5)
+    assert expected[-1] != pytest.approx(expected[0], rel=1e-3)  # it learns something
+
+
+def test_bytes_on_gloo_are_those_that_are_priced():
+    """Within 5 %: a token's experts are assumed to be any of them alike."""
+    sizes = (32, 32)
+    module, inputs = mixtral(batch=sizes[0], seq=sizes[1])
+    module = real_model(module, one_expert=False)
+    graph, _ = capture_deep(module, inputs, training=True)
+    mesh = mesh_of(2, 2)
+    solution = baseline_only(Context(graph, mesh, Options(training=True), Stopwatch(None)), "expert_parallel")
+    layouts = (S(0), S(0))
+    of_experts = [i for i, op in enumerate(graph.ops) if is_experts(op)]
+    inside = [internal_collectives(graph.ops[i], graph.input_tensors(i), (layouts,) * len(graph.ops[i].inputs), mesh) for i in of_experts]
+    predicted = sum(one.sent for collectives in inside for one in priced(collectives, mesh))
+    found = [sent for _, sent in results(4, _train, module, solution, 1, sizes)]
+    assert sum(found) / 4 == pytest.approx(predicted, rel=0.05)
