@@ -37,7 +37,7 @@ def test_two_stages_of_two_devices_train_as_one_process_does():
     plan = planned("gpt2", 2, stages=2, microbatches=2)
     found = _check("gpt2", plan, 2, 3)
     tied = [held["wte.weight"] for _, held, _ in found]
-    assert len(plan.stages) == 2 and all(torch.equal(tied[0], x) for x in tied)  # both stages hold the tied table, and their copies stay equal
+    assert len(plan.stages) == 2 and all(torch.equal(tied[0], x) for x in tied)  # both stages hold the table, and their copies stay equal
 
 
 def _refused(rank, model, inputs, plan):

@@ -35,13 +35,15 @@ Values = dict[str, list[Tensor]]  # by name, a local tensor for each device of a
 
 
 @torch.no_grad()
-def verify_stages(model: nn.Module, example_inputs: Any, plan: PipelineToRun, constants: Mapping[str, Tensor], seed: int = 0) -> Verification:
+def verify_stages(
+    model: nn.Module, example_inputs: Any, plan: PipelineToRun, constants: Mapping[str, Tensor], seed: int = 0
+) -> Verification:
     """Loss and gradients of the stages against the unsharded model, on seeded values where the model has none.
 
     ValueError where a stage can't be lowered, or draws random numbers.
     """
     if any(draws(op.target) for stage in plan.stages for op in stage.graph.ops if not op.is_placeholder):
-        raise ValueError("the model draws random numbers (dropout), so that a pipeline can't be compared with it; plan and verify model.eval()")
+        raise ValueError("the model draws random numbers (dropout), which a pipeline draws in another order; plan and verify model.eval()")
     stages = lower_stages(plan)
     bounds: dict[str, int] = {}
     for stage in plan.stages:
@@ -167,8 +169,8 @@ class _Pass:
         self.stage, self.values, self.world = stage, values, World(stage.mesh)
         self.layouts = {record.key: record.slot.layout for record in stage.program.results}
         records, end = stage.program.records, first_of_backward(stage.program, stage.graph)
-        late = {id(r) for r in records[:end] if isinstance(r, LoadPlaceholder) and stage.graph.ops[r.slot.value[0]].kind == "tangent"}
-        self.records = {True: [r for r in records[:end] if id(r) not in late], False: [r for r in records if id(r) in late] + list(records[end:])}
+        late = [r for r in records[:end] if isinstance(r, LoadPlaceholder) and stage.graph.ops[r.slot.value[0]].kind == "tangent"]
+        self.records = {True: [r for r in records[:end] if r not in late], False: [*late, *records[end:]]}
 
     def run(self, forward: bool, received: Values) -> Values:
         """The results of a pass. received: by name, in the layouts in which they arrive."""
