@@ -60,9 +60,8 @@ def parallelize(
     if example_inputs is None:
         raise ValueError("a pipeline is captured before it runs; give example_inputs=(...), those of the full batch (meta tensors will do)")
     pipeline = solution
-    if schedule in SCHEDULES:
-        assert schedule is not None
-        pipeline, schedule = with_schedule(solution, schedule), None
+    if schedule is not None and schedule.lower() in SCHEDULES:
+        pipeline, schedule = with_schedule(solution, schedule.lower()), None
 
     def captured(on_meta: nn.Module) -> CapturedPipeline:
         return captured_pipeline(on_meta, example_inputs, pipeline)

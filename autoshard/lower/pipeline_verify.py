@@ -25,7 +25,7 @@ from autoshard.lower.kernels.dropout import draws
 from autoshard.lower.program import LoadPlaceholder, ReturnResult
 from autoshard.lower.run import World
 from autoshard.lower.sharding import assemble, gap, largest, reduced
-from autoshard.lower.stages import Stage, Stages, lower_stages
+from autoshard.lower.stages import Stage, Stages, lower_stages, why_no_loss
 from autoshard.lower.transfers import simulated
 from autoshard.lower.unsharded import index_bounds, seeded
 from autoshard.lower.verify import NOISE, REAL, TOLERANCES, Mismatch, Verification
@@ -40,10 +40,12 @@ def verify_stages(
 ) -> Verification:
     """Loss and gradients of the stages against the unsharded model, on seeded values where the model has none.
 
-    ValueError where a stage can't be lowered, or draws random numbers.
+    ValueError where a stage can't be lowered or draws random numbers, and for a model that doesn't return its loss.
     """
     if any(draws(op.target) for stage in plan.stages for op in stage.graph.ops if not op.is_placeholder):
         raise ValueError("the model draws random numbers (dropout), which a pipeline draws in another order; plan and verify model.eval()")
+    if (why := why_no_loss(plan)) is not None:
+        raise ValueError(why)
     stages = lower_stages(plan)
     bounds: dict[str, int] = {}
     for stage in plan.stages:

@@ -18,7 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime, get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
 
 from autoshard.capture import input_names
 from autoshard.capture.held import filled, listed
@@ -33,7 +39,7 @@ from autoshard.lower.pipeline_module import PipelineModule, PipelineRunner
 from autoshard.lower.sharding import shard_of_rank
 from autoshard.lower.stage_graphs import stage_graphs
 from autoshard.lower.stage_run import Place, StageRun
-from autoshard.lower.stages import Stage, Stages, lower_stages
+from autoshard.lower.stages import Stage, Stages, lower_stages, why_no_loss
 from autoshard.mesh import Mesh
 from autoshard.solution.staged import PipelineToRun
 
@@ -116,19 +122,10 @@ def _captured_for_all(model: nn.Module, captured: Callable[[nn.Module], Captured
 
 def _not_runnable(plan: PipelineToRun) -> str | None:
     used = {device for stage in plan.stages for device in stage.devices}
-    if len(used) < plan.num_devices:
-        idle = plan.num_devices - len(used)
+    idle = plan.num_devices - len(used)
+    if idle:
         return f"the pipeline leaves {idle} of {plan.num_devices} devices idle; plan it for fewer, or with other stages"
-    graph = plan.stages[-1].graph
-    outputs = [r for r in graph.results if r.kind == "output" and not r.name.startswith("send:")]
-    loss = next((graph.tensor(r.value) for r in outputs if r.name == "0" and r.value is not None), None)
-    if loss is None or loss.shape != () or "float" not in loss.dtype:
-        found = "no tensor" if loss is None else f"a tensor of shape {loss.shape} and type {loss.dtype}"
-        return f"the model's first output is {found}; a pipeline runs a model that returns its loss, a scalar: give it the targets, too"
-    early = [stage for stage in plan.stages[:-1] for r in stage.graph.results if r.kind == "output" and not r.name.startswith("send:")]
-    if early:
-        return "an earlier stage than the last returns an output of the model; a pipeline runs a model that returns only its loss"
-    return None
+    return why_no_loss(plan)
 
 
 def _on_ranks(plan: PipelineToRun, ranks: list[int]) -> PipelineToRun:
@@ -262,7 +259,10 @@ def _schedule(runs: list[StageRun], plan: PipelineToRun, schedule: str | None) -
         run.stage_index_to_group_rank = groups
     options: dict[str, Any] = {"loss_fn": lambda output, target: output, "scale_grads": False}
     if schedule is not None and not schedule.endswith(".csv"):
-        made = get_schedule_class(schedule)(runs, plan.microbatches, **options)
+        of_torch = get_schedule_class(schedule)
+        if not issubclass(of_torch, PipelineScheduleMulti):
+            raise ValueError("it is a class for one stage per rank; give its name here: gpipe, 1f1b")
+        made = of_torch(runs, plan.microbatches, **options)
     else:
         made = _PipelineScheduleRuntime(runs, plan.microbatches, backward_requires_autograd=False, **options)
         if schedule is None:
