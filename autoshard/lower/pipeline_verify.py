@@ -68,8 +68,8 @@ def verify_stages(
     worst = {"output": 0.0, "gradient": 0.0}
     for key, y in results.items():
         x, kind = expected[key], key.split(":")[0]
-        size = max(largest(x), NOISE * gap(x, perturbed[key]) / tolerance)
-        worst[kind] = max(worst[kind], gap(y.to(x.dtype), x) / size if size else gap(y, x))
+        scale = max(largest(x), NOISE * gap(x, perturbed[key]) / tolerance)
+        worst[kind] = max(worst[kind], gap(y.to(x.dtype), x) / scale if scale else gap(y, x))
     return Verification(devices, worst["output"], worst["gradient"], 0.0, (), moved, tolerance)
 
 
