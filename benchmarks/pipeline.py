@@ -32,7 +32,8 @@ def measured(name: str, devices: int) -> dict:
     best = pipeline(module, inputs, Cluster.of(devices))
     row = {"model": name, "devices": devices, "cpu_seconds": time.process_time() - cpu, "wall_seconds": time.monotonic() - wall}
     row |= {"step_seconds": best.seconds, "bound_seconds": best.bound, "stages": len(best.stages), "microbatches": best.microbatches}
-    row |= {"schedule": best.schedule, "way": best.way, "peak_bytes": best.peak_bytes, "configurations": len(best.configurations), "seconds_spent": best.seconds_spent}
+    row |= {"schedule": best.schedule, "way": best.way, "peak_bytes": best.peak_bytes, "configurations": len(best.configurations)}
+    row["seconds_spent"] = best.seconds_spent
     for way in ("planned", "equal", "grid"):
         row[f"best_{way}_seconds"] = min((c["seconds"] for c in best.configurations if c["way"] == way and c["fits"]), default=None)
     return row
