@@ -2,7 +2,8 @@
 
     python benchmarks/pipeline.py models [--only gpt2] [--json]
 
-The argument is the folder with gpt2.py, llama.py and unet.py. Two nodes of eight H100; CPU seconds are of this process.
+The argument is the folder with gpt2.py, llama.py and unet.py. Nodes of eight H100, two of them or as --devices says; CPU seconds are of
+this process, by phase of the search with --json.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 CASES = {
     "gpt2": ("gpt2", "small", {"batch": 64, "seq": 1024, "vocab": 50304}),
     "llama3_70b": ("llama", "llama3_70b", {}),
+    "llama3_405b": ("llama", "llama3_405b", {}),
     "unet": ("unet", "base", {}),
 }
 
@@ -31,6 +33,7 @@ def measured(name: str, devices: int) -> dict:
     row = {"model": name, "devices": devices, "cpu_seconds": time.process_time() - cpu, "wall_seconds": time.monotonic() - wall}
     row |= {"step_seconds": best.seconds, "bound_seconds": best.bound, "stages": len(best.stages), "microbatches": best.microbatches}
     row |= {"schedule": best.schedule, "way": best.way, "peak_bytes": best.peak_bytes, "configurations": len(best.configurations)}
+    row["seconds_spent"] = best.seconds_spent
     for way in ("planned", "equal", "grid"):
         row[f"best_{way}_seconds"] = min((c["seconds"] for c in best.configurations if c["way"] == way and c["fits"]), default=None)
     return row

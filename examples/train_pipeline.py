@@ -1,6 +1,6 @@
 """Train a small GPT-2 on the bytes of a text file as a pipeline that was planned before; save, and go on, perhaps with other stages.
 
-    autoshard pipeline models/gpt2.py:tiny --set vocab=256 --batch 8 --devices 4 --devices-per-node 2 --stages 2 --microbatches 4 --out two.json
+    autoshard pipeline models/gpt2.py:tiny --set vocab=256 --batch 8 --devices 4 --stages 2 --microbatches 4 --out two.json
     torchrun --nproc-per-node 4 examples/train_pipeline.py two.json README.md --steps 30 --checkpoint run
     torchrun --nproc-per-node 4 examples/train_pipeline.py two.json README.md --steps 60 --resume run --schedule zb_h1
 """

@@ -207,3 +207,19 @@ def test_a_served_llama_answers_as_the_whole_one(tmp_path):
     said = re.search(r"tokens \[(.*)\]", done.stdout)
     assert said and [int(token) for token in said[1].split(",")] == tokens[0].tolist()
     assert "s as exported" in done.stdout
+
+
+@pytest.mark.slow  # three runs of four processes
+def test_a_pipeline_goes_on_with_other_stages_as_if_it_had_not_stopped(tmp_path):
+    plan = [f"{ROOT}/models/gpt2.py:tiny", "--set", "vocab=256", "--batch", "8", "--devices", "4", "--microbatches", "4"]
+    for stages in ("2", "4"):
+        options = ["--stages", stages, "--schedules", "1f1b", "--no-grid", "--workers", "1", "--quiet"]
+        assert main(["pipeline", *plan, *options, "--set", "layers=4", "--out", str(tmp_path / f"{stages}.json")]) == 0
+    text, run = ROOT / "LICENSE", tmp_path / "run"
+    said = [
+        ranks(4, "train_pipeline", tmp_path / "2.json", text, "--steps", 6).stdout,
+        ranks(4, "train_pipeline", tmp_path / "2.json", text, "--steps", 3, "--checkpoint", run).stdout,
+        ranks(4, "train_pipeline", tmp_path / "4.json", text, "--steps", 6, "--resume", run, "--schedule", "zb_h1").stdout,
+    ]
+    whole, begun, resumed = ([float(loss) for loss in re.findall(r"loss ([\d.]+)", one)] for one in said)
+    assert len(whole) == 6 and begun + resumed == pytest.approx(whole, rel=1e-4)

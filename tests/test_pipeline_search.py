@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from autoshard.cli import main
-from autoshard.mesh import DEVICES_PER_NODE, Device
+from autoshard.mesh import DEVICES_PER_NODE, Axis, Device, Mesh
 from autoshard.pipeline.choices import place
 from autoshard.pipeline.interop import SubMesh
 from autoshard.pipeline.microbatches import microbatch
@@ -179,3 +179,38 @@ def test_speed_up_is_empty_where_all_devices_are_the_fewest_that_fit(tmp_path):
 def test_a_node_has_as_many_devices_as_with_mesh_auto():
     assert Cluster.of(2 * DEVICES_PER_NODE).kinds == (Kind(2, DEVICES_PER_NODE),)
     assert mesh_shapes(2 * DEVICES_PER_NODE) == mesh_shapes(2 * DEVICES_PER_NODE, DEVICES_PER_NODE)
+
+
+def by_links(bandwidth, schedules=("1f1b", "interleaved_1f1b")):
+    cluster = Cluster.of(4, device=SLOW, intra_node_bandwidth=bandwidth)
+    return pipeline(*mlp.tiny(layers=8, batch=16), cluster, microbatches=(4,), schedules=schedules, stages=4, grid=False)
+
+
+def test_interleaving_is_chosen_where_links_are_fast_and_not_where_they_are_slow():
+    fast, slow = by_links(300e9), by_links(3e6)
+    assert fast.schedule == "interleaved_1f1b" and len(fast.stages) == 8 and fast.num_groups == 4
+    assert slow.schedule == "1f1b" and len(slow.stages) == 4  # an interleaved step sends twice as often
+
+
+def test_the_halves_of_a_backward_pass_fill_the_bubble():
+    both = by_links(300e9, ("1f1b", "zb_h1"))
+    assert both.schedule == "zb_h1" and both.bubble < min(row["bubble"] for row in both.configurations if row["schedule"] == "1f1b")
+
+
+def test_only_as_many_stages_as_are_asked_for():
+    assert {row["pipeline"] for row in by_links(300e9).configurations} == {4}
+    with pytest.raises(ValueError, match="microbatches or stages has 0"):
+        pipeline(*model(), Cluster.of(4), stages=0)
+
+
+def test_measured_links_replace_bandwidths():
+    axes = (Axis("a", 2, 1e6, 1e-3, shared_by=2, backend="gloo"), Axis("b", 2, 1e8, 1e-4, backend="gloo"))
+    measured = Mesh(axes, SLOW)
+    kind = Kind(2, 2, measured=measured)
+    assert kind.mesh((2,)).axes[0].bandwidth == 1e8 and [axis.bandwidth for axis in kind.mesh((2, 2)).axes] == [1e6, 1e8]
+    u = next(s for s in Cluster((kind,)).submeshes if s.size == 2)
+    cluster = Cluster((kind,))
+    k = cluster.submeshes.index(u)
+    assert cluster.transfer_seconds([1e6])[0, k, k] == pytest.approx(1e-3 + 0.5e6 / 0.5e6)  # half of it per device, over half of the link
+    with pytest.raises(ValueError, match="expected one of"):
+        Kind(2, 4, measured=measured)

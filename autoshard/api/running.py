@@ -46,8 +46,9 @@ def parallelize(
 
     A pipeline (`autoshard.pipeline`, `autoshard.load_pipeline`) needs example_inputs, those of the full batch. Each rank's copy has the
     parameters of its stages; `loss = model.step(*inputs)` runs forward and backward of a batch, `model.evaluate(*inputs)` the forward,
-    `model.clip_grad_norm_(max_norm)` clips over all stages, and the optimizer is one of `model.parameters()` per rank. schedule: instead of the
-    pipeline's own another one of autoshard, a class of torch.distributed.pipelining ("InterleavedZeroBubble"), or a file `.csv` of its units.
+    `model.clip_grad_norm_(max_norm)` clips over all stages, and each rank has an optimizer of its `model.parameters()`. schedule: instead
+    of the pipeline's own another one of autoshard, a class of torch.distributed.pipelining ("InterleavedZeroBubble"), or a file `.csv`
+    of its units.
 
     ValueError, the same on every rank, where mesh, model and plan don't belong together; RankLost (a RuntimeError) when a rank dies.
     """
@@ -57,11 +58,10 @@ def parallelize(
             raise ValueError(f"schedule is {schedule!r}, but the plan has no stages; only a pipeline has a schedule")
         return plans.parallelize(model, solution, device_mesh, example_inputs=example_inputs, **options)
     if example_inputs is None:
-        raise ValueError("a pipeline is captured before it runs; give example_inputs=(...), the inputs of the full batch (meta tensors will do)")
+        raise ValueError("a pipeline is captured before it runs; give example_inputs=(...), those of the full batch (meta tensors will do)")
     pipeline = solution
-    if schedule in SCHEDULES:
-        assert schedule is not None
-        pipeline, schedule = with_schedule(solution, schedule), None
+    if schedule is not None and schedule.lower() in SCHEDULES:
+        pipeline, schedule = with_schedule(solution, schedule.lower()), None
 
     def captured(on_meta: nn.Module) -> CapturedPipeline:
         return captured_pipeline(on_meta, example_inputs, pipeline)
@@ -86,7 +86,9 @@ def load_pipeline(path: str | os.PathLike[str]) -> Pipeline:
 
 
 @in_turn
-def verify_pipeline(model: nn.Module, example_inputs: Any, pipeline: Pipeline, *, seed: int = 0, plant_fault: bool = False) -> dict[str, Any]:
+def verify_pipeline(
+    model: nn.Module, example_inputs: Any, pipeline: Pipeline, *, seed: int = 0, plant_fault: bool = False
+) -> dict[str, Any]:
     """Run a pipeline on all ranks of all its stages, in this process, and compare the loss and every gradient with the unsharded model.
 
     example_inputs: those of the full batch; on the meta device they get seeded values, and so does the model. plant_fault: the negative

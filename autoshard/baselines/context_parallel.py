@@ -53,7 +53,7 @@ def context_parallel(graph: Graph, mesh: Mesh, candidates: Candidates, names: tu
         return ()
     root = classes.of(queries, SEQUENCE)
     sharding |= {k: AxisSharding(classes, {root: FIRST}) for k in axes}
-    shards = {i: most_sharded(candidates, mesh, i, range(len(mesh.axes))) for i in graph.parameters.values()}
+    shards = {i: most_sharded(candidates.of[i], mesh, range(len(mesh.axes))) for i in graph.parameters.values()}
     fixed = {**shards, **{cast: shards[i] for cast, i in reduced_before(graph).items()}}
     views = frozenset(i for i in from_parameters(graph) if len(graph.ops[i].inputs) == 1)
     ring = settle(graph, Coder(candidates), wanted_priorities(graph, mesh, sharding), fixed, views)

@@ -59,7 +59,7 @@ def pipeline(
     ] = None,
     schedules: Annotated[str, typer.Option(help="Schedules to try.")] = "1f1b,gpipe,interleaved_1f1b,zb_h1",
     layers: Annotated[int | None, typer.Option(help="Into how many layers the model is clustered.", min=1, show_default=False)] = None,
-    stages: Annotated[int | None, typer.Option(help="Groups of devices that follow each other. Default: as many as is best.", min=1, show_default=False)] = None,
+    stages: Annotated[int | None, typer.Option(help="Groups of devices in a row. Default: the best.", min=1, show_default=False)] = None,
     inference: Annotated[bool, typer.Option("--inference", help="The forward pass alone.")] = False,
     train: Annotated[bool, typer.Option("--train", help="A training step (this is the default).")] = False,
     recompute: Annotated[str, typer.Option(help="Compute activations again in the backward pass: auto, never, always.")] = "auto",

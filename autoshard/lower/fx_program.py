@@ -183,7 +183,8 @@ def _split(
         if owner[node].op == "call_function":  # otherwise it is a parameter, buffer or input, or a view of one
             node.meta["kept"] = (owner[node].name, size(owner[node]))
     forward = subgraph(joint, [loads[name] for name in inputs] + position, early, [results[key] for key in outputs] + saved)
-    backward = subgraph(joint, saved + [loads[n] for n in tangents] + position, late, [results[k] for k in gradients]) if gradients else None
+    given = saved + [loads[name] for name in tangents] + position
+    backward = subgraph(joint, given, late, [results[key] for key in gradients]) if gradients else None
     backward = backward and with_waits(backward)
     parameters = frozenset(name for name in inputs if kinds[name] == "parameter")
     return RankGraphs(forward, backward, tuple(inputs), tuple(outputs), len(saved), tuple(tangents), tuple(gradients), slots, parameters)

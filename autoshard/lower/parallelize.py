@@ -14,7 +14,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ from autoshard.lower.program import lower
 from autoshard.lower.sharding import shard_of_rank
 from autoshard.lower.traced_call import TracedCall
 from autoshard.lower.unsharded import attribute_of
+from autoshard.mesh import Mesh
 from autoshard.solution import Solution, of_one_microbatch, replay
 
 
@@ -101,8 +102,16 @@ def _as_planned(model: nn.Module, solution: Solution) -> nn.Module:
     return model
 
 
-def device_mesh(solution: Solution, *, backend: str | None = None, timeout: float = 40.0) -> DeviceMesh:
-    """The device mesh of a plan on the processes that torchrun (or another launcher) started; every rank calls this.
+class OnMesh(Protocol):
+    """A plan or a pipeline."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """All its devices."""
+
+
+def device_mesh(solution: OnMesh, *, backend: str | None = None, timeout: float = 40.0) -> DeviceMesh:
+    """The device mesh of a plan or a pipeline on the processes that torchrun (or another launcher) started; every rank calls this.
 
     backend: where torch sees GPUs, nccl for them and gloo for objects and asynchronous checkpoints; else gloo. A process group that exists
     already is used. With nccl each rank uses a GPU of its own. timeout: seconds within which all ranks must call; give more where they are
@@ -124,7 +133,7 @@ def device_mesh(solution: Solution, *, backend: str | None = None, timeout: floa
     return grouped("cuda" if cuda else "cpu", solution.mesh.shape, solution.mesh.axis_names, timeout if formed else None)
 
 
-def _wrong_number(solution: Solution) -> str | None:
+def _wrong_number(solution: OnMesh) -> str | None:
     n, mesh = solution.mesh.num_devices, "x".join(map(str, solution.mesh.shape))
     if dist.get_world_size() == n:
         return None

@@ -35,7 +35,7 @@ class PipelineRunner:
     plan: PipelineToRun
     stages: Stages
     runs: list[StageRun]  # this rank's stages
-    schedule: Any  # of torch.distributed.pipelining; None on a rank without a stage
+    schedule: Any  # of torch.distributed.pipelining
     inputs: CallInputs
     planned: BoundInputs  # the inputs of a step, on meta
     place: Place
@@ -43,7 +43,7 @@ class PipelineRunner:
 
     @property
     def group(self) -> int:
-        return self.runs[0].stage.group if self.runs else -1
+        return self.runs[0].stage.group
 
     def run(self, args: tuple, kwargs: dict, weights: Sequence[float] | None, *, training: bool) -> Tensor:
         """The weighted sum of the microbatches' losses, on every rank."""
@@ -54,11 +54,10 @@ class PipelineRunner:
         inputs = StepInputs(self._microbatches(self._bound(args, kwargs)), dict(enumerate(shares)))
         losses: list[Tensor] = []
         with rank_lost("running a step of the pipeline"):
-            if self.runs:
-                for one in self.runs:
-                    one.begin(inputs)
-                run = self.schedule.step if training else self.schedule.eval
-                run(target=torch.zeros(K, 1), losses=losses, return_outputs=False)
+            for one in self.runs:
+                one.begin(inputs)
+            run = self.schedule.step if training else self.schedule.eval
+            run(target=torch.zeros(K, 1), losses=losses, return_outputs=False)
             return self._shared([share * loss for share, loss in zip(shares, losses)])
 
     def _bound(self, args: tuple, kwargs: dict) -> BoundInputs:
@@ -66,7 +65,7 @@ class PipelineRunner:
         if bound.key != self.planned.key:
             given = ", ".join(f"{name} of {shape}" for name, shape in zip(bound.names, bound.shapes))
             wanted = ", ".join(f"{name} of {shape}" for name, shape in zip(self.planned.names, self.planned.shapes))
-            raise ValueError(f"the inputs of a step are {given}; the pipeline was made for {wanted}: give it that, or example_inputs like these")
+            raise ValueError(f"a step was given {given}; the pipeline was made for {wanted}: give it that, or example_inputs like these")
         return bound
 
     def _microbatches(self, bound: BoundInputs) -> Any:
@@ -146,10 +145,11 @@ class PipelineModule(nn.Module):
         """Scales the gradients of all stages so that their norm together is at most max_norm; the former norm. Every rank calls this."""
         runner: PipelineRunner = self.__dict__["_runner"]
         own = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
-        counted = [grad for name, grad in own.items() if name not in runner.copied()]
+        copied = _copied_names(self)
+        counted = [grad for name, grad in own.items() if name not in copied]
         norms = [torch.linalg.vector_norm(grad, norm_type) for grad in counted]
         whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in norms]
-        first = runner.runs and runner.runs[0].stage.devices[0] == runner.place.rank
+        first = runner.runs[0].stage.devices[0] == runner.place.rank
         total = _combined(whole if first else [], norm_type, runner.place.device)
         with rank_lost("adding the norms of the stages' gradients"):
             dist.all_reduce(total, dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM, group=runner.place.sends)

@@ -25,7 +25,7 @@ from autoshard.lower.kernels.dropout import draws
 from autoshard.lower.program import LoadPlaceholder, ReturnResult
 from autoshard.lower.run import World
 from autoshard.lower.sharding import assemble, gap, largest, reduced
-from autoshard.lower.stages import Stage, Stages, lower_stages
+from autoshard.lower.stages import Stage, Stages, lower_stages, why_no_loss
 from autoshard.lower.transfers import simulated
 from autoshard.lower.unsharded import index_bounds, seeded
 from autoshard.lower.verify import NOISE, REAL, TOLERANCES, Mismatch, Verification
@@ -35,13 +35,17 @@ Values = dict[str, list[Tensor]]  # by name, a local tensor for each device of a
 
 
 @torch.no_grad()
-def verify_stages(model: nn.Module, example_inputs: Any, plan: PipelineToRun, constants: Mapping[str, Tensor], seed: int = 0) -> Verification:
+def verify_stages(
+    model: nn.Module, example_inputs: Any, plan: PipelineToRun, constants: Mapping[str, Tensor], seed: int = 0
+) -> Verification:
     """Loss and gradients of the stages against the unsharded model, on seeded values where the model has none.
 
-    ValueError where a stage can't be lowered, or draws random numbers.
+    ValueError where a stage can't be lowered or draws random numbers, and for a model that doesn't return its loss.
     """
     if any(draws(op.target) for stage in plan.stages for op in stage.graph.ops if not op.is_placeholder):
-        raise ValueError("the model draws random numbers (dropout), so that a pipeline can't be compared with it; plan and verify model.eval()")
+        raise ValueError("the model draws random numbers (dropout), which a pipeline draws in another order; plan and verify model.eval()")
+    if (why := why_no_loss(plan)) is not None:
+        raise ValueError(why)
     stages = lower_stages(plan)
     bounds: dict[str, int] = {}
     for stage in plan.stages:
@@ -64,8 +68,8 @@ def verify_stages(model: nn.Module, example_inputs: Any, plan: PipelineToRun, co
     worst = {"output": 0.0, "gradient": 0.0}
     for key, y in results.items():
         x, kind = expected[key], key.split(":")[0]
-        size = max(largest(x), NOISE * gap(x, perturbed[key]) / tolerance)
-        worst[kind] = max(worst[kind], gap(y.to(x.dtype), x) / size if size else gap(y, x))
+        scale = max(largest(x), NOISE * gap(x, perturbed[key]) / tolerance)
+        worst[kind] = max(worst[kind], gap(y.to(x.dtype), x) / scale if scale else gap(y, x))
     return Verification(devices, worst["output"], worst["gradient"], 0.0, (), moved, tolerance)
 
 
@@ -167,8 +171,8 @@ class _Pass:
         self.stage, self.values, self.world = stage, values, World(stage.mesh)
         self.layouts = {record.key: record.slot.layout for record in stage.program.results}
         records, end = stage.program.records, first_of_backward(stage.program, stage.graph)
-        late = {id(r) for r in records[:end] if isinstance(r, LoadPlaceholder) and stage.graph.ops[r.slot.value[0]].kind == "tangent"}
-        self.records = {True: [r for r in records[:end] if id(r) not in late], False: [r for r in records if id(r) in late] + list(records[end:])}
+        late = [r for r in records[:end] if isinstance(r, LoadPlaceholder) and stage.graph.ops[r.slot.value[0]].kind == "tangent"]
+        self.records = {True: [r for r in records[:end] if r not in late], False: [*late, *records[end:]]}
 
     def run(self, forward: bool, received: Values) -> Values:
         """The results of a pass. received: by name, in the layouts in which they arrive."""

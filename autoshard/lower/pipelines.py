@@ -18,7 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime, get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
 
 from autoshard.capture import input_names
 from autoshard.capture.held import filled, listed
@@ -33,7 +39,7 @@ from autoshard.lower.pipeline_module import PipelineModule, PipelineRunner
 from autoshard.lower.sharding import shard_of_rank
 from autoshard.lower.stage_graphs import stage_graphs
 from autoshard.lower.stage_run import Place, StageRun
-from autoshard.lower.stages import Stage, Stages, lower_stages
+from autoshard.lower.stages import Stage, Stages, lower_stages, why_no_loss
 from autoshard.mesh import Mesh
 from autoshard.solution.staged import PipelineToRun
 
@@ -44,6 +50,7 @@ class CapturedPipeline:
 
     plan: PipelineToRun
     constants: dict[str, Tensor]  # that the program reads beside parameters, buffers and inputs
+    seed: int = 0  # of the stages' random numbers
 
 
 def parallel_pipeline(
@@ -78,7 +85,7 @@ def parallel_pipeline(
     mine = [stage for stage in stages.of if place.rank in stage.devices]
     module, held_on = _module(model, stages, mine, meshes, place, from_first_rank=from_first_rank)
     halved = schedule is not None or any(kind == "W" for units in plan.order for kind, *_ in units)
-    runs = [_run(stage, module, meshes[_key(stage)], program.constants, place, len(stages.of), halved=halved) for stage in mine]
+    runs = [_run(stage, module, meshes[_key(stage)], program, place, halved=halved) for stage in mine]
     for before, run in zip(runs, runs[1:]):
         run.before = before
     torch_schedule, complaint = None, None
@@ -106,7 +113,7 @@ def _captured_for_all(model: nn.Module, captured: Callable[[nn.Module], Captured
     program, complaint = None, None
     if dist.get_rank() == 0:
         try:
-            program = captured(model)
+            program = replace(captured(model), seed=torch.initial_seed() % 2**62)
             complaint = _not_runnable(program.plan)
         except ValueError as error:
             complaint = str(error)
@@ -114,16 +121,11 @@ def _captured_for_all(model: nn.Module, captured: Callable[[nn.Module], Captured
 
 
 def _not_runnable(plan: PipelineToRun) -> str | None:
-    graph = plan.stages[-1].graph
-    outputs = [r for r in graph.results if r.kind == "output" and not r.name.startswith("send:")]
-    loss = next((graph.tensor(r.value) for r in outputs if r.name == "0" and r.value is not None), None)
-    if loss is None or loss.shape != () or "float" not in loss.dtype:
-        found = "no tensor" if loss is None else f"a tensor of shape {loss.shape} and type {loss.dtype}"
-        return f"the model's first output is {found}; a pipeline runs a model that returns its loss, a scalar: give it the targets, too"
-    early = [stage for stage in plan.stages[:-1] for r in stage.graph.results if r.kind == "output" and not r.name.startswith("send:")]
-    if early:
-        return "an earlier stage than the last returns an output of the model; a pipeline runs a model that returns only its loss"
-    return None
+    used = {device for stage in plan.stages for device in stage.devices}
+    idle = plan.num_devices - len(used)
+    if idle:
+        return f"the pipeline leaves {idle} of {plan.num_devices} devices idle; plan it for fewer, or with other stages"
+    return why_no_loss(plan)
 
 
 def _on_ranks(plan: PipelineToRun, ranks: list[int]) -> PipelineToRun:
@@ -231,17 +233,19 @@ def _without(module: nn.Module, held: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _run(
-    stage: Stage, module: nn.Module, device_mesh: DeviceMesh, constants: Mapping[str, Tensor], place: Place, num_stages: int, *, halved: bool
+    stage: Stage, module: nn.Module, device_mesh: DeviceMesh, program: CapturedPipeline, place: Place, *, halved: bool
 ) -> StageRun:
     where, groups = tuple(device_mesh.get_coordinate() or ()), Groups.of(device_mesh)
     graphs = stage_graphs(stage, groups, where, place.device.type, SPARE, halved=halved)
     slots = graphs.of.slots
     shards = {
         name: shard_of_rank(x.to(place.device), slots[name].layout, stage.mesh, where).contiguous()
-        for name, x in constants.items()
+        for name, x in program.constants.items()
         if name in slots
     }
-    return StageRun(stage, graphs, module, shards, place, where, groups, num_stages)
+    run = StageRun(stage, graphs, module, shards, place, where, groups, len(program.plan.stages))
+    run.random = torch.Generator(place.device).manual_seed(program.seed + stage.index).get_state()
+    return run
 
 
 SPARE = 5e5  # bytes by which overlapping collectives with compute may raise the peak of a stage
@@ -249,15 +253,16 @@ SPARE = 5e5  # bytes by which overlapping collectives with compute may raise the
 
 def _schedule(runs: list[StageRun], plan: PipelineToRun, schedule: str | None) -> Any:
     """torch's schedule of this rank's stages."""
-    if not runs:
-        return None
     groups = {v: stage.group for v, stage in enumerate(plan.stages)}
     for run in runs:
         run.group_rank, run.group_size = run.stage.group, len(plan.order)
         run.stage_index_to_group_rank = groups
     options: dict[str, Any] = {"loss_fn": lambda output, target: output, "scale_grads": False}
     if schedule is not None and not schedule.endswith(".csv"):
-        made = get_schedule_class(schedule)(runs, plan.microbatches, **options)
+        of_torch = get_schedule_class(schedule)
+        if not issubclass(of_torch, PipelineScheduleMulti):
+            raise ValueError("it is a class for one stage per rank; give its name here: gpipe, 1f1b")
+        made = of_torch(runs, plan.microbatches, **options)
     else:
         made = _PipelineScheduleRuntime(runs, plan.microbatches, backward_requires_autograd=False, **options)
         if schedule is None:

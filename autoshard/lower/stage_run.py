@@ -51,7 +51,8 @@ class StageRun(_PipelineStageBase):
                  where: tuple[int, ...], groups: Groups, num_stages: int):  # fmt: skip
         super().__init__(nn.Module(), stage.index, num_stages, place.device, place.alone)
         self.stage, self.graphs, self.place, self.constants, self.where = stage, graphs, place, constants, where
-        self.named: dict[str, Tensor] = dict(held.named_parameters(remove_duplicate=False)) | dict(held.named_buffers(remove_duplicate=False))
+        named = (*held.named_parameters(remove_duplicate=False), *held.named_buffers(remove_duplicate=False))
+        self.named: dict[str, Tensor] = dict(named)
         self.position = [torch.tensor(c, device=place.device) for c in where]
         sums = {name: move.source for name, move in stage.reductions.items()}
         rank = Rank(stage.mesh, tuple(self.position), where)

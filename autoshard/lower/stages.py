@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import torch
 
-from autoshard.graph import Graph, Op
+from autoshard.graph import Graph, Op, Result
 from autoshard.layout import Layout, R, S, has_partial, local_numel, local_shape, parse, replicated, text
 from autoshard.lower.program import RankProgram, Redistribute, Slot, lower, redistribution, slot_of
 from autoshard.lower.transfers import Held, Transfer, transfer
@@ -81,6 +81,23 @@ def lower_stages(plan: PipelineToRun, *, device: str = "cpu") -> Stages:
             )
     of = tuple(_lowered(v, stage, held[v], between, device) for v, stage in enumerate(planned))
     return Stages(of, tuple(_copies(of)))
+
+
+def why_no_loss(plan: PipelineToRun) -> str | None:
+    """Why the last stage doesn't return the model's loss; None where it does."""
+    graph = plan.stages[-1].graph
+    loss = next((graph.tensor(r.value) for r in _returned(plan.stages[-1]) if r.name == "0" and r.value is not None), None)
+    if any(True for stage in plan.stages[:-1] for _ in _returned(stage)):
+        return "an earlier stage than the last returns an output of the model; a pipeline runs a model that returns only its loss"
+    if loss is None or loss.shape != () or "float" not in loss.dtype:
+        found = "no tensor" if loss is None else f"a tensor of shape {loss.shape} and type {loss.dtype}"
+        return f"the model's first output is {found}; a pipeline runs a model that returns its loss, a scalar: give it the targets, too"
+    return None
+
+
+def _returned(stage: StageToRun) -> Iterator[Result]:
+    """The model's outputs among a stage's results."""
+    return (r for r in stage.graph.results if r.kind == "output" and not r.name.startswith(SENT))
 
 
 # -- values that cross boundaries -------------------------------------------------------------------------------------------------

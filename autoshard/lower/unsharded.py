@@ -77,7 +77,9 @@ def run_unsharded(
     return values, reference
 
 
-def seeded(model: nn.Module, example_inputs: Any, bounds: Mapping[str, int], seed: int, device: str = "cpu") -> tuple[nn.Module, tuple, dict]:
+def seeded(
+    model: nn.Module, example_inputs: Any, bounds: Mapping[str, int], seed: int, device: str = "cpu"
+) -> tuple[nn.Module, tuple, dict]:
     """A copy of the module and the arguments of a call, with real tensors. bounds: of integer inputs, the sizes of what they index."""
     # objects among the inputs become lists of their tensors, as in the captured program
     module, args, kwargs = opened(materialized(model, seed, device), *arguments(example_inputs))

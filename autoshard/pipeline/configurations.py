@@ -69,6 +69,7 @@ class Configuration:
     sizes: tuple[int, ...]  # devices per device group
     data: int | None = None  # of a grid point
     tensor: int | None = None
+    unit_seconds: float = 0.0  # of the runtime, for each unit
     exact: bool = False  # whether each stage was planned as one program
 
     @property
@@ -87,14 +88,15 @@ class Configuration:
         of, P = self.options, self.groups
         return run(
             self.order,
-            forward=[o.forward for o in of],
-            backward=[o.backward for o in of],
+            forward=[o.forward + self.unit_seconds for o in of],
+            backward=[o.backward + self.unit_seconds for o in of],
             weight=[min(o.weight, o.backward) for o in of],
             transfer=[transfers * x for x in self.transfer],
             transfer_back=[transfers * x for x in self.transfer_back],
             finish=[math.fsum(o.once for o in of[d::P]) for d in range(P)],
             activation_bytes=[o.saved_bytes for o in of],
             fixed_bytes=[o.static_bytes + o.transient_bytes for o in of],
+            in_turn=False,  # as `parallelize` runs them
         )
 
     @property

@@ -130,15 +130,18 @@ class Tiling:
         return [(*state[:kind], left, *state[kind + 1 :]) for left in lefts]
 
 
+MOST_COUNTS = 4  # nodes of which any number may make a sub-mesh; of more, each number would have to be planned
+
+
 def submeshes(kinds: Sequence[Nodes], *, every_size: bool = False) -> tuple[SubMesh, ...]:
     """Sub-meshes inside a node whose sizes divide it (with `every_size` all sizes), and any number of entire nodes, smallest first.
 
-    With more than 8 nodes of a kind only the numbers of nodes that divide the count, or are powers of two.
+    With more than MOST_COUNTS nodes of a kind only the numbers of nodes that divide the count, or are powers of two.
     """
     sizes = []
     for kind, (count, devices) in enumerate(kinds):
         sizes += [SubMesh(kind, 1, m) for m in range(1, devices + 1) if every_size or devices % m == 0]
-        sizes += [SubMesh(kind, n, devices) for n in range(2, count + 1) if count <= 8 or count % n == 0 or n & (n - 1) == 0]
+        sizes += [SubMesh(kind, n, devices) for n in range(2, count + 1) if count <= MOST_COUNTS or count % n == 0 or n & (n - 1) == 0]
     return tuple(sizes)
 
 

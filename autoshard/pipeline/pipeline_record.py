@@ -48,7 +48,8 @@ class PipelineStage:
         known = {key: data[key] for key in (f.name for f in fields(PipelineStage)) if key in data}
         layouts = {name: Placed(**placed) for name, placed in data.get("layouts", {}).items()}
         prices = None if data.get("prices") is None else Mesh.from_dict(data["prices"])
-        return PipelineStage(**{**known, "devices": tuple(data["devices"]), "mesh": tuple(data["mesh"]), "layouts": layouts, "prices": prices})
+        known |= {"devices": tuple(data["devices"]), "mesh": tuple(data["mesh"]), "layouts": layouts, "prices": prices}
+        return PipelineStage(**known)
 
 
 @dataclass(frozen=True)
@@ -114,5 +115,6 @@ class Pipeline:
         try:
             stages = tuple(map(PipelineStage.from_dict, data["stages"]))
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not a sound pipeline: {error}; expected what `autoshard pipeline --out` wrote, so plan again") from None
+            expected = "expected what `autoshard pipeline --out` wrote, so plan again"
+            raise ValueError(f"{path} is not a sound pipeline: {error}; {expected}") from None
         return Pipeline(**{**values, "stages": stages, **{key: tuple(data[key]) for key in ("configurations", "speed_up", "budgets")}})

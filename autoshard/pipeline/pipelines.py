@@ -50,6 +50,7 @@ class PipelineOptions:
     layers: int | None = None  # the number of layers that the model is clustered into
     stages: int | None = None  # device groups of the pipeline; None: as many as is best
     recompute: str = "auto"  # whether stages may recompute their activations: auto, never, always
+    unit_seconds: float = 0.0  # that the runtime takes for each forward and each backward of a microbatch, beside kernels
     budgets: Sequence[float] = ()  # bytes per device: further limits to report on
     grid: bool = True  # also consider data x tensor x pipeline with fixed layouts
     witness: bool = False
@@ -137,7 +138,8 @@ class _Search:
                     continue
                 self.tight = table.plan(self.tight)
             with self.watch.phase("divide", f"dividing into stages for {K} microbatches", 0.8 * (n + 1) / len(counts)):
-                configurations += [c for c in choices_of(table, self.options.schedules, grid=self.options.grid) if self._wanted(c)]
+                found = choices_of(table, self.options.schedules, grid=self.options.grid)
+                configurations += [replace(c, unit_seconds=self.options.unit_seconds) for c in found if self._wanted(c)]
         with self.watch.phase("finish", "planning the stages of the best", 0.85):
             best, configurations = self._settled(configurations)
             if best is None:

@@ -4,8 +4,8 @@ Transfers overlap with the units. Those from one device to another share a link 
 data is ready. Data parallel pipelines (chains) can share the link as well. If s of them sending at once take t, each has the link for
 (t - latency) / s, and its data arrives a latency later. A transfer begins when its data is ready. For schedules in RECEIVES_IN_TURN it
 also waits until the receiver has reached the unit that reads it: torch 2.13's Schedule1F1B and ScheduleGPipe (and Megatron's 1F1B) post a
-receive when its unit is next, and gloo and NCCL send to a posted receive only. Torch's interleaved and zero-bubble schedules post it when
-the sender's unit is in the list.
+receive when its unit is next, and gloo and NCCL send to a posted receive only. Torch's runtime of lists of units, under which pipelines of
+`parallelize` run and torch's interleaved and zero-bubble schedules, posts it when the sender's unit is in the list.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def run(
     fixed_bytes: PerPart = 0.0,
     latency: PerPart = 0.0,
     chains: int = 1,
+    in_turn: bool | None = None,
 ) -> ScheduleRun:
     """The time line of one step.
 
@@ -72,7 +73,8 @@ def run(
     finish: seconds per device after its last unit (gradient reduction, optimizer). activation_bytes: saved by F for B;
     fixed_bytes: parameters, their gradients and optimizer state. latency: of `transfer`, the seconds in which the link is free for others.
     chains: data parallel pipelines that share the links; `transfer` is then the seconds of all of them at once, and the time line is that
-    of the chain that ends last. ValueError for a schedule that deadlocks.
+    of the chain that ends last. in_turn: whether a transfer waits until its receiver's unit is next; by default that of the schedule's
+    name. ValueError for a schedule that deadlocks.
     """
     n, p = schedule.parts, schedule.devices
     F, both = per_part(forward, n, "forward"), per_part(backward, n, "backward")  # both: of activations and of weights
@@ -86,7 +88,8 @@ def run(
         B = [b - w for b, w in zip(both, W)]
     else:
         B = both
-    spans, sends = _Clock(schedule, {"F": F, "B": B, "W": W}, send, send_back, per_part(latency, n, "latency"), chains).run()
+    spans, sends = _Clock(schedule, {"F": F, "B": B, "W": W}, send, send_back, per_part(latency, n, "latency"), chains,
+                         schedule.name in RECEIVES_IN_TURN if in_turn is None else in_turn).run()  # fmt: skip
     ends = [0.0] * p
     for span in spans:
         ends[span.device] = max(ends[span.device], span.end)
@@ -109,8 +112,8 @@ class _Clock:
     """Event by event. Device d of chain c has the number c p + d; send, send_back: `transfer` and `transfer_back` of `run`."""
 
     def __init__(self, schedule: Schedule, seconds: dict[str, list[float]], send: list[float], send_back: list[float],
-                 latency: list[float], chains: int):  # fmt: skip
-        self.schedule, self.seconds, self.latencies, self.chains = schedule, seconds, latency, chains
+                 latency: list[float], chains: int, in_turn: bool):  # fmt: skip
+        self.schedule, self.seconds, self.latencies, self.chains, self.in_turn = schedule, seconds, latency, chains, in_turn
         self.send, self.send_back = send, send_back
         self.p, self.n = schedule.devices, schedule.parts
         self.order = schedule.order * chains
@@ -170,7 +173,7 @@ class _Clock:
             self.arrived[message] = end
         else:
             self.offered[message] = (end, seconds)
-            if self.schedule.name not in RECEIVES_IN_TURN:
+            if not self.in_turn:
                 self._carry(message, 0.0)
         if b != a:
             self._begin(c * self.p + b)

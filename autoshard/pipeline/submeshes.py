@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from autoshard.cost import transfer_seconds
-from autoshard.mesh import DEVICES_PER_NODE, INTER_LATENCY, INTRA_LATENCY, MOST_DEVICES, Device, Mesh
+from autoshard.cost import axis_transfer_seconds, transfer_seconds
+from autoshard.mesh import DEVICES_PER_NODE, INTER_LATENCY, INTRA_LATENCY, MOST_DEVICES, Axis, Device, Mesh, default_axis_names
 from autoshard.pipeline.interop import Nodes, SubMesh, Tiling, submeshes
 
 
@@ -33,25 +33,46 @@ class Kind:
     intra_node_bandwidth: float = 300e9
     inter_node_bandwidth: float = 400e9
     tf32: bool = False  # float32 matmuls run as TF32
+    measured: Mesh | None = None  # nodes x devices with measured prices, which then replace the bandwidths
 
     def __post_init__(self) -> None:
         for name in ("nodes", "devices"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} of a kind of nodes is {value!r}; expected a whole number of 1 or more")
+        if self.measured is not None and self.measured.shape != (self.nodes, self.devices):
+            raise ValueError(f"measured is a mesh of {self.measured.shape}; expected one of {(self.nodes, self.devices)}, nodes x devices")
         self.mesh((self.devices,))  # raises ValueError for an invalid device or bandwidth
 
     def mesh(self, shape: tuple[int, ...]) -> Mesh:
         """Some of its devices as a mesh; an axis of more than a node's devices leaves the node."""
+        if self.measured is not None:
+            return self._measured(shape, self.measured)
         return Mesh.from_bandwidths(
             shape, intra_node_bandwidth=self.intra_node_bandwidth, inter_node_bandwidth=self.inter_node_bandwidth,
             device=self.device, devices_per_node=min(self.devices, math.prod(shape)), tf32=self.tf32,
         )  # fmt: skip
 
+    def _measured(self, shape: tuple[int, ...], of: Mesh) -> Mesh:
+        """The inner axes on the links within a node, the others between nodes; curves hold for the size that was measured."""
+        axes: list[Axis] = []
+        inner = 1
+        for k, size in reversed(list(enumerate(shape))):
+            link = of.axes[1] if inner * size <= self.devices else of.axes[0]
+            curves = link.curves if size == link.size else ()
+            axes.insert(0, replace(link, name=default_axis_names(len(shape))[k], size=size, curves=curves))
+            inner *= size
+        return Mesh(tuple(axes), of.device)
+
     @property
     def memory(self) -> float:
         """Bytes of one device."""
         return self.mesh((1,)).device.memory
+
+    @property
+    def link(self) -> Axis | None:
+        """The measured link between its nodes, or of its devices where it has one node."""
+        return None if self.measured is None else self.measured.axes[0 if self.nodes > 1 else 1]
 
 
 @dataclass(frozen=True)
@@ -111,14 +132,25 @@ class Cluster:
         x = np.zeros((len(bytes_over), len(self.submeshes), len(self.submeshes)))
         for a, sender in enumerate(self.submeshes):
             for u, receiver in enumerate(self.submeshes):
+                if (measured := self.measured_link) is not None:
+                    parts = np.asarray(bytes_over) / min(sender.size, receiver.size)
+                    x[:, a, u] = [axis_transfer_seconds(part, measured) for part in parts]
+                    continue
                 latency, bandwidth = self.link(sender, receiver)
                 seconds = transfer_seconds(np.asarray(bytes_over), latency, min(sender.size, receiver.size) * bandwidth)
                 x[:, a, u] = np.where(np.asarray(bytes_over) > 0, seconds, 0.0)
         return x
 
+    @property
+    def measured_link(self) -> Axis | None:
+        """On a cluster of one kind of nodes."""
+        return self.kinds[0].link if len(self.kinds) == 1 else None
+
     def link(self, a: SubMesh, u: SubMesh) -> tuple[float, float]:
         """Latency, and bytes per second between a device of one sub-mesh and a device of the other. They count as devices of the same node
         only if the cluster has one node."""
+        if (measured := self.measured_link) is not None:
+            return measured.latency, measured.device_bandwidth
         if len(self.kinds) == 1 and self.kinds[0].nodes == 1:
             return INTRA_LATENCY, self.kinds[0].intra_node_bandwidth
         ends = [self.kinds[x.kind] for x in (a, u)]

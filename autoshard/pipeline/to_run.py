@@ -24,8 +24,8 @@ def to_run(pipeline: Pipeline, graph: Graph, names: Iterable[str], example_input
     names: of the leaves of example_inputs, those of the full batch. ValueError where the plan is of another model or has no layouts.
     """
     layers = layers_of(graph, pipeline.assumptions.get("layers_asked"))
-    if layers.count != pipeline.stages[-1].last:
-        raise ValueError(f"the pipeline is of another model: it has {pipeline.stages[-1].last} layers, this model {layers.count}; plan it again")
+    if layers.count != (planned := pipeline.stages[-1].last):
+        raise ValueError(f"the pipeline is of another model: it has {planned} layers, this model {layers.count}; plan this model")
     stages = tuple(_stage(stage_program(layers, s.first, s.last), s) for s in pipeline.stages)
     order = _order(pipeline.timed)
     batch, leaves = batch_of(example_inputs), pytree.tree_leaves(example_inputs)
@@ -69,5 +69,5 @@ def with_schedule(pipeline: Pipeline, name: str) -> Pipeline:
     chunks = len(pipeline.stages) // pipeline.num_groups
     schedule_of(name, pipeline.num_groups, pipeline.microbatches, chunks)  # raises
     if name == "interleaved_1f1b" and chunks < 2:
-        raise ValueError("interleaved_1f1b needs two or more stages per device group, this pipeline has one; plan with --schedules interleaved_1f1b")
+        raise ValueError("interleaved_1f1b needs two or more stages per device group, this pipeline has one; plan it with that schedule")
     return replace(pipeline, schedule=name)

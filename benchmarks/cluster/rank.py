@@ -3,7 +3,7 @@
     {"do": "measure", "seconds": 20, "largest": 4e6}      {"collectives": [[axis, name, size, seconds]], "alone": ..., "device": ...}
     {"do": "load", "plan": "plan.pkl"}                    {"loaded": ...}; runs a step twice, so that all is warm
     {"do": "load", "plan": "plan.pkl", "model": "mlp"}    the same through `autoshard.parallelize`, which overlaps collectives
-    {"do": "pipeline", "model": "mlp", "cut": "layers.2", "microbatches": 4, "schedule": "1f1b"}    a step in two stages
+    {"do": "pipeline", "plan": "plan.pkl", "model": "mlp"}    {"stages": ...}: a step of a pipeline
     {"do": "eager"}                                       {"seconds": ...}: of a step of a tiny model
     {"do": "steps", "count": 5}                           {"seconds": [...]}: of the slowest rank, step by step; "idle": without it
     {"do": "stop"}
@@ -22,10 +22,8 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from plans import IDLE, MODELS, PIPELINED, SLOW, TINY, TINY_PIPELINE
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, SplitPoint, pipeline
 
 import autoshard
 from autoshard.calibrate.measure import agree_on, buffer_of, measure
@@ -34,7 +32,6 @@ from autoshard.lower import lower, run_on
 from autoshard.lower.collectives import Ask, Groups
 from autoshard.solution import Solution
 
-SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 HOURS = datetime.timedelta(hours=2)  # a rank waits for its orders
 
 
@@ -120,37 +117,30 @@ class Rank:
             seconds.append(time.perf_counter() - began)
         return {"seconds": statistics.median(seconds)}
 
-    def pipeline(self, model: str, cut: str, microbatches: int, schedule: str) -> dict:
-        """A step of two stages, a node each, under torch.distributed.pipelining; the node's ranks share every microbatch."""
-        node, (nodes, local) = self.device_mesh.get_coordinate()[0], self.device_mesh.shape
-        module, (inputs, *_) = PIPELINED.get(model, TINY_PIPELINE)(loss=False)
+    def pipeline(self, plan: str, model: str) -> dict:
+        """A step of a pipeline through `autoshard.parallelize`, as a user runs it: all microbatches, then AdamW on each rank's stages."""
+        with open(plan, "rb") as file:
+            planned = pickle.load(file)
+        module, inputs = PIPELINED.get(model, TINY_PIPELINE)(loss=True)
         generator = torch.Generator().manual_seed(0)
         module = module.to_empty(device="cpu")
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
-        batch = inputs.shape[0] // local
-        given = torch.zeros(batch, *inputs.shape[1:], dtype=inputs.dtype)
-        wanted = torch.zeros_like(given)
-        split = pipeline(module, mb_args=(given[: batch // microbatches],), split_spec={cut: SplitPoint.BEGINNING})
-        stage = split.build_stage(node, torch.device("cpu"), group=self.device_mesh.get_group(0))
-        loss = F.mse_loss if given.is_floating_point() else lambda logits, y: F.cross_entropy(logits.flatten(0, -2), y.flatten())
-        run = SCHEDULES[schedule](stage, n_microbatches=microbatches, loss_fn=loss)
-        parameters = [p for p in stage.submod.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, lr=1e-4, foreach=True)
+        given = [torch.zeros(x.shape, dtype=x.dtype) for x in inputs]
+        sharded = autoshard.parallelize(module, planned, self.device_mesh, example_inputs=tuple(given))
+        optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-4, foreach=True)
 
         def step() -> None:
             optimizer.zero_grad()
-            run.step(*([given] if node == 0 else []), **({"target": wanted} if node == nodes - 1 else {}))
-            for parameter in parameters:
-                dist.all_reduce(parameter.grad, group=self.device_mesh.get_group(1))
+            sharded.step(*given)
             optimizer.step()
 
         self.step = step
         self.step()
         self.step()
         dist.barrier()
-        return {"stage": node}
+        return {"stages": len(planned.stages)}
 
     def steps(self, count: int, idle: dict[str, int] | None = None) -> dict:
         """idle: instead of a step so many collectives of each kind over the slow axis with IDLE floats in the largest buffer."""

@@ -67,3 +67,9 @@ class Ranks:
                 process.wait(timeout=30)
             except subprocess.TimeoutExpired:  # all is said and done
                 process.kill()
+
+    def kill(self) -> None:
+        """Ends processes of which one has died."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
