@@ -140,7 +140,7 @@ class Mesh:
         return tuple(product(*(range(n) for n in self.shape)))
 
     def to_dict(self) -> dict:
-        """Plain data for `from_dict`; axes without curves and devices without an error, TF32 or a host link of their own don't mention them."""
+        """Plain data for `from_dict`; axes without curves, devices without an error, TF32 or own host link don't mention them."""
         data = asdict(self)
         for key in ("error", "flops_tf32", "tf32", "host_bandwidth"):
             if data["device"][key] in (None, False):

@@ -2,12 +2,12 @@
 
     python benchmarks/recompute.py [DIR] [--only NAME ...] [--share 0.85 ...] [--large] [--json]
 
-DIR holds the models' files (default: models/). A case is a model, a mesh and a limit: a part of what the fastest plan without a limit holds.
+DIR holds the models' files (default: models/). A case is a model, a mesh and a limit: a part of what the fastest plan holds.
 Each is planned with recompute="blocks" (the number of blocks that is cheapest) and with recompute="auto" (each saved value kept, recomputed
 or offloaded), both to 1 %, one process per case. `cost` is what the plans minimise, `simulated` the end of their time line with overlap,
 `measured` the peak under torch's MemTracker of the program of rank 0, forward and backward, on fake tensors of a GPU. Seconds are CPU
-seconds of planning with "auto". A row fails where the step is slower than with blocks, by cost (beyond the 1 %), where the peak is more than
-10 % from the measured one, or where it exceeds the limit. --large: Llama-3 8B on 2x8 and 70B on 8x8 in 80 GB, "auto" alone, 60 s.
+seconds of planning with "auto". A row fails where the step is slower than with blocks, by cost (beyond the 1 %), where the peak is more
+than 10 % from the measured one, or where it exceeds the limit. --large: Llama-3 8B on 2x8 and 70B on 8x8 in 80 GB, "auto" alone, 60 s.
 """
 
 # ruff: noqa: E402  (its own folder has to leave sys.path first)
@@ -140,7 +140,8 @@ def line(name: str, row: dict) -> str:
     def shown(way: dict) -> str:
         if "cost" not in way:
             return f"{'none fits':>31}"
-        return f"{way['cost'] * 1e3:>9.2f} {way['simulated'] * 1e3:>9.2f} {way['peak_bytes'] / way['measured_bytes']:>6.3f} {way['blocks']:>4}"
+        ratio = way["peak_bytes"] / way["measured_bytes"]
+        return f"{way['cost'] * 1e3:>9.2f} {way['simulated'] * 1e3:>9.2f} {ratio:>6.3f} {way['blocks']:>4}"
 
     auto = row["auto"]
     counts = f"{auto.get('recomputed', 0):>4} {auto.get('offloaded', 0):>4}"

@@ -86,7 +86,7 @@ def plan(
     global_batch: GlobalBatch = None,
     tie_blocks: Annotated[bool, typer.Option("--tie-blocks", help="Use the same layouts in all repeated blocks.")] = False,
     recompute: Annotated[
-        str | None, typer.Option(help="What to recompute in the backward: a number of blocks, all, blocks, or auto. Default: 0.", show_default=False)
+        str | None, typer.Option(help="Recompute in the backward: a number of blocks, all, blocks, auto. Default: 0.", show_default=False)
     ] = None,
     pin: Pin = [],  # noqa: B006
     forbid: Annotated[list[str], typer.Option(metavar="NAME=LAYOUT", help="Forbid a layout; repeatable.", show_default=False)] = [],  # noqa: B006

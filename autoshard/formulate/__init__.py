@@ -19,9 +19,9 @@ from autoshard.formulate.records import Layouts as Layouts
 from autoshard.formulate.records import TensorEdge as TensorEdge
 from autoshard.formulate.records import Training as Training
 from autoshard.formulate.records import with_pins as with_pins
-from autoshard.formulate.usages import KINDS as KINDS
 from autoshard.formulate.saved_values import SavedValues as SavedValues
 from autoshard.formulate.saved_values import chosen_of as chosen_of
 from autoshard.formulate.saved_values import hidden_seconds as hidden_seconds
 from autoshard.formulate.saved_values import transfer_seconds_of as transfer_seconds_of
 from autoshard.formulate.saved_values import with_saved_values as with_saved_values
+from autoshard.formulate.usages import KINDS as KINDS

@@ -4,7 +4,7 @@
     link a -> b       the steps of its route, one after the other: collectives on their axis' stream, splits on the compute stream
     parameter         the optimizer's step, last, after its gradient's route
     view, hub         no task
-    offload, reload   its copy on the host link's stream of its direction, beside the kernels; without overlap the share that the plan counts
+    offload, reload   its copy on the host link's stream of its direction; without overlap the share that the plan counts
 
 The list holds every task once, after all tasks that it waits for; each stream runs its tasks in this order. The position of a link's
 tasks in the list:
