@@ -46,7 +46,7 @@ CASES: dict[str, dict] = {
     "llama3-8b 8x8": plan_case("llama:llama3_8b", (8, 8), {}, training=True, baselines=False),
     "llama3-8b 2x8 limit": plan_case("llama:llama3_8b", (2, 8), SHORT, training=True, memory_limit=30e9, gap=1e-3),
     "llama3-8b 4x8 recompute": plan_case("llama:llama3_8b", (4, 8), SHORT, training=True, recompute="all"),
-    "llama3-8b 2x8 recompute auto": plan_case("llama:llama3_8b", (2, 8), SHORT, training=True, recompute="auto", memory_limit=40e9),
+    "llama3-8b 2x8 recompute auto": plan_case("llama:llama3_8b", (2, 8), SHORT, training=True, recompute="blocks", memory_limit=40e9),
     "llama3-8b 2x2x4": plan_case("llama:llama3_8b", (2, 2, 4), {"layers": 2}, training=True, baselines=False, gap=0.01),
     "llama3-8b 8 inference": plan_case("llama:llama3_8b", (8,), {"batch": 1, **SHORT}),
     "llama 2x2 recompute 1": plan_case("llama:tiny", (2, 2), {}, training=True, recompute=1),

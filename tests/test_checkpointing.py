@@ -38,16 +38,16 @@ def test_recomputed_plans_take_fewer_bytes_and_more_seconds_and_verify():
 def test_auto_recomputes_only_what_the_limit_asks_for():
     model, inputs = gpt2.tiny(layers=4, seq=64, batch=16)
     free = plan(model, inputs, MESH, training=True, baselines=False)
-    auto = plan(model, inputs, MESH, training=True, baselines=False, recompute="auto")
+    auto = plan(model, inputs, MESH, training=True, baselines=False, recompute="blocks")
     assert auto.recompute == 0 and auto.cost == free.cost
     with pytest.raises(Infeasible) as refused:
         plan(model, inputs, MESH, training=True, baselines=False, memory_limit=free.peak_bytes / 100)
     low, _ = refused.value.smallest_limit
-    tight = plan(model, inputs, MESH, training=True, baselines=False, recompute="auto", memory_limit=low * 0.98, gap=0.05, time_limit=60)
+    tight = plan(model, inputs, MESH, training=True, baselines=False, recompute="blocks", memory_limit=low * 0.98, gap=0.05, time_limit=60)
     assert tight.recompute > 0 and tight.peak_bytes <= low * 0.98
 
 
 def test_a_wrong_number_of_blocks_is_one_sentence():
     model, inputs = gpt2.tiny()
-    with pytest.raises(ValueError, match="expected a number of blocks, 'all' or 'auto'"):
+    with pytest.raises(ValueError, match="expected a number of blocks, 'all', 'blocks' or 'auto'"):
         plan(model, inputs, MESH, training=True, recompute="some")

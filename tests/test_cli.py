@@ -74,7 +74,7 @@ def test_bandwidths_are_read_in_bytes_per_second():
 
 def test_blocks_to_recompute_are_a_number_or_a_word():
     assert [parse_recompute(written) for written in ("0", "12", "all")] == [0, 12, "all"]
-    with pytest.raises(ValueError, match="^--recompute is -1; expected a number of blocks from 0 on, all or auto$"):
+    with pytest.raises(ValueError, match="^--recompute is -1; expected a number of blocks from 0 on, all, blocks or auto$"):
         parse_recompute("-1")
 
 

@@ -1,4 +1,4 @@
-"""A planning run that ends without an answer says so, and never that there is no plan; with recompute="auto" a plan is kept."""
+"""A planning run that ends without an answer says so, and never that there is no plan; with recompute="blocks" a plan is kept."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from autoshard.solvers import Answer, Status
 from models import llama
 
 UNKNOWN = Answer(Status.UNKNOWN, None, math.inf, 0.0, "auto")
-ASKED = {"training": True, "recompute": "auto", "memory_limit": 1e9, "time_limit": 60.0, "baselines": False}
+ASKED = {"training": True, "recompute": "blocks", "memory_limit": 1e9, "time_limit": 60.0, "baselines": False}
 
 
 def planned():

@@ -19,8 +19,8 @@ def export(
         typer.Option(
             "--format",
             "--to",
-            help="sharding_map, json, parallelize_module, tp_plan (Hugging Face), vllm, sglang, fully_shard (with tensor parallel) or "
-            "distribute_module.",
+            help="sharding_map, json, parallelize_module, tp_plan (Hugging Face), vllm, sglang, fully_shard (with tensor parallel), "
+            "distribute_module or checkpoint_policy.",
         ),
     ] = "sharding_map",
     axis: Annotated[

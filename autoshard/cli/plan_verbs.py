@@ -88,7 +88,7 @@ def plan(
     objective: Objective = "serial",
     tie_blocks: Annotated[bool, typer.Option("--tie-blocks", help="Use the same layouts in all repeated blocks.")] = False,
     recompute: Annotated[
-        str | None, typer.Option(help="What to recompute in the backward: a number of blocks, all, blocks, or auto. Default: 0.", show_default=False)
+        str | None, typer.Option(help="Recompute in the backward: a number of blocks, all, blocks, auto. Default: 0.", show_default=False)
     ] = None,
     sequence_order: Annotated[
         str, typer.Option(help="Of long causal attention: auto, natural, or head_tail, which gives all shards the same work.")

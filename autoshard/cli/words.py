@@ -36,7 +36,9 @@ from autoshard.reading import content_of
 SOLVERS = ("auto", "prices", "ilp", "cvxpy", "dp", "dual", "exhaustive")
 OPTIMIZERS = ("adamw", "sgd", "momentum")
 PRICES = ("a100", "h100", "h200", "b200", "mi300x", "l40s", "rtx", "cpu")
-EXPORTS = ("sharding_map", "json", "parallelize_module", "tp_plan", "vllm", "sglang", "fully_shard", "distribute_module")
+EXPORTS = (
+    "sharding_map", "json", "parallelize_module", "tp_plan", "vllm", "sglang", "fully_shard", "distribute_module", "checkpoint_policy",
+)  # fmt: skip
 SCHEDULES = ("sequential", "gpipe", "1f1b", "zb_h1", "interleaved_1f1b")
 ORDERS = ("auto", "natural", "head_tail")
 SCHEMES = ("auto", "data_parallel", "fsdp", "megatron", "megatron_sp", "planned")

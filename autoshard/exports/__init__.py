@@ -13,7 +13,7 @@ from autoshard.solution import Solution
 from autoshard.solution.files import PICKLE_SUFFIXES, json_text
 from autoshard.writing import write_atomically
 
-from . import engines, fully_shard, modules, partition
+from . import checkpoint_policy, engines, fully_shard, modules, partition
 from .record import Export as Export
 from .record import Left as Left
 from .sharding_map import as_text, portable
@@ -37,9 +37,11 @@ FORMATS = {
     "vllm": ExportFormat(lambda solution, axis: engines.engine_plan(solution, "vllm", axis)),
     "sglang": ExportFormat(lambda solution, axis: engines.engine_plan(solution, "sglang", axis)),
     "fully_shard": ExportFormat(fully_shard.recipe, fully_shard.as_text, fully_shard.as_python),
+    "checkpoint_policy": ExportFormat(checkpoint_policy.policy_of),
     "distribute_module": ExportFormat(lambda solution, _: partition.partition_fn(solution), partition.as_text, partition.as_python),
 }
 apply_recipe = fully_shard.apply
+checkpoint_contexts = checkpoint_policy.contexts_of
 BY_MODULES = ("parallelize_module", "tp_plan", "vllm", "sglang", "fully_shard")
 
 
@@ -52,6 +54,8 @@ def export(solution: Solution, kind: str, path: str | os.PathLike[str] | None = 
     tp_plan             {"layers.*.mlp.up_proj": "colwise"} for Hugging Face's `DistributedConfig(tp_plan=...)`
     vllm, sglang        {"layers\\.\\d+\\.mlp\\.up_proj$": "colwise"}, the `base_model_tp_plan` of a config for their Transformers backends
     fully_shard         a recipe: parallelize_module over one axis, fully_shard over the others; `exports.apply_recipe` does it
+    checkpoint_policy   {module: {operator: "MUST_SAVE", ...}} of what a plan with recompute="auto" saves; `exports.checkpoint_contexts`
+                        makes the context_fn of torch.utils.checkpoint of it
     distribute_module   the partition function for `distribute_module(model, device_mesh, partition_fn)`
 
     axis: the mesh axis on which the module styles shard; by default the one on which the plan shards most weights. Each value has `said`,

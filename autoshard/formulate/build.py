@@ -170,7 +170,8 @@ class _Builder:
         if op.kind in (OFFLOADED, RELOADED):
             sizes = self.tables.bytes(op.output, self.output_layouts((i, 0)))
             exposed = float(dict(op.literals[1])["exposed"])
-            return self.microbatches * np.array([exposed * host_seconds(n, device) + n / device.memory_bandwidth + device.launch for n in sizes])
+            one_way = [exposed * host_seconds(n, device) + n / device.memory_bandwidth + device.launch for n in sizes]
+            return self.microbatches * np.array(one_way)
         seconds = np.array([op_candidate_seconds(op, inputs, c, self.mesh) for c in self.candidates.of[i]])
         return seconds if self.microbatches == 1 else self.microbatches * seconds
 

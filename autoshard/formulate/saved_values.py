@@ -1,13 +1,13 @@
 """How the backward pass gets each saved value, chosen together with the layouts: the Problem of a graph with all alternatives.
 
-A graph of `graph.alternatives` has a copy of every op that could run again and, for every saved value u, an op `s` of kind SELECTED that the
-backward reads. `formulate` gives it nodes, edges and bytes as if every copy ran. Here these nodes get more choices:
+A graph of `graph.alternatives` has a copy of every op that could run again and, for every saved value u, an op s of kind SELECTED that
+the backward reads. `formulate` gives it nodes, edges and bytes as if every copy ran. Here these nodes get more choices:
 
     copy, and the hub of its value   absent, or one of its layouts
     s                                absent, or one of (kept, recomputed, offloaded) with the layout in which the backward reads u
 
     edge to a reader       inf where the reader runs and what it reads is absent; 0 where the reader is absent
-    edge u -> s            kept: 0, in the layout that the forward reads        offloaded: the exposed share of both transfers, and the route
+    edge u -> s            kept: 0, in the layout that the forward reads; offloaded: the exposed share of both transfers, and the route
     edge copy -> s         recomputed: the route; inf where the copy is absent
     bytes                  of what is absent, none. Of u between its last forward reader and s: only if kept; of an offloaded value from the
                            time at which it is copied back
@@ -19,8 +19,8 @@ Offloading. The host link runs beside the kernels, each direction on its own; on
 
     step = cost + 2 max(0, H - W)      H = seconds of one direction, W = least seconds of the forward's kernels (`hidden_seconds`)
 
-which is the largest of cost + 2 e (H - W) over shares e in [0, 1]. For one e that is an ordinary Problem, and its bound less 2 e W is a bound
-on the step.
+which is the largest of cost + 2 e (H - W) over shares e in [0, 1]. For one e that is an ordinary Problem, and its bound less 2 e W is
+a bound on the step.
 """
 
 from __future__ import annotations
@@ -204,7 +204,9 @@ class _Extending:
         """Seconds of both transfers that count, per layout, in all microbatches."""
         device = self.mesh.device
         sizes = _bytes_of(tensor, layouts, self.mesh)
-        return self.f.microbatches * 2 * np.array([(self.exposed or 0.0) * host_seconds(n, device) + n / device.memory_bandwidth + device.launch for n in sizes])
+        e = self.exposed or 0.0
+        one_way = np.array([e * host_seconds(n, device) + n / device.memory_bandwidth + device.launch for n in sizes])
+        return self.f.microbatches * 2 * one_way
 
     def _rows(self, columns: np.ndarray, e: Edge, what: str, i: int) -> np.ndarray:
         if e.a not in self.optional and e.a not in self.modes:

@@ -6,8 +6,8 @@
     recomputed   its op runs again, from saved values    not of random ops, nor of values that another region's forward reads
     offloaded    it is copied to the host's memory after its last forward reader and copied back before its first backward reader
 
-Where the backward pass first reads a value, `_Restoring` finds the ops that could run again for it, back to values that can't be recomputed.
-That place is the same whatever is chosen, so that all choices are about one order of ops:
+Where the backward pass first reads a value, `_Restoring` finds the ops that could run again for it, back to values that can't be
+recomputed. That place is the same whatever is chosen, so that all choices are about one order of ops:
 
     alternatives(graph)          all of these ops as copies, and an op of kind SELECTED for every value that is no view: what the backward
                                  reads, from the forward's op (its first input) or from the copy (its second)
@@ -224,7 +224,7 @@ class _Rewriting:
 
     def graph(self) -> Graph:
         hoisted = set()
-        for i, op in enumerate(self.old.ops):
+        for i in range(len(self.old.ops)):
             for value in self.back.get(i, ()):
                 self._reload(value)
             for kind, value in self.restoring.before.get(i, ()):

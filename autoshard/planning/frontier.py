@@ -180,7 +180,8 @@ def _checked(model: object, mesh: object, points: object, options: Mapping[str, 
             raise ValueError(f"frontier takes no {name!r}: {why}; leave it out")
     checked = checked_options(Options, {"gap": PROVEN_GAP, **options})
     if checked.recompute in ("auto", "blocks"):
-        raise ValueError(f"recompute is {checked.recompute!r}, which depends on one memory limit; give frontier a number of blocks, or 'all'")
+        said = f"recompute is {checked.recompute!r}, which depends on one memory limit"
+        raise ValueError(f"{said}; give frontier a number of blocks, or 'all'")
     return checked
 
 

@@ -101,7 +101,7 @@ class Options:
     accepted: tuple[float, float] = (0.0, math.inf)  # (relative gap, seconds): after so many seconds a plan within that gap is enough
     baselines: bool = True
     skip_fully_replicated: bool = False
-    recompute: int | str = 0  # repeated blocks to recompute in the backward: a number, "all", "blocks" (as many as pay), "auto" (per tensor)
+    recompute: int | str = 0  # blocks to recompute in the backward: a number, "all", "blocks" (as many as pay); "auto": per tensor
     tie_blocks: bool = False  # equal ops of repeated blocks share one decision; the bound stays that of the untied graph
     microbatches: int = 1  # of which a training step consists; the example inputs are those of one
     global_batch: int | None = None  # examples of a step: instead of `microbatches`, so many times the batch of the example inputs

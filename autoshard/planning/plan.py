@@ -118,7 +118,7 @@ def _plan_per_tensor(context: Context) -> Solution:
     problem = with_pins(best.formulated, allowed_by_pins(best.formulated, options))
     instance = Instance(best.formulated, problem)
     answer = align_batches(best.formulated, problem, answer, options.gap)
-    noted = replace(plain, assumptions={**context.assumptions, **noted_choice(best.chosen)})
+    noted = replace(plain, assumptions={**context.assumptions, **noted_choice(best.chosen, context.graph)})
     with clock.phase("describe", "writing the plan", 0.95), no_search_for_cycles():
         solution = describe(best.formulated, answer, noted.options, rows, noted.assumptions)
     advised = replace(noted, graph=best.formulated.graph, options=options, shallow=None)

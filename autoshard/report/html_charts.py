@@ -95,8 +95,7 @@ def _steps(line: Sequence[float], order: range) -> list[str]:
 def timeline_chart(timeline: Timeline) -> dict:
     """A row per stream, in it a path per kind of task; the phases; what is on the critical path."""
     end = timeline.seconds
-    mesh = timeline.program.formulation.mesh
-    names = ["compute", *(f"link {axis.name}" for axis in mesh.axes)] if timeline.program.overlap else ["all"]
+    names = timeline.streams if timeline.program.overlap else ("all",)
     spans: dict[int, dict[str, list[tuple[float, float]]]] = {row: {} for row in range(len(names))}
     for i, task in enumerate(timeline.tasks):
         row = task.stream if timeline.program.overlap else 0

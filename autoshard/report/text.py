@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import math
+import re
+from collections import Counter
 from collections.abc import Mapping
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autoshard.graph import Chosen
 from autoshard.mesh import Axis
 from autoshard.report.blocks import Section, seconds_elsewhere, sections
 from autoshard.report.proof import ROUNDING as ROUNDING
@@ -21,7 +24,10 @@ WIDTH = 100  # columns
 FEW = 5  # placement mismatches listed
 
 # assumptions that other parts of the report hold
-SAID_ELSEWHERE = ("axes", "device", "training", "solver", "gap", "padding", "keep", "pin_prices", "microbatches", "objective")
+SAID_ELSEWHERE = (
+    "axes", "device", "training", "solver", "gap", "padding", "keep", "pin_prices", "microbatches", "objective", "recomputed", "offloaded",
+    "saved",
+)  # fmt: skip
 
 
 def as_text(renderable: RenderableType, width: int = WIDTH) -> str:
@@ -54,6 +60,8 @@ def header(solution: Solution) -> RenderableType:
         table.add_row("", _interval(solution))
     table.add_row("prices", prices_known_from(solution))
     table.add_row("memory", _memory(solution))
+    if solution.chosen:
+        table.add_row("saved", _saved(solution.chosen))
     devices = f"{'x'.join(map(str, solution.mesh.shape))} of {solution.mesh.device.name}{_tf32(solution)}"
     table.add_row("mesh", "; ".join([devices, *map(_axis, solution.mesh.axes)]))
     assumed = {
@@ -104,6 +112,17 @@ def _memory(solution: Solution) -> str:
     where = f"{solution.peak.get('op')}" + (f" of {solution.peak['module']}" if solution.peak.get("module") else "")
     parts = ", ".join(f"{kind.replace('_', ' ')} {size(held)}" for kind, held in dict(solution.peak.get("parts", {})).items())
     return f"{peak}, in the {'backward' if solution.peak.get('backward') else 'forward'} pass at {where}: {parts}"
+
+
+def _saved(chosen: Chosen) -> str:
+    """Which of the forward's values the backward pass does not find on the device: how often each op, views last."""
+    ways = {"recomputed": chosen.recomputed, "offloaded": [name.rpartition(".")[0] for name in chosen.offloaded]}
+    said = []
+    for way, names in ways.items():
+        counts = Counter(re.sub(r"_\d+$", "", name) for name in names)
+        said += [f"{way} in the backward pass: " + ", ".join(f"{n} x {op}" for op, n in sorted(counts.items()))] if counts else []
+    exposed = max((one.exposed for one in chosen.offloaded.values()), default=0.0)
+    return "; ".join(said) + (f"; {percent(exposed, 1.0)} of the copies to and from the host are waited for" if chosen.offloaded else "")
 
 
 def _tf32(solution: Solution) -> str:

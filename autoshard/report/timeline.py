@@ -73,7 +73,7 @@ def _title(run: ScheduleRun) -> str:
 
 def draw_timeline(timeline: Timeline, path: str, title: str = "") -> None:
     """One rank's streams over time, and below them the bytes that it holds."""
-    names = ["compute", *(f"link {axis.name}" for axis in timeline.program.formulation.mesh.axes)]
+    names = timeline.streams
     colors = {**OF_KIND, **COLLECTIVES}
     figure = Figure(figsize=(12, 2.6 + 0.45 * len(names)))
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[len(names), 2.5])

@@ -17,9 +17,8 @@ MICRO = 1e6
 
 def trace_of(timeline: Timeline, *, name: str = "every rank") -> dict:
     """One rank: its compute stream, a stream per mesh axis, its memory; events on the critical path say so."""
-    axes = timeline.program.formulation.mesh.axes
-    events = [_named("process_name", 0, 0, name), _named("thread_name", 0, COMPUTE, "compute")]
-    events += [_named("thread_name", 0, k + 1, f"link {axis.name}") for k, axis in enumerate(axes)]
+    events = [_named("process_name", 0, 0, name)]
+    events += [_named("thread_name", 0, k, stream) for k, stream in enumerate(timeline.streams)]
     critical = set(timeline.critical_path)
     for i, task in enumerate(timeline.tasks):
         begin, end = timeline.times.begin[i], timeline.times.end[i]

@@ -5,6 +5,7 @@
     link a -> b       the steps of its route, one after the other: collectives on their axis' stream, splits on the compute stream
     parameter         the optimizer's step, last, after its gradient's route
     view, hub         no task
+    offload, reload   its copy on the host link's stream of its direction; without overlap the share that the plan counts
 
 The list holds every task once, after all tasks that it waits for; each stream runs its tasks in this order. The position of a link's
 tasks in the list:
@@ -29,10 +30,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoshard.cost import PricedCollective, TimedStage
+from autoshard.cost import PricedCollective, TimedStage, host_seconds
 from autoshard.formulate import Formulation, TensorEdge, op_collectives, op_stages
-from autoshard.graph import ACCUMULATED, KEPT, Graph
-from autoshard.layout import Layout, text
+from autoshard.graph import ACCUMULATED, KEPT, OFFLOADED, RELOADED, Graph
+from autoshard.layout import Layout, local_numel, text
 from autoshard.routes import Step
 
 COMPUTE = 0  # stream; mesh axis k has stream k + 1
@@ -43,7 +44,7 @@ class Task:
     """One kernel or collective. Its stream runs tasks in order; it also waits for the tasks `after`."""
 
     name: str
-    kind: str  # compute, accumulation, optimizer, split, or the collective
+    kind: str  # compute, accumulation, optimizer, split, offloaded, reloaded, or the collective
     seconds: float
     stream: int
     after: tuple[int, ...]
@@ -182,7 +183,22 @@ class _Builder:
         first, end = self.of_link[k]
         return (end - 1,) if first < end else self.ready.get(self.links[k].a, ())
 
+    def _copy(self, i: int) -> None:
+        """A copy to the host's memory, or back once the kernels have reached this position."""
+        op, layout = self.graph.ops[i], self.formulation.candidate(i, self.choice).outputs[0]
+        assert layout is not None
+        size = local_numel(op.output.shape, layout, self.formulation.mesh) * op.output.itemsize
+        after = {t for k in self.places.inputs.get(i, ()) for t in self._ends(k)} | set(self.last_compute if op.kind == RELOADED else ())
+        stream = len(self.formulation.mesh.axes) + (1 if op.kind == OFFLOADED else 2)
+        self.of_op[i] = (len(self.tasks), len(self.tasks) + 1)
+        seconds = host_seconds(size, self.formulation.mesh.device)
+        self._add(Task(op.name, op.kind, seconds, stream, tuple(sorted(after)), self.places.phases[i], i, float(size)))
+        self.ready[i] = (len(self.tasks) - 1,)
+
     def _run(self, i: int) -> None:
+        if self.overlap and self.graph.ops[i].kind in (OFFLOADED, RELOADED):
+            self._copy(i)
+            return
         op, phase, first = self.graph.ops[i], self.places.phases[i], len(self.tasks)
         after = tuple(sorted({t for k in self.places.inputs.get(i, ()) for t in self._ends(k)}))
         seconds = float(self.formulation.problem.node_costs[i][self.choice[i]]) / self.formulation.microbatches

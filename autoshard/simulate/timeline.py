@@ -44,6 +44,13 @@ class Timeline:
     def tasks(self) -> tuple[Task, ...]:
         return self.program.tasks
 
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """The names of the streams, by their numbers."""
+        axes = self.program.formulation.mesh.axes
+        hosts = ("to the host", "from the host") if any(task.stream > len(axes) for task in self.tasks) else ()
+        return ("compute", *(f"link {axis.name}" for axis in axes), *hosts)
+
     @cached_property
     def seconds(self) -> float:
         """Of the full step."""

@@ -17,7 +17,7 @@ from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any
 
-from autoshard.graph import Chosen, Offload, SequenceOrder
+from autoshard.graph import Chosen, Graph, Offload, SequenceOrder
 from autoshard.layout import parse
 from autoshard.mesh import Axis, Device, Mesh, check_shape
 from autoshard.precision import Precision
@@ -172,6 +172,11 @@ class Solution:
         )
 
     @property
+    def saved(self) -> dict[str, dict[str, list[str]]]:
+        """Of such a plan, by module and operator: how the backward pass gets the values of its calls, "kept", "recomputed", "offloaded"."""
+        return self.assumptions.get("saved") or {}
+
+    @property
     def microbatches(self) -> int:
         """How many microbatches a step has: its inputs are those of one, cost and bound are of the step."""
         return int(self.assumptions.get("microbatches") or 1)
@@ -272,12 +277,24 @@ _TYPES = {
 }  # fmt: skip
 
 
-def noted_choice(chosen: Chosen) -> dict[str, Any]:
-    """The inverse of `Solution.chosen`, as assumptions; empty where everything is kept."""
+def noted_choice(chosen: Chosen, graph: Graph) -> dict[str, Any]:
+    """The inverse of `Solution.chosen` and `Solution.saved`, as assumptions; empty where everything is kept. graph: without the copies."""
     noted: dict[str, Any] = {"recomputed": sorted(chosen.recomputed)} if chosen.recomputed else {}
     if chosen.offloaded:
         noted["offloaded"] = {name: {"before": one.before, "exposed": one.exposed} for name, one in chosen.offloaded.items()}
-    return noted
+    return noted | {"saved": _ways(chosen, graph)} if noted else {}
+
+
+def _ways(chosen: Chosen, graph: Graph) -> dict[str, dict[str, list[str]]]:
+    ways: dict[str, dict[str, set[str]]] = {}
+    for i, op in enumerate(graph.ops):
+        values = [(i, k) for k in range(len(op.outputs))]
+        on_host = any(f"{op.name}.{k}" in chosen.offloaded for _, k in values)
+        way = "offloaded" if on_host else "recomputed" if op.name in chosen.recomputed else "kept"
+        is_read = way != "kept" or any(graph.ops[j].backward for value in values for j, _ in graph.users.get(value, ()))
+        if is_read and op.alias is None and not (op.is_placeholder or op.backward):
+            ways.setdefault(op.module, {}).setdefault(op.target, set()).add(way)
+    return {module: {target: sorted(of) for target, of in targets.items()} for module, targets in ways.items()}
 
 
 def _check_keys(data: dict) -> None:

@@ -1,0 +1,148 @@
+"""What the backward pass reads is kept, recomputed or offloaded per tensor, in one problem with the layouts."""
+
+import itertools
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from autoshard import Mesh
+from autoshard.api import plan, verify
+from autoshard.capture import capture
+from autoshard.exports import checkpoint_contexts, export
+from autoshard.formulate import Training, formulate, with_saved_values
+from autoshard.graph import OFFLOADED, RELOADED, Chosen, Offload, alternatives, selective
+from autoshard.lower import run_global
+from autoshard.lower.unsharded import run_unsharded
+from autoshard.mesh import DEVICES
+from autoshard.problem import evaluate
+from autoshard.simulate.timeline import timeline_of
+from autoshard.solution import replay
+from autoshard.solvers import solve
+from autoshard.strategies import candidates
+from benchmarks.recompute import measured_peak_on_device
+from models import bert, gpt2, llama, mlp
+
+HOST = replace(DEVICES["h100"], launch=0.0, host_bandwidth=55e9)
+PAIR = Mesh.from_bandwidths((2,), device=HOST)
+
+
+@cache
+def small():
+    model, inputs = mlp.tiny(layers=1, batch=256)
+    return capture(model, inputs, training=True)
+
+
+def saved_of(graph):
+    """The ops that can run again, the views among them, and all saved values by name."""
+    known = alternatives(graph)
+    views = {name for name in known.copies.values() if graph.ops[graph.index[name]].alias is not None}
+    return set(known.copies.values()) - views, views, sorted(known.selected.values())
+
+
+def chosen_with(graph, recomputed=(), offloaded=()):
+    """The choice with the views that it needs: those of values that are not kept."""
+    _, views, _ = saved_of(graph)
+    first = next(op.name for op in graph.ops if op.backward and not op.is_placeholder)
+    gone = set(recomputed) | {name.rpartition(".")[0] for name in offloaded}
+    needed = {name for name in views if graph.ops[graph.storage((graph.index[name], 0))[0]].name in gone}
+    return Chosen(frozenset(recomputed) | needed, {name: Offload(first) for name in offloaded})
+
+
+def priced(graph, mesh=PAIR, limit=None):
+    return formulate(graph, candidates(graph, mesh), mesh, training=Training("sgd"), memory_limit=limit)
+
+
+def joint(graph, limit, exposed, mesh=PAIR):
+    known = alternatives(graph)
+    return with_saved_values(priced(known.graph, mesh, limit), known, graph, exposed=exposed)
+
+
+@pytest.mark.parametrize("build", [gpt2.tiny, llama.tiny, bert.tiny], ids=["gpt2", "llama", "bert"])
+def test_recomputing_and_offloading_change_no_number(build):
+    model, inputs = build(layers=2)
+    graph = capture(model, inputs, training=True)
+    again, _, values = saved_of(graph)
+    only_kept = [name for name in values if name.rpartition(".")[0] not in again]
+    offloaded = only_kept[:3] + [name for name in values if name not in only_kept][::5]
+    recomputed = again - {name.rpartition(".")[0] for name in offloaded}
+    rewritten = selective(graph, chosen_with(graph, recomputed, offloaded))
+    assert recomputed and {op.kind for op in rewritten.ops} >= {OFFLOADED, RELOADED}
+    inputs_of, _ = run_unsharded(model, inputs, graph, training=True, seed=0)
+    plain, changed = run_global(graph, inputs_of), run_global(rewritten, inputs_of)
+    assert plain.keys() == changed.keys() and all((plain[key] == changed[key]).all() for key in plain)
+
+
+def test_a_name_of_another_model_is_one_sentence():
+    with pytest.raises(ValueError, match="has to recompute 'nothing', which this model's backward pass does not read"):
+        selective(small(), Chosen(frozenset({"nothing"})))
+
+
+def test_the_optimum_is_that_of_all_choices_one_by_one():
+    """Also the control: the choices differ, and under this limit the best of them recomputes."""
+    graph = small()
+    again, _, _ = saved_of(graph)
+    limit = 0.9 * evaluate(priced(graph).problem, solve(priced(graph).problem).choice).peak
+    subsets = [s for n in range(len(again) + 1) for s in itertools.combinations(sorted(again), n)]
+    costs = {s: solve(priced(selective(graph, chosen_with(graph, s)), limit=limit).problem).cost for s in subsets}
+    found = solve(joint(graph, limit, None).problem)
+    assert found.cost == pytest.approx(min(costs.values()), rel=1e-9)
+    assert found.bound == pytest.approx(min(costs.values()), rel=1e-6)
+    assert costs[()] > min(costs.values()) * (1 + 1e-6)
+
+
+def deep():
+    return mlp.tiny(layers=4, batch=4096)
+
+
+@cache
+def offloading_plan():
+    """A limit that no plan meets which recomputes alone, proven, and a plan that meets it."""
+    graph = capture(*deep(), training=True)
+    refused = solve(joint(graph, 1.0, None).problem)
+    assert refused.status == "infeasible" and refused.infeasibility is not None
+    limit = 0.9 * refused.infeasibility.smallest_limit[0]
+    options = {"training": True, "baselines": False, "optimizer": "sgd", "recompute": "auto", "gap": 0.05, "time_limit": 300.0}
+    return limit, plan(*deep(), PAIR, **options, memory_limit=limit)
+
+
+def test_with_offloading_a_limit_is_met_that_recomputing_alone_misses():
+    limit, solution = offloading_plan()
+    assert solution.chosen.offloaded and solution.peak_bytes <= limit
+    assert verify(*deep(), solution)["ok"]
+
+
+def test_the_peak_is_what_the_program_takes_on_its_device():
+    _, solution = offloading_plan()
+    graph = replay(solution, capture(*deep(), training=True)).checked()
+    assert solution.peak_bytes / measured_peak_on_device(graph, solution) == pytest.approx(1, abs=0.1)
+
+
+def test_copies_run_beside_the_kernels_on_streams_of_their_own():
+    graph = small()
+    formulated = priced(selective(graph, chosen_with(graph, (), ("gelu.0",))))
+    choice = solve(formulated.problem).choice
+    timeline = timeline_of(formulated, choice)
+    copies = {task.kind: task for task in timeline.tasks if task.kind in (OFFLOADED, RELOADED)}
+    assert timeline.streams[copies[OFFLOADED].stream] == "to the host" and timeline.streams[copies[RELOADED].stream] == "from the host"
+    assert copies[OFFLOADED].seconds == copies[RELOADED].seconds > 0
+    assert copies[RELOADED].after and "from the host" not in timeline_of(priced(graph), solve(priced(graph).problem).choice).streams
+
+
+def test_the_policy_is_what_selective_checkpointing_takes():
+    _, solution = offloading_plan()
+    policy = export(solution, "checkpoint_policy")
+    words = {way for targets in policy.values() for way in targets.values()}
+    assert words <= {"MUST_SAVE", "PREFER_RECOMPUTE", "MUST_CPU_OFFLOAD"} and words - {"MUST_SAVE"}
+    x = torch.randn(4, 8, requires_grad=True)
+    rule = {"": {"aten.mm.default": "MUST_SAVE", "aten.gelu.default": "PREFER_RECOMPUTE"}}
+    y = checkpoint(lambda t: torch.nn.functional.gelu(t @ t.T), x, use_reentrant=False, context_fn=checkpoint_contexts(rule, ""))
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(torch.nn.functional.gelu(x @ x.T).sum(), x)[0])
+
+
+def test_a_plan_without_choices_has_no_policy():
+    solution = plan(*mlp.tiny(layers=1), PAIR, training=True, baselines=False)
+    with pytest.raises(ValueError, match="plan with recompute='auto'"):
+        export(solution, "checkpoint_policy")
