@@ -26,7 +26,8 @@ def record_of_model(simulations: Sequence[Any]) -> dict:
         )
     rows = [one.to_dict() for one in simulations]
     top = {key: rows[0][key] for key in OF_THE_BEST}
-    return {**top, **_sure(best.mesh.device, best.seconds, overlap=best.timeline is None or best.timeline.program.overlap), "stages": stages, "configurations": rows}
+    overlap = best.timeline is None or best.timeline.program.overlap
+    return {**top, **_sure(best.mesh.device, best.seconds, overlap=overlap), "stages": stages, "configurations": rows}
 
 
 def record_of_plan(solution: Any, timeline: Any, *, measured: bool) -> dict:

@@ -14,8 +14,8 @@ Views and getitem cost nothing: no kernel runs.
 
 FLOPs count as torch.utils.flop_counter does (attention without the causal half), with two differences: grouped convolution
 backward counts each group once, and a convolution counts min(input, output) points, which is right for transposed convolutions
-as well: each filter tap is applied at most once to each input point and each output point. With constants of kernels, causal attention of as many
-queries as keys counts half: a fused kernel leaves out what is masked (a shard of the queries may be the last, which sees all keys).
+as well: each filter tap is applied at most once to each input point and each output point. With constants of kernels, causal attention of
+as many queries as keys counts half: a fused kernel leaves out what is masked (a shard of the queries may be the last, which sees all keys).
 """
 
 from __future__ import annotations
@@ -37,7 +37,13 @@ ATTENTION = ("attention", "attention_backward")
 
 
 def op_seconds(
-    target: str, inputs: Sequence[Described], outputs: Sequence[Described | None], alias: int | None, device: Device, *, causal: bool = False
+    target: str,
+    inputs: Sequence[Described],
+    outputs: Sequence[Described | None],
+    alias: int | None,
+    device: Device,
+    *,
+    causal: bool = False,
 ) -> float:
     """Seconds of op `target` ("aten.mm.default") on local inputs and outputs, in the order of the graph's Op.
 

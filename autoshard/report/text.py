@@ -89,11 +89,9 @@ def _interval(solution: Solution) -> str:
     return f"between {seconds(low)} and {seconds(high)}, {sure(solution)}"
 
 
-def sure(solution: Solution) -> str:
-    """What the interval of a plan's seconds means."""
-    if "steps" in solution.prices:
-        return "as 80 % of published training steps were"
-    return "if every price is off by its usual error, all in one direction"
+def sure(solution: Solution, otherwise: str = "as far as the prices are known") -> str:
+    """What the interval of a plan's seconds means; `otherwise` where no training steps have tested the prices."""
+    return "as 80 % of published training steps were" if "steps" in solution.prices else otherwise
 
 
 def prices_known_from(solution: Solution) -> str:

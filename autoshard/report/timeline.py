@@ -112,13 +112,11 @@ def simulation_report(record: Mapping, critical: Mapping[str, float] | None = No
     parts: list[RenderableType] = [Text(said)]
     if record.get("interval_seconds") is not None:
         low, high = record["interval_seconds"]
-        tested = record["tested"]
-        parts.append(
-            Text(
-                f"between {seconds(low)} and {seconds(high)}, as 80 % of published training steps were; {record['prices']}; {tested['runs']} "
-                f"that they were not fitted to were {100 * tested['error']:.0f} % off in the median"
-            )
-        )
+        runs, error = record["tested"]["runs"], record["tested"]["error"]
+        parts += [
+            Text(f"between {seconds(low)} and {seconds(high)}, as 80 % of published training steps were"),
+            Text(f"prices: {record['prices']}; {runs} that they were not fitted to were {100 * error:.0f} % off in the median"),
+        ]
     if record.get("cost_seconds") is not None:
         parts.append(Text(f"the plan's cost, nothing overlapped: {seconds(record['cost_seconds'])}"))
     if len(record["configurations"]) > 1:
