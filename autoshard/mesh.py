@@ -63,7 +63,8 @@ class Kernels:
                 of["memory"], of["host"] / LAUNCHES, **{kind: Steps(**errors) for kind, errors in steps.items()},
             )  # fmt: skip
         except (KeyError, TypeError, AttributeError, StopIteration) as error:
-            raise ValueError(f"{name} is no device file, for lack of {error or 'a figure'}; expected one as autoshard/cost/devices has them") from None
+            lacks = str(error) or "a figure"
+            raise ValueError(f"{name} is no device file, for lack of {lacks}; expected one as autoshard/cost/devices has them") from None
 
 
 # Launches in the forward and backward of a block, of which constants of devices hold the seconds: 250 are assumed there.
