@@ -26,6 +26,7 @@ from autoshard.reading import text_of
 class Steps:
     """How far off prices were on published training steps that they were not fitted to: measured / predicted seconds."""
 
+    devices: str  # on which kinds of devices
     runs: int
     error: float  # median of |predicted / measured - 1|
     low: float  # 80 % of the measured steps took between low and high times the predicted seconds

@@ -181,7 +181,8 @@ def errors_of(table: Table, seconds: np.ndarray, mask: np.ndarray) -> dict[str, 
     wider = 1 + 1 / len(set(cell))
     ends = [float(f"{np.exp(median + (end - median) * wider):.4g}") for end in (low, high)]
     error = float(f"{np.median(np.abs(np.exp(-ratio) - 1)):.3g}")
-    return {"runs": int(mask.sum()), "error": error, "low": ends[0], "high": ends[1]}
+    devices = ", ".join(sorted(set(table.runs.device[mask].tolist())))
+    return {"devices": devices, "runs": int(mask.sum()), "error": error, "low": ends[0], "high": ends[1]}
 
 
 def steps_of(table: Table, seconds: np.ndarray) -> dict[str, dict[str, Any]]:

@@ -59,7 +59,7 @@ def _sure(device: Any, seconds: float, *, overlap: bool = True) -> dict:
     kernels = device.kernels
     steps = None if kernels is None else kernels.overlapped if overlap else kernels.serial
     interval = None if steps is None else [seconds * steps.low, seconds * steps.high]
-    tested = None if steps is None else {"runs": steps.runs, "error": steps.error}
+    tested = None if steps is None else {"devices": steps.devices, "runs": steps.runs, "error": steps.error}
     return {"interval_seconds": interval, "prices": None if kernels is None else kernels.source, "tested": tested}
 
 

@@ -101,7 +101,13 @@ def prices_known_from(solution: Solution) -> str:
         return "measured ops" if device.error is not None else "data sheets, of which ops are assumed to reach one share"
     if not steps:
         return f"{device.kernels.source}; not tested on training steps"
-    return f"{device.kernels.source}; {steps['runs']} that they were not fitted to were {100 * steps['error']:.0f} % off in the median"
+    return f"{device.kernels.source}; {tested_on(steps)}"
+
+
+def tested_on(steps: Mapping) -> str:
+    """How far off prices were: a mesh.Steps as plain data."""
+    told = f"{steps['runs']} steps on {steps['devices']} that they were not fitted to"
+    return f"{told} were {100 * steps['error']:.0f} % off in the median"
 
 
 def _memory(solution: Solution) -> str:
