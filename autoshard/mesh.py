@@ -26,10 +26,14 @@ from autoshard.reading import text_of
 class Steps:
     """How far off prices were on published training steps that they were not fitted to: measured / predicted seconds."""
 
+    devices: str  # on which kinds of devices
     runs: int
     error: float  # median of |predicted / measured - 1|
     low: float  # 80 % of the measured steps took between low and high times the predicted seconds
     high: float
+
+
+KNOWN_FROM = ("measured", "fitted", "published")  # figures of a constant in a device file, the first that it has counts
 
 
 @dataclass(frozen=True)
@@ -52,15 +56,16 @@ class Kernels:
     def of_file(data: Mapping[str, Any], name: str) -> Kernels:
         """The constants of a device file (cost/devices): measured where it has them, else fitted, else published. ValueError for others."""
         try:
-            of = {key: one.get("measured", one.get("fitted", one["published"])) for key, one in data["constants"].items()}
+            of = {key: next(one[kind] for kind in KNOWN_FROM if kind in one) for key, one in data["constants"].items()}
             rows, steps = data.get("fitted_rows", 0), data.get("steps", {})
             said = f"{name}: " + (f"fitted to {rows} published training steps" if rows else data.get("sheet", "measured"))
             return Kernels(
                 said, of["matmul16"], data["given"]["peak8"] * of["matmul8"], of["small"], of["attention"], of["narrow"], of["short"],
                 of["memory"], of["host"] / LAUNCHES, **{kind: Steps(**errors) for kind, errors in steps.items()},
             )  # fmt: skip
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{name} is no device file, for lack of {error}; expected one as autoshard/cost/devices has them") from None
+        except (KeyError, TypeError, AttributeError, StopIteration) as error:
+            lacks = str(error) or "a figure"
+            raise ValueError(f"{name} is no device file, for lack of {lacks}; expected one as autoshard/cost/devices has them") from None
 
 
 # Launches in the forward and backward of a block, of which constants of devices hold the seconds: 250 are assumed there.
@@ -306,6 +311,8 @@ def _axis(curves: Sequence[dict] = (), **fields: Any) -> Axis:
 def _device(kernels: Mapping[str, Any] | None = None, **fields: Any) -> Device:
     if kernels is None:
         return Device(**fields)
+    if not isinstance(kernels, Mapping):
+        raise TypeError(f"kernels of the device are a {type(kernels).__name__}")
     steps = {kind: Steps(**kernels[kind]) for kind in ("serial", "overlapped") if kernels.get(kind) is not None}
     return Device(**fields, kernels=Kernels(**{**kernels, **steps}))
 

@@ -1,22 +1,24 @@
-"""Predict published training runs as plans are priced: each run's scheme pinned on the captured graph, its step the seconds of the plan (serial), or its time line.
+"""Predict published training runs as plans are priced: each run's scheme pinned on the captured graph, its step the seconds of the plan
+(serial), or of its time line (overlapped).
 
     PYTHONPATH=. python benchmarks/planned_runs.py RUNS.csv [--json] [--rows N] [--folds 5] [--write]
 
-Of RUNS.csv (as for published_runs.py) count the runs that a plan can express: one pipeline stage, no context parallelism, 16-bit matmuls, no
-or full recomputation, fused attention, not set apart. At most N of each group of equal source, device, recomputation, compilation and use of
-tensor parallelism are priced (default 6), drawn by their numbers. Constants of devices are fitted without the run's cell, in folds; links are
-the device file's and the run's adapters, of which collectives are assumed to reach everything; nothing of the software is known to a plan.
-Compiled runs are shown apart: a plan prices the kernels of the graph as it is captured. Models of 2 and 4 blocks are priced; the step is linear
-in blocks and microbatches.
+Of RUNS.csv (as for published_runs.py) count the runs that a plan can express: one pipeline stage, no context parallelism, 16-bit
+matmuls, no or full recomputation, fused attention, not compiled (a plan prices the kernels of the graph as it is captured), not set
+apart. At most N of each group of equal source, device, recomputation and use of tensor parallelism are priced (default 6), drawn by
+their numbers. Constants of devices are fitted without the run's cell, in folds; links are the device file's and the run's adapters, of
+which collectives are assumed to reach everything; nothing of the software is known to a plan. Models of 2 and 4 blocks are priced; the
+step is linear in blocks and microbatches.
 
---write: `steps` of autoshard/cost/devices/*.json, the errors of eager runs: of the device where FEWEST_CELLS of its cells were priced, else of
-all devices.
+--write: `steps` of autoshard/cost/devices/*.json, their errors: of the device where FEWEST_CELLS of its cells were priced, else of all
+devices.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -60,7 +62,7 @@ class Priced:
 
 def expressible(table: Table) -> np.ndarray:
     runs, stack = table.runs, Machine.of(table.runs).stack
-    plain = (runs.pipeline == 1) & (runs.context == 1) & (runs.itemsize() == 2) & (stack.flash > 0)
+    plain = (runs.pipeline == 1) & (runs.context == 1) & (runs.itemsize() == 2) & (stack.flash > 0) & (runs.compiled == 0)
     recompute = np.isin(runs.recompute, ("none", "full"))
     zero = np.isin(runs.zero, (0, 1, 3))
     known = (runs.queries == runs.width) & ((runs.gated > 0) | ((runs.kv_heads == runs.heads) & (runs.ffn == 4 * runs.width)))
@@ -72,7 +74,7 @@ def drawn(table: Table, most: int) -> np.ndarray:
     groups: dict[tuple, list[int]] = {}
     for i in np.flatnonzero(expressible(table)):
         runs = table.runs
-        key = (table.source[i], runs.device[i], runs.recompute[i], runs.compiled[i], runs.tensor[i] > 1)
+        key = (table.source[i], runs.device[i], runs.recompute[i], runs.tensor[i] > 1)
         groups.setdefault(key, []).append(i)
     chosen = [sorted(rows, key=lambda i: zlib.crc32(table.rows[i]["rid"].encode()))[:most] for rows in groups.values()]
     return np.array(sorted(i for rows in chosen for i in rows), dtype=int)
@@ -158,12 +160,13 @@ def predicted(table: Table, count: int, most: int) -> tuple[Table, np.ndarray, n
     rows, constants = drawn(table, most), constants_of(table, count)
     seconds = np.full((len(rows), len(KINDS)), np.nan)
     for n, i in enumerate(rows):
+        print(f"{n + 1} of {len(rows)}: {table.cell[i]}", file=sys.stderr, flush=True)
         device = device_of(str(table.runs.device[i]), constants, i)
         link = float(constants.link_bandwidth[i] * constants.link[i])
         try:
             seconds[n] = step_seconds(table.rows[i], mesh_of(table.rows[i], device, link))
         except ValueError as why:
-            print(f"left out: {table.cell[i]}: {why}")
+            print(f"left out: {table.cell[i]}: {why}", file=sys.stderr)
     kept = ~np.isnan(seconds[:, 0])
     return table[rows[kept]], seconds[kept], folds(table, max(count, 2))[rows[kept]]
 
@@ -178,37 +181,33 @@ def errors_of(table: Table, seconds: np.ndarray, mask: np.ndarray) -> dict[str, 
     wider = 1 + 1 / len(set(cell))
     ends = [float(f"{np.exp(median + (end - median) * wider):.4g}") for end in (low, high)]
     error = float(f"{np.median(np.abs(np.exp(-ratio) - 1)):.3g}")
-    return {"runs": int(mask.sum()), "error": error, "low": ends[0], "high": ends[1]}
+    devices = ", ".join(sorted(set(table.runs.device[mask].tolist())))
+    return {"devices": devices, "runs": int(mask.sum()), "error": error, "low": ends[0], "high": ends[1]}
 
 
 def steps_of(table: Table, seconds: np.ndarray) -> dict[str, dict[str, Any]]:
     """By device, for each of KINDS."""
-    eager, steps = table.runs.compiled == 0, {}
+    steps = {}
     for name in known_devices():
-        own = eager & (table.runs.device == name)
-        counted = own if len(set(table.cell[own])) >= FEWEST_CELLS else eager
+        own = table.runs.device == name
+        counted = own if len(set(table.cell[own])) >= FEWEST_CELLS else np.ones(len(table), dtype=bool)
         steps[name] = {kind: errors_of(table, seconds[:, k], counted) for k, kind in enumerate(KINDS)}
     return steps
 
 
 def coverage(table: Table, seconds: np.ndarray, fold: np.ndarray) -> float:
-    """The mean share of eager cells inside the interval that the other folds' errors give."""
-    eager, inside = table.runs.compiled == 0, np.zeros(len(table), dtype=bool)
+    """The mean share of cells inside the interval that the other folds' errors give."""
+    inside, ratio = np.zeros(len(table), dtype=bool), table.seconds / seconds
     for k in sorted(set(fold)):
-        steps = errors_of(table, seconds, eager & (fold != k))
-        ratio = table.seconds / seconds
+        steps = errors_of(table, seconds, fold != k)
         inside |= (fold == k) & (ratio >= steps["low"]) & (ratio <= steps["high"])
-    return float(np.mean([inside[eager & (table.cell == cell)].mean() for cell in sorted(set(table.cell[eager]))]))
+    return float(np.mean([inside[table.cell == cell].mean() for cell in sorted(set(table.cell))]))
 
 
 def report(table: Table, seconds: np.ndarray) -> dict[str, Any]:
-    error, record = seconds / table.seconds - 1, {}
-    for compiled in (False, True):
-        for source in sorted(set(table.source)):
-            mask = (table.source == source) & ((table.runs.compiled > 0) == compiled)
-            if mask.any():
-                record[f"{source}{' (compiled)' if compiled else ''}"] = rows_of(error[mask], seconds[mask], table.seconds[mask])
-    return record
+    error = seconds / table.seconds - 1
+    masks = {source: table.source == source for source in sorted(set(table.source))}
+    return {source: rows_of(error[mask], seconds[mask], table.seconds[mask]) for source, mask in masks.items()}
 
 
 def main() -> None:
@@ -236,7 +235,7 @@ def main() -> None:
         print(f"{kind:24} {'n':>4}", *(f"{title:>7}" for title in ("mean", "median", "p90", "bias")))
         for name, row in record["sources"][kind].items():
             print(f"{name:24} {row['n']:4d}", *(percent(row[key]) for key in ("mean", "median", "p90", "bias")))
-        print(f"inside the 80 % interval of the other folds: {percent(record['coverage_of_80_percent'][kind])} of the eager cells")
+        print(f"inside the 80 % interval of the other folds: {percent(record['coverage_of_80_percent'][kind])} of the cells")
     for name, steps in record["steps"].items():
         print(f"{name:10} {steps}")
 

@@ -74,7 +74,7 @@ BAD = [
     (dict(shape=(2, 4), inter_node_bandwidth=math.inf), "inter_node_bandwidth is inf;"),
     (dict(shape=(2, 4), inter_node_bandwidth="fast"), "inter_node_bandwidth is 'fast';"),
     (dict(shape=(2, 4), inter_node_bandwidth=True), "inter_node_bandwidth is True;"),
-    (dict(shape=(2, 4), device="h1000"), "unknown device 'h1000'; known are a100, cpu, h100, h200, or pass a Device"),
+    (dict(shape=(2, 4), device="h1000"), "unknown device 'h1000'; known are a100, b200, b300, cpu, gb200, gb300, h100, h100_500w, h200"),
     (dict(shape=(2, 4), device=3), "device is 3;"),
     (dict(shape=(2, 4), devices_per_node=0), "devices_per_node is 0;"),
     (dict(shape=(2, 4), devices_per_node=-4), "devices_per_node is -4;"),

@@ -1,7 +1,8 @@
 """The measurements of a live cluster, converted to a Mesh with curves and to the record of a file.
 
 cluster.json: {"format": "autoshard.cluster/1", "mesh": Mesh.to_dict() (axes with their curves), "measured": the raw seconds,
-"roofline": rates and errors by op class and dtype, "complete": whether the measurement finished, "assumptions": backend, ...}.
+"roofline": rates and errors by op class and dtype, "device_file": the device as autoshard/cost/devices has it,
+"complete": whether the measurement finished, "assumptions": backend, ...}.
 
 The latency and bandwidth of an axis, which price a collective without a curve, come from the alpha-beta fit t = a + x/b of its
 all_reduce (else all_gather):  latency = a / (L ceil(log2 n)),  bandwidth = s V (n-1)/n b, the terms of cost/collectives.py, with
@@ -12,7 +13,7 @@ measured).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 import numpy as np
@@ -24,7 +25,7 @@ from autoshard.cost.collectives import COLLECTIVES
 from autoshard.cost.compute import EFFICIENCY
 from autoshard.cost.curves.files import CLUSTER_FORMAT
 from autoshard.cost.curves.records import PiecewiseCurve, PNorm
-from autoshard.mesh import Axis, Device, LinkCurve, Mesh, default_axis_names
+from autoshard.mesh import DEVICES, LAUNCHES, Axis, Device, LinkCurve, Mesh, default_axis_names
 
 Times = Mapping[tuple[int, str], Mapping[float, float]]  # (axis, collective) -> size in bytes -> seconds
 Alone = Mapping[int, Mapping[float, float]]  # axis -> size in bytes -> seconds of an all_gather in one group, the others idle
@@ -77,6 +78,39 @@ def device_of(name: str, roofline: Roofline, memory: float) -> Device:
     return Device(name, max(narrow, default=wide) / EFFICIENCY, wide / EFFICIENCY, roofline.memory, memory, roofline.launch, error)
 
 
+def device_file(name: str, samples: Sequence[OpSample], roofline: Roofline, mesh: Mesh) -> dict | None:
+    """The measured device in the format of autoshard/cost/devices/*.json; None where no 16-bit matmul was measured.
+
+    The largest rates measured stand for the data sheet's, so that shares of them are 1; what was not measured is as published for an H100.
+    Its constants price ops more finely than the rates of the mesh do (mesh.Kernels.of_file).
+    """
+    dtype = next((dtype for dtype in ("bfloat16", "float16") if ("matmul", dtype) in roofline.flops), None)
+    if dtype is None:
+        return None
+    peak, attention = roofline.flops["matmul", dtype], roofline.flops.get(("attention", dtype))
+    inside = mesh.axes[-1]
+    given = {"peak16": peak, "peak8": peak, "peak4": peak, "memory_bandwidth": roofline.memory, "link_bandwidth": inside.device_bandwidth}
+    found = {
+        "matmul16": 1.0, "matmul8": 1.0, "matmul4": 1.0, "memory": 1.0, "link": 1.0, "network": 1.0, "link_latency": inside.latency,
+        "small": _half_rate([s for s in samples if (s.op, s.dtype) == ("matmul", dtype)], peak, lambda flops: (flops / 2) ** (1 / 3)),
+        "narrow": 0.0, "host": roofline.launch * LAUNCHES,
+    }  # fmt: skip
+    if attention is not None:
+        of = [s for s in samples if (s.op, s.dtype) == ("attention", dtype)]
+        found |= {"attention": attention / peak, "short": _half_rate(of, attention, lambda flops: (flops / (4 * 8 * 64)) ** 0.5)}
+    published = DEVICES["h100"].kernels
+    assert published is not None
+    usual = {"attention": published.attention, "short": published.short, "fusion": 0.5}
+    constants = {key: {"measured": value, "source": "autoshard calibrate measure"} for key, value in found.items()}
+    constants |= {key: {"published": value, "source": "as an H100"} for key, value in usual.items() if key not in found}
+    return {"device": name, "given": given, "sheet": "the largest rates measured", "constants": constants}
+
+
+def _half_rate(samples: Sequence[OpSample], rate: float, size_of: Callable[[float], float]) -> float:
+    """The size c at which ops reach half of `rate`: t = F / rate (1 + c / size), the median. size_of: of FLOPs, as in device_rates."""
+    return max(median((s.seconds * rate / s.flops - 1) * size_of(s.flops) for s in samples), 0.0)
+
+
 def cluster(
     shape: Sequence[int],
     times: Times,
@@ -104,10 +138,12 @@ def cluster(
         {"op": op, "dtype": dtype, "flops_per_second": roofline.flops.get((op, dtype)), "gmae": e.gmae, "mean": e.mean, "samples": e.num}
         for (op, dtype), e in roofline.errors.items()
     ]
+    file = device_file(device, samples, roofline, mesh)
     return {
         "format": CLUSTER_FORMAT,
         "complete": complete,
         "mesh": mesh.to_dict(),
+        **({} if file is None else {"device_file": file}),
         "roofline": {"memory_bytes_per_second": roofline.memory, "launch_seconds": roofline.launch, "ops": rows},
         "measured": {"collectives": raw, "alone": single, "device": [vars(s) for s in samples]},
         "assumptions": dict(assumptions),

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autoshard.mesh import Mesh, parse_shape
+from autoshard.mesh import Device, Mesh, parse_shape
 
 INTRA, INTER, DEVICE = "300GB/s", "400GB/s", "h100"  # the default, an H100 node: as Mesh.from_bandwidths
 
@@ -29,7 +29,9 @@ ClusterFile = Annotated[
 ]
 IntraNodeBandwidth = Annotated[str, typer.Option("--intra-node-bandwidth", help="Bytes per second per device, inside a node.")]
 InterNodeBandwidth = Annotated[str, typer.Option("--inter-node-bandwidth", help="Bytes per second of one node's link to the others.")]
-DeviceName = Annotated[str, typer.Option("--device", help="a100, h100, h200 or cpu.")]
+DeviceName = Annotated[
+    str, typer.Option("--device", help="a100, h100, h200, b200, ... (autoshard/cost/devices) or cpu; or a measured cluster.json.")
+]
 Tf32 = Annotated[
     bool, typer.Option("--tf32", help='Price float32 matmuls as TF32: set torch.set_float32_matmul_precision("high") where it runs.')
 ]
@@ -87,6 +89,15 @@ def load_cluster(path: str) -> Mesh:
     from autoshard.cost.curves import load_cluster as load  # here: scipy takes half a second to import
 
     return load(path)
+
+
+def load_device(device: str) -> str | Device:
+    """The name of a device as it is; of a file of `calibrate measure` the device that was measured."""
+    if not device.endswith(".json"):
+        return device
+    from autoshard.cost.curves import load_device as load  # here: as above
+
+    return load(device)
 
 
 def load_plan(path: str, mesh: str | None) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autoshard.cli.arguments import parse_bytes, parse_forbidden, parse_optimizer, parse_pins, parse_recompute
-from autoshard.cli.options import load_cluster
+from autoshard.cli.options import load_cluster, load_device
 from autoshard.mesh import Mesh, parse_shape
 
 AUTO = "auto"  # the --mesh that compares all shapes
@@ -54,7 +54,8 @@ def mesh_of(
         from autoshard.cost import presets  # here: scipy takes half a second to import
 
         return presets.mesh(prices, shape, devices_per_node, tf32=tf32)
-    return Mesh.from_bandwidths(shape, devices_per_node=devices_per_node, tf32=tf32, **bandwidths)
+    device = load_device(bandwidths.pop("device", "h100"))
+    return Mesh.from_bandwidths(shape, devices_per_node=devices_per_node, tf32=tf32, device=device, **bandwidths)
 
 
 def one_mesh(mesh: str | None, cluster: str | None, kept: Any, keep: str | None, make: Callable[[tuple[int, ...] | None], Mesh]) -> Mesh:

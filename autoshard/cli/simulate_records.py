@@ -26,7 +26,8 @@ def record_of_model(simulations: Sequence[Any]) -> dict:
         )
     rows = [one.to_dict() for one in simulations]
     top = {key: rows[0][key] for key in OF_THE_BEST}
-    return {**top, **_sure(best.mesh.device, best.seconds, overlap=best.timeline is None or best.timeline.program.overlap), "stages": stages, "configurations": rows}
+    overlap = best.timeline is None or best.timeline.program.overlap
+    return {**top, **_sure(best.mesh.device, best.seconds, overlap=overlap), "stages": stages, "configurations": rows}
 
 
 def record_of_plan(solution: Any, timeline: Any, *, measured: bool) -> dict:
@@ -58,7 +59,7 @@ def _sure(device: Any, seconds: float, *, overlap: bool = True) -> dict:
     kernels = device.kernels
     steps = None if kernels is None else kernels.overlapped if overlap else kernels.serial
     interval = None if steps is None else [seconds * steps.low, seconds * steps.high]
-    tested = None if steps is None else {"runs": steps.runs, "error": steps.error}
+    tested = None if steps is None else {"devices": steps.devices, "runs": steps.runs, "error": steps.error}
     return {"interval_seconds": interval, "prices": None if kernels is None else kernels.source, "tested": tested}
 
 

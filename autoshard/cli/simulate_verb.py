@@ -32,6 +32,7 @@ from autoshard.cli.options import (
     Trust,
     load_api,
     load_cluster,
+    load_device,
     model_of,
 )
 from autoshard.cli.output import Output
@@ -112,7 +113,8 @@ def simulate(
         elif _is_model(target):
             _check_model_words(target, model, no_join, cluster, devices_per_node)
             if cluster is None:
-                mesh_of = _nodes(devices_per_node, device=device, tf32=tf32, **bandwidths(intra_node_bandwidth, inter_node_bandwidth))
+                links = bandwidths(intra_node_bandwidth, inter_node_bandwidth)
+                mesh_of = _nodes(devices_per_node, device=load_device(device), tf32=tf32, **links)
             else:
                 grid, mesh_of = _measured(cluster, grid, output)
             how |= {"schedule": schedule, "chunks": chunks, "scheme": scheme, "training": not inference}

@@ -172,6 +172,11 @@ def device(name: str, value: str) -> None:
         raise ValueError(f"unknown device {value!r}; known are {', '.join(sorted(DEVICES))}")
 
 
+def device_or_file(name: str, value: str) -> None:
+    if not value.endswith(".json"):
+        device(name, value)
+
+
 def device_with_constants(name: str, value: str) -> None:
     if value not in SITE_DEVICES:
         raise ValueError(f"unknown device {value!r}; known are {', '.join(SITE_DEVICES)}")
@@ -366,6 +371,9 @@ OWN: dict[tuple[str, str], Check] = {
     ("check", "within"): percent,
     ("check", "solution"): partial(readable, "a plan's file, as `autoshard plan --out` writes it, or a launcher's configuration"),
     ("check", "device"): device_with_constants,
+    ("plan", "device"): device_or_file,
+    ("frontier", "device"): device_or_file,
+    ("simulate", "device"): device_or_file,
     ("degrees", "device"): device_with_constants,
     ("show-prices", "name"): prices,
     ("doctor", "device"): partial(one_of, RUNS_ON, what="device"),

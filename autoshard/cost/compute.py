@@ -14,8 +14,8 @@ Views and getitem cost nothing: no kernel runs.
 
 FLOPs count as torch.utils.flop_counter does (attention without the causal half), with two differences: grouped convolution
 backward counts each group once, and a convolution counts min(input, output) points, which is right for transposed convolutions
-as well: each filter tap is applied at most once to each input point and each output point. With constants of kernels, causal attention of as many
-queries as keys counts half: a fused kernel leaves out what is masked (a shard of the queries may be the last, which sees all keys).
+as well: each filter tap is applied at most once to each input point and each output point. With constants of kernels, causal attention of
+as many queries as keys counts half: a fused kernel leaves out what is masked (a shard of the queries may be the last, which sees all keys).
 """
 
 from __future__ import annotations

@@ -136,7 +136,8 @@ def interval_bar(solution: Solution) -> dict | None:
     low, high = solution.interval
     top = high * 1.1
     places = {name: round(100 * value / top, 2) for name, value in (("low", low), ("cost", solution.cost), ("high", high))}
-    said = {"sure": sure(solution), "known_from": prices_known_from(solution)}
+    means = sure(solution, "if every price is off by its usual error, all in one direction")
+    said = {"sure": means, "known_from": prices_known_from(solution)}
     return {"low": low, "high": high, "cost": solution.cost, "at": places, **said}
 
 

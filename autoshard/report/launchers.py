@@ -16,6 +16,8 @@ from autoshard.report.figures import save
 from autoshard.units import seconds, size
 
 COLUMNS = ("dp", "shard", "tp", "cp", "ep", "pp", "schedule", "microbatch", "recompute")
+TITLES = {"microbatch": "micro\nbatch"}
+SHORT = {"Interleaved1F1B": "interleaved", "selective_op": "op", "selective_layer": "layer"}  # so that a row has 80 columns at most
 DRAWN = 20_000  # launches in a picture: the best; more would be one blot
 
 
@@ -56,7 +58,8 @@ def _regret_lines(answer: Any) -> list[str]:
 
 
 def _launches(rows: list[Mapping[str, Any]]) -> Table:
-    table = Table(*COLUMNS, "tokens/s", "MFU", "memory", "fits", box=None, padding=(0, 2, 0, 0))
+    titles = (TITLES.get(name, name) for name in COLUMNS)
+    table = Table(*titles, "tokens\n/s", "MFU", "memory", "fits", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for column in table.columns:
         column.justify = "right"
     for row in rows:
@@ -66,7 +69,7 @@ def _launches(rows: list[Mapping[str, Any]]) -> Table:
             size(row["memory_bytes"]),
             "yes" if row["fits"] else "no",
         )
-        table.add_row(*(str(row[name]) for name in COLUMNS), *rates)
+        table.add_row(*(SHORT.get(row[name], str(row[name])) for name in COLUMNS), *rates)
     return table
 
 

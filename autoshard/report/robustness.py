@@ -32,7 +32,8 @@ def prices_table(solution: Solution) -> RenderableType:
     if solution.interval is None:
         return Text("nothing is known about what this plan's seconds are made of; plan again")
     low, high = solution.interval
-    said = f"{seconds(solution.cost)}, between {seconds(low)} and {seconds(high)}, {sure(solution)}"
+    said = sure(solution, "if every price is off in one direction")
+    said = f"{seconds(solution.cost)}, between {seconds(low)} and {seconds(high)}, {said}"
     return Group(table, Text(said))
 
 

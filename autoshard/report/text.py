@@ -87,11 +87,9 @@ def _interval(solution: Solution) -> str:
     return f"between {seconds(low)} and {seconds(high)}, {sure(solution)}"
 
 
-def sure(solution: Solution) -> str:
-    """What the interval of a plan's seconds means."""
-    if "steps" in solution.prices:
-        return "as 80 % of published training steps were"
-    return "if every price is off by its usual error, all in one direction"
+def sure(solution: Solution, otherwise: str = "as far as the prices are known") -> str:
+    """What the interval of a plan's seconds means; `otherwise` where no training steps have tested the prices."""
+    return "as 80 % of published training steps were" if "steps" in solution.prices else otherwise
 
 
 def prices_known_from(solution: Solution) -> str:
@@ -101,7 +99,13 @@ def prices_known_from(solution: Solution) -> str:
         return "measured ops" if device.error is not None else "data sheets, of which ops are assumed to reach one share"
     if not steps:
         return f"{device.kernels.source}; not tested on training steps"
-    return f"{device.kernels.source}; {steps['runs']} that they were not fitted to were {100 * steps['error']:.0f} % off in the median"
+    return f"{device.kernels.source}; {tested_on(steps)}"
+
+
+def tested_on(steps: Mapping) -> str:
+    """How far off prices were: a mesh.Steps as plain data."""
+    told = f"{steps['runs']} steps on {steps['devices']} that they were not fitted to"
+    return f"{told} were {100 * steps['error']:.0f} % off in the median"
 
 
 def _memory(solution: Solution) -> str:

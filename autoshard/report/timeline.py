@@ -18,6 +18,7 @@ from autoshard.units import percent, seconds, size
 from autoshard.writing import write_atomically
 
 from .figures import save
+from .text import tested_on
 
 COLORS = {"F": "#4c78a8", "B": "#59a14f", "W": "#f1a340", "finish": "#9c9c9c"}
 # of kinds of tasks that are no collectives
@@ -112,13 +113,10 @@ def simulation_report(record: Mapping, critical: Mapping[str, float] | None = No
     parts: list[RenderableType] = [Text(said)]
     if record.get("interval_seconds") is not None:
         low, high = record["interval_seconds"]
-        tested = record["tested"]
-        parts.append(
-            Text(
-                f"between {seconds(low)} and {seconds(high)}, as 80 % of published training steps were; {record['prices']}; {tested['runs']} "
-                f"that they were not fitted to were {100 * tested['error']:.0f} % off in the median"
-            )
-        )
+        parts += [
+            Text(f"between {seconds(low)} and {seconds(high)}, as 80 % of published training steps were"),
+            Text(f"prices: {record['prices']}; {tested_on(record['tested'])}"),
+        ]
     if record.get("cost_seconds") is not None:
         parts.append(Text(f"the plan's cost, nothing overlapped: {seconds(record['cost_seconds'])}"))
     if len(record["configurations"]) > 1:

@@ -6,10 +6,10 @@
 
 Where the device's kernels have constants that published training steps have tested (mesh.Kernels.serial), the interval is theirs instead:
 
-    low, high = c * the ends between which 80 % of measured / predicted seconds were, of steps that the constants were not fitted to
+    low, high = c times the ends between which 80 % of measured / predicted seconds were, of steps that the constants were not fitted to
 
-Otherwise errors are not averaged: all prices are assumed to be wrong in the same direction. The error of a measured price is its error on sizes
-to which it was not fitted; any other price has an error that is usual for its kind (mesh.UNMEASURED_LINK, UNMEASURED_DEVICE).
+Otherwise errors are not averaged: all prices are assumed to be wrong in the same direction. The error of a measured price is its error on
+sizes to which it was not fitted; any other price has an error that is usual for its kind (mesh.UNMEASURED_LINK, UNMEASURED_DEVICE).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def price_errors(mesh: Mesh) -> dict:
     """{"device": error, "links": {axis: {collective: error}}}, relative, None or absent where it is unknown; "steps": mesh.Steps."""
     links = {axis.name: {curve.collective: curve.error or None for curve in axis.curves} for axis in mesh.axes}
     kernels = mesh.device.kernels
-    tested = {} if kernels is None or kernels.serial is None else {"steps": asdict(kernels.serial)}
+    untested = kernels is None or kernels.serial is None or mesh.device.error is not None
+    tested = {} if untested else {"steps": asdict(kernels.serial)}  # type: ignore[union-attr, arg-type]
     return {"device": mesh.device.error, "links": links, **tested}
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from autoshard.graph import Chosen, Graph, Offload, SequenceOrder
 from autoshard.layout import parse
-from autoshard.mesh import Axis, Device, Mesh, check_shape
+from autoshard.mesh import Axis, Device, Kernels, Mesh, Steps, check_shape
 from autoshard.precision import Precision
 from autoshard.solution.files import write
 from autoshard.solution.interval import interval, price_errors
@@ -308,12 +308,17 @@ def _check_keys(data: dict) -> None:
             raise ValueError(f"its {key!r} is of type {type(data[key]).__name__}, expected {expected.__name__}")
 
 
+NESTED = ("kernels", "serial", "overlapped")  # records of their own
+
+
 def _mesh(data: dict) -> Mesh:
     mesh = Mesh.from_dict(data)
     check_shape(mesh.shape)
-    records: tuple[Axis | Device, ...] = (*mesh.axes, mesh.device)
+    kernels = mesh.device.kernels
+    steps = () if kernels is None else (kernels, kernels.serial, kernels.overlapped)
+    records: tuple[Axis | Device | Kernels | Steps, ...] = (*mesh.axes, mesh.device, *(one for one in steps if one is not None))
     for record in records:
-        for f in (f for f in fields(record) if f.name != "curves"):  # Mesh.from_dict has checked those
+        for f in (f for f in fields(record) if f.name not in ("curves", *NESTED)):  # Mesh.from_dict has checked the curves
             value = getattr(record, f.name)
             if f.type == "str" and not isinstance(value, str):
                 raise ValueError(f"its mesh's {f.name} is {str(value)[:40]!r}, expected a word")

@@ -3,6 +3,7 @@
 from .device_counts import Family as Family
 from .files import load as load
 from .files import load_cluster as load_cluster
+from .files import load_device as load_device
 from .files import save as save
 from .files import save_cluster as save_cluster
 from .kinds import PchipCurve as PchipCurve

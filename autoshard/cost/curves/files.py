@@ -10,16 +10,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autoshard.cost.curves.kinds import curve_of
 from autoshard.cost.curves.records import Curve
-from autoshard.mesh import Mesh
+from autoshard.mesh import Device, Kernels, Mesh
 from autoshard.reading import data_of
 from autoshard.writing import write_atomically
 
 FORMAT = "autoshard.curves/1"
 CLUSTER_FORMAT = "autoshard.cluster/1"
-
 
 
 def save(path: str, curves: Sequence[dict]) -> None:
@@ -42,6 +42,19 @@ def load(path: str) -> list[tuple[dict, Curve]]:
 def save_cluster(path: str, record: dict) -> None:
     """Whole or not at all, so that an interruption leaves the last one."""
     write_atomically(json.dumps(record, indent=1) + "\n", path)
+
+
+def load_device(path: str) -> Device:
+    """The device that `autoshard calibrate measure` wrote, with the constants of its kernels. ValueError where it is something else."""
+    data = data_of(path, "cluster")
+    if "device_file" not in data:
+        raise ValueError(f"{path} has no constants of its device; expected 16-bit matmuls among its measurements, so measure again")
+    rates, given = load_cluster(path).device, data["device_file"]["given"]
+    kernels = Kernels.of_file(data["device_file"], path)
+    try:
+        return replace(rates, flops=given["peak16"], memory_bandwidth=given["memory_bandwidth"], kernels=kernels)
+    except KeyError as error:
+        raise ValueError(f"{path} does not say {error} of its device; measure again") from None
 
 
 def load_cluster(path: str) -> Mesh:
