@@ -27,13 +27,17 @@ from autoshard.solution import replay
 
 ROOT = Path(__file__).parent.parent
 LLAMA, GPT2 = ("llama.py:llama3_8b", {"layers": 4, "batch": 16}), ("gpt2.py:small", {"layers": 4, "batch": 512, "vocab": 50304})
-BERT, MOE, MLP = ("bert.py:base", {"layers": 4, "batch": 128}), ("moe.py:moe", {"layers": 2}), ("mlp.py:mlp", {"batch": 8192, "width": 4096})
-MODELS = {"llama": LLAMA, "gpt2": GPT2, "bert": BERT, "moe": MOE, "mlp": MLP, "resnet": ("resnet.py:resnet18", {})}
+BERT, MOE = ("bert.py:base", {"layers": 4, "batch": 128}), ("moe.py:moe", {"layers": 2})
+MLP = ("mlp.py:mlp", {"batch": 8192, "width": 4096})
+FEW = ("gpt2.py:small", {"layers": 4, "batch": 128, "vocab": 50304})  # tokens per device
+MODELS = {"llama": LLAMA, "gpt2": GPT2, "few": FEW, "bert": BERT, "moe": MOE, "mlp": MLP, "resnet": ("resnet.py:resnet18", {})}
 CELLS = (  # model, mesh, bytes per second of a node's link, microbatches
     ("gpt2", (2, 8), 400e9, 1), ("gpt2", (2, 8), 100e9, 1), ("gpt2", (2, 8), 25e9, 1), ("gpt2", (2, 8), 100e9, 4), ("gpt2", (8,), 400e9, 1),
+    ("few", (2, 8), 400e9, 1), ("few", (2, 8), 100e9, 1), ("few", (4, 4), 100e9, 1), ("few", (2, 8), 100e9, 4),
     ("llama", (2, 8), 400e9, 1), ("llama", (2, 8), 100e9, 1), ("llama", (2, 8), 100e9, 4), ("llama", (8,), 400e9, 1),
     ("llama", (4, 4), 100e9, 1),
-    ("bert", (2, 8), 400e9, 1), ("bert", (2, 8), 100e9, 1), ("bert", (2, 8), 100e9, 4), ("bert", (8,), 400e9, 1), ("bert", (4, 4), 100e9, 1),
+    ("bert", (2, 8), 400e9, 1), ("bert", (2, 8), 100e9, 1), ("bert", (2, 8), 100e9, 4), ("bert", (8,), 400e9, 1),
+    ("bert", (4, 4), 100e9, 1),
     ("moe", (2, 8), 400e9, 1), ("moe", (2, 8), 100e9, 1), ("moe", (8,), 400e9, 1), ("moe", (2, 8), 100e9, 4),
     ("mlp", (2, 8), 100e9, 1), ("mlp", (2, 8), 400e9, 1), ("mlp", (2, 8), 100e9, 4), ("mlp", (8,), 400e9, 1),
     ("resnet", (8,), 400e9, 1), ("resnet", (2, 8), 100e9, 1),
@@ -94,7 +98,8 @@ def main() -> int:
     if given.json:
         print(json.dumps({"rows": rows, "gained": gained, "median_gap": gap, "ok": ok}))
     else:
-        print(f"{len(rows)} cells, {gained} gain {GAIN:.0%} or more, median gap {gap:.1%}, never slower: {never_slower}, bounds below: {below}")
+        print(f"{len(rows)} cells, {gained} gain {GAIN:.0%} or more, median gap {gap:.1%}")
+        print(f"overlapped never slower: {never_slower}; every bound below: {below}")
     return not ok
 
 

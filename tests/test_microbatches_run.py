@@ -113,7 +113,7 @@ def step_of(module, optimizer, given) -> float:
 
 
 def train(rank: int, name: str, solution, steps: int) -> tuple[list[float], float, float]:
-    """Losses; bytes sent in a step; bytes held at most in a step."""
+    """Losses; bytes sent in a step; bytes held at most in a step, the least of three: gloo's threads release some buffers late."""
     device_mesh = init_device_mesh("cpu", SHAPE)
     module = autoshard.parallelize(build(name), solution, device_mesh)
     optimizer = adamw(module)
@@ -124,9 +124,12 @@ def train(rank: int, name: str, solution, steps: int) -> tuple[list[float], floa
     states = [s for state in optimizer.state.values() for s in state.values() if isinstance(s, DTensor)]
     held += sum(s.to_local().numel() * s.element_size() for s in states)
     given = batch(name, 0)  # on each rank the examples of all microbatches: the plan counts its shard of one
-    with Held() as held_in_step:
-        step_of(module, optimizer, given)
-    return losses, counted.bytes, held + held_in_step.peak
+    peaks = []
+    for _ in range(3):
+        with Held() as held_in_step:
+            step_of(module, optimizer, given)
+        peaks.append(held_in_step.peak)
+    return losses, counted.bytes, held + min(peaks)
 
 
 def planned_bytes(name: str, solution: Solution) -> float:
@@ -154,14 +157,13 @@ def test_losses_with_zero1_and_microbatches_are_those_of_one_process():
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", ("wide", "gpt2"))
 def test_20_steps_lose_send_and_hold_as_planned(name, scheme):
-    """On 4 ranks, 4 microbatches a step. The peak is measured where a plan's bytes are many times the half megabyte that overlap may add;
-    hsdp's joined gathers along dim 1 are copied once more than a plan counts, as without microbatches."""
+    """On 4 ranks, 4 microbatches a step. The peak is measured where a plan holds many times the half megabyte that overlap may add."""
     expected, solution = results(1, alone, name, STEPS)[0], planned(name, scheme)
     ranks = results(4, train, name, solution, STEPS)
     assert ranks[0][0] == pytest.approx(expected, rel=1e-4)
     assert ranks[0][1] == pytest.approx(planned_bytes(name, solution), rel=0.05)
     if name == "wide":
-        assert max(held for *_, held in ranks) == pytest.approx(solution.peak_bytes, rel=0.20 if scheme == "hsdp" else 0.10)
+        assert max(held for *_, held in ranks) == pytest.approx(solution.peak_bytes, rel=0.10)
 
 
 def _misused(rank: int, solution) -> list[str]:

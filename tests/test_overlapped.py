@@ -1,4 +1,4 @@
-"""The objective "overlapped": seconds by stream, chains and prices bound every time line, and the plan's is never above the serial plan's."""
+"""The objective "overlapped": streams, chains and prices bound every time line, and the plan's is never above the serial plan's."""
 
 from functools import cache
 

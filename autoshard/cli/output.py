@@ -29,6 +29,7 @@ from autoshard.cli.patience import Patience, interrupt_effect
 
 PATIENCE = 2.0  # seconds until progress is shown
 NARROW = 80  # columns, where neither a terminal nor COLUMNS says how many
+FOUND = "found a plan"  # progress that stays on the screen
 WIDEST = 10_000  # columns: wider than any table
 
 
@@ -116,7 +117,7 @@ class Bar(Quiet):
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
         self.bar = Progress(*columns, console=Console(file=sys.stderr), transient=True, redirect_stdout=False, redirect_stderr=False)
         self.task = self.bar.add_task("", total=1.0)
-        self.over, self.lock = False, threading.Lock()
+        self.over, self.lock, self.began = False, threading.Lock(), time.monotonic()
         self.timer = threading.Timer(PATIENCE, self._start)
         self.timer.daemon = True
         self.timer.start()
@@ -127,6 +128,8 @@ class Bar(Quiet):
                 self.bar.start()
 
     def update(self, what: str, fraction: float) -> None:
+        if what.startswith(FOUND) and time.monotonic() - self.began > PATIENCE:
+            self.bar.console.print(visible(what.partition(" (Ctrl-C")[0]), markup=False, highlight=False)
         self.bar.update(self.task, description=" ".join(visible(what).split()), completed=fraction)
 
     def stop(self) -> None:

@@ -16,6 +16,7 @@ INTERRUPT_EFFECTS = {
     "solving the baselines": "ends it without an answer",
     "mesh ": "ends the search on this mesh, or all of it where nothing is found yet",
     "measuring": "ends it: what was measured so far is written",
+    "found a plan": "leaves out what is beside it",
     "pricing schemes of modules": "leaves this out: the plan is known",
     "pricing padded parameters": "leaves this out: the plan is known",
     "pricing the pins": "leaves this out: the plan is known",

@@ -154,13 +154,23 @@ def _join(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
             (wait,) = start.users
             length = x.meta["val"].shape[1]
             y = _node(graph, aten.slice.Tensor, (done, 1, offset, offset + length), start)
-            if kind not in ("all_reduce", "reduce_scatter"):  # a slice of a single row is contiguous
+            if kind not in ("all_reduce", "reduce_scatter") and not _is_copied(wait):  # a slice of a single row is contiguous
                 y = _node(graph, aten.clone.default, (y,), start, memory_format=torch.contiguous_format)
             wait.replace_all_uses_with(_node(graph, aten.view.default, (y, list(wait.meta["val"].shape)), start))
             offset += length
     for start in members:
         graph.erase_node(next(iter(start.users)))
         graph.erase_node(start)
+
+
+def _is_copied(node: fx.Node) -> bool:
+    """Whether its only use is a copy with another order of dims, which needs no contiguous source."""
+    users = list(node.users)
+    while len(users) == 1 and users[0].target in (aten.permute.default, aten.transpose.int):
+        users = list(users[0].users)
+        if len(users) == 1 and users[0].target is aten.clone.default:
+            return True
+    return False
 
 
 def _node(graph: fx.Graph, target: object, args: tuple, source: fx.Node, **kwargs: object) -> fx.Node:

@@ -136,18 +136,21 @@ def _dropped(
     """Weights that are sharded on the axis in the plan but not in the export, and why; corresponding weights of all layers in one row."""
     graph = formulated.graph
     tied = {name for pair in graph.tied for name in pair}
+    of_name: dict[str, list[Use]] = {}
+    for use in uses.uses:
+        of_name.setdefault(use.parameter, []).append(use)
     why_not = {use.parameter: g.why for g in uses.groups for use in (*g.columns, *g.rows) if g.why}
     rows: dict[tuple, dict[str, Any]] = {}
     for name, i in graph.parameters.items():
         layout = formulated.candidate(i, choice).outputs[0]
-        of = [use for use in uses.uses if use.parameter == name]
+        of = of_name.get(name, [])
         if layout is None or name in styles or not (layout[axis].is_shard() or any(modes[u] for u in of)):
             continue
         if of and name in uses.fused:
             why = "it holds several projections side by side, which equal shards would mix: its rows would have to be permuted head by head"
         elif not any(modes[u] for u in of):
             weight = name.rpartition(".")[0] + ".weight"
-            if len(graph.ops[i].output.shape) < 2 and (weight in styles or any(modes[u] for u in uses.uses if u.parameter == weight)):
+            if len(graph.ops[i].output.shape) < 2 and (weight in styles or any(modes[u] for u in of_name.get(weight, ()))):
                 continue  # a bias follows its weight
             why = "stored sharded but used replicated: fully_shard does that, tensor parallel styles don't"
         elif name in tied or len(of) > 1:

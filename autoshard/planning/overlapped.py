@@ -34,7 +34,8 @@ STEP = 0.3  # from the best prices so far
 GAP = 2e-3  # relative, of each of these problems
 AGREED = 1e-3  # relative: better prices would raise the bound by less
 SIMULATIONS = 150  # of polishing
-SAFE = 1e-9  # relative: rounding of the sums of a bound
+SAFE = 1e-10  # relative: rounding of the sums of a bound
+EQUAL = 1e-9  # relative: seconds and bound that differ by rounding only
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Overlapped:
 
     def status(self, gap: float) -> Status:
         """Optimal where no plan's time line is shorter by more than the relative gap."""
-        return Status.OPTIMAL if self.seconds - self.bound <= max(gap, SAFE) * self.seconds else Status.FEASIBLE
+        return Status.OPTIMAL if self.seconds - self.bound <= max(gap, EQUAL) * self.seconds else Status.FEASIBLE
 
 
 def overlapped(context: Context, instance: Instance, answer: Answer, starts: Sequence[tuple[int, ...]]) -> Overlapped:
@@ -83,6 +84,7 @@ class _Search:
         self.streams: StreamSeconds = stream_seconds(instance.formulated, joined=True)
         self.tables = self.streams.nodes, self.streams.edges
         self.parts = [self._all_of(stream) for stream in range(self.streams.num)]
+        self.groups = tied_groups(instance.formulated)
         self.seconds: dict[tuple[int, ...], float] = {}  # choice -> seconds of its time line
         self.bound = 0.0
 
@@ -91,11 +93,12 @@ class _Search:
         return min(self.seconds, key=lambda choice: self.seconds[choice])
 
     def offer(self, choice: Sequence[int]) -> float:
-        """Simulate a choice that fits, once; inf for one that doesn't."""
+        """Simulate a choice that fits, once; inf for one that doesn't, or that unties equal layers where they are to be tied."""
         choice = tuple(int(i) for i in choice)
         if choice not in self.seconds:
             judged = evaluate(self.problem, choice)
-            if not (judged.fits and math.isfinite(judged.cost)):
+            untied = self.context.options.tie_blocks and len(set(zip(self.groups, choice))) > len(set(self.groups))
+            if untied or not (judged.fits and math.isfinite(judged.cost)):
                 return math.inf
             self.seconds[choice] = timeline_of(self.instance.formulated, choice, join=True).seconds
         return self.seconds[choice]
@@ -179,10 +182,9 @@ class _Search:
 
     def _exchanges(self, x: Sequence[int], y: Sequence[int]) -> list[list[int]]:
         """Sets of nodes of which y's choices can take the place of x's: the parts of equal layers together, then the first and last."""
-        groups = tied_groups(self.instance.formulated)
         by_kind: dict[tuple, list[list[int]]] = {}
         for part in parts_that_differ(self.problem, np.array(x), np.array(y)):
-            key = tuple(sorted((groups[v], x[v], y[v]) for v in part))
+            key = tuple(sorted((self.groups[v], x[v], y[v]) for v in part))
             by_kind.setdefault(key, []).append(part)
         together = [[v for part in parts for v in part] for parts in by_kind.values()]
         single = [part for parts in by_kind.values() if len(parts) > 1 for part in (parts[0], parts[-1])]

@@ -52,7 +52,9 @@ from autoshard.planning.solving import solve_instance
 from autoshard.solution import Solution, noted_choice
 from autoshard.solvers import Answer, Status, solve
 from autoshard.strategies import candidates
+from autoshard.units import seconds
 
+FOUND = "found a plan"  # what is said then; the command line keeps it on the screen
 RECOMPUTE_GAP = 0.01  # relative: how well `auto` plans at least, the numbers of blocks that it compares and the one that it chooses
 
 
@@ -203,6 +205,9 @@ def _overlapped(
 def _with_advice(context: Context, instance: Instance, answer: Answer, choice: tuple[int, ...], solution: Solution) -> Solution:
     """The plan with what is known beside it: schemes for launchers, offers of padding, prices of pins. Ctrl-C leaves out the rest."""
     clock, options = context.clock, context.options
+    if options.baselines or options.keep or options.price_pins:
+        gap = f"within {solution.objective_gap:.2%} of the best" if solution.objective_gap < 1 else "with no useful bound"
+        clock.say(f"{FOUND} of {seconds(solution.objective_seconds)}{', overlapped' if solution.overlapped else ''}, {gap}", 0.95)
     try:
         if options.baselines:
             with clock.phase("describe", "pricing schemes of modules", 0.96), no_search_for_cycles():

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from autoshard.report.robustness import price_parts
-from autoshard.report.text import ROUNDING, flat, prices_known_from, sure
-from autoshard.solution import Solution
+from autoshard.report.text import flat, prices_known_from, sure
+from autoshard.solution import ROUNDING, Solution
 from autoshard.units import seconds, size
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.report.text import ROUNDING, plan_report
-from autoshard.solution import Solution
+from autoshard.report.text import plan_report
+from autoshard.solution import ROUNDING, Solution
 from autoshard.units import seconds, size
 
 
@@ -32,7 +32,7 @@ def meshes_table(rows: Sequence[Mapping]) -> Table:
         cost, gap = row["cost_seconds"], row["gap"]
         ratio = f"{cost / best:.2f}x" if cost is not None and best else "-"
         shown = "-" if gap is None else f"{gap if gap > ROUNDING else 0:.2g}"
-        status = row["status"] + (", best" if row["best"] else "")
+        status = ("proven" if row["status"] == "optimal" and (gap or 0.0) > ROUNDING else row["status"]) + (", best" if row["best"] else "")
         cells = (row["mesh"], seconds(cost), ratio, shown, size(row["peak_bytes"]), seconds(row["cpu_seconds"]), _why(row, status))
         table.add_row(*cells, style="bold" if row["best"] else None)
     return table

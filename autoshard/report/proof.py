@@ -11,22 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from autoshard.solution import Solution
+from autoshard.solution import ROUNDING, Solution
 from autoshard.units import seconds
-
-ROUNDING = 1e-9  # relative: a bound this near the cost differs by rounding only
 
 
 def verdict(solution: Solution) -> str:
     """The status and the gap of the objective, which is named where it is not the serial one."""
     gap = solution.objective_gap
     shown = "no bound" if math.isinf(gap) else f"gap {gap if gap > ROUNDING else 0:.2g}"
-    return f"{word(solution)}, {shown}{' overlapped' if solution.overlapped else ''}"
-
-
-def word(solution: Solution) -> str:
-    """optimal, proven (within the gap that was asked for), feasible or unjudged."""
-    return "proven" if solution.status == "optimal" and solution.objective_gap > ROUNDING else solution.status
+    return f"{solution.verdict}, {shown}{' overlapped' if solution.overlapped else ''}"
 
 
 def proof(solution: Solution) -> str:

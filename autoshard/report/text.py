@@ -15,8 +15,7 @@ from rich.text import Text
 from autoshard.graph import Chosen
 from autoshard.mesh import Axis
 from autoshard.report.blocks import Section, seconds_elsewhere, sections
-from autoshard.report.proof import ROUNDING as ROUNDING
-from autoshard.report.proof import overlapped_words, proof, usual_verdict, verdict, word
+from autoshard.report.proof import overlapped_words, proof, usual_verdict, verdict
 from autoshard.solution import Solution
 from autoshard.units import percent, seconds, size
 
@@ -165,7 +164,7 @@ def baselines(solution: Solution) -> Table | None:
     table = Table(title="Beside the usual plans", title_justify="left", title_style="bold")
     for column in ("plan", "cost", "to ours", "peak memory", "status", "how far it applies"):
         table.add_column(column, justify="right" if column in ("cost", "to ours", "peak memory") else "left", overflow="fold")
-    table.add_row("ours", seconds(solution.cost), "1.00x", size(solution.peak_bytes), word(solution), "", style="bold")
+    table.add_row("ours", seconds(solution.cost), "1.00x", size(solution.peak_bytes), solution.verdict, "", style="bold")
     for name, row in solution.baselines.items():
         cost = row.get("cost_seconds")
         ratio = f"{cost / solution.cost:.2f}x" if cost is not None and 0 < solution.cost < float("inf") else "-"

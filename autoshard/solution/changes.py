@@ -21,7 +21,7 @@ def changes(a: Solution, b: Solution) -> dict[str, Any]:
     layouts = [{name: row.get("layout") for name, row in s.parameters.items()} for s in (a, b)]
     outputs = [{name: ", ".join(o or "-" for o in placed.outputs) for name, placed in s.layouts.items()} for s in (a, b)]
     pairs: dict[str, Any] = {
-        "status": [a.status, b.status],
+        "status": [a.verdict, b.verdict],
         "cost_seconds": [a.cost, b.cost],
         "bound_seconds": [a.bound, b.bound],
         "peak_bytes": [a.peak_bytes, b.peak_bytes],

@@ -26,6 +26,7 @@ from autoshard.solution.interval import interval, price_errors
 from autoshard.solution.provided import provided
 
 VERSION = "0.1.0"  # of autoshard; pyproject.toml reads it from here
+ROUNDING = 1e-9  # relative: a bound this near the cost differs by rounding only
 FORMAT = 1  # raised when an older reader would misread a newer file
 
 
@@ -115,6 +116,11 @@ class Solution:
             return self.gap
         seconds, bound = self.objective_seconds, self.objective_bound
         return (seconds - bound) / seconds if seconds > bound else 0.0
+
+    @property
+    def verdict(self) -> str:
+        """The status with "optimal" for plans proven best alone; "proven" where the gap that was asked for is above 0."""
+        return "proven" if self.status == "optimal" and self.objective_gap > ROUNDING else self.status
 
     @property
     def inputs(self) -> dict[str, tuple[int, ...] | None]:
