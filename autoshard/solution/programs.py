@@ -139,8 +139,13 @@ _REST = ("weights", "families", "switches", "devices", "best", "peaks", "keeps_s
 def load_programs(path: str | os.PathLike[str]) -> ProgramsSolution:
     """Read a plan of several programs; ValueError in one sentence on anything that isn't one."""
     data = read(path)
-    if "programs" not in data:
-        raise ValueError(f"{path} holds no plan of several programs; expected a file that ProgramsSolution.save wrote")
+    if not ("programs" in data and "weights" in data):
+        raise ValueError(f"{path} holds no plan of several programs; expected a file that `autoshard programs --out` wrote")
+    return programs_of(data, path)
+
+
+def programs_of(data: dict, path: str | os.PathLike[str]) -> ProgramsSolution:
+    """The plan in a file's data. ValueError, with the file's name, where it isn't sound."""
     try:
         return ProgramsSolution.from_dict(checked(data, path, "programs"))
     except ValueError as error:
