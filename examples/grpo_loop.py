@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the models live beside the package, not in it
 
 import autoshard
+from autoshard import Mesh, Program
 from autoshard.lower.unsharded import materialized
 from models import llama
 
@@ -34,13 +34,12 @@ def loop(policy, decoder, switched):
         with torch.no_grad(), switched("generate"):
             for k in range(LENGTH):
                 logits = decoder(tokens[:, -1:], torch.tensor([k]))
-                logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+                logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
                 tokens = torch.cat([tokens, torch.multinomial(logits[:, 0].softmax(-1), 1, generator=generator)], 1)
         rewards = (tokens[:, 1:] % 2 == 0).float().mean(1)  # even tokens are good ones
-        loss = policy(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), (rewards - rewards.mean()) / (rewards.std() + 1e-6))
+        loss = policy(tokens[:, :-1], tokens[:, 1:], (rewards - rewards.mean()) / (rewards.std() + 1e-6))
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
         if os.environ.get("RANK", "0") == "0":
             print(f"step {step}: reward {rewards.mean():.4f}, loss {loss.item():.6f}", flush=True)
 
@@ -54,8 +53,7 @@ models = {"train": policy, "generate": llama.with_cache(policy, SAMPLES, LENGTH)
 if "RANK" not in os.environ:
     loop(*models.values(), lambda name: nullcontext())
 else:
-    programs = {"train": autoshard.Program(policy, batch, training=True), "generate": autoshard.Program(models["generate"], token, weight=6)}
-    plan = autoshard.plan_programs(programs, autoshard.Mesh.from_bandwidths((4,)))
+    two = {"train": Program(policy, batch, training=True), "generate": Program(models["generate"], token, weight=LENGTH)}
+    plan = autoshard.plan_programs(two, Mesh.from_bandwidths((4,)))
     model = autoshard.parallelize(models, plan, autoshard.device_mesh(plan))
     loop(model, model, model.switched)
-    torch.distributed.destroy_process_group()

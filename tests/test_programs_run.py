@@ -63,7 +63,7 @@ def trains_and_generates(rank, plan, folder):
     model, decoder, parallel = modules(plan)
     ours, alone = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (parallel, model))
     x, y, apart, state = tokens(8, 16), tokens(8, 16, 1), [], None
-    for step in range(2):
+    for _ in range(2):
         losses = [m(x, y) for m in (parallel, model)]
         for loss, optimizer in zip(losses, (ours, alone)):
             loss.backward()

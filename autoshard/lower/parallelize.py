@@ -36,6 +36,7 @@ from autoshard.lower.microbatches import step_moves, with_sums
 from autoshard.lower.module import Runner, parallel_class, refuse_parts
 from autoshard.lower.overlap import scheduled
 from autoshard.lower.program import lower
+from autoshard.lower.programs import parallelize_programs
 from autoshard.lower.sharding import shard_of_rank
 from autoshard.lower.traced_call import TracedCall
 from autoshard.lower.unsharded import attribute_of
@@ -72,11 +73,10 @@ def parallelize(
     ValueError, the same on every rank, where mesh, model and plan don't belong together; RankLost (a RuntimeError) when a rank dies.
     """
     if isinstance(solution, ProgramsSolution):
-        from autoshard.lower.programs import parallelize_programs  # here: that module calls this one for each program
-
         return parallelize_programs(
-            model, solution, device_mesh, example_inputs=example_inputs, from_first_rank=from_first_rank, pad=pad or {}, timeout=timeout
-        )
+            model, solution, device_mesh, example_inputs=example_inputs, from_first_rank=from_first_rank, pad=pad or {},
+            timeout=timeout, parallel_module=parallel_module,
+        )  # fmt: skip
     if isinstance(model, Mapping) or pad is not None:
         raise ValueError("the plan is of one program; give one model, and no values to pad with")
 

@@ -33,10 +33,9 @@ from autoshard.lower.call_inputs import CallInputs
 from autoshard.lower.collectives import Ask, Asking, Groups, Rank, check_step
 from autoshard.lower.distribute import as_dtensor, distributed, spec_of
 from autoshard.lower.module import ParallelModule
-from autoshard.lower.parallelize import parallel_module
 from autoshard.lower.run import run_route
 from autoshard.lower.traced_call import local
-from autoshard.routes import Devices, Message, Step, Transfers
+from autoshard.routes import DeviceSet, Message, Step, Transfers
 from autoshard.solution import ProgramsSolution, Solution
 
 Moved = Callable[[Tensor | None], Tensor | None]  # a rank's shard of the original -> its shard of the copy; None where it has none
@@ -105,8 +104,8 @@ class Sent:
 class _Mover:
     """Makes copies on one family's devices."""
 
-    source: Devices
-    target: Devices
+    source: DeviceSet
+    target: DeviceSet
     transfers: Transfers
     groups: Groups | None  # of the target's mesh; None on ranks that it doesn't have
     sent: Sent
@@ -141,7 +140,7 @@ class _Mover:
 
         return moved
 
-    def _where(self, devices: Devices) -> tuple[int, ...] | None:
+    def _where(self, devices: DeviceSet) -> tuple[int, ...] | None:
         """This rank's coordinate."""
         rank = dist.get_rank()
         return devices.mesh.coordinates()[devices.numbers.index(rank)] if rank in devices.numbers else None
@@ -152,14 +151,14 @@ class _Mover:
         """This rank's shard in layout `via`, put together from messages."""
         rank, ops, inbox = dist.get_rank(), [], []
         begin, wanted = (self._bounds(devices, shape, layout) for devices, layout in ((self.source, source), (self.target, via)))
-        made = None if wanted is None else torch.empty([hi - lo for lo, hi in wanted], dtype=self._dtype(held), device=self.device)
+        shard = None if wanted is None else torch.empty([hi - lo for lo, hi in wanted], dtype=self._dtype(held), device=self.device)
         for m in messages:
             if m.sender == rank:
                 assert held is not None and begin is not None
                 part = held[_slices(m.box, begin)].contiguous()
                 if m.receiver == rank:
-                    assert made is not None and wanted is not None
-                    made[_slices(m.box, wanted)] = part
+                    assert shard is not None and wanted is not None
+                    shard[_slices(m.box, wanted)] = part
                     continue
                 self.sent.bytes += part.nbytes
                 ops.append(dist.P2POp(dist.isend, part, m.receiver))
@@ -170,16 +169,16 @@ class _Mover:
         for work in dist.batch_isend_irecv(ops) if ops else ():
             work.wait()
         for box, part in inbox:
-            assert made is not None and wanted is not None
-            made[_slices(box, wanted)] = part
-        return made
+            assert shard is not None and wanted is not None
+            shard[_slices(box, wanted)] = part
+        return shard
 
     @staticmethod
     def _dtype(held: Tensor | None) -> torch.dtype:
         assert held is not None, "home has all devices"
         return held.dtype
 
-    def _bounds(self, devices: Devices, shape: tuple[int, ...], layout: Layout) -> tuple[tuple[int, int], ...] | None:
+    def _bounds(self, devices: DeviceSet, shape: tuple[int, ...], layout: Layout) -> tuple[tuple[int, int], ...] | None:
         where = self._where(devices)
         return None if where is None else rank_bounds(shape, layout, devices.mesh, where)
 
@@ -193,7 +192,7 @@ def _slices(box: tuple[tuple[int, int], ...], within: tuple[tuple[int, int], ...
 
 
 @dataclass(eq=False)
-class Family:
+class RunningProgram:
     """A program as it runs: a module per planned shape, the copies and the state that they share."""
 
     name: str
@@ -297,7 +296,7 @@ def _padded(inputs: CallInputs, args: tuple, kwargs: dict, pad: Mapping[str, flo
     """The arguments with every tensor padded at its end to the planned shape."""
     bound = inputs._bound(args, kwargs)
     leaves, spec = pytree.tree_flatten(inputs.listed(bound))
-    names, made = inputs._names(spec, bound), []
+    names, padded = inputs._names(spec, bound), []
     for name, leaf in zip(names, leaves, strict=True):
         planned = inputs.planned.get(name) if isinstance(leaf, Tensor) else None
         if planned is not None and tuple(leaf.shape) != planned:
@@ -305,8 +304,8 @@ def _padded(inputs: CallInputs, args: tuple, kwargs: dict, pad: Mapping[str, flo
                 raise ValueError(f"{name} of {tuple(leaf.shape)} is to be padded to {planned}; say with what, as pad={{{name!r}: 0}}")
             ends = [n for a, b in zip(reversed(leaf.shape), reversed(planned), strict=True) for n in (0, b - a)]
             leaf = nn.functional.pad(leaf, ends, value=pad[name])
-        made.append(leaf)
-    rebuilt = inputs.filled(bound, pytree.tree_unflatten(made, spec))
+        padded.append(leaf)
+    rebuilt = inputs.filled(bound, pytree.tree_unflatten(padded, spec))
     return ((), rebuilt) if isinstance(rebuilt, dict) else (tuple(rebuilt), {})
 
 
@@ -321,7 +320,7 @@ def _sharded(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]
 class ProgramModule(nn.Module):
     """One program of a module with several: call it as the model. On ranks that it doesn't use it returns None."""
 
-    def __init__(self, family: Family):
+    def __init__(self, family: RunningProgram):
         super().__init__()
         self.__dict__["_family"] = family
 
@@ -348,7 +347,7 @@ class Programs:
     """What a module of several programs holds beside its parameters."""
 
     plan: ProgramsSolution
-    families: dict[str, Family]
+    families: dict[str, RunningProgram]
     sent: Sent
     active: str
 
@@ -408,12 +407,13 @@ def parallelize_programs(
     from_first_rank: bool,
     pad: Mapping[str, float],
     timeout: float,
+    parallel_module: Callable[..., nn.Module],
 ) -> nn.Module:
-    """As `parallelize`, for a plan of several programs."""
+    """As `parallelize`, for a plan of several programs. parallel_module: makes the module of one of them (lower.parallelize)."""
     home = plan.families[plan.home]
     agree(_why_not(model, plan), "comparing plan and models")
     models = {name: model[name] if isinstance(model, Mapping) else model for name in plan.family_names}
-    everywhere = Devices(plan.mesh, tuple(range(plan.mesh.num_devices)))
+    everywhere = DeviceSet(plan.mesh, tuple(range(plan.mesh.num_devices)))
 
     def original(name: str, tensor: Tensor, layout: Layout) -> Tensor:
         return distributed(tensor, layout, plan.mesh, device_mesh, from_first_rank=from_first_rank)
@@ -423,9 +423,9 @@ def parallelize_programs(
     sent, families = Sent(), {}
     for name in (home, *(f for f in plan.family_names if f != home)):
         numbers = plan.devices.get(plan.shapes_of(name)[0])
-        where = everywhere if numbers is None else Devices(plan[plan.shapes_of(name)[0]].mesh, tuple(numbers))
+        where = everywhere if numbers is None else DeviceSet(plan[plan.shapes_of(name)[0]].mesh, tuple(numbers))
         own, group = (device_mesh, None) if numbers is None else _own_mesh(where, device_mesh.device_type)
-        maker = _FamilyMaker(name, plan, held, main, everywhere, where, own, group, sent, from_first_rank, timeout)
+        maker = _Maker(name, plan, held, main, everywhere, where, own, group, sent, from_first_rank, timeout, parallel_module)
         families[name] = maker.family(models[name], pad)
     main.__class__ = type(f"Programs{type(main).__name__}", (ProgramsModule, type(main)), {"__module__": type(main).__module__})
     main.__dict__["_programs"] = Programs(plan, families, sent, home)
@@ -447,7 +447,7 @@ def _why_not(model: nn.Module | Mapping[str, nn.Module], plan: ProgramsSolution)
     return None
 
 
-def _own_mesh(where: Devices, device_type: str) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
+def _own_mesh(where: DeviceSet, device_type: str) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
     """The device mesh of some ranks, and their group; every rank calls this."""
     numbers = torch.tensor(where.numbers).reshape(where.mesh.shape)
     own = DeviceMesh(device_type, numbers, mesh_dim_names=where.mesh.axis_names)
@@ -455,46 +455,47 @@ def _own_mesh(where: Devices, device_type: str) -> tuple[DeviceMesh, dist.Proces
 
 
 @dataclass(frozen=True, eq=False)
-class _FamilyMaker:
+class _Maker:
     """Makes the modules of one program."""
 
     name: str
     plan: ProgramsSolution
     held: Mapping[str, Tensor]  # home's parameters and buffers
     main: nn.Module
-    everywhere: Devices
-    where: Devices
+    everywhere: DeviceSet
+    where: DeviceSet
     device_mesh: DeviceMesh
     group: dist.ProcessGroup | None
     sent: Sent
     from_first_rank: bool
     timeout: float
+    parallel_module: Callable[..., nn.Module]
 
-    def family(self, model: nn.Module, pad: Mapping[str, float]) -> Family:
+    def family(self, model: nn.Module, pad: Mapping[str, float]) -> RunningProgram:
         copied = {row["parameter"]: row for row in self.plan.copied(self.name)}
-        modules, made = {}, dict[str, Tensor]()
+        modules, own = {}, dict[str, Tensor]()
         if dist.get_rank() in self.where.numbers:
             for shape in self.plan.shapes_of(self.name):
                 is_home = shape == self.plan.home
-                modules[shape] = self.main if is_home else self._module(model, self.plan[shape], copied, made)
+                modules[shape] = self.main if is_home else self._module(model, self.plan[shape], copied, own)
         copies = Copies(
-            {name: self.held[name] for name in copied}, {name: made[name] for name in copied if name in made}, self._moves(copied)
+            {name: self.held[name] for name in copied}, {name: own[name] for name in copied if name in own}, self._moves(copied)
         )  # fmt: skip
-        state = {name: x for name, x in made.items() if name not in copied}
-        family = Family(self.name, modules, copies, state, self.name in self.plan.keeps_state, self.plan, pad)
+        state = {name: x for name, x in own.items() if name not in copied}
+        family = RunningProgram(self.name, modules, copies, state, self.name in self.plan.keeps_state, self.plan, pad)
         if self.plan.families[self.plan.home] != self.name and not family.keeps_state:
             family.end()
         return family
 
-    def _module(self, model: nn.Module, solution: Solution, copied: Mapping[str, Any], made: dict[str, Tensor]) -> nn.Module:
+    def _module(self, model: nn.Module, solution: Solution, copied: Mapping[str, Any], own: dict[str, Tensor]) -> nn.Module:
         def placed(name: str, tensor: Tensor, layout: Layout) -> Tensor:
             if name in copied or name not in self.held or self.held[name].shape != tensor.shape:
-                if name not in made:
-                    made[name] = self._new(tensor, layout, name in copied)
-                return made[name]
+                if name not in own:
+                    own[name] = self._new(tensor, layout, name in copied)
+                return own[name]
             return self.held[name]
 
-        return parallel_module(model, solution, self.device_mesh, placed, self.timeout, self.group)
+        return self.parallel_module(model, solution, self.device_mesh, placed, self.timeout, self.group)
 
     def _new(self, tensor: Tensor, layout: Layout, is_copy: bool) -> Tensor:
         """A copy that is not made yet, or a buffer of the program's own."""
