@@ -19,6 +19,7 @@ MISSING, FOLDER = "/nowhere/file.json", str(ROOT)
 # What each verb needs before options are looked at; files are only asked whether they are there.
 BEGINS = {
     "plan": [MODEL, "--mesh", "2x4"],
+    "programs": [MODEL, "--mesh", "2x4"],
     "show": [HERE],
     "verify": [HERE, MODEL],
     "frontier": [MODEL, "--mesh", "2x4"],
@@ -58,6 +59,7 @@ WRONG = {
     "out": PATHS, "csv": PATHS, "trace": PATHS, "plot": PICTURES, "picture": PICTURES, "draw": PICTURES, "save_dir": [HERE, "/nowhere/a"],
     "solver": ["gurobi", ""], "device": ["tpu", ""], "prices": ["tpu", ""], "optimizer": ["adam", "nan", "-1", ""],
     "precision": ["bf17", "bf16:sum=fp32", "bf16:reduce", ""],
+    "switches": ["often", "-1", "nan", ""],
     "recompute": ["some", "-1", "1.5", ""], "pin": LAYOUTS, "forbid": LAYOUTS, "why_not": ["Q", "S(99)", ""],
     "time_limit": LIMITS, "gap": ["-1", "nan", "small"], "seconds": LIMITS, "effort": LIMITS, "reserve": ["1", "-0.1", "nan"],
     "seq": COUNTS, "prompt": COUNTS, "max_tokens": [*COUNTS, "1"], "dtype": ["int8", ""], "batch": COUNTS, "global_batch": COUNTS,

@@ -44,6 +44,7 @@ ROUTES = {"problems": [
 GOOD = {
     "plan": (".json", lambda: written("solution.1"), bad_json),
     "plan as a pickle": (".pkl", lambda: written("solution.1"), bad_pickle),
+    "programs": (".json", lambda: written("programs.1"), bad_json),
     "frontier": (".json", lambda: written("frontier.1"), bad_json),
     "curves": (".json", lambda: written("curves.1"), bad_json),
     "cluster": (".json", lambda: written("cluster.1"), bad_json),
@@ -86,6 +87,7 @@ QUICK = {
     "check megatron": ("megatron.sh", "check FILE --launcher megatron --devices 64"),
     "check accelerate": ("accelerate.yaml", f"check FILE hf:{DATA}/hf/llama --launcher accelerate --seq 64 --microbatch 1"),
     "check nanotron": ("nanotron.yaml", "check FILE --launcher nanotron"),
+    "programs": ("programs", "programs FILE"),
     "load curves": ("curves", ""),
     "load a cluster": ("cluster", ""),
 }

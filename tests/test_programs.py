@@ -13,7 +13,7 @@ from autoshard.capture import capture
 from autoshard.cost import optimizer_state_bytes
 from autoshard.formulate import Piece, Training, formulate, join
 from autoshard.layout import local_numel
-from autoshard.problem import evaluate, usage_profile
+from autoshard.problem import Edge, evaluate, usage_profile
 from autoshard.routes import Routes
 from autoshard.routes.buffers import buffer_table
 from autoshard.solvers import Status, solve
@@ -109,14 +109,16 @@ class Reference:
 
     def limits(self):
         """Peaks of pairs of programs, ascending."""
-        pairs = [(pa.min(), pb.min() + self.shared(x, y)[1]) for x, (_, pa) in self.groups[0].items() for y, (_, pb) in self.groups[1].items()]
-        return sorted({max(pair) for pair in pairs} | {float(p) for _, peaks in self.groups[0].values() for p in np.unique(peaks)[:3]})
+        a, b = self.groups
+        pairs = [(pa.min(), pb.min() + self.shared(x, y)[1]) for x, (_, pa) in a.items() for y, (_, pb) in b.items()]
+        return sorted({max(pair) for pair in pairs} | {float(p) for _, peaks in a.values() for p in np.unique(peaks)[:3]})
 
 
 def randomized(formulated, generator):
     """The program's problem with other costs, and bytes as they are."""
     costs = tuple(generator.integers(1, 9, len(c)).astype(float) for c in formulated.problem.node_costs)
-    edges = tuple(type(e)(e.a, e.b, np.where(np.isinf(e.table), math.inf, generator.integers(0, 6, e.table.shape))) for e in formulated.problem.edges)
+    tables = [np.where(np.isinf(e.table), math.inf, generator.integers(0, 6, e.table.shape)) for e in formulated.problem.edges]
+    edges = tuple(Edge(e.a, e.b, table) for e, table in zip(formulated.problem.edges, tables))
     return type(formulated.problem)(formulated.problem.names, costs, edges, formulated.problem.usages)
 
 

@@ -11,7 +11,7 @@ import pytest
 from referencing import Registry, Resource
 
 import autoshard
-from autoshard import Cluster, Mesh
+from autoshard import Cluster, Mesh, Program
 from autoshard.calibrate.cluster import cluster
 from autoshard.calibrate.rates import OpSample
 from autoshard.cli import main
@@ -50,6 +50,12 @@ def frontier(path: Path) -> None:
     autoshard.frontier(*mlp.tiny(), Mesh.from_bandwidths((2,)), training=True, points=1).save(path)
 
 
+def programs(path: Path) -> None:
+    module, batch = mlp.tiny()
+    both = {"train": Program(module, batch, training=True), "use": Program(module, batch, weight=2, devices=(0,))}
+    autoshard.plan_programs(both, Mesh.from_bandwidths((2,))).save(path)
+
+
 def curves(path: Path) -> None:
     assert main(["calibrate", "fit", str(DATA / "collectives" / "measured.csv"), "--out", str(path)]) == 0
 
@@ -79,7 +85,7 @@ def pipeline(path: Path) -> None:
 
 
 MADE = {
-    "solution.1": solution, "frontier.1": frontier, "curves.1": curves, "cluster.1": measured, "choice.1": choice,
+    "solution.1": solution, "frontier.1": frontier, "curves.1": curves, "cluster.1": measured, "choice.1": choice, "programs.1": programs,
     "sharding_map.1": sharding_map, "placements.1": placements, "pipeline.1": pipeline,
 }  # fmt: skip
 
@@ -150,6 +156,14 @@ FAULTS = [
     ("frontier.1", put("points", 0, "gap", -0.1)),
     ("frontier.1", put("points", 0, "memory_bytes", ...)),
     ("frontier.1", put("planning_seconds", None)),
+    ("programs.1", put("format", 2)),
+    ("programs.1", put("home", ...)),
+    ("programs.1", put("weights", any, 0)),
+    ("programs.1", put("switches", any, -1)),
+    ("programs.1", put("devices", "use", [-1])),
+    ("programs.1", put("copies", 0, "bytes", ...)),
+    ("programs.1", put("programs", {})),
+    ("programs.1", put("programs", any, "status", "best")),  # behind the reference to solution.1.json
     ("curves.1", put("format", "autoshard.curves/0")),
     ("curves.1", put("curves", 0, "method", "spline")),
     ("curves.1", put("curves", 0, "parameters", "sizes", [1.0])),

@@ -48,6 +48,7 @@ from autoshard.planning.programs import plan_programs as plan_programs
 from autoshard.solution import ProgramsSolution as ProgramsSolution
 from autoshard.solution import Solution as Solution
 from autoshard.solution import load as load
+from autoshard.solution import load_any as load_any
 from autoshard.solution import load_programs as load_programs
 
 provide_methods()

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from autoshard.cli.app import NO, OK, app
-from autoshard.cli.options import Json, OldMesh, Quiet, load_plan
+from autoshard.cli.options import Json, OldMesh, Quiet, load_any_plan
 from autoshard.cli.output import Output
 
 
@@ -24,10 +24,20 @@ def diff(
 
     \b
     autoshard diff gpt2-2x4.json gpt2-8x1.json
+    autoshard diff rl.json rl-new.json
     """
     from autoshard.report.changes import changes, changes_tables  # here: as in options
+    from autoshard.report.programs import programs_changes, programs_changes_report  # here: as above
 
     with Output(as_json=as_json, quiet=quiet) as output:
-        record = changes(load_plan(a, mesh), load_plan(b, mesh))
-        output.answer(record, lambda: changes_tables(record))
+        plans = [load_any_plan(path, mesh) for path in (a, b)]
+        of_programs = [hasattr(plan, "programs") for plan in plans]
+        if all(of_programs):
+            record = programs_changes(*plans)
+            output.answer(record, lambda: programs_changes_report(record, changes_tables))
+        elif any(of_programs):
+            raise ValueError(f"{(a, b)[of_programs.index(True)]} is a plan of several programs; name one of them, as FILE#NAME")
+        else:
+            record = changes(*plans)
+            output.answer(record, lambda: changes_tables(record))
     return NO if exit_code and not record["same"] else OK

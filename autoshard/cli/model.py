@@ -23,6 +23,31 @@ def load_model(written: str, settings: Mapping[str, Any], *, training: bool = Fa
         from autoshard.cli.huggingface import load_huggingface  # here: torch takes seconds to import
 
         return load_huggingface(written.removeprefix("hf:"), settings, training=training)
+    written, _, program = written.partition("#")
+    returned = _returned(written, settings)
+    return _checked(_program(returned, program, written) if program else returned, written)
+
+
+def _program(programs: object, name: str, written: str) -> tuple[Any, Any]:
+    """The model and the inputs of one of several programs, `train`, or of one of its shapes, `train[0]`."""
+    known = {} if not isinstance(programs, Mapping) else {
+        variant: (one.model, inputs) for key, one in programs.items() for variant, inputs, _ in one.variants(key)
+    }  # fmt: skip
+    if name not in known:
+        raise ValueError(f"{written} has no program {name!r}; it has {', '.join(known) or 'none'}")
+    return known[name]
+
+
+def load_programs(written: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Run a function that returns programs by name. ValueError as above."""
+    programs = _returned(written, settings)
+    if not isinstance(programs, Mapping) or not programs:
+        raise ValueError(f"{written} returned a {type(programs).__name__}; expected {{name: autoshard.Program}}, one or more")
+    return programs
+
+
+def _returned(written: str, settings: Mapping[str, Any]) -> object:
+    """What the function returns."""
     path, _, name = written.rpartition(":")
     if not path or not name.isidentifier():
         raise ValueError(f"MODEL is {written!r}; expected file.py:function, for example models/gpt2.py:small, or hf:DIR")
@@ -33,7 +58,7 @@ def load_model(written: str, settings: Mapping[str, Any], *, training: bool = Fa
         module = _run_file(file)
         function = _function(module, name, path)
         _check_settings(function, name, settings)
-        return _checked(_call(function, f"{path}:{name}", file, settings), written)
+        return _call(function, f"{path}:{name}", file, settings)
     finally:
         sys.path.remove(folder)
 

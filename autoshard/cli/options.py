@@ -104,6 +104,11 @@ def load_plan(path: str, mesh: str | None) -> Any:
     return load_api().load(path) if mesh is None else load_api().load(path, Mesh.from_bandwidths(parse_shape(mesh)))
 
 
+def load_any_plan(path: str, mesh: str | None) -> Any:
+    """A plan of one program, or of several."""
+    return load_api().load_any(path, None if mesh is None else Mesh.from_bandwidths(parse_shape(mesh)))
+
+
 def model_of(
     solution: Any, model: str | None, settings: dict, path: str, trust: bool, *, option: str = "", without: str = ""
 ) -> tuple[str, dict]:

@@ -37,6 +37,7 @@ from autoshard.cli.options import (
     Tf32,
     Train,
     Trust,
+    load_any_plan,
     load_api,
     load_plan,
     load_report,
@@ -177,7 +178,12 @@ def show(solution: Plan, mesh: OldMesh = None, as_json: Json = False) -> int:
     autoshard show solutions/gpt2-small-2x4.json
     """
     with Output(as_json=as_json) as output:
-        loaded, report = load_plan(solution, mesh), load_report()
+        loaded, report = load_any_plan(solution, mesh), load_report()
+        if hasattr(loaded, "programs"):
+            from autoshard.report.programs import programs_record, programs_report  # here: as in options
+
+            output.answer(programs_record(loaded), lambda: programs_report(loaded))
+            return OK
         output.answer(_record(loaded), lambda: report.planned_report(loaded))
     return OK
 

@@ -86,7 +86,13 @@ def readable(expected: str, name: str, value: str) -> None:
         raise ValueError(f"there is no file {value}; expected {expected}")
 
 
-PLAN: Check = partial(readable, "a plan's file, as `autoshard plan --out` writes it")
+def plan(name: str, value: str) -> None:
+    """A plan's file, or one program of a file with several: FILE#NAME."""
+    path, _, program = value.rpartition("#")
+    readable("a plan's file, as `autoshard plan --out` writes it", name, path if path and not Path(value).exists() and program else value)
+
+
+PLAN: Check = plan
 
 
 def each(check: Check, name: str, values: list[Any]) -> None:
@@ -137,6 +143,15 @@ def optimizer(name: str, value: str) -> None:
     if read not in OPTIMIZERS if isinstance(read, str) else not 0 <= read < math.inf:
         known = ", ".join(OPTIMIZERS)
         raise ValueError(f"unknown optimizer {value!r}; known are {known}, or give its bytes of state per parameter, for example 8")
+
+
+def switches(name: str, value: str) -> None:
+    try:
+        known = value == "none" or 0 <= float(value) < math.inf
+    except ValueError:
+        known = False
+    if not known:
+        raise ValueError(f"{name} is {value!r}; expected how often per unit, 0 or more, or none")
 
 
 def precision(name: str, value: str) -> None:
@@ -212,6 +227,7 @@ def model(name: str, value: str) -> None:
         if not file.is_file():
             raise ValueError(f"there is no file {file}; hf:DIR names a folder that holds a Hugging Face config.json")
         return
+    value = value.partition("#")[0]  # one of several programs follows
     path, _, function = value.rpartition(":")
     if not path or not function.isidentifier():
         raise ValueError(f"MODEL is {value!r}; expected file.py:function, for example models/gpt2.py:small, or hf:DIR")
@@ -234,7 +250,7 @@ def settings_of(written: str, given: Mapping[str, Any]) -> None:
         if unknown := [key for key in given if key not in HUGGING_FACE]:
             raise ValueError(f"hf: models take no setting {unknown[0]!r}; they take {', '.join(HUGGING_FACE)}")
         return
-    path, _, name = written.rpartition(":")
+    path, _, name = written.partition("#")[0].rpartition(":")
     tree = _tree(str(model_file(path)))
     functions = [] if tree is None else [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
     if len(functions) != 1 or functions[0] not in tree.body or functions[0].decorator_list or functions[0].args.kwarg:  # type: ignore[union-attr]
@@ -310,6 +326,7 @@ ROWS: dict[str, Check] = {
     "precision": precision,
     "recompute": recompute,
     "sequence_order": partial(one_of, ORDERS),
+    "switches": switches,
     "pin": pins,
     "forbid": forbidden,
     "why_not": layout,

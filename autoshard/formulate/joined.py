@@ -32,7 +32,7 @@ from autoshard.formulate.tables import Tables
 from autoshard.graph import Tensor
 from autoshard.mesh import Mesh
 from autoshard.problem import Edge, Problem, Usage
-from autoshard.routes import Devices, Transfers
+from autoshard.routes import DeviceSet, Transfers
 
 OWNED = ("parameter", "buffer")  # what programs may have in common
 
@@ -71,9 +71,9 @@ class Piece:
         return tuple(c.outputs[0] for c in self.formulated.candidates.of[node])  # type: ignore[misc]
 
     @property
-    def where(self) -> Devices:
+    def where(self) -> DeviceSet:
         mesh = self.formulated.mesh
-        return Devices(mesh, self.devices or tuple(range(mesh.num_devices)))
+        return DeviceSet(mesh, self.devices or tuple(range(mesh.num_devices)))
 
     @property
     def end(self) -> int:

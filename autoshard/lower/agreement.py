@@ -19,16 +19,16 @@ class RankLost(RuntimeError):
     """Another rank of the mesh has died or doesn't answer."""
 
 
-def agree(complaint: str | None, what: str) -> None:
+def agree(complaint: str | None, what: str, group: dist.ProcessGroup | None = None) -> None:
     """Every rank calls this at the same point. ValueError on all of them when one complains; RankLost when one isn't there.
 
-    what: what the ranks are about to do, for the message.
+    what: what the ranks are about to do, for the message. group: of the ranks, by default all.
     """
     complaints: list[str | None] = [complaint]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        complaints = [None] * dist.get_world_size()
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        complaints = [None] * dist.get_world_size(group)
         with rank_lost(what):
-            dist.all_gather_object(complaints, complaint)
+            dist.all_gather_object(complaints, complaint, group=group)
     raised = [(rank, text) for rank, text in enumerate(complaints) if text is not None]
     if not raised:
         return
@@ -38,12 +38,12 @@ def agree(complaint: str | None, what: str) -> None:
     raise ValueError(f"{first}{who}")
 
 
-def share(value: Any, complaint: str | None, what: str) -> Any:
-    """Rank 0's value, on every rank; ValueError on all of them when rank 0 complains."""
-    if dist.get_world_size() > 1:
+def share(value: Any, complaint: str | None, what: str, group: dist.ProcessGroup | None = None) -> Any:
+    """The first rank's value, on every rank of the group; ValueError on all of them when the first one complains."""
+    if dist.get_world_size(group) > 1:
         message = [(value, complaint)]
         with rank_lost(what):
-            dist.broadcast_object_list(message, src=0)
+            dist.broadcast_object_list(message, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
         value, complaint = message[0]
     if complaint is not None:
         raise ValueError(complaint)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -66,6 +67,7 @@ class CallInputs:
     layouts: dict[str, Layout]
     planned: dict[str, Shape | None]  # global shapes, where the plan knows them
     where: tuple[int, ...] = ()
+    group: ProcessGroup | None = None  # of the mesh's ranks, where these are not all ranks
     loaded: dict[str, Layout] = field(init=False)  # in which this rank loads its shards
     known_names: dict[pytree.TreeSpec, list[str]] = field(default_factory=dict)
 

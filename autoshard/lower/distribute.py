@@ -56,7 +56,8 @@ def copy_with(model: nn.Module, replaced: Callable[[str, Tensor], Tensor]) -> nn
     for name, tensor in named:
         if id(tensor) not in memo:
             new = replaced(name, tensor)
-            memo[id(tensor)] = nn.Parameter(new, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+            is_new = isinstance(tensor, nn.Parameter) and not isinstance(new, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(new, requires_grad=tensor.requires_grad) if is_new else new
     return copy.deepcopy(model, memo)
 
 

@@ -68,7 +68,8 @@ class Runner:
         if not traced.graphs.is_random:
             return self._run(traced, module, bound.tensors, shards)
         former = self.generator.get_rng_state()
-        self.generator.set_rng_state(share(former, None, "agreeing on a seed") if self.random is None else self.random)
+        first = share(former, None, "agreeing on a seed", self.inputs.group) if self.random is None else self.random
+        self.generator.set_rng_state(first)
         try:
             return self._run(traced, module, bound.tensors, shards)
         finally:

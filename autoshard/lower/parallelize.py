@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -36,20 +36,22 @@ from autoshard.lower.microbatches import step_moves, with_sums
 from autoshard.lower.module import Runner, parallel_class, refuse_parts
 from autoshard.lower.overlap import scheduled
 from autoshard.lower.program import lower
+from autoshard.lower.programs import parallelize_programs
 from autoshard.lower.sharding import shard_of_rank
 from autoshard.lower.traced_call import TracedCall
 from autoshard.lower.unsharded import attribute_of
 from autoshard.mesh import Mesh
-from autoshard.solution import Solution, of_one_microbatch, replay
+from autoshard.solution import ProgramsSolution, Solution, of_one_microbatch, replay
 
 
 def parallelize(
-    model: nn.Module,
-    solution: Solution,
+    model: nn.Module | Mapping[str, nn.Module],
+    solution: Solution | ProgramsSolution,
     device_mesh: DeviceMesh,
     *,
     example_inputs: Any = None,
     from_first_rank: bool = True,
+    pad: Mapping[str, float] | None = None,
     timeout: float = 50.0,
 ) -> nn.Module:
     """The model as a module that runs `solution` on `device_mesh`; every rank of the mesh calls this.
@@ -65,9 +67,42 @@ def parallelize(
     device are nan until `load_state_dict` or torch.distributed.checkpoint fills them. timeout: seconds after which a rank that does not
     answer counts as lost. example_inputs: capture now instead of with the first call.
 
+    A plan of several programs gives one module with one set of parameters, a `ProgramsModule`: `module.program("generate")` runs that
+    program, `with module.switched("generate"):` lets the module itself run it. model: one for all programs, or one by program's name.
+    example_inputs: by program. pad: values by input's name, with which a batch is padded to the next planned shape.
+
     ValueError, the same on every rank, where mesh, model and plan don't belong together; RankLost (a RuntimeError) when a rank dies.
     """
-    agree(_complaint(model, solution, device_mesh), "comparing plan, model and mesh")
+    if isinstance(solution, ProgramsSolution):
+        return parallelize_programs(
+            model, solution, device_mesh, example_inputs=example_inputs, from_first_rank=from_first_rank, pad=pad or {},
+            timeout=timeout, parallel_module=parallel_module,
+        )  # fmt: skip
+    if isinstance(model, Mapping) or pad is not None:
+        raise ValueError("the plan is of one program; give one model, and no values to pad with")
+
+    def placed(name: str, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+        return distributed(tensor, layout, solution.mesh, device_mesh, from_first_rank=from_first_rank)
+
+    sharded = parallel_module(model, solution, device_mesh, placed, timeout)
+    if example_inputs is not None:
+        sharded.__dict__["_runner"].prepare(sharded, example_inputs)
+    return sharded
+
+
+def parallel_module(
+    model: nn.Module,
+    solution: Solution,
+    device_mesh: DeviceMesh,
+    placed: Callable[[str, torch.Tensor, Layout], torch.Tensor],
+    timeout: float,
+    group: dist.ProcessGroup | None = None,
+) -> nn.Module:
+    """As `parallelize`, with parameters and buffers made by `placed(name, tensor, layout)`.
+
+    group: of the mesh's ranks, where these are not all ranks; only they call this.
+    """
+    agree(_complaint(model, solution, device_mesh, group), "comparing plan, model and mesh", group)
     if device_mesh.device_type == "cuda":
         check_gpus()
     mesh = solution.mesh
@@ -75,22 +110,17 @@ def parallelize(
     layouts = {name: parse(placed.outputs[0]) for name, placed in solution.layouts.items() if not placed.inputs and placed.outputs[0]}
     replicate: Layout = parse(",".join("R" * len(mesh.axes)))
     with deep_enough(model):
-        sharded = copy_with(
-            model,
-            lambda name, tensor: distributed(tensor, layouts.get(name, replicate), mesh, device_mesh, from_first_rank=from_first_rank),
-        )
+        sharded = copy_with(model, lambda name, tensor: placed(name, tensor, layouts.get(name, replicate)))
         captured = _as_planned(on_meta(model), solution)
     names, signature = partial(input_names, captured), inspect.signature(type(model).forward)
     planned = {name: layouts[name] for name in solution.inputs if name in layouts}
     where = tuple(device_mesh.get_coordinate() or ())
-    inputs = CallInputs(mesh, device_mesh, listed, filled, names, signature, planned, solution.inputs, where)
+    inputs = CallInputs(mesh, device_mesh, listed, filled, names, signature, planned, solution.inputs, where, group)
     frozen = frozenset(name for name, p in captured.named_parameters(remove_duplicate=False) if solution.training and not p.requires_grad)
     runner = Runner(inputs, _Builder(captured, solution, inputs, timeout), state_of, frozen, number=solution.microbatches)
     refuse_parts(sharded)
     sharded.__class__ = parallel_class(type(model))
     sharded.__dict__["_runner"] = runner
-    if example_inputs is not None:
-        runner.prepare(sharded, example_inputs)
     return sharded
 
 
@@ -103,7 +133,7 @@ def _as_planned(model: nn.Module, solution: Solution) -> nn.Module:
 
 
 class OnMesh(Protocol):
-    """A plan or a pipeline."""
+    """A plan, of one program or several, or a pipeline."""
 
     @property
     def mesh(self) -> Mesh:
@@ -133,17 +163,17 @@ def device_mesh(solution: OnMesh, *, backend: str | None = None, timeout: float 
     return grouped("cuda" if cuda else "cpu", solution.mesh.shape, solution.mesh.axis_names, timeout if formed else None)
 
 
-def _wrong_number(solution: OnMesh) -> str | None:
+def _wrong_number(solution: OnMesh, group: dist.ProcessGroup | None = None) -> str | None:
     n, mesh = solution.mesh.num_devices, "x".join(map(str, solution.mesh.shape))
-    if dist.get_world_size() == n:
+    if dist.get_world_size(group) == n:
         return None
-    return f"{dist.get_world_size()} ranks run, but the plan is for {n} on a mesh of {mesh}; start {n} ranks or plan for another mesh"
+    return f"{dist.get_world_size(group)} ranks run, but the plan is for {n} on a mesh of {mesh}; start {n} ranks or plan for another mesh"
 
 
-def _complaint(model: nn.Module, solution: Solution, device_mesh: DeviceMesh) -> str | None:
+def _complaint(model: nn.Module, solution: Solution, device_mesh: DeviceMesh, group: dist.ProcessGroup | None) -> str | None:
     """Why the plan can't run on this model and mesh, as far as that is known before the first call; None where it can."""
     planned = "x".join(map(str, solution.mesh.shape))
-    if (wrong := _wrong_number(solution)) is not None:
+    if (wrong := _wrong_number(solution, group)) is not None:
         return wrong
     if tuple(device_mesh.shape) != solution.mesh.shape:
         actual = "x".join(map(str, device_mesh.shape))
@@ -194,7 +224,7 @@ class _Builder:
                     step = self._step(captured)
             except ValueError as error:
                 complaint = _too_odd(resized, str(error)) if resized else str(error)
-            agree(complaint, "lowering the plan")
+            agree(complaint, "lowering the plan", self.inputs.group)
         assert step is not None
         return step
 
@@ -205,7 +235,7 @@ class _Builder:
         mode's program without dropout.
         """
         program, complaint = None, None
-        if dist.get_rank() == 0:
+        if dist.get_rank(self.inputs.group) == 0:
             try:
                 program, reasons = self._captured(inputs, modes)
                 if reasons and not modes[0]:
@@ -216,7 +246,7 @@ class _Builder:
                 complaint = self._misfit("; ".join(reasons), resized) if reasons else None
             except ValueError as error:
                 complaint = str(error)
-        return share(program, complaint, "capturing the model")
+        return share(program, complaint, "capturing the model", self.inputs.group)
 
     def _misfit(self, reasons: str, resized: str) -> str:
         if resized:
@@ -262,7 +292,10 @@ class _Builder:
             for name, value in captured.constants.items()
         }
         where = (mesh, self.device_mesh, self.where)
-        return TracedCall(graphs, inference, shapes, returned.structure, returned.leaves, shards, *where, timelines, self.patiently, moves)
+        group = self.inputs.group
+        return TracedCall(
+            graphs, inference, shapes, returned.structure, returned.leaves, shards, *where, timelines, self.patiently, moves, group
+        )
 
 
 def constants_of(model: nn.Module, graph: Graph, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -45,6 +46,7 @@ class TracedCall:
     timelines: dict[str, tuple[Overlapped, ...]]  # by pass
     patiently: Callable[[], AbstractContextManager]  # the context in which the passes are prepared
     moves: StepMoves | None = None  # of a plan with several microbatches
+    group: ProcessGroup | None = None  # of the mesh's ranks, where these are not all ranks
     as_function: Callable[[fx.GraphModule], Boxed] = boxed
     passes: dict[str, Boxed] = field(default_factory=dict)
     checked: dict[str, DTensorSpec] = field(default_factory=dict)  # of parameters and buffers that were found to be as planned
@@ -103,7 +105,7 @@ class TracedCall:
         graphs = {"forward": self.graphs.forward, "backward": self.graphs.backward, "inference": self.inference}
         with self.patiently():
             self.passes |= {name: self.as_function(graph) for name in names if (graph := graphs[name]) is not None}
-            agree(None, "making the graphs ready")
+            agree(None, "making the graphs ready", self.group)
 
     def as_dtensor(self, key: str, value: Tensor) -> DTensor:
         """A result's local tensor as a DTensor in its planned layout."""

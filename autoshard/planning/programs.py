@@ -322,6 +322,7 @@ def _described(joined: Joined, alone: Sequence[_Alone], answer: Answer, cluster:
         devices={name: list(one.piece.devices) for name, one in named.items() if one.piece.devices != every},
         best={name: _best(one.answer) for name, one in named.items()},
         peaks=_peaks(joined, answer.choice),
+        keeps_state=list(dict.fromkeys(one.piece.family for one in alone if one.piece.keeps_state)),
         copies=tuple(_copies(joined, answer.choice, cluster)),
     )
 

@@ -8,7 +8,7 @@ from autoshard.routes.shortest import Route as Route
 from autoshard.routes.shortest import Routes as Routes
 from autoshard.routes.shortest import Step as Step
 from autoshard.routes.streams import stream_table as stream_table
-from autoshard.routes.transfers import Devices as Devices
+from autoshard.routes.transfers import DeviceSet as DeviceSet
 from autoshard.routes.transfers import Message as Message
 from autoshard.routes.transfers import Transfer as Transfer
 from autoshard.routes.transfers import Transfers as Transfers

@@ -28,7 +28,7 @@ Box = tuple[tuple[int, int], ...]  # per dim the first index and the end
 
 
 @dataclass(frozen=True)
-class Devices:
+class DeviceSet:
     """The devices of a cluster that a mesh consists of: their numbers, row-major over the mesh."""
 
     mesh: Mesh
@@ -62,7 +62,7 @@ class Transfer:
 class Transfers:
     """The cheapest transfers from one set of devices of a cluster to another. Layouts hold no Partial."""
 
-    def __init__(self, cluster: Mesh, source: Devices, target: Devices):
+    def __init__(self, cluster: Mesh, source: DeviceSet, target: DeviceSet):
         self.cluster, self.source, self.target = cluster, source, target
         self.routes = Routes(target.mesh)
         ends = [np.array(np.unravel_index(d.numbers, cluster.shape)) for d in (target, source)]

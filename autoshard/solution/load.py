@@ -8,16 +8,31 @@ import os
 from autoshard.mesh import Mesh
 from autoshard.reading import checked
 from autoshard.solution.files import Inert, read
+from autoshard.solution.programs import ProgramsSolution, load_programs, programs_of
 from autoshard.solution.record import FORMAT, Placed, Solution
 
 
 def load(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Solution:
-    """Read a plan; ValueError in one sentence on anything that isn't one.
+    """Read a plan; ValueError in one sentence on anything that isn't one. `FILE#NAME` is one program of a plan of several.
 
     mesh: for old plans, whose files don't name their mesh. Their layouts are returned with status "unjudged", cost inf and bound 0,
     under the node names in the file. A plan of our own format has its mesh; it is an error if the argument has another shape.
     """
+    solution = load_any(path, mesh)
+    if isinstance(solution, ProgramsSolution):
+        first = next(iter(solution), "NAME")
+        raise ValueError(f"{path} is a plan of several programs; load it with autoshard.load_programs, or one of them as {path}#{first}")
+    return solution
+
+
+def load_any(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Solution | ProgramsSolution:
+    """As `load`; a plan of several programs as it is."""
+    file, _, program = str(path).rpartition("#")
+    if file and not os.path.exists(path) and os.path.exists(file):
+        return load_programs(file)[program]
     data = read(path)
+    if "programs" in data and "weights" in data:
+        return programs_of(data, path)
     if _is_old(data):
         return _from_old(data, path, mesh)
     if "format" not in data:

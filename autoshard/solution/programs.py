@@ -40,12 +40,13 @@ class ProgramsSolution:
     devices: dict[str, list[int]] = field(default_factory=dict)  # of programs on part of the devices, row-major over their mesh
     best: dict[str, dict] = field(default_factory=dict)  # the best plan of each program alone: cost_seconds, bound_seconds, peak_bytes
     peaks: dict[str, float] = field(default_factory=dict)  # bytes by program, with what the others leave in memory
+    keeps_state: list[str] = field(default_factory=list)  # families whose own buffers stay in memory while others run
     copies: tuple[dict, ...] = ()  # parameter, family, from, to, seconds, bytes (sent by all devices together)
     seconds: dict = field(default_factory=dict)  # {"cpu": {capture, ..., total}, "wall": ...}
     format: int = FORMAT
 
     def __post_init__(self) -> None:
-        for name in ("weights", "families", "switches", "devices", "best", "peaks", "seconds"):
+        for name in _REST:
             object.__setattr__(self, name, plain(getattr(self, name), name))
         object.__setattr__(self, "copies", tuple(plain(list(self.copies), "copies")))
 
@@ -110,7 +111,7 @@ class ProgramsSolution:
         """Plain dicts, lists, strings and finite numbers; `from_dict` is the inverse."""
         data = {name: getattr(self, name) for name in _HEAD}
         data |= {"mesh": plain(self.mesh.to_dict(), "mesh"), "copies": list(self.copies)}
-        data |= {name: getattr(self, name) for name in ("weights", "families", "switches", "devices", "best", "peaks", "seconds")}
+        data |= {name: getattr(self, name) for name in _REST}
         return {**data, "programs": {name: solution.to_dict() for name, solution in self.programs.items()}}
 
     @staticmethod
@@ -132,12 +133,19 @@ class ProgramsSolution:
 
 _HEAD = ("format", "status", "solver", "cost", "bound", "peak_bytes", "home")  # first in a file, as readers look for them
 
+_REST = ("weights", "families", "switches", "devices", "best", "peaks", "keeps_state", "seconds")
+
 
 def load_programs(path: str | os.PathLike[str]) -> ProgramsSolution:
     """Read a plan of several programs; ValueError in one sentence on anything that isn't one."""
     data = read(path)
-    if "programs" not in data:
-        raise ValueError(f"{path} holds no plan of several programs; expected a file that ProgramsSolution.save wrote")
+    if not ("programs" in data and "weights" in data):
+        raise ValueError(f"{path} holds no plan of several programs; expected a file that `autoshard programs --out` wrote")
+    return programs_of(data, path)
+
+
+def programs_of(data: dict, path: str | os.PathLike[str]) -> ProgramsSolution:
+    """The plan in a file's data. ValueError, with the file's name, where it isn't sound."""
     try:
         return ProgramsSolution.from_dict(checked(data, path, "programs"))
     except ValueError as error:

@@ -1,0 +1,525 @@
+"""One module for several programs on one set of weights: each program runs its own plan, on the same parameters or on copies of them.
+
+    home        the module of the plan's home program; its parameters are the originals, and those that an optimizer gets
+    program     a parallel module per program and shape, whose parameters are home's own where the layouts are equal
+    copies      the other parameters: made from the originals by the route that the plan has for them          (`Copies.refresh`)
+    state       buffers that home lacks (a key-value cache): zero when the program begins, freed when another one does
+
+    module.program("generate")(tokens)              runs that program; copies are made anew where the originals have changed
+    with module.switched("generate"):               makes copies and state; `module` itself runs that program; both are freed at the end
+        module(tokens)
+
+On ranks that a program doesn't use its module returns None: there they send what the others need.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from autoshard.layout import Layout, parse, rank_bounds, rank_shape
+from autoshard.lower.agreement import agree, rank_lost
+from autoshard.lower.call_inputs import CallInputs
+from autoshard.lower.collectives import Ask, Asking, Groups, Rank, check_step
+from autoshard.lower.distribute import as_dtensor, distributed, spec_of
+from autoshard.lower.module import ParallelModule
+from autoshard.lower.run import run_route
+from autoshard.lower.traced_call import local
+from autoshard.routes import DeviceSet, Message, Step, Transfers
+from autoshard.solution import ProgramsSolution, Solution
+
+Moved = Callable[[Tensor | None], Tensor | None]  # a rank's shard of the original -> its shard of the copy; None where it has none
+
+
+# -- copies ---------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Copies:
+    """The parameters that a program has in other layouts than home, or on other devices."""
+
+    originals: Mapping[str, Tensor]
+    copies: Mapping[str, Tensor]  # empty on ranks that the program doesn't use
+    moves: Mapping[str, Moved]
+    versions: dict[str, int] = field(default_factory=dict)  # of the originals when they were copied
+
+    @property
+    def are_current(self) -> bool:
+        return all(self.versions.get(name) == local(x)._version for name, x in self.originals.items())
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Makes all copies anew; every rank calls this."""
+        with rank_lost("copying parameters for another program"):
+            for name, original in self.originals.items():
+                held = local(original).detach()
+                moved = self.moves[name](held)
+                self.versions[name] = held._version
+                if moved is not None and name in self.copies:
+                    aliases = moved.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
+                    local(self.copies[name]).set_(moved.clone() if aliases else moved.contiguous())
+
+    @torch.no_grad()
+    def free(self) -> None:
+        """From now on there are no copies."""
+        self.versions.clear()
+        for copy in self.copies.values():
+            local(copy).set_(local(copy).new_empty(0))
+
+
+@dataclass(eq=False)
+class Sent:
+    """How many bytes this rank has sent for copies."""
+
+    bytes: float = 0.0
+
+    def count(self, ask: Ask, n: int) -> None:
+        """ask: a collective over n ranks."""
+        to_others = {"all_gather": n - 1, "all_reduce": 2 * (n - 1) / n}.get(ask.collective, (n - 1) / n)
+        self.bytes += ask.tensor.nbytes * to_others
+
+    def drive(self, groups: Groups, program: Asking) -> Tensor:
+        """As `Groups.drive`, counting."""
+        answer = None
+        while True:
+            try:
+                ask = program.send(answer)  # type: ignore[arg-type]
+            except StopIteration as done:
+                return done.value
+            self.count(ask, groups.sizes[ask.axis])
+            answer = groups.answer(ask)
+
+
+@dataclass(frozen=True, eq=False)
+class _Mover:
+    """Makes copies on one family's devices."""
+
+    source: DeviceSet
+    target: DeviceSet
+    transfers: Transfers
+    groups: Groups | None  # of the target's mesh; None on ranks that it doesn't have
+    sent: Sent
+    device: torch.device
+
+    def of(self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout) -> Moved:
+        """What moves one parameter; the route that was priced."""
+        if self.transfers.same_mesh:
+            route = self.transfers.routes.route(shape, itemsize, source, target)
+            if route is None:
+                raise ValueError(f"there is no route from {source} to {target} for a parameter of {shape}; plan again")
+            return self._along(route.steps, shape)
+        transfer = self.transfers.transfer(shape, itemsize, source, target)
+        then = self._along(transfer.route.steps, shape)
+
+        def moved(held: Tensor | None) -> Tensor | None:
+            return then(self._exchanged(transfer.messages, held, shape, source, transfer.via))
+
+        return moved
+
+    def _along(self, steps: tuple[Step, ...], shape: tuple[int, ...]) -> Moved:
+        for step in steps:
+            check_step(step)
+
+        def moved(held: Tensor | None) -> Tensor | None:
+            if held is None or self.groups is None:
+                return None
+            where = self._where(self.target)
+            assert where is not None
+            rank = Rank(self.target.mesh, tuple(torch.tensor(c, device=self.device) for c in where), where)
+            return self.sent.drive(self.groups, run_route(steps, rank, held, shape))
+
+        return moved
+
+    def _where(self, devices: DeviceSet) -> tuple[int, ...] | None:
+        """This rank's coordinate."""
+        rank = dist.get_rank()
+        return devices.mesh.coordinates()[devices.numbers.index(rank)] if rank in devices.numbers else None
+
+    def _exchanged(
+        self, messages: tuple[Message, ...], held: Tensor | None, shape: tuple[int, ...], source: Layout, via: Layout
+    ) -> Tensor | None:
+        """This rank's shard in layout `via`, put together from messages."""
+        rank, ops, inbox = dist.get_rank(), [], []
+        begin, wanted = (self._bounds(devices, shape, layout) for devices, layout in ((self.source, source), (self.target, via)))
+        shard = None if wanted is None else torch.empty([hi - lo for lo, hi in wanted], dtype=self._dtype(held), device=self.device)
+        for m in messages:
+            if m.sender == rank:
+                assert held is not None and begin is not None
+                part = held[_slices(m.box, begin)].contiguous()
+                if m.receiver == rank:
+                    assert shard is not None and wanted is not None
+                    shard[_slices(m.box, wanted)] = part
+                    continue
+                self.sent.bytes += part.nbytes
+                ops.append(dist.P2POp(dist.isend, part, m.receiver))
+            elif m.receiver == rank:
+                part = torch.empty([hi - lo for lo, hi in m.box], dtype=self._dtype(held), device=self.device)
+                inbox.append((m.box, part))
+                ops.append(dist.P2POp(dist.irecv, part, m.sender))
+        for work in dist.batch_isend_irecv(ops) if ops else ():
+            work.wait()
+        for box, part in inbox:
+            assert shard is not None and wanted is not None
+            shard[_slices(box, wanted)] = part
+        return shard
+
+    @staticmethod
+    def _dtype(held: Tensor | None) -> torch.dtype:
+        assert held is not None, "home has all devices"
+        return held.dtype
+
+    def _bounds(self, devices: DeviceSet, shape: tuple[int, ...], layout: Layout) -> tuple[tuple[int, int], ...] | None:
+        where = self._where(devices)
+        return None if where is None else rank_bounds(shape, layout, devices.mesh, where)
+
+
+def _slices(box: tuple[tuple[int, int], ...], within: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
+    """The box as slices of a shard with these bounds."""
+    return tuple(slice(lo - first, hi - first) for (lo, hi), (first, _) in zip(box, within, strict=True))
+
+
+# -- programs -------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class RunningProgram:
+    """A program as it runs: a module per planned shape, the copies and the state that they share."""
+
+    name: str
+    shapes: dict[str, nn.Module]  # by name in the plan; empty on ranks that it doesn't use
+    copies: Copies
+    state: dict[str, Tensor]
+    keeps_state: bool
+    plan: ProgramsSolution
+    pad: Mapping[str, float]
+    noted: dict[tuple, str] = field(default_factory=dict)  # by shape of a call: how it ran, where it was not planned
+    has_state: bool = True
+
+    def begin(self, *, anew: bool) -> None:
+        """Copies and state are there. anew: also where the originals have not changed."""
+        if anew or not self.copies.are_current:
+            self.copies.refresh()
+        if not self.has_state:
+            for buffer in self.state.values():
+                local(buffer).untyped_storage().resize_(local(buffer).nbytes)
+                local(buffer).zero_()
+            self.has_state = True
+
+    def end(self) -> None:
+        """Copies and state are freed, where they are not to be kept."""
+        if self.plan.switches.get(self.name) != 0:
+            self.copies.free()
+        if not self.keeps_state and self.state:
+            for buffer in self.state.values():
+                local(buffer).untyped_storage().resize_(0)
+            self.has_state = False
+
+    def call(self, args: tuple, kwargs: dict) -> Any:
+        """Runs the plan of the call's shape, of the next planned one where it is padded, or else of the nearest."""
+        if not self.shapes:
+            return None
+        if len(self.shapes) == 1:
+            return _run(next(iter(self.shapes.values())), args, kwargs)
+        shapes = {name: _inputs_of(module).planned for name, module in self.shapes.items()}
+        actual = _shapes_of_call(_inputs_of(next(iter(self.shapes.values()))), args, kwargs)
+        name, padded = _chosen(shapes, actual, self.pad)
+        module = self.shapes[name]
+        if actual == {key: shapes[name][key] for key in actual}:
+            return _run(module, args, kwargs)
+        if padded:
+            args, kwargs = _padded(_inputs_of(module), args, kwargs, self.pad)
+        else:
+            args, kwargs = _sharded(module, args, kwargs)
+        self._note(name, shapes[name], actual, padded)
+        return _run(module, args, kwargs)
+
+    def _note(self, name: str, planned: Mapping[str, Any], actual: Mapping[str, Any], padded: bool) -> None:
+        key = tuple(sorted(actual.items()))
+        if key in self.noted:
+            return
+        sizes = " and ".join(f"{k} of {s}" for k, s in actual.items() if s != planned[k])
+        if padded:
+            full, given = (sum(math.prod(shapes[k]) for k in actual) for shapes in (planned, actual))
+            seconds = self.plan[name].cost * (1 - given / full)
+            note = f"{sizes} is padded to the shape of {name}: {1 - given / full:.0%} of its elements, about {seconds:.3g} s of a call"
+        else:
+            note = f"{sizes} was not planned and runs in the layouts of {name}, the nearest shape; plan it too, as one of shapes"
+        self.noted[key] = note
+        warnings.warn(note, stacklevel=6)
+
+
+def _run(module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    return ParallelModule.forward(module, *args, **kwargs)  # type: ignore[arg-type]
+
+
+def _inputs_of(module: nn.Module) -> CallInputs:
+    return module.__dict__["_runner"].inputs
+
+
+def _shapes_of_call(inputs: CallInputs, args: tuple, kwargs: dict) -> dict[str, tuple[int, ...]]:
+    """Global shapes of a call's inputs by name."""
+    bound = inputs._read(inputs._bound(args, kwargs), lambda _, leaf: tuple(leaf.shape))
+    return {name: shape for name, shape in zip(bound.names, bound.shapes, strict=True) if shape is not None}
+
+
+def _chosen(shapes: Mapping[str, Mapping[str, Any]], actual: Mapping[str, tuple[int, ...]], pad: Mapping[str, float]) -> tuple[str, bool]:
+    """The planned shape for a call, and whether the call is padded to it. ValueError where its inputs are others than planned."""
+    alike = {
+        name: planned for name, planned in shapes.items()
+        if all(planned.get(key) is not None and len(planned[key]) == len(shape) for key, shape in actual.items())
+    }  # fmt: skip
+    if not alike:
+        raise ValueError(f"the call has inputs {actual}; planned are {shapes}")
+
+    def apart(name: str) -> float:
+        pairs = [(a, b) for key, shape in actual.items() for a, b in zip(shape, alike[name][key], strict=True)]
+        return sum(abs(math.log(max(a, 1) / max(b, 1))) for a, b in pairs)
+
+    larger = [name for name, planned in alike.items() if all(a <= b for k, s in actual.items() for a, b in zip(s, planned[k], strict=True))]
+    nearest, next_larger = min(alike, key=apart), min(larger, key=apart, default=None)
+    if next_larger is not None and pad and apart(nearest) > 0:
+        return next_larger, True
+    return nearest, False
+
+
+def _padded(inputs: CallInputs, args: tuple, kwargs: dict, pad: Mapping[str, float]) -> tuple[tuple, dict]:
+    """The arguments with every tensor padded at its end to the planned shape."""
+    bound = inputs._bound(args, kwargs)
+    leaves, spec = pytree.tree_flatten(inputs.listed(bound))
+    names, padded = inputs._names(spec, bound), []
+    for name, leaf in zip(names, leaves, strict=True):
+        planned = inputs.planned.get(name) if isinstance(leaf, Tensor) else None
+        if planned is not None and tuple(leaf.shape) != planned:
+            if name not in pad:
+                raise ValueError(f"{name} of {tuple(leaf.shape)} is to be padded to {planned}; say with what, as pad={{{name!r}: 0}}")
+            ends = [n for a, b in zip(reversed(leaf.shape), reversed(planned), strict=True) for n in (0, b - a)]
+            leaf = nn.functional.pad(leaf, ends, value=pad[name])
+        padded.append(leaf)
+    rebuilt = inputs.filled(bound, pytree.tree_unflatten(padded, spec))
+    return ((), rebuilt) if isinstance(rebuilt, dict) else (tuple(rebuilt), {})
+
+
+def _sharded(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Plain global tensors of another shape as DTensors in the planned layouts."""
+    inputs = _inputs_of(module)
+    bound = inputs._bound(args, kwargs)
+    sharded = inputs.shard(bound, local=False)
+    return ((), sharded) if isinstance(sharded, dict) else (tuple(sharded), {})
+
+
+class ProgramModule(nn.Module):
+    """One program of a module with several: call it as the model. On ranks that it doesn't use it returns None."""
+
+    def __init__(self, family: RunningProgram):
+        super().__init__()
+        self.__dict__["_family"] = family
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        family = self.__dict__["_family"]
+        family.begin(anew=False)
+        return family.call(args, kwargs)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How calls ran whose shapes were not planned."""
+        return tuple(self.__dict__["_family"].noted.values())
+
+    def shape(self, number: int = 0) -> nn.Module:
+        """The parallel module of a planned shape, with `shard_inputs`, `microbatches` and `timeline`. ValueError on ranks without it."""
+        shapes = list(self.__dict__["_family"].shapes.values())
+        if number >= len(shapes):
+            raise ValueError(f"there is no shape {number} of this program on this rank; it has {len(shapes)}")
+        return shapes[number]
+
+
+@dataclass(eq=False)
+class Programs:
+    """What a module of several programs holds beside its parameters."""
+
+    plan: ProgramsSolution
+    families: dict[str, RunningProgram]
+    sent: Sent
+    active: str
+
+    def __deepcopy__(self, memo: dict) -> Programs:
+        raise ValueError("a module of several programs can't be copied, as their parameters are shared; parallelize the model again")
+
+
+class ProgramsModule(ParallelModule):
+    """The methods of a module that runs several programs on its parameters. Without `switched` it runs the home program."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        programs = self.__dict__["_programs"]
+        return programs.families[programs.active].call(args, kwargs)
+
+    def program(self, name: str) -> ProgramModule:
+        """The program of that name on the same parameters; where it has copies, they follow the originals. ValueError without one."""
+        programs = self.__dict__["_programs"]
+        programs.plan.shapes_of(name)
+        return ProgramModule(programs.families[name])
+
+    @contextmanager
+    def switched(self, name: str) -> Iterator[nn.Module]:
+        """Inside the block the module runs that program: copies are made when it begins, copies and state freed when it ends.
+
+        Every rank enters it. Optimizer state stays where it is. Gradients stay too: call zero_grad() before, as the plan takes them to be
+        freed.
+        """
+        programs = self.__dict__["_programs"]
+        programs.plan.shapes_of(name)
+        before, family = programs.active, programs.families[name]
+        family.begin(anew=programs.plan.switches.get(name) != 0)
+        programs.active = name
+        try:
+            yield self
+        finally:
+            programs.active = before
+            if name != before:
+                family.end()
+
+    @property
+    def bytes_sent(self) -> float:
+        """Bytes that this rank has sent for copies of parameters so far."""
+        return self.__dict__["_programs"].sent.bytes
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How calls ran whose shapes were not planned, of all programs."""
+        return tuple(note for family in self.__dict__["_programs"].families.values() for note in family.noted.values())
+
+
+def parallelize_programs(
+    model: nn.Module | Mapping[str, nn.Module],
+    plan: ProgramsSolution,
+    device_mesh: DeviceMesh,
+    *,
+    example_inputs: Mapping[str, Any] | None,
+    from_first_rank: bool,
+    pad: Mapping[str, float],
+    timeout: float,
+    parallel_module: Callable[..., nn.Module],
+) -> nn.Module:
+    """As `parallelize`, for a plan of several programs. parallel_module: makes the module of one of them (lower.parallelize)."""
+    home = plan.families[plan.home]
+    agree(_why_not(model, plan), "comparing plan and models")
+    models = {name: model[name] if isinstance(model, Mapping) else model for name in plan.family_names}
+    everywhere = DeviceSet(plan.mesh, tuple(range(plan.mesh.num_devices)))
+
+    def original(name: str, tensor: Tensor, layout: Layout) -> Tensor:
+        return distributed(tensor, layout, plan.mesh, device_mesh, from_first_rank=from_first_rank)
+
+    main = parallel_module(models[home], plan[plan.home], device_mesh, original, timeout)
+    held = {**dict(main.named_parameters(remove_duplicate=False)), **dict(main.named_buffers(remove_duplicate=False))}
+    sent, families = Sent(), {}
+    for name in (home, *(f for f in plan.family_names if f != home)):
+        numbers = plan.devices.get(plan.shapes_of(name)[0])
+        where = everywhere if numbers is None else DeviceSet(plan[plan.shapes_of(name)[0]].mesh, tuple(numbers))
+        own, group = (device_mesh, None) if numbers is None else _own_mesh(where, device_mesh.device_type)
+        maker = _Maker(name, plan, held, main, everywhere, where, own, group, sent, from_first_rank, timeout, parallel_module)
+        families[name] = maker.family(models[name], pad)
+    main.__class__ = type(f"Programs{type(main).__name__}", (ProgramsModule, type(main)), {"__module__": type(main).__module__})
+    main.__dict__["_programs"] = Programs(plan, families, sent, home)
+    for name, batch in (example_inputs or {}).items():
+        for module in list(families[name].shapes.values())[:1]:
+            module.__dict__["_runner"].prepare(module, batch)
+    return main
+
+
+def _why_not(model: nn.Module | Mapping[str, nn.Module], plan: ProgramsSolution) -> str | None:
+    if isinstance(model, Mapping) and (missing := [name for name in plan.family_names if name not in model]):
+        return f"there is no model for program {missing[0]!r}; give one by each program's name, or one for all"
+    if plan.home in plan.devices:
+        return f"program {plan.home!r} holds the original parameters and has only some of the devices; plan it on all of them"
+    own = plan[plan.home].parameters
+    for name, solution in plan.programs.items():
+        if extra := [parameter for parameter in solution.parameters if parameter not in own]:
+            return f"program {name!r} has the parameter {extra[0]!r}, which {plan.home!r} lacks; give that one all parameters"
+    return None
+
+
+def _own_mesh(where: DeviceSet, device_type: str) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
+    """The device mesh of some ranks, and their group; every rank calls this."""
+    numbers = torch.tensor(where.numbers).reshape(where.mesh.shape)
+    own = DeviceMesh(device_type, numbers, mesh_dim_names=where.mesh.axis_names)
+    return own, dist.new_group(list(where.numbers))
+
+
+@dataclass(frozen=True, eq=False)
+class _Maker:
+    """Makes the modules of one program."""
+
+    name: str
+    plan: ProgramsSolution
+    held: Mapping[str, Tensor]  # home's parameters and buffers
+    main: nn.Module
+    everywhere: DeviceSet
+    where: DeviceSet
+    device_mesh: DeviceMesh
+    group: dist.ProcessGroup | None
+    sent: Sent
+    from_first_rank: bool
+    timeout: float
+    parallel_module: Callable[..., nn.Module]
+
+    def family(self, model: nn.Module, pad: Mapping[str, float]) -> RunningProgram:
+        copied = {row["parameter"]: row for row in self.plan.copied(self.name)}
+        modules, own = {}, dict[str, Tensor]()
+        if dist.get_rank() in self.where.numbers:
+            for shape in self.plan.shapes_of(self.name):
+                is_home = shape == self.plan.home
+                modules[shape] = self.main if is_home else self._module(model, self.plan[shape], copied, own)
+        copies = Copies(
+            {name: self.held[name] for name in copied}, {name: own[name] for name in copied if name in own}, self._moves(copied)
+        )  # fmt: skip
+        state = {name: x for name, x in own.items() if name not in copied}
+        family = RunningProgram(self.name, modules, copies, state, self.name in self.plan.keeps_state, self.plan, pad)
+        if self.plan.families[self.plan.home] != self.name and not family.keeps_state:
+            family.end()
+        return family
+
+    def _module(self, model: nn.Module, solution: Solution, copied: Mapping[str, Any], own: dict[str, Tensor]) -> nn.Module:
+        def placed(name: str, tensor: Tensor, layout: Layout) -> Tensor:
+            if name in copied or name not in self.held or self.held[name].shape != tensor.shape:
+                if name not in own:
+                    own[name] = self._new(tensor, layout, name in copied)
+                return own[name]
+            return self.held[name]
+
+        return self.parallel_module(model, solution, self.device_mesh, placed, self.timeout, self.group)
+
+    def _new(self, tensor: Tensor, layout: Layout, is_copy: bool) -> Tensor:
+        """A copy that is not made yet, or a buffer of the program's own."""
+        if not is_copy:
+            return distributed(tensor, layout, self.where.mesh, self.device_mesh, from_first_rank=self.from_first_rank)
+        here = tuple(self.device_mesh.get_coordinate() or ())
+        shard = torch.empty(rank_shape(tuple(tensor.shape), layout, self.where.mesh, here), dtype=tensor.dtype, device=self.device)
+        copy = as_dtensor(shard, spec_of(tensor.shape, tensor.dtype, layout, self.device_mesh))
+        return nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.device_mesh.device_type)
+
+    def _moves(self, copied: Mapping[str, Any]) -> dict[str, Moved]:
+        if not copied:
+            return {}
+        transfers = Transfers(self.plan.mesh, self.everywhere, self.where)
+        inside = dist.get_rank() in self.where.numbers
+        mover = _Mover(
+            self.everywhere, self.where, transfers, Groups.of(self.device_mesh) if inside else None, self.sent, self.device
+        )  # fmt: skip
+        moves = {}
+        for name, row in copied.items():
+            original = self.held[name]
+            moves[name] = mover.of(tuple(original.shape), original.element_size(), parse(row["from"]), parse(row["to"]))
+        return moves

@@ -1,0 +1,115 @@
+"""A plan of several programs: what sharing costs each of them, and which parameters are copied. As a record and as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autoshard.report.blocks import split
+from autoshard.report.text import PROOF, ROUNDING
+from autoshard.solution import ProgramsSolution
+from autoshard.solution.changes import changes
+from autoshard.units import seconds, size
+
+MOST_ROWS = 20  # of the table of copies
+
+
+def programs_record(plan: ProgramsSolution) -> dict[str, Any]:
+    """What `programs --json` prints: seconds per unit, bytes per device."""
+    layouts = {name: {key: row["layout"] for key, row in solution.parameters.items()} for name, solution in plan.programs.items()}
+    return {
+        "status": plan.status,
+        "cost_seconds": plan.cost,
+        "bound_seconds": plan.bound,
+        "gap": plan.gap,
+        "solver": plan.solver,
+        "peak_bytes": plan.peak_bytes,
+        "mesh": list(plan.mesh.shape),
+        "home": plan.home,
+        "programs": {row["name"]: {key: value for key, value in row.items() if key != "name"} for row in plan.rows()},
+        "devices": plan.devices,
+        "switches": plan.switches,
+        "copies": list(plan.copies),
+        "parameters": layouts,
+        "cpu_seconds": plan.seconds.get("cpu", {}),
+        "wall_seconds": plan.seconds.get("wall", {}),
+    }
+
+
+def programs_report(plan: ProgramsSolution) -> RenderableType:
+    """The plan for people."""
+    mesh, gap = "x".join(map(str, plan.mesh.shape)), plan.gap if plan.gap > ROUNDING else 0.0
+    head = f"{len(plan.programs)} programs on {mesh} {plan.mesh.device.name}: {seconds(plan.cost)} per unit"
+    head += f", {size(plan.peak_bytes)} at the peak"
+    proof = f"{plan.status}, gap {gap:.2g}: {PROOF[plan.status]}"
+    return Group(Text(head), Text(proof), Text(""), _losses(plan), *_copies(plan))
+
+
+def _losses(plan: ProgramsSolution) -> Table:
+    """What sharing costs each program."""
+    table = Table(title="What sharing costs each program", title_justify="left", title_style="bold")
+    for column in ("program", "devices", "weight", "time", "alone", "loss", "copied", "a switch", "peak memory"):
+        table.add_column(column, justify="left" if column == "program" else "right", overflow="fold")
+    for row in plan.rows():
+        name = row["name"] + (" (home)" if row["name"] == plan.home else "")
+        loss = row["loss"] if abs(row["loss"]) > ROUNDING else 0.0
+        copied = f"{row['copied']} of {len(plan[row['name']].parameters)}"
+        table.add_row(
+            name, str(len(plan.devices.get(row["name"], range(plan.mesh.num_devices)))), f"{row['weight']:g}", seconds(row["seconds"]),
+            seconds(row["best_seconds"]), f"{loss:.2%}", copied, seconds(row["switch_seconds"]), size(row["peak_bytes"]),
+        )  # fmt: skip
+    return table
+
+
+def _copies(plan: ProgramsSolution) -> list[RenderableType]:
+    """The parameters that are kept twice; equal ones of several blocks are one row."""
+    if not plan.copies:
+        return [Text("no parameter is kept twice")]
+    alike: dict[tuple, list[Mapping]] = {}
+    for row in plan.copies:
+        block, rest = split(row["parameter"])
+        alike.setdefault((row["family"], block.rpartition(".")[0] if block else "", rest, row["from"], row["to"]), []).append(row)
+    table = Table(title=f"Parameters kept twice: as {plan.home} has them, and as", title_justify="left", title_style="bold")
+    for column in ("program", "parameter", "from", "to", "seconds", "bytes sent"):
+        table.add_column(column, justify="right" if column in ("seconds", "bytes sent") else "left", overflow="fold")
+    for (family, _, _, source, target), rows in list(alike.items())[:MOST_ROWS]:
+        table.add_row(family, _named(rows), source, target, seconds(_sum(rows, "seconds")), size(_sum(rows, "bytes")))
+    rest = [Text(f"and {len(alike) - MOST_ROWS} more kinds (--json lists them)")] if len(alike) > MOST_ROWS else []
+    return [Text(""), table, *rest]
+
+
+def _named(rows: Sequence[Mapping]) -> str:
+    first = rows[0]["parameter"]
+    return first if len(rows) == 1 else f"{first} and {len(rows) - 1} more blocks"
+
+
+def _sum(rows: Sequence[Mapping], key: str) -> float:
+    return sum(row[key] for row in rows)
+
+
+def programs_changes(a: ProgramsSolution, b: ProgramsSolution) -> dict[str, Any]:
+    """The differences of two plans of the same programs: those of each program, and pairs of what they have in common.
+
+    ValueError where they have other programs.
+    """
+    if set(a.programs) != set(b.programs):
+        raise ValueError(f"one plan has the programs {', '.join(a.programs)}, the other {', '.join(b.programs)}; expected the same")
+    of_each = {name: changes(a[name], b[name]) for name in a.programs}
+    copied = [sorted(f"{row['family']}: {row['parameter']}" for row in plan.copies) for plan in (a, b)]
+    same = copied[0] == copied[1] and all(record["same"] for record in of_each.values())
+    pairs = {"cost_seconds": [a.cost, b.cost], "bound_seconds": [a.bound, b.bound], "peak_bytes": [a.peak_bytes, b.peak_bytes]}
+    return {"same": same, **pairs, "copied": copied, "programs": of_each}
+
+
+def programs_changes_report(record: Mapping[str, Any], tables: Any) -> RenderableType:
+    """tables: how the differences of one program are shown."""
+    cost = " and ".join(map(seconds, record["cost_seconds"]))
+    counts = " and ".join(str(len(names)) for names in record["copied"])
+    parts: list[RenderableType] = [Text(f"per unit {cost}; copied parameters {counts}")]
+    for name, of_one in record["programs"].items():
+        parts += [Text(""), Text(f"program {name}", style="bold"), tables(of_one)]
+    return Group(*parts)
