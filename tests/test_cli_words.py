@@ -63,7 +63,7 @@ WRONG = {
     "recompute": ["some", "-1", "1.5", ""], "pin": LAYOUTS, "forbid": LAYOUTS, "why_not": ["Q", "S(99)", ""],
     "time_limit": LIMITS, "gap": ["-1", "nan", "small"], "seconds": LIMITS, "effort": LIMITS, "reserve": ["1", "-0.1", "nan"],
     "seq": COUNTS, "prompt": COUNTS, "max_tokens": [*COUNTS, "1"], "dtype": ["int8", ""], "batch": COUNTS, "global_batch": COUNTS,
-    "points": COUNTS, "layers": COUNTS, "workers": COUNTS, "chunks": COUNTS, "max_depth": COUNTS, "top_k": COUNTS,
+    "points": COUNTS, "layers": COUNTS, "stages": COUNTS, "workers": COUNTS, "chunks": COUNTS, "max_depth": COUNTS, "top_k": COUNTS,
     "prefetch": ["-1", "two"], "random": ["-1", "two"], "alternatives": ["-1", "two"], "seed": ["-1", "two"], "within": ["1", "-1", "nan"],
     "kind": ["onnx", ""], "schedule": ["zigzag", ""], "schedules": ["zigzag", "1f1b,", ""], "scheme": ["zero", ""],
     "constants": ["magic", ""], "data": LISTS, "tensor": LISTS, "pipeline": LISTS, "microbatches": LISTS,

@@ -20,8 +20,8 @@ from autoshard.lower.agreement import rank_lost
 from autoshard.lower.call_inputs import BoundInputs, CallInputs
 from autoshard.lower.distribute import as_dtensor
 from autoshard.lower.sharding import shard_of_rank
-from autoshard.lower.stage_run import Place, StageRun, StepInputs, gradients_of
-from autoshard.lower.stages import Stages
+from autoshard.lower.stage_run import PipelineRank, StageRun, StepInputs, gradients_of
+from autoshard.lower.stages import LoweredStages
 from autoshard.lower.traced_call import local
 from autoshard.lower.transfers import exchange
 from autoshard.mesh import Mesh
@@ -33,12 +33,12 @@ class PipelineRunner:
     """The state of a pipeline on one rank beside its parameters."""
 
     plan: PipelineToRun
-    stages: Stages
+    stages: LoweredStages
     runs: list[StageRun]  # this rank's stages
     schedule: Any  # of torch.distributed.pipelining
     inputs: CallInputs
     planned: BoundInputs  # the inputs of a step, on meta
-    place: Place
+    place: PipelineRank
     meshes: dict[str, tuple[Mesh, tuple[int, ...]]]  # of this rank's parameters and buffers: the mesh, and its coordinate there
 
     @property
@@ -148,9 +148,9 @@ class PipelineModule(nn.Module):
         copied = _copied_names(self)
         counted = [grad for name, grad in own.items() if name not in copied]
         norms = [torch.linalg.vector_norm(grad, norm_type) for grad in counted]
-        whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in norms]
+        gathered = [x.full_tensor() if isinstance(x, DTensor) else x for x in norms]
         first = runner.runs[0].stage.devices[0] == runner.place.rank
-        total = _combined(whole if first else [], norm_type, runner.place.device)
+        total = _combined(gathered if first else [], norm_type, runner.place.device)
         with rank_lost("adding the norms of the stages' gradients"):
             dist.all_reduce(total, dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM, group=runner.place.sends)
         norm = total if norm_type == torch.inf else total ** (1.0 / norm_type)
@@ -188,7 +188,7 @@ def _combined(norms: Sequence[Tensor], norm_type: float, device: torch.device) -
 def of_all_stages(module: PipelineModule, state: Mapping[str, Any]) -> dict[str, Any]:
     """This rank's part of a checkpoint of the whole model: no parameter twice, and parameter groups with the names of all stages."""
     copied = _copied_names(module)
-    whole = {**state, "model": {name: x for name, x in state["model"].items() if name not in copied}}
+    merged_state = {**state, "model": {name: x for name, x in state["model"].items() if name not in copied}}
     if "optimizer" in state:
         own = state["optimizer"]
         kept = {name: x for name, x in own["state"].items() if name not in copied}
@@ -197,8 +197,8 @@ def of_all_stages(module: PipelineModule, state: Mapping[str, Any]) -> dict[str,
             dist.all_gather_object(groups, [group["params"] for group in own["param_groups"]])
         names = [list(dict.fromkeys(name for of_rank in groups for name in of_rank[k])) for k in range(len(own["param_groups"]))]
         merged = [{**group, "params": params} for group, params in zip(own["param_groups"], names)]
-        whole["optimizer"] = {**own, "state": kept, "param_groups": merged}
-    return whole
+        merged_state["optimizer"] = {**own, "state": kept, "param_groups": merged}
+    return merged_state
 
 
 def of_this_rank(module: PipelineModule, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     x      loss and gradients of the unsharded model: the mean over the microbatches
     x~     the same with parameters that are perturbed by their own rounding
-    y      of the stages: programs on simulated ranks, values cut into the pieces that the ranks would send, sums reduced once per step
+    y      of the stages: programs on simulated ranks, values in the pieces that the ranks would send, sums reduced once per step
     error = max |y - x| / max(max |x|, 8 max |x~ - x| / tolerance)                                          as in lower.verify
 
 A stage that fails to run is a placement mismatch; there is nothing to compare then.
@@ -25,7 +25,7 @@ from autoshard.lower.kernels.dropout import draws
 from autoshard.lower.program import LoadPlaceholder, ReturnResult
 from autoshard.lower.run import World
 from autoshard.lower.sharding import assemble, gap, largest, reduced
-from autoshard.lower.stages import Stage, Stages, lower_stages, why_no_loss
+from autoshard.lower.stages import LoweredStage, LoweredStages, lower_stages, why_no_loss
 from autoshard.lower.transfers import simulated
 from autoshard.lower.unsharded import index_bounds, seeded
 from autoshard.lower.verify import NOISE, REAL, TOLERANCES, Mismatch, Verification
@@ -124,7 +124,7 @@ class _Failed(Exception):
 class _Simulation:
     """A step: for each microbatch all forward passes, then all backward passes from the last stage."""
 
-    def __init__(self, stages: Stages, plan: PipelineToRun, values: Mapping[str, Tensor], inputs: Mapping[str, Tensor]):
+    def __init__(self, stages: LoweredStages, plan: PipelineToRun, values: Mapping[str, Tensor], inputs: Mapping[str, Tensor]):
         self.stages, self.plan, self.values, self.inputs = stages.of, plan, values, inputs
         self.loss: Tensor | float = 0.0
         self.sums: list[Values] = [{} for _ in stages.of]
@@ -167,7 +167,7 @@ class _Simulation:
 class _Pass:
     """A stage's program in one microbatch: its forward records, later its backward records."""
 
-    def __init__(self, stage: Stage, values: Mapping[str, Tensor]):
+    def __init__(self, stage: LoweredStage, values: Mapping[str, Tensor]):
         self.stage, self.values, self.world = stage, values, World(stage.mesh)
         self.layouts = {record.key: record.slot.layout for record in stage.program.results}
         records, end = stage.program.records, first_of_backward(stage.program, stage.graph)
@@ -200,7 +200,7 @@ def _tangent(op: Any, plan: PipelineToRun) -> Tensor:
     return torch.full(op.output.shape, 1.0 / plan.microbatches, dtype=getattr(torch, op.output.dtype))
 
 
-def _reduced(stage: Stage, sums: Values) -> Iterator[tuple[str, Tensor]]:
+def _reduced(stage: LoweredStage, sums: Values) -> Iterator[tuple[str, Tensor]]:
     """The gradients of a stage in the layouts of their parameters, as global tensors."""
     for name, tensors in sums.items():
         world, move = World(stage.mesh), stage.reductions[name]

@@ -38,8 +38,8 @@ from autoshard.lower.module import refuse_parts
 from autoshard.lower.pipeline_module import PipelineModule, PipelineRunner
 from autoshard.lower.sharding import shard_of_rank
 from autoshard.lower.stage_graphs import stage_graphs
-from autoshard.lower.stage_run import Place, StageRun
-from autoshard.lower.stages import Stage, Stages, lower_stages, why_no_loss
+from autoshard.lower.stage_run import PipelineRank, StageRun
+from autoshard.lower.stages import LoweredStage, LoweredStages, lower_stages, why_no_loss
 from autoshard.mesh import Mesh
 from autoshard.solution.staged import PipelineToRun
 
@@ -137,11 +137,11 @@ def _on_ranks(plan: PipelineToRun, ranks: list[int]) -> PipelineToRun:
 # -- meshes and groups --------------------------------------------------------------------------------------------------------------
 
 
-def _key(stage: Stage) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _key(stage: LoweredStage) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return stage.devices, stage.mesh.shape
 
 
-def _device_meshes(stages: Stages, device_type: str, timeout: float) -> dict[Any, DeviceMesh]:
+def _device_meshes(stages: LoweredStages, device_type: str, timeout: float) -> dict[Any, DeviceMesh]:
     """One per device group and shape; every rank makes all of them, as torch wants."""
     meshes: dict[Any, DeviceMesh] = {}
     with rank_lost("making the groups of the stages"):
@@ -154,30 +154,36 @@ def _device_meshes(stages: Stages, device_type: str, timeout: float) -> dict[Any
     return meshes
 
 
-def _place(device_type: str, timeout: float) -> Place:
+def _place(device_type: str, timeout: float) -> PipelineRank:
     with rank_lost("making the groups of the pipeline"):
         sends = dist.new_group(timeout=timedelta(seconds=timeout))
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
-    return Place(dist.get_rank(), device, sends, alone)
+    return PipelineRank(dist.get_rank(), device, sends, alone)
 
 
 # -- parameters ---------------------------------------------------------------------------------------------------------------------
 
 
 def _module(
-    model: nn.Module, stages: Stages, mine: list[Stage], meshes: Mapping[Any, DeviceMesh], place: Place, *, from_first_rank: bool
+    model: nn.Module,
+    stages: LoweredStages,
+    mine: list[LoweredStage],
+    meshes: Mapping[Any, DeviceMesh],
+    place: PipelineRank,
+    *,
+    from_first_rank: bool,
 ) -> tuple[nn.Module, dict[str, tuple[Mesh, tuple[int, ...]]]]:
     """A copy of the model with the parameters and buffers of this rank's stages, and where each of them is."""
     names = dict(_aliases(model))
-    homes: dict[str, tuple[Layout, Stage]] = {}
+    homes: dict[str, tuple[Layout, LoweredStage]] = {}
     for stage in reversed(mine):
         homes |= {name: (layout, stage) for name, layout in stage.parameters.items()}
     read = {name for stage in stages.of for name in stage.parameters}
     first = stages.of[0]
     held_on: dict[str, tuple[Mesh, tuple[int, ...]]] = {}
 
-    def home(name: str) -> tuple[Layout, Stage] | None:
+    def home(name: str) -> tuple[Layout, LoweredStage] | None:
         """The layout and stage of a tensor on this rank. What no stage reads is held by the devices of the first one."""
         if not read & set(names[name]):
             return (replicated(len(first.mesh.axes)), first) if place.rank in first.devices else None
@@ -185,9 +191,9 @@ def _module(
 
     def value(name: str, tensor: Tensor) -> Tensor:
         values = _from_first(tensor, place) if from_first_rank and not tensor.is_meta else tensor
-        if (found := home(name)) is None:
+        if (held := home(name)) is None:
             return torch.empty_like(tensor, device="meta")
-        layout, stage = found
+        layout, stage = held
         device_mesh = meshes[_key(stage)]
         where = tuple(device_mesh.get_coordinate() or ())
         held_on.update(dict.fromkeys(names[name], (stage.mesh, where)))
@@ -210,7 +216,7 @@ def _aliases(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
     return ((name, tuple(by_tensor[id(tensor)])) for name, tensor in named)
 
 
-def _from_first(tensor: Tensor, place: Place) -> Tensor:
+def _from_first(tensor: Tensor, place: PipelineRank) -> Tensor:
     """The first rank's values."""
     values = tensor.detach().to(place.device, copy=True, memory_format=torch.contiguous_format)
     with rank_lost("sending the parameters"):
@@ -233,7 +239,7 @@ def _without(module: nn.Module, held: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _run(
-    stage: Stage, module: nn.Module, device_mesh: DeviceMesh, program: CapturedPipeline, place: Place, *, halved: bool
+    stage: LoweredStage, module: nn.Module, device_mesh: DeviceMesh, program: CapturedPipeline, place: PipelineRank, *, halved: bool
 ) -> StageRun:
     where, groups = tuple(device_mesh.get_coordinate() or ()), Groups.of(device_mesh)
     graphs = stage_graphs(stage, groups, where, place.device.type, SPARE, halved=halved)
@@ -262,16 +268,16 @@ def _schedule(runs: list[StageRun], plan: PipelineToRun, schedule: str | None) -
         of_torch = get_schedule_class(schedule)
         if not issubclass(of_torch, PipelineScheduleMulti):
             raise ValueError("it is a class for one stage per rank; give its name here: gpipe, 1f1b")
-        made = of_torch(runs, plan.microbatches, **options)
+        runtime = of_torch(runs, plan.microbatches, **options)
     else:
-        made = _PipelineScheduleRuntime(runs, plan.microbatches, backward_requires_autograd=False, **options)
+        runtime = _PipelineScheduleRuntime(runs, plan.microbatches, backward_requires_autograd=False, **options)
         if schedule is None:
-            made._prepare_schedule_with_comms(_actions(plan))
+            runtime._prepare_schedule_with_comms(_actions(plan))
         else:
-            made._load_csv(schedule)
-    if dict(made.stage_index_to_group_rank) != groups:
-        raise ValueError(f"it has stages on groups {dict(made.stage_index_to_group_rank)}, the plan {groups}")
-    return made
+            runtime._load_csv(schedule)
+    if dict(runtime.stage_index_to_group_rank) != groups:
+        raise ValueError(f"it has stages on groups {dict(runtime.stage_index_to_group_rank)}, the plan {groups}")
+    return runtime
 
 
 def _actions(plan: PipelineToRun) -> dict[int, list[_Action | None]]:

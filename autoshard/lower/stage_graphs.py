@@ -20,7 +20,7 @@ from autoshard.lower.flow import Pace
 from autoshard.lower.fx_program import Boxed, RankGraphs, boxed, subgraph, trace
 from autoshard.lower.microbatches import with_sums
 from autoshard.lower.overlap import scheduled
-from autoshard.lower.stages import Stage
+from autoshard.lower.stages import LoweredStage
 from autoshard.solution.staged import SENT
 
 
@@ -45,7 +45,9 @@ class StageGraphs:
     halves: Halves | None
 
 
-def stage_graphs(stage: Stage, groups: Groups, where: tuple[int, ...], device: str, spare_bytes: float, *, halved: bool) -> StageGraphs:
+def stage_graphs(
+    stage: LoweredStage, groups: Groups, where: tuple[int, ...], device: str, spare_bytes: float, *, halved: bool
+) -> StageGraphs:
     """The graphs of the rank at coordinate `where` of the stage's mesh. halved: with the backward pass in two halves.
 
     spare_bytes: by which overlapping collectives with compute may raise the peak. ValueError where a local shape isn't the planned one.
@@ -82,10 +84,10 @@ def _halves(graphs: RankGraphs) -> Halves:
 
 
 def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    found, waiting = set(nodes), list(nodes)
+    ancestors, waiting = set(nodes), list(nodes)
     while waiting:
         for source in waiting.pop().all_input_nodes:
-            if source not in found:
-                found.add(source)
+            if source not in ancestors:
+                ancestors.add(source)
                 waiting.append(source)
-    return found
+    return ancestors

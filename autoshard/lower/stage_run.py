@@ -20,14 +20,14 @@ from autoshard.lower.collectives import Groups, Rank
 from autoshard.lower.microbatches import OpenStep, StepMoves
 from autoshard.lower.sharding import shard_of_rank
 from autoshard.lower.stage_graphs import StageGraphs
-from autoshard.lower.stages import Stage
+from autoshard.lower.stages import LoweredStage
 from autoshard.lower.traced_call import local
 from autoshard.lower.transfers import Incoming, exchange, outgoing
 from autoshard.solution.staged import RECEIVED, SENT
 
 
 @dataclass(eq=False)
-class Place:
+class PipelineRank:
     """A rank and the groups of the pipeline."""
 
     rank: int
@@ -47,8 +47,17 @@ class StepInputs:
 class StageRun(_PipelineStageBase):
     """The state of a stage during a step, and its passes."""
 
-    def __init__(self, stage: Stage, graphs: StageGraphs, held: nn.Module, constants: Mapping[str, Tensor], place: Place,
-                 where: tuple[int, ...], groups: Groups, num_stages: int):  # fmt: skip
+    def __init__(
+        self,
+        stage: LoweredStage,
+        graphs: StageGraphs,
+        held: nn.Module,
+        constants: Mapping[str, Tensor],
+        place: PipelineRank,
+        where: tuple[int, ...],
+        groups: Groups,
+        num_stages: int,
+    ):
         super().__init__(nn.Module(), stage.index, num_stages, place.device, place.alone)
         self.stage, self.graphs, self.place, self.constants, self.where = stage, graphs, place, constants, where
         named = (*held.named_parameters(remove_duplicate=False), *held.named_buffers(remove_duplicate=False))

@@ -28,7 +28,7 @@ from autoshard.solution.staged import RECEIVED, SENT, PipelineToRun, StageToRun
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
+class LoweredStage:
     """One stage, lowered. Names of crossing values are without `send:` and `recv:`."""
 
     index: int
@@ -49,7 +49,7 @@ class Stage:
 
 
 @dataclass(frozen=True, eq=False)
-class Copy:
+class SharedParameter:
     """A parameter that several device groups hold: the transfers of the others' gradients to the first group, and of the sum to them."""
 
     name: str
@@ -59,14 +59,14 @@ class Copy:
 
 
 @dataclass(frozen=True, eq=False)
-class Stages:
+class LoweredStages:
     """All stages of a pipeline, lowered."""
 
-    of: tuple[Stage, ...]
-    copies: tuple[Copy, ...]
+    of: tuple[LoweredStage, ...]
+    copies: tuple[SharedParameter, ...]
 
 
-def lower_stages(plan: PipelineToRun, *, device: str = "cpu") -> Stages:
+def lower_stages(plan: PipelineToRun, *, device: str = "cpu") -> LoweredStages:
     """ValueError where a stage can't be lowered, or where stages of a device group hold a parameter on different meshes."""
     planned = _with_one_home(plan.stages)
     crossing = [_crossing(planned, is_forward) for is_forward in (True, False)]
@@ -80,7 +80,7 @@ def lower_stages(plan: PipelineToRun, *, device: str = "cpu") -> Stages:
                 transfer(name, values[name].shape, values[name].dtype, held[source][name], held[target][name]) for name in names
             )
     of = tuple(_lowered(v, stage, held[v], between, device) for v, stage in enumerate(planned))
-    return Stages(of, tuple(_copies(of)))
+    return LoweredStages(of, tuple(_copies(of)))
 
 
 def why_no_loss(plan: PipelineToRun) -> str | None:
@@ -90,8 +90,8 @@ def why_no_loss(plan: PipelineToRun) -> str | None:
     if any(True for stage in plan.stages[:-1] for _ in _returned(stage)):
         return "an earlier stage than the last returns an output of the model; a pipeline runs a model that returns only its loss"
     if loss is None or loss.shape != () or "float" not in loss.dtype:
-        found = "no tensor" if loss is None else f"a tensor of shape {loss.shape} and type {loss.dtype}"
-        return f"the model's first output is {found}; a pipeline runs a model that returns its loss, a scalar: give it the targets, too"
+        returned = "no tensor" if loss is None else f"a tensor of shape {loss.shape} and type {loss.dtype}"
+        return f"the model's first output is {returned}; a pipeline runs a model that returns its loss, a scalar: give it the targets, too"
     return None
 
 
@@ -221,11 +221,11 @@ def _state(graph: Graph) -> Iterator[Op]:
 
 def _lowered(
     v: int, stage: StageToRun, held: Mapping[str, Held], between: Mapping[tuple[int, int], tuple[Transfer, ...]], device: str
-) -> Stage:
+) -> LoweredStage:
     graph, mesh, routes = stage.graph, stage.mesh, Routes(stage.mesh)
     results: dict[str, str] = {}
     reductions: dict[str, Redistribute] = {}
-    whole = text(replicated(len(mesh.axes)))
+    everywhere = text(replicated(len(mesh.axes)))
     for result in graph.results:
         key = f"{result.kind}:{result.name}"
         if result.value is None:
@@ -238,30 +238,30 @@ def _lowered(
             reductions[result.name] = _reduction(stage, result.name, result.value, routes)
             results[key] = text(reductions[result.name].source.layout)
         elif result.kind == "buffer":
-            results[key] = stage.layouts[result.name].outputs[0] or whole
+            results[key] = stage.layouts[result.name].outputs[0] or everywhere
         else:
-            results[key] = whole
+            results[key] = everywhere
     program = lower(graph, stage.layouts, results, mesh, routes=routes, device=device)
     arrives = {True: between.get((v - 1, v), ()), False: between.get((v + 1, v), ())}
     leaves = {True: between.get((v, v + 1), ()), False: between.get((v, v - 1), ())}
-    return Stage(v, stage.group, stage.devices, mesh, graph, program, arrives, leaves, reductions)
+    return LoweredStage(v, stage.group, stage.devices, mesh, graph, program, arrives, leaves, reductions)
 
 
 def _reduction(stage: StageToRun, name: str, value: tuple[int, int], routes: Routes) -> Redistribute:
     """From the layout in which the gradient of a parameter is added up to the parameter's."""
-    tensor, made = stage.graph.tensor(value), _read_from(stage, value)
+    tensor, produced = stage.graph.tensor(value), _read_from(stage, value)
     target = parse(stage.layouts[name].outputs[0] or "")
-    once = local_numel(tensor.shape, made, stage.mesh) <= local_numel(tensor.shape, target, stage.mesh)
+    once = local_numel(tensor.shape, produced, stage.mesh) <= local_numel(tensor.shape, target, stage.mesh)
 
     def slot(name: str, layout: Layout) -> Slot:
         return slot_of(name, value, tensor, layout, stage.mesh)
 
-    return redistribution(slot(f"{name}.sum", made if once else target), slot(f"gradient:{name}", target), tensor, routes)
+    return redistribution(slot(f"{name}.sum", produced if once else target), slot(f"gradient:{name}", target), tensor, routes)
 
 
-def _copies(stages: Sequence[Stage]) -> Iterator[Copy]:
+def _copies(stages: Sequence[LoweredStage]) -> Iterator[SharedParameter]:
     """The parameters that several groups hold, in the order of the stages."""
-    holders: dict[str, dict[int, Stage]] = {}
+    holders: dict[str, dict[int, LoweredStage]] = {}
     for stage in stages:
         for name in stage.reductions:
             holders.setdefault(name, {}).setdefault(stage.group, stage)
@@ -272,10 +272,10 @@ def _copies(stages: Sequence[Stage]) -> Iterator[Copy]:
             for other in others:
                 there.append(_gradient_transfer(name, other, first))
                 back.append(_gradient_transfer(name, first, other))
-            yield Copy(name, tuple(by_group), tuple(there), tuple(back))
+            yield SharedParameter(name, tuple(by_group), tuple(there), tuple(back))
 
 
-def _gradient_transfer(name: str, source: Stage, target: Stage) -> Transfer:
+def _gradient_transfer(name: str, source: LoweredStage, target: LoweredStage) -> Transfer:
     slot = source.reductions[name].target
     shape = source.graph.tensor(slot.value).shape
     ends = [Held(stage.parameters[name], stage.mesh, stage.devices) for stage in (source, target)]

@@ -138,8 +138,8 @@ class _Search:
                     continue
                 self.tight = table.plan(self.tight)
             with self.watch.phase("divide", f"dividing into stages for {K} microbatches", 0.8 * (n + 1) / len(counts)):
-                found = choices_of(table, self.options.schedules, grid=self.options.grid)
-                configurations += [replace(c, unit_seconds=self.options.unit_seconds) for c in found if self._wanted(c)]
+                considered = choices_of(table, self.options.schedules, grid=self.options.grid)
+                configurations += [replace(c, unit_seconds=self.options.unit_seconds) for c in considered if self._wanted(c)]
         with self.watch.phase("finish", "planning the stages of the best", 0.85):
             best, configurations = self._settled(configurations)
             if best is None:

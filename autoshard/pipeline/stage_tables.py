@@ -201,12 +201,11 @@ class StageTable:
         exchanged = np.zeros((L, L + 1))
         if not self.training:
             return exchanged
-        latency, bandwidth = self.cluster.link(s, s)
         for name, layers in self.layers.shared.items():
             size = self.layers.graph.ops[self.layers.graph.parameters[name]].output.bytes
             before = np.searchsorted(layers, np.arange(L + 1))  # of the layers that share it, those below each boundary
             inside = before[None, :] - before[:L, None]
-            exchanged += np.where((inside > 0) & (inside < len(layers)), 2 * (latency + size / (s.size * bandwidth)), 0.0)
+            exchanged += np.where((inside > 0) & (inside < len(layers)), 2 * self.cluster.seconds_between(s, s, size), 0.0)
         return exchanged
 
     def exchange_seconds(self, part: Stage) -> float:

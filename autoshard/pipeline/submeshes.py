@@ -132,25 +132,20 @@ class Cluster:
         x = np.zeros((len(bytes_over), len(self.submeshes), len(self.submeshes)))
         for a, sender in enumerate(self.submeshes):
             for u, receiver in enumerate(self.submeshes):
-                if (measured := self.measured_link) is not None:
-                    parts = np.asarray(bytes_over) / min(sender.size, receiver.size)
-                    x[:, a, u] = [axis_transfer_seconds(part, measured) for part in parts]
-                    continue
-                latency, bandwidth = self.link(sender, receiver)
-                seconds = transfer_seconds(np.asarray(bytes_over), latency, min(sender.size, receiver.size) * bandwidth)
-                x[:, a, u] = np.where(np.asarray(bytes_over) > 0, seconds, 0.0)
+                x[:, a, u] = [self.seconds_between(sender, receiver, size) for size in bytes_over]
         return x
 
-    @property
-    def measured_link(self) -> Axis | None:
-        """On a cluster of one kind of nodes."""
-        return self.kinds[0].link if len(self.kinds) == 1 else None
+    def seconds_between(self, a: SubMesh, u: SubMesh, size: float) -> float:
+        """Of a tensor of `size` bytes from one sub-mesh to another, in equal parts; 0 without bytes."""
+        devices = min(a.size, u.size)
+        if len(self.kinds) == 1 and self.kinds[0].link is not None:
+            return axis_transfer_seconds(size / devices, self.kinds[0].link)
+        latency, bandwidth = self.link(a, u)
+        return float(transfer_seconds(size, latency, devices * bandwidth)) if size > 0 else 0.0
 
     def link(self, a: SubMesh, u: SubMesh) -> tuple[float, float]:
         """Latency, and bytes per second between a device of one sub-mesh and a device of the other. They count as devices of the same node
         only if the cluster has one node."""
-        if (measured := self.measured_link) is not None:
-            return measured.latency, measured.device_bandwidth
         if len(self.kinds) == 1 and self.kinds[0].nodes == 1:
             return INTRA_LATENCY, self.kinds[0].intra_node_bandwidth
         ends = [self.kinds[x.kind] for x in (a, u)]
