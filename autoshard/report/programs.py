@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.report.blocks import split
-from autoshard.report.text import PROOF, ROUNDING
+from autoshard.report.proof import ROUNDING, sentence
 from autoshard.solution import ProgramsSolution
 from autoshard.solution.changes import changes
 from autoshard.units import seconds, size
@@ -45,7 +45,8 @@ def programs_report(plan: ProgramsSolution) -> RenderableType:
     mesh, gap = "x".join(map(str, plan.mesh.shape)), plan.gap if plan.gap > ROUNDING else 0.0
     head = f"{len(plan.programs)} programs on {mesh} {plan.mesh.device.name}: {seconds(plan.cost)} per unit"
     head += f", {size(plan.peak_bytes)} at the peak"
-    proof = f"{plan.status}, gap {gap:.2g}: {PROOF[plan.status]}"
+    verdict = "proven" if plan.status == "optimal" and gap else plan.status
+    proof = f"{verdict}, gap {gap:.2g}: {sentence(plan.status, gap)}"
     return Group(Text(head), Text(proof), Text(""), _losses(plan), *_copies(plan))
 
 

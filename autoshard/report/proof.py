@@ -27,13 +27,16 @@ def proof(solution: Solution) -> str:
     if solution.status == "unjudged":
         return "layouts only: nothing is known about their cost"
     gap, said = solution.objective_gap, " with overlap" if solution.overlapped else ""
-    if solution.status == "optimal" and gap <= ROUNDING:
-        return f"no plan is faster{said} under these prices"
-    if solution.status == "optimal":
-        return f"no plan is faster{said} by more than {percents(gap)} under these prices"
-    if solution.overlapped:
+    if solution.overlapped and solution.status != "optimal":
         return "the shortest time line that the search found; no plan has one shorter than the bound"
-    return "the best found in the time given; a longer time limit may find a better one"
+    return sentence(solution.status, gap, said)
+
+
+def sentence(status: str, gap: float, said: str = "") -> str:
+    """What a status and a relative gap say of all other plans."""
+    if status != "optimal":
+        return "the best found in the time given; a longer time limit may find a better one"
+    return f"no plan is faster{said}{f' by more than {percents(gap)}' if gap > ROUNDING else ''} under these prices"
 
 
 def overlapped_words(solution: Solution) -> str:

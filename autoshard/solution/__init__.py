@@ -9,6 +9,7 @@ from .load import load_any as load_any
 from .programs import ProgramsSolution as ProgramsSolution
 from .programs import load_programs as load_programs
 from .record import FORMAT as FORMAT
+from .record import ROUNDING as ROUNDING
 from .record import VERSION as VERSION
 from .record import Placed as Placed
 from .record import Solution as Solution
