@@ -82,7 +82,7 @@ def test_the_verb_plans_shows_and_hands_on(tmp_path, capsys):
     )
     assert main(["programs", f"{source}:programs", "--mesh", "2", "--set", "rows=3", "--out", plan, "--json", "--quiet"]) == 0
     record = json.loads(capsys.readouterr().out)
-    assert record["programs"]["use"]["weight"] == 3 and record["gap"] < 1e-9
+    assert record["programs"]["use"]["weight"] == 3 and record["gap"] <= 0.001
     for words in (["programs", plan], ["show", plan], ["show", f"{plan}#use"], ["diff", plan, plan]):
         assert main([*words, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)

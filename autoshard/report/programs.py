@@ -79,8 +79,8 @@ def _copies(plan: ProgramsSolution) -> list[RenderableType]:
         table.add_column(column, justify="right" if column in ("seconds", "bytes sent") else "left", overflow="fold")
     for (family, _, _, source, target), rows in list(alike.items())[:MOST_ROWS]:
         table.add_row(family, _named(rows), source, target, seconds(_sum(rows, "seconds")), size(_sum(rows, "bytes")))
-    rest = [Text(f"and {len(alike) - MOST_ROWS} more kinds (--json lists them)")] if len(alike) > MOST_ROWS else []
-    return [Text(""), table, *rest]
+    unlisted = [Text(f"and {len(alike) - MOST_ROWS} more kinds (--json lists them)")] if len(alike) > MOST_ROWS else []
+    return [Text(""), table, *unlisted]
 
 
 def _named(rows: Sequence[Mapping]) -> str:
