@@ -26,6 +26,7 @@ a bound on the step.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -34,7 +35,7 @@ import numpy as np
 
 from autoshard.cost import host_bandwidth, host_seconds
 from autoshard.formulate.records import Formulation, Layouts
-from autoshard.graph import SELECTED, Alternatives, Chosen, Graph, Offload, Tensor
+from autoshard.graph import SELECTED, Alternatives, Chosen, Graph, Offload, Tensor, repeated_blocks
 from autoshard.layout import local_numel
 from autoshard.mesh import Mesh
 from autoshard.problem import Edge, Problem, Usage
@@ -146,17 +147,20 @@ class _Extending:
         return roles
 
     def _places_of_reloads(self) -> dict[int, str]:
-        """Before which op a value is copied back: early enough, by the least seconds of the backward's kernels."""
+        """Before which op a value is copied back: early enough, by the least seconds of the backward's kernels, but at most a layer ahead."""
         ops, names = self.graph.ops, self.original.index
         least = np.array([self._least(i) if op.backward and i not in self.optional else 0.0 for i, op in enumerate(ops)])
         until = np.concatenate([[0.0], np.cumsum(least)])
         usable = [i for i, op in enumerate(ops) if op.backward and not op.is_placeholder and op.name in names]
+        layers = 1 + max((place.instance for place in repeated_blocks(self.original).places if place is not None), default=0)
+        farthest = len(usable) // layers  # usable ops
         before = {}
         for i in (i for i, modes in self.modes.items() if OFFLOADED_MODE in modes):
             seconds = LEAD * host_seconds(self.graph.tensor((i, 0)).bytes / self.mesh.num_devices, self.mesh.device)
             early = int(np.searchsorted(until, until[i] - seconds, side="right")) - 1
-            at = max([j for j in usable if j <= early] or usable[:1])
-            before[i] = ops[at if at <= i else usable[0]].name
+            reader = bisect_left(usable, i)
+            at = max(bisect_right(usable, early) - 1, reader - farthest, 0)
+            before[i] = ops[usable[min(at, max(reader - 1, 0))]].name
         return before
 
     def _least(self, i: int) -> float:

@@ -54,12 +54,11 @@ class Selected:
 def best_selected(context: Context) -> tuple[Selected, Answer] | None:
     """The fastest way to get the saved values that was found, and its certificate; None where nothing fits in memory."""
     gap, search = context.options.gap, _Search(context)
-    if search.ask(None) and host_bandwidth(context.mesh.device) is None:
-        return search.best()
+    search.ask(None)
     if host_bandwidth(context.mesh.device) is None or search.met_without_limit(gap):
         return search.best()
     for e in (0.0, 1.0):
-        if search.ask(e) and search.is_met(gap):
+        if not search.ask(e) or search.is_met(gap):
             return search.best()
     for _ in range(MOST_SHARES - 2):
         if (e := search.crossing()) is None or not search.ask(e) or search.is_met(gap):

@@ -29,6 +29,7 @@ from .split import split
 
 AGREED = 1e-4  # relative: answer and bound at a price; branch and bound proves the rest
 STEEPER, STEEPEST = 8.0, 1e4  # until an answer fits, the fastest answer's memory is worth its seconds once, 8 times, ...
+FREE_GAP = 0.01  # relative: of the fastest answer, which is one end of a chord only, where it does not fit
 CHORDS = 30
 FILLINGS = 6  # of an answer with parts of another; a time at which one filling was too large is considered in the next
 SPLITS = 3  # parts, those with the largest savings, of which a beginning or an end is tried
@@ -57,7 +58,11 @@ def search_prices(problem: Problem, incumbent: Incumbent, messages: np.ndarray |
     lagrangian = Lagrangian(without_limit(problem), incumbent.deadline, record.clock, gap, exact_seconds=0.0, homes=record.homes)
     if incumbent.choice is not None:
         lagrangian.add(incumbent.choice)
+    lagrangian.gap = max(gap, FREE_GAP)
     lagrangian.minimum(np.zeros(len(lagrangian.rows.times)), messages)
+    lagrangian.gap = gap
+    if any(f.memory <= limit for f in lagrangian.answers.values()):  # it may be the best answer
+        lagrangian.minimum(np.zeros(len(lagrangian.rows.times)))
     report(lagrangian, incumbent, limit)
     if not lagrangian.answers or incumbent.done:
         return
