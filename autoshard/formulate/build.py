@@ -242,7 +242,8 @@ def op_candidate_seconds(op: Op, inputs: tuple[Tensor, ...], candidate: Candidat
     if stages := op_stages(op, inputs, candidate, mesh):
         return makespan(stages, mesh)
     share = share_of_flops(op, inputs, candidate.inputs, mesh)
-    return _kernel_seconds(op, inputs, candidate, mesh, share) + sum(one.seconds for one in op_collectives(op, inputs, candidate, mesh))
+    collectives = priced(internal_collectives(op, inputs, candidate.inputs, mesh), mesh)
+    return _kernel_seconds(op, inputs, candidate, mesh, share) + sum(one.seconds for one in collectives)
 
 
 def op_stages(op: Op, inputs: tuple[Tensor, ...], candidate: Candidate, mesh: Mesh) -> tuple[TimedStage, ...]:
