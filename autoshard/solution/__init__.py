@@ -6,6 +6,7 @@ from .interval import parts as parts
 from .interval import price_errors as price_errors
 from .load import load as load
 from .record import FORMAT as FORMAT
+from .record import ROUNDING as ROUNDING
 from .record import VERSION as VERSION
 from .record import Placed as Placed
 from .record import Solution as Solution
