@@ -29,7 +29,7 @@ from autoshard.cli.patience import Patience, interrupt_effect
 
 PATIENCE = 2.0  # seconds until progress is shown
 NARROW = 80  # columns, where neither a terminal nor COLUMNS says how many
-FOUND = "found a plan"  # progress that stays on the screen
+KNOWN = "found a plan"  # progress that stays on the screen
 WIDEST = 10_000  # columns: wider than any table
 
 
@@ -128,7 +128,7 @@ class Bar(Quiet):
                 self.bar.start()
 
     def update(self, what: str, fraction: float) -> None:
-        if what.startswith(FOUND) and time.monotonic() - self.began > PATIENCE:
+        if what.startswith(KNOWN) and time.monotonic() - self.began > PATIENCE:
             self.bar.console.print(visible(what.partition(" (Ctrl-C")[0]), markup=False, highlight=False)
         self.bar.update(self.task, description=" ".join(visible(what).split()), completed=fraction)
 

@@ -70,12 +70,12 @@ def overlapped(context: Context, instance: Instance, answer: Answer, starts: Seq
         answer = replace(answer, interrupted=True)
     choice = search.best
     judged = evaluate(instance.problem, choice)
-    found = replace(answer, choice=choice, cost=judged.cost, peak=judged.peak, bound=min(answer.bound, judged.cost))
-    aligned = align_batches(instance.formulated, instance.problem, found, 0.0)
+    polished = replace(answer, choice=choice, cost=judged.cost, peak=judged.peak, bound=min(answer.bound, judged.cost))
+    aligned = align_batches(instance.formulated, instance.problem, polished, 0.0)
     assert aligned.choice is not None
     if search.offer(aligned.choice) <= search.seconds[choice]:
-        choice, found = aligned.choice, aligned
-    return Overlapped(found, search.seconds[choice], min(search.bound, search.seconds[choice]), serial_seconds)
+        choice, polished = aligned.choice, aligned
+    return Overlapped(polished, search.seconds[choice], min(search.bound, search.seconds[choice]), serial_seconds)
 
 
 class _Search:
@@ -129,14 +129,14 @@ class _Search:
             if k >= len(DISCOUNTS):
                 prices[: len(centre)] += (1 - STEP) * centre
             self._say(k)
-            found, bound = self._solved(prices)
-            if found is None:
+            answer, bound = self._solved(prices)
+            if answer is None:
                 return
             if bound > highest or k < len(DISCOUNTS):
                 centre, highest = prices, bound
-            tried.append(found)
-            self.offer(found)
-            self._add_chain(found)
+            tried.append(answer)
+            self.offer(answer)
+            self._add_chain(answer)
 
     def _discounted(self, discount: float) -> np.ndarray:
         """Prices at which seconds outside of the serial plan's chain count `discount` of those on it."""

@@ -54,7 +54,7 @@ from autoshard.solvers import Answer, Status, solve
 from autoshard.strategies import candidates
 from autoshard.units import seconds
 
-FOUND = "found a plan"  # what is said then; the command line keeps it on the screen
+KNOWN = "found a plan"  # what is said then; the command line keeps it on the screen
 RECOMPUTE_GAP = 0.01  # relative: how well `auto` plans at least, the numbers of blocks that it compares and the one that it chooses
 
 
@@ -192,13 +192,13 @@ def _overlapped(
     """The plan of the shortest time line. Prices of pins and offers of padding are differences of costs, those of the serial answer."""
     clock, options = context.clock, context.options
     with clock.phase("overlap", "solving for overlap", 0.6), no_search_for_cycles():
-        found = overlapped(context, instance, serial, starts)
+        shortest = overlapped(context, instance, serial, starts)
     with clock.phase("describe", "writing the plan", 0.95), no_search_for_cycles():
-        solution = describe(instance.formulated, found.answer, options, rows, context.assumptions)
-    solution = replace(solution, overlapped=found.to_dict(), status=found.status(options.gap).value)
-    if not found.answer.interrupted:
-        assert found.answer.choice is not None
-        solution = _with_advice(context, instance, serial, found.answer.choice, solution)
+        solution = describe(instance.formulated, shortest.answer, options, rows, context.assumptions)
+    solution = replace(solution, overlapped=shortest.to_dict(), status=shortest.status(options.gap).value)
+    if not shortest.answer.interrupted:
+        assert shortest.answer.choice is not None
+        solution = _with_advice(context, instance, serial, shortest.answer.choice, solution)
     return replace(solution, seconds=clock.seconds())
 
 
@@ -207,7 +207,7 @@ def _with_advice(context: Context, instance: Instance, answer: Answer, choice: t
     clock, options = context.clock, context.options
     if options.baselines or options.keep or options.price_pins:
         gap = f"within {solution.objective_gap:.2%} of the best" if solution.objective_gap < 1 else "with no useful bound"
-        clock.say(f"{FOUND} of {seconds(solution.objective_seconds)}{', overlapped' if solution.overlapped else ''}, {gap}", 0.95)
+        clock.say(f"{KNOWN} of {seconds(solution.objective_seconds)}{', overlapped' if solution.overlapped else ''}, {gap}", 0.95)
     try:
         if options.baselines:
             with clock.phase("describe", "pricing schemes of modules", 0.96), no_search_for_cycles():
