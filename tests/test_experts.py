@@ -43,9 +43,8 @@ def expert_parallel_plan(shape, **sizes):
 # -- recognition -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_experts_of_a_mixtral_are_one_op(dtype):
-    graph, _ = capture_deep(*mixtral(dtype=dtype), training=True)
+def test_the_experts_of_a_mixtral_are_one_op():
+    graph, _ = capture_deep(*mixtral(dtype="bfloat16"), training=True)
     assert [op.target for op in graph.ops if is_experts(op)] == list(TARGETS)
     assert not any("sort" in op.target or "grouped_mm" in op.target for op in graph.ops)
 
@@ -139,7 +138,7 @@ def test_rows_that_go_missing_are_an_error(monkeypatch):
 # -- plans -------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@pytest.mark.parametrize("shape", [(2, 2)])
 def test_expert_parallelism_is_verified(shape):
     module, inputs, solution = expert_parallel_plan(shape)
     everything = ",".join(["S(0)"] * len(shape))
@@ -233,6 +232,7 @@ def _train(rank, model, solution, steps, sizes):
     return losses, sum(sent) / steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "one_expert"), [((4,), False), ((2, 2), False), ((4,), True)])
 def test_training_on_gloo_ranks_is_that_of_one_process(shape, one_expert):
     steps, sizes = (20, (8, 8)) if not one_expert else (4, (8, 8))
@@ -248,6 +248,7 @@ def test_training_on_gloo_ranks_is_that_of_one_process(shape, one_expert):
     assert expected[-1] != pytest.approx(expected[0], rel=1e-3)  # it learns something
 
 
+@pytest.mark.slow
 def test_bytes_on_gloo_are_those_that_are_priced():
     """Within 5 %: a token's experts are assumed to be any of them alike."""
     sizes = (32, 32)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
+from autoshard.layout import parse
 from autoshard.solution import Solution
 
 
@@ -38,6 +40,15 @@ class Export(dict):
         else:
             price = f"a step takes {self.cost_seconds:.4g} s as exported, {self.plan_seconds:.4g} s as planned: {self.extra_seconds:+.3g} s"
         return (price, *(f"not carried: {one.what}{f' ({one.plan})' if one.plan else ''}: {one.why}" for one in self.left))
+
+
+def sent_tokens(solution: Solution) -> tuple[Left, ...]:
+    """What a format of parameters and modules loses of expert parallelism: one entry where tokens go to sharded experts by all_to_all."""
+    of_experts = [placed.inputs for op, placed in solution.layouts.items() if re.fullmatch(r"(biased_)?experts(_\d+)?", op)]
+    pairs = [list(zip(parse(inputs[0]), parse(inputs[3]), strict=True)) for inputs in of_experts if len(inputs) in (5, 7)]
+    count = sum(any(tokens.is_shard(0) and experts.is_shard(0) for tokens, experts in pair) for pair in pairs)
+    why = "the model's own code sorts all tokens on each device, and none are sent"
+    return (Left(f"tokens sent to the experts of {count} layers by all_to_all", why),) if count else ()
 
 
 def with_cost(solution: Solution, value: dict, left: tuple[Left, ...], known: dict, scheme: str) -> Export:
