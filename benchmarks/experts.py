@@ -7,7 +7,8 @@ and four sequences per device, without a memory limit. Columns: seconds per step
 
     plan         the best plan
     all_to_all   the baseline expert_parallel: experts sharded over all axes that divide them, everything else as FSDP
-    gathering    the best plan of the same model whose experts are captured as sorts and grouped matmuls, as written: a sort needs all tokens
+    gathering    the best plan of the same model whose experts are captured as they are written, as sorts and grouped matmuls; a sort needs
+                 all tokens
 
 CPU seconds are those of `plan`, capture included, with its baselines; each case runs in a process of its own.
 """
@@ -40,7 +41,8 @@ MODELS = {
     "qwen3-30b-a3b": {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
         "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-        "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "max_position_embeddings": 40960,
+        "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "max_position_embeddings": 40960,
     },
     "deepseek-v3": {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},  # the class's own sizes: 671 B parameters
 }  # fmt: skip
@@ -59,7 +61,8 @@ def planned(name: str, mesh_name: str, gathering: bool) -> dict:
     cpu = time.process_time()
     with mock.patch.object(captured, "experts_as_one_op", lambda graph: 0) if gathering else nullcontext():
         solution = autoshard.plan(module, inputs, mesh, training=True, baselines=not gathering, accepted=(0.01, 60.0), gap=1e-3)
-    row = {"seconds": solution.cost, "bound_seconds": solution.bound, "bytes": solution.peak_bytes, "cpu_seconds": time.process_time() - cpu}
+    cpu = time.process_time() - cpu
+    row = {"seconds": solution.cost, "bound_seconds": solution.bound, "bytes": solution.peak_bytes, "cpu_seconds": cpu}
     if not gathering:
         one = solution.baselines["expert_parallel"]
         row |= {"all_to_all_seconds": one["cost_seconds"], "all_to_all_bytes": one["peak_bytes"], "matched": one["matched"]}

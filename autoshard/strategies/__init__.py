@@ -4,9 +4,9 @@ from autoshard.strategies.candidates import Candidate as Candidate
 from autoshard.strategies.candidates import Candidates as Candidates
 from autoshard.strategies.candidates import candidates as candidates
 from autoshard.strategies.candidates import one_axis_rows as one_axis_rows
-from autoshard.strategies.experts import sends_tokens as sends_tokens
 from autoshard.strategies.expert_traffic import is_experts as is_experts
 from autoshard.strategies.expert_traffic import worked_shapes as worked_shapes
+from autoshard.strategies.experts import sends_tokens as sends_tokens
 from autoshard.strategies.internal import internal_bytes as internal_bytes
 from autoshard.strategies.internal import internal_collectives as internal_collectives
 from autoshard.strategies.register import register_rule as register_rule
