@@ -43,9 +43,8 @@ def expert_parallel_plan(shape, **sizes):
 # -- recognition -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_experts_of_a_mixtral_are_one_op(dtype):
-    graph, _ = capture_deep(*mixtral(dtype=dtype), training=True)
+def test_the_experts_of_a_mixtral_are_one_op():
+    graph, _ = capture_deep(*mixtral(dtype="bfloat16"), training=True)
     assert [op.target for op in graph.ops if is_experts(op)] == list(TARGETS)
     assert not any("sort" in op.target or "grouped_mm" in op.target for op in graph.ops)
 
@@ -58,9 +57,9 @@ def test_other_grouped_matmuls_stay_as_they_are():
 
 
 def test_flops_are_those_of_the_matmuls():
-    T, k, E, H, F, I = 6, 2, 4, 8, 32, 16
-    inputs = [((T, H), "float32"), ((T, k), "int64"), ((T, k), "float32"), ((E, H, F), "float32"), ((E, I, H), "float32")]
-    matmuls = 2 * T * k * (H * F + I * H)
+    T, k, E, H, F, N = 6, 2, 4, 8, 32, 16
+    inputs = [((T, H), "float32"), ((T, k), "int64"), ((T, k), "float32"), ((E, H, F), "float32"), ((E, N, H), "float32")]
+    matmuls = 2 * T * k * (H * F + N * H)
     assert matmuls <= op_flops(TARGETS[0], inputs, [((T, H), "float32")]) < 1.2 * matmuls  # and activations
     backward = op_flops(TARGETS[1], [inputs[0], *inputs], [])
     assert 2 * matmuls + 2 * T * k * H * F <= backward < 1.2 * (2 * matmuls + 2 * T * k * H * F)  # hidden values are computed again
@@ -73,7 +72,7 @@ ROUTINGS = {
     "random": lambda T, E, k: torch.stack([torch.randperm(E)[:k] for _ in range(T)]),
     "all tokens to the same experts": lambda T, E, k: torch.arange(k).expand(T, k).contiguous(),
     "the last expert has no tokens": lambda T, E, k: torch.stack([torch.randperm(E - 1)[:k] for _ in range(T)]),
-    "one rank sends nothing to the others": lambda T, E, k: torch.stack([(torch.arange(k) + (0 if t < T // 4 else 2)) % E for t in range(T)]),
+    "one rank sends nothing": lambda T, E, k: torch.stack([(torch.arange(k) + (0 if t < T // 4 else 2)) % E for t in range(T)]),
 }
 
 
@@ -93,8 +92,8 @@ def simulated(mesh, axes, sent, backward, tensors):
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 def test_tokens_reach_their_experts_and_come_back(routing, shape):
     torch.manual_seed(0)
-    mesh, T, E, H, I, k = mesh_of(*shape), 16, 8, 8, 16, 2
-    x, grad, up, down = torch.randn(T, H), torch.randn(T, H), torch.randn(E, H, I), torch.randn(E, I, H)
+    mesh, T, E, H, N, k = mesh_of(*shape), 16, 8, 8, 16, 2
+    x, grad, up, down = torch.randn(T, H), torch.randn(T, H), torch.randn(E, H, N), torch.randn(E, N, H)
     ids, weights = ROUTINGS[routing](T, E, k), torch.rand(T, k)
     y = expert_parallel._local(x, ids, weights, up, down, activation=ACTIVATION)
     expected = [y, *expert_parallel._local_backward(grad, x, ids, weights, up, down, activation=ACTIVATION)]
@@ -131,7 +130,8 @@ def test_rows_that_go_missing_are_an_error(monkeypatch):
 
     hop_forth = hop.rows_forth
     monkeypatch.setattr(hop, "rows_forth", loses_one)
-    tensors = [torch.randn(8, 4), torch.randn(8, 4), torch.arange(8).reshape(8, 1) % 4, torch.ones(8, 1), torch.randn(2, 4, 4), torch.randn(2, 4, 4)]
+    x, up, down = torch.randn(8, 4), torch.randn(2, 4, 4), torch.randn(2, 4, 4)
+    tensors = [x, x, torch.arange(8).reshape(8, 1) % 4, torch.ones(8, 1), up, down]
     with pytest.raises(ValueError, match="expects"):
         simulated(mesh_of(2), (0,), (True,), False, [tensors, tensors])
 
@@ -139,7 +139,7 @@ def test_rows_that_go_missing_are_an_error(monkeypatch):
 # -- plans -------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@pytest.mark.parametrize("shape", [(2, 2)])
 def test_expert_parallelism_is_verified(shape):
     module, inputs, solution = expert_parallel_plan(shape)
     everything = ",".join(["S(0)"] * len(shape))
@@ -220,7 +220,8 @@ def _train(rank, model, solution, steps, sizes):
 
     def counting(self, ask):
         if ask.collective == "all_to_all":
-            number, (rows, _) = torch.distributed.get_rank(), ask.splits or ([len(ask.tensor) // self.sizes[ask.axis]] * self.sizes[ask.axis], None)
+            n = self.sizes[ask.axis]
+            rows = ask.splits[0] if ask.splits else [len(ask.tensor) // n] * n
             own = device_mesh.get_coordinate()[ask.axis]
             each = ask.tensor[:1].numel() * ask.tensor.element_size() if len(ask.tensor) else 0
             sent.append((sum(rows) - rows[own]) * each)
@@ -233,6 +234,7 @@ def _train(rank, model, solution, steps, sizes):
     return losses, sum(sent) / steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "one_expert"), [((4,), False), ((2, 2), False), ((4,), True)])
 def test_training_on_gloo_ranks_is_that_of_one_process(shape, one_expert):
     steps, sizes = (20, (8, 8)) if not one_expert else (4, (8, 8))
@@ -248,6 +250,7 @@ def test_training_on_gloo_ranks_is_that_of_one_process(shape, one_expert):
     assert expected[-1] != pytest.approx(expected[0], rel=1e-3)  # it learns something
 
 
+@pytest.mark.slow
 def test_bytes_on_gloo_are_those_that_are_priced():
     """Within 5 %: a token's experts are assumed to be any of them alike."""
     sizes = (32, 32)

@@ -3,8 +3,8 @@
     y[t] = sum over j of weights[t, j] MLP(ids[t, j], x[t])        MLP(e, v) = activation(v up[e] + up_bias[e]) down[e] + down_bias[e]
 
 x [T, H], ids [T, k], weights [T, k], up [E, H, F], down [E, I, H]; `biased_experts` has up_bias [E, F] and down_bias [E, H] too. The
-result has the wider dtype of x and weights. The activation is text: the ATen calls between the two matmuls, as JSON (`lower.kernels.expert_parallel`
-runs it), each call a list of its name and arguments, "$0" for v up[e], "$n" for the result of the n-th call.
+result has the wider dtype of x and weights. The activation is text: the ATen calls between the two matmuls as JSON, each call a list of its
+name and arguments, "$0" for v up[e], "$n" for the result of the n-th call. `lower.kernels.expert_parallel` runs all of this.
 
 The backward reads the inputs only: hidden values are computed again, so that no tensor whose size depends on the routing is kept.
 
@@ -115,7 +115,8 @@ def _replace(graph: fx.Graph, down: fx.Node) -> None:
     _check(None not in biases)
     operands = (x, ids, weights, up_weight, down_weight, *biases)
     sizes = [_shape(node) for node in operands]  # type: ignore[arg-type]
-    _check(sizes[1] == sizes[2] == (sizes[0][0], chosen) and len(sizes[0]) == 2 and len({_dtype(n) for n in (x, up_weight, down_weight)}) == 1)
+    _check(sizes[1] == sizes[2] == (sizes[0][0], chosen) and len(sizes[0]) == 2)
+    _check(len({_dtype(node) for node in (x, up_weight, down_weight)}) == 1)
     activation = _as_text(first, steps, hidden)
     with graph.inserting_before(end):
         new = graph.call_function(OPERATORS["biased_experts" if biases else "experts"], (*operands, activation))  # type: ignore[arg-type]
@@ -264,7 +265,8 @@ def _end(out: list[fx.Node], order: _Order, region: _Region) -> tuple[fx.Node, f
     _check(_name(view) in VIEWS and len(_shape(view)) == 3)
     end = _only(_users(view))
     dims = _argument(end, 1, "dim")
-    _check(_name(end) == "sum" and dims in (1, [1], (1,)) and not _argument(end, 2, "keepdim", False) and _argument(end, 3, "dtype") is None)
+    _check(_name(end) == "sum" and dims in (1, [1], (1,)))
+    _check(not _argument(end, 2, "keepdim", False) and _argument(end, 3, "dtype") is None)
     region.add(weighted, column, view)
     return end, _unflat(flat, region), _shape(view)[1]
 

@@ -47,6 +47,10 @@ Microbatches = Annotated[
 GlobalBatch = Annotated[
     int | None, typer.Option("--global-batch", help="Examples of a step, instead of --microbatches.", min=1, show_default=False)
 ]
+ExpertImbalance = Annotated[
+    float | None,
+    typer.Option("--expert-imbalance", help="Tokens of the busiest rank's experts per its share. Default: 1.", min=1.0, show_default=False),
+]
 MASTER = "Count a float32 copy of 16-bit parameters that your optimizer holds: its bytes, its update's time. Running a plan makes none."
 MasterWeights = Annotated[bool, typer.Option("--master-weights", help=MASTER)]
 PRECISION = "Mixed precision: bf16, or bf16:reduce=bf16,output=fp32. Gradients are reduced in float32 unless it says otherwise."

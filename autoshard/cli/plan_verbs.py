@@ -17,6 +17,7 @@ from autoshard.cli.options import (
     ClusterFile,
     DeviceName,
     DType,
+    ExpertImbalance,
     GlobalBatch,
     InterNodeBandwidth,
     IntraNodeBandwidth,
@@ -85,6 +86,7 @@ def plan(
     precision: PrecisionText = None,
     master_weights: MasterWeights = False,
     microbatches: Microbatches = None,
+    expert_imbalance: ExpertImbalance = None,
     global_batch: GlobalBatch = None,
     objective: Objective = "serial",
     tie_blocks: Annotated[bool, typer.Option("--tie-blocks", help="Use the same layouts in all repeated blocks.")] = False,
@@ -128,7 +130,8 @@ def plan(
     options = planning_options(
         memory=memory, optimizer=optimizer, recompute=recompute, pin=pin, forbid=forbid,
         training=train, precision=precision, master_weights=master_weights, microbatches=microbatches, global_batch=global_batch,
-        objective=objective, tie_blocks=tie_blocks, price_pins=price_pins, baselines=not no_baselines, sequence_order=sequence_order,
+        objective=objective, expert_imbalance=expert_imbalance, tie_blocks=tie_blocks, price_pins=price_pins,
+        baselines=not no_baselines, sequence_order=sequence_order,
         solver=solver, time_limit=time_limit, **wanted_gap(gap), assumptions={"model": model, "set": keywords},
     )  # fmt: skip
     options = handed_on(options, kept)

@@ -363,6 +363,7 @@ ROWS: dict[str, Check] = {
     "pipeline": numbers,
     "microbatches": numbers,
     "global_batch": partial(at_least, 1),
+    "expert_imbalance": partial(at_least, 1),
     "nodes": partial(each, nodes),
     "planner": partial(one_of, PLANNERS),
     "count": partial(one_of, ("resident", "buffers")),

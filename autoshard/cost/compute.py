@@ -90,7 +90,8 @@ def op_flops(target: str, inputs: Sequence[Described], outputs: Sequence[Describ
     if name in FLOPS:
         return FLOPS[name](i, o)
     if name in EXPERTS:
-        return sum(op_flops(kernel, ins, outs) for kernel, ins, outs in expert_kernels(_with_rows(inputs, name), backward="backward" in name))
+        kernels = expert_kernels(_with_rows(inputs, name), backward="backward" in name)
+        return sum(op_flops(kernel, ins, outs) for kernel, ins, outs in kernels)
     return max((math.prod(shape) for shape in [*i, *o] if shape is not None), default=0)
 
 

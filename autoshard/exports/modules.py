@@ -19,7 +19,7 @@ from typing import Any
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.placement_types import Replicate
 
-from autoshard.exports.record import Export, Left, with_cost
+from autoshard.exports.record import Export, Left, sent_tokens, with_cost
 from autoshard.exports.source import comments, rows
 from autoshard.layout import parse
 from autoshard.solution import Solution
@@ -125,6 +125,7 @@ def left_on(solution: Solution, axis: str, known: dict) -> tuple[Left, ...]:
         left.append(Left(f"inputs sharded on {axis}", f"under module styles all ranks of {axis} see the same inputs"))
     if solution.precision is not None:
         left.append(Left(PRECISION, f"{solution.precision}; the module runs in its own dtypes: use fully_shard's mp_policy, or autocast"))
+    left += sent_tokens(solution)
     left.append(Left("layouts of activations, and routes between them", "a module's style fixes them"))
     return tuple(left)
 

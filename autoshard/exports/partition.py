@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from autoshard.exports.record import Left
+from autoshard.exports.record import Left, sent_tokens
 from autoshard.exports.source import comments, rows
 from autoshard.layout import Layout, parse
 from autoshard.solution import Solution
@@ -57,7 +57,8 @@ class Partition:
 
 def partition_fn(solution: Solution) -> Partition:
     """The plan's layouts as a partition function."""
-    return Partition(solution.mesh.shape, {name: (parse(row["layout"]), tuple(row["shape"])) for name, row in solution.parameters.items()})
+    layouts = {name: (parse(row["layout"]), tuple(row["shape"])) for name, row in solution.parameters.items()}
+    return Partition(solution.mesh.shape, layouts, LEFT + sent_tokens(solution))
 
 
 def as_text(partition: Partition) -> dict[str, list[str]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
+from autoshard.layout import parse
 from autoshard.solution import Solution
 
 
@@ -49,6 +51,15 @@ def _of_sequence(solution: Solution) -> tuple[Left, ...]:
     why = "modules compute attention of all tokens that they are given; shard the sequence with the tool's own context parallelism"
     order = " in head-tail order" if solution.sequence_order is not None else ""
     return (Left(f"attention over a sharded sequence{order}", why, f"queries {sharded[0][0]}, keys {sharded[0][1]}"),)
+
+
+def sent_tokens(solution: Solution) -> tuple[Left, ...]:
+    """What a format of parameters and modules loses of expert parallelism: one entry where tokens go to sharded experts by all_to_all."""
+    of_experts = [placed.inputs for op, placed in solution.layouts.items() if re.fullmatch(r"(biased_)?experts(_\d+)?", op)]
+    pairs = [list(zip(parse(inputs[0]), parse(inputs[3]), strict=True)) for inputs in of_experts if len(inputs) in (5, 7)]
+    count = sum(any(tokens.is_shard(0) and experts.is_shard(0) for tokens, experts in pair) for pair in pairs)
+    why = "the model's own code sorts all tokens on each device, and none are sent"
+    return (Left(f"tokens sent to the experts of {count} layers by all_to_all", why),) if count else ()
 
 
 def with_cost(solution: Solution, value: dict, left: tuple[Left, ...], known: dict, scheme: str) -> Export:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
-from autoshard.exports.record import Export, Left
+from autoshard.exports.record import Export, Left, sent_tokens
 from autoshard.layout import Layout, parse, placement_text
 from autoshard.mesh import Mesh
 from autoshard.solution import Solution
@@ -39,7 +39,7 @@ def sharding_map(solution: Solution, device_mesh: DeviceMesh | None = None) -> E
         module, _, attribute = name.rpartition(".")
         entry = modules.setdefault(module, {"node": name, "sharding": {}})
         entry["sharding"][attribute] = _spec(name, row, device_mesh)
-    return Export(modules, left=LEFT, plan_seconds=solution.cost)
+    return Export(modules, left=LEFT + sent_tokens(solution), plan_seconds=solution.cost)
 
 
 def unbacked_mesh(mesh: Mesh) -> DeviceMesh:
@@ -84,7 +84,7 @@ def portable(solution: Solution) -> Export:
         for name, row in solution.parameters.items()
     }
     mesh = {"shape": list(solution.mesh.shape), "axis_names": list(solution.mesh.axis_names)}
-    return Export({"format": 1, "mesh": mesh, "parameters": parameters}, left=LEFT, plan_seconds=solution.cost)
+    return Export({"format": 1, "mesh": mesh, "parameters": parameters}, left=LEFT + sent_tokens(solution), plan_seconds=solution.cost)
 
 
 def _placement(placement: Placement) -> str | dict:

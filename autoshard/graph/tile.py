@@ -101,8 +101,8 @@ class _Tiling:
         return name if index is None else f"{self.container}.*{index % self.period}{name[len(self.container) + 1 + len(str(index)) :]}"
 
     def _holds_parameters(self, repetition: Repetition) -> bool:
-        """Whether it consists of placeholders in the container up to its last layer (not of a head that repeats, too) and has the container's
-        period (not that of repeated parts of a layer)."""
+        """Whether it consists of placeholders in the container up to its last layer (not of a head that repeats, too) and has the
+        container's period (not that of repeated parts of a layer)."""
         item, later = self.items[repetition.start], self.items[repetition.start + repetition.period]
         if not (isinstance(item, Op) and item.is_placeholder):
             return False

@@ -93,16 +93,16 @@ def expert_collectives(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh
 
 
 def expert_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Mesh) -> int:
-    """The most bytes of temporary tensors on the busiest rank: while rows are sent, while they are multiplied, while products are added up."""
+    """The most bytes of temporary tensors on the busiest rank: while rows are sent, are multiplied, or their products are added up."""
     x, _, weights, up, down = _operands(op, inputs)
     load = _load(op, inputs, layouts, mesh)
-    H, F, I = x.shape[1], up.shape[2], down.shape[1]
+    H, F, N = x.shape[1], up.shape[2], down.shape[1]
     b, wide = x.itemsize, max(x.itemsize, weights.itemsize)
     rows = max(load.rows, default=load.tokens)
     if op.target in EXPERTS:
-        sending, multiplying = 3 * b * rows * H, b * load.pairs * max(H + F + 2 * I, 2 * H + I)
+        sending, multiplying = 3 * b * rows * H, b * load.pairs * max(H + F + 2 * N, 2 * H + N)
         adding = (load.pairs * H + rows * H) * wide + b * load.pairs * H
     else:
-        sending, multiplying = 2 * b * (load.tokens + 3 * rows) * H, b * load.pairs * (4 * H + 2 * F + 5 * I)
+        sending, multiplying = 2 * b * (load.tokens + 3 * rows) * H, b * load.pairs * (4 * H + 2 * F + 5 * N)
         adding = (load.pairs * H + rows * H) * wide + b * load.pairs * H
     return max(sending, multiplying, adding)

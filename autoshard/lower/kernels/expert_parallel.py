@@ -221,7 +221,8 @@ def _added_up(x: Tensor, index: Tensor, count: int, wide: torch.dtype) -> Tensor
 def _hop(axis: int, size: int, target: Tensor, experts: Tensor, rows: Tensor, num_rows: int) -> Generator[Ask, Tensor, tuple]:
     """The exchange of pairs (a row, an expert, the rank of that), with experts and rows of the pairs that come, and how many rows do."""
     n = max(num_rows, 1)
-    keys, number = torch.unique(target * n + rows, return_inverse=True)  # a row goes once to each rank, however many of its experts are there
+    # a row goes once to each rank, however many of its experts are there
+    keys, number = torch.unique(target * n + rows, return_inverse=True)
     pairs = torch.argsort(target, stable=True)
     row_counts, pair_counts = torch.bincount(keys // n, minlength=size), torch.bincount(target, minlength=size)
     counts = yield Ask("all_to_all", axis, torch.stack([row_counts, pair_counts], 1))

@@ -1,0 +1,110 @@
+"""Mixtures of experts at full size: plans by all_to_all beside those with the rows of grouped matmuls, which gather all tokens.
+
+    python benchmarks/experts.py [--only NAME ...] [--mesh 8x8 ...] [--without-gathering] [--json]
+
+Each model is built from its published sizes on the meta device and planned for a training step in bfloat16, with 4096 tokens in a sequence
+and four sequences per device, without a memory limit. Columns: seconds per step, and memory per device, of
+
+    plan         the best plan
+    all_to_all   the baseline expert_parallel: experts sharded over all axes that divide them, everything else as FSDP
+    gathering    the best plan of the same model whose experts are captured as they are written, as sorts and grouped matmuls; a sort needs
+                 all tokens
+
+CPU seconds are those of `plan`, capture included, with its baselines; each case runs in a process of its own.
+"""
+
+# ruff: noqa: E402  (its own folder has to leave sys.path first)
+import argparse
+import json
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:] = [str(ROOT), *(entry for entry in sys.path if Path(entry).resolve() != ROOT / "benchmarks")]
+
+import autoshard
+from autoshard.capture import module as captured
+from autoshard.cli.huggingface import load_huggingface
+from benchmarks.own_process import in_own_process
+
+SEQ, EACH = 4096, 4  # tokens of a sequence, sequences per device
+MODELS = {
+    "mixtral-8x7b": {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096,
+        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "max_position_embeddings": 32768,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
+        "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "max_position_embeddings": 40960,
+    },
+    "deepseek-v3": {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},  # the class's own sizes: 671 B parameters
+}  # fmt: skip
+MESHES = {"8x8": (8, 8), "16x8": (16, 8)}
+
+
+def planned(name: str, mesh_name: str, gathering: bool) -> dict:
+    """Seconds, bytes, the baseline by all_to_all and CPU seconds of one case."""
+    shape = MESHES[mesh_name]
+    devices = shape[0] * shape[1]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODELS[name]))
+        settings = {"batch": EACH * devices, "seq": SEQ, "dtype": "bfloat16"}
+        module, inputs = load_huggingface(folder, settings, training=True)
+    mesh = autoshard.Mesh.from_bandwidths(shape, device="h100")
+    cpu = time.process_time()
+    with mock.patch.object(captured, "experts_as_one_op", lambda graph: 0) if gathering else nullcontext():
+        solution = autoshard.plan(module, inputs, mesh, training=True, baselines=not gathering, accepted=(0.01, 60.0), gap=1e-3)
+    cpu = time.process_time() - cpu
+    row = {"seconds": solution.cost, "bound_seconds": solution.bound, "bytes": solution.peak_bytes, "cpu_seconds": cpu}
+    if not gathering:
+        one = solution.baselines["expert_parallel"]
+        row |= {"all_to_all_seconds": one["cost_seconds"], "all_to_all_bytes": one["peak_bytes"], "matched": one["matched"]}
+        row["experts"] = next(placed.inputs for op, placed in solution.layouts.items() if op.startswith("experts"))
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--mesh", nargs="*", default=list(MESHES), choices=list(MESHES))
+    parser.add_argument("--without-gathering", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--order", type=json.loads, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.order is not None:
+        print(json.dumps(planned(**arguments.order)))
+        return
+    rows = []
+    for name in arguments.only:
+        for mesh in arguments.mesh:
+            row = {"model": name, "mesh": mesh, **in_own_process(__file__, {"name": name, "mesh_name": mesh, "gathering": False})}
+            if not arguments.without_gathering:
+                row["gathering"] = in_own_process(__file__, {"name": name, "mesh_name": mesh, "gathering": True})
+            rows.append(row)
+            if not arguments.json:
+                print(line(row), flush=True)
+    if arguments.json:
+        print(json.dumps(rows))
+
+
+def line(row: dict) -> str:
+    def cost(seconds: float, size: float) -> str:
+        return f"{seconds:7.3f} s {size / 1e9:7.1f} GB"
+
+    gathering = f" | gathering {cost(row['gathering']['seconds'], row['gathering']['bytes'])}" if "gathering" in row else ""
+    layouts = f"tokens {row['experts'][0]} experts {row['experts'][3]}"
+    return (
+        f"{row['model']:14} {row['mesh']:5} plan {cost(row['seconds'], row['bytes'])} ({layouts}) | "
+        f"all_to_all {cost(row['all_to_all_seconds'], row['all_to_all_bytes'])}{gathering} | {row['cpu_seconds']:.0f} CPU s"
+    )
+
+
+if __name__ == "__main__":
+    main()
