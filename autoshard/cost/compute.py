@@ -57,7 +57,7 @@ def op_seconds(
     operands = [*inputs, *computed]
     itemsize = ITEMSIZE[operands[0][1]] if operands else 1
     peak = device.flops_for(itemsize, convolution=name.startswith("convolution"))
-    flops = op_flops(target, inputs, outputs)
+    flops: float = op_flops(target, inputs, outputs)
     traffic = (_bytes_read(name, inputs, computed) + sum(_bytes(o) for o in computed)) / device.memory_rate
     if device.kernels is None:
         return max(flops / (peak * EFFICIENCY), traffic) + device.launch
