@@ -23,7 +23,7 @@ from autoshard.reading import text_of
 
 
 @dataclass(frozen=True)
-class Steps:
+class TestedSteps:
     """How far off prices were on published training steps that they were not fitted to: measured / predicted seconds."""
 
     devices: str  # on which kinds of devices
@@ -49,8 +49,8 @@ class Kernels:
     short: float  # tokens: the sequence at which attention reaches half of its rate
     memory: float  # share of the memory bandwidth
     host: float  # seconds in which the host launches one kernel, beside the kernels that run; 0 where a graph of kernels is replayed
-    serial: Steps | None = None  # of the seconds of a plan, in which nothing overlaps
-    overlapped: Steps | None = None  # of its simulated time line
+    serial: TestedSteps | None = None  # of the seconds of a plan, in which nothing overlaps
+    overlapped: TestedSteps | None = None  # of its simulated time line
 
     @staticmethod
     def of_file(data: Mapping[str, Any], name: str) -> Kernels:
@@ -61,7 +61,7 @@ class Kernels:
             said = f"{name}: " + (f"fitted to {rows} published training steps" if rows else data.get("sheet", "measured"))
             return Kernels(
                 said, of["matmul16"], data["given"]["peak8"] * of["matmul8"], of["small"], of["attention"], of["narrow"], of["short"],
-                of["memory"], of["host"] / LAUNCHES, **{kind: Steps(**errors) for kind, errors in steps.items()},
+                of["memory"], of["host"] / LAUNCHES, **{kind: TestedSteps(**errors) for kind, errors in steps.items()},
             )  # fmt: skip
         except (KeyError, TypeError, AttributeError, StopIteration) as error:
             lacks = str(error) or "a figure"
@@ -313,7 +313,7 @@ def _device(kernels: Mapping[str, Any] | None = None, **fields: Any) -> Device:
         return Device(**fields)
     if not isinstance(kernels, Mapping):
         raise TypeError(f"kernels of the device are a {type(kernels).__name__}")
-    steps = {kind: Steps(**kernels[kind]) for kind in ("serial", "overlapped") if kernels.get(kind) is not None}
+    steps = {kind: TestedSteps(**kernels[kind]) for kind in ("serial", "overlapped") if kernels.get(kind) is not None}
     return Device(**fields, kernels=Kernels(**{**kernels, **steps}))
 
 

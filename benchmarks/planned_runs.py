@@ -172,7 +172,7 @@ def predicted(table: Table, count: int, most: int) -> tuple[Table, np.ndarray, n
 
 
 def errors_of(table: Table, seconds: np.ndarray, mask: np.ndarray) -> dict[str, Any]:
-    """As mesh.Steps: every cell weighs the same; ends widened by one cell's share, as in fit_devices."""
+    """As mesh.TestedSteps: every cell weighs the same; ends widened by one cell's share, as in fit_devices."""
     ratio, cell = np.log(table.seconds / seconds)[mask], table.cell[mask]
     weight = np.array([1 / (cell == name).sum() for name in cell])
     order = np.argsort(ratio)

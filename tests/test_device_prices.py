@@ -75,7 +75,8 @@ def test_a_plan_says_which_constants_it_used_how_far_off_they_were_and_its_inter
     steps = H100.kernels.serial
     assert solution.interval == (solution.cost * steps.low, solution.cost * steps.high) and steps.low < 1 < steps.high
     shown = " ".join(as_text(plan_report(solution)).split())
-    assert f"{H100.kernels.source}; {steps.runs} steps on h100 that they were not fitted to were {100 * steps.error:.0f} % off in the median" in shown
+    told = f"{steps.runs} steps on h100 that they were not fitted to were {100 * steps.error:.0f} % off in the median"
+    assert f"{H100.kernels.source}; {told}" in shown
     assert "as 80 % of published training steps were" in shown
     again = Solution.from_dict(json.loads(json.dumps(solution.to_dict())))
     assert again.mesh == solution.mesh and again.interval == solution.interval

@@ -90,19 +90,19 @@ def device_file(name: str, samples: Sequence[OpSample], roofline: Roofline, mesh
     peak, attention = roofline.flops["matmul", dtype], roofline.flops.get(("attention", dtype))
     inside = mesh.axes[-1]
     given = {"peak16": peak, "peak8": peak, "peak4": peak, "memory_bandwidth": roofline.memory, "link_bandwidth": inside.device_bandwidth}
-    found = {
+    rates = {
         "matmul16": 1.0, "matmul8": 1.0, "matmul4": 1.0, "memory": 1.0, "link": 1.0, "network": 1.0, "link_latency": inside.latency,
         "small": _half_rate([s for s in samples if (s.op, s.dtype) == ("matmul", dtype)], peak, lambda flops: (flops / 2) ** (1 / 3)),
         "narrow": 0.0, "host": roofline.launch * LAUNCHES,
     }  # fmt: skip
     if attention is not None:
         of = [s for s in samples if (s.op, s.dtype) == ("attention", dtype)]
-        found |= {"attention": attention / peak, "short": _half_rate(of, attention, lambda flops: (flops / (4 * 8 * 64)) ** 0.5)}
+        rates |= {"attention": attention / peak, "short": _half_rate(of, attention, lambda flops: (flops / (4 * 8 * 64)) ** 0.5)}
     published = DEVICES["h100"].kernels
     assert published is not None
     usual = {"attention": published.attention, "short": published.short, "fusion": 0.5}
-    constants = {key: {"measured": value, "source": "autoshard calibrate measure"} for key, value in found.items()}
-    constants |= {key: {"published": value, "source": "as an H100"} for key, value in usual.items() if key not in found}
+    constants = {key: {"measured": value, "source": "autoshard calibrate measure"} for key, value in rates.items()}
+    constants |= {key: {"published": value, "source": "as an H100"} for key, value in usual.items() if key not in rates}
     return {"device": name, "given": given, "sheet": "the largest rates measured", "constants": constants}
 
 

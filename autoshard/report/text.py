@@ -102,7 +102,7 @@ def prices_known_from(solution: Solution) -> str:
 
 
 def tested_on(steps: Mapping) -> str:
-    """How far off prices were: a mesh.Steps as plain data."""
+    """How far off prices were: a mesh.TestedSteps as plain data."""
     told = f"{steps['runs']} steps on {steps['devices']} that they were not fitted to"
     return f"{told} were {100 * steps['error']:.0f} % off in the median"
 

@@ -21,7 +21,7 @@ from autoshard.mesh import UNMEASURED_DEVICE, UNMEASURED_LINK, Mesh
 
 
 def price_errors(mesh: Mesh) -> dict:
-    """{"device": error, "links": {axis: {collective: error}}}, relative, None or absent where it is unknown; "steps": mesh.Steps."""
+    """{"device": error, "links": {axis: {collective: error}}}, relative, None or absent where it is unknown; "steps": mesh.TestedSteps."""
     links = {axis.name: {curve.collective: curve.error or None for curve in axis.curves} for axis in mesh.axes}
     kernels = mesh.device.kernels
     untested = kernels is None or kernels.serial is None or mesh.device.error is not None

@@ -19,7 +19,7 @@ from typing import Any
 
 from autoshard.graph import Chosen, Graph, Offload, SequenceOrder
 from autoshard.layout import parse
-from autoshard.mesh import Axis, Device, Kernels, Mesh, Steps, check_shape
+from autoshard.mesh import Axis, Device, Kernels, Mesh, TestedSteps, check_shape
 from autoshard.precision import Precision
 from autoshard.solution.files import write
 from autoshard.solution.interval import interval, price_errors
@@ -322,7 +322,7 @@ def _mesh(data: dict) -> Mesh:
     check_shape(mesh.shape)
     kernels = mesh.device.kernels
     steps = () if kernels is None else (kernels, kernels.serial, kernels.overlapped)
-    records: tuple[Axis | Device | Kernels | Steps, ...] = (*mesh.axes, mesh.device, *(one for one in steps if one is not None))
+    records: tuple[Axis | Device | Kernels | TestedSteps, ...] = (*mesh.axes, mesh.device, *(one for one in steps if one is not None))
     for record in records:
         for f in (f for f in fields(record) if f.name not in ("curves", *NESTED)):  # Mesh.from_dict has checked the curves
             value = getattr(record, f.name)
