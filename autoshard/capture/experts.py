@@ -62,8 +62,8 @@ def _register(name: str) -> None:
     torch.library.register_autograd(f"autoshard::{name}", differentiate, setup_context=save)
 
 
-for _name in OPERATORS:
-    _register(_name)
+for operator_name in OPERATORS:
+    _register(operator_name)
 
 
 # -- recognition -------------------------------------------------------------------------------------------------------------------
