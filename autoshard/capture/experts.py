@@ -62,8 +62,8 @@ def _register(name: str) -> None:
     torch.library.register_autograd(f"autoshard::{name}", differentiate, setup_context=save)
 
 
-for _name in OPERATORS:
-    _register(_name)
+for operator_name in OPERATORS:
+    _register(operator_name)
 
 
 # -- recognition -------------------------------------------------------------------------------------------------------------------
@@ -85,17 +85,17 @@ class _Region:
 
 def as_one_op(module: fx.GraphModule) -> int:
     """Replaces every such group of nodes in place; returns how many there were. Graphs without grouped matmuls stay as they are."""
-    found = 0
+    count = 0
     for down in [node for node in module.graph.nodes if _name(node) in GROUPED]:
         try:
             _replace(module.graph, down)
-            found += 1
+            count += 1
         except Different:
             continue
-    if found:
+    if count:
         module.graph.lint()
         module.recompile()
-    return found
+    return count
 
 
 def _replace(graph: fx.Graph, down: fx.Node) -> None:

@@ -51,7 +51,9 @@ class Parameters:
 
     @staticmethod
     def of(tensors: Sequence[Tensor], activation: str) -> Parameters:
-        return Parameters(*tensors, *(None,) * (4 - len(tensors)), activation)  # type: ignore[arg-type]
+        up, down, up_bias, down_bias = (*tensors, None, None)[:4]
+        assert up is not None and down is not None
+        return Parameters(up, down, up_bias, down_bias, activation)
 
     def ends(self, ids: Tensor) -> Tensor:
         """Where the rows of each expert end; ids are sorted."""
