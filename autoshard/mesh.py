@@ -221,8 +221,8 @@ class Mesh:
         return tuple(product(*(range(n) for n in self.shape)))
 
     def to_dict(self) -> dict:
-        """Plain data for `from_dict`; axes without curves, devices without an error, TF32, kernels or a host link of their own, and balanced
-        experts don't mention them."""
+        """Plain data for `from_dict`; axes without curves, devices without an error, TF32, kernels or a host link, and balanced experts
+        don't mention them."""
         data = asdict(self)
         if self.expert_imbalance == 1:
             del data["expert_imbalance"]

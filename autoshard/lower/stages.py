@@ -20,7 +20,7 @@ import torch
 from autoshard.graph import Graph, Op, Result
 from autoshard.layout import Layout, R, S, has_partial, local_numel, local_shape, parse, replicated, text
 from autoshard.lower.program import RankProgram, Redistribute, Slot, lower, redistribution, slot_of
-from autoshard.lower.transfers import Held, Transfer, transfer
+from autoshard.lower.transfers import Held, StageTransfer, transfer
 from autoshard.mesh import Mesh
 from autoshard.routes import Routes
 from autoshard.solution import Placed
@@ -37,8 +37,8 @@ class LoweredStage:
     mesh: Mesh
     graph: Graph
     program: RankProgram
-    arrives: Mapping[bool, tuple[Transfer, ...]]  # forward values of the stage before (True), backward values of the stage behind
-    leaves: Mapping[bool, tuple[Transfer, ...]]  # to the stage behind (True), to the stage before
+    arrives: Mapping[bool, tuple[StageTransfer, ...]]  # forward values of the stage before (True), backward values of the stage behind
+    leaves: Mapping[bool, tuple[StageTransfer, ...]]  # to the stage behind (True), to the stage before
     reductions: Mapping[str, Redistribute]  # by parameter: from the sum's layout to the parameter's
 
     @cached_property
@@ -54,8 +54,8 @@ class SharedParameter:
 
     name: str
     groups: tuple[int, ...]
-    there: tuple[Transfer, ...]
-    back: tuple[Transfer, ...]
+    there: tuple[StageTransfer, ...]
+    back: tuple[StageTransfer, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,7 @@ def lower_stages(plan: PipelineToRun, *, device: str = "cpu") -> LoweredStages:
     crossing = [_crossing(planned, is_forward) for is_forward in (True, False)]
     planned = [_received_sharded(stage, crossing) for stage in planned]
     held = [{name: _held(stage, value) for name, value in _values(crossing, v)} for v, stage in enumerate(planned)]
-    between: dict[tuple[int, int], tuple[Transfer, ...]] = {}
+    between: dict[tuple[int, int], tuple[StageTransfer, ...]] = {}
     for v, w in pairwise(range(len(planned))):
         for values, (source, target) in zip(crossing, ((v, w), (w, v)), strict=True):
             names = [name for name, value in values.items() if v in value.stages and w in value.stages]
@@ -220,7 +220,7 @@ def _state(graph: Graph) -> Iterator[Op]:
 
 
 def _lowered(
-    v: int, stage: StageToRun, held: Mapping[str, Held], between: Mapping[tuple[int, int], tuple[Transfer, ...]], device: str
+    v: int, stage: StageToRun, held: Mapping[str, Held], between: Mapping[tuple[int, int], tuple[StageTransfer, ...]], device: str
 ) -> LoweredStage:
     graph, mesh, routes = stage.graph, stage.mesh, Routes(stage.mesh)
     results: dict[str, str] = {}
@@ -275,7 +275,7 @@ def _copies(stages: Sequence[LoweredStage]) -> Iterator[SharedParameter]:
             yield SharedParameter(name, tuple(by_group), tuple(there), tuple(back))
 
 
-def _gradient_transfer(name: str, source: LoweredStage, target: LoweredStage) -> Transfer:
+def _gradient_transfer(name: str, source: LoweredStage, target: LoweredStage) -> StageTransfer:
     slot = source.reductions[name].target
     shape = source.graph.tensor(slot.value).shape
     ends = [Held(stage.parameters[name], stage.mesh, stage.devices) for stage in (source, target)]

@@ -36,7 +36,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Piece:
+class SentBlock:
     """A part that one device sends to another, or keeps: its bounds in the local tensor of each."""
 
     sender: int
@@ -46,16 +46,16 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class StageTransfer:
     """The pieces of one tensor, in the order in which each pair of devices sends and receives them."""
 
     name: str
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SentBlock, ...]
     shapes: Mapping[int, tuple[int, ...]]  # of the local tensor, by receiver
 
 
-def transfer(name: str, shape: tuple[int, ...], dtype: torch.dtype, source: Held, target: Held) -> Transfer:
+def transfer(name: str, shape: tuple[int, ...], dtype: torch.dtype, source: Held, target: Held) -> StageTransfer:
     """How a tensor of this global shape gets from one stage to another; no layout may be Partial."""
     senders: dict[Bounds, list[int]] = {}
     for device, bounds in source.bounds(shape).items():
@@ -66,9 +66,9 @@ def transfer(name: str, shape: tuple[int, ...], dtype: torch.dtype, source: Held
             common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(held, wanted))
             if all(begin < end for begin, end in common):
                 sender = receiver if receiver in devices else devices[k % len(devices)]
-                pieces.append(Piece(sender, receiver, _within(common, held), _within(common, wanted)))
+                pieces.append(SentBlock(sender, receiver, _within(common, held), _within(common, wanted)))
     shapes = {d: rank_shape(shape, target.layout, target.mesh, c) for d, c in zip(target.devices, target.mesh.coordinates(), strict=True)}
-    return Transfer(name, dtype, tuple(pieces), shapes)
+    return StageTransfer(name, dtype, tuple(pieces), shapes)
 
 
 def _within(part: Bounds, shard: Bounds) -> Bounds:
@@ -84,7 +84,7 @@ def part_of(x: Tensor, bounds: Bounds) -> Tensor:
 class Incoming:
     """The local tensors that a rank receives by some transfers: `ops` to be started, then `tensors()` when they have ended."""
 
-    def __init__(self, transfers: Sequence[Transfer], rank: int, device: torch.device, group: dist.ProcessGroup):
+    def __init__(self, transfers: Sequence[StageTransfer], rank: int, device: torch.device, group: dist.ProcessGroup):
         self.ops: list[dist.P2POp] = []
         self.values: dict[str, Tensor] = {}
         self.copies: list[tuple[Tensor, Tensor]] = []
@@ -106,13 +106,13 @@ class Incoming:
         return self.values
 
 
-def outgoing(transfers: Sequence[Transfer], rank: int, values: Mapping[str, Tensor], group: dist.ProcessGroup) -> list[dist.P2POp]:
+def outgoing(transfers: Sequence[StageTransfer], rank: int, values: Mapping[str, Tensor], group: dist.ProcessGroup) -> list[dist.P2POp]:
     """The sends of a rank that holds these local tensors."""
     sends = ((one.name, piece) for one in transfers for piece in one.pieces if piece.sender == rank != piece.receiver)
     return [dist.P2POp(dist.isend, part_of(values[name], p.source).contiguous(), p.receiver, group) for name, p in sends]
 
 
-def keep(transfers: Sequence[Transfer], rank: int, values: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
+def keep(transfers: Sequence[StageTransfer], rank: int, values: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
     """Copies the pieces that a rank holds itself."""
     for one in transfers:
         for piece in one.pieces:
@@ -121,7 +121,7 @@ def keep(transfers: Sequence[Transfer], rank: int, values: Mapping[str, Tensor],
 
 
 def exchange(
-    transfers: Sequence[Transfer], rank: int, values: Mapping[str, Tensor], device: torch.device, group: dist.ProcessGroup
+    transfers: Sequence[StageTransfer], rank: int, values: Mapping[str, Tensor], device: torch.device, group: dist.ProcessGroup
 ) -> dict[str, Tensor]:
     """Sends and receives all of them, and waits: the local tensors that this rank receives."""
     incoming = Incoming(transfers, rank, device, group)
@@ -133,7 +133,7 @@ def exchange(
     return received
 
 
-def simulated(one: Transfer, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+def simulated(one: StageTransfer, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """The local tensors of all receivers, of the senders' local tensors by device, in one process."""
     received = {device: torch.empty(shape, dtype=one.dtype) for device, shape in one.shapes.items()}
     for piece in one.pieces:

@@ -39,7 +39,7 @@ EQUAL = 1e-9  # relative: seconds and bound that differ by rounding only
 
 
 @dataclass(frozen=True)
-class Overlapped:
+class OverlappedPlan:
     """The best choice found, with the seconds of its time line, and a bound on that of every plan."""
 
     answer: Answer  # of the serial problem: its cost and bound are those of tasks one after the other
@@ -56,7 +56,7 @@ class Overlapped:
         return Status.OPTIMAL if self.seconds - self.bound <= max(gap, EQUAL) * self.seconds else Status.FEASIBLE
 
 
-def overlapped(context: Context, instance: Instance, answer: Answer, starts: Sequence[tuple[int, ...]]) -> Overlapped:
+def overlapped(context: Context, instance: Instance, answer: Answer, starts: Sequence[tuple[int, ...]]) -> OverlappedPlan:
     """The plan with the shortest time line that the search finds, from the answer to the serial problem and other choices that fit."""
     assert answer.choice is not None
     search = _Search(context, instance)
@@ -75,7 +75,7 @@ def overlapped(context: Context, instance: Instance, answer: Answer, starts: Seq
     assert aligned.choice is not None
     if search.offer(aligned.choice) <= search.seconds[choice]:
         choice, polished = aligned.choice, aligned
-    return Overlapped(polished, search.seconds[choice], min(search.bound, search.seconds[choice]), serial_seconds)
+    return OverlappedPlan(polished, search.seconds[choice], min(search.bound, search.seconds[choice]), serial_seconds)
 
 
 class _Search:
@@ -151,7 +151,7 @@ class _Search:
 
     def _solved(self, prices: np.ndarray) -> tuple[tuple[int, ...] | None, float]:
         """The cheapest choice at these prices, and its bound, which is one on all time lines."""
-        problem = priced_by_stream(self.problem, *self.tables, self.parts, prices)
+        problem = priced_by_stream(self.problem, *self.tables, self.parts, prices.tolist())
         options = replace(self.context.options, gap=max(GAP, self.context.options.gap), accepted=(0.05, self.context.clock.elapsed + 10.0))
         quiet = replace(self.context, options=options, clock=self.context.clock.quiet())
         answer = solve_instance(quiet, replace(self.instance, problem=problem, shallow=None), [self.best]).in_passing()

@@ -21,7 +21,7 @@ from autoshard.capture import capture_deep, in_turn
 from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import Joined, ParameterCopy, Piece, join
 from autoshard.layout import text
-from autoshard.mesh import Axis, Mesh
+from autoshard.mesh import Mesh
 from autoshard.planning.batches import align_batches
 from autoshard.planning.certify import describe
 from autoshard.planning.conflicts import Conflict
@@ -217,7 +217,7 @@ def sub_mesh(mesh: Mesh, devices: Sequence[int]) -> Mesh:
     if block.shape != where.shape or (block != where).any():
         raise ValueError(f"devices {list(devices)[:9]} are no block of the mesh {mesh.shape} in order; give the program a mesh of its own")
     axes = [replace(axis, size=n) for axis, n in zip(mesh.axes, sizes, strict=True) if n > 1]
-    one = [Axis("axis0", 1, mesh.axes[-1].bandwidth, mesh.axes[-1].latency)]
+    one = [replace(mesh.axes[-1], name="axis0", size=1)]
     return Mesh(tuple(axes or one), mesh.device)
 
 

@@ -42,7 +42,7 @@ Asks = Generator[Ask, Tensor, Any]
 Where = dict[int, int]  # the coordinate by axis of the rank from which a block of keys comes
 
 
-class Piece(NamedTuple):
+class QueryKeyBlock(NamedTuple):
     """Queries [q_lo, q_hi) and keys [k_lo, k_hi), counted in ascending order of their positions; is_causal: query t to keys up to t."""
 
     q_lo: int
@@ -52,26 +52,26 @@ class Piece(NamedTuple):
     is_causal: bool
 
 
-def pieces(queries: Runs, keys: Runs, *, is_causal: bool) -> list[Piece]:
+def pieces(queries: Runs, keys: Runs, *, is_causal: bool) -> list[QueryKeyBlock]:
     """The pieces of queries and keys at these positions, both ascending."""
     num_queries, num_keys = (sum(n for _, n in runs) for runs in (queries, keys))
     if not is_causal:
-        return [Piece(0, num_queries, 0, num_keys, False)]
+        return [QueryKeyBlock(0, num_queries, 0, num_keys, False)]
     if queries == keys:
-        return [Piece(0, num_queries, 0, num_keys, True)]
-    split: list[Piece] = []
+        return [QueryKeyBlock(0, num_queries, 0, num_keys, True)]
+    split: list[QueryKeyBlock] = []
     at = 0
     for first, count in queries:
         before = sum(max(0, min(a + n, first) - a) for a, n in keys)
         if before and split and split[-1] == (split[-1].q_lo, at, 0, before, False):
             split[-1] = split[-1]._replace(q_hi=at + count)
         elif before:
-            split.append(Piece(at, at + count, 0, before, False))
+            split.append(QueryKeyBlock(at, at + count, 0, before, False))
         for lo, hi in ((max(a, first), min(a + n, first + count)) for a, n in keys):
             if lo < hi:
-                split.append(Piece(at + lo - first, at + hi - first, before, before + hi - lo, True))
+                split.append(QueryKeyBlock(at + lo - first, at + hi - first, before, before + hi - lo, True))
                 if hi < first + count:
-                    split.append(Piece(at + hi - first, at + count, before, before + hi - lo, False))
+                    split.append(QueryKeyBlock(at + hi - first, at + count, before, before + hi - lo, False))
                 before += hi - lo
         at += count
     return split
@@ -151,7 +151,7 @@ class _Merged:
     bounds: tuple[int, ...]
     ranges: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def add(self, piece: Piece, out: Tensor, logsumexp: Tensor) -> None:
+    def add(self, piece: QueryKeyBlock, out: Tensor, logsumexp: Tensor) -> None:
         for lo, hi in pairwise(self.bounds):
             if piece.q_lo <= lo and hi <= piece.q_hi:
                 part = tuple(x.narrow(SEQUENCE, lo - piece.q_lo, hi - lo) for x in (out, logsumexp))
@@ -190,10 +190,10 @@ class _Call:
         tensors = {name: ascending(a[name], stored, all_of) for name in ("query", "grad_out", "out", "logsumexp") if name in a}
         return _Call(sequence, {**a, **tensors}, tuple(sorted(stored)), stored)
 
-    def pieces(self, keys: Runs) -> list[Piece]:
+    def pieces(self, keys: Runs) -> list[QueryKeyBlock]:
         return pieces(self.queries, tuple(sorted(keys)), is_causal=self.sequence.is_causal)
 
-    def arguments(self, piece: Piece, key: Tensor, value: Tensor, first_key: int) -> dict[str, Any]:
+    def arguments(self, piece: QueryKeyBlock, key: Tensor, value: Tensor, first_key: int) -> dict[str, Any]:
         """The arguments of attention for a piece. first_key: the position of the block's first key, where there is a mask."""
         q = slice(piece.q_lo, piece.q_hi)
         own = {name: self.a[name][:, :, q] for name in ("query", "grad_out", "out", "logsumexp") if name in self.a}

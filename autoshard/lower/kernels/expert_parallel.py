@@ -53,7 +53,7 @@ class Parameters:
     def of(tensors: Sequence[Tensor], activation: str) -> Parameters:
         up, down, up_bias, down_bias = (*tensors, None, None)[:4]
         assert up is not None and down is not None
-        return Parameters(up, down, up_bias, down_bias, activation)
+        return Parameters(up, down, up_bias, down_bias, activation)  # type: ignore[arg-type]
 
     def ends(self, ids: Tensor) -> Tensor:
         """Where the rows of each expert end; ids are sorted."""
