@@ -38,11 +38,11 @@ def seconds_of_parts(
 
 
 def priced_by_stream(
-    problem: Problem, nodes: Sequence[np.ndarray], edges: Sequence[np.ndarray], parts: Sequence[Part], prices: Sequence[float]
+    problem: Problem, nodes: Sequence[np.ndarray], edges: Sequence[np.ndarray], parts: Sequence[Part], prices: Sequence[float] | np.ndarray
 ) -> Problem:
     """The problem with the costs sum_r y_r F_r. What costs inf stays so; equal tables stay one table."""
-    of_nodes = sum(y * part.nodes for y, part in zip(prices, parts) if y)
-    of_edges = sum(y * part.edges for y, part in zip(prices, parts) if y)
+    of_nodes = np.sum([y * part.nodes for y, part in zip(prices, parts) if y], axis=0)
+    of_edges = np.sum([y * part.edges for y, part in zip(prices, parts) if y], axis=0)
     known: dict[tuple, np.ndarray] = {}
 
     def priced(costs: np.ndarray, seconds: np.ndarray, weights: np.ndarray) -> np.ndarray:
