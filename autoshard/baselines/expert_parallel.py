@@ -66,8 +66,8 @@ def _most_sent(op: Op, options: tuple[Candidate, ...], axes: tuple[int, ...], me
         tokens, experts = _tokens_and_experts(op, options[k])
         right = all(p.is_shard(0) == (axis in axes) and (axis in axes or p.is_replicate()) for axis, p in enumerate(tokens))
         over = [axis for axis in _expert_axes(op, options[k]) if axis in axes]
-        whole = all(p.is_replicate() for axis, p in enumerate(experts) if axis not in over)
-        return right and whole, math.prod(mesh.shape[axis] for axis in over), tuple(reversed([axis in over for axis in axes])), -k
+        elsewhere_replicated = all(p.is_replicate() for axis, p in enumerate(experts) if axis not in over)
+        return right and elsewhere_replicated, math.prod(mesh.shape[axis] for axis in over), tuple(reversed([axis in over for axis in axes])), -k
 
     return max(range(len(options)), key=order)
 
