@@ -67,7 +67,8 @@ def _most_sent(op: Op, options: tuple[Candidate, ...], axes: tuple[int, ...], me
         right = all(p.is_shard(0) == (axis in axes) and (axis in axes or p.is_replicate()) for axis, p in enumerate(tokens))
         over = [axis for axis in _expert_axes(op, options[k]) if axis in axes]
         elsewhere_replicated = all(p.is_replicate() for axis, p in enumerate(experts) if axis not in over)
-        return right and elsewhere_replicated, math.prod(mesh.shape[axis] for axis in over), tuple(reversed([axis in over for axis in axes])), -k
+        last_first = tuple(reversed([axis in over for axis in axes]))
+        return right and elsewhere_replicated, math.prod(mesh.shape[axis] for axis in over), last_first, -k
 
     return max(range(len(options)), key=order)
 
