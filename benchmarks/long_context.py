@@ -115,7 +115,7 @@ NOT_MODELLED = "float8 matmuls (predicted: bfloat16), parameters sharded over th
 
 def published() -> dict:
     """Each context parallel group by itself, with one sequence."""
-    from autoshard.capture import capture
+    from autoshard.capture import capture_deep
     from autoshard.graph import in_order
     from autoshard.planning.context import Context
     from autoshard.planning.options import Options, Stopwatch
@@ -126,7 +126,7 @@ def published() -> dict:
 
     found = {}
     for (tokens, degree), measured in PUBLISHED.items():
-        graph, mesh = capture(*llama.llama3_8b(batch=1, seq=tokens), training=True), mesh_of((degree,))
+        (graph, _), mesh = capture_deep(*llama.llama3_8b(batch=1, seq=tokens), training=True), mesh_of((degree,))
         context = Context(in_order(graph, order_for(graph, mesh)), mesh, Options(training=True, recompute="all"), Stopwatch(None))
         costs = {mode: baseline_only(as_asked(context), f"context_parallel_{mode}").cost for mode in ("gather", "ring")}
         rates = {mode: tokens / degree / seconds for mode, seconds in costs.items()}
