@@ -20,7 +20,7 @@ from autoshard.solvers import Status, solve
 from autoshard.strategies import candidates
 from tests.helpers import rng
 
-FEW, RANDOM = 20, 200  # instances
+FEW, RANDOM = 10, 200  # instances
 
 
 class Chain(nn.Module):
@@ -166,7 +166,7 @@ def test_random_pairs_of_programs_cost_what_enumeration_says(number):
 def test_a_wrong_reference_is_seen():
     """The negative control: copies that cost nothing, or memory that forgets what stays beside."""
     wrong = 0
-    for seed in range(15):
+    for seed in range(8):
         *parts, switches, limit = drawn = instance(seed)
         answer = solve(joined_of(*drawn).problem)
         least = Reference(*parts, 0.0 if switches else switches, limit).least(math.inf if limit is None else limit)

@@ -196,7 +196,8 @@ def runs_lengths(rank, plan, lengths, others, pad):
     return max(apart), captures, parallel.notes
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS[::2], pytest.param(LENGTHS, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [LENGTHS])
 def test_every_planned_length_is_captured_once_and_says_what_one_process_says(lengths):
     plan = planned_lengths(lengths)
     layouts = [{name: row["layout"] for name, row in plan[shape].parameters.items()} for shape in plan]
@@ -220,6 +221,7 @@ def without_a_value(rank, plan):
     parallel(tokens(8, 10), tokens(8, 10))
 
 
+@pytest.mark.slow
 def test_padding_needs_a_value_for_every_input():
     for error in run_ranks(4, without_a_value, planned_lengths((8, 16))):
         assert isinstance(error, ValueError) and "input_1" in str(error) and "with what" in str(error)
@@ -238,6 +240,7 @@ def refused(rank, plan):
     return said
 
 
+@pytest.mark.slow
 def test_models_that_the_plan_is_not_for_are_refused():
     first, second = results(4, refused, planned((4,), None, PINS))[0]
     assert "no model for program 'generate'" in first and "another model" in second
