@@ -149,9 +149,9 @@ class _Builder:
             sizes = [local_numel(tensor.shape, layout, self.mesh) for layout in self.output_layouts((i, 0))]
             return self.microbatches * np.array([accumulation_seconds(n, itemsize, tensor.itemsize, device) for n in sizes])
         if op.kind in (OFFLOADED, RELOADED):
-            sizes = self.tables.bytes(op.output, self.output_layouts((i, 0)))
+            held = self.tables.bytes(op.output, self.output_layouts((i, 0)))
             exposed = float(dict(op.literals[1])["exposed"])
-            one_way = [exposed * host_seconds(n, device) + n / device.memory_bandwidth + device.launch for n in sizes]
+            one_way = [exposed * host_seconds(n, device) + n / device.memory_bandwidth + device.launch for n in held]
             return self.microbatches * np.array(one_way)
         seconds = np.array([op_candidate_seconds(op, inputs, c, self.mesh) for c in self.candidates.of[i]])
         return seconds if self.microbatches == 1 else self.microbatches * seconds

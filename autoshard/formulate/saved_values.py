@@ -147,7 +147,7 @@ class _Extending:
         return roles
 
     def _places_of_reloads(self) -> dict[int, str]:
-        """Before which op a value is copied back: early enough, by the least seconds of the backward's kernels, but at most a layer ahead."""
+        """Before which op a value is copied back: early enough, by the least seconds of the kernels, but at most a layer ahead."""
         ops, names = self.graph.ops, self.original.index
         least = np.array([self._least(i) if op.backward and i not in self.optional else 0.0 for i, op in enumerate(ops)])
         until = np.concatenate([[0.0], np.cumsum(least)])
@@ -182,7 +182,7 @@ class _Extending:
         what, i = self.role.get(k, ("", -1))
         link = self.f.tensor_edges[k]
         hub = e.a >= len(self.graph.ops)
-        key = ("edge", id(e.table), what, self.modes.get(i), self.modes.get(e.a), e.a in self.optional, e.b in self.optional)
+        key: tuple = ("edge", id(e.table), what, self.modes.get(i), self.modes.get(e.a), e.a in self.optional, e.b in self.optional)
         if what == "forward":
             key += (hub, id(link.tensor), id(link.source_layouts), id(link.target_layouts))
         if key not in self.known:

@@ -191,7 +191,7 @@ def _backward_casts(graph: Graph, constant: set[int]) -> dict[int, int]:
     """Of a forward cast of a parameter, or a view of one, the backward op that does the same (graph.casts): a recomputed op reads it."""
     same: dict[tuple, int] = {}
     number: dict[int, int] = {}  # backward op -> the forward op that it repeats
-    casts = {}
+    casts: dict[int, int] = {}
     for i in sorted(constant):
         op = graph.ops[i]
         if op.is_placeholder or graph.ops[graph.storage((i, 0))[0]].is_placeholder:

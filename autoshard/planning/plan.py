@@ -98,10 +98,10 @@ def _plan_per_tensor(context: Context) -> Solution:
     """The plan in which each saved value is kept, recomputed or offloaded; where none fits, as with "blocks", which says why."""
     clock, options = context.clock, replace(context.options, gap=max(context.options.gap, RECOMPUTE_GAP))
     with clock.phase("solve", "choosing what to keep, recompute and offload", 0.4):
-        found = best_selected(replace(context, options=options))
-    if found is None:
+        selected = best_selected(replace(context, options=options))
+    if selected is None:
         return _plan_with_cheapest_recomputation(context)
-    best, answer = found
+    best, answer = selected
     plain = replace(context, options=replace(options, recompute=0)).stepped()
     rows: dict[str, dict] = {}
     if options.baselines:

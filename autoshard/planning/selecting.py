@@ -61,7 +61,7 @@ def best_selected(context: Context) -> tuple[Selected, Answer] | None:
         if not search.ask(e) or search.is_met(gap):
             return search.best()
     for _ in range(MOST_SHARES - 2):
-        if (e := search.crossing()) is None or not search.ask(e) or search.is_met(gap):
+        if (share := search.crossing()) is None or not search.ask(share) or search.is_met(gap):
             break
     return search.best()
 
