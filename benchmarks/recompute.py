@@ -39,36 +39,31 @@ GAP, BETTER, TOLERANCE = 0.01, 0.05, 0.10
 
 
 def measured_peak_on_device(graph, solution, optimizer: str = "adamw") -> int:
-    """Bytes that one rank holds at most on its GPU while it runs the plan's program; what waits in the host's memory does not count.
+    """Bytes that one rank holds at most on its device while it runs the plan's program; what waits in the host's memory does not count.
 
     graph: as it runs, with what the plan recomputes and offloads.
     """
+    from benchmarks.memory import measured_peak
+
+    with on_host():
+        return measured_peak(graph, solution, optimizer=optimizer)
+
+
+def on_host():
+    """A mode in which the host's memory is the meta device, so that MemTracker tells it from the device, which is the CPU."""
     import torch
-    from torch._subclasses import FakeTensorMode
-    from torch.distributed._tools.mem_tracker import MemTracker
+    from torch.utils._python_dispatch import TorchDispatchMode
 
-    from autoshard.cost import optimizer_state_bytes
-    from autoshard.lower.collectives import Groups
-    from autoshard.lower.program import lower
-    from autoshard.lower.run import run_rank
+    from autoshard.lower.kernels import offload  # noqa: F401  (defines the operators)
 
-    program, mesh = lower(graph, solution.layouts, solution.results, solution.mesh, device="cuda"), solution.mesh
-    groups = Groups(tuple(f"fake_{k}" for k in range(len(mesh.shape))), tuple(mesh.shape))
-    second = {name for name, _ in graph.tied}
-    trained = {r.name for r in graph.results if r.kind == "gradient" and r.value is not None} & set(graph.parameters)
-    with FakeTensorMode():
-        loads = [load for load in program.loads if load.name not in second]
-        values = {load.name: torch.empty(load.slot.shape, dtype=getattr(torch, load.slot.dtype), device="cuda") for load in loads}
-        kept = [int(optimizer_state_bytes(values[name].numel(), optimizer)) for name in sorted(trained)]
-        states = [torch.empty(size, dtype=torch.uint8, device="cuda") for size in kept]
-        values |= {name: values[held] for name, held in graph.tied}
-        coordinate = tuple(torch.zeros((), dtype=torch.int64, device="cuda") for _ in mesh.shape)
-        tracker = MemTracker()
-        tracker.track_external(*values.values(), *states)
-        with tracker:
-            run_rank(program, values, groups, coordinate, (0,) * len(mesh.shape))
-        peak = tracker.get_tracker_snapshot("peak")
-    return max(snapshot["Total"] for device, snapshot in peak.items() if device.type == "cuda")
+    class OnHost(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            target = {torch.ops.autoshard.offload.default: "meta", torch.ops.autoshard.reload.default: "cpu"}.get(func)
+            if target is None:
+                return func(*args, **(kwargs or {}))
+            return torch.empty(args[0].shape, dtype=args[0].dtype, device=target)
+
+    return OnHost()
 
 
 # -- in the process that is measured ---------------------------------------------------------------------------------------------------
