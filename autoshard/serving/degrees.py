@@ -23,7 +23,7 @@ from functools import cache
 from torch import nn
 
 from autoshard.cost import axis_transfer_seconds, presets
-from autoshard.mesh import DEVICES_PER_NODE, Axis, Mesh
+from autoshard.mesh import DEVICES_PER_NODE, Axis, Device, Mesh
 from autoshard.planning.options import Progress
 from autoshard.serving.kv_cache import text_config
 from autoshard.serving.step_prices import StepPrice, price_of
@@ -133,6 +133,12 @@ def _divisors(n: int) -> Iterator[int]:
     return (k for k in range(1, n + 1) if n % k == 0)
 
 
+def _replayed(device: Device) -> Device:
+    """The device running a graph of kernels, which the host launches at once."""
+    kernels = None if device.kernels is None else replace(device.kernels, host=0.0)
+    return replace(device, launch=0.0, kernels=kernels)
+
+
 class _Pricer:
     """Prices of steps; each is worked out once."""
 
@@ -150,7 +156,7 @@ class _Pricer:
 
     def _price(self, tensor: int, graph) -> StepPrice:
         mesh = self.make((1, 1, tensor))
-        device = mesh.device if self.eager else replace(mesh.device, launch=0.0)
+        device = mesh.device if self.eager else _replayed(mesh.device)
         return price_of(self.steps(self.repeated(tensor)), graph, Mesh(mesh.axes[2:], device))
 
     def why_not(self, tensor: int, pipeline: int) -> str:
