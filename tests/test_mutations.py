@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import autoshard
 from autoshard.cli import main
 from autoshard.cost import curves
 from autoshard.reading import FORMATS
@@ -45,6 +46,7 @@ GOOD = {
     "plan": (".json", lambda: written("solution.1"), bad_json),
     "plan as a pickle": (".pkl", lambda: written("solution.1"), bad_pickle),
     "programs": (".json", lambda: written("programs.1"), bad_json),
+    "pipeline": (".json", lambda: written("pipeline.1"), bad_json),
     "frontier": (".json", lambda: written("frontier.1"), bad_json),
     "curves": (".json", lambda: written("curves.1"), bad_json),
     "cluster": (".json", lambda: written("cluster.1"), bad_json),
@@ -90,6 +92,7 @@ QUICK = {
     "programs": ("programs", "programs FILE"),
     "load curves": ("curves", ""),
     "load a cluster": ("cluster", ""),
+    "load a pipeline": ("pipeline", ""),
 }
 SLOW = {
     **{f"export {kind}": ("plan", f"export FILE --format {kind}") for kind in KINDS},
@@ -171,12 +174,15 @@ def run(verb: str, content: bytes, folder: Path, plan_path: Path, capsys) -> tup
     return code, capsys.readouterr().err
 
 
+LOADERS = {"load curves": curves.load, "load a cluster": curves.load_cluster, "load a pipeline": autoshard.load_pipeline}
+
+
 def loaded(verb: str, path: Path) -> int:
     """What no verb reads, or only one that needs a model."""
     import sys
 
     try:
-        (curves.load if verb == "load curves" else curves.load_cluster)(str(path))
+        LOADERS[verb](str(path))
     except ValueError as error:
         print(f"autoshard: {error}", file=sys.stderr)
         return 2

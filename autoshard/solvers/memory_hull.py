@@ -216,11 +216,12 @@ class Sweep:
     def under(self, limit: float) -> None:
         """Search for the best answer within a limit, from the best known one that fits."""
         starts = [f.choice for f in sorted(self.answers, key=lambda f: f.cost) if f.memory <= limit][:1]
-        before = self.time_left()
-        seconds = max(min(before, self.limit_seconds), 1e-3)
-        limited, clock = replace(self.problem, usage_limit=limit), self.lagrangian.clock
+        given = self.lagrangian.clock
+        clock = time.process_time if given is time.monotonic else given  # what other processes do changes no answer
+        seconds, before = max(min(self.time_left(), self.limit_seconds), 1e-3), clock()
+        limited = replace(self.problem, usage_limit=limit)
         answer = solve(limited, starts=starts, time_limit=seconds, gap=self.gap, clock=clock).in_passing()
-        self.limit_seconds -= before - self.time_left()
+        self.limit_seconds -= clock() - before
         self.small = answer.status in (Status.OPTIMAL, Status.INFEASIBLE) and self.limit_seconds > 0
         if answer.choice is not None:
             self.lagrangian.add(answer.choice)
