@@ -1,4 +1,4 @@
-"""Options that a command line ignores are refused: every rule with every option of every verb; and each counts where the rule doesn't hold."""
+"""Options that a command line ignores are refused: every rule with every option; and each counts where the rule does not hold."""
 
 import json
 from functools import cache
