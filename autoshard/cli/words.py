@@ -48,6 +48,8 @@ PLANNERS = ("naive", "astar", "dijkstra", "memory_constrained")
 LAUNCHERS = ("torchtitan", "megatron", "accelerate", "nanotron")
 SITE_DEVICES = tuple(sorted(set(DEVICES) - {"cpu"}))  # of autoshard/cost/devices
 PRECISIONS = ("bf16", "fp16", "fp8", "nvfp4")
+# devices of which no matmul runs at a precision faster than in 16 bits
+NO_NARROW = {"a100": ("fp8", "nvfp4")} | dict.fromkeys(("h100", "h100_500w", "h200", "mi300x", "mi325x"), ("nvfp4",))
 OBJECTIVES = ("serial", "overlapped")
 METHODS = ("piecewise", "pchip", "p_norm", "alpha_beta", "sigmoid")
 HUGGING_FACE = ("batch", "seq", "image_size", "layers", "loss", "attention", "experts", "dtype", "cache")  # settings of hf: models
@@ -446,6 +448,8 @@ def check_words(verb: str, names: Mapping[str, str], values: Mapping[str, Any]) 
         _cluster(values["devices"], values["nodes"], values["devices_per_node"], values["stages"] or 1)
     if verb in ("degrees", "check") and (values["devices"] or 1) % min(values["per_node"], values["devices"] or 1):
         raise ValueError(f"{values['devices']} devices are no whole number of nodes of {values['per_node']}; give --per-node a divisor")
+    if verb == "degrees" and (lacks := NO_NARROW.get(values["device"], ())) and values["precision"] in lacks:
+        raise ValueError(f"{values['device']} multiplies no {values['precision']} numbers; expected another --precision or --device")
     if verb == "simulate" and values["target"] == "mlp" and values["constants"] == "physical":
         raise ValueError(f"mlp is the model of a published simulator; add --constants {CONSTANTS[1]} or {CONSTANTS[2]}, or give a plan or a model")
     several = verb in ("plan", "frontier") and (values["microbatches"] or 1) > 1

@@ -132,7 +132,8 @@ class Options:
         self._check_microbatches()
         if self.objective not in OBJECTIVES:
             raise ValueError(f"objective is {self.objective!r}; expected one of {', '.join(OBJECTIVES)}")
-        if not (isinstance(self.accepted, (list, tuple)) and len(self.accepted) == 2 and all(_is_number(x) and x >= 0 for x in self.accepted)):
+        pair = isinstance(self.accepted, (list, tuple)) and len(self.accepted) == 2
+        if not (pair and all(_is_number(x) and x >= 0 for x in self.accepted)):
             raise ValueError(f"accepted is {self.accepted!r}; expected a relative gap and seconds, for example (0.01, 60)")
         for name in ("pins", "keep", "forbid"):
             if not isinstance(layouts := getattr(self, name), Mapping):

@@ -68,7 +68,7 @@ class Program:
         if not _is_positive(self.weight):
             raise ValueError(f"a program's weight is {self.weight!r}; expected a number above 0, how often it runs per unit")
         if not isinstance(self.shapes, (list, tuple)) or not all(isinstance(one, (list, tuple)) and len(one) == 2 for one in self.shapes):
-            raise ValueError("a program's shapes hold something else; expected pairs of inputs and how frequent they are, [((tokens,), 0.5)]")
+            raise ValueError("a program's shapes hold something else; expected pairs of inputs and frequency, [((tokens,), 0.5)]")
         if self.devices is not None and not isinstance(self.devices, Sequence):
             raise ValueError(f"a program's devices are {self.devices!r}; expected numbers of devices, for example range(4)")
         if not isinstance(self.options, Mapping):
