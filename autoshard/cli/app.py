@@ -35,7 +35,7 @@ class Verb(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         order = self.make_parser(ctx).parse_args(args=list(args))[-1]
-        check_repeated(called(p) for p in order if p.param_type_name == "option" and not (p.multiple or p.is_flag))
+        check_repeated(called(p) for p in order if _has_one_value(p))
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -52,6 +52,10 @@ class Verb(TyperCommand):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise typer.Abort() from None
+
+
+def _has_one_value(parameter: Any) -> bool:
+    return parameter.param_type_name == "option" and not (parameter.multiple or parameter.is_flag)
 
 
 class Verbs(typer.Typer):

@@ -1,4 +1,4 @@
-"""Options that have no effect beside others, or that contradict them: refused before anything runs, so that no option is ignored in silence.
+"""Options that have no effect beside others, or contradict them: refused before anything runs, so that none is ignored in silence.
 
     check_combinations(verb, names, given, values)     names: per parameter what the user writes; given: parameters on the command line
     check_repeated(names)                              an option that holds one value, written twice
@@ -51,9 +51,7 @@ def _is_plan(given: Given, values: Mapping[str, Any]) -> bool:
 LAUNCH = ("devices", "seq", "microbatch", "global_batch", "device", "per_node", "memory", "inter_node_bandwidth", "out")
 STALE = ("trust", "within", "no_solve", "any_graph", "cluster", "time_limit", "mesh")
 OF_MODEL = ("train", "settings", "batch", "seq", "dtype")
-OF_PROGRAMS = (
-    "mesh", "settings", "switches", "memory", "out", "time_limit", "gap", *LINKS, "device", "devices_per_node",
-)  # fmt: skip
+OF_PROGRAMS = ("mesh", "settings", "switches", "memory", "out", "time_limit", "gap", *LINKS, "device", "devices_per_node")
 OF_SIMULATED_MODEL = ("schedule", "chunks", "scheme", "inference", "device", "devices_per_node", *LINKS)
 
 RULES = (
@@ -65,7 +63,7 @@ RULES = (
     Rule(("simulate",), ("device", *LINKS), beside("cluster"), "beside --cluster, where it was measured"),
     Rule(
         ("plan",), ("device", "devices_per_node", "prices", "tf32", *LINKS),
-        lambda given, values: "keep" in given and not given & {"mesh", "cluster"}, "on the mesh of the plan that --keep names", "add --mesh",
+        lambda given, values: "keep" in given and not given & {"mesh", "cluster"}, "on the mesh of the plan to keep", "add --mesh",
     ),
     Rule(("explain",), ("within",), without("robust"), "without --robust", "add it"),
     Rule(("explain",), ("alternatives",), without("name"), "without the NAME of what to explain", "add it"),

@@ -451,7 +451,8 @@ def check_words(verb: str, names: Mapping[str, str], values: Mapping[str, Any]) 
     if verb == "degrees" and (lacks := NO_NARROW.get(values["device"], ())) and values["precision"] in lacks:
         raise ValueError(f"{values['device']} multiplies no {values['precision']} numbers; expected another --precision or --device")
     if verb == "simulate" and values["target"] == "mlp" and values["constants"] == "physical":
-        raise ValueError(f"mlp is the model of a published simulator; add --constants {CONSTANTS[1]} or {CONSTANTS[2]}, or give a plan or a model")
+        published = " or ".join(CONSTANTS[1:])
+        raise ValueError(f"mlp is the model of a published simulator; add --constants {published}, or give a plan or a model")
     several = verb in ("plan", "frontier") and (values["microbatches"] or 1) > 1
     if several and not values["train"] and values.get("keep") is None:  # what is kept may be the plan of a training step
         raise ValueError(f"--microbatches is {values['microbatches']}, but only a training step has several; add --train, or leave it out")

@@ -97,7 +97,8 @@ def pipeline(
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"model is {type(model).__name__}; expected a torch.nn.Module")
     if (checked.stages or 1) > cluster.num_devices:
-        raise ValueError(f"stages is {checked.stages}, but the cluster has {cluster.num_devices} devices; expected one or more for each stage")
+        n = cluster.num_devices
+        raise ValueError(f"stages is {checked.stages}, but the cluster has {n} devices; expected one or more for each stage")
     search = _Search(model, example_inputs, cluster, checked, executor, progress)
     return replace(search.answer(), assumptions={**search.assumptions(), **(assumptions or {})})
 

@@ -135,8 +135,9 @@ def _checked(programs: Mapping[str, Program], mesh: Mesh, options: Mapping[str, 
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh is {type(mesh).__name__}; expected an autoshard.Mesh, for example Mesh.from_bandwidths((2, 4))")
     if not isinstance(programs, Mapping) or not programs or not all(isinstance(p, Program) for p in programs.values()):
-        found = programs if not isinstance(programs, Mapping) else next((p for p in programs.values() if not isinstance(p, Program)), {})
-        said = "empty" if not found else f"no dict of Programs, but has a {type(found).__name__}"
+        several = programs.values() if isinstance(programs, Mapping) else [programs]
+        found: Any = next((one for one in several if not isinstance(one, Program)), None)
+        said = "empty" if found is None else f"no dict of Programs, but has a {type(found).__name__}"
         raise ValueError(f"programs is {said}; expected Programs by name, for example {{'train': Program(model, inputs)}}")
     if wrong := [name for name in programs if not isinstance(name, str) or not name.isidentifier()]:
         raise ValueError(f"a program is called {wrong[0]!r}; expected a name of letters, digits and underscores")
