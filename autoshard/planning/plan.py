@@ -57,7 +57,7 @@ from autoshard.units import seconds
 KNOWN = "found a plan"  # what is said then; the command line keeps it on the screen
 RECOMPUTE_GAP = 0.01  # relative: how well `auto` plans at least, the numbers of blocks that it compares and the one that it chooses
 
-WHOLE_BLOCKS = "whole blocks: single tensors are chosen for objective=serial without tie_blocks"
+BLOCKWISE = "blocks: single tensors are chosen for objective=serial without tie_blocks"
 
 
 @in_turn
@@ -105,7 +105,7 @@ def _plan_recomputing(context: Context) -> Solution:
         return _plan_per_tensor(context)
     if options.recompute in ("auto", "blocks") and options.training:
         if options.recompute == "auto":
-            context = replace(context, assumptions={**context.assumptions, "recompute_by": WHOLE_BLOCKS})
+            context = replace(context, assumptions={**context.assumptions, "recompute_by": BLOCKWISE})
         return _plan_with_cheapest_recomputation(context)
     return plan_graph(as_asked(context))
 
