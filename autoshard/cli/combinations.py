@@ -23,7 +23,7 @@ REPLACES = {("plan", "keep")}  # an edited plan may be planned anew in its place
 
 
 @dataclass(frozen=True)
-class Rule:
+class Ineffective:
     """Options of verbs that have no effect on some command lines."""
 
     verbs: tuple[str, ...]
@@ -55,30 +55,30 @@ OF_PROGRAMS = ("mesh", "settings", "switches", "memory", "out", "time_limit", "g
 OF_SIMULATED_MODEL = ("schedule", "chunks", "scheme", "inference", "device", "devices_per_node", *LINKS)
 
 RULES = (
-    Rule(("plan",), ("price_pins",), without("pin", "forbid"), "without --pin or --forbid", "add what it is to price"),
-    Rule(("plan",), ("master_weights", "optimizer", "recompute"), without("train", "keep"), "on a forward pass", "add --train"),
-    Rule(("frontier",), ("master_weights", "optimizer", "recompute"), without("train"), "on a forward pass", "add --train"),
-    Rule(("plan", "frontier"), ("device", *LINKS), beside("prices"), "beside --prices, which say it too"),
-    Rule(("plan", "frontier"), ("device", "devices_per_node", *LINKS), beside("cluster"), "beside --cluster, where it was measured"),
-    Rule(("simulate",), ("device", *LINKS), beside("cluster"), "beside --cluster, where it was measured"),
-    Rule(
+    Ineffective(("plan",), ("price_pins",), without("pin", "forbid"), "without --pin or --forbid", "add what it is to price"),
+    Ineffective(("plan",), ("master_weights", "optimizer", "recompute"), without("train", "keep"), "on a forward pass", "add --train"),
+    Ineffective(("frontier",), ("master_weights", "optimizer", "recompute"), without("train"), "on a forward pass", "add --train"),
+    Ineffective(("plan", "frontier"), ("device", *LINKS), beside("prices"), "beside --prices, which say it too"),
+    Ineffective(("plan", "frontier"), ("device", "devices_per_node", *LINKS), beside("cluster"), "beside --cluster, where it was measured"),
+    Ineffective(("simulate",), ("device", *LINKS), beside("cluster"), "beside --cluster, where it was measured"),
+    Ineffective(
         ("plan",), ("device", "devices_per_node", "prices", "tf32", *LINKS),
         lambda given, values: "keep" in given and not given & {"mesh", "cluster"}, "on the mesh of the plan to keep", "add --mesh",
     ),
-    Rule(("explain",), ("within",), without("robust"), "without --robust", "add it"),
-    Rule(("explain",), ("alternatives",), without("name"), "without the NAME of what to explain", "add it"),
-    Rule(("check",), LAUNCH, without("launcher"), "on a plan", "add --launcher for a launcher's configuration"),
-    Rule(("check",), STALE, beside("launcher"), "on a launcher's configuration, but only on a plan"),
-    Rule(("doctor",), OF_MODEL, without("model"), "without a model", "add one, with --device"),
-    Rule(("programs",), OF_PROGRAMS, _is_plan, "on a plan that is made", "give file.py:function to plan anew"),
-    Rule(("simulate",), OF_SIMULATED_MODEL, _is_plan, "on a plan, which says it itself"),
-    Rule(
+    Ineffective(("explain",), ("within",), without("robust"), "without --robust", "add it"),
+    Ineffective(("explain",), ("alternatives",), without("name"), "without the NAME of what to explain", "add it"),
+    Ineffective(("check",), LAUNCH, without("launcher"), "on a plan", "add --launcher for a launcher's configuration"),
+    Ineffective(("check",), STALE, beside("launcher"), "on a launcher's configuration, but only on a plan"),
+    Ineffective(("doctor",), OF_MODEL, without("model"), "without a model", "add one, with --device"),
+    Ineffective(("programs",), OF_PROGRAMS, _is_plan, "on a plan that is made", "give file.py:function to plan anew"),
+    Ineffective(("simulate",), OF_SIMULATED_MODEL, _is_plan, "on a plan, which says it itself"),
+    Ineffective(
         ("redistribute",), LINKS, lambda given, values: values.get("prices") == "tensorcraft",
         "beside --prices tensorcraft, which has no links",
     ),
-    Rule(("pipeline",), ("devices_per_node",), beside("nodes"), "beside --nodes, which says it too"),
-    Rule(("pipeline",), ("recompute", "optimizer"), beside("inference"), "on a forward pass"),
-    Rule(("degrees",), ("time_limit",), beside("no_bound"), "beside --no-bound"),
+    Ineffective(("pipeline",), ("devices_per_node",), beside("nodes"), "beside --nodes, which says it too"),
+    Ineffective(("pipeline",), ("recompute", "optimizer"), beside("inference"), "on a forward pass"),
+    Ineffective(("degrees",), ("time_limit",), beside("no_bound"), "beside --no-bound"),
 )  # fmt: skip
 
 

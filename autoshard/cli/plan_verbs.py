@@ -137,7 +137,8 @@ def plan(
     options = handed_on(options, kept)
     with Output(as_json=as_json, quiet=quiet) as output:
         if options.get("recompute") == "auto" and options["training"] and (objective != "serial" or tie_blocks):
-            output.note(f"--recompute auto chooses blocks, not single tensors, beside {'--tie-blocks' if tie_blocks else '--objective ' + objective}")
+            beside = "--tie-blocks" if tie_blocks else f"--objective {objective}"
+            output.note(f"--recompute auto chooses blocks, not single tensors, beside {beside}")
         output.progress("building the model", 0.0)
         module, example_inputs = load_model(model, keywords, training=options["training"])
         if kept is not None:

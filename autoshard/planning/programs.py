@@ -136,8 +136,8 @@ def _checked(programs: Mapping[str, Program], mesh: Mesh, options: Mapping[str, 
         raise ValueError(f"mesh is {type(mesh).__name__}; expected an autoshard.Mesh, for example Mesh.from_bandwidths((2, 4))")
     if not isinstance(programs, Mapping) or not programs or not all(isinstance(p, Program) for p in programs.values()):
         several = programs.values() if isinstance(programs, Mapping) else [programs]
-        found: Any = next((one for one in several if not isinstance(one, Program)), None)
-        said = "empty" if found is None else f"no dict of Programs, but has a {type(found).__name__}"
+        other: Any = next((one for one in several if not isinstance(one, Program)), None)
+        said = "empty" if other is None else f"no dict of Programs, but has a {type(other).__name__}"
         raise ValueError(f"programs is {said}; expected Programs by name, for example {{'train': Program(model, inputs)}}")
     if wrong := [name for name in programs if not isinstance(name, str) or not name.isidentifier()]:
         raise ValueError(f"a program is called {wrong[0]!r}; expected a name of letters, digits and underscores")
