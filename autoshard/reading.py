@@ -44,6 +44,8 @@ class Format:
     schema: str = ""  # schemas/<schema>.json; empty where other projects define the format
 
 
+# keys by which a file shows what it is, where its format alone doesn't say it
+MARKS = {"programs": {"programs", "weights"}, "pipeline": {"stages", "configurations"}}
 MB = 10**6
 FORMATS = {
     # 10 kB per layer of GPT-2
@@ -223,9 +225,27 @@ def _why_unsound(item: object, also: type | tuple[type, ...]) -> str:
     return f"a {type(item).__name__}; expected objects, lists, text and numbers"
 
 
+def refuse_other(data: Any, path: str | os.PathLike[str], *kinds: str) -> None:
+    """ValueError where the data of a file is recognised as of another kind than these: a frontier where a plan is expected."""
+    other = _kind_of_data(data) if isinstance(data, dict) else None
+    if other is not None and other not in kinds:
+        raise ValueError(f"{path} is {FORMATS[other].name}; expected {FORMATS[kinds[0]].expected}")
+
+
+def _kind_of_data(data: dict) -> str | None:
+    if marked := [kind for kind, keys in MARKS.items() if keys <= data.keys()]:
+        return marked[0]
+    written = data.get("format")
+    if isinstance(written, int) and not isinstance(written, bool):
+        return "plan"
+    named = written.removeprefix("autoshard.").partition("/")[0] if isinstance(written, str) else ""
+    return named if named in FORMATS else None
+
+
 def checked(data: Any, path: str | os.PathLike[str], kind: str) -> Any:
     """The same data, if it follows the format's schema; else a ValueError that names the place and the value there."""
     form = FORMATS[kind]
+    refuse_other(data, path, kind)
     try:
         first = islice(_validator(form.schema).iter_errors(data), 100)
         error = min(first, key=lambda error: error.instance_path != ["format"], default=None)  # a wrong format is reported first

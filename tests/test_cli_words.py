@@ -13,27 +13,27 @@ from autoshard.cli import words
 from autoshard.cli.app import app
 
 ROOT = Path(__file__).parent.parent
-MODEL, HERE = f"{ROOT}/models/mlp.py:tiny", __file__
+MODEL, HERE, PLAN = f"{ROOT}/models/mlp.py:tiny", __file__, f"{ROOT}/solutions/gpt2-small-2x4.json"
 MISSING, FOLDER = "/nowhere/file.json", str(ROOT)
 
-# What each verb needs before options are looked at; files are only asked whether they are there.
+# What each verb needs before options are looked at; of most files it is only looked up whether they are there.
 BEGINS = {
     "plan": [MODEL, "--mesh", "2x4"],
     "programs": [MODEL, "--mesh", "2x4"],
-    "show": [HERE],
-    "verify": [HERE, MODEL],
+    "show": [PLAN],
+    "verify": [PLAN, MODEL],
     "frontier": [MODEL, "--mesh", "2x4"],
     "pipeline": [MODEL, "--devices", "8"],
     "simulate": [MODEL],
-    "explain": [HERE, "w"],
+    "explain": [PLAN, "w"],
     "serve-plan": [MODEL, "--devices", "8", "--max-tokens", "64", "--batch", "4"],
     "check": [HERE],
     "degrees": [MODEL, "--devices", "8"],
-    "diff": [HERE, HERE],
+    "diff": [PLAN, PLAN],
     "demo": [],
     "doctor": [],
-    "export": [HERE],
-    "report": [HERE],
+    "export": [PLAN],
+    "report": [PLAN],
     "redistribute": [HERE],
     "solve": [HERE],
     "tables": [HERE],
@@ -49,7 +49,7 @@ MODELS = ["nosuch.py:tiny", f"{ROOT}/models/mlp.py:nosuch", f"{ROOT}/models/mlp.
 PATHS = [MISSING, "/nowhere/a/", FOLDER]
 PICTURES = [*PATHS, "picture.doc"]
 LISTS = ["0", "1,,2", "two", "-1"]
-FILES = [MISSING, FOLDER]
+FILES, BOUNDLESS = [MISSING, FOLDER], ["inf", "nan", "0.5"]
 
 WRONG = {
     "model": MODELS, "target": [MISSING, *MODELS[:2], FOLDER], "settings": ["layers", "=2", "nosuch=2", "1=2"],
@@ -61,7 +61,7 @@ WRONG = {
     "precision": ["bf17", "bf16:sum=fp32", "bf16:reduce", ""],
     "switches": ["often", "-1", "nan", ""],
     "recompute": ["some", "-1", "1.5", ""], "pin": LAYOUTS, "forbid": LAYOUTS, "why_not": ["Q", "S(99)", ""],
-    "time_limit": LIMITS, "gap": ["-1", "nan", "small"], "seconds": LIMITS, "effort": LIMITS, "reserve": ["1", "-0.1", "nan"],
+    "time_limit": LIMITS, "gap": ["-1", "nan", "inf", "small"], "seconds": LIMITS, "effort": LIMITS, "reserve": ["1", "-0.1", "nan"],
     "seq": COUNTS, "prompt": COUNTS, "max_tokens": [*COUNTS, "1"], "dtype": ["int8", ""], "batch": COUNTS, "global_batch": COUNTS,
     "points": COUNTS, "layers": COUNTS, "stages": COUNTS, "workers": COUNTS, "chunks": COUNTS, "max_depth": COUNTS, "top_k": COUNTS,
     "prefetch": ["-1", "two"], "random": ["-1", "two"], "alternatives": ["-1", "two"], "seed": ["-1", "two"], "within": ["1", "-1", "nan"],
@@ -69,7 +69,7 @@ WRONG = {
     "constants": ["magic", ""], "data": LISTS, "tensor": LISTS, "pipeline": LISTS, "microbatches": LISTS,
     "nodes": ["2", "2x", "2x8:tpu", "0x8"], "planner": ["best", ""], "count": ["all", ""], "method": ["cubic", ""], "backend": ["mpi", ""],
     "launcher": ["slurm", ""], "per_node": COUNTS, "microbatch": COUNTS,
-    "top": COUNTS, "sequence_order": ["zigzag", ""],
+    "top": COUNTS, "expert_imbalance": BOUNDLESS, "objective": ["both", ""], "sequence_order": ["zigzag", ""],
 }  # fmt: skip
 OWN = {
     ("tables", "devices"): [*SHAPES, *COUNTS[:3]],
@@ -120,10 +120,17 @@ def with_value(verb: str, parameter, value: str) -> list[str]:
     """The verb's words with one value in the place of an argument, or for an option."""
     begin = BEGINS[verb]
     if parameter.param_type_name == "option":
+        begin = without(begin, parameter.opts)
         return [*verb.split(), *begin, f"{parameter.opts[0]}={value}"]
     place = [p.name for p in verbs()[verb] if p.param_type_name == "argument"].index(parameter.name)
     after = begin[place + 1 :] if place < len(begin) else []
     return [*verb.split(), *begin[:place], *([] if after else ["--"]), value, *after]
+
+
+def without(begin: list[str], names: list[str]) -> list[str]:
+    """The words without an option and its value, which would come twice."""
+    at = next((k for k, word in enumerate(begin) if word in names), None)
+    return begin if at is None else [*begin[:at], *begin[at + 2 :]]
 
 
 def wrong_values(verb: str, name: str) -> list[str] | None:
@@ -185,7 +192,7 @@ def test_nothing_slow_is_imported_to_refuse_a_word():
 def test_right_words_are_not_refused():  # else any refusal would do above
     right = [
         *([*verb.split(), *begin] for verb, begin in BEGINS.items()),
-        ["plan", MODEL, "--mesh", "auto", "--devices", "8", "--memory", "64GiB", "--recompute", "auto", "--optimizer", "12"],
+        ["plan", MODEL, "--mesh", "auto", "--devices", "8", "--memory", "64GiB", "--train", "--recompute", "auto", "--optimizer", "12"],
         ["plan", MODEL, "--mesh", "2x4", "--pin", "layers.*.up.weight=S(0),*", "--forbid", "x=R,R", "--gap", "0.01", "--prices", "h100"],
         ["plan", MODEL, "--mesh", "2x4", "--set", "layers=2", "--solver", "ilp", "--device", "a100", "--memory", "1000"],
         ["simulate", "mlp", "--constants", "distir_3386edc", "--data", "1,2"],
@@ -193,8 +200,8 @@ def test_right_words_are_not_refused():  # else any refusal would do above
         ["tables", HERE, "--devices", "2x8", "--host-memory", "0"],
         ["pipeline", MODEL, "--nodes", "2x8:h100", "--memory", "80GB", "--memory", "40GB", "--recompute", "never"],
         ["pipeline", MODEL, "--devices", "8", "--schedules", "1f1b, gpipe", "--microbatches", "4,8"],
-        ["export", HERE, "--format", "tp_plan"],
-        ["explain", HERE, "w", "--why-not", "S(1),R"],
+        ["export", PLAN, "--format", "tp_plan"],
+        ["explain", PLAN, "w", "--why-not", "S(1),R"],
         ["redistribute", HERE, "--prices", "tensorcraft", "--planner", "naive", "--memory-limit", "1GB"],
         ["show-prices", "h100"],
     ]

@@ -4,6 +4,7 @@ algorithm."""
 from autoshard.api.checking import dry_run as dry_run
 from autoshard.api.checking import verify as verify
 from autoshard.api.compiling import backend as backend
+from autoshard.api.kinds import checked_kinds
 from autoshard.api.launching import CheckedLaunch as CheckedLaunch
 from autoshard.api.launching import Degrees as Degrees
 from autoshard.api.launching import check_launch as check_launch
@@ -52,3 +53,20 @@ from autoshard.solution import load_any as load_any
 from autoshard.solution import load_programs as load_programs
 
 provide_methods()
+
+check = checked_kinds(check)
+device_mesh = checked_kinds(device_mesh)
+dry_run = checked_kinds(dry_run)
+explain = checked_kinds(explain)
+export = checked_kinds(export)
+extrapolate = checked_kinds(extrapolate)
+kept_layouts = checked_kinds(kept_layouts)
+load = checked_kinds(load)
+load_any = checked_kinds(load_any)
+load_pipeline = checked_kinds(load_pipeline)
+load_programs = checked_kinds(load_programs)
+parallelize = checked_kinds(parallelize)
+robustness = checked_kinds(robustness)
+simulate = checked_kinds(simulate)
+verify = checked_kinds(verify)
+verify_pipeline = checked_kinds(verify_pipeline)

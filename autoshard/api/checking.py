@@ -57,6 +57,8 @@ def verify(
     """
     report, mesh = progress or (lambda message, fraction: None), solution.mesh
     _check_device(device, local_tensor_mode)
+    if random < 0:
+        raise ValueError(f"random is {random}; expected how many plans to draw, 0 or more")
     report("capturing the model", 0.0)
     captured = capture_module(model, example_inputs, training=solution.training, precision=solution.precision)
     graph = replay(solution, captured.graph).checked()

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.lower.parallelize import device_mesh, parallelize
 from autoshard.mesh import Mesh
+from autoshard.planning.options import Options, checked_options
 from autoshard.planning.plan import plan
 
 log = logging.getLogger("autoshard")
@@ -40,6 +41,10 @@ def backend(mesh: Mesh, **options: Any) -> Callable[[fx.GraphModule, Sequence[An
     compiled: what is written into the model's own parameters afterwards isn't seen. ValueError where a parameter requires a gradient, as
     the gradients would not reach the model: use `parallelize` for training; and where the number of ranks isn't the mesh's.
     """
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh is a {type(mesh).__name__}; expected an autoshard.Mesh, for example Mesh.from_bandwidths((2, 4))")
+    if checked_options(Options, options).training:
+        raise ValueError("training is True, and the backend is for inference; train what autoshard.parallelize returns")
     pinned = {key: options.pop(key) for key in ("pins", "forbid") if key in options}
 
     def compile_graph(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:

@@ -124,7 +124,7 @@ def parse_recompute(written: str) -> int | str:
     """`4` -> 4 blocks; the planner checks `all` and other words."""
     if written.startswith("-"):
         raise ValueError(f"--recompute is {written}; expected a number of blocks from 0 on, all, blocks or auto")
-    return int(written) if written.isdecimal() else written
+    return int(written) if written.isascii() and written.isdecimal() else written
 
 
 def check_out(written: str | None, what: str = "--out") -> None:

@@ -136,6 +136,9 @@ def plan(
     )  # fmt: skip
     options = handed_on(options, kept)
     with Output(as_json=as_json, quiet=quiet) as output:
+        if options.get("recompute") == "auto" and options["training"] and (objective != "serial" or tie_blocks):
+            beside = "--tie-blocks" if tie_blocks else f"--objective {objective}"
+            output.note(f"--recompute auto chooses blocks, not single tensors, beside {beside}")
         output.progress("building the model", 0.0)
         module, example_inputs = load_model(model, keywords, training=options["training"])
         if kept is not None:

@@ -10,7 +10,7 @@ import typer
 
 from autoshard.cli.app import NO, OK, app
 from autoshard.cli.arguments import bandwidths, parse_bytes
-from autoshard.cli.options import DEVICE, INTER, INTRA, DeviceName, InterNodeBandwidth, IntraNodeBandwidth, Json, Quiet
+from autoshard.cli.options import DEVICE, INTER, INTRA, DeviceName, InterNodeBandwidth, IntraNodeBandwidth, Json, Quiet, load_device
 from autoshard.cli.output import Output, finite
 from autoshard.mesh import Mesh, parse_shape
 from autoshard.reading import data_of, rows_of, text_of
@@ -55,7 +55,7 @@ def tables(
     links, to_host = bandwidths(intra_node_bandwidth, inter_node_bandwidth), parse_bytes(host_bandwidth, "--host-bandwidth")
     memory = parse_bytes(hbm)
     host = None if host_memory is None else 0.0 if host_memory.strip() in ("0", "0GB") else parse_bytes(host_memory)
-    mesh = Mesh.from_bandwidths(parse_shape(devices), **links, device=device)
+    mesh = Mesh.from_bandwidths(parse_shape(devices), **links, device=load_device(device))
     with Output(as_json=as_json, quiet=quiet) as output:
         plan = plan_tables(
             read_tables(spec), mesh, hbm=memory, host_memory=host, reserve=reserve, batch=batch, host_bandwidth=to_host,

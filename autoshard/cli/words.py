@@ -31,7 +31,7 @@ from autoshard.cli.arguments import (
 )
 from autoshard.mesh import DEVICES, MOST_DEVICES, parse_shape
 from autoshard.precision import Precision
-from autoshard.reading import content_of
+from autoshard.reading import content_of, data_of, parsed, refuse_other
 
 SOLVERS = ("auto", "prices", "ilp", "cvxpy", "dp", "dual", "exhaustive")
 OPTIMIZERS = ("adamw", "sgd", "momentum")
@@ -48,10 +48,13 @@ PLANNERS = ("naive", "astar", "dijkstra", "memory_constrained")
 LAUNCHERS = ("torchtitan", "megatron", "accelerate", "nanotron")
 SITE_DEVICES = tuple(sorted(set(DEVICES) - {"cpu"}))  # of autoshard/cost/devices
 PRECISIONS = ("bf16", "fp16", "fp8", "nvfp4")
+# devices of which no matmul runs at a precision faster than in 16 bits
+NO_NARROW = {"a100": ("fp8", "nvfp4")} | dict.fromkeys(("h100", "h100_500w", "h200", "mi300x", "mi325x"), ("nvfp4",))
 OBJECTIVES = ("serial", "overlapped")
 METHODS = ("piecewise", "pchip", "p_norm", "alpha_beta", "sigmoid")
 HUGGING_FACE = ("batch", "seq", "image_size", "layers", "loss", "attention", "experts", "dtype", "cache")  # settings of hf: models
 MOST_DIM = 63  # that a layout can shard
+SMALL = 1_000_000  # bytes: files up to here are read before anything slow is imported
 
 Check = Callable[[str, Any], object]
 
@@ -72,6 +75,11 @@ def at_least(least: float, name: str, value: float) -> None:
         raise ValueError(f"{name} is {value}; expected {least:g} or more")
 
 
+def finite_at_least(least: float, name: str, value: float) -> None:
+    if not least <= value < math.inf:
+        raise ValueError(f"{name} is {value}; expected a finite number, {least:g} or more")
+
+
 def share(name: str, value: float) -> None:
     if not 0 <= value < 1:
         raise ValueError(f"{name} is {value}; expected a number from 0 to 1: 0.01 is one percent")
@@ -89,10 +97,19 @@ def readable(expected: str, name: str, value: str) -> None:
 def plan(name: str, value: str) -> None:
     """A plan's file, or one program of a file with several: FILE#NAME."""
     path, _, program = value.rpartition("#")
-    readable("a plan's file, as `autoshard plan --out` writes it", name, path if path and not Path(value).exists() and program else value)
+    file = path if path and not Path(value).exists() and program else value
+    readable("a plan's file, as `autoshard plan --out` writes it", name, file)
+    if Path(file).stat().st_size <= SMALL and content_of(file, "plan").lstrip()[:1] in (b"{", b"["):  # what is no JSON may be a pickle
+        refuse_other(parsed(content_of(file, "plan"), file, "plan"), file, "plan", "programs")
 
 
 PLAN: Check = plan
+
+
+def cluster(name: str, value: str) -> None:
+    readable("what `autoshard calibrate measure --out` wrote", name, value)
+    if Path(value).stat().st_size <= SMALL:
+        data_of(value, "cluster")
 
 
 def each(check: Check, name: str, values: list[Any]) -> None:
@@ -188,7 +205,9 @@ def device(name: str, value: str) -> None:
 
 
 def device_or_file(name: str, value: str) -> None:
-    if not value.endswith(".json"):
+    if value.endswith(".json"):
+        cluster(name, value)
+    else:
         device(name, value)
 
 
@@ -244,6 +263,16 @@ def model_or_plan(name: str, value: str) -> None:
         PLAN(name, value)
 
 
+def programs_or_plan(name: str, value: str) -> None:
+    path, _, program = value.rpartition("#")
+    if ".py:" not in value and path and program and not Path(value).exists() and Path(path).exists():
+        raise ValueError(f"{value} is one program of a plan; expected the plan, {path}, or see the one with: autoshard show {value}")
+    if ".py:" in value:
+        model(name, value)
+    else:
+        readable("file.py:function, which returns programs, or what `autoshard programs --out` wrote", name, value)
+
+
 def settings_of(written: str, given: Mapping[str, Any]) -> None:
     """ValueError for a --set that the model's function does not accept, as far as its source shows."""
     if written.startswith("hf:"):
@@ -293,7 +322,7 @@ ROWS: dict[str, Check] = {
     "model": model,
     "mesh": mesh,
     "settings": lambda name, value: parse_settings(value),
-    "cluster": partial(readable, "what `autoshard calibrate measure --out` wrote"),
+    "cluster": cluster,
     "keep": PLAN,
     "solution": PLAN,
     "a": PLAN,
@@ -331,7 +360,7 @@ ROWS: dict[str, Check] = {
     "forbid": forbidden,
     "why_not": layout,
     "time_limit": partial(above, 0),
-    "gap": partial(at_least, 0),
+    "gap": partial(finite_at_least, 0),
     "seconds": partial(at_least, 1),
     "effort": partial(above, 0),
     "batch": partial(at_least, 1),
@@ -363,7 +392,7 @@ ROWS: dict[str, Check] = {
     "pipeline": numbers,
     "microbatches": numbers,
     "global_batch": partial(at_least, 1),
-    "expert_imbalance": partial(at_least, 1),
+    "expert_imbalance": partial(finite_at_least, 1),
     "nodes": partial(each, nodes),
     "planner": partial(one_of, PLANNERS),
     "count": partial(one_of, ("resident", "buffers")),
@@ -392,6 +421,9 @@ OWN: dict[tuple[str, str], Check] = {
     ("plan", "device"): device_or_file,
     ("frontier", "device"): device_or_file,
     ("simulate", "device"): device_or_file,
+    ("programs", "device"): device_or_file,
+    ("tables", "device"): device_or_file,
+    ("programs", "target"): programs_or_plan,
     ("degrees", "device"): device_with_constants,
     ("show-prices", "name"): prices,
     ("doctor", "device"): partial(one_of, RUNS_ON, what="device"),
@@ -410,10 +442,17 @@ def check_words(verb: str, names: Mapping[str, str], values: Mapping[str, Any]) 
             check(names.get(parameter, parameter), value)
     if (written := values.get("model") or values.get("target")) is not None and ("hf:" in written[:3] or ".py:" in written):
         own = {key: values[key] for key in ("batch", "seq", "dtype") if key in values and "settings" in values and values[key] is not None}
-        own = own if verb not in ("serve-plan", "degrees") else {}  # the sequences that are served or trained on, no keyword of the model
+        own = own if verb not in ("serve-plan", "degrees", "check") else {}  # of the sequences that are served or trained on
         settings_of(written, model_settings(values.get("settings") or [], **own))
     if verb == "pipeline":
-        _cluster(values["devices"], values["nodes"], values["devices_per_node"])
+        _cluster(values["devices"], values["nodes"], values["devices_per_node"], values["stages"] or 1)
+    if verb in ("degrees", "check") and (values["devices"] or 1) % min(values["per_node"], values["devices"] or 1):
+        raise ValueError(f"{values['devices']} devices are no whole number of nodes of {values['per_node']}; give --per-node a divisor")
+    if verb == "degrees" and (lacks := NO_NARROW.get(values["device"], ())) and values["precision"] in lacks:
+        raise ValueError(f"{values['device']} multiplies no {values['precision']} numbers; expected another --precision or --device")
+    if verb == "simulate" and values["target"] == "mlp" and values["constants"] == "physical":
+        published = " or ".join(CONSTANTS[1:])
+        raise ValueError(f"mlp is the model of a published simulator; add --constants {published}, or give a plan or a model")
     several = verb in ("plan", "frontier") and (values["microbatches"] or 1) > 1
     if several and not values["train"] and values.get("keep") is None:  # what is kept may be the plan of a training step
         raise ValueError(f"--microbatches is {values['microbatches']}, but only a training step has several; add --train, or leave it out")
@@ -421,13 +460,15 @@ def check_words(verb: str, names: Mapping[str, str], values: Mapping[str, Any]) 
         _pinned_to_axes(shape, [*parse_pins(values.get("pin") or []).items(), *_pairs(values.get("forbid") or [])])
 
 
-def _cluster(devices: int | None, kinds: list[str], per_node: int) -> None:
+def _cluster(devices: int | None, kinds: list[str], per_node: int, stages: int) -> None:
     if (devices is None) == (not kinds):
         raise ValueError("give the cluster: either --devices 16, or --nodes 2x8:h100 once per kind of node")
     sizes = [written.partition(":")[0].split("x") for written in kinds]
     count = sum(int(nodes) * int(of_one) for nodes, of_one in sizes) if devices is None else devices
     if count > MOST_DEVICES:
         raise ValueError(f"the cluster has {count} devices; expected {MOST_DEVICES} at most: make it smaller")
+    if stages > count:
+        raise ValueError(f"--stages is {stages}, but the cluster has {count} devices; expected one or more for each stage")
     if devices is not None and devices % (own := min(devices, per_node)):
         fitting = math.gcd(devices, own)
         raise ValueError(f"{devices} devices are no whole number of nodes of {own}; give --devices-per-node, for example {fitting}")

@@ -65,6 +65,8 @@ class PipelineOptions:
         for limit in (self.memory_limit, *self.budgets):
             if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0):
                 raise ValueError(f"a memory limit is {limit!r}; expected a positive number of bytes per device")
+        if not isinstance(self.microbatches, (list, tuple, type(None))):
+            raise ValueError(f"microbatches is {self.microbatches!r}; expected the numbers to try, for example (4, 8)")
         for count in (*(self.microbatches or ()), *(() if self.stages is None else (self.stages,))):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise ValueError(f"microbatches or stages has {count!r}; expected whole numbers of 1 or more")
@@ -94,6 +96,9 @@ def pipeline(
         raise ValueError(f"cluster is {type(cluster).__name__}; expected a Cluster, for example Cluster.of(16, devices_per_node=8)")
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"model is {type(model).__name__}; expected a torch.nn.Module")
+    if (checked.stages or 1) > cluster.num_devices:
+        n = cluster.num_devices
+        raise ValueError(f"stages is {checked.stages}, but the cluster has {n} devices; expected one or more for each stage")
     search = _Search(model, example_inputs, cluster, checked, executor, progress)
     return replace(search.answer(), assumptions={**search.assumptions(), **(assumptions or {})})
 

@@ -30,6 +30,7 @@ from autoshard.solution import Solution
 Pattern = tuple[Placement | None, ...]  # a layout in which None stands for any placement
 ROW = "->"  # in a kept layout, between the input layouts and the output layouts of an op
 NEAR = 0.5  # how similar a name must be to be suggested
+SHOWN = 5  # names of which a sentence names some
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +162,7 @@ def _find(graph: Graph, name: str, kind: str, *, exactly: bool = False) -> dict[
 
 
 def near_names(name: str, names: Iterable[str]) -> str:
-    """The end of a sentence that suggests names; empty where none is near."""
+    """The end of a sentence that suggests names: those that are near, or some of all."""
     names = list(names)
     near = difflib.get_close_matches(name, names, n=3, cutoff=NEAR)
     if not near:  # a glob resembles no name, but its last part may resemble that of a name
@@ -169,7 +170,9 @@ def near_names(name: str, names: Iterable[str]) -> str:
         for known in names:
             ends.setdefault(known.rpartition(".")[2], known)
         near = [ends[end] for end in difflib.get_close_matches(name.rpartition(".")[2], list(ends), n=3, cutoff=NEAR)]
-    return f"; near are {', '.join(near)}" if near else ""
+    if near or not names:
+        return f"; near are {', '.join(near)}" if near else ""
+    return f"; it has {', '.join(names[:SHOWN])}" + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def _pattern(written: object, what: str) -> Pattern:

@@ -120,7 +120,7 @@ def plan_meshes(
         best = plan_meshes(module, (tokens, targets), meshes, training=True, memory_limit=80e9).best
     """
     checked: Options = checked_options(Options, options)
-    if not meshes or not all(isinstance(mesh, Mesh) for mesh in meshes):
+    if not isinstance(meshes, Sequence) or not meshes or not all(isinstance(mesh, Mesh) for mesh in meshes):
         raise ValueError(
             "meshes holds no mesh, or something else; expected a list of autoshard.Mesh, for example of the shapes that mesh_shapes returns"
         )

@@ -79,6 +79,7 @@ def bytes_text(size: float, *, up: bool = False) -> str:
 
 
 OBJECTIVES = ("serial", "overlapped")
+SWITCHES = ("training", "master_weights", "price_pins", "baselines", "skip_fully_replicated", "tie_blocks", "witness")
 TIME_LIMIT = 10000.0  # seconds for the proof, where no limit is set; refusal.PATIENCE limits the search for a first plan
 
 
@@ -112,24 +113,33 @@ class Options:
     witness: bool = False  # check a capture of few layers against an eager run of all of them
 
     def __post_init__(self) -> None:
-        if self.recompute not in ("all", "blocks", "auto") and (isinstance(self.recompute, (bool, str)) or not self.recompute >= 0):
+        for name in SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected True or False")
+        is_number = isinstance(self.recompute, int) and not isinstance(self.recompute, bool) and self.recompute >= 0
+        if self.recompute not in ("all", "blocks", "auto") and not is_number:
             raise ValueError(f"recompute is {self.recompute!r}; expected a number of blocks, 'all', 'blocks' or 'auto'")
         bytes_per_parameter(self.optimizer)
         object.__setattr__(self, "precision", Precision.of(self.precision))
         if not (_is_number(self.time_limit) and self.time_limit > 0):
             raise ValueError(f"time_limit is {self.time_limit!r}; expected a number above 0, in seconds")
-        if not (_is_number(self.gap) and self.gap >= 0):
+        if not (_is_number(self.gap) and 0 <= self.gap < math.inf):
             raise ValueError(f"gap is {self.gap!r}; expected a number of 0 or more")
+        if not isinstance(self.solver, str):
+            raise ValueError(f"solver is {self.solver!r}; expected the name of a solver, for example 'auto'")
         if self.sequence_order not in ("auto", "natural", "head_tail"):
             raise ValueError(f"sequence_order is {self.sequence_order!r}; expected auto, natural or head_tail")
         self._check_microbatches()
         if self.objective not in OBJECTIVES:
             raise ValueError(f"objective is {self.objective!r}; expected one of {', '.join(OBJECTIVES)}")
-        if not (len(self.accepted) == 2 and all(_is_number(x) and x >= 0 for x in self.accepted)):
+        pair = isinstance(self.accepted, (list, tuple)) and len(self.accepted) == 2
+        if not (pair and all(_is_number(x) and x >= 0 for x in self.accepted)):
             raise ValueError(f"accepted is {self.accepted!r}; expected a relative gap and seconds, for example (0.01, 60)")
         for name in ("pins", "keep", "forbid"):
             if not isinstance(layouts := getattr(self, name), Mapping):
                 raise ValueError(f"{name} is a {type(layouts).__name__}; expected a dict, for example {{'wte.weight': 'S(0),R'}}")
+            if wrong := [key for key in layouts if not isinstance(key, str)]:
+                raise ValueError(f"{name} names {wrong[0]!r}; expected the name of a tensor, or a glob of names, as text")
             object.__setattr__(self, name, {key: _written(value) for key, value in layouts.items()})
         object.__setattr__(self, "forbid", {key: _listed(value) for key, value in self.forbid.items()})
         if self.memory_limit is not None and not (_is_number(self.memory_limit) and self.memory_limit > 0):

@@ -51,11 +51,13 @@ from autoshard.planning.selecting import best_selected
 from autoshard.planning.solving import solve_instance
 from autoshard.solution import Solution, noted_choice
 from autoshard.solvers import Answer, Status, solve
-from autoshard.strategies import candidates
+from autoshard.strategies import candidates, is_experts
 from autoshard.units import seconds
 
 KNOWN = "found a plan"  # what is said then; the command line keeps it on the screen
 RECOMPUTE_GAP = 0.01  # relative: how well `auto` plans at least, the numbers of blocks that it compares and the one that it chooses
+
+BLOCKWISE = "blocks: single tensors are chosen for objective=serial without tie_blocks"
 
 
 @in_turn
@@ -91,7 +93,9 @@ def plan(
 
 def plan_captured(context: Context) -> Solution:
     """The plan in the order of the sequence and with as many blocks recomputed as asked for; with "blocks" the cheapest of those that fit,
-    with "auto" per tensor."""
+    with "auto" per tensor. ValueError where an option has nothing in the model that it is about."""
+    if (context.options.expert_imbalance or 1) > 1 and not any(map(is_experts, context.graph.ops)):
+        raise ValueError(f"expert_imbalance is {context.options.expert_imbalance:g}, but the model has no experts; leave it out")
     return planned_in_order(with_number_of_microbatches(context), _plan_recomputing)
 
 
@@ -100,6 +104,8 @@ def _plan_recomputing(context: Context) -> Solution:
     if options.recompute == "auto" and options.training and not options.tie_blocks and options.objective == "serial":
         return _plan_per_tensor(context)
     if options.recompute in ("auto", "blocks") and options.training:
+        if options.recompute == "auto":
+            context = replace(context, assumptions={**context.assumptions, "recompute_by": BLOCKWISE})
         return _plan_with_cheapest_recomputation(context)
     return plan_graph(as_asked(context))
 

@@ -67,6 +67,14 @@ class Program:
             raise ValueError(f"a program's model is {type(self.model).__name__}; expected a torch.nn.Module")
         if not _is_positive(self.weight):
             raise ValueError(f"a program's weight is {self.weight!r}; expected a number above 0, how often it runs per unit")
+        if not isinstance(self.shapes, (list, tuple)) or not all(isinstance(one, (list, tuple)) and len(one) == 2 for one in self.shapes):
+            raise ValueError("a program's shapes hold something else; expected pairs of inputs and frequency, [((tokens,), 0.5)]")
+        if self.devices is not None and not isinstance(self.devices, Sequence):
+            raise ValueError(f"a program's devices are {self.devices!r}; expected numbers of devices, for example range(4)")
+        if not isinstance(self.options, Mapping):
+            raise ValueError(f"a program's options are a {type(self.options).__name__}; expected a dict, for example {{'recompute': 4}}")
+        if not isinstance(self.training, bool):
+            raise ValueError(f"a program's training is {self.training!r}; expected True or False")
         if (self.inputs is None) != bool(self.shapes):
             raise ValueError("a program has either inputs or shapes; give one of them, for example Program(model, (tokens,))")
         if wrong := [frequency for _, frequency in self.shapes if not _is_positive(frequency)]:
@@ -127,13 +135,18 @@ def _checked(programs: Mapping[str, Program], mesh: Mesh, options: Mapping[str, 
     if not isinstance(mesh, Mesh):
         raise ValueError(f"mesh is {type(mesh).__name__}; expected an autoshard.Mesh, for example Mesh.from_bandwidths((2, 4))")
     if not isinstance(programs, Mapping) or not programs or not all(isinstance(p, Program) for p in programs.values()):
-        raise ValueError("programs is no dict of Programs; expected one by name, for example {'train': Program(model, inputs)}")
+        several = programs.values() if isinstance(programs, Mapping) else [programs]
+        other: Any = next((one for one in several if not isinstance(one, Program)), None)
+        said = "empty" if other is None else f"no dict of Programs, but has a {type(other).__name__}"
+        raise ValueError(f"programs is {said}; expected Programs by name, for example {{'train': Program(model, inputs)}}")
     if wrong := [name for name in programs if not isinstance(name, str) or not name.isidentifier()]:
         raise ValueError(f"a program is called {wrong[0]!r}; expected a name of letters, digits and underscores")
     for one in (options, *(p.options for p in programs.values())):
         for key in one:
             if key in NOT_HERE:
                 raise ValueError(f"{key} is no option of several programs: {NOT_HERE[key]}")
+    if "training" in options:
+        raise ValueError("training is a matter of each program: give it to Program(training=True)")
     for name, program in programs.items():
         if wrong := [key for key in program.options if key in (*OF_ALL, "training")]:
             raise ValueError(f"{wrong[0]} is among the options of program {name!r}; give it to plan_programs, or Program(training=True)")

@@ -23,7 +23,9 @@ def as_asked(context: Context) -> Context:
         recomputable = context.graph if options.training else None
         return replace(context, options=replace(options, recompute=0), recomputable=recomputable)
     num_blocks = len(forward_blocks(context.graph))
-    k = num_blocks if options.recompute == "all" else min(int(options.recompute), num_blocks)
+    k = num_blocks if options.recompute == "all" else int(options.recompute)
+    if k > num_blocks:
+        raise ValueError(f"recompute is {k}, but the model repeats {num_blocks} blocks; expected {num_blocks} at most, or 'all'")
     recomputed = with_blocks_recomputed(context, k, num_blocks)
     return replace(recomputed, recomputable=context.graph if k < num_blocks else None)
 

@@ -6,7 +6,7 @@ import math
 import os
 
 from autoshard.mesh import Mesh
-from autoshard.reading import checked
+from autoshard.reading import checked, refuse_other
 from autoshard.solution.files import Inert, read
 from autoshard.solution.programs import ProgramsSolution, load_programs, programs_of
 from autoshard.solution.record import FORMAT, Placed, Solution
@@ -35,6 +35,7 @@ def load_any(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Solution
         return programs_of(data, path)
     if _is_old(data):
         return _from_old(data, path, mesh)
+    refuse_other(data, path, "plan")
     if "format" not in data:
         keys = ", ".join(repr(str(key)[:30]) for key in list(data)[:3]) or "nothing"
         raise ValueError(f"{path} is not a plan: it holds {keys} and no 'format'; expected a file that `autoshard plan --out` wrote")

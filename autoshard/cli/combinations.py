@@ -1,0 +1,125 @@
+"""Options that have no effect beside others, or contradict them: refused before anything runs, so that none is ignored in silence.
+
+    check_combinations(verb, names, given, values)     names: per parameter what the user writes; given: parameters on the command line
+    check_repeated(names)                              an option that holds one value, written twice
+    check_files(verb, names, values)                   a result that would replace what is read, or another result
+
+RULES has a row per reason. A rule holds for a command line where `when` is true of (given, values); then none of its options may be given.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Given = frozenset[str]
+LINKS = ("intra_node_bandwidth", "inter_node_bandwidth")
+RESULTS = ("out", "csv", "plot", "trace", "picture", "draw")
+READ = ("model", "target", "solution", "a", "b", "problem", "spec", "frontier", "files", "keep", "cluster", "device")
+REPLACES = {("plan", "keep")}  # an edited plan may be planned anew in its place
+
+
+@dataclass(frozen=True)
+class Ineffective:
+    """Options of verbs that have no effect on some command lines."""
+
+    verbs: tuple[str, ...]
+    options: tuple[str, ...]
+    when: Callable[[Given, Mapping[str, Any]], bool]
+    why: str  # continues the sentence "--option has no effect"
+    cure: str = ""  # what to do, where leaving it out is not all that helps
+
+
+def without(*options: str) -> Callable[[Given, Mapping[str, Any]], bool]:
+    """True where none of the options is given."""
+    return lambda given, values: not given & set(options)
+
+
+def beside(*options: str) -> Callable[[Given, Mapping[str, Any]], bool]:
+    """True where one of the options is given."""
+    return lambda given, values: bool(given & set(options))
+
+
+def _is_plan(given: Given, values: Mapping[str, Any]) -> bool:
+    target = str(values.get("target"))
+    return not target.startswith("hf:") and ".py:" not in target and target != "mlp"
+
+
+LAUNCH = ("devices", "seq", "microbatch", "global_batch", "device", "per_node", "memory", "inter_node_bandwidth", "out")
+STALE = ("trust", "within", "no_solve", "any_graph", "cluster", "time_limit", "mesh")
+OF_MODEL = ("train", "settings", "batch", "seq", "dtype")
+OF_PROGRAMS = ("mesh", "settings", "switches", "memory", "out", "time_limit", "gap", *LINKS, "device", "devices_per_node")
+OF_SIMULATED_MODEL = ("schedule", "chunks", "scheme", "inference", "device", "devices_per_node", *LINKS)
+
+RULES = (
+    Ineffective(("plan",), ("price_pins",), without("pin", "forbid"), "without --pin or --forbid", "add what it is to price"),
+    Ineffective(("plan",), ("master_weights", "optimizer", "recompute"), without("train", "keep"), "on a forward pass", "add --train"),
+    Ineffective(("frontier",), ("master_weights", "optimizer", "recompute"), without("train"), "on a forward pass", "add --train"),
+    Ineffective(("plan", "frontier"), ("device", *LINKS), beside("prices"), "beside --prices, which say it too"),
+    Ineffective(("plan", "frontier"), ("device", "devices_per_node", *LINKS), beside("cluster"), "beside --cluster, where it was measured"),
+    Ineffective(("simulate",), ("device", *LINKS), beside("cluster"), "beside --cluster, where it was measured"),
+    Ineffective(
+        ("plan",), ("device", "devices_per_node", "prices", "tf32", *LINKS),
+        lambda given, values: "keep" in given and not given & {"mesh", "cluster"}, "on the mesh of the plan to keep", "add --mesh",
+    ),
+    Ineffective(("explain",), ("within",), without("robust"), "without --robust", "add it"),
+    Ineffective(("explain",), ("alternatives",), without("name"), "without the NAME of what to explain", "add it"),
+    Ineffective(("check",), LAUNCH, without("launcher"), "on a plan", "add --launcher for a launcher's configuration"),
+    Ineffective(("check",), STALE, beside("launcher"), "on a launcher's configuration, but only on a plan"),
+    Ineffective(("doctor",), OF_MODEL, without("model"), "without a model", "add one, with --device"),
+    Ineffective(("programs",), OF_PROGRAMS, _is_plan, "on a plan that is made", "give file.py:function to plan anew"),
+    Ineffective(("simulate",), OF_SIMULATED_MODEL, _is_plan, "on a plan, which says it itself"),
+    Ineffective(
+        ("redistribute",), LINKS, lambda given, values: values.get("prices") == "tensorcraft",
+        "beside --prices tensorcraft, which has no links",
+    ),
+    Ineffective(("pipeline",), ("devices_per_node",), beside("nodes"), "beside --nodes, which says it too"),
+    Ineffective(("pipeline",), ("recompute", "optimizer"), beside("inference"), "on a forward pass"),
+    Ineffective(("degrees",), ("time_limit",), beside("no_bound"), "beside --no-bound"),
+)  # fmt: skip
+
+
+def check_combinations(verb: str, names: Mapping[str, str], given: Given, values: Mapping[str, Any]) -> None:
+    """ValueError on an option that this command line ignores."""
+    for rule in RULES:
+        ignored = [option for option in rule.options if option in given]
+        if verb in rule.verbs and ignored and rule.when(given, values):
+            raise ValueError(f"{names[ignored[0]]} has no effect {rule.why}; {rule.cure}{', or ' if rule.cure else ''}leave it out")
+
+
+def check_repeated(names: Iterable[str]) -> None:
+    """ValueError on a name that comes twice. names: of the options that hold one value, as they are written."""
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ValueError(f"{name} is given {count} times, and it has one value; give it once")
+
+
+def check_files(verb: str, names: Mapping[str, str], values: Mapping[str, Any]) -> None:
+    """ValueError where a result would be written over a file that is read, or over another result."""
+    read = [(key, path) for key in READ for path in _paths(values.get(key))]
+    written = [(key, path) for key in RESULTS for path in _paths(values.get(key))]
+    for k, (key, path) in enumerate(written):
+        for other, taken in [*read, *written[:k]]:
+            if (verb, other) not in REPLACES and _same(path, taken):
+                raise ValueError(f"{names[key]} {path} is the file of {names[other]}, which would be lost; give another name")
+    if twice := [path for path, count in Counter(map(os.path.realpath, _paths(values.get("files")))).items() if count > 1]:
+        raise ValueError(f"{names['files']} has {twice[0]} twice; give it once")
+
+
+def _paths(value: Any) -> list[str]:
+    """Names of files in a value: without what follows # in a plan's, or : in a model's."""
+    several = value if isinstance(value, (list, tuple)) else [value]
+    return [_file(one) for one in several if isinstance(one, str)]
+
+
+def _file(written: str) -> str:
+    if ".py:" in written:
+        return written.partition(".py:")[0] + ".py"
+    return written if os.path.exists(written) or "#" not in written else written.rpartition("#")[0]
+
+
+def _same(a: str, b: str) -> bool:
+    return os.path.realpath(a) == os.path.realpath(b) and not os.path.realpath(a).startswith("/dev/")

@@ -1,0 +1,123 @@
+"""Options that a command line ignores are refused: every rule with every option; and each counts where the rule does not hold."""
+
+import json
+from functools import cache
+
+import pytest
+
+from autoshard.cli import main
+from autoshard.cli.combinations import RULES
+from tests.test_cli_words import HERE, MODEL, PLAN, ROOT, run_all, verbs
+
+RIGHT = {
+    "time_limit": "60", "batch": "4", "seq": "64", "dtype": "float32", "within": "0.01", "alternatives": "3", "devices": "8",
+    "out": "new.json", "microbatch": "1", "global_batch": "8", "device": "a100", "per_node": "4", "memory": "80GB", "mesh": "2x4",
+    "settings": "layers=2",
+    "switches": "2", "gap": "0.01", "devices_per_node": "4", "schedule": "gpipe", "chunks": "2", "scheme": "fsdp", "prices": "h100",
+    "intra_node_bandwidth": "9GB/s", "inter_node_bandwidth": "9GB/s", "optimizer": "sgd", "recompute": "all",
+}  # fmt: skip
+OWN = {("check", "within"): "5%", ("pipeline", "recompute"): "always"}
+# per rule, by its first words: a command line that ignores its options, and one that doesn't
+LINES = {
+    "without --pin": (["plan", MODEL, "--mesh", "2x4"], ["plan", MODEL, "--mesh", "2x4", "--pin", "w=R,R"]),
+    "on a forward pass": (["VERB", MODEL, "--mesh", "2x4"], ["VERB", MODEL, "--mesh", "2x4", "--train"]),
+    "beside --prices, ": (["VERB", MODEL, "--mesh", "2x4", "--prices", "h100"], ["VERB", MODEL, "--mesh", "2x4"]),
+    "beside --cluster": (["VERB", MODEL, "--cluster", "CLUSTER"], ["VERB", MODEL, *"--mesh 2x4".split()]),
+    "on the mesh of the plan": (["plan", MODEL, "--keep", PLAN], ["plan", MODEL, "--keep", PLAN, "--mesh", "2x4"]),
+    "without --robust": (["explain", PLAN], ["explain", PLAN, "--robust"]),
+    "without the NAME": (["explain", PLAN], ["explain", PLAN, "w"]),
+    "on a plan; ": (["check", PLAN], ["check", HERE, "--launcher", "torchtitan"]),
+    "on a launcher's": (["check", HERE, "--launcher", "torchtitan"], ["check", PLAN]),
+    "without a model": (["doctor"], ["doctor", f"{ROOT}/models/gpt2.py:tiny", "--device", "cuda"]),
+    "on a plan that is made": (["programs", PLAN], ["programs", MODEL]),
+    "on a plan, which": (["simulate", PLAN], ["simulate", MODEL]),
+    "beside --prices tensorcraft": (["redistribute", HERE, "--prices", "tensorcraft"], ["redistribute", HERE]),
+    "beside --nodes": (["pipeline", MODEL, "--nodes", "2x8"], ["pipeline", MODEL, "--devices", "8"]),
+    "on a forward pass; leave": (["pipeline", MODEL, "--devices", "8", "--inference"], ["pipeline", MODEL, "--devices", "8"]),
+    "beside --no-bound": (["degrees", MODEL, "--devices", "8", "--no-bound"], ["degrees", MODEL, "--devices", "8"]),
+}
+
+
+def lines_of(rule) -> tuple[list[str], list[str]]:
+    """The line of the longest name that fits: the rule's sentence begins with it."""
+    said = f"{rule.why}; {rule.cure or 'leave'}"
+    return LINES[max((key for key in LINES if said.startswith(key)), key=len)]
+
+
+def option_of(verb: str, name: str) -> list[str]:
+    parameter = next(p for p in verbs()[verb] if p.name == name)
+    written = max(parameter.opts, key=len)
+    if getattr(parameter, "is_flag", False):
+        return [written]
+    return [written, cluster() if name == "cluster" else OWN.get((verb, name)) or RIGHT[name]]
+
+
+@cache
+def cluster() -> str:
+    import tempfile
+
+    from tests.test_schemas import measured
+
+    path = f"{tempfile.mkdtemp(prefix='autoshard-cluster-')}/cluster.json"
+    measured(path)
+    return path
+
+
+def filled(words: list[str], verb: str, option: list[str]) -> list[str]:
+    words = [{"VERB": verb, "CLUSTER": cluster()}.get(word, word) for word in words] if "CLUSTER" in words or "VERB" in words else words
+    if verb == "simulate" and "--mesh" in words:
+        words = words[: words.index("--mesh")]
+    return words if option[0] in words else [*words, *option]
+
+
+PAIRS = [(rule, verb, name) for rule in RULES for verb in rule.verbs for name in rule.options]
+
+
+@cache
+def answers() -> list:
+    commands = [filled(words, verb, option_of(verb, name)) for rule, verb, name in PAIRS for words in lines_of(rule)]
+    return list(zip(commands, run_all(commands)[0], strict=True))
+
+
+def test_an_option_that_a_command_line_ignores_is_refused():
+    ignored = answers()[::2]
+    assert len(ignored) > 60
+    wrong = [pair for pair in ignored if pair[1][0] != 2 or " has no effect " not in pair[1][2] or "leave it out" not in pair[1][2]]
+    assert wrong == []
+
+
+def test_the_same_option_counts_elsewhere():  # else a rule that always holds would do above
+    assert [pair for pair in answers()[1::2] if pair[1][0] != "began"] == []
+
+
+def test_an_option_of_one_value_comes_once():
+    once = [[verb, *option_of(verb, name) * 2] for verb, name in (("plan", "memory"), ("frontier", "gap"), ("tables", "device"))]
+    once += [["verify", PLAN, MODEL, "--batch=4", "--batch", "4"], ["export", PLAN, "--format", "json", "--to", "json"]]
+    for argv, (code, out, err) in zip(once, run_all(once)[0], strict=True):
+        assert (code, out) == (2, "") and "is given 2 times" in err and err.count("\n") == 1, argv
+    several = ["plan", MODEL, "--mesh", "2x4", "--pin", "a=R,R", "--pin", "b=R,R", "--train", "--train"]
+    assert run_all([several])[0][0][0] == "began"
+
+
+@pytest.mark.parametrize(
+    ("argv", "lost"),
+    [
+        (["report", "FILE", "--no-model", "--out", "FILE"], "SOLUTION"),
+        (["export", "FILE", "--out", "FILE"], "SOLUTION"),
+        (["redistribute", "FILE", "--draw", "FILE"], "PROBLEM"),
+        (["solve", "FILE", "--out", "./FILE"], "PROBLEM"),
+        (["frontier", MODEL, "--mesh", "2", "--points", "1", "--out", "NEW", "--csv", "NEW"], "--out"),
+        (["calibrate", "fit", "FILE", "--out", "FILE"], "FILES"),
+    ],
+)
+def test_a_result_never_replaces_what_was_read(tmp_path, monkeypatch, capsys, argv, lost):
+    monkeypatch.chdir(tmp_path)
+    names = {"FILE": "good.svg", "./FILE": "./good.svg", "NEW": "new.json"}
+    (tmp_path / "good.svg").write_text(open(PLAN).read())
+    assert main([names.get(word, word) for word in argv]) == 2
+    assert f"is the file of {lost}, which would be lost; give another name" in capsys.readouterr().err
+    assert json.loads((tmp_path / "good.svg").read_text())["format"] == 1 and not (tmp_path / "new.json").exists()
+
+
+def test_a_plan_may_be_planned_anew_in_its_place():
+    assert run_all([["plan", MODEL, "--keep", f"{ROOT}/solutions/gpt2-small-2x4.json", "--out", PLAN]])[0][0][0] == "began"
