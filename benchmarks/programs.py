@@ -46,7 +46,7 @@ def planned(args: argparse.Namespace, weights: tuple[float, ...], memory: float 
 def least_loss(plan: ProgramsSolution, name: str) -> float:
     """The smallest loss of a program in any plan of all of them whose other programs are no slower than here."""
     others = sum(plan.weights[other] * plan[other].cost for other in plan if other != name)
-    return (plan.bound - others) / plan.weights[name] / plan.best[name]["cost_seconds"] - 1
+    return max((plan.bound - others) / plan.weights[name] / plan.best[name]["cost_seconds"] - 1, 0.0)
 
 
 def table(plan: ProgramsSolution) -> str:
