@@ -146,5 +146,5 @@ def _best(joined: Joined, choice: Choice, solve: bool, gap: float, time_limit: f
     """The cost of the best plan now (inf where it was not searched for), and a lower bound on it."""
     if not solve:
         return math.inf, certified(joined.problem, choice, time_limit=time_limit).bound
-    found = solved(joined.problem, starts=[choice], gap=gap, time_limit=time_limit, preference=joined.preference).in_passing()
-    return found.cost, found.bound
+    answer = solved(joined.problem, starts=[choice], gap=gap, time_limit=time_limit, preference=joined.preference).in_passing()
+    return answer.cost, answer.bound
