@@ -47,6 +47,7 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
                      "backend",
         "autoshard.api": "as_plain measure_this_cluster",
         "autoshard.lower.programs": "ProgramsModule ProgramModule",
+        "autoshard.lower.unsharded": "materialized",
         "autoshard.exports": "Export Left sharding_map apply_recipe",
     }),
     "launchers": ("Launchers", "Launches of torchtitan, Megatron-LM, accelerate and nanotron: read, checked, priced, ranked and written.", {
