@@ -7,6 +7,7 @@ NAME and --robust need the model, and plan again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -95,13 +96,12 @@ def _programs(output: Output, plan: Any) -> int:
 
     from autoshard.report.programs import programs_record, programs_report  # here: as in options
 
-    parts: list[tuple[str, dict, list[Callable[[], RenderableType]]]] = []
+    prices: dict[str, dict] = {}
+    parts: list[Callable[[], RenderableType]] = [partial(programs_report, plan)]
     for name, one in plan.programs.items():
-        parts.append((name, {}, []))
-        _prices(one, *parts[-1][1:])
-    record = {**programs_record(plan), "prices": {name: prices for name, prices, _ in parts}}
-    titled = [part for name, _, shown in parts for part in (lambda name=name: Text(f"\nprogram {name}", style="bold"), *shown)]
-    output.answer(record, lambda: Group(programs_report(plan), *(part() for part in titled)))
+        parts.append(partial(Text, f"\nprogram {name}", style="bold"))
+        _prices(one, prices.setdefault(name, {}), parts)
+    output.answer({**programs_record(plan), "prices": prices}, lambda: Group(*(part() for part in parts)))
     return OK
 
 
