@@ -28,7 +28,7 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
     "plan": ("Planning", "A model and a mesh in, a plan out; and questions about the plan.", {
         "autoshard": "plan Infeasible NoAnswer Solution load verify check explain extrapolate kept_layouts mesh_shapes plan_meshes "
                      "frontier Frontier plan_programs Program ProgramsSolution load_programs autosharding_pass Precision serve_plan",
-        "autoshard.api": "Options PassOptions FrontierPoint edited_layouts html_report robustness",
+        "autoshard.api": "Options PassOptions FrontierPoint check_programs edited_layouts html_report robustness",
         "autoshard.planning.options": "Demand",
         "autoshard.explain.explanations": "Explanation Alternative",
         "autoshard.explain.staleness": "Checked",
@@ -47,6 +47,7 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
                      "backend",
         "autoshard.api": "as_plain measure_this_cluster",
         "autoshard.lower.programs": "ProgramsModule ProgramModule",
+        "autoshard.lower.unsharded": "materialized",
         "autoshard.exports": "Export Left sharding_map apply_recipe",
     }),
     "launchers": ("Launchers", "Launches of torchtitan, Megatron-LM, accelerate and nanotron: read, checked, priced, ranked and written.", {

@@ -22,6 +22,7 @@ from autoshard.api.simulating import simulate as simulate
 from autoshard.api.simulating import simulate_grid as simulate_grid
 from autoshard.api.with_tables import plan_with_tables as plan_with_tables
 from autoshard.calibrate.measure import measure_this_cluster as measure_this_cluster
+from autoshard.explain.programs_staleness import check_programs as check_programs
 from autoshard.explain.robustness import robustness as robustness
 from autoshard.explain.staleness import check as check
 from autoshard.explain.why import explain as explain

@@ -1,8 +1,9 @@
-"""Plans that run on torch.distributed: of one program (lower.parallelize), and pipelines."""
+"""Plans that run on torch.distributed: of one program or several (lower.parallelize), and pipelines."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,16 +19,17 @@ from autoshard.pipeline.microbatches import microbatch
 from autoshard.pipeline.pipeline_record import Pipeline
 from autoshard.pipeline.schedules import SCHEDULES
 from autoshard.pipeline.to_run import to_run, with_schedule
-from autoshard.solution import Solution
+from autoshard.solution import ProgramsSolution, Solution
 
 
 def parallelize(
-    model: nn.Module,
-    solution: Solution | Pipeline,
+    model: nn.Module | Mapping[str, nn.Module],
+    solution: Solution | ProgramsSolution | Pipeline,
     device_mesh: DeviceMesh,
     *,
     example_inputs: Any = None,
     from_first_rank: bool = True,
+    pad: Mapping[str, float] | None = None,
     timeout: float = 50.0,
     schedule: str | None = None,
 ) -> nn.Module:
@@ -44,6 +46,10 @@ def parallelize(
     device are nan until `load_state_dict` or torch.distributed.checkpoint fills them. timeout: seconds after which a rank that does not
     answer counts as lost. example_inputs: capture now instead of with the first call.
 
+    A plan of several programs gives one module with one set of parameters: `module.program("generate")` runs that program,
+    `with module.switched("generate"):` lets the module itself run it. model: one for all programs, or one by program's name.
+    example_inputs: by program. pad: values by input's name, with which a batch is padded to the next planned shape.
+
     A pipeline (`autoshard.pipeline`, `autoshard.load_pipeline`) needs example_inputs, those of the full batch. Each rank's copy has the
     parameters of its stages; `loss = model.step(*inputs)` runs forward and backward of a batch, `model.evaluate(*inputs)` the forward,
     `model.clip_grad_norm_(max_norm)` clips over all stages, and each rank has an optimizer of its `model.parameters()`. schedule: instead
@@ -56,7 +62,9 @@ def parallelize(
     if not isinstance(solution, Pipeline):
         if schedule is not None:
             raise ValueError(f"schedule is {schedule!r}, but the plan has no stages; only a pipeline has a schedule")
-        return plans.parallelize(model, solution, device_mesh, example_inputs=example_inputs, **options)
+        return plans.parallelize(model, solution, device_mesh, example_inputs=example_inputs, pad=pad, **options)
+    if isinstance(model, Mapping) or pad is not None:
+        raise ValueError("a pipeline is of one program; give one model, and no values to pad with")
     if example_inputs is None:
         raise ValueError("a pipeline is captured before it runs; give example_inputs=(...), those of the full batch (meta tensors will do)")
     pipeline = solution

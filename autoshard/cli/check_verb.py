@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -20,9 +21,9 @@ from autoshard.cli.options import (
     Quiet,
     Settings,
     Trust,
+    load_any_plan,
     load_api,
     load_cluster,
-    load_plan,
     model_of,
 )
 from autoshard.cli.output import Output
@@ -75,6 +76,7 @@ def check(
     autoshard check llama3_70b.toml --launcher torchtitan --devices 64 --out better.toml
     autoshard check fsdp.yaml hf:Llama-3.1-8B --launcher accelerate --seq 4096 --microbatch 1
     autoshard check gpt2.json --trust
+    autoshard check rl.json rl.py:programs
     autoshard check gpt2.json models/gpt2.py:small --set batch=256 --any-graph --within 2%
     """
     if launcher is not None:
@@ -84,25 +86,27 @@ def check(
             return _check_launch(output, launcher, solution, model, parse_settings(settings), known, site, out)
     share = _share(within)
     with Output(as_json=as_json, quiet=quiet) as output:
-        loaded = load_plan(solution, mesh)
-        written, keywords = model_of(loaded, model, parse_settings(settings), solution, trust)
-        today = None if cluster is None else load_cluster(cluster)
-        output.progress("building the model", 0.0)
-        module, example_inputs = load_model(written, keywords, training=loaded.training)
-        checked = load_api().check(
-            module,
-            example_inputs,
-            loaded,
-            within=share,
-            mesh=today,
-            solve=not no_solve,
-            same_graph=not any_graph,
-            time_limit=time_limit,
-            progress=output.progress,
-        )
+        loaded = load_any_plan(solution, mesh)
+        options: dict[str, Any] = {"within": share, "mesh": None if cluster is None else load_cluster(cluster), "solve": not no_solve}
+        options |= {"same_graph": not any_graph, "time_limit": time_limit, "progress": output.progress}
+        if hasattr(loaded, "programs"):
+            file = model and model.partition("#")[0]
+            of_each = {name: (one, file and f"{file}#{name}", f"{solution}#{name}") for name, one in loaded.programs.items()}
+            built = _built(output, of_each, parse_settings(settings), trust)
+            checked = load_api().check_programs(built, loaded, **options)
+        else:
+            built = _built(output, {"": (loaded, model, solution)}, parse_settings(settings), trust)
+            checked = load_api().check(*built[""], loaded, **options)
         record, sentence = checked.to_dict(), checked.sentence(solution)
         output.answer({**record, "message": sentence}, lambda: _table(record, sentence))
     return OK if checked.ok else NO
+
+
+def _built(output: Output, plans: Mapping[str, tuple[Any, str | None, str]], settings: dict, trust: bool) -> dict[str, tuple[Any, Any]]:
+    """Model and inputs of each plan. plans: the plan, the model that the user names, and the plan's file."""
+    models = {name: (model_of(one, model, settings, path, trust), one.training) for name, (one, model, path) in plans.items()}
+    output.progress("building the model", 0.0)
+    return {name: load_model(written, keywords, training=training) for name, ((written, keywords), training) in models.items()}
 
 
 def _check_launch(

@@ -7,6 +7,7 @@ NAME and --robust need the model, and plan again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from rich.console import Group, RenderableType
 from autoshard.cli.app import OK, app
 from autoshard.cli.arguments import parse_settings
 from autoshard.cli.model import load_model
-from autoshard.cli.options import Json, OldMesh, Plan, Quiet, Settings, Trust, load_api, load_plan, model_of
+from autoshard.cli.options import Json, OldMesh, Plan, Quiet, Settings, Trust, load_any_plan, load_api, model_of
 from autoshard.cli.output import Output
 
 
@@ -59,10 +60,15 @@ def explain(
     autoshard explain gpt2.json h.3.attn.c_attn.weight --trust
     autoshard explain gpt2.json h.3.attn.c_attn.weight --trust --why-not 'S(1),R'
     autoshard explain gpt2.json --trust --robust
+    autoshard explain rl.json
     """
     _check_words(name, why_not)
     with Output(as_json=as_json, quiet=quiet) as output:
-        loaded = load_plan(solution, mesh)
+        loaded = load_any_plan(solution, mesh)
+        if hasattr(loaded, "programs"):
+            if name is not None or robust:
+                raise ValueError(f"{solution} is a plan of several programs; ask about one of them: {solution}#{loaded.home}")
+            return _programs(output, loaded)
         record: dict[str, Any] = {"cost_seconds": loaded.cost}
         shown: list[Callable[[], RenderableType]] = []
         if name is None:
@@ -81,6 +87,21 @@ def explain(
             record["robust"] = ranges
             shown.append(lambda: _report().robustness_table(ranges))
         output.answer(record, lambda: Group(*(part() for part in shown)))
+    return OK
+
+
+def _programs(output: Output, plan: Any) -> int:
+    """What sharing costs each of several programs, and the parts of each one's cost."""
+    from rich.text import Text
+
+    from autoshard.report.programs import programs_record, programs_report  # here: as in options
+
+    prices: dict[str, dict] = {}
+    parts: list[Callable[[], RenderableType]] = [partial(programs_report, plan)]
+    for name, one in plan.programs.items():
+        parts.append(partial(Text, f"\nprogram {name}", style="bold"))
+        _prices(one, prices.setdefault(name, {}), parts)
+    output.answer({**programs_record(plan), "prices": prices}, lambda: Group(*(part() for part in parts)))
     return OK
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 from autoshard.cli.app import OK, app
 from autoshard.cli.arguments import parse_settings
 from autoshard.cli.model import load_model
-from autoshard.cli.options import Json, OldMesh, OptionalModel, Plan, Quiet, Settings, Trust, load_api, load_plan, model_of
+from autoshard.cli.options import Json, OldMesh, OptionalModel, Plan, Quiet, Settings, Trust, load_any_plan, load_api, model_of
 from autoshard.cli.output import Output
 
 
@@ -29,28 +29,42 @@ def report(
 ) -> int:
     """Write a plan as one page of HTML that needs no network: costs, memory, layouts on the mesh, the model, the time line.
 
+    A plan of several programs is a page of what sharing costs each of them; FILE#NAME is the page of one.
+
     The time line needs the model: the one named, or with --trust the one that the plan says it is for. Where that one can't be built,
     the page is written without it and says why.
 
     \b
     autoshard report gpt2.json --trust --out report.html
     autoshard report gpt2.json models/gpt2.py:small --set batch=512 --frontier frontier.json
+    autoshard report rl.json
     """
-    from autoshard.report import html, html_frontier  # here: as in options
+    from autoshard.report import html, html_frontier, html_of_programs  # here: as in options
 
     if no_model and (model is not None or settings):
         raise ValueError(f"--no-model and {model or '--set'} contradict each other; leave one out")
     with Output(as_json=as_json, quiet=quiet) as output:
-        loaded = load_plan(solution, mesh)
+        loaded = load_any_plan(solution, mesh)
+        if hasattr(loaded, "programs"):
+            if model is not None or settings or frontier is not None:
+                raise ValueError(f"{solution} is a plan of several programs; name one of them: {solution}#{loaded.home}")
+            shown = {name: True for name, _ in html_of_programs.SECTIONS}
+            return _written(output, load_api().html_report(loaded), out, {"sections": shown, "no_model": None})
         points = None if frontier is None else html_frontier.load_frontier(frontier)
         text, why = _page(loaded, model, parse_settings(settings), solution, trust, no_model, points, output)
-        html.save_html(text, out)
-        output.note(f"wrote {out}")
         if why and not no_model:
             output.note(f"without a time line: {why}")
-        num_bytes, shown = len(text.encode()), html.shown_sections(not why, points is not None)
-        record = {"out": out, "bytes": num_bytes, "sections": shown, "no_model": why or None}
-        output.answer(record, lambda: Text(f"{out}: {num_bytes / 1e3:.0f} kB, opens in any browser"))
+        return _written(output, text, out, {"sections": html.shown_sections(not why, points is not None), "no_model": why or None})
+
+
+def _written(output: Output, page: str, out: str, record: dict) -> int:
+    """Write the page and say so; record: its sections, and why there is no model."""
+    from autoshard.report.html import save_html  # here: as in options
+
+    save_html(page, out)
+    output.note(f"wrote {out}")
+    num_bytes = len(page.encode())
+    output.answer({"out": out, "bytes": num_bytes, **record}, lambda: Text(f"{out}: {num_bytes / 1e3:.0f} kB, opens in any browser"))
     return OK
 
 

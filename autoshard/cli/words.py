@@ -94,11 +94,11 @@ def readable(expected: str, name: str, value: str) -> None:
         raise ValueError(f"there is no file {value}; expected {expected}")
 
 
-def plan(name: str, value: str) -> None:
+def plan(name: str, value: str, *, expected: str = "a plan's file, as `autoshard plan --out` writes it") -> None:
     """A plan's file, or one program of a file with several: FILE#NAME."""
     path, _, program = value.rpartition("#")
     file = path if path and not Path(value).exists() and program else value
-    readable("a plan's file, as `autoshard plan --out` writes it", name, file)
+    readable(expected, name, file)
     if Path(file).stat().st_size <= SMALL and content_of(file, "plan").lstrip()[:1] in (b"{", b"["):  # what is no JSON may be a pickle
         refuse_other(parsed(content_of(file, "plan"), file, "plan"), file, "plan", "programs")
 
@@ -416,7 +416,7 @@ OWN: dict[tuple[str, str], Check] = {
     ("redistribute", "problem"): partial(readable, "one or a list of shape, mesh, src, src_bs, dst, dst_bs"),
     ("redistribute", "prices"): partial(one_of, ("mesh", "tensorcraft")),
     ("check", "within"): percent,
-    ("check", "solution"): partial(readable, "a plan's file, as `autoshard plan --out` writes it, or a launcher's configuration"),
+    ("check", "solution"): partial(plan, expected="a plan's file, as `autoshard plan --out` writes it, or a launcher's configuration"),
     ("check", "device"): device_with_constants,
     ("plan", "device"): device_or_file,
     ("frontier", "device"): device_or_file,

@@ -92,14 +92,13 @@ def check(
     with a bound that is found faster and may be too low. same_graph: refuse a graph other than the one planned, even where the layouts
     fit it (another batch size). time_limit: seconds for the best plan. ValueError on a bad option, and where the model can't be captured.
     """
-    if not (math.isfinite(within) and within >= 0) or not time_limit > 0:
-        raise ValueError(f"within is {within} and time_limit is {time_limit}; expected 0 or more (0.05 is five percent), and more than 0 s")
+    check_numbers(within, time_limit)
     watch = Stopwatch(progress)
     with watch.phase("capture", "capturing the model", 0.0):
         today = mesh or solution.mesh
         now = captured(model, example_inputs, solution, today)
     limit = options_of(solution).memory_limit
-    changes = _changes(now, today)
+    changes = changes_since(now, today)
 
     def answer(*more: str, cost: float = math.inf, best: float = math.inf, bound: float = 0.0, peak: float = math.inf) -> Checked:
         forgiven = not same_graph or (changes.constants_only and math.isclose(peak, solution.peak_bytes, rel_tol=ROUNDING))
@@ -125,11 +124,17 @@ def check(
     checked = answer(cost=judged.cost, best=best, bound=bound, peak=judged.peak)
     if judged.cost <= (1 + within) * bound * (1 + ROUNDING):
         return checked
-    return answer(_too_expensive(checked, solve, time_limit), cost=judged.cost, best=best, bound=bound, peak=judged.peak)
+    return answer(too_expensive(checked, solve, time_limit), cost=judged.cost, best=best, bound=bound, peak=judged.peak)
+
+
+def check_numbers(within: float, time_limit: float) -> None:
+    """ValueError where they are no share and no time."""
+    if not (math.isfinite(within) and within >= 0) or not time_limit > 0:
+        raise ValueError(f"within is {within} and time_limit is {time_limit}; expected 0 or more (0.05 is five percent), and more than 0 s")
 
 
 @dataclass(frozen=True)
-class _Changes:
+class Changes:
     """What has changed since a plan was made, in words."""
 
     misfits: tuple[str, ...]
@@ -138,7 +143,8 @@ class _Changes:
     around: tuple[str, ...]  # prices and versions
 
 
-def _changes(now: Replay, mesh: Mesh) -> _Changes:
+def changes_since(now: Replay, mesh: Mesh) -> Changes:
+    """The changes since the plan was made."""
     solution, graph = now.solution, now.graph
     hashes = fingerprint(graph, mesh, options_of(solution))
     of_graph = {key: hashes[key] for key in ("graph", "structure")}
@@ -149,7 +155,7 @@ def _changes(now: Replay, mesh: Mesh) -> _Changes:
     around = tuple(line for line in differences(solution, graph, mesh, assumptions=since) if line not in (*fatal, *sizes))
     if not solution.fingerprint.get("graph"):
         around = ("the plan does not say which graph it was made for", *around)
-    return _Changes(fatal, other, not sizes and solution.fingerprint.get("structure") == hashes["structure"], around)
+    return Changes(fatal, other, not sizes and solution.fingerprint.get("structure") == hashes["structure"], around)
 
 
 def _best(plan: Reopened, solve: bool, time_limit: float) -> tuple[float, float]:
@@ -160,7 +166,8 @@ def _best(plan: Reopened, solve: bool, time_limit: float) -> tuple[float, float]
     return answer.cost, answer.cost if plan.options.tie_blocks else answer.bound
 
 
-def _too_expensive(checked: Checked, solve: bool, time_limit: float) -> str:
+def too_expensive(checked: Checked, solve: bool, time_limit: float) -> str:
+    """Why the cost is not shown to be within what was asked for."""
     if checked.cost > (1 + checked.within) * checked.best:
         over = _percent(checked.cost / checked.best - 1)
         return f"it costs {seconds(checked.cost)}, {over} more than a plan that there is now ({seconds(checked.best)})"

@@ -27,6 +27,7 @@ from autoshard.planning.certify import describe
 from autoshard.planning.conflicts import Conflict
 from autoshard.planning.context import Context, Instance, instance_of
 from autoshard.planning.microbatches import with_number_of_microbatches
+from autoshard.planning.module_schemes import modules_of
 from autoshard.planning.options import Infeasible, NoAnswer, Options, Progress, Stopwatch, checked_options
 from autoshard.planning.recomputing import as_asked
 from autoshard.planning.refusal import infeasible, searched_seconds, why_nothing_fits
@@ -350,7 +351,8 @@ def _solution(one: _Alone, choice: tuple[int, ...]) -> Solution:
     bound = min(one.answer.bound, judged.cost)
     status = Status.OPTIMAL if judged.cost <= bound * (1 + max(one.context.options.gap, 1e-9)) else Status.FEASIBLE
     answer = replace(one.answer, status=status, choice=choice, cost=judged.cost, bound=bound, peak=judged.peak)
-    return describe(one.instance.formulated, answer, one.context.options, {}, one.context.assumptions)
+    solution = describe(one.instance.formulated, answer, one.context.options, {}, one.context.assumptions)
+    return replace(solution, modules=modules_of(one.instance, choice))
 
 
 def _peaks(joined: Joined, choice: Sequence[int]) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """A plan as one self-contained page of HTML: no network, no library, one small script; everything in it is escaped.
 
     html_report    the plan -> the page as text               (html_parts, html_layouts, html_tree, html_charts -> templates/)
+    html_programs  the same of a plan of several programs     (html_of_programs)
     save_html      the text -> a file, written completely or not at all
     notebook       a few tables for a notebook                (Solution._repr_html_)
 
@@ -21,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from autoshard import units as numbers
-from autoshard.report import html_charts, html_frontier, html_layouts, html_parts, html_tree
+from autoshard.report import html_charts, html_frontier, html_layouts, html_of_programs, html_parts, html_tree
 from autoshard.report.blocks import seconds_elsewhere, sections
-from autoshard.solution import Solution
+from autoshard.solution import ProgramsSolution, Solution
 from autoshard.solution.record import VERSION
 from autoshard.writing import write_atomically
 
@@ -53,24 +54,28 @@ def html_report(solution: Solution, timeline: Timeline | None = None, frontier: 
 
     no_model: why there is no time line, as the end of a sentence. ValueError where `frontier` is no record of a frontier.
     """
-    script, style = _source("report.js.j2"), _source("report.css.j2")
-    return (
-        _environment()
-        .get_template("report.html.j2")
-        .render(
-            solution=solution,
-            sections=SECTIONS,
-            script=script,
-            style=style,
-            script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-            version=VERSION,
-            no_model=no_model.strip().rstrip("."),
-            **_summary(solution),
-            **_shards(solution, timeline),
-            **_over_time(solution, timeline),
-            **_frontier(solution, frontier),
-        )
+    return _page(
+        "report.html.j2",
+        solution=solution,
+        sections=SECTIONS,
+        no_model=no_model.strip().rstrip("."),
+        **_summary(solution),
+        **_shards(solution, timeline),
+        **_over_time(solution, timeline),
+        **_frontier(solution, frontier),
     )
+
+
+def html_programs(plan: ProgramsSolution) -> str:
+    """The page of a plan of several programs: what sharing costs each, and the layouts of their parameters."""
+    return _page("programs.html.j2", plan=plan, sections=html_of_programs.SECTIONS, **html_of_programs.parts(plan))
+
+
+def _page(template: str, **values: Any) -> str:
+    """A page with its style and script, and the hash of the script that the page allows."""
+    script, style = _source("report.js.j2"), _source("report.css.j2")
+    script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return _environment().get_template(template).render(script=script, style=style, script_hash=script_hash, version=VERSION, **values)
 
 
 def save_html(text: str, path: str | os.PathLike[str]) -> None:

@@ -50,42 +50,69 @@ def programs_report(plan: ProgramsSolution) -> RenderableType:
     return Group(Text(head), Text(proof), Text(""), _losses(plan), *_copies(plan))
 
 
+def loss_rows(plan: ProgramsSolution) -> list[dict[str, Any]]:
+    """What sharing costs each program, without losses that are rounding."""
+    return [{**row, "loss": row["loss"] if abs(row["loss"]) > ROUNDING else 0.0} for row in plan.rows()]
+
+
 def _losses(plan: ProgramsSolution) -> Table:
     """What sharing costs each program."""
     table = Table(title="What sharing costs each program", title_justify="left", title_style="bold")
     for column in ("program", "devices", "weight", "time", "alone", "loss", "copied", "a switch", "peak memory"):
         table.add_column(column, justify="left" if column == "program" else "right", overflow="fold")
-    for row in plan.rows():
+    for row in loss_rows(plan):
         name = row["name"] + (" (home)" if row["name"] == plan.home else "")
-        loss = row["loss"] if abs(row["loss"]) > ROUNDING else 0.0
         copied = f"{row['copied']} of {len(plan[row['name']].parameters)}"
         table.add_row(
             name, str(len(plan.devices.get(row["name"], range(plan.mesh.num_devices)))), f"{row['weight']:g}", seconds(row["seconds"]),
-            seconds(row["best_seconds"]), f"{loss:.2%}", copied, seconds(row["switch_seconds"]), size(row["peak_bytes"]),
+            seconds(row["best_seconds"]), f"{row['loss']:.2%}", copied, seconds(row["switch_seconds"]), size(row["peak_bytes"]),
         )  # fmt: skip
     return table
 
 
-def _copies(plan: ProgramsSolution) -> list[RenderableType]:
-    """The parameters that are kept twice; equal ones of several blocks are one row."""
-    if not plan.copies:
-        return [Text("no parameter is kept twice")]
+def alike_copies(plan: ProgramsSolution) -> list[dict[str, Any]]:
+    """The parameters that are kept twice: family, name, source, target, seconds, bytes. Equal ones of several blocks are one row."""
     alike: dict[tuple, list[Mapping]] = {}
     for row in plan.copies:
-        block, rest = split(row["parameter"])
-        alike.setdefault((row["family"], block.rpartition(".")[0] if block else "", rest, row["from"], row["to"]), []).append(row)
+        alike.setdefault((row["family"], _in_a_block(row["parameter"]), row["from"], row["to"]), []).append(row)
+    return [
+        {"family": family, "name": _named([row["parameter"] for row in rows]), "source": source, "target": target,
+         "seconds": _sum(rows, "seconds"), "bytes": _sum(rows, "bytes")}
+        for (family, _, source, target), rows in alike.items()
+    ]  # fmt: skip
+
+
+def alike_parameters(plan: ProgramsSolution) -> list[dict[str, Any]]:
+    """Parameters with their layout in each program, "" where it lacks them. Equal ones of several blocks are one row."""
+    alike: dict[tuple, list[str]] = {}
+    for name in dict.fromkeys(name for solution in plan.programs.values() for name in solution.parameters):
+        layouts = tuple(str(solution.parameters.get(name, {}).get("layout", "")) for solution in plan.programs.values())
+        alike.setdefault((_in_a_block(name), layouts), []).append(name)
+    return [{"name": _named(names), "layouts": layouts} for (_, layouts), names in alike.items()]
+
+
+def _in_a_block(name: str) -> tuple[str, str]:
+    """A parameter's name without the number of its block."""
+    block, rest = split(name)
+    return block.rpartition(".")[0] if block else "", rest
+
+
+def _copies(plan: ProgramsSolution) -> list[RenderableType]:
+    """The parameters that are kept twice."""
+    if not plan.copies:
+        return [Text("no parameter is kept twice")]
+    alike = alike_copies(plan)
     table = Table(title=f"Parameters kept twice: as {plan.home} has them, and as", title_justify="left", title_style="bold")
     for column in ("program", "parameter", "from", "to", "seconds", "bytes sent"):
         table.add_column(column, justify="right" if column in ("seconds", "bytes sent") else "left", overflow="fold")
-    for (family, _, _, source, target), rows in list(alike.items())[:MOST_ROWS]:
-        table.add_row(family, _named(rows), source, target, seconds(_sum(rows, "seconds")), size(_sum(rows, "bytes")))
+    for row in alike[:MOST_ROWS]:
+        table.add_row(row["family"], row["name"], row["source"], row["target"], seconds(row["seconds"]), size(row["bytes"]))
     unlisted = [Text(f"and {len(alike) - MOST_ROWS} more kinds (--json lists them)")] if len(alike) > MOST_ROWS else []
     return [Text(""), table, *unlisted]
 
 
-def _named(rows: Sequence[Mapping]) -> str:
-    first = rows[0]["parameter"]
-    return first if len(rows) == 1 else f"{first} and {len(rows) - 1} more blocks"
+def _named(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more blocks"
 
 
 def _sum(rows: Sequence[Mapping], key: str) -> float:

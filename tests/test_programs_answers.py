@@ -1,0 +1,116 @@
+"""Questions to a plan of several programs: check, explain, exports and its page, as a user asks them."""
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+import autoshard
+from autoshard import Mesh, Program
+from autoshard.api import check_programs, html_report
+from autoshard.cli import main
+from autoshard.report.html_of_programs import SECTIONS
+from models import mlp
+from tests.helpers_report import HOSTILE, Elements
+
+MESH = Mesh.from_bandwidths((4,))
+
+
+@cache
+def planned(devices=None):
+    module, batch = mlp.tiny()
+    programs = {"train": Program(module, batch, training=True), "use": Program(module, batch, weight=2.0, devices=devices)}
+    return autoshard.plan_programs(programs, MESH, memory_limit=80e9)
+
+
+def models(rows=None):
+    module, batch = mlp.tiny()
+    batch = batch if rows is None else tuple(torch.empty(rows, *x.shape[1:], device="meta") for x in batch)
+    return {"train": (module, batch), "use": (module, batch)}
+
+
+# -- check ----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [None, (0, 1)])
+@pytest.mark.parametrize("solve", [True, False])
+def test_a_plan_is_good_for_what_it_was_made_for(devices, solve):
+    plan = planned(devices)
+    checked = check_programs(models(), plan, solve=solve, within=0.002)
+    assert checked.ok, checked.reasons
+    assert checked.cost == pytest.approx(plan.cost, rel=1e-9) and checked.peak_bytes == pytest.approx(plan.peak_bytes, rel=1e-12)
+
+
+@cache
+def sharded(name):
+    """A program with all weights sharded, which the best plan has not."""
+    module, batch = mlp.tiny()
+    return autoshard.plan(module, batch, MESH, training=name == "train", pins={"*.weight": "S(0)"}, baselines=False)
+
+
+def test_a_plan_that_is_good_no_more_says_which_program_and_why():
+    plan = planned()
+    assert any(line.startswith("train: ") for line in check_programs(models(rows=32), plan).reasons)
+    full = {name: one.noting(memory_limit=0.5 * plan.peak_bytes) for name, one in plan.programs.items()}
+    assert any("over the limit" in line for line in check_programs(models(), replace(plan, programs=full)).reasons)
+    apart = replace(plan, switches={"use": None}, programs={**plan.programs, "use": sharded("use")})
+    assert any("other layouts of the parameters" in line for line in check_programs(models(), apart).reasons)
+    worse = {name: replace(sharded(name), assumptions=one.assumptions) for name, one in plan.programs.items()}
+    checked = check_programs(models(), replace(plan, programs=worse))
+    assert any("more than a plan that there is now" in line for line in checked.reasons), checked
+    with pytest.raises(ValueError, match="no model for program 'use'"):
+        check_programs({"train": models()["train"]}, plan)
+
+
+# -- the page -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_what_sharing_costs_and_both_layouts_of_a_copy():
+    plan = planned((0, 1))
+    page = html_report(plan)
+    seen = Elements(page)
+    assert not seen.crossed and page == html_report(plan) and len(page) < 100_000
+    assert [a.get("id") for tag, a in seen.tags if tag == "section"] == [name for name, _ in SECTIONS]
+    for row in plan.rows():
+        assert row["name"] in seen.text
+    copy = plan.copies[0]
+    assert copy["from"] in seen.text and copy["to"] in seen.text and "None: all programs" not in seen.text
+    assert not planned().copies and "None: all programs" in html_report(planned())
+
+
+def test_names_on_the_page_are_text():
+    plan = planned()
+    first = next(iter(plan["train"].parameters.values()))
+    odd = replace(plan["train"], parameters={HOSTILE: first})
+    assert HOSTILE not in html_report(replace(plan, programs={**plan.programs, "train": odd}))
+
+
+def test_a_time_line_is_of_one_program():
+    with pytest.raises(ValueError, match="pass one of them: train, use"):
+        html_report(planned(), *models()["train"])
+
+
+# -- words ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_verb_answers_for_the_file_or_for_one_program(tmp_path, capsys):
+    source, plan, page = tmp_path / "rl.py", str(tmp_path / "rl.json"), str(tmp_path / "r.html")
+    source.write_text(
+        "from autoshard import Program\nfrom models import mlp\n\n\ndef programs():\n    module, batch = mlp.tiny()\n"
+        "    return {'train': Program(module, batch, training=True), 'use': Program(module, batch)}\n"
+    )
+    assert main(["programs", f"{source}:programs", "--mesh", "2", "--out", plan, "--quiet"]) == 0
+    capsys.readouterr()
+    for words in (
+        ["report", plan, "--out", page], ["report", f"{plan}#use", "--no-model", "--out", page],
+        ["explain", plan], ["explain", f"{plan}#use"],
+        ["check", plan, "--trust"], ["check", plan, f"{source}:programs"], ["check", f"{plan}#use", "--trust"],
+        ["export", f"{plan}#use", "--format", "tp_plan"], ["export", f"{plan}#train", "--format", "vllm"],
+    ):  # fmt: skip
+        assert main([*words, "--json", "--quiet"]) == 0, words
+        assert json.loads(capsys.readouterr().out)
+    for words in (["report", plan, f"{source}:programs"], ["explain", plan, "0.weight"], ["export", plan], ["check", plan]):
+        assert main(words) == 2
+        assert f"{plan}#train" in capsys.readouterr().err
