@@ -38,7 +38,8 @@ def test_torchtitans_own_parser_reads_what_is_written(tmp_path, model, flavor):
         assert (read.model.name, read.model.flavor) == (model, flavor)
         assert (read.training.seq_len, read.training.global_batch_size) == (4096, 256)
         if launch.pipeline > 1:
-            assert get_schedule_class(of.pipeline_parallel_schedule) and len(of.module_fqns_per_model_part) == launch.pipeline * launch.virtual
+            assert get_schedule_class(of.pipeline_parallel_schedule)
+            assert len(of.module_fqns_per_model_part) == launch.pipeline * launch.virtual
 
 
 def test_torchtitans_own_parser_refuses_a_key_that_it_lacks(tmp_path, capsys):

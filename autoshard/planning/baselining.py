@@ -17,12 +17,12 @@ from autoshard.baselines import (
     ZERO,
     Baseline,
     allowed,
-    baseline,
     baselines,
     context_parallel,
     expert_parallel,
     zero_stages,
 )
+from autoshard.baselines import baseline as scheme_called
 from autoshard.formulate import Formulation, with_pins
 from autoshard.planning.context import Context, Instance
 from autoshard.problem import Problem, evaluate
@@ -105,7 +105,7 @@ def baseline_called(name: str, formulated: Formulation) -> Baseline:
             f"at least {LONG} tokens; use fsdp"
         )
     if name == SHARDED_MEGATRON:
-        return baseline(graph, mesh, candidates, name)
+        return scheme_called(graph, mesh, candidates, name)
     if name not in ZERO:
         return next(b for b in (*baselines(graph, mesh, candidates), *expert_parallel(graph, mesh, candidates)) if b.name == name)
     stages = zero_stages(graph, mesh, candidates, (name,))
