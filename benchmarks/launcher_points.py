@@ -2,9 +2,10 @@
 
     PYTHONPATH=. python benchmarks/launcher_points.py [--json]
 
-Llama-3 70B fine-tuning on 32 H100, FP8: model TFLOP/s per GPU of three degrees; sequences of 4096 and a global batch of 32 are assumed,
-and stages per device where they are not published. Mixtures: tokens/s per GPU, from docs/performance-summary-archive.md of
-NVIDIA-NeMo/Megatron-Bridge.
+Llama-3 70B fine-tuning on 32 H100, FP8: model TFLOP/s per GPU of TP4 PP4, PP8 and TP8. Sequences of 4096, a global batch of 32 and 5 stages
+per device are those of NeMo's recipe for the first. The other degree of PP8 and of TP8 is not published, so both readings are printed: 1
+(`tuning`; the states of 70.6e9 / 8 parameters alone take 79 GB there), and that of the first (`one degree changed`). Mixtures: tokens/s per
+GPU, from docs/performance-summary-archive.md of NVIDIA-NeMo/Megatron-Bridge.
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ TUNING = {  # model TFLOP/s per GPU
     "PP8 VP5": (launch(32, 4096, 32, 1, 8, vp=5), 668),
     "TP8": (launch(32, 4096, 32, 8, 1), 509),
 }
+CHANGED = {
+    "TP4 PP4 VP5": TUNING["TP4 PP4 VP5"],
+    "TP4 PP8 VP5": (launch(32, 4096, 32, 4, 8, vp=5), 668),
+    "TP8 PP4 VP5": (launch(32, 4096, 32, 8, 4, vp=5), 509),
+}
 MIXTURES = {  # tokens/s per GPU
     "DeepSeek-V3 1024 H100 TP2 PP8 VP4 EP64": (DEEPSEEK, "h100", launch(1024, 4096, 8192, 2, 8, vp=4, ep=64), 1297),
     "Qwen3 30B 16 H100 PP2 VP12 EP8": (QWEN30, "h100", launch(16, 4096, 1024, 1, 2, vp=12, ep=8), 5113),
@@ -48,14 +54,21 @@ MIXTURES = {  # tokens/s per GPU
 }
 
 
+def fine_tuning(rows: dict[str, tuple[Launch, float]]) -> dict:
+    """Predicted and published model TFLOP/s per GPU, and predicted bytes."""
+    record = {}
+    for name, (one, published) in rows.items():
+        prices = prices_of(Columns.of([one]), LLAMA70, Site(), "megatron")
+        rate, memory = prices.tokens_per_second[0], float(prices.bytes[0])
+        record[name] = {"predicted": float(LLAMA70.flops_per_token(one.seq) * rate / 1e12), "published": published, "memory_bytes": memory}
+    return record
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     as_json = parser.parse_args().json
-    record: dict = {"tuning": {}, "mixtures": {}}
-    for name, (one, published) in TUNING.items():
-        rate = prices_of(Columns.of([one]), LLAMA70, Site(), "megatron").tokens_per_second[0]
-        record["tuning"][name] = {"predicted": LLAMA70.flops_per_token(one.seq) * rate / 1e12, "published": published}
+    record: dict = {"tuning": fine_tuning(TUNING), "one degree changed": fine_tuning(CHANGED), "mixtures": {}}
     for name, (sizes, device, one, published) in MIXTURES.items():
         site = Site(device, 72 if device == "gb200" else 8)
         rate = prices_of(Columns.of([one]), sizes, site, "megatron").tokens_per_second[0]
@@ -66,9 +79,10 @@ def main() -> None:
     for kind, rows in record.items():
         for name, row in rows.items():
             ratio = row["predicted"] / row["published"]
-            print(f"{kind:10}{name:45}{row['predicted']:10.0f}{row['published']:10.0f}{ratio - 1:+9.1%}", *row.get("illegal", ()))
+            memory = f"{row['memory_bytes'] / 1e9:5.0f} GB" if "memory_bytes" in row else ""
+            print(f"{kind:20}{name:45}{row['predicted']:8.0f}{row['published']:8.0f}{ratio - 1:+8.1%}", memory, *row.get("illegal", ()))
         ratios = [row["predicted"] / row["published"] for row in rows.values()]
-        print(f"{kind:10}median absolute error {np.median(np.abs(np.array(ratios) - 1)):.1%}\n")
+        print(f"{kind:20}median absolute error {np.median(np.abs(np.array(ratios) - 1)):.1%}\n")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python benchmarks/serving.py [--json]
 
-FIGURES holds the published runs with their source. Predictions are at data-sheet prices: the memory of a device is read at its full
-bandwidth, and kernels are replayed from CUDA graphs. What a prediction leaves out (the share of the bandwidth that is reached, the gaps
-between small kernels, sampling, the host) makes it too low, most where a token takes few milliseconds.
+FIGURES holds the published runs with their source. Predictions are at the prices of the device's file, whose constants were fitted to
+training steps: memory is read at the share of its bandwidth that those reach, and kernels are replayed from CUDA graphs. What a prediction
+leaves out (gaps between small kernels, sampling, the host) makes it too low, most where a token takes few milliseconds.
 """
 
 from __future__ import annotations

@@ -51,9 +51,9 @@ def run(capsys, *argv):
 def test_degrees_prints_exactly_the_documented_keys(capsys, launcher):
     code, out, err = run(capsys, "degrees", TINY, *ON_8, "--launcher", launcher, "--no-bound", "--json")
     record = json.loads(out)
-    assert code == 0 and list(record) == ["configurations", "bound_seconds", "regret", "cpu_seconds"]
+    assert code == 0 and list(record) == ["configurations", "bound_seconds", "regret", "compared", "cpu_seconds"]
     assert all(list(row) == KEYS for row in record["configurations"]) and len(record["configurations"]) > 10
-    assert record["bound_seconds"] is None and record["regret"] is None and record["cpu_seconds"] > 0
+    assert record["bound_seconds"] is record["regret"] is record["compared"] is None and record["cpu_seconds"] > 0
     for row in record["configurations"]:
         assert row["dp"] * row["tp"] * row["cp"] * row["pp"] == 8 and row["tp"] <= 4  # the model has 4 key-value heads
 
@@ -164,6 +164,10 @@ def test_the_best_row_is_compared_with_the_bound_at_the_plans_prices():
     assert record["bound_seconds"] == pytest.approx(planned.bound, rel=1e-9)
     cost = planned.baselines[scheme_of(best)]["cost_seconds"]
     assert record["regret"] == pytest.approx(cost / planned.bound - 1, rel=1e-9) and record["regret"] >= 0
+    assert record["compared"] == {
+        "row": answer.compared, "scheme": scheme_of(best), "mesh": list(mesh_of(best, site).shape), "batch": built[0],
+        "recompute": "all" if best.recompute == "full" else 0, "cost_seconds": pytest.approx(cost, rel=1e-9),
+    }  # fmt: skip
 
 
 def test_a_bound_that_cannot_be_had_is_explained():

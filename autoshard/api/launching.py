@@ -24,7 +24,7 @@ GAP = 0.01  # relative: how well the bound is proven
 
 @dataclass(frozen=True, eq=False)
 class Degrees:
-    """Every legal launch, best first; and the regret of row `compared`, the best that a plan can express."""
+    """Every legal launch, best first; and the regret of row `compared` (0 is the first), the best that a plan can express."""
 
     ranked: Ranking
     compared: int | None
@@ -38,8 +38,19 @@ class Degrees:
             "configurations": self.ranked.rows(top),
             "bound_seconds": None if self.against is None else self.against.bound,
             "regret": None if self.against is None else self.against.regret,
+            "compared": self._compared(),
             "cpu_seconds": self.cpu_seconds,
         }
+
+    def _compared(self) -> dict[str, Any] | None:
+        """The row that the regret is of, and the plan of it: its scheme, mesh, batch and blocks' recomputation, and its seconds."""
+        if self.against is None or self.compared is None:
+            return None
+        launch = self.ranked.launch(self.compared)
+        return {
+            "row": self.compared, "scheme": self.against.scheme, "mesh": list(mesh_of(launch, self.ranked.site).shape),
+            "batch": launch.data * launch.microbatch, "recompute": recompute_of(launch), "cost_seconds": self.against.cost,
+        }  # fmt: skip
 
 
 def degrees(
@@ -93,13 +104,15 @@ def mesh_of(launch: Launch, site: Site, **links: float) -> Mesh:
     return Mesh.from_bandwidths(tuple(n for n in shape if n > 1) or (1,), devices_per_node=per_node, device=site.device, **links)  # type: ignore[arg-type]
 
 
+def recompute_of(launch: Launch) -> int | str:
+    """A plan's option `recompute`. Kinds that recompute some ops of a block count as none."""
+    return "all" if launch.recompute == "full" else 0
+
+
 def _regret(launch: Launch, site: Site, model_of: ModelOf, progress: Progress | None, time_limit: float, links: dict[str, float]) -> Regret:
     module, example_inputs = model_of(launch.data * launch.microbatch)
-    recompute = "all" if launch.recompute == "full" else 0
-    mesh = mesh_of(launch, site, **links)
-    return regret(
-        module, example_inputs, mesh, scheme_of(launch), recompute=recompute, gap=GAP, time_limit=time_limit, progress=progress
-    )  # fmt: skip
+    mesh, limits = mesh_of(launch, site, **links), {"gap": GAP, "time_limit": time_limit}
+    return regret(module, example_inputs, mesh, scheme_of(launch), recompute=recompute_of(launch), progress=progress, **limits)
 
 
 @dataclass(frozen=True, eq=False)

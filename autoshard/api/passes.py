@@ -20,7 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from autoshard.baselines import CONTEXT_PARALLEL
+from autoshard.baselines import CONTEXT_PARALLEL, SHARDED_MEGATRON
 from autoshard.capture import Captured, capture_fx, capture_module, ignored, in_turn
 from autoshard.exports.sharding_map import sharding_map, spec_of, unbacked_mesh
 from autoshard.graph import Graph
@@ -38,7 +38,9 @@ from autoshard.solution import Solution, load, replay
 
 log = logging.getLogger("autoshard")
 
-ALGORITHMS = ("alpa", "data_parallel", "fsdp", "megatron", "megatron_sp", "zero1", "zero2", "zero3", "hsdp", *CONTEXT_PARALLEL)
+ALGORITHMS = (
+    "alpa", "data_parallel", "fsdp", "megatron", "megatron_sp", SHARDED_MEGATRON, "zero1", "zero2", "zero3", "hsdp", *CONTEXT_PARALLEL,
+)  # fmt: skip
 BACKENDS = ("nccl", "gloo")
 
 

@@ -6,6 +6,7 @@ from autoshard.baselines.expert_parallel import expert_parallel as expert_parall
 from autoshard.baselines.pins import Pin as Pin
 from autoshard.baselines.pins import allowed as allowed
 from autoshard.baselines.pins import matches as matches
+from autoshard.baselines.schemes import SHARDED_MEGATRON as SHARDED_MEGATRON
 from autoshard.baselines.schemes import ZERO as ZERO
 from autoshard.baselines.schemes import Baseline as Baseline
 from autoshard.baselines.schemes import baseline as baseline

@@ -11,7 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.baselines import CONTEXT_PARALLEL, ZERO, Baseline, allowed, baselines, context_parallel, expert_parallel, zero_stages
+from autoshard.baselines import (
+    CONTEXT_PARALLEL,
+    SHARDED_MEGATRON,
+    ZERO,
+    Baseline,
+    allowed,
+    baselines,
+    context_parallel,
+    expert_parallel,
+    zero_stages,
+)
+from autoshard.baselines import baseline as scheme_called
 from autoshard.formulate import Formulation, with_pins
 from autoshard.planning.context import Context, Instance
 from autoshard.problem import Problem, evaluate
@@ -52,16 +63,18 @@ def solve_baselines(context: Context, instance: Instance) -> tuple[dict[str, dic
     return rows, starts
 
 
-def scheme_price(instance: Instance, baseline: Baseline) -> tuple[float, float] | None:
+def scheme_price(
+    instance: Instance, baseline: Baseline, *, seconds: float = PRICE_SECONDS, gap: float = BASELINE_GAP
+) -> tuple[float, float] | None:
     """Seconds of a scheme and its peak bytes, without a memory limit; None where its pins forbid each other."""
-    answer = _completed(instance, baseline, PRICE_SECONDS)
+    answer = _completed(instance, baseline, seconds, gap)
     return (answer.cost, float(answer.peak or 0.0)) if answer.choice is not None else None
 
 
-def _completed(instance: Instance, baseline: Baseline, seconds: float) -> Answer:
+def _completed(instance: Instance, baseline: Baseline, seconds: float, gap: float = BASELINE_GAP) -> Answer:
     """The best plan that follows a baseline's pins, without a memory limit."""
     pinned = replace(pinned_to(instance.formulated, baseline), usage_limit=None)
-    limits: dict[str, Any] = {"gap": BASELINE_GAP, "time_limit": seconds, "homes": instance.homes}
+    limits: dict[str, Any] = {"gap": gap, "time_limit": seconds, "homes": instance.homes}
     if instance.shallow is None:
         return solve(pinned, **limits).in_passing()
     return instance.shallow.solve(pinned, preferred=False, **limits).in_passing()
@@ -91,6 +104,8 @@ def baseline_called(name: str, formulated: Formulation) -> Baseline:
             f"{name} shards the sequence of attention over axes that the batch doesn't divide; there is no such axis, or no attention of "
             f"at least {LONG} tokens; use fsdp"
         )
+    if name == SHARDED_MEGATRON:
+        return scheme_called(graph, mesh, candidates, name)
     if name not in ZERO:
         return next(b for b in (*baselines(graph, mesh, candidates), *expert_parallel(graph, mesh, candidates)) if b.name == name)
     stages = zero_stages(graph, mesh, candidates, (name,))
