@@ -43,6 +43,6 @@ if __name__ == "__main__":
         if "autoshard" in node.meta:
             print(f"{node.name:>8}: {node.meta['autoshard'].placements}")
     try:
-        sharded(Path(sys.argv[1]), batch=4)
+        sharded(Path(sys.argv[1]), batch=1)
     except ValueError as error:
-        print(f"with a batch of 4: {error}")
+        print(f"with a batch of 1: {error}")

@@ -16,7 +16,7 @@ from models import mlp
 
 def swept() -> autoshard.Frontier:
     """Points by growing memory; `proven` and `optimal` ones are within a thousandth of the best that fits in theirs."""
-    model, inputs = mlp.mlp(batch=4096, width=1024, hidden=4096, layers=1)
+    model, inputs = mlp.mlp(batch=1024, width=1024, hidden=4096, layers=1)
     mesh = autoshard.Mesh.from_bandwidths((2, 4), device="a100")
     return autoshard.frontier(model, inputs, mesh, training=True, points=5, gap=1e-3)
 

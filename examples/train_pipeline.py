@@ -29,8 +29,7 @@ def train(options: argparse.Namespace) -> None:
     module, inputs = gpt2.tiny(**pipeline.assumptions["set"])  # the full batch, which the pipeline splits into microbatches
     device_mesh = autoshard.device_mesh(pipeline)
     torch.manual_seed(0)
-    module = gpt2.initialised(module)
-    model = autoshard.parallelize(module, pipeline, device_mesh, example_inputs=inputs, schedule=options.schedule)
+    model = autoshard.parallelize(gpt2.initialised(module), pipeline, device_mesh, example_inputs=inputs, schedule=options.schedule)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # of the parameters of this rank's stages
     text = torch.tensor(list(Path(options.text).read_bytes()))
     begin = autoshard.load_checkpoint(options.resume, model, optimizer)["step"] if options.resume else 0

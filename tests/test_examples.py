@@ -87,7 +87,7 @@ def test_a_deployed_plan_is_read_and_not_made_again(tmp_path, capsys):
     assert (tmp_path / "plan.json").exists()
     again = script("deploy_preloaded", capsys, tmp_path / "plan.json")
     assert "planning took 0.00 s" in again and again.splitlines()[1:] == first.splitlines()[1:]
-    assert "with a batch of 4: " in again and "leaves some ranks without any" in again
+    assert "with a batch of 1: " in again and "leaves some ranks without any" in again
 
 
 def test_a_launcher_lays_parameters_out_by_the_map(tmp_path):

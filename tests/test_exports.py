@@ -17,6 +17,7 @@ PARAMETERS = {
 }
 MODULES = {"axis1": {"styles": {"h.0.mlp.weight": "column"}, "dropped": [], "seconds": {"modules": 2.5e-3, "fully_shard": 2.5e-3}}}
 SOLUTION = linear_solution(parameters=PARAMETERS, modules=MODULES)
+OF_ANY_PLAN = [kind for kind in FORMATS if kind != "checkpoint_policy"]  # that one is of plans that recompute: test_saved_values
 
 
 def test_the_sharding_map_has_every_parameter_under_its_module():
@@ -72,7 +73,7 @@ def test_files_hold_what_was_returned(tmp_path):
     assert json.loads((export(SOLUTION, "json", tmp_path / "p.json") and tmp_path / "p.json").read_text()) == portable(SOLUTION)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", OF_ANY_PLAN)
 def test_every_kind_writes_json(tmp_path, kind):
     export(SOLUTION, kind, tmp_path / "a.json")
     assert json.loads((tmp_path / "a.json").read_text())
@@ -96,7 +97,7 @@ def test_a_dtype_of_another_torch_is_refused():
         sharding_map(linear_solution(parameters={"w": {**PARAMETERS["scale"], "dtype": "float3"}}))
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", OF_ANY_PLAN)
 def test_every_kind_says_what_it_leaves_out(kind):
     value = export(SOLUTION, kind)
     assert value.left and len(value.said) == 1 + len(value.left)

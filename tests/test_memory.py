@@ -112,7 +112,7 @@ def test_master_weights_are_four_bytes_of_narrow_parameters_only():
     assert (master_bytes(10, 2), master_bytes(10, 4)) == (40, 0)
     device = Mesh.from_bandwidths((2,)).device
     more = optimizer_step_seconds(10, 2, "adamw", device, master_weights=True) - optimizer_step_seconds(10, 2, "adamw", device)
-    assert more == pytest.approx(2 * 40 / device.memory_bandwidth)
+    assert more == pytest.approx(2 * 40 / device.memory_rate)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", -1, True, float("inf"), float("nan"), None])

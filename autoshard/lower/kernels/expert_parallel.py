@@ -82,6 +82,20 @@ def activate(activation: str, x: Tensor) -> Tensor:
     return values[-1]
 
 
+@torch.library.custom_op("autoshard::activation_backward", mutates_args=())
+def activation_backward(grad: Tensor, x: Tensor, activation: str) -> Tensor:
+    """The gradient of x from that of its activation; one op, so that a dry run without the device needs no autograd there."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(activate(activation, x), x, grad)
+    return gradient.clone()
+
+
+@activation_backward.register_fake
+def _activation_backward_fake(grad: Tensor, x: Tensor, activation: str) -> Tensor:
+    return torch.empty_like(x)
+
+
 def _grouped(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Each row by the matrix of its expert; rows may be none."""
     return aligned_grouped_mm(x, w, ends) if x.shape[0] else x.new_zeros(0, w.shape[-1])
@@ -109,14 +123,13 @@ def multiply(rows: Tensor, ids: Tensor, own: Parameters) -> Tensor:
 def multiply_backward(grad: Tensor, rows: Tensor, weights: Tensor, ids: Tensor, own: Parameters) -> tuple[Tensor, ...]:
     """Gradients of rows [s, H], of weights [s], and of the parameters, from those of the weighted outputs, [s, H]."""
     ends = own.ends(ids)
-    with torch.enable_grad():
-        hidden = _hidden(rows, ids, ends, own).detach().requires_grad_()
-        active = activate(own.activation, hidden)
+    hidden = _hidden(rows, ids, ends, own)
+    active = activate(own.activation, hidden)
     through = _grouped(grad, own.down.transpose(1, 2), ends)
-    grad_weights = (through * active.detach()).sum(1, dtype=weights.dtype)
+    grad_weights = (through * active).sum(1, dtype=weights.dtype)
     weighted = (grad * weights.unsqueeze(1)).to(grad.dtype)
-    (grad_hidden,) = torch.autograd.grad(active, hidden, (through * weights.unsqueeze(1)).to(active.dtype))
-    grad_up, grad_down = _summed(rows, grad_hidden, ends), _summed(active.detach(), weighted, ends)
+    grad_hidden = activation_backward((through * weights.unsqueeze(1)).to(active.dtype), hidden, own.activation)
+    grad_up, grad_down = _summed(rows, grad_hidden, ends), _summed(active, weighted, ends)
     grad_rows = _grouped(grad_hidden, own.up.transpose(1, 2), ends)
     if own.down_bias is None:
         return grad_rows, grad_weights, grad_up, grad_down
