@@ -99,7 +99,7 @@ def plan(name: str, value: str, *, expected: str = "a plan's file, as `autoshard
     path, _, program = value.rpartition("#")
     file = path if path and not Path(value).exists() and program else value
     readable(expected, name, file)
-    if Path(file).stat().st_size <= SMALL and content_of(file, "plan").lstrip()[:1] in (b"{", b"["):  # what is no JSON may be a pickle
+    if Path(file).stat().st_size <= SMALL and content_of(file, "plan").lstrip()[:1] == b"{":  # else a pickle, or a configuration
         refuse_other(parsed(content_of(file, "plan"), file, "plan"), file, "plan", "programs")
 
 
