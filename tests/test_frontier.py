@@ -170,7 +170,7 @@ def test_the_table_fits_a_hundred_columns(tiny):
         (["--out", "models"], "--out models is a folder"),
         (["--plot", "picture"], "--plot picture ends in nothing; expected one of .png, .svg, .pdf"),
         (["--save-dir", "models/mlp.py"], "is a file"),
-        (["--points", "0"], "Invalid value for '--points'"),
+        (["--points", "0"], "--points is given 2 times"),
         (["--recompute", "auto"], "recompute is 'auto'"),
     ],
 )

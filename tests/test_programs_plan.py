@@ -119,7 +119,7 @@ def test_nothing_fits_is_said_of_all_programs():
 @pytest.mark.parametrize(
     ("programs", "options", "sentence"),
     [
-        ({}, {}, "no dict of Programs"),
+        ({}, {}, "programs"),
         ({"a b": Program(*mlp.tiny())}, {}, "called 'a b'"),
         ({"a": Program(*mlp.tiny())}, {"tie_blocks": True}, "tie_blocks is no option"),
         ({"a": Program(*mlp.tiny(), options={"gap": 0.1})}, {}, "give it to plan_programs"),
