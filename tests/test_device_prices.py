@@ -12,9 +12,14 @@ from autoshard.cost import op_seconds, optimizer_step_seconds
 from autoshard.cost.compute import EFFICIENCY
 from autoshard.cost.curves import load_device, save_cluster
 from autoshard.cost.devices import FOLDER, known_devices
+from autoshard.formulate import op_candidate_seconds
+from autoshard.graph import Op, Ref, Tensor
+from autoshard.layout import parse
 from autoshard.mesh import DEVICES, LAUNCHES, Kernels, Mesh
 from autoshard.report.text import as_text, plan_report
 from autoshard.solution import Solution
+from autoshard.strategies.candidates import Candidate
+from autoshard.strategies.ring import FORWARD
 from models import mlp
 
 H100 = DEVICES["h100"]
@@ -30,15 +35,13 @@ def mm(m, k, n, device=FAST_HOST, dtype="bfloat16"):
     return op_seconds("aten.mm.default", [((m, k), dtype), ((k, n), dtype)], [((m, n), dtype)], None, device)
 
 
-def share_of_scores(causal, queries, keys):
-    """As strategies.ring says of one rank."""
-    return 0.5 if causal and queries == keys else 1.0
-
-
 def attention(queries, keys, device=FAST_HOST, *, causal):
-    q, k = bf16(2, 8, queries, 128), bf16(2, 8, keys, 128)
-    outputs = [q, ((2, 8, queries), "float32")]
-    return op_seconds("autoshard.attention.default", [q, k, k], outputs, None, device, share_of_scores(causal, queries, keys))
+    """On one device, as a plan prices it."""
+    q, k = Tensor((2, 8, queries, 128), "bfloat16"), Tensor((2, 8, keys, 128), "bfloat16")
+    arguments = (Ref(0), Ref(1), Ref(2), None, causal), ()
+    op = Op("op", FORWARD, ((0, 0), (1, 0), (2, 0)), arguments, (q, Tensor((2, 8, queries), "float32")))
+    mesh, whole = replace(Mesh.from_bandwidths((1,)), device=device), parse("R")
+    return op_candidate_seconds(op, (q, k, k), Candidate((whole,) * 3, (whole,) * 2), mesh)
 
 
 def test_every_device_file_is_a_device_of_meshes():
@@ -72,6 +75,7 @@ def test_copies_reach_a_share_of_the_memory_and_the_host_hides_behind_them():
 
 def test_a_device_without_constants_is_priced_by_its_roofline():
     assert mm(8192, 8192, 8192, BARE) == 2 * 8192**3 / (H100.flops * EFFICIENCY) + BARE.launch
+    assert attention(4096, 4096, BARE, causal=True) == attention(4096, 4096, BARE, causal=False)
 
 
 def test_a_plan_says_which_constants_it_used_how_far_off_they_were_and_its_interval():

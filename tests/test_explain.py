@@ -20,7 +20,7 @@ MODEL = f"{ROOT}/models/mlp.py:mlp"
 SETTINGS = {"layers": 2, "batch": 16384, "width": 512, "hidden": 2048}
 MESH = Mesh.from_bandwidths((2, 2), intra_node_bandwidth=100e9, inter_node_bandwidth=50e9, tf32=True)
 SMALL = {"layers": 1, "batch": 4096, "width": 512, "hidden": 2048}
-LIMIT = 128e6  # bytes, of SMALL; without a limit its plan takes 132 MB
+LIMIT = 88e6  # bytes, of SMALL; without a limit its plan takes 132 MB
 WEIGHT = "layers.0.up.weight"
 SAME = 1e-9  # relative: what the solvers call equal
 
@@ -71,7 +71,7 @@ def test_why_not_costs_what_a_cold_plan_with_that_pin_costs(solution, name, layo
 
 def test_so_it_does_under_a_memory_limit_that_binds():
     tight = planned(sizes=SMALL, memory_limit=LIMIT)
-    assert tight.cost > planned(sizes=SMALL).cost * (1 + 1e-4)
+    assert tight.cost > planned(sizes=SMALL).cost * (1 + 1e-3)
     one = explain(*model(sizes=SMALL), tight, WEIGHT, why_not="S(0),S(0)", most=0).why_not
     assert one.cost == pytest.approx(planned(sizes=SMALL, pins=one.pins, memory_limit=LIMIT).cost, rel=SAME)
     assert one.peak_bytes <= LIMIT and one.proven and one.extra > 0

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,8 @@ from models import llama
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "tests" / "data" / "launchers"
 TINY = f"{ROOT}/models/llama.py:tiny"
-ON_8 = ("--devices", "8", "--seq", "16", "--global-batch", "16")
+SIZES = {"--devices": "8", "--seq": "16", "--global-batch": "16"}
+ON_8 = tuple(chain.from_iterable(SIZES.items()))
 KEYS = [
     "dp",
     "shard",
@@ -75,17 +77,17 @@ def test_degrees_says_no_where_nothing_fits(capsys):
 
 
 @pytest.mark.parametrize(
-    "argv, sentence",
+    "option, sentence",
     [
         (("--launcher", "deepspeed"), "there is no launcher 'deepspeed'; expected one of torchtitan"),
         (("--device", "tpu"), "unknown device 'tpu'; known are a100"),
         (("--precision", "int8"), "--precision is 'int8'; expected one of bf16"),
         (("--memory", "80"), "add its unit"),
-        (("--seq", "7"), "--seq is given 2 times, and it has one value"),
+        (("--seq", "7"), "no launch of torchtitan on 8 devices is legal for this model; splits of the devices by rule: sequence"),
     ],
 )
-def test_degrees_refuses_in_a_sentence(capsys, argv, sentence):
-    code, out, err = run(capsys, "degrees", TINY, *ON_8, *argv)
+def test_degrees_refuses_in_a_sentence(capsys, option, sentence):
+    code, out, err = run(capsys, "degrees", TINY, *chain.from_iterable((SIZES | dict([option])).items()))
     assert (code, out) == (2, "") and sentence in err and err.count("\n") == 1
 
 

@@ -7,10 +7,12 @@ from itertools import product
 import pytest
 
 import autoshard
+from autoshard.cost.curves import save_cluster
 from autoshard.mesh import Mesh
 from autoshard.planning.mesh_shapes import mesh_shapes, plan_meshes
 from autoshard.planning.options import Infeasible
 from models import mlp
+from tests.test_calibrate import record
 from tests.test_cli import TINY, check_refused, run
 
 MODEL = {"batch": 256, "width": 512, "hidden": 2048, "layers": 1}
@@ -138,13 +140,19 @@ BAD_WORDS = [
     (("--mesh", "2x2", "--devices", "4"), "--devices 4 is for --mesh auto, the mesh here is 2x2; leave one out"),
     (("--mesh", "auto", "--devices", "0"), "Invalid value for '--devices'"),
     (("--mesh", "auto", "--devices", "12", "--devices-per-node", "5"), "12 devices do not fill nodes of 5"),
-    (("--mesh", "auto", "--devices", "4", "--cluster", __file__), "is no sound JSON"),
 ]
 
 
 @pytest.mark.parametrize(("words", "sentence"), BAD_WORDS, ids=[" ".join(words) for words, _ in BAD_WORDS])
 def test_bad_words_are_refused_in_one_sentence(capsys, words, sentence):
     check_refused(capsys, ("plan", TINY, *words), sentence)
+
+
+def test_a_measured_cluster_is_of_one_mesh(capsys, tmp_path):
+    path = str(tmp_path / "cluster.json")
+    save_cluster(path, record())
+    words = ("plan", TINY, "--mesh", "auto", "--devices", "4", "--cluster", path)
+    check_refused(capsys, words, "--mesh auto compares meshes, but --cluster and --keep are for one")
 
 
 def test_a_limit_that_no_mesh_meets_is_the_answer_no(capsys):

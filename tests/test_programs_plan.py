@@ -119,7 +119,8 @@ def test_nothing_fits_is_said_of_all_programs():
 @pytest.mark.parametrize(
     ("programs", "options", "sentence"),
     [
-        ({}, {}, "programs"),
+        ({}, {}, "programs is empty; expected Programs by name"),
+        ([1], {}, "programs is no dict of Programs, but has a list"),
         ({"a b": Program(*mlp.tiny())}, {}, "called 'a b'"),
         ({"a": Program(*mlp.tiny())}, {"tie_blocks": True}, "tie_blocks is no option"),
         ({"a": Program(*mlp.tiny(), options={"gap": 0.1})}, {}, "give it to plan_programs"),

@@ -36,6 +36,17 @@ def test_a_layer_of_another_device_and_its_gradients_are_those_of_the_cpus_libra
         assert y.shape == of.shape and (y - of).abs().max() < 1e-5
 
 
+def test_the_operator_differentiates_on_a_device_without_that_library(monkeypatch):
+    monkeypatch.setattr(recurrent, "has_library", lambda x: False)
+    x, weights = random(STEPS, BATCH, WIDTH), [random(32, WIDTH), random(32, HIDDEN), random(32), random(32)]
+    hx, cx = random(1, BATCH, HIDDEN), random(1, BATCH, HIDDEN)
+    grads = [random(STEPS, BATCH, HIDDEN), None, None]
+    expected = recurrent.plain_layer_backward([x, *weights, hx, cx], grads, False, True)
+    with torch.no_grad():
+        found = torch.ops.autoshard.recurrent_layer_backward(x, weights, hx, cx, [], grads, False, LSTM, HIDDEN, 1, True, False, [], False)
+    assert all(torch.equal(y, of) for y, of in zip(found, expected, strict=True))
+
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()

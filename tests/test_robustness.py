@@ -74,7 +74,10 @@ def test_an_old_plan_has_the_interval_of_its_mesh(solution):
 
 
 def test_of_a_cost_without_parts_nothing_is_known():
-    assert linear_solution(cost=float("inf")).interval is None
+    mesh = linear_solution().mesh
+    untested = replace(mesh, device=replace(mesh.device, kernels=None))
+    assert linear_solution(breakdown={}, mesh=untested).interval is None and linear_solution(cost=float("inf")).interval is None
+    assert linear_solution(breakdown={}).interval is not None  # that of tested steps needs no parts
 
 
 def test_show_says_the_interval(capsys, tmp_path, solution):

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 from autoshard.lower.collectives import Ask, Asking, DataDependent, Groups, Rank
 from autoshard.lower.kernels.experts import aligned_grouped_mm
@@ -83,10 +82,17 @@ def activate(activation: str, x: Tensor) -> Tensor:
     return values[-1]
 
 
-def activation_backward(grad: Tensor, x: Tensor, activation: str) -> Tensor:
-    """The gradient of x from that of its activation. In a dry run for GPUs a torch without them has no autograd there: the shape alone."""
-    if isinstance(x, FakeTensor) and x.device.type == "cuda" and not torch.cuda.is_available():
-        return torch.empty_like(x)
+torch.library.define("autoshard::activation_backward", "(Tensor grad, Tensor x, str activation) -> Tensor")
+
+
+@torch.library.register_fake("autoshard::activation_backward")
+def _(grad, x, activation):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x)
+
+
+@torch.library.impl("autoshard::activation_backward", "CompositeExplicitAutograd")
+def _(grad, x, activation):  # type: ignore[no-untyped-def]
+    """The gradient of x from that of its activation, as one op: autograd has no place in a graph that is traced."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         (gradient,) = torch.autograd.grad(activate(activation, x), x, grad)
@@ -125,7 +131,7 @@ def multiply_backward(grad: Tensor, rows: Tensor, weights: Tensor, ids: Tensor, 
     through = _grouped(grad, own.down.transpose(1, 2), ends)
     grad_weights = (through * active).sum(1, dtype=weights.dtype)
     weighted = (grad * weights.unsqueeze(1)).to(grad.dtype)
-    grad_hidden = activation_backward((through * weights.unsqueeze(1)).to(active.dtype), hidden, own.activation)
+    grad_hidden = torch.ops.autoshard.activation_backward((through * weights.unsqueeze(1)).to(active.dtype), hidden, own.activation)
     grad_up, grad_down = _summed(rows, grad_hidden, ends), _summed(active, weighted, ends)
     grad_rows = _grouped(grad_hidden, own.up.transpose(1, 2), ends)
     if own.down_bias is None:

@@ -23,12 +23,16 @@ aten = torch.ops.aten
 SETTINGS = ("reverse", "mode", "hidden_size", "num_layers", "has_biases", "bidirectional", "batch_sizes", "batch_first")
 
 
+def has_library(x: Tensor) -> bool:
+    return x.device.type == "cpu"
+
+
 def _forward(sharded: ShardedOp) -> Kernel:
     planned = sharded.op.outputs[3]
 
     @local
     def layer(rank: Rank, a: Arguments) -> tuple[Tensor | None, ...]:
-        if a["input"].device.type == "cpu":
+        if has_library(a["input"]):
             y, hy, cy, _ = aten.mkldnn_rnn_layer.default(**a)
         else:
             y, hy, cy = plain_layer(a["input"], [a[f"weight{k}"] for k in range(4)], a["hx_"], a["cx_"], a["reverse"], a["has_biases"])
@@ -47,16 +51,19 @@ def plain_layer(
     return y.flip(0) if reverse else y, *(state.reshape(hx.shape) for state in last)
 
 
-@torch.library.custom_op(
+torch.library.define(
     "autoshard::recurrent_layer_backward",
-    mutates_args=(),
-    schema="(Tensor input, Tensor[] weights, Tensor hx, Tensor cx, Tensor[] results, Tensor?[] grads, bool reverse, int mode, "
+    "(Tensor input, Tensor[] weights, Tensor hx, Tensor cx, Tensor[] results, Tensor?[] grads, bool reverse, int mode, "
     "int hidden_size, int num_layers, bool has_biases, bool bidirectional, int[] batch_sizes, bool batch_first) -> Tensor[]",
 )
-def _layer_backward(input, weights, hx, cx, results, grads, reverse, mode, hidden_size, num_layers, has_biases, bidirectional, batch_sizes,
-                    batch_first):  # fmt: skip
-    """One op, so that a graph that runs without grad mode holds no workspace: the library fills one in grad mode only."""
-    if input.device.type != "cpu":
+
+
+@torch.library.impl("autoshard::recurrent_layer_backward", "CompositeExplicitAutograd")
+def _(input, weights, hx, cx, results, grads, reverse, mode, hidden_size, num_layers, has_biases, bidirectional, batch_sizes,
+      batch_first):  # type: ignore[no-untyped-def]  # fmt: skip
+    """One op, so that a graph that runs without grad mode holds no workspace: the library fills one in grad mode only. Not a
+    `torch.library.custom_op`, in which autograd is off."""
+    if not has_library(input):
         return plain_layer_backward([input, *weights, hx, cx], grads, reverse, has_biases)
     sizes = (mode, hidden_size, num_layers, has_biases)
     with torch.enable_grad():
@@ -77,7 +84,7 @@ def plain_layer_backward(tensors: list[Tensor], grads: list[Tensor | None], reve
     return list(torch.autograd.grad([y for y, _ in pairs], inputs, [grad for _, grad in pairs], materialize_grads=True))
 
 
-@_layer_backward.register_fake
+@torch.library.register_fake("autoshard::recurrent_layer_backward")
 def _(input, weights, hx, cx, *rest):  # type: ignore[no-untyped-def]
     return [x.new_empty(x.shape) for x in (input, *weights, hx, cx)]
 
@@ -86,7 +93,8 @@ def _(input, weights, hx, cx, *rest):  # type: ignore[no-untyped-def]
 def layer_backward(rank: Rank, a: Arguments) -> Any:
     weights = [a[f"weight{k}"] for k in range(1, 5)]
     results, grads = [a[name] for name in ("output", "hy_", "cy_")], [a.get(name) for name in ("grad_output", "grad_hy", "grad_cy")]
-    return _layer_backward(a["input"], weights, a["hx_"], a["cx_tmp"], results, grads, *[a[name] for name in SETTINGS])
+    settings = [a[name] for name in SETTINGS]
+    return torch.ops.autoshard.recurrent_layer_backward(a["input"], weights, a["hx_"], a["cx_tmp"], results, grads, *settings)
 
 
 def _backward(sharded: ShardedOp) -> Kernel:
