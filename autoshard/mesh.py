@@ -269,25 +269,9 @@ class Mesh:
         for name, value in (("intra_node_latency", intra_node_latency), ("inter_node_latency", inter_node_latency)):
             if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
                 raise ValueError(f"{name} is {value!r}; expected seconds, 0 or more, for example 5e-6")
-        if devices_per_node is not None and (type(devices_per_node) is not int or devices_per_node < 1):
-            raise ValueError(f"devices_per_node is {devices_per_node!r}; expected a positive whole number (default: all but axis 0)")
         if backend not in BACKENDS:
             raise ValueError(f"backend is {backend!r}; expected {' or '.join(BACKENDS)}")
-        if isinstance(device, str):
-            if device not in DEVICES:
-                raise ValueError(f"unknown device {device!r}; known are {', '.join(sorted(DEVICES))}, or pass a Device")
-            device = DEVICES[device]
-        if not isinstance(device, Device):
-            raise ValueError(f"device is {device!r}; expected a Device or the name of one, for example 'h100'")
-        if tf32:
-            device = device.with_tf32()
-        per_node = devices_per_node or (math.prod(shape[1:]) if len(shape) > 1 else shape[0])
-        devices = math.prod(shape)
-        if devices > per_node and devices % per_node:
-            raise ValueError(
-                f"{'x'.join(map(str, shape))} devices do not fill nodes of {per_node}; give devices_per_node a divisor of {devices}, for "
-                f"example {math.gcd(devices, per_node)}"
-            )
+        device, per_node = _device_of(device, tf32), _per_node(shape, devices_per_node)
         names = axis_names or default_axis_names(len(shape))
         if len(names) != len(shape) or len(set(names)) != len(names):
             raise ValueError(f"axis_names {names!r} must be {len(shape)} different names, one per axis of {shape}")
@@ -302,6 +286,31 @@ class Mesh:
                 bandwidth = min(float(intra_node_bandwidth) * stride, float(inter_node_bandwidth))
                 axes.append(Axis(names[k], size, bandwidth, inter_node_latency, stride, backend))
         return Mesh(tuple(axes), device)
+
+
+def _device_of(device: str | Device, tf32: bool) -> Device:
+    """ValueError where there is no such device."""
+    if isinstance(device, str):
+        if device not in DEVICES:
+            raise ValueError(f"unknown device {device!r}; known are {', '.join(sorted(DEVICES))}, or pass a Device")
+        device = DEVICES[device]
+    if not isinstance(device, Device):
+        raise ValueError(f"device is {device!r}; expected a Device or the name of one, for example 'h100'")
+    return device.with_tf32() if tf32 else device
+
+
+def _per_node(shape: tuple[int, ...], devices_per_node: int | None) -> int:
+    """Devices of a node, by default all but the first axis. ValueError where the mesh doesn't fill whole nodes."""
+    if devices_per_node is not None and (type(devices_per_node) is not int or devices_per_node < 1):
+        raise ValueError(f"devices_per_node is {devices_per_node!r}; expected a positive whole number (default: all but axis 0)")
+    per_node = devices_per_node or (math.prod(shape[1:]) if len(shape) > 1 else shape[0])
+    devices = math.prod(shape)
+    if devices > per_node and devices % per_node:
+        raise ValueError(
+            f"{'x'.join(map(str, shape))} devices do not fill nodes of {per_node}; give devices_per_node a divisor of {devices}, for "
+            f"example {math.gcd(devices, per_node)}"
+        )
+    return per_node
 
 
 def _axis(curves: Sequence[dict] = (), **fields: Any) -> Axis:

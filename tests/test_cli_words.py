@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from autoshard.cli import words
+from autoshard.cli import model_source, words
 from autoshard.cli.app import app
 
 ROOT = Path(__file__).parent.parent
@@ -245,5 +245,5 @@ def test_the_names_are_those_of_the_rooms_that_own_them():
     assert set(words.SOLVERS) == set(SOLVERS) and set(words.OPTIMIZERS) == set(OPTIMIZERS) and set(words.EXPORTS) == set(FORMATS)
     assert set(words.SCHEDULES) == set(SCHEDULES) and words.SCHEMES == simulating.SCHEMES and set(words.METHODS) == set(METHODS)
     assert set(words.CONSTANTS) == {"physical", *distir.CONSTANTS} and set(words.PLANNERS) == set(relayout.PLANNERS)
-    assert set(words.PRICES) == {one.name for one in presets.all_presets()} and words.HUGGING_FACE == huggingface.SETTINGS
+    assert set(words.PRICES) == {one.name for one in presets.all_presets()} and model_source.HUGGING_FACE == huggingface.SETTINGS
     assert words.MOST_DIM == len(_SHARDS) - 1

@@ -202,7 +202,7 @@ def cut_batch(tmp_path_factory):
 def answer(capsys, *arguments):
     code, out, err = run_verb(capsys, *arguments, "--json")
     assert code == 0, err
-    return json.loads(out), err
+    return json.loads(out), "".join(line for line in err.splitlines(True) if not line.endswith("...\n"))  # what a slow machine waits for
 
 
 def test_a_plan_under_measured_prices(capsys, tmp_path, cut_batch):
@@ -219,7 +219,7 @@ def test_a_plan_under_measured_prices(capsys, tmp_path, cut_batch):
     assert serial["seconds"] == pytest.approx(serial["cost_seconds"]) and record["cost_seconds"] == serial["cost_seconds"]
     write_cluster(tmp_path / "other.json", Mesh.from_bandwidths((4,)))
     code, out, err = run_verb(capsys, plan, "--trust", "--cluster", str(tmp_path / "other.json"))
-    assert (code, out) == (2, "") and "2x2" in err and "is 4" in err and err.count("\n") == 1
+    assert (code, out) == (2, "") and "planned for mesh 2x2, but this mesh is 4" in err.splitlines()[-1] and "Traceback" not in err
 
 
 def test_no_join_reduces_gradients_one_by_one(capsys, cut_batch):

@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 
-from autoshard.capture.dropout_attention import DROPOUT, DROPOUT_BACKWARD
+from autoshard.capture.dropout_attention import DROPOUT, DROPOUT_BACKWARD, heads_inside
 
 aten = torch.ops.aten
 OPTIONS = "Tensor? attn_mask=None, bool is_causal=False, float? scale=None, int head_tail=0"
@@ -39,21 +39,15 @@ torch.library.define(
 ATTENTION, BACKWARD = torch.ops.autoshard.attention.default, torch.ops.autoshard.attention_backward.default
 
 
-def _heads_inside(x: Tensor, width: int) -> Tensor:
-    """An empty tensor of x's shape but for its last dim, whose heads are next to their features in memory, as kernels leave them."""
-    b, h, t, _ = x.shape
-    return x.new_empty((b, t, h, width)).transpose(1, 2)
-
-
 @torch.library.register_fake("autoshard::attention")
 def _(query, key, value, attn_mask=None, is_causal=False, scale=None, head_tail=0):  # type: ignore[no-untyped-def]
     exact = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return _heads_inside(query, value.shape[-1]), query.new_empty(query.shape[:-1], dtype=exact)
+    return heads_inside(query, value.shape[-1]), query.new_empty(query.shape[:-1], dtype=exact)
 
 
 @torch.library.register_fake("autoshard::attention_backward")
 def _(grad_out, query, key, value, *rest, **options):  # type: ignore[no-untyped-def]
-    return tuple(_heads_inside(x, x.shape[-1]) for x in (query, key, value))
+    return tuple(heads_inside(x, x.shape[-1]) for x in (query, key, value))
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:

@@ -28,8 +28,8 @@ torch.library.define(
 DROPOUT, DROPOUT_BACKWARD = torch.ops.autoshard.dropout_attention.default, torch.ops.autoshard.dropout_attention_backward.default
 
 
-def _heads_inside(x: Tensor, width: int) -> Tensor:
-    """As the fake attention: heads are next to their features in memory."""
+def heads_inside(x: Tensor, width: int) -> Tensor:
+    """An empty tensor of x's shape but for its last dim, whose heads are next to their features in memory, as kernels leave them."""
     b, h, t, _ = x.shape
     return x.new_empty((b, t, h, width)).transpose(1, 2)
 
@@ -39,12 +39,12 @@ def _(query, key, value, dropout_p, attn_mask=None, is_causal=False, scale=None)
     rows = query.shape[:-1]
     exact = torch.float64 if query.dtype == torch.float64 else torch.float32
     kept = query.new_empty((*rows, key.shape[-2]), dtype=torch.bool)
-    return _heads_inside(query, value.shape[-1]), query.new_empty(rows, dtype=exact), kept
+    return heads_inside(query, value.shape[-1]), query.new_empty(rows, dtype=exact), kept
 
 
 @torch.library.register_fake("autoshard::dropout_attention_backward")
 def _(grad_out, query, key, value, *rest, **options):  # type: ignore[no-untyped-def]
-    return tuple(_heads_inside(x, x.shape[-1]) for x in (query, key, value))
+    return tuple(heads_inside(x, x.shape[-1]) for x in (query, key, value))
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:

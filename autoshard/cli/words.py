@@ -9,7 +9,6 @@ Names of solvers, formats and so on are repeated here, because the modules that 
 
 from __future__ import annotations
 
-import ast
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -20,7 +19,6 @@ from typing import Any
 from autoshard.cli.arguments import (
     check_out,
     check_picture,
-    model_file,
     model_settings,
     parse_bytes,
     parse_forbidden,
@@ -29,6 +27,7 @@ from autoshard.cli.arguments import (
     parse_recompute,
     parse_settings,
 )
+from autoshard.cli.model_source import may_have, settings_of
 from autoshard.mesh import DEVICES, MOST_DEVICES, parse_shape
 from autoshard.precision import Precision
 from autoshard.reading import content_of, data_of, parsed, refuse_other
@@ -52,7 +51,6 @@ PRECISIONS = ("bf16", "fp16", "fp8", "nvfp4")
 NO_NARROW = {"a100": ("fp8", "nvfp4")} | dict.fromkeys(("h100", "h100_500w", "h200", "mi300x", "mi325x"), ("nvfp4",))
 OBJECTIVES = ("serial", "overlapped")
 METHODS = ("piecewise", "pchip", "p_norm", "alpha_beta", "sigmoid")
-HUGGING_FACE = ("batch", "seq", "image_size", "layers", "loss", "attention", "experts", "dtype", "cache")  # settings of hf: models
 MOST_DIM = 63  # that a layout can shard
 SMALL = 1_000_000  # bytes: files up to here are read before anything slow is imported
 
@@ -236,7 +234,7 @@ def folder(name: str, value: str) -> None:
         raise ValueError(f"{name} {value} is a file, or its folder does not exist; give the name of a folder, new or old")
 
 
-# -- models: checks of the source of their file, without running it ------------------------------------------------------------------------
+# -- models ------------------------------------------------------------------------------------------------------------------------
 
 
 def model(name: str, value: str) -> None:
@@ -250,10 +248,7 @@ def model(name: str, value: str) -> None:
     path, _, function = value.rpartition(":")
     if not path or not function.isidentifier():
         raise ValueError(f"MODEL is {value!r}; expected file.py:function, for example models/gpt2.py:small, or hf:DIR")
-    tree = _tree(str(model_file(path)))
-    if tree is not None and function not in _bound(tree):
-        own = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
-        raise ValueError(f"{path} has no function {function!r}; it has {', '.join(own) or 'none'}")
+    may_have(path, function)
 
 
 def model_or_plan(name: str, value: str) -> None:
@@ -271,49 +266,6 @@ def programs_or_plan(name: str, value: str) -> None:
         model(name, value)
     else:
         readable("file.py:function, which returns programs, or what `autoshard programs --out` wrote", name, value)
-
-
-def settings_of(written: str, given: Mapping[str, Any]) -> None:
-    """ValueError for a --set that the model's function does not accept, as far as its source shows."""
-    if written.startswith("hf:"):
-        if unknown := [key for key in given if key not in HUGGING_FACE]:
-            raise ValueError(f"hf: models take no setting {unknown[0]!r}; they take {', '.join(HUGGING_FACE)}")
-        return
-    path, _, name = written.partition("#")[0].rpartition(":")
-    tree = _tree(str(model_file(path)))
-    functions = [] if tree is None else [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
-    if len(functions) != 1 or functions[0] not in tree.body or functions[0].decorator_list or functions[0].args.kwarg:  # type: ignore[union-attr]
-        return
-    arguments = functions[0].args
-    named = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-    if unknown := [key for key in given if key not in named]:
-        raise ValueError(f"{name}() takes no {unknown[0]!r}; it takes {', '.join(named) or 'nothing'}, so correct the --set")
-
-
-def _tree(path: str) -> ast.Module | None:
-    """The file's syntax tree; None where it can't be parsed, which running the file will report."""
-    try:
-        return ast.parse(content_of(path, "model"))
-    except (SyntaxError, ValueError, RecursionError):
-        return None
-
-
-def _bound(tree: ast.Module) -> set[str] | _All:
-    """Every name that the file binds anywhere; all names where it may bind some that its source does not show."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            names.add(node.name)
-        elif isinstance(node, ast.Name):
-            names.add(node.id)
-        elif isinstance(node, ast.alias):
-            names.add((node.asname or node.name).partition(".")[0])
-    return _All() if names & {"*", "globals", "vars", "exec", "setattr", "__getattr__", "locals"} else names
-
-
-class _All:
-    def __contains__(self, name: object) -> bool:
-        return True
 
 
 # -- the checks --------------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from .compute import op_flops as op_flops
 from .compute import op_seconds as op_seconds
 from .host import host_bandwidth as host_bandwidth
 from .host import host_seconds as host_seconds
+from .host import offload_seconds as offload_seconds
 from .links import axes_by_link as axes_by_link
 from .links import axis_transfer_seconds as axis_transfer_seconds
 from .links import bucket_limit as bucket_limit

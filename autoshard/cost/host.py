@@ -20,3 +20,14 @@ def host_seconds(size: float, device: Device) -> float:
     if bandwidth is None:
         raise ValueError(f"device {device.name} has no host_bandwidth, so nothing can be offloaded; give a Device with one")
     return size / bandwidth
+
+
+def offload_seconds(size: float, exposed: float, device: Device) -> float:
+    """Seconds that a copy to the host or back adds to a step: the part of it that no computation hides, and the device's own reading or
+    writing of `size` bytes.
+
+        t = exposed * bytes / host link + bytes / memory_bandwidth + launch
+
+    exposed: share of the copy that is not hidden, 0 to 1. ValueError where the device has no host link.
+    """
+    return exposed * host_seconds(size, device) + size / device.memory_bandwidth + device.launch

@@ -8,9 +8,9 @@ from autoshard.cost import (
     PricedCollective,
     TimedStage,
     accumulation_seconds,
-    host_seconds,
     in_the_open,
     makespan,
+    offload_seconds,
     op_seconds,
     optimizer_step_seconds,
     priced,
@@ -170,8 +170,7 @@ class _Builder:
         if op.kind in (OFFLOADED, RELOADED):
             moved = self.tables.bytes(op.output, self.output_layouts((i, 0)))
             exposed = float(dict(op.literals[1])["exposed"])
-            one_way = [exposed * host_seconds(n, device) + n / device.memory_bandwidth + device.launch for n in moved]
-            return self.microbatches * np.array(one_way)
+            return self.microbatches * np.array([offload_seconds(n, exposed, device) for n in moved])
         seconds = np.array([op_candidate_seconds(op, inputs, c, self.mesh) for c in self.candidates.of[i]])
         return seconds if self.microbatches == 1 else self.microbatches * seconds
 

@@ -1,0 +1,63 @@
+"""What the source of a model's file says of its function, read without running it; imports nothing slow."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from typing import Any
+
+from autoshard.cli.arguments import model_file
+from autoshard.reading import content_of
+
+HUGGING_FACE = ("batch", "seq", "image_size", "layers", "loss", "attention", "experts", "dtype", "cache")  # settings of hf: models
+
+
+def may_have(path: str, function: str) -> None:
+    """ValueError where the file certainly has no such function."""
+    tree = _tree(str(model_file(path)))
+    if tree is not None and function not in _bound(tree):
+        own = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
+        raise ValueError(f"{path} has no function {function!r}; it has {', '.join(own) or 'none'}")
+
+
+def settings_of(written: str, given: Mapping[str, Any]) -> None:
+    """ValueError for a --set that the model's function does not accept, as far as its source shows."""
+    if written.startswith("hf:"):
+        if unknown := [key for key in given if key not in HUGGING_FACE]:
+            raise ValueError(f"hf: models take no setting {unknown[0]!r}; they take {', '.join(HUGGING_FACE)}")
+        return
+    path, _, name = written.partition("#")[0].rpartition(":")
+    tree = _tree(str(model_file(path)))
+    functions = [] if tree is None else [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
+    if len(functions) != 1 or functions[0] not in tree.body or functions[0].decorator_list or functions[0].args.kwarg:  # type: ignore[union-attr]
+        return
+    arguments = functions[0].args
+    named = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    if unknown := [key for key in given if key not in named]:
+        raise ValueError(f"{name}() takes no {unknown[0]!r}; it takes {', '.join(named) or 'nothing'}, so correct the --set")
+
+
+def _tree(path: str) -> ast.Module | None:
+    """The file's syntax tree; None where it can't be parsed, which running the file will report."""
+    try:
+        return ast.parse(content_of(path, "model"))
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def _bound(tree: ast.Module) -> set[str] | _All:
+    """Every name that the file binds anywhere; all names where it may bind some that its source does not show."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add((node.asname or node.name).partition(".")[0])
+    return _All() if names & {"*", "globals", "vars", "exec", "setattr", "__getattr__", "locals"} else names
+
+
+class _All:
+    def __contains__(self, name: object) -> bool:
+        return True
