@@ -46,7 +46,7 @@ SHAPES = ["2x", "x", "0x4", "2x-4", "65536x65536", "x".join("2" * 16), "9" * 500
 COUNTS, LIMITS = ["0", "-1", "two", "1.5", ""], ["0", "-1", "nan", "soon"]
 LAYOUTS = ["w=Q,R", "w=S(99),R", "w", "=R,R", "w=", "w=R", "w=P(mul),R"]
 MODELS = ["nosuch.py:tiny", f"{ROOT}/models/mlp.py:nosuch", f"{ROOT}/models/mlp.py", "tiny", "hf:/nowhere", "", ":", f"{ROOT}:tiny"]
-PATHS = [MISSING, "/nowhere/a/", FOLDER]
+PATHS = [MISSING, "/nowhere/a/", FOLDER, f"{HERE}/a.json.gz"]
 PICTURES = [*PATHS, "picture.doc"]
 LISTS = ["0", "1,,2", "two", "-1"]
 FILES, BOUNDLESS = [MISSING, FOLDER], ["inf", "nan", "0.5"]
@@ -63,7 +63,8 @@ WRONG = {
     "recompute": ["some", "-1", "1.5", ""], "pin": LAYOUTS, "forbid": LAYOUTS, "why_not": ["Q", "S(99)", ""],
     "time_limit": LIMITS, "gap": ["-1", "nan", "inf", "small"], "seconds": LIMITS, "effort": LIMITS, "reserve": ["1", "-0.1", "nan"],
     "seq": COUNTS, "prompt": COUNTS, "max_tokens": [*COUNTS, "1"], "dtype": ["int8", ""], "batch": COUNTS, "global_batch": COUNTS,
-    "points": COUNTS, "layers": COUNTS, "stages": COUNTS, "workers": COUNTS, "chunks": COUNTS, "max_depth": COUNTS, "top_k": COUNTS,
+    "points": COUNTS, "layers": COUNTS, "stages": COUNTS, "workers": [*COUNTS, "100000"], "chunks": COUNTS, "max_depth": COUNTS,
+    "top_k": COUNTS,
     "prefetch": ["-1", "two"], "random": ["-1", "two"], "alternatives": ["-1", "two"], "seed": ["-1", "two"], "within": ["1", "-1", "nan"],
     "kind": ["onnx", ""], "schedule": ["zigzag", ""], "schedules": ["zigzag", "1f1b,", ""], "scheme": ["zero", ""],
     "constants": ["magic", ""], "data": LISTS, "tensor": LISTS, "pipeline": LISTS, "microbatches": LISTS,

@@ -13,6 +13,7 @@ from autoshard.api.launching import mesh_of, scheme_of
 from autoshard.cli import main, words
 from autoshard.cost.devices import known_devices
 from autoshard.launchers import LAUNCHERS, Launch, ModelSizes, sizes_of_module
+from autoshard.launchers.configurations import ENDINGS
 from autoshard.launchers.prices import Site
 from autoshard.launchers.torchtitan import FLAVORS
 from autoshard.planning.regret import regret
@@ -83,6 +84,7 @@ def test_degrees_says_no_where_nothing_fits(capsys):
         (("--device", "tpu"), "unknown device 'tpu'; known are a100"),
         (("--precision", "int8"), "--precision is 'int8'; expected one of bf16"),
         (("--memory", "80"), "add its unit"),
+        (("--out", "best.yaml"), "--out best.yaml is no configuration of torchtitan, which reads .toml"),
         (("--seq", "7"), "no launch of torchtitan on 8 devices is legal for this model; splits of the devices by rule: sequence"),
     ],
 )
@@ -185,7 +187,8 @@ def test_a_bound_that_cannot_be_had_is_explained():
 
 
 def test_names_on_the_command_line_are_those_of_the_room():
-    assert words.LAUNCHERS == LAUNCHERS and words.SITE_DEVICES == known_devices() and set(words.PRECISIONS) < set(PRECISIONS)
+    assert words.LAUNCHERS == ENDINGS and tuple(ENDINGS) == LAUNCHERS
+    assert words.SITE_DEVICES == known_devices() and set(words.PRECISIONS) < set(PRECISIONS)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from typing import TypedDict
 
 from autoshard.writing import destination
 
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 PICTURES = (".png", ".svg", ".pdf")  # endings of files that a picture can be drawn into
 FORGOTTEN = 1000.0  # bytes: below them a number without a unit is one whose unit was forgotten
 _SCALE = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -136,6 +137,8 @@ def check_out(written: str | None, what: str = "--out") -> None:
     except OSError as error:
         said = str(error) if str(error).startswith(written) else f"{written}: {error}"
         raise ValueError(f"{what} {said}") from None
+    if (ending := Path(written).suffix) in COMPRESSED:
+        raise ValueError(f"{what} {written} ends in {ending}, and no result is compressed; expected {what} {written.removesuffix(ending)}")
 
 
 def check_picture(written: str | None, what: str) -> None:

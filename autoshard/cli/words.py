@@ -44,7 +44,7 @@ SCHEMES = ("auto", "data_parallel", "fsdp", "megatron", "megatron_sp", "planned"
 DTYPES = ("float64", "float32", "float16", "bfloat16")  # of weights that models compute with
 CONSTANTS = ("physical", "distir_3386edc", "distir_83d7fc3")
 PLANNERS = ("naive", "astar", "dijkstra", "memory_constrained")
-LAUNCHERS = ("torchtitan", "megatron", "accelerate", "nanotron")
+LAUNCHERS = {"torchtitan": ".toml", "megatron": ".sh", "accelerate": ".yaml", "nanotron": ".yaml"}  # and how its configurations end
 SITE_DEVICES = tuple(sorted(set(DEVICES) - {"cpu"}))  # of autoshard/cost/devices
 PRECISIONS = ("bf16", "fp16", "fp8", "nvfp4")
 # devices of which no matmul runs at a precision faster than in 16 bits
@@ -52,6 +52,7 @@ NO_NARROW = {"a100": ("fp8", "nvfp4")} | dict.fromkeys(("h100", "h100_500w", "h2
 OBJECTIVES = ("serial", "overlapped")
 METHODS = ("piecewise", "pchip", "p_norm", "alpha_beta", "sigmoid")
 MOST_DIM = 63  # that a layout can shard
+MOST_WORKERS = 1024  # processes of one machine
 SMALL = 1_000_000  # bytes: files up to here are read before anything slow is imported
 
 Check = Callable[[str, Any], object]
@@ -76,6 +77,11 @@ def at_least(least: float, name: str, value: float) -> None:
 def finite_at_least(least: float, name: str, value: float) -> None:
     if not least <= value < math.inf:
         raise ValueError(f"{name} is {value}; expected a finite number, {least:g} or more")
+
+
+def workers(name: str, value: int) -> None:
+    if not 1 <= value <= MOST_WORKERS:
+        raise ValueError(f"{name} is {value}; expected a number of processes, 1 to {MOST_WORKERS}")
 
 
 def share(name: str, value: float) -> None:
@@ -324,7 +330,7 @@ ROWS: dict[str, Check] = {
     "points": partial(at_least, 1),
     "devices": partial(at_least, 1),
     "devices_per_node": partial(at_least, 1),
-    "workers": partial(at_least, 1),
+    "workers": workers,
     "layers": partial(at_least, 1),
     "chunks": partial(at_least, 1),
     "max_depth": partial(at_least, 1),
@@ -400,6 +406,9 @@ def check_words(verb: str, names: Mapping[str, str], values: Mapping[str, Any]) 
         _cluster(values["devices"], values["nodes"], values["devices_per_node"], values["stages"] or 1)
     if verb in ("degrees", "check") and (values["devices"] or 1) % min(values["per_node"], values["devices"] or 1):
         raise ValueError(f"{values['devices']} devices are no whole number of nodes of {values['per_node']}; give --per-node a divisor")
+    if verb in ("degrees", "check") and (ending := LAUNCHERS.get(values["launcher"])) and (out := values.get("out")) is not None:
+        if Path(out).suffix in ({".toml", ".sh", ".yaml", ".json"} - {ending}):
+            raise ValueError(f"--out {out} is no configuration of {values['launcher']}, which reads {ending}; expected another name")
     if verb == "degrees" and (lacks := NO_NARROW.get(values["device"], ())) and values["precision"] in lacks:
         raise ValueError(f"{values['device']} multiplies no {values['precision']} numbers; expected another --precision or --device")
     if verb == "simulate" and values["target"] == "mlp" and values["constants"] == "physical":
