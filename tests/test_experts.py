@@ -235,7 +235,7 @@ def _train(rank, model, solution, steps, sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shape", "one_expert"), [((4,), False), ((2, 2), False), ((4,), True)])
+@pytest.mark.parametrize(("shape", "one_expert"), [pytest.param((4,), False, marks=pytest.mark.slow), ((2, 2), False), ((4,), True)])
 def test_training_on_gloo_ranks_is_that_of_one_process(shape, one_expert):
     steps, sizes = (20, (8, 8)) if not one_expert else (4, (8, 8))
     module, inputs = mixtral(batch=sizes[0], seq=sizes[1])

@@ -99,6 +99,7 @@ def test_a_plan_that_cuts_the_batch_over_the_axis_says_what_its_loss_costs():
     assert any("inputs sharded on axis0" in one.what for one in found.left)
 
 
+@pytest.mark.slow
 def test_an_export_that_needs_more_memory_than_the_plan_was_limited_to_says_so():
     model, inputs = load_huggingface("tests/data/hf/llama", {"batch": 4, "seq": 8})
     solution = autoshard.plan(model, inputs, Mesh.from_bandwidths((4,), device="cpu"), memory_limit=260e3)

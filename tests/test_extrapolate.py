@@ -85,7 +85,7 @@ def test_messages_of_another_problem_give_a_bound_all_the_same():
 # -- plans -------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_a_plan_of_two_layers_extrapolates_to_six(name):
     few = plan(*MODELS[name](layers=2), MESH, training=True, baselines=False)
     direct = plan(*MODELS[name](layers=6), MESH, training=True, baselines=False)

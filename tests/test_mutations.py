@@ -85,7 +85,6 @@ QUICK = {
     "fit PARAM": ("PARAM", "calibrate fit FILE --devices 4 --collective all_to_all"),
     "fit nnscaler": ("nnscaler", "calibrate fit FILE --devices 2"),
     "check torchtitan": ("torchtitan.toml", "check FILE --launcher torchtitan --devices 64"),
-    "check torchtitan JSON": ("torchtitan.json", "check FILE --launcher torchtitan --devices 1024"),
     "check megatron": ("megatron.sh", "check FILE --launcher megatron --devices 64"),
     "check accelerate": ("accelerate.yaml", f"check FILE hf:{DATA}/hf/llama --launcher accelerate --seq 64 --microbatch 1"),
     "check nanotron": ("nanotron.yaml", "check FILE --launcher nanotron"),
@@ -101,6 +100,7 @@ SLOW = {
     "export a pickle": ("plan as a pickle", "export FILE --format sharding_map --out OUT"),
 }
 WITH_MODEL = {
+    "check torchtitan JSON": ("torchtitan.json", "check FILE --launcher torchtitan --devices 1024"),
     "verify": ("plan", f"verify FILE {MODEL}"),
     "check": ("plan", f"check FILE {MODEL}"),
     "simulate": ("plan", f"simulate FILE {MODEL}"),

@@ -208,6 +208,7 @@ def test_every_planned_length_is_captured_once_and_says_what_one_process_says(le
         assert len(notes) == 1 and "was not planned" in notes[0]
 
 
+@pytest.mark.slow
 def test_a_length_is_padded_to_the_next_planned_one():
     lengths = (8, 16)
     found = results(4, runs_lengths, planned_lengths(lengths), lengths, (10,), {"input_0": 0, "input_1": -100})

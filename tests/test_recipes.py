@@ -55,6 +55,7 @@ def published(*arguments: str) -> dict:
     return json.loads(subprocess.run(code, check=True, capture_output=True, text=True, env=environment).stdout)
 
 
+@pytest.mark.slow
 def test_the_benchmark_prints_the_keys_that_scripts_read():
     record = published()
     assert {"sources", "mean_of_means", "unfitted_mean_of_means", "inexpressible"} <= set(record)

@@ -116,6 +116,7 @@ def test_a_decode_step_takes_as_long_as_reading_weights_and_cache():
     assert eager.seconds_per_token > row.seconds_per_token + 6 * 10 * DEVICES["h100"].launch
 
 
+@pytest.mark.slow
 def test_tied_embeddings_count_once_on_one_stage_and_twice_on_two():
     tied, loose = (serve_plan(llama(4, tie_word_embeddings=t), 2, **QUICK) for t in (True, False))
     table = 128 * 64 * 2
@@ -154,6 +155,7 @@ def test_more_devices_than_heads_price_the_copies():
     assert rows["model.layers.0.self_attn.k_proj.weight"]["local_bytes"] == 8 * 64 * 2  # one head of 8
 
 
+@pytest.mark.slow
 def test_memory_decides_and_the_most_sequences_are_those_that_fit():
     model = llama(4)
     free = serve_plan(model, 2, **QUICK)

@@ -82,7 +82,7 @@ def test_auto_reduce_and_dual_on_800_problems(block):
         check_everything(seed)
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2, 3))])
 def test_prices_and_the_stages_for_large_problems_are_exact_on_small_ones(block, monkeypatch):
     monkeypatch.setattr(settle, "SMALL", -1)
     monkeypatch.setattr(annealing, "SLICE", 10**5)

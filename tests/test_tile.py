@@ -51,7 +51,8 @@ MODES = pytest.mark.parametrize("training", [False, True], ids=["inference", "tr
 @pytest.mark.parametrize(
     ("model", "layers"),
     [
-        *((model, layers) for model in ("gpt2", "llama", "bert") for layers in (5, 12)),
+        *((model, 5) for model in ("gpt2", "llama")),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("gpt2", 12), ("llama", 12), ("bert", 5), ("bert", 12))),
         ("mixtral", 5),
         pytest.param("mixtral", 12, marks=pytest.mark.slow),
     ],
@@ -62,6 +63,7 @@ def test_three_layers_tiled_are_the_captured_deeper_graph(model, layers, trainin
     assert tiled == captured(model, layers, training)
 
 
+@pytest.mark.slow
 @MODES
 def test_an_encoder_and_a_decoder_are_tiled_one_after_the_other(training):
     tiled = tile(tile(captured("t5", (4, 5), training), 2, container="encoder.block"), 1, container="decoder.block")
