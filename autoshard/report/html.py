@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from autoshard import units as numbers
-from autoshard.report import html_charts, html_frontier, html_layouts, html_of_programs, html_parts, html_tree
+from autoshard.report import html_charts, html_frontier, html_layouts, html_of_programs, html_parts, html_step, html_tree
 from autoshard.report.blocks import seconds_elsewhere, sections
 from autoshard.solution import ProgramsSolution, Solution
 from autoshard.solution.record import VERSION
@@ -62,6 +62,8 @@ def html_report(solution: Solution, timeline: Timeline | None = None, frontier: 
         **_summary(solution),
         **_shards(solution, timeline),
         **_over_time(solution, timeline),
+        saved=html_step.saved_rows(solution, timeline),
+        hidden=html_step.hidden_rows(timeline) if timeline is not None and timeline.program.overlap else [],
         **_frontier(solution, frontier),
     )
 
