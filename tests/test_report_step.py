@@ -11,7 +11,8 @@ from autoshard.report.html_step import hidden_rows, saved_rows
 from tests.helpers_report import Elements
 from tests.helpers_solutions import linear_solution
 
-SAVED = {"h.0.mlp": {"aten.gelu.default": ["recomputed"]}, "h.1.mlp": {"aten.gelu.default": ["recomputed"]}, "": {"aten.mm.default": ["kept"]}}
+GELU = {"aten.gelu.default": ["recomputed"]}
+SAVED = {"h.0.mlp": GELU, "h.1.mlp": GELU, "": {"aten.mm.default": ["kept"]}}
 
 
 def timeline(*tasks: tuple[str, int, float, float]) -> SimpleNamespace:
@@ -38,7 +39,8 @@ def test_the_page_says_what_is_computed_again(recompute):
 
 def test_a_transfer_is_hidden_where_a_kernel_runs():
     rows = hidden_rows(timeline(
-        ("compute", 0, 0.0, 2.0), ("optimizer", 0, 5.0, 6.0), ("all_gather", 1, 1.0, 4.0), ("all_gather", 1, 5.0, 5.5), ("split", 2, 0.5, 1.0),
+        ("compute", 0, 0.0, 2.0), ("optimizer", 0, 5.0, 6.0),
+        ("all_gather", 1, 1.0, 4.0), ("all_gather", 1, 5.0, 5.5), ("split", 2, 0.5, 1.0),
     ))  # fmt: skip
     said = [(row["stream"], row["kind"], row["seconds"], row["hidden"], row["exposed"]) for row in rows]
     assert said == [("link a", "all_gather", 3.5, 1.5, 2.0), ("link b", "split", 0.5, 0.5, 0.0)]

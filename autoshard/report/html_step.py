@@ -79,11 +79,10 @@ def hidden_rows(timeline: Timeline) -> list[dict[str, Any]]:
             row = rows.setdefault((timeline.streams[task.stream], task.kind), [0.0, 0.0])
             row[0] += end - begin
             row[1] += min(max(_within(kernels, before, end) - _within(kernels, before, begin), 0.0), end - begin)
-    listed = [
-        {"stream": stream, "kind": kind, "seconds": total, "hidden": hidden if hidden > ROUNDING * total else 0.0, "exposed": total - hidden}
-        for (stream, kind), (total, hidden) in rows.items()
-        if total > 0
-    ]
+    listed = []
+    for (stream, kind), (total, behind) in rows.items():
+        hidden = behind if behind > ROUNDING * total else 0.0
+        listed += [{"stream": stream, "kind": kind, "seconds": total, "hidden": hidden, "exposed": total - hidden}] if total > 0 else []
     return sorted(listed, key=lambda row: (-row["exposed"], row["stream"], row["kind"]))
 
 
