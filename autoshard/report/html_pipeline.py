@@ -48,7 +48,7 @@ def time_line(pipeline: Pipeline) -> ScheduleRun:
 def chart(times: ScheduleRun) -> dict[str, Any]:
     """A row per device group, in it a path per kind of unit; each unit is a box of its own."""
     end = times.seconds
-    rows = []
+    rows: list[dict[str, Any]] = []
     for d, busy in enumerate(times.busy):
         boxes: dict[str, list[str]] = {}
         for span in times.spans:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -34,9 +33,9 @@ def saved_rows(solution: Solution, timeline: Timeline | None) -> list[dict]:
         for target, ways in targets.items():
             for way in ways:
                 modules.setdefault((way, NUMBER.sub("*", module), _short(target)), []).append(module)
-    held: Counter = Counter()
+    held: dict[tuple[str, str, str], float] = {}
     for key, value in _bytes_elsewhere(solution, timeline) if timeline is not None else ():
-        held[key] += value
+        held[key] = held.get(key, 0.0) + value
     rows = [
         {"way": key[0], "module": key[1] if len(of) > 1 else of[0], "target": key[2], "modules": len(of), "bytes": held.get(key)}
         for key, of in modules.items()
