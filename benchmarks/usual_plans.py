@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import autoshard  # noqa: E402
+from autoshard.units import seconds as duration  # noqa: E402
 from models import gpt2, llama, moe  # noqa: E402
 
 CASES = {  # name: (model, mesh, options of plan)
@@ -35,7 +36,7 @@ def planned(name: str) -> dict[str, float]:
     """Seconds per step of every plan that fits, of ours, and the bound."""
     build, shape, options = CASES[name]
     mesh = autoshard.Mesh.from_bandwidths(shape, intra_node_bandwidth=INTRA, inter_node_bandwidth=INTER, device="h100", devices_per_node=8)
-    solution = autoshard.plan(*build(), mesh, training=True, memory_limit=MEMORY, gap=1e-3, time_limit=120, **options)
+    solution = autoshard.plan(*build(), mesh, training=True, memory_limit=MEMORY, gap=1e-3, time_limit=3600, **options)
     usual = {key: found["cost_seconds"] for key, found in solution.baselines.items() if fits(found)}
     return {**usual, "autoshard": solution.cost, "bound": solution.bound}
 
@@ -58,7 +59,7 @@ def draw(rows: dict[str, dict[str, float]], path: str) -> None:
         bars = sorted(((seconds, key) for key, seconds in row.items() if key not in ("autoshard", "bound")), reverse=True)[-4:]
         for seconds, key in [*bars, (ours, "autoshard")]:
             axes.barh(height, seconds / ours, color="#4c6fff" if key == "autoshard" else "#c3c8d4", height=0.8)
-            label = f"{key}  {1e3 * seconds:.4g} ms" + ("" if key == "autoshard" else f"  ({seconds / ours:.2f}x)")
+            label = f"{key.replace('_', ' ')}  {duration(seconds)}" + ("" if key == "autoshard" else f"  ({seconds / ours:.2f}x)")
             axes.text(0.02, height, label, va="center", fontsize=7.5, color="white" if key == "autoshard" else "#20242c")
             height += 0.85
         axes.plot([row["bound"] / ours] * 2, [height - 0.85 * (len(bars) + 1) - 0.3, height - 0.55], color="#c0392b", lw=1.2)

@@ -30,6 +30,7 @@ def on_files(files: Files, config) -> Files:
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
+    markdown = re.sub(r"^(```\w+) .*$", r"\1", markdown, flags=re.MULTILINE)
     if page.file.src_uri == "project/README.md":
         return markdown.replace("](docs/", "](../")
 
@@ -37,5 +38,5 @@ def on_page_markdown(markdown: str, page, **_) -> str:
         path = outside(match[2], page.file.src_uri)
         return match[0] if path is None else match[1] + "../" * page.file.src_uri.count("/") + f"project/{path}"
 
-    markdown = re.sub(r"^(```\w+) .*$", r"\1", LINK.sub(followed, markdown), flags=re.MULTILINE)
+    markdown = LINK.sub(followed, markdown)
     return re.sub(r"(#[a-z]+)-(\d+)\)", r"\1_\2)", markdown) if page.file.src_uri == "api.md" else markdown

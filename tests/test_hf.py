@@ -155,7 +155,7 @@ def test_transformers_missing_is_one_sentence(monkeypatch):
         return original(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ValueError, match="hf: models need the package transformers, which is not installed; pip install"):
+    with pytest.raises(ValueError, match="hf: models need the package transformers, which is not installed; run: pip install"):
         load_huggingface(folder("llama"), {})
 
 

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from autoshard.api.simulating import simulate
+from autoshard.pipeline.pipeline_record import Pipeline
 from autoshard.planning.options import Progress
 from autoshard.report import html
 from autoshard.solution import ProgramsSolution, Solution
 
 
 def html_report(
-    solution: Solution | ProgramsSolution,
+    solution: Solution | ProgramsSolution | Pipeline,
     model: torch.nn.Module | None = None,
     example_inputs: Any = None,
     *,
@@ -22,13 +23,16 @@ def html_report(
     no_model: str = html.NO_MODEL,
     progress: Progress | None = None,
 ) -> str:
-    """A plan as one HTML page that stands alone: no network, no library. Of several programs: what sharing costs each of them.
+    """A plan as one HTML page that stands alone: no network, no library. Of several programs: what sharing costs each of them. Of a
+    pipeline: its stages over time.
 
     model, example_inputs: what the plan is for, built on the meta device; without them there is no time line, no memory over time and
     no ops, and no_model (the end of a sentence) says why. frontier: memory against seconds, {"format": "autoshard.frontier/1",
     "points": [{"memory_bytes", "seconds", "bound_seconds", "status"}]}. ValueError where the plan is of another model, or the
     frontier is none.
     """
+    if isinstance(solution, Pipeline):
+        return html.html_of_pipeline(solution)
     if isinstance(solution, ProgramsSolution):
         if model is not None or frontier is not None:
             raise ValueError(f"the plan is of several programs; for a time line or a frontier pass one of them: {', '.join(solution)}")

@@ -115,12 +115,15 @@ def _check_launch(
     """Print what is known of a launcher's configuration; the exit code says whether it will run."""
     room = load_launchers()
     sizes = None if model is None else sizes_of(model, settings)
-    described = room.read_configuration(launcher, text_of(path, "launch"), path, room.Known(**known, sizes=sizes))
+    text = text_of(path, "launch")
+    described = room.read_configuration(launcher, text, path, room.Known(**known, sizes=sizes))
     output.progress("pricing launches", 0.2)
     checked = load_api().check_launch(described, launcher, site)
     if out is not None:
-        write_atomically(room.configuration_text(launcher, checked.better()).encode(), out)
-        output.note(f"wrote {out}: {checked.changes[0].what}")
+        kept = room.kept_settings(launcher, text, path)
+        write_atomically(room.configuration_text(launcher, checked.better(), kept).encode(), out)
+        rest = f"other settings are those of {path}" if kept else f"it holds what a launch decides, so take the rest from {path}"
+        output.note(f"wrote {out}: {checked.changes[0].what}; {rest}")
     record = checked.to_dict()
     output.answer(record, lambda: _launch_table(record, path))
     return OK if checked.ok else NO

@@ -61,7 +61,7 @@ def _transformers() -> Any:
     try:
         import transformers  # here: it takes seconds, and only hf: models need it
     except ImportError:
-        raise ValueError("hf: models need the package transformers, which is not installed; pip install 'transformers~=5.23.0'") from None
+        raise ValueError("hf: models need the package transformers, which is not installed; run: pip install 'autoshard[hf]'") from None
     return transformers
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ from autoshard.cli.arguments import parse_settings
 from autoshard.cli.model import load_model
 from autoshard.cli.options import Json, OldMesh, OptionalModel, Plan, Quiet, Settings, Trust, load_any_plan, load_api, model_of
 from autoshard.cli.output import Output
+from autoshard.reading import text_of
 
 
 @app.command()
@@ -29,7 +31,8 @@ def report(
 ) -> int:
     """Write a plan as one page of HTML that needs no network: costs, memory, layouts on the mesh, the model, the time line.
 
-    A plan of several programs is a page of what sharing costs each of them; FILE#NAME is the page of one.
+    A plan of several programs is a page of what sharing costs each of them; FILE#NAME is the page of one. Of a file of
+    `autoshard pipeline --out` it is a page with the stages over time.
 
     The time line needs the model: the one named, or with --trust the one that the plan says it is for. Where that one can't be built,
     the page is written without it and says why.
@@ -38,15 +41,22 @@ def report(
     autoshard report gpt2.json --trust --out report.html
     autoshard report gpt2.json models/gpt2.py:small --set batch=512 --frontier frontier.json
     autoshard report rl.json
+    autoshard report pipeline.json
     """
-    from autoshard.report import html, html_frontier, html_of_programs  # here: as in options
+    from autoshard.report import html, html_frontier, html_of_programs, html_pipeline  # here: as in options
 
     if no_model and (model is not None or settings):
         raise ValueError(f"--no-model and {model or '--set'} contradict each other; leave one out")
     with Output(as_json=as_json, quiet=quiet) as output:
+        alone = model is None and not settings and frontier is None
+        if _is_pipeline(solution):
+            if not alone or mesh is not None:
+                raise ValueError(f"{solution} is a pipeline, whose page needs nothing else; leave the other words out")
+            page = load_api().html_report(load_api().load_pipeline(solution))
+            return _written(output, page, out, {"sections": {name: True for name, _ in html_pipeline.SECTIONS}, "no_model": None})
         loaded = load_any_plan(solution, mesh)
         if hasattr(loaded, "programs"):
-            if model is not None or settings or frontier is not None:
+            if not alone:
                 raise ValueError(f"{solution} is a plan of several programs; name one of them: {solution}#{loaded.home}")
             shown = {name: True for name, _ in html_of_programs.SECTIONS}
             return _written(output, load_api().html_report(loaded), out, {"sections": shown, "no_model": None})
@@ -55,6 +65,15 @@ def report(
         if why and not no_model:
             output.note(f"without a time line: {why}")
         return _written(output, text, out, {"sections": html.shown_sections(not why, points is not None), "no_model": why or None})
+
+
+def _is_pipeline(path: str) -> bool:
+    """Whether the file is one of `autoshard pipeline --out`; what it is otherwise is for its reader to say."""
+    try:
+        data = json.loads(text_of(path, "plan"))
+    except (ValueError, OSError, RecursionError):
+        return False
+    return isinstance(data, dict) and "stages" in data and "configurations" in data
 
 
 def _written(output: Output, page: str, out: str, record: dict) -> int:

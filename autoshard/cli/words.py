@@ -98,13 +98,15 @@ def readable(expected: str, name: str, value: str) -> None:
         raise ValueError(f"there is no file {value}; expected {expected}")
 
 
-def plan(name: str, value: str, *, expected: str = "a plan's file, as `autoshard plan --out` writes it") -> None:
-    """A plan's file, or one program of a file with several: FILE#NAME."""
+def plan(
+    name: str, value: str, *, expected: str = "a plan's file, as `autoshard plan --out` writes it", also: tuple[str, ...] = ()
+) -> None:
+    """A plan's file, or one program of a file with several: FILE#NAME. also: other formats that the verb reads."""
     path, _, program = value.rpartition("#")
     file = path if path and not Path(value).exists() and program else value
     readable(expected, name, file)
     if Path(file).stat().st_size <= SMALL and content_of(file, "plan").lstrip()[:1] == b"{":  # else a pickle, or a configuration
-        refuse_other(parsed(content_of(file, "plan"), file, "plan"), file, "plan", "programs")
+        refuse_other(parsed(content_of(file, "plan"), file, "plan"), file, "plan", "programs", *also)
 
 
 PLAN: Check = plan
@@ -376,6 +378,7 @@ OWN: dict[tuple[str, str], Check] = {
     ("check", "within"): percent,
     ("check", "solution"): partial(plan, expected="a plan's file, as `autoshard plan --out` writes it, or a launcher's configuration"),
     ("check", "device"): device_with_constants,
+    ("report", "solution"): partial(plan, also=("pipeline",)),
     ("plan", "device"): device_or_file,
     ("frontier", "device"): device_or_file,
     ("simulate", "device"): device_or_file,

@@ -1,6 +1,7 @@
 """Launchers of training runs (torchtitan, Megatron-LM, accelerate, nanotron): their configurations, which can start, and how fast."""
 
 from .configurations import configuration_text as configuration_text
+from .configurations import kept_settings as kept_settings
 from .configurations import read_configuration as read_configuration
 from .launch import Columns as Columns
 from .launch import Described as Described

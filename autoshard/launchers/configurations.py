@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from . import accelerate, megatron, nanotron, torchtitan
 from .launch import Described, Known
 from .legality import LAUNCHERS
@@ -27,8 +30,16 @@ def read_configuration(launcher: str, text: str, path: str, known: Known | None 
     return DATA[launcher](parsed(text, path), path, known)
 
 
-def configuration_text(launcher: str, described: Described) -> str:
-    """The configuration as the launcher reads it. ValueError where it can't express the model."""
+def configuration_text(launcher: str, described: Described, rest: Mapping[str, Any] | None = None) -> str:
+    """The configuration as the launcher reads it. ValueError where it can't express the model.
+
+    rest: a configuration of torchtitan whose other settings (data, optimizer, checkpoints) are kept.
+    """
     if launcher not in WRITERS:
         raise ValueError(f"there is no launcher {launcher!r}; expected one of {', '.join(WRITERS)}")
-    return WRITERS[launcher](described)
+    return torchtitan.write(described, rest or {}) if launcher == "torchtitan" else WRITERS[launcher](described)
+
+
+def kept_settings(launcher: str, text: str, path: str) -> Mapping[str, Any] | None:
+    """What `configuration_text` can take over from a configuration; None where the launcher's writer starts anew."""
+    return parsed(text, path) if launcher == "torchtitan" and path.endswith(".toml") else None

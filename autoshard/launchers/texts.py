@@ -114,10 +114,25 @@ def _replaced(text: str, known: Mapping[str, str]) -> str:
     return VARIABLE.sub(lambda match: known.get(match[1] or match[2], match[0]), text)
 
 
-def toml_text(data: Mapping[str, Mapping[str, Any]]) -> str:
-    """Sections of plain values as TOML: JSON's text, numbers, booleans and lists are TOML's."""
-    sections = ("".join([f"[{name}]\n", *(f"{key} = {json.dumps(value)}\n" for key, value in rows.items())]) for name, rows in data.items())
-    return "\n".join(sections)
+def toml_text(data: Mapping[str, Any], section: str = "") -> str:
+    """Plain values and sections of them as TOML."""
+    rows = "".join(f"{_key(key)} = {_value(value)}\n" for key, value in data.items() if not isinstance(value, Mapping))
+    inner = {f"{section}.{_key(key)}".lstrip("."): value for key, value in data.items() if isinstance(value, Mapping)}
+    head = f"[{section}]\n" if section and (rows or not inner) else ""
+    return "\n".join(filter(None, [head + rows, *(toml_text(value, name) for name, value in inner.items())]))
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key)
+
+
+def _value(value: Any) -> str:
+    """JSON's text, numbers and booleans are TOML's."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_key(key)} = {_value(inner)}' for key, inner in value.items())}}}"
+    return json.dumps(value)
 
 
 def yaml_text(data: Mapping[str, Any]) -> str:

@@ -10,6 +10,8 @@ FSDP shards over shard * context ranks. Without a pipeline it gathers parameters
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from .launch import SCHEDULES, SINGLE, Described, Known, Launch
@@ -40,6 +42,8 @@ FLAVORS = {
     ("deepseek_v3", "236B"): _deepseek(60, 5120, 128, 102400, 12288, 1536, 160, 6, 2, q_rank=1536),
     ("deepseek_v3", "671B"): _deepseek(61, 7168, 128, 129280, 18432, 2048, 256, 8, 1, q_rank=1536, dense_layers=3),
 }  # fmt: skip
+DECIDED = ("activation_checkpoint", "experimental")  # sections
+DECIDED_KEYS = re.compile(r"_degree$|^pipeline_parallel_|^module_fqns_|^batch_size$|^compile$")  # also by the names of former versions
 SECTIONS = ("parallelism", "training", "experimental")  # degrees moved from the last two to the first
 
 
@@ -118,10 +122,11 @@ def _precision(section: Nested) -> tuple[str, bool]:
     return {"float32": "fp32"}.get(section.text("training.mixed_precision_param", default="bfloat16"), "bf16"), False
 
 
-def write(described: Described) -> str:
+def write(described: Described, rest: Mapping[str, Any] | None = None) -> str:
     """A TOML that torchtitan reads, for `torchrun -m torchtitan.train --job.config_file`.
 
-    It holds what the launch decides; data, learning rate and so on keep torchtitan's defaults. ValueError for a model without a flavor.
+    It holds what the launch decides, and of `rest`, another configuration, everything else; what neither has keeps torchtitan's defaults.
+    ValueError for a model without a flavor.
     """
     launch, sizes = described.launch, described.sizes
     name = next((key for key, known in FLAVORS.items() if known == sizes), None)
@@ -150,7 +155,16 @@ def write(described: Described) -> str:
     }
     if launch.rowwise:
         sections["float8"] = {"recipe_name": "rowwise", "filter_fqns": ["output"]}
-    return toml_text(sections)
+    return toml_text({**_undecided(rest or {}, sections), **sections})
+
+
+def _undecided(rest: Mapping[str, Any], sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The sections of `rest` that a launch doesn't decide; `sections` take over their other settings from it."""
+    for name, decided in sections.items():
+        old = rest.get(name)
+        if isinstance(old, Mapping) and name not in DECIDED:
+            decided |= {key: value for key, value in old.items() if key not in decided and not DECIDED_KEYS.search(key)}
+    return {name: old for name, old in rest.items() if name not in sections and name not in DECIDED}
 
 
 def _checkpointing(recompute: str) -> dict[str, str]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from matplotlib.figure import Figure
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.report.figures import save
+from autoshard.report.figures import blank, save
 from autoshard.units import seconds, size
 
 COLOURS = ("#1b6ca8", "#d1495b", "#3c9d5d", "#edae49", "#66518c", "#00798c", "#8d6a4f", "#5c5c5c")
@@ -106,7 +105,7 @@ def _error(error: float, measured: bool) -> str:
 def draw(path: str, curves: Sequence[Mapping]) -> None:
     """A row per collective: latency and bandwidth over size with their fits and turning points, and a histogram of errors."""
     names = sorted({curve["collective"] for curve in curves})
-    figure = Figure(figsize=(13, 3.4 * len(names)), layout="constrained")
+    figure = blank(13, 3.4 * len(names), layout="constrained")
     axes = figure.subplots(len(names), 3, squeeze=False)
     for row, name in zip(axes, names):
         members = [curve for curve in curves if curve["collective"] == name]

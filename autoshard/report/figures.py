@@ -1,8 +1,9 @@
-"""Figures written to files."""
+"""Figures, and how they are written to files. Only what draws imports matplotlib: tables are printed where it is not installed."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,21 @@ from autoshard.writing import replacement
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+
+def blank(width: float, height: float, **options: Any) -> Figure:
+    """An empty figure; sizes in inches. ModuleNotFoundError where matplotlib is not installed."""
+    from matplotlib.figure import Figure  # here: it takes a second to import, and only pictures need it
+
+    return Figure(figsize=(width, height), **options)
+
+
+def legend_of(colors: Mapping[str, str]) -> list[Patch]:
+    """Handles of a legend: label -> colour."""
+    from matplotlib.patches import Patch  # here: as above
+
+    return [Patch(color=color, label=label) for label, color in colors.items()]
 
 
 def save(figure: Figure, path: str | os.PathLike[str], **options: Any) -> None:

@@ -7,16 +7,19 @@ import io
 import math
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.report.figures import save
+from autoshard.report.figures import blank, save
 from autoshard.report.html_frontier import exact
 from autoshard.units import seconds, size
 from autoshard.writing import replacement
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLUMNS = ("memory_bytes", "seconds", "bound_seconds", "gap", "status")
 COLORS = {"optimal": "#2a6f3e", "proven": "#4c78a8", "feasible": "#bab0ac"}
@@ -75,7 +78,7 @@ def svg(record: Mapping) -> str:
 def plot(record: Mapping) -> Figure:
     """The points, memory (GB) against seconds; below them the bound, and the memory of the device where it is near."""
     points = record["points"]
-    figure = Figure(figsize=(8, 5))
+    figure = blank(8, 5)
     axes = figure.subplots()
     for status, color in COLORS.items():
         some = [p for p in points if p["status"] == status]

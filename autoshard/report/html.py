@@ -2,6 +2,7 @@
 
     html_report    the plan -> the page as text               (html_parts, html_layouts, html_tree, html_charts -> templates/)
     html_programs  the same of a plan of several programs     (html_of_programs)
+    html_of_pipeline  the same of a pipeline                  (html_pipeline)
     save_html      the text -> a file, written completely or not at all
     notebook       a few tables for a notebook                (Solution._repr_html_)
 
@@ -22,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from autoshard import units as numbers
-from autoshard.report import html_charts, html_frontier, html_layouts, html_of_programs, html_parts, html_tree
+from autoshard.pipeline.pipeline_record import Pipeline
+from autoshard.report import html_charts, html_frontier, html_layouts, html_of_programs, html_parts, html_pipeline, html_step, html_tree
 from autoshard.report.blocks import seconds_elsewhere, sections
 from autoshard.solution import ProgramsSolution, Solution
 from autoshard.solution.record import VERSION
@@ -62,6 +64,8 @@ def html_report(solution: Solution, timeline: Timeline | None = None, frontier: 
         **_summary(solution),
         **_shards(solution, timeline),
         **_over_time(solution, timeline),
+        saved=html_step.saved_rows(solution, timeline),
+        hidden=html_step.hidden_rows(timeline) if timeline is not None and timeline.program.overlap else [],
         **_frontier(solution, frontier),
     )
 
@@ -69,6 +73,11 @@ def html_report(solution: Solution, timeline: Timeline | None = None, frontier: 
 def html_programs(plan: ProgramsSolution) -> str:
     """The page of a plan of several programs: what sharing costs each, and the layouts of their parameters."""
     return _page("programs.html.j2", plan=plan, sections=html_of_programs.SECTIONS, **html_of_programs.parts(plan))
+
+
+def html_of_pipeline(pipeline: Pipeline) -> str:
+    """The page of a pipeline plan: stages over time, layers and devices of each, and the configurations that were compared."""
+    return _page("pipeline.html.j2", pipeline=pipeline, sections=html_pipeline.SECTIONS, **html_pipeline.parts(pipeline))
 
 
 def _page(template: str, **values: Any) -> str:

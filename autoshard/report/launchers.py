@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.figure import Figure
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.report.figures import save
+from autoshard.report.figures import blank, save
 from autoshard.units import seconds, size
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLUMNS = ("dp", "shard", "tp", "cp", "ep", "pp", "schedule", "microbatch", "recompute")
 TITLES = {"microbatch": "micro\nbatch"}
@@ -101,7 +103,7 @@ def plot(answer: Any) -> Figure:
     ranked = answer.ranked
     p, pipeline = ranked.prices, ranked.columns.pipeline
     memory, times = p.bytes[:DRAWN] / 1e9, p.seconds[:DRAWN]
-    figure = Figure(figsize=(8, 5))
+    figure = blank(8, 5)
     axes = figure.subplots()
     for label, color, chosen in (("without pipeline", "#4c78a8", pipeline == 1), ("with pipeline", "#f58518", pipeline > 1)):
         axes.loglog(memory[chosen[:DRAWN]], times[chosen[:DRAWN]], ".", color=color, label=label, markersize=4)

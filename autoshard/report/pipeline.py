@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.pipeline.pipeline_record import Pipeline
-from autoshard.report.figures import save
+from autoshard.report.figures import blank, save
 from autoshard.units import percent, seconds, size
 from autoshard.writing import replacement
 
@@ -94,10 +94,8 @@ def write_csv(rows: Sequence[dict[str, Any]], path: str | os.PathLike[str]) -> N
 
 def plot_speed_up(pipeline: Pipeline, path: str | os.PathLike[str]) -> None:
     """Speed-up over the number of devices, beside the ideal; the format by the file's ending (png, svg, pdf)."""
-    from matplotlib.figure import Figure  # here: it takes a second to import
-
     rows = [row for row in pipeline.speed_up if row["speed_up"]]
-    figure = Figure(figsize=(5, 4), layout="constrained")
+    figure = blank(5, 4, layout="constrained")
     axes = figure.subplots()
     counts = [row["devices"] for row in rows]
     if rows:

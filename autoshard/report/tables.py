@@ -13,9 +13,9 @@ from rich.text import Text
 
 from autoshard.units import percent, seconds, size
 
-from .figures import save
+from .figures import blank, save
 
-BAR = 40  # characters of the slowest device
+BAR = 24  # characters of the slowest device
 ROWS = 40  # tables shown, unless all are asked for
 
 
@@ -66,9 +66,7 @@ def verdict(plan: Mapping) -> str:
 
 def draw(path: str, plan: Mapping) -> None:
     """Write a bar plot of time and memory per device; the file's ending says which kind."""
-    from matplotlib.figure import Figure  # here: it takes a while to import
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = blank(8, 5, layout="constrained")
     time, memory = figure.subplots(2, 1, sharex=True)
     at = range(len(plan["devices"]))
     time.bar(at, [1e3 * d["seconds"] for d in plan["devices"]])

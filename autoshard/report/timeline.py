@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -17,7 +15,7 @@ from autoshard.simulate.timeline import Timeline
 from autoshard.units import percent, seconds, size
 from autoshard.writing import write_atomically
 
-from .figures import save
+from .figures import blank, legend_of, save
 from .text import tested_on
 
 COLORS = {"F": "#4c78a8", "B": "#59a14f", "W": "#f1a340", "finish": "#9c9c9c"}
@@ -35,7 +33,7 @@ def save_trace(trace: Mapping, path: str) -> None:
 def draw_run(run: ScheduleRun, path: str, title: str = "") -> None:
     """A pipeline's time line: a row per device, a box per unit with the number of its microbatch, sends as thin lines below."""
     devices = run.schedule.devices
-    figure = Figure(figsize=(12, 1.2 + 0.55 * devices))
+    figure = blank(12, 1.2 + 0.55 * devices)
     axes = figure.subplots()
     numbered = len(run.spans) <= NUMBERED
     for span in run.spans:
@@ -52,9 +50,8 @@ def draw_run(run: ScheduleRun, path: str, title: str = "") -> None:
     axes.set_xlabel("ms")
     kinds = [kind for kind in COLORS if any(span.kind == kind for span in run.spans)]
     words = {"F": "forward", "B": "backward", "W": "weight gradients", "finish": "gradients, optimizer"}
-    handles = [Patch(color=COLORS[kind], label=words[kind]) for kind in kinds]
-    handles += [Patch(color="#e15759", label="transfer")] if run.sends else []
-    axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=5, frameon=False, fontsize=8)
+    colors = {words[kind]: COLORS[kind] for kind in kinds} | ({"transfer": "#e15759"} if run.sends else {})
+    axes.legend(handles=legend_of(colors), loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=5, frameon=False, fontsize=8)
     axes.set_title(title or _title(run), fontsize=10, loc="left")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -76,7 +73,7 @@ def draw_timeline(timeline: Timeline, path: str, title: str = "") -> None:
     """One rank's streams over time, and below them the bytes that it holds."""
     names = timeline.streams
     colors = {**OF_KIND, **COLLECTIVES}
-    figure = Figure(figsize=(12, 2.6 + 0.45 * len(names)))
+    figure = blank(12, 2.6 + 0.45 * len(names))
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[len(names), 2.5])
     rows: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for i, task in enumerate(timeline.tasks):
@@ -88,7 +85,7 @@ def draw_timeline(timeline: Timeline, path: str, title: str = "") -> None:
     top.set_yticks(range(len(names)), names)
     top.set_ylim(len(names) - 0.5, -0.5)
     kinds = sorted({kind for _, kind in rows})
-    top.legend(handles=[Patch(color=colors.get(kind, "#76b7b2"), label=kind) for kind in kinds], loc="lower right", fontsize=7, ncols=6)
+    top.legend(handles=legend_of({kind: colors.get(kind, "#76b7b2") for kind in kinds}), loc="lower right", fontsize=7, ncols=6)
     said = f"{seconds(timeline.seconds)}, peak {size(timeline.peak_bytes)} at {seconds(timeline.peak_seconds)}"
     top.set_title(title or said, fontsize=10, loc="left")
     memory = timeline.memory

@@ -57,7 +57,8 @@ def misfits(solution: Solution, graph: Graph, mesh: Mesh) -> tuple[str, ...]:
     if missing:
         reasons.append(f"{_count(missing, 'op')} of the model have no layout in the plan: {_names(missing)}")
     if extra:
-        reasons.append(f"{_count(extra, 'op')} of the plan are not in the model: {_names(extra)}")
+        fewer = "" if missing else "; a model with fewer layers is another one: make its widths and batch smaller instead"
+        reasons.append(f"{_count(extra, 'op')} of the plan are not in the model: {_names(extra)}{fewer}")
     return (*reasons, *_illegal(solution, graph, mesh))
 
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from autoshard.tables.arrays import part_devices, rate
 from autoshard.tables.planner import Planner
+from autoshard.units import seconds as duration
 
 
 def reasons(planner: Planner) -> list[str]:
@@ -28,7 +29,7 @@ def _on_option(totals, o: int, fastest: int, count: int) -> str:
         return "its only option"
     if totals.seconds[o] <= totals.seconds[fastest]:
         return f"the least work of its {count} options"
-    more = f"{1e6 * (totals.seconds[o] - totals.seconds[fastest]):.3g} us more work than its fastest option"
+    more = f"{duration(float(totals.seconds[o] - totals.seconds[fastest]))} more work than its fastest option"
     saved, saved_host = totals.hbm[fastest] - totals.hbm[o], totals.host[fastest] - totals.host[o]
     if saved > 0:
         return f"{more}, but {_size(saved)} less device memory"
@@ -61,10 +62,10 @@ def _on_place(arrays, devices, spots, seen, free, free_host, t: int, o: int) -> 
         if best is None or slowest < best[0]:
             best = slowest, other
     what, here = ("node", place) if arrays.scope[o] == 1 else ("device", at.start)
-    now = f"{what} {here} takes {1e3 * float(seen.seconds[at.start : at.stop].max()):.4g} ms"
+    now = f"{what} {here} takes {duration(float(seen.seconds[at.start : at.stop].max()))}"
     if best is None:
         return f"{now}, the others have no memory free for it" if full else now
-    return f"{now}, moved to {what} {best[1]} that one would take {1e3 * best[0]:.4g} ms"
+    return f"{now}; with it, {what} {best[1]} would take {duration(best[0])}"
 
 
 def _size(value: float) -> str:
