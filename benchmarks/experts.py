@@ -1,9 +1,11 @@
 """Mixtures of experts at full size: plans by all_to_all beside those with the rows of grouped matmuls, which gather all tokens.
 
     python benchmarks/experts.py [--only NAME ...] [--mesh 8x8 ...] [--without-gathering] [--json]
+                                 [--memory 80] [--sequences 1] [--recompute]
 
 Each model is built from its published sizes on the meta device and planned for a training step in bfloat16, with 4096 tokens in a sequence
-and four sequences per device, without a memory limit. Columns: seconds per step, and memory per device, of
+and four sequences per device, or --sequences. Without --memory (GB per device) there is no limit; with --recompute every block is computed
+again in the backward. Columns: seconds per step, and memory per device, of
 
     plan         the best plan
     all_to_all   the baseline expert_parallel: experts sharded over all axes that divide them, everything else as FSDP
@@ -49,18 +51,25 @@ MODELS = {
 MESHES = {"8x8": (8, 8), "16x8": (16, 8)}
 
 
-def planned(name: str, mesh_name: str, gathering: bool) -> dict:
-    """Seconds, bytes, the baseline by all_to_all and CPU seconds of one case."""
+def planned(
+    name: str, mesh_name: str, gathering: bool, memory: float | None = None, sequences: int = EACH, recompute: bool = False
+) -> dict:
+    """Seconds, bytes, the baseline by all_to_all and CPU seconds of one case; where nothing fits in `memory` GB, the message."""
     shape = MESHES[mesh_name]
     devices = shape[0] * shape[1]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODELS[name]))
-        settings = {"batch": EACH * devices, "seq": SEQ, "dtype": "bfloat16"}
+        settings = {"batch": sequences * devices, "seq": SEQ, "dtype": "bfloat16"}
         module, inputs = load_huggingface(folder, settings, training=True)
     mesh = autoshard.Mesh.from_bandwidths(shape, device="h100")
+    options = {"training": True, "baselines": not gathering, "accepted": (0.01, 60.0), "gap": 1e-3}
+    options |= {"memory_limit": None if memory is None else memory * 1e9, "recompute": "all" if recompute else 0}
     cpu = time.process_time()
     with mock.patch.object(captured, "experts_as_one_op", lambda graph: 0) if gathering else nullcontext():
-        solution = autoshard.plan(module, inputs, mesh, training=True, baselines=not gathering, accepted=(0.01, 60.0), gap=1e-3)
+        try:
+            solution = autoshard.plan(module, inputs, mesh, **options)
+        except autoshard.Infeasible as error:
+            return {"message": str(error), "cpu_seconds": time.process_time() - cpu}
     cpu = time.process_time() - cpu
     row = {"seconds": solution.cost, "bound_seconds": solution.bound, "bytes": solution.peak_bytes, "cpu_seconds": cpu}
     if not gathering:
@@ -75,6 +84,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--mesh", nargs="*", default=list(MESHES), choices=list(MESHES))
     parser.add_argument("--without-gathering", action="store_true")
+    parser.add_argument("--memory", type=float)
+    parser.add_argument("--sequences", type=int, default=EACH)
+    parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--order", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -82,11 +94,13 @@ def main() -> None:
         print(json.dumps(planned(**arguments.order)))
         return
     rows = []
+    options = {"memory": arguments.memory, "sequences": arguments.sequences, "recompute": arguments.recompute}
     for name in arguments.only:
         for mesh in arguments.mesh:
-            row = {"model": name, "mesh": mesh, **in_own_process(__file__, {"name": name, "mesh_name": mesh, "gathering": False})}
+            order = {"name": name, "mesh_name": mesh, **options}
+            row = {"model": name, "mesh": mesh, **in_own_process(__file__, {**order, "gathering": False})}
             if not arguments.without_gathering:
-                row["gathering"] = in_own_process(__file__, {"name": name, "mesh_name": mesh, "gathering": True})
+                row["gathering"] = in_own_process(__file__, {**order, "gathering": True})
             rows.append(row)
             if not arguments.json:
                 print(line(row), flush=True)
@@ -98,7 +112,10 @@ def line(row: dict) -> str:
     def cost(seconds: float, size: float) -> str:
         return f"{seconds:7.3f} s {size / 1e9:7.1f} GB"
 
-    gathering = f" | gathering {cost(row['gathering']['seconds'], row['gathering']['bytes'])}" if "gathering" in row else ""
+    if "message" in row:
+        return f"{row['model']:14} {row['mesh']:5} {row['message']} | {row['cpu_seconds']:.0f} CPU s"
+    other = row.get("gathering")
+    gathering = "" if other is None else f" | gathering {other.get('message') or cost(other['seconds'], other['bytes'])}"
     layouts = f"tokens {row['experts'][0]} experts {row['experts'][3]}"
     return (
         f"{row['model']:14} {row['mesh']:5} plan {cost(row['seconds'], row['bytes'])} ({layouts}) | "
