@@ -1,30 +1,38 @@
 """Cross entropy in chunks of tokens: found in captured graphs, right on shards, priced and held in memory by its chunks."""
 
-from dataclasses import replace
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autoshard import api
 from autoshard.capture import capture
 from autoshard.cost import op_flops
+from autoshard.explain.reopened import options_of
 from autoshard.graph import chunked_loss
 from autoshard.graph.chunked_loss import BACKWARD, FORWARD, losses_of
 from autoshard.layout import R, S
+from autoshard.lower.dry_run import dry_run
 from autoshard.lower.kernels import chunked_loss as kernels
+from autoshard.lower.program import lower
 from autoshard.lower.verify import run_global
+from autoshard.mesh import Mesh
+from autoshard.planning import chunking
 from autoshard.strategies import candidates, internal_bytes
 from models import gpt2, llama
 from tests.helpers import candidate_error, one_op
 from tests.helpers_lower import mesh_of, values_of
+
+graph_of_loss, cost_of_loss = (sys.modules[f"autoshard.{room}.chunked_loss"] for room in ("graph", "cost"))
 
 # -- in graphs -------------------------------------------------------------------------------------------------------------------------
 
 MODELS = {
     "llama": lambda: llama.tiny(batch=2, layers=1),
     "tied": lambda: gpt2.tiny(batch=2, layers=1),
-    "bfloat16": lambda: llama.build(layers=1, heads=2, kv_heads=1, width=32, hidden=64, vocab=64, batch=2, seq=8, loss=True, dtype="bfloat16"),
+    "bfloat16": lambda: llama.tiny(batch=2, layers=1, dtype="bfloat16"),
 }
 
 
@@ -106,9 +114,53 @@ def test_a_wrong_target_and_a_wrong_logsumexp_are_found(wrong, monkeypatch):
 def test_a_chunk_of_logits_is_held_and_the_vocabulary_is_multiplied_once_more():
     T, H, V = 16, 4, 12
     forward, backward = (graph for graph, *_ in ops())
-    held = [internal_bytes(g.ops[-1], g.input_tensors(len(g.ops) - 1), ((R,),) * len(g.ops[-1].inputs), mesh_of(2)) for g in (forward, backward)]
+    tensors = [g.input_tensors(len(g.ops) - 1) for g in (forward, backward)]
+    held = [internal_bytes(g.ops[-1], ins, ((R,),) * len(ins), mesh_of(2)) for g, ins in zip((forward, backward), tensors, strict=True)]
     assert held == [2 * 4 * 3 * V, 2 * 4 * 3 * V + 2 * 4 * H * V]
-    described = [[(t.shape, t.dtype) for t in g.input_tensors(len(g.ops) - 1)] for g in (forward, backward)]
+    described = [[(t.shape, t.dtype) for t in ins] for ins in tensors]
     matmul, logits = 2 * T * H * V, T * V
     assert matmul <= op_flops(FORWARD, described[0], []) <= matmul + 3 * logits
     assert 3 * matmul <= op_flops(BACKWARD, described[1], []) <= 3 * matmul + 6 * logits
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------------------------
+
+
+def model():
+    return llama.build(layers=1, heads=2, kv_heads=1, width=16, hidden=16, vocab=512, batch=4, seq=32, loss=True, dtype="float32")
+
+
+def planned(**options):
+    return api.plan(*model(), Mesh.from_bandwidths((2,)), training=True, baselines=False, **options)
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """Chunks of eight tokens: 128 tokens on two devices are eight each."""
+    for module in (chunking, graph_of_loss, cost_of_loss):
+        monkeypatch.setattr(module, "ROWS", 8)
+
+
+def test_a_plan_chunks_the_loss_where_its_logits_do_not_fit(rows, tmp_path):
+    full = planned()
+    assert not full.chunked_loss
+    tight = planned(memory_limit=0.5 * full.peak_bytes)
+    assert tight.chunked_loss == 8 and tight.peak_bytes <= 0.5 * full.peak_bytes
+    with pytest.raises(api.Infeasible):
+        planned(memory_limit=0.5 * full.peak_bytes, chunked_loss="never")
+    tight.save(tmp_path / "plan.json")
+    assert api.verify(*model(), api.load(tmp_path / "plan.json"))["ok"]
+    assert not api.verify(*model(), tight, plant_fault=True)["ok"]
+    assert options_of(tight).memory_limit == tight.memory_limit
+
+
+def test_chunks_of_the_loss_can_be_asked_for(rows):
+    asked = planned(chunked_loss="always")
+    assert asked.chunked_loss == 8 and asked.peak_bytes < planned().peak_bytes
+    graph = chunked_loss(capture(*model(), training=True), 8)
+    assert dry_run(lower(graph, asked.layouts, asked.results, asked.mesh, device="cuda"), graph) == ()
+    with pytest.raises(ValueError, match="no training loss that can be chunked"):
+        api.plan(Head(returns_logits=True), (torch.randn(6, 4), torch.zeros(6, dtype=torch.int64)), asked.mesh, training=True,
+                 chunked_loss="always")  # fmt: skip
+    with pytest.raises(ValueError, match="expected auto, always or never"):
+        planned(chunked_loss="sometimes")

@@ -25,13 +25,14 @@ WIDE = ("float32", "float64")
 
 @dataclass(frozen=True)
 class Loss:
-    """The ops of a loss, by index. ignored: literals of the new ops that follow their tensors."""
+    """A loss: values that its new ops read, and its ops by index."""
 
     x: Value
     w: Value
     targets: Value
     tangent: Value
-    forward: int  # of the nll_loss
+    softmax: int
+    forward: int  # the nll_loss
     backward: int
     grad_x: int
     grad_w: int
@@ -68,9 +69,8 @@ def _loss(graph: Graph, softmax: int) -> Loss | None:
     grad_x, grad_w, transposes = found
     replaced = frozenset((*before, softmax, *between, nll, nll_backward, gradient, *after, grad_x, grad_w, *transposes))
     reduction, ignored = op.literals[0][3:5]
-    return Loss(
-        x, w, op.inputs[1], graph.ops[nll_backward].inputs[0], nll, nll_backward, grad_x, grad_w, replaced, (ignored, reduction)
-    )  # fmt: skip
+    tangent = graph.ops[nll_backward].inputs[0]
+    return Loss(x, w, op.inputs[1], tangent, softmax, nll, nll_backward, grad_x, grad_w, replaced, (ignored, reduction))
 
 
 def _is_plain(graph: Graph, nll: int) -> bool:
@@ -174,11 +174,11 @@ def _new_op(graph: Graph, loss: Loss, rows: int, *, backward: bool) -> tuple[Op,
     if backward:
         inputs = (loss.tangent, *inputs, total, logsumexp)
     literals = ((*map(Ref, range(len(inputs))), *loss.literals, rows), ())
-    old = graph.ops[loss.backward if backward else loss.forward]
+    old, target = (graph.ops[loss.backward], BACKWARD) if backward else (graph.ops[loss.forward], FORWARD)
     if backward:
         values: tuple[Value, ...] = ((loss.grad_x, 0), (loss.grad_w, 0))
         outputs = tuple(graph.tensor(value) for value in values)
     else:
         values = ((loss.forward, 0), total, logsumexp)
         outputs = (*map(graph.tensor, values[:2]), Tensor(graph.tensor(loss.targets).shape, graph.tensor(total).dtype))
-    return Op(f"{old.name}.chunked", BACKWARD if backward else FORWARD, inputs, literals, outputs, module=old.module, backward=backward), values
+    return Op(f"{old.name}.chunked", target, inputs, literals, outputs, module=old.module, backward=backward), values
