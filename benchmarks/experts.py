@@ -2,6 +2,7 @@
 
     python benchmarks/experts.py [--only NAME ...] [--mesh 8x8 ...] [--without-gathering] [--json]
                                  [--memory 80] [--sequences 1] [--recompute]
+    python benchmarks/experts.py --published
 
 Each model is built from its published sizes on the meta device and planned for a training step in bfloat16, with 4096 tokens in a sequence
 and four sequences per device, or --sequences. Without --memory (GB per device) there is no limit; with --recompute every block is computed
@@ -13,11 +14,16 @@ again in the backward. Columns: seconds per step, and memory per device, of
                  all tokens
 
 CPU seconds are those of `plan`, capture included, with its baselines; each case runs in a process of its own.
+
+--published: DeepSeek-V3 as NVIDIA's Megatron-Bridge trained it on 256 GB200 and GB300 in bfloat16 (docs/performance-summary-archive.md,
+25.11, without multi-token prediction): tokens/s per GPU beside those of a plan of all layers on the devices of one pipeline stage, which
+in a pipeline without bubbles does as much per device. Nothing is fitted to these runs.
 """
 
 # ruff: noqa: E402  (its own folder has to leave sys.path first)
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
@@ -49,6 +55,13 @@ MODELS = {
     "deepseek-v3": {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},  # the class's own sizes: 671 B parameters
 }  # fmt: skip
 MESHES = {"8x8": (8, 8), "16x8": (16, 8)}
+# name: device, mesh of a pipeline stage, microbatches, (pipeline stages, of a device), published tokens/s per GPU
+PUBLISHED = {"gb200, PP 4, EP 64": ("gb200", (64,), 64, (4, 4), 3139), "gb300, PP 2, EP 32": ("gb300", (4, 32), 32, (2, 4), 3848)}
+NVLINK = 900e9  # bytes/s of a device to the others of its rack of 72, one direction
+REACHED = 0.673  # of which all_gather reaches so much on B200, as measured for SimuMax
+NOT_MODELLED = """\
+  not modelled: stages of unequal work and their transfers; the recomputation of these runs (none is predicted; it isn't published with
+  them), fused kernels and graphs of kernels; all_to_all beside other work; experts are taken to be balanced, as they were forced to be."""
 
 
 def planned(
@@ -79,6 +92,22 @@ def planned(
     return row
 
 
+def published(name: str) -> dict:
+    """tokens/s per GPU of the best plan and of the baseline by all_to_all, with the bubble of the run's pipeline."""
+    device, shape, microbatches, (stages, virtual), measured = PUBLISHED[name]
+    devices = math.prod(shape)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODELS["deepseek-v3"]))
+        module, inputs = load_huggingface(folder, {"batch": devices, "seq": SEQ, "dtype": "bfloat16"}, training=True)
+    mesh = autoshard.Mesh.from_bandwidths(shape, device=device, devices_per_node=devices, intra_node_bandwidth=REACHED * NVLINK)
+    options = {"training": True, "microbatches": microbatches, "accepted": (0.01, 60.0), "gap": 1e-2}
+    solution = autoshard.plan(module, inputs, mesh, **options)
+    bubble = 1 + (stages - 1) / virtual / microbatches
+    rate = SEQ * microbatches / bubble
+    baseline = solution.baselines["expert_parallel"]["cost_seconds"]
+    return {"published": measured, "plan": rate / solution.cost, "all_to_all": rate / baseline, "bytes": solution.peak_bytes}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
@@ -87,11 +116,19 @@ def main() -> None:
     parser.add_argument("--memory", type=float)
     parser.add_argument("--sequences", type=int, default=EACH)
     parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--published", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--order", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.order is not None:
-        print(json.dumps(planned(**arguments.order)))
+        print(json.dumps(published(**arguments.order) if set(arguments.order) == {"name"} else planned(**arguments.order)))
+        return
+    if arguments.published:
+        found = {name: in_own_process(__file__, {"name": name}) for name in PUBLISHED}
+        for name, row in found.items() if not arguments.json else ():
+            rates = ", ".join(f"{kind} {row[kind]:.0f}" for kind in ("published", "plan", "all_to_all"))
+            print(f"  {name}: tokens/s per GPU: {rates}")
+        print(json.dumps(found) if arguments.json else NOT_MODELLED)
         return
     rows = []
     options = {"memory": arguments.memory, "sequences": arguments.sequences, "recompute": arguments.recompute}
