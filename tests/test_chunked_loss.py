@@ -36,7 +36,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tied", "bfloat16"))])
 def test_a_graph_with_a_chunked_loss_computes_what_it_did(name):
     graph = capture(*MODELS[name](), training=True)
     chunked = chunked_loss(graph, 5)
@@ -154,6 +154,7 @@ def test_a_plan_chunks_the_loss_where_its_logits_do_not_fit(rows, tmp_path):
     assert options_of(tight).memory_limit == tight.memory_limit
 
 
+@pytest.mark.slow
 def test_chunks_of_the_loss_can_be_asked_for(rows):
     asked = planned(chunked_loss="always")
     assert asked.chunked_loss == 8 and asked.peak_bytes < planned().peak_bytes

@@ -61,12 +61,12 @@ def _loss(graph: Graph, softmax: int) -> Loss | None:
         return None
     x, w = graph.ops[logits].inputs
     last, after = _forward_chain(graph, (gradient, 0), returned)
-    found = _gradients(graph, last, x, w, returned)
+    gradients = _gradients(graph, last, x, w, returned)
     shapes = {graph.tensor((i, 0)).shape for i in (logits, softmax, gradient, last[0])}
-    if found is None or len(shapes) > 1 or graph.tensor((softmax, 0)).dtype not in WIDE or not _is_plain(graph, nll):
+    if gradients is None or len(shapes) > 1 or graph.tensor((softmax, 0)).dtype not in WIDE or not _is_plain(graph, nll):
         return None
     op = graph.ops[nll]
-    grad_x, grad_w, transposes = found
+    grad_x, grad_w, transposes = gradients
     replaced = frozenset((*before, softmax, *between, nll, nll_backward, gradient, *after, grad_x, grad_w, *transposes))
     reduction, ignored = op.literals[0][3:5]
     tangent = graph.ops[nll_backward].inputs[0]
