@@ -151,6 +151,7 @@ def test_a_plan_chunks_the_loss_where_its_logits_do_not_fit(rows, tmp_path):
     tight.save(tmp_path / "plan.json")
     assert api.verify(*model(), api.load(tmp_path / "plan.json"))["ok"]
     assert not api.verify(*model(), tight, plant_fault=True)["ok"]
+    assert any("logits of 8 tokens at a time" in sentence for sentence in api.export(tight, "tp_plan").said)
     assert options_of(tight).memory_limit == tight.memory_limit
 
 

@@ -170,7 +170,7 @@ def _rewritten(graph: Graph, losses: list[Loss], rows: int) -> Graph:
 def _new_op(graph: Graph, loss: Loss, rows: int, *, backward: bool) -> tuple[Op, tuple[Value, ...]]:
     """The op in place of a loss, with inputs that are values of the graph, and the values of the graph that it computes."""
     total, logsumexp = (loss.forward, 1), (loss.forward, 2)
-    inputs = (loss.x, loss.w, loss.targets)
+    inputs: tuple[Value, ...] = (loss.x, loss.w, loss.targets)
     if backward:
         inputs = (loss.tangent, *inputs, total, logsumexp)
     literals = ((*map(Ref, range(len(inputs))), *loss.literals, rows), ())
