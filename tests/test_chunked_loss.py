@@ -11,6 +11,7 @@ from autoshard import api
 from autoshard.capture import capture
 from autoshard.cost import op_flops
 from autoshard.explain.reopened import options_of
+from autoshard.exports import record
 from autoshard.graph import chunked_loss
 from autoshard.graph.chunked_loss import BACKWARD, FORWARD, losses_of
 from autoshard.layout import R, S
@@ -151,7 +152,7 @@ def test_a_plan_chunks_the_loss_where_its_logits_do_not_fit(rows, tmp_path):
     tight.save(tmp_path / "plan.json")
     assert api.verify(*model(), api.load(tmp_path / "plan.json"))["ok"]
     assert not api.verify(*model(), tight, plant_fault=True)["ok"]
-    assert any("logits of 8 tokens at a time" in sentence for sentence in api.export(tight, "tp_plan").said)
+    assert [left.what for left in record._of_loss(tight)] == ["logits of 8 tokens at a time"] and not record._of_loss(full)
     assert options_of(tight).memory_limit == tight.memory_limit
 
 
