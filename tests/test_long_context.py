@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -204,11 +205,7 @@ def scheme(name, mode, sizes, head_tail):
 
 
 QUICK = [("gpt2", "ring", (4,), True), ("llama", "ulysses", (4,), True), ("latent", "gather", (4,), True)]
-SLOW = [
-    ("gpt2", "gather", (2,), False), ("gpt2", "ulysses", (2,), True), ("llama", "ring", (2, 2), True), ("llama", "ring", (4,), False),
-    ("llama", "gather", (2, 2), True), ("llama", "ulysses", (2, 2), False), ("latent", "ring", (2,), True),
-    ("latent", "ring", (2, 2), False),
-]  # fmt: skip
+SLOW = [case for case in product(MODELS, ("ring", "gather", "ulysses"), [(2,), (4,), (2, 2)], (False, True)) if case not in QUICK]
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 

@@ -23,7 +23,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from autoshard.cost.experts import expert_kernels
+from autoshard.cost.chunked_loss import loss_kernels
+from autoshard.cost.experts import Kernel, expert_kernels
 from autoshard.graph import ITEMSIZE
 from autoshard.mesh import Device, Kernels
 
@@ -53,8 +54,8 @@ def op_seconds(
     name = _name(target)
     if name == "getitem" or alias is not None:
         return 0.0
-    if name in EXPERTS:
-        kernels = expert_kernels(inputs, backward="backward" in name)
+    if name in SEVERAL:
+        kernels = SEVERAL[name](inputs, backward="backward" in name)
         return sum(op_seconds(kernel, ins, outs, None, device) for kernel, ins, outs in kernels)
     computed = [o for o in outputs if o is not None]
     operands = [*inputs, *computed]
@@ -89,8 +90,8 @@ def op_flops(target: str, inputs: Sequence[Described], outputs: Sequence[Describ
     i, o = [shape for shape, _ in inputs], [None if out is None else out[0] for out in outputs]
     if name in FLOPS:
         return FLOPS[name](i, o)
-    if name in EXPERTS:
-        kernels = expert_kernels(_with_rows(inputs, name), backward="backward" in name)
+    if name in SEVERAL:
+        kernels = SEVERAL[name](_with_rows(inputs, name) if name in EXPERTS else inputs, backward="backward" in name)
         return sum(op_flops(kernel, ins, outs) for kernel, ins, outs in kernels)
     return max((math.prod(shape) for shape in [*i, *o] if shape is not None), default=0)
 
@@ -163,6 +164,11 @@ HELD_SCORES: dict[str, tuple[int, Callable[[list[Shape], list], Shape]]] = {
 }
 
 EXPERTS = ("experts", "biased_experts", "experts_backward", "biased_experts_backward")
+# Operators whose local program is several kernels, one after the other.
+SEVERAL: dict[str, Callable[..., list[Kernel]]] = {
+    **dict.fromkeys(EXPERTS, expert_kernels),
+    **dict.fromkeys(("chunked_loss", "chunked_loss_backward"), loss_kernels),
+}
 
 # The matrices (.., m, k) and (.., k, n) that a matmul multiplies, of its inputs i.
 MATMULS: dict[str, Callable[[list[Shape]], tuple[Shape, Shape]]] = {

@@ -38,7 +38,8 @@ from autoshard.strategies import candidates
 
 Choice = tuple[int, ...]
 Kept = Mapping[int, np.ndarray]  # node -> which of its choices are allowed
-NOT_OPTIONS = {"time_limit", "baselines", "gap", "recompute", "sequence_order"}  # options of a plan that are set here instead
+# options of a plan that are set here instead
+NOT_OPTIONS = {"time_limit", "baselines", "gap", "recompute", "sequence_order", "chunked_loss"}
 
 
 @dataclass(frozen=True, eq=False)

@@ -53,6 +53,12 @@ def _of_sequence(solution: Solution) -> tuple[Left, ...]:
     return (Left(f"attention over a sharded sequence{order}", why, f"queries {sharded[0][0]}, keys {sharded[0][1]}"),)
 
 
+def _of_loss(solution: Solution) -> tuple[Left, ...]:
+    """That a loss in chunks of tokens stays in the plan."""
+    why = "modules compute the logits of all tokens that they are given; use a chunked cross entropy in the model"
+    return (Left(f"logits of {solution.chunked_loss} tokens at a time", why),) if solution.chunked_loss else ()
+
+
 def sent_tokens(solution: Solution) -> tuple[Left, ...]:
     """What a format of parameters and modules loses of expert parallelism: one entry where tokens go to sharded experts by all_to_all."""
     of_experts = [placed.inputs for op, placed in solution.layouts.items() if re.fullmatch(r"(biased_)?experts(_\d+)?", op)]
@@ -65,7 +71,7 @@ def sent_tokens(solution: Solution) -> tuple[Left, ...]:
 def with_cost(solution: Solution, value: dict, left: tuple[Left, ...], known: dict, scheme: str) -> Export:
     """The export with the cost of `scheme`, which planning computed. known: the axis' entry of `Solution.modules`."""
     cost, peak = known["seconds"].get(scheme), known.get("peak_bytes", {}).get(scheme)
-    left, limit = (*left, *_of_sequence(solution)), solution.memory_limit
+    left, limit = (*left, *_of_sequence(solution), *_of_loss(solution)), solution.memory_limit
     if peak is not None and limit is not None and peak > limit:
         why = f"a device needs {peak / 1e6:.4g} MB as exported, the plan was made for {limit / 1e6:.4g} MB"
         left = (*left, Left("the memory limit", why))

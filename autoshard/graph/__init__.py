@@ -11,6 +11,7 @@ from autoshard.graph.casts import mixed as mixed
 from autoshard.graph.casts import pending as pending
 from autoshard.graph.checkpointing import checkpointed as checkpointed
 from autoshard.graph.checkpointing import forward_blocks as forward_blocks
+from autoshard.graph.chunked_loss import chunked_loss as chunked_loss
 from autoshard.graph.ordered import SequenceOrder as SequenceOrder
 from autoshard.graph.ordered import in_order as in_order
 from autoshard.graph.recompute import recompute as recompute

@@ -173,7 +173,7 @@ CLASSES = (
     ("attention", r"scaled_dot_product|attention"),
     ("convolution", r"convolution"),
     ("embedding", r"embedding"),
-    ("loss", r"nll_loss|log_softmax|cross_entropy|mse_loss"),
+    ("loss", r"nll_loss|log_softmax|cross_entropy|mse_loss|chunked_loss"),
     ("norm", r"norm"),
 )
 

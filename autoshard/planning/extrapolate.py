@@ -14,7 +14,7 @@ from torch import nn
 
 from autoshard.capture import capture, capture_deep, in_turn
 from autoshard.capture.depth import containers, shrunk
-from autoshard.graph import in_order
+from autoshard.graph import chunked_loss, in_order
 from autoshard.planning.certify import describe
 from autoshard.planning.context import Context, extended_from, formulate_for, stepped
 from autoshard.planning.describe import choice_of
@@ -53,6 +53,9 @@ def extrapolate(
         if order is not None:
             graph, shallow = in_order(graph, order), in_order(shallow, solution.sequence_order)
             depth = replace(depth, shallow=None)  # whose ops have the natural order
+        if rows := solution.chunked_loss:
+            graph, shallow = chunked_loss(graph, rows), chunked_loss(shallow, rows)
+            depth = replace(depth, shallow=None if depth.shallow is None else chunked_loss(depth.shallow, rows))
         context = Context(graph, mesh, chosen, clock, shallow=depth.shallow).stepped()
         graph, shallow = context.graph, stepped(shallow, chosen)
         if reasons := differences(solution, shallow, mesh):
@@ -73,6 +76,8 @@ def extrapolate(
         assumptions = solution.noted("model", "set") | ({"ignored": depth.ignored} if depth.ignored else {})
         if order is not None:
             assumptions["sequence_order"] = order.to_dict()
+        if solution.chunked_loss:
+            assumptions["chunked_loss"] = solution.chunked_loss
         extended = describe(deep, answer, chosen, {}, {**assumptions, "extrapolated_from": depths})
     return replace(extended, seconds=clock.seconds())
 

@@ -108,6 +108,7 @@ class Options:
     global_batch: int | None = None  # examples of a step: instead of `microbatches`, so many times the batch of the example inputs
     accumulation_dtype: str | None = None  # of the sums of gradients over microbatches; by default that of the gradients
     sequence_order: str = "auto"  # of long causal attention: natural, head_tail (balanced over shards of the sequence), or the better
+    chunked_loss: str = "auto"  # logits of a cross entropy for some tokens at a time: always, never, or where all don't fit
     expert_imbalance: float | None = None  # tokens of the busiest rank's experts as a multiple of its share; by default the mesh's, 1
     objective: str = "serial"  # seconds of all tasks one after the other; "overlapped": of their simulated time line
     witness: bool = False  # check a capture of few layers against an eager run of all of them
@@ -129,6 +130,8 @@ class Options:
             raise ValueError(f"solver is {self.solver!r}; expected the name of a solver, for example 'auto'")
         if self.sequence_order not in ("auto", "natural", "head_tail"):
             raise ValueError(f"sequence_order is {self.sequence_order!r}; expected auto, natural or head_tail")
+        if self.chunked_loss not in ("auto", "always", "never"):
+            raise ValueError(f"chunked_loss is {self.chunked_loss!r}; expected auto, always or never")
         self._check_microbatches()
         if self.objective not in OBJECTIVES:
             raise ValueError(f"objective is {self.objective!r}; expected one of {', '.join(OBJECTIVES)}")
@@ -158,7 +161,7 @@ class Options:
         noted = asdict(self) | {"precision": None if self.precision is None else str(self.precision)}
         newer: dict[str, Any] = {"keep": {}, "forbid": {}, "precision": None, "microbatches": 1, "accumulation_dtype": None}
         newer |= {"expert_imbalance": None, "objective": "serial"}
-        hidden = ("price_pins", "global_batch", "sequence_order")  # noted: the number of microbatches, and the order that was chosen
+        hidden = ("price_pins", "global_batch", "sequence_order", "chunked_loss")  # noted: the number of microbatches, what was chosen
         return {key: value for key, value in noted.items() if key not in hidden and (key not in newer or value != newer[key])}
 
 

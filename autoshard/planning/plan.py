@@ -4,6 +4,7 @@ capture_deep            what is computed: few layers are captured, then tiled to
 as_asked                how many blocks are recomputed; "blocks" plans several numbers of them        recomputing
 best_selected           with "auto" instead: which saved values are kept, recomputed or offloaded     selecting
 planned_in_order        whether a long sequence is in head-tail order                                 ordering
+planned_in_chunks       whether the logits of a loss exist for some tokens at a time                  chunking
 candidates              which layouts each op may have                                                strategies
 instance_of             what each choice costs, in numbers, and which choices the pins leave          context, formulate
 solve_baselines         the usual plans, as comparison and as starts of the search                    baselining
@@ -36,6 +37,7 @@ from autoshard.mesh import Mesh
 from autoshard.planning.baselining import baseline_called, masks_of, solve_baselines
 from autoshard.planning.batches import align_batches
 from autoshard.planning.certify import describe
+from autoshard.planning.chunking import planned_in_chunks
 from autoshard.planning.context import Context, Instance, instance_of
 from autoshard.planning.demands import Demanded, allowed_by_pins
 from autoshard.planning.microbatches import with_number_of_microbatches
@@ -96,7 +98,7 @@ def plan_captured(context: Context) -> Solution:
     with "auto" per tensor. ValueError where an option has nothing in the model that it is about."""
     if (context.options.expert_imbalance or 1) > 1 and not any(map(is_experts, context.graph.ops)):
         raise ValueError(f"expert_imbalance is {context.options.expert_imbalance:g}, but the model has no experts; leave it out")
-    return planned_in_order(with_number_of_microbatches(context), _plan_recomputing)
+    return planned_in_order(with_number_of_microbatches(context), lambda ordered: planned_in_chunks(ordered, _plan_recomputing))
 
 
 def _plan_recomputing(context: Context) -> Solution:

@@ -199,6 +199,11 @@ class Solution:
         return SequenceOrder.from_dict(noted) if isinstance(noted, Mapping) else None
 
     @property
+    def chunked_loss(self) -> int:
+        """Of how many tokens of a rank the logits of a cross entropy exist at a time; 0 for all of them."""
+        return int(self.assumptions.get("chunked_loss") or 0)
+
+    @property
     def pinned_scheme(self) -> str | None:
         """The baseline whose layouts the plan was pinned to, `fsdp`; None where all layouts were planned."""
         return self.assumptions.get("pinned_to")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from autoshard.graph import ACCUMULATED, KEPT, Graph, checkpointed, in_order, selective, with_microbatches
+from autoshard.graph import ACCUMULATED, KEPT, Graph, checkpointed, chunked_loss, in_order, selective, with_microbatches
 from autoshard.mesh import Mesh
 from autoshard.solution.compare import misfits
 from autoshard.solution.record import Placed, Solution
@@ -40,9 +40,12 @@ class Replay:
 
 
 def replay(solution: Solution, graph: Graph, mesh: Mesh | None = None) -> Replay:
-    """A plan on the captured graph of a model, with its sequence in the plan's order, the blocks and values recomputed that the plan
-    recomputes, and the copies and sums of its microbatches where it has several."""
-    graph = selective(checkpointed(in_order(graph, solution.sequence_order), solution.recompute), solution.chosen)
+    """A plan on the captured graph of a model, with its sequence in the plan's order, its losses in chunks, the blocks and values
+    recomputed that the plan recomputes, and the copies and sums of its microbatches where it has several."""
+    graph = in_order(graph, solution.sequence_order)
+    if solution.chunked_loss:
+        graph = chunked_loss(graph, solution.chunked_loss)
+    graph = selective(checkpointed(graph, solution.recompute), solution.chosen)
     if solution.microbatches == 1:
         return Replay(solution, graph, mesh)
     return Replay(solution, with_microbatches(graph, solution.accumulation_dtype), mesh, graph)

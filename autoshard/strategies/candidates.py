@@ -24,6 +24,7 @@ from autoshard.graph import KEPT, OFFLOADED, REDUCE_THEN_CAST, RELOADED, SELECTE
 from autoshard.layout import Layout, R, S, all_layouts, chunk_bounds, is_legal, placement_text
 from autoshard.mesh import Mesh
 from autoshard.strategies import attention as _attention  # noqa: F401  (registers its rules)
+from autoshard.strategies import chunked_loss as _chunked_loss  # noqa: F401
 from autoshard.strategies import convolution as _convolution  # noqa: F401
 from autoshard.strategies import dims as _dims
 from autoshard.strategies import dropout_attention as _dropout_attention  # noqa: F401

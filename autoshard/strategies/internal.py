@@ -11,8 +11,10 @@ from __future__ import annotations
 import math
 
 from autoshard.graph import Op
+from autoshard.graph.chunked_loss import BACKWARD, FORWARD
 from autoshard.layout import Layout, local_shape
 from autoshard.mesh import Mesh
+from autoshard.strategies.chunked_loss import loss_bytes, loss_collectives
 from autoshard.strategies.expert_traffic import expert_bytes, expert_collectives, is_experts
 from autoshard.strategies.ring import OpStage, attention_bytes, ring_stages, share_of_scores
 from autoshard.strategies.rows import Inputs, argument
@@ -24,6 +26,8 @@ def internal_collectives(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], me
     """The collectives of the local program of `op` with these input layouts."""
     if is_experts(op):
         return expert_collectives(op, inputs, layouts, mesh)
+    if op.target in CHUNKED:
+        return loss_collectives(op, inputs, layouts, mesh)
     if op.target in ("aten._log_softmax.default", "aten._softmax.default"):
         return _over_dim(op, inputs, layouts, mesh, count=2)  # the maximum, then the sum of exponentials
     if op.target in ("aten._log_softmax_backward_data.default", "aten._softmax_backward_data.default"):
@@ -62,6 +66,8 @@ def internal_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Me
         return attention_bytes(op, inputs, layouts, mesh)
     if is_experts(op):
         return expert_bytes(op, inputs, layouts, mesh)
+    if op.target in CHUNKED:
+        return loss_bytes(op, inputs, layouts, mesh)
     if op.target in WIDE_TENSORS:
         position, dim, tensors, widened = WIDE_TENSORS[op.target]
         dim = dim if position is None else int(argument(op, position, "dim")) % len(inputs[0].shape)
@@ -81,6 +87,7 @@ def internal_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Me
 
 
 ATTENTION = ("autoshard.attention.default", "autoshard.attention_backward.default")
+CHUNKED = (FORWARD, BACKWARD)
 WIDE = 4  # bytes per element: these kernels compute in float32
 # target: (position of `dim`, or None and the sharded dim, tensors of the input's size, how many more if the input's dtype is narrow)
 WIDE_TENSORS: dict[str, tuple[int | None, int, int, int]] = {

@@ -28,6 +28,7 @@ from autoshard.layout import Layout
 from autoshard.lower.kernels import (  # noqa: F401  (offload: its operators)
     attention,
     attention_over_sequence,
+    chunked_loss,
     dropout,
     dropout_attention,
     expert_parallel,
@@ -56,6 +57,7 @@ KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
     **strides.KERNELS,
     **attention_over_sequence.KERNELS,
     **dropout_attention.KERNELS,
+    **chunked_loss.KERNELS,
 }
 
 # Functions that run in place of an operator: they choose the kernel for the device, or arrange what a kernel needs.
@@ -64,6 +66,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **dropout_attention.FUNCTIONS,
     **experts.FUNCTIONS,
     **expert_parallel.FUNCTIONS,
+    **chunked_loss.FUNCTIONS,
     str(REORDER): reorder,
 }
 

@@ -1,0 +1,184 @@
+"""A graph whose cross entropy holds the logits of some tokens at a time, and which computes what it computed before.
+
+    forward     x [T, H] @ w [H, V] -> views, a cast -> log_softmax -> nll_loss         -> loss, total weight
+    backward    nll_loss' -> log_softmax' -> views, a cast -> g @ w', g' @ x            -> gradients of x [T, H] and of w' [V, H]
+
+Each line becomes one op, `autoshard.chunked_loss` and `autoshard.chunked_loss_backward`, which work through the tokens of a rank in chunks
+of `rows`. The forward keeps the logsumexp of every token, from which the backward gets the probabilities of logits that it computes again:
+one more matmul of the vocabulary, and in exchange no tensor of T x V elements.
+
+Only a loss whose logits nobody else reads is replaced: not one of a model that returns them, nor one with class weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autoshard.graph.records import Graph, Op, Ref, Tensor, Value
+
+FORWARD, BACKWARD = "autoshard.chunked_loss.default", "autoshard.chunked_loss_backward.default"
+ROWS = 4096  # tokens of a chunk: as many FLOPs per byte of the weight's gradient, which every chunk reads and writes, as a device has
+MATMUL, TRANSPOSE, CAST = "aten.mm.default", "aten.t.default", "aten._to_copy.default"
+VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten.detach.default")
+WIDE = ("float32", "float64")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss: values that its new ops read, and its ops by index."""
+
+    x: Value
+    w: Value
+    targets: Value
+    tangent: Value
+    softmax: int
+    forward: int  # the nll_loss
+    backward: int
+    grad_x: int
+    grad_w: int
+    replaced: frozenset[int]
+    literals: tuple[int, int]  # the index of targets that are ignored, torch's number of the reduction
+
+
+def chunked_loss(graph: Graph, rows: int = ROWS) -> Graph:
+    """The graph with every such loss in chunks of `rows` tokens; the same graph where it has none."""
+    losses = losses_of(graph)
+    return _rewritten(graph, losses, rows) if losses else graph
+
+
+def losses_of(graph: Graph) -> list[Loss]:
+    """The losses that can be chunked."""
+    candidates = (_loss(graph, i) for i, op in enumerate(graph.ops) if op.target == "aten._log_softmax.default")
+    return [loss for loss in candidates if loss is not None]
+
+
+def _loss(graph: Graph, softmax: int) -> Loss | None:
+    """The loss around a softmax; None where it is another."""
+    returned = {result.value for result in graph.results}
+    logits, before = _back_to_matmul(graph, graph.ops[softmax].inputs[0], returned)
+    nll, nll_backward, gradient, between = _around(graph, softmax, returned)
+    if logits is None or nll is None or nll_backward is None or gradient is None:
+        return None
+    x, w = graph.ops[logits].inputs
+    last, after = _forward_chain(graph, (gradient, 0), returned)
+    gradients = _gradients(graph, last, x, w, returned)
+    shapes = {graph.tensor((i, 0)).shape for i in (logits, softmax, gradient, last[0])}
+    if gradients is None or len(shapes) > 1 or graph.tensor((softmax, 0)).dtype not in WIDE or not _is_plain(graph, nll):
+        return None
+    op = graph.ops[nll]
+    grad_x, grad_w, transposes = gradients
+    replaced = frozenset((*before, softmax, *between, nll, nll_backward, gradient, *after, grad_x, grad_w, *transposes))
+    reduction, ignored = op.literals[0][3:5]
+    tangent = graph.ops[nll_backward].inputs[0]
+    return Loss(x, w, op.inputs[1], tangent, softmax, nll, nll_backward, grad_x, grad_w, replaced, (ignored, reduction))
+
+
+def _is_plain(graph: Graph, nll: int) -> bool:
+    """Whether a loss has no class weights, and is the mean or the sum of that of the tokens."""
+    args = graph.ops[nll].literals[0]
+    return len(graph.ops[nll].inputs) == 2 and len(args) == 5 and args[2] is None and args[3] in (1, 2)
+
+
+def _only_user(graph: Graph, value: Value, returned: set[Value | None]) -> int | None:
+    users = graph.users.get(value, ())
+    return users[0][0] if len(users) == 1 and value not in returned else None
+
+
+def _back_to_matmul(graph: Graph, value: Value, returned: set[Value | None]) -> tuple[int | None, list[int]]:
+    """The matmul of which a value is a view or a cast, and the ops from there; None where others read what is between."""
+    ops: list[int] = []
+    while _only_user(graph, value, returned) is not None:
+        op = graph.ops[value[0]]
+        ops.append(value[0])
+        if op.target == MATMUL:
+            return value[0], ops
+        if op.target not in (*VIEWS, CAST):
+            break
+        value = op.inputs[0]
+    return None, []
+
+
+def _around(graph: Graph, softmax: int, returned: set[Value | None]) -> tuple[int | None, int | None, int | None, list[int]]:
+    """The nll_loss of a softmax, its backward, the softmax's backward, and the views between; None for what isn't as expected."""
+    ends: dict[str, int] = {}
+    views: list[int] = []
+    waiting: list[Value] = [(softmax, 0)]
+    while waiting:
+        value = waiting.pop()
+        if value in returned:
+            return None, None, None, []
+        for i, _ in graph.users.get(value, ()):
+            op = graph.ops[i]
+            if op.target in VIEWS:
+                views.append(i)
+                waiting.append((i, 0))
+            elif op.target in ends:
+                return None, None, None, []
+            else:
+                ends[op.target] = i
+    names = ("aten.nll_loss_forward.default", "aten.nll_loss_backward.default", "aten._log_softmax_backward_data.default")
+    if set(ends) != set(names):
+        return None, None, None, []
+    nll, nll_backward, gradient = (ends[name] for name in names)
+    alone = _only_user(graph, (nll_backward, 0), returned) == gradient and _only_user(graph, (nll, 1), returned) == nll_backward
+    return (nll, nll_backward, gradient, views) if alone else (None, None, None, [])
+
+
+def _forward_chain(graph: Graph, value: Value, returned: set[Value | None]) -> tuple[Value, list[int]]:
+    """The last view or cast of a value that has one reader each, and the ops on the way."""
+    ops: list[int] = []
+    while (user := _only_user(graph, value, returned)) is not None and graph.ops[user].target in (*VIEWS, CAST):
+        ops.append(user)
+        value = (user, 0)
+    return value, ops
+
+
+def _gradients(graph: Graph, g: Value, x: Value, w: Value, returned: set[Value | None]) -> tuple[int, int, list[int]] | None:
+    """The matmuls of the gradients of x and of w', and the transposes that only they read."""
+    users = [i for i, _ in graph.users.get(g, ())]
+    transposes = [i for i in users if graph.ops[i].target == TRANSPOSE]
+    products = [i for i in users if graph.ops[i].target == MATMUL and graph.ops[i].inputs[0] == g]
+    if g in returned or len(users) != 2 or len(transposes) != 1 or len(products) != 1:
+        return None
+    of_w = _only_user(graph, (transposes[0], 0), returned)
+    turned = graph.ops[products[0]].inputs[1]
+    if of_w is None or graph.ops[of_w].inputs != ((transposes[0], 0), x) or graph.ops[of_w].target != MATMUL:
+        return None
+    if graph.ops[turned[0]].target != TRANSPOSE or graph.ops[turned[0]].inputs != (w,):
+        return None
+    return products[0], of_w, [*transposes, *([turned[0]] if _only_user(graph, turned, returned) is not None else [])]
+
+
+def _rewritten(graph: Graph, losses: list[Loss], rows: int) -> Graph:
+    starts = {loss.forward: loss for loss in losses} | {loss.backward: loss for loss in losses}
+    left_out = frozenset().union(*(loss.replaced for loss in losses))
+    places: dict[Value, Value] = {}
+    ops: list[Op] = []
+    for i, op in enumerate(graph.ops):
+        if i in starts:
+            new, values = _new_op(graph, starts[i], rows, backward=i == starts[i].backward)
+            for k, value in enumerate(values):
+                places[value] = (len(ops), k)
+            ops.append(replace(new, inputs=tuple(places[value] for value in new.inputs)))
+        elif i not in left_out:
+            places |= {(i, k): (len(ops), k) for k in range(len(op.outputs))}
+            ops.append(replace(op, inputs=tuple(places[value] for value in op.inputs)))
+    results = tuple(r if r.value is None else replace(r, value=places[r.value]) for r in graph.results)
+    return Graph(tuple(ops), results, graph.tied)
+
+
+def _new_op(graph: Graph, loss: Loss, rows: int, *, backward: bool) -> tuple[Op, tuple[Value, ...]]:
+    """The op in place of a loss, with inputs that are values of the graph, and the values of the graph that it computes."""
+    total, logsumexp = (loss.forward, 1), (loss.forward, 2)
+    inputs: tuple[Value, ...] = (loss.x, loss.w, loss.targets)
+    if backward:
+        inputs = (loss.tangent, *inputs, total, logsumexp)
+    literals = ((*map(Ref, range(len(inputs))), *loss.literals, rows), ())
+    old, target = (graph.ops[loss.backward], BACKWARD) if backward else (graph.ops[loss.forward], FORWARD)
+    if backward:
+        values: tuple[Value, ...] = ((loss.grad_x, 0), (loss.grad_w, 0))
+        outputs = tuple(graph.tensor(value) for value in values)
+    else:
+        values = ((loss.forward, 0), total, logsumexp)
+        outputs = (*map(graph.tensor, values[:2]), Tensor(graph.tensor(loss.targets).shape, graph.tensor(total).dtype))
+    return Op(f"{old.name}.chunked", target, inputs, literals, outputs, module=old.module, backward=backward), values

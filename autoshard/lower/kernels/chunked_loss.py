@@ -1,0 +1,136 @@
+"""Local programs of a cross entropy in chunks of tokens: x [t, h] and weight [h, v] of a rank, with the logits of `rows` tokens at a time.
+
+    z = x w of the chunk's tokens        L_n = ln sum over classes of e^z        loss = sum over n of L_n - z[n, target_n]
+    backward    p = e^(z - L) - [class = target]        x' = p w' / W        w' = sum over chunks of p' x / W
+
+W is the number of tokens whose target counts, or 1 for a sum. Where the classes are sharded, L is merged over the ranks once, after all
+chunks, and the rank that has the target's class adds the token's loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from autoshard.capture.chunked_loss import LOSS, LOSS_BACKWARD
+from autoshard.lower.collectives import Asking, Rank, all_reduce
+from autoshard.lower.kernels.sharded_op import Arguments, Axes, Kernel, ShardedOp, local, localised, wide
+
+MEAN = 1
+
+
+class _Targets(NamedTuple):
+    """Per token: the class among those of this rank (0 where it has another), whether this rank has it, whether the token counts."""
+
+    classes: Tensor
+    here: Tensor
+    counts: Tensor
+
+    @staticmethod
+    def of(a: Arguments, rank: Rank | None = None, axes: Axes = (), num_classes: int = 0) -> _Targets:
+        target, counts = a["target"], a["target"] != a["ignore_index"]
+        here = counts
+        if rank is not None and axes:
+            target, outside = localised(target, rank, axes, num_classes, a["weight"].shape[1])
+            here = counts & ~outside
+        return _Targets(target.masked_fill(~here, 0), here, counts)
+
+
+def _logsumexp(a: Arguments, targets: _Targets) -> tuple[Tensor, Tensor]:
+    """Of every token over this rank's classes, and the logits of the targets."""
+    sums, picked = [], []
+    for x, classes in zip(a["x"].split(a["rows"]), targets.classes.split(a["rows"]), strict=True):
+        z = wide(x @ a["weight"])
+        sums.append(z.logsumexp(1))
+        picked.append(z.gather(1, classes.unsqueeze(1)).squeeze(1))
+    return torch.cat(sums), torch.cat(picked)
+
+
+def _loss(a: Arguments, targets: _Targets, logsumexp: Tensor, picked: Tensor, total: Tensor) -> Tensor:
+    loss = (logsumexp - picked).masked_fill(~targets.here, 0).sum()
+    return loss / total if a["reduction"] == MEAN else loss
+
+
+def _gradients(a: Arguments, targets: _Targets) -> tuple[Tensor, Tensor]:
+    """Of x, and of the transposed weight."""
+    scale = wide(a["grad"]) / a["total_weight"] if a["reduction"] == MEAN else wide(a["grad"])
+    factors = targets.counts * scale
+    of_x, of_weight = [], None
+    for x, logsumexp, classes, here, factor in _chunks(a, targets, factors):
+        p = (wide(x @ a["weight"]) - logsumexp.unsqueeze(1)).exp()
+        p = p.scatter_add(1, classes.unsqueeze(1), -here.to(p.dtype).unsqueeze(1))
+        g = (p * factor.unsqueeze(1)).to(x.dtype)
+        of_x.append(g @ a["weight"].t())
+        own = wide(g.t() @ x)
+        of_weight = own if of_weight is None else of_weight + own
+    assert of_weight is not None
+    return torch.cat(of_x), of_weight.to(a["weight"].dtype)
+
+
+def _chunks(a: Arguments, targets: _Targets, factors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    tensors = (a["x"], a["logsumexp"], targets.classes, targets.here, factors)
+    return zip(*(tensor.split(a["rows"]) for tensor in tensors), strict=True)
+
+
+# -- one device ------------------------------------------------------------------------------------------------------------------------
+
+
+def chunked_loss(x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, reduction: int, rows: int) -> tuple[Tensor, ...]:
+    """loss, total weight, and the logsumexp of every token."""
+    a = {"x": x, "weight": weight, "target": target, "ignore_index": ignore_index, "reduction": reduction, "rows": rows}
+    targets = _Targets.of(a)
+    logsumexp, picked = _logsumexp(a, targets)
+    total = targets.counts.to(logsumexp.dtype).sum()
+    return _loss(a, targets, logsumexp, picked, total), total, logsumexp
+
+
+def chunked_loss_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, target: Tensor, total_weight: Tensor, logsumexp: Tensor, ignore_index: int, reduction: int,
+    rows: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of x and of the transposed weight."""
+    a = {"grad": grad, "x": x, "weight": weight, "target": target, "total_weight": total_weight, "logsumexp": logsumexp}
+    a |= {"ignore_index": ignore_index, "reduction": reduction, "rows": rows}
+    return _gradients(a, _Targets.of(a))
+
+
+for _name, _function in (("chunked_loss", chunked_loss), ("chunked_loss_backward", chunked_loss_backward)):
+    torch.library.impl(f"autoshard::{_name}", "CompositeExplicitAutograd", _function)
+
+
+# -- ranks -----------------------------------------------------------------------------------------------------------------------------
+
+
+def sharded_loss(rank: Rank, a: Arguments, *, batch: Axes, classes: Axes, num_classes: int) -> Asking:
+    targets = _Targets.of(a, rank, classes, num_classes)
+    logsumexp, picked = _logsumexp(a, targets)
+    if classes:
+        largest = yield from all_reduce(logsumexp, classes, "max")
+        logsumexp = largest + (yield from all_reduce((logsumexp - largest).exp(), classes)).log()
+    total = yield from all_reduce(targets.counts.to(logsumexp.dtype).sum(), batch)
+    return _loss(a, targets, logsumexp, picked, total), total, logsumexp  # type: ignore[return-value]
+
+
+@local
+def sharded_loss_backward(rank: Rank, a: Arguments, *, classes: Axes, num_classes: int) -> Any:
+    return _gradients(a, _Targets.of(a, rank, classes, num_classes))
+
+
+def _loss_kernel(sharded: ShardedOp) -> Kernel | None:
+    batch, classes = sharded.axes_of("x", 0), sharded.axes_of("weight", 1)
+    if not batch and not classes:
+        return None
+    return partial(sharded_loss, batch=batch, classes=classes, num_classes=sharded.shape("weight")[1])
+
+
+def _backward_kernel(sharded: ShardedOp) -> Kernel | None:
+    classes = sharded.axes_of("weight", 1)
+    return partial(sharded_loss_backward, classes=classes, num_classes=sharded.shape("weight")[1]) if classes else None
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {str(LOSS): chunked_loss, str(LOSS_BACKWARD): chunked_loss_backward}
+KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {str(LOSS): _loss_kernel, str(LOSS_BACKWARD): _backward_kernel}
