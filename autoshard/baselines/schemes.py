@@ -117,7 +117,7 @@ def _schemes(graph: Graph, mesh: Mesh, candidates: Candidates) -> dict[str, Call
     data = partial(scheme, "data_parallel", words, sharding, copies)
     fsdp = partial(scheme, "fsdp", f"{words}; {_sharded_in_words(mesh, shards)}", sharding, shards, views)
     if not axes:
-        return dict(zip(SCHEMES, (data, fsdp, *(partial(scheme, name, "one device", {}, {}) for name in SCHEMES[2:]))))
+        return _named(data, fsdp, *(partial(scheme, name, "one device", {}, {}) for name in SCHEMES[2:]))
 
     last, size = axes[-1], mesh.axes[axes[-1]].size
     sharding, words = shard_batch(mesh, axes[:-1], batch)
@@ -131,7 +131,7 @@ def _schemes(graph: Graph, mesh: Mesh, candidates: Candidates) -> dict[str, Call
     sequence = sequence_class(graph, classes, narrow, recognised, batch.root, size)
     if sequence is None:
         note = f"{words}; no sequence dim that divides by {size} in the residual stream: as megatron"
-        return dict(zip(SCHEMES, (data, fsdp, megatron, lambda: Baseline("megatron_sp", megatron().pins, note))))
+        return _named(data, fsdp, megatron, lambda: Baseline("megatron_sp", megatron().pins, note))
     both = {**sharding, last: AxisSharding(narrow, {sequence: SECOND, **tensor})}
     words = f"{words}; residual sequence sharded over axis {last}"
     with_sequence = cache(partial(scheme, "megatron_sp", words, both, {}))
@@ -141,7 +141,12 @@ def _schemes(graph: Graph, mesh: Mesh, candidates: Candidates) -> dict[str, Call
         fixed = {i: fully_sharded(candidates, i, last, outputs[0]) for i, outputs in pinned.items() if outputs and outputs[0] is not None}
         return scheme(SHARDED_MEGATRON, f"{words}; parameters sharded over the other axes", both, fixed, views)
 
-    return {**dict(zip(SCHEMES, (data, fsdp, megatron, with_sequence))), SHARDED_MEGATRON: sharded}
+    return {**_named(data, fsdp, megatron, with_sequence), SHARDED_MEGATRON: sharded}
+
+
+def _named(*schemes: Callable[[], Baseline]) -> dict[str, Callable[[], Baseline]]:
+    """In the order of SCHEMES."""
+    return dict(zip(SCHEMES, schemes, strict=True))
 
 
 def fully_sharded(candidates: Candidates, index: int, axis: int, layout: Layout) -> Layout:
