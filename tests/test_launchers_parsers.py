@@ -1,18 +1,27 @@
-"""Configurations that we write, read by torchtitan's own parser where it is installed: a release that reads TOML (0.2), and tyro."""
+"""Configurations that we write, read by the launchers' own code where it is installed (docs/launchers.md says how).
+
+    torchtitan       its parser, of a release that reads TOML: 0.2, with tyro
+    Megatron-LM      the config that megatron-core makes of arguments; their parser is in Megatron's repository only, in no package
+"""
+
+import re
+import warnings
 
 import numpy as np
 import pytest
+import torch
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from autoshard.launchers import Described, Launch, configuration_text
+from autoshard.launchers import Described, Launch, configuration_text, why_illegal
 from autoshard.launchers.space import launches, structures
+from autoshard.launchers.texts import arguments_of
 from autoshard.launchers.torchtitan import FLAVORS
 
 FEW = 12
 
 
-def sampled(sizes):
-    rows = launches(structures(Launch(64, 4096, 256), "torchtitan"), sizes, "torchtitan")
+def sampled(sizes, launcher="torchtitan"):
+    rows = launches(structures(Launch(64, 4096, 256), launcher), sizes, launcher)
     return [rows.launch(i) for i in np.linspace(0, len(rows) - 1, FEW).astype(int)]
 
 
@@ -48,3 +57,68 @@ def test_torchtitans_own_parser_refuses_a_key_that_it_lacks(tmp_path, capsys):
     path.write_text(text.replace("tensor_parallel_degree", "tensor_degree"))
     with pytest.raises((SystemExit, ValueError, TypeError)):
         reader.parse_args(["--job.config-file", str(path)])
+
+
+# --- megatron-core
+
+# arguments whose field of TransformerConfig has another name (core_transformer_config_from_args), or that it has no field for
+NAMED = {
+    "num-experts": "num_moe_experts", "swiglu": "gated_linear_unit", "q-lora-rank": "q_lora_rank", "kv-lora-rank": "kv_lora_rank",
+    "qk-head-dim": "qk_head_dim", "qk-pos-emb-head-dim": "qk_pos_emb_head_dim", "v-head-dim": "v_head_dim",
+}  # fmt: skip
+OF_THE_RUN = {
+    "global-batch-size", "micro-batch-size", "seq-length", "max-position-embeddings", "position-embedding-type", "vocab-size",
+    "make-vocab-size-divisible-by", "untie-embeddings-and-output-weights", "use-distributed-optimizer", "group-query-attention",
+    "num-virtual-stages-per-pipeline-rank",
+}  # fmt: skip
+
+
+def config_of(written):
+    """megatron-core's config of written arguments, as core_transformer_config_from_args fills it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # without Transformer Engine and Apex
+        configs = pytest.importorskip("megatron.core.transformer.transformer_config", exc_type=ImportError)
+    arguments = arguments_of(written)
+    kind = configs.MLATransformerConfig if "multi-latent-attention" in arguments else configs.TransformerConfig
+    values = {"pipeline_dtype": torch.bfloat16, "params_dtype": torch.bfloat16}
+    for name, words in arguments.items():
+        if name not in OF_THE_RUN:
+            values[NAMED.get(name, name.replace("-", "_"))] = value_of(words)
+    stages = arguments.get("num-virtual-stages-per-pipeline-rank")
+    return kind(**values, virtual_pipeline_model_parallel_size=int(stages[0]) if stages else None)
+
+
+def value_of(words):
+    """What argparse and Megatron's type for --moe-layer-freq make of an argument's words."""
+    text = words[0] if words else True
+    if isinstance(text, str) and "[" in text:
+        return [int(kind) for kind, count in re.findall(r"\[(\d)\]\*(\d+)", text) for _ in range(int(count))]
+    return int(text) if isinstance(text, str) and text.isdecimal() else text
+
+
+@pytest.mark.parametrize("model, flavor", [("llama3", "70B"), ("deepseek_v3", "671B")])
+def test_megatron_core_accepts_what_is_written(model, flavor):
+    sizes = FLAVORS[model, flavor]
+    for launch in sampled(sizes, "megatron"):
+        config = config_of(configuration_text("megatron", Described(launch, sizes)))
+        degrees = (config.tensor_model_parallel_size, config.context_parallel_size, config.pipeline_model_parallel_size)
+        assert degrees == (launch.tensor, launch.context, launch.pipeline)
+        assert config.virtual_pipeline_model_parallel_size == (launch.virtual if launch.virtual > 1 else None)
+        assert config.sequence_parallel == launch.sequence_parallel
+        assert config.num_layers == sizes.layers and config.num_moe_experts == (sizes.experts or None)
+        if sizes.experts:
+            assert (config.expert_model_parallel_size, config.expert_tensor_parallel_size) == (launch.expert, launch.expert_tensor)
+            assert sum(config.moe_layer_freq) == sizes.expert_layers and len(config.moe_layer_freq) == sizes.layers
+
+
+@pytest.mark.parametrize("wrong", [{"tensor": 3}, {"expert": 2}])
+def test_megatron_core_refuses_what_we_call_illegal(wrong):
+    """Of heads and experts; layers that don't divide by stages it refuses only when it builds the model."""
+    sizes = FLAVORS["llama3", "70B"]
+    launch = Launch(64, 4096, 256, **wrong)
+    assert why_illegal(launch, sizes, "megatron")
+    text = configuration_text("megatron", Described(launch, sizes))
+    if "expert" in wrong:
+        text = f"{text.rstrip()} --expert-model-parallel-size {launch.expert}"
+    with pytest.raises((ValueError, AssertionError)):
+        config_of(text)

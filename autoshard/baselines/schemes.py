@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import combinations
 
 from autoshard.baselines.classes import DimClasses, Slots, dim_classes, number_slots
@@ -82,7 +83,8 @@ class Batch:
 
 def baselines(graph: Graph, mesh: Mesh, candidates: Candidates) -> tuple[Baseline, ...]:
     """data_parallel, fsdp, megatron and megatron_sp; each pin is a candidate of its op. `zero_stages` has the others."""
-    return _schemes(graph, mesh, candidates)[:4]
+    schemes = _schemes(graph, mesh, candidates)
+    return tuple(schemes[name]() for name in SCHEMES)
 
 
 def baseline(graph: Graph, mesh: Mesh, candidates: Candidates, name: str) -> Baseline:
@@ -90,13 +92,14 @@ def baseline(graph: Graph, mesh: Mesh, candidates: Candidates, name: str) -> Bas
 
     ValueError for another name.
     """
-    schemes = {one.name: one for one in _schemes(graph, mesh, candidates, fully_shard=name == SHARDED_MEGATRON)}
+    schemes = _schemes(graph, mesh, candidates)
     if name not in schemes:
         raise ValueError(f"there is no scheme {name!r} on this mesh; expected one of {', '.join(schemes)}")
-    return schemes[name]
+    return schemes[name]()
 
 
-def _schemes(graph: Graph, mesh: Mesh, candidates: Candidates, *, fully_shard: bool = False) -> tuple[Baseline, ...]:
+def _schemes(graph: Graph, mesh: Mesh, candidates: Candidates) -> dict[str, Callable[[], Baseline]]:
+    """By name, each settled when it is called: that takes seconds on a graph of 30,000 ops."""
     slots = number_slots(graph, candidates)
     classes = dim_classes(slots)
     batch = Batch.of(graph, slots, classes)
@@ -111,10 +114,10 @@ def _schemes(graph: Graph, mesh: Mesh, candidates: Candidates, *, fully_shard: b
     copies = {i: replicated(len(mesh.axes)) for i in graph.parameters.values()}
     shards = {i: most_sharded(candidates.of[i], mesh, range(len(mesh.axes))) for i in graph.parameters.values()}
     views = frozenset(i for i in from_parameters(graph) if len(graph.ops[i].inputs) == 1)
-    data = scheme("data_parallel", words, sharding, copies)
-    fsdp = scheme("fsdp", f"{words}; {_sharded_in_words(mesh, shards)}", sharding, shards, views)
+    data = partial(scheme, "data_parallel", words, sharding, copies)
+    fsdp = partial(scheme, "fsdp", f"{words}; {_sharded_in_words(mesh, shards)}", sharding, shards, views)
     if not axes:
-        return data, fsdp, scheme("megatron", "one device", {}, {}), scheme("megatron_sp", "one device", {}, {})
+        return _named(data, fsdp, *(partial(scheme, name, "one device", {}, {}) for name in SCHEMES[2:]))
 
     last, size = axes[-1], mesh.axes[axes[-1]].size
     sharding, words = shard_batch(mesh, axes[:-1], batch)
@@ -124,20 +127,26 @@ def _schemes(graph: Graph, mesh: Mesh, candidates: Candidates, *, fully_shard: b
     undivided = recognise(graph, classes, slots.sizes, 1, frozenset([batch.root] if batch.root is not None else []))
     words = f"{_recognised_in_words(graph, recognised, undivided, last, size)}; {words}"
     tensor = {c: FIRST for c in recognised.classes}
-    megatron = scheme("megatron", words, {**sharding, last: AxisSharding(narrow, tensor)}, {})
+    megatron = cache(partial(scheme, "megatron", words, {**sharding, last: AxisSharding(narrow, tensor)}, {}))
     sequence = sequence_class(graph, classes, narrow, recognised, batch.root, size)
     if sequence is None:
-        note = f"no sequence dim that divides by {size} in the residual stream: as megatron"
-        return data, fsdp, megatron, Baseline("megatron_sp", megatron.pins, f"{words}; {note}")
+        note = f"{words}; no sequence dim that divides by {size} in the residual stream: as megatron"
+        return _named(data, fsdp, megatron, lambda: Baseline("megatron_sp", megatron().pins, note))
     both = {**sharding, last: AxisSharding(narrow, {sequence: SECOND, **tensor})}
     words = f"{words}; residual sequence sharded over axis {last}"
-    with_sequence = scheme("megatron_sp", words, both, {})
-    if not fully_shard:
-        return data, fsdp, megatron, with_sequence
-    pinned = {i: with_sequence.pins[graph.ops[i].name].outputs for i in graph.parameters.values()}
-    fixed = {i: fully_sharded(candidates, i, last, outputs[0]) for i, outputs in pinned.items() if outputs and outputs[0] is not None}
-    sharded = scheme(SHARDED_MEGATRON, f"{words}; parameters sharded over the other axes", both, fixed, views)
-    return data, fsdp, megatron, with_sequence, sharded
+    with_sequence = cache(partial(scheme, "megatron_sp", words, both, {}))
+
+    def sharded() -> Baseline:
+        pinned = {i: with_sequence().pins[graph.ops[i].name].outputs for i in graph.parameters.values()}
+        fixed = {i: fully_sharded(candidates, i, last, outputs[0]) for i, outputs in pinned.items() if outputs and outputs[0] is not None}
+        return scheme(SHARDED_MEGATRON, f"{words}; parameters sharded over the other axes", both, fixed, views)
+
+    return {**_named(data, fsdp, megatron, with_sequence), SHARDED_MEGATRON: sharded}
+
+
+def _named(*schemes: Callable[[], Baseline]) -> dict[str, Callable[[], Baseline]]:
+    """In the order of SCHEMES."""
+    return dict(zip(SCHEMES, schemes, strict=True))
 
 
 def fully_sharded(candidates: Candidates, index: int, axis: int, layout: Layout) -> Layout:

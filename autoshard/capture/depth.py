@@ -27,7 +27,9 @@ from autoshard.graph import Graph, Op, mixed
 from autoshard.graph.tile import tile
 from autoshard.precision import Precision
 
-PERIODS = (3, 4, 5)  # 3 suffice for GPT-2, Llama, BERT, Mixtral; 5 for T5's decoder, whose sums of gradients make the top layers special
+# 3 suffice for GPT-2, Llama, BERT, Mixtral; 4 for training DeepSeek-V3, whose first layers differ (with such a head 4 are tried first);
+# 5 for T5's decoder, whose sums of gradients make the top layers special
+PERIODS = (3, 4, 5)
 SHALLOW = 8  # periods: the innermost of them have the costs that they have in a deeper model
 
 
@@ -112,10 +114,14 @@ def _tiled_capture(
     notes: set[str] = set()
     layers = sum(c.layers for c in repeating)
     reasons: list[str] = []
-    for periods in PERIODS:
-        needed = sum(c.depth(q) for c in repeating for q in (periods, periods + 1) if q not in graphs)
-        if layers < gain * needed:
-            reasons.append(f"captures of {needed} layers for a model that has {layers} don't pay")
+
+    def needed(periods: int) -> int:
+        return sum(c.depth(q) for c in repeating for q in (periods, periods + 1) if q not in graphs)
+
+    after_head = training and any(c.head for c in repeating) and layers >= gain * needed(PERIODS[1])
+    for periods in PERIODS[after_head:]:
+        if layers < gain * needed(periods):
+            reasons.append(f"captures of {needed(periods)} layers for a model that has {layers} don't pay")
             break
         try:
             small = at(periods)

@@ -114,7 +114,7 @@ class Recipes:
 
     def itemsize(self) -> np.ndarray:
         """Bytes per element of the inputs of the blocks' matmuls."""
-        return np.array([PRECISIONS[name] for name in self.precision])
+        return np.array([PRECISIONS[name] for name in self.precision.tolist()])
 
 
 def _column(rows: list[Mapping[str, Any]], name: str, words: bool) -> np.ndarray:

@@ -81,7 +81,7 @@ def _stage(
 ) -> np.ndarray:
     parameters = (layers * runs.block_parameters + tables) / runs.tensor
     saved, inputs = activation_bytes(runs, memory)
-    kept = np.array([KEPT[kind] for kind in runs.recompute])
+    kept = np.array([KEPT[kind] for kind in runs.recompute.tolist()])
     per_block = np.where(kept >= 1, saved, np.maximum(kept * saved, inputs))
     working = np.where(kept < 1, saved, 0.0)
     gathered = np.where(runs.zero >= 3, 2 * 2 * (runs.block_parameters + runs.table_parameters) / runs.tensor, 0.0)

@@ -111,7 +111,7 @@ def block(runs: Recipes, machine: Machine) -> Block:
     elementwise = elementwise_seconds(moved, runs.compiled, device, machine.stack) * has("elementwise")
     summed = accumulation_seconds(runs.block_parameters / runs.tensor, runs, machine)
     sent, sent_back = _tensor_parallel(runs, machine)
-    again = np.array([RECOMPUTED[kind] for kind in runs.recompute]).reshape(-1, 4).T * has("recompute")
+    again = np.array([RECOMPUTED[kind] for kind in runs.recompute.tolist()]).reshape(-1, 4).T * has("recompute")
     repeated = again[0] * matmuls + again[1] * forward + again[2] * elementwise + again[3] * sent
     launches = 1 + again[:3].sum(0) / 9
     return Block(matmuls + forward + elementwise + sent, 2 * matmuls + backward + 2 * elementwise + summed + sent_back + repeated, launches)

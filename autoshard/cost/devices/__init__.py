@@ -128,7 +128,9 @@ def host_link_bandwidth(name: str) -> float | None:
 
 
 def _columns(names: Names, rows: dict[str, dict[str, float]], record: type) -> dict[str, np.ndarray]:
-    return {field.name: np.array([rows[name][field.name] for name in names], dtype=float) for field in fields(record)}
+    number = {name: i for i, name in enumerate(rows)}
+    entries = np.array([number[name] for name in np.asarray(names).tolist()], dtype=int)  # names are many, rows few
+    return {field.name: np.array([row[field.name] for row in rows.values()], dtype=float)[entries] for field in fields(record)}
 
 
 def _row(file: dict[str, Any], fitted: bool, kind: str = "constants") -> dict[str, float]:
