@@ -43,6 +43,7 @@ NOTHING: frozenset[int] = frozenset()
 SCHEMES = ("data_parallel", "fsdp", "megatron", "megatron_sp")
 ZERO = ("zero1", "zero2", "zero3", "hsdp")
 SHARDED_MEGATRON = "megatron_fsdp"
+OF_DATA = {"data_parallel": True, "fsdp": True, "megatron": False, "megatron_sp": False, SHARDED_MEGATRON: False}
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,16 @@ def baseline(graph: Graph, mesh: Mesh, candidates: Candidates, name: str) -> Bas
 
     ValueError for another name.
     """
-    schemes = {one.name: one for one in _schemes(graph, mesh, candidates, fully_shard=name == SHARDED_MEGATRON)}
+    schemes = {one.name: one for one in _schemes(graph, mesh, candidates, fully_shard=name == SHARDED_MEGATRON, of_data=OF_DATA.get(name))}
     if name not in schemes:
         raise ValueError(f"there is no scheme {name!r} on this mesh; expected one of {', '.join(schemes)}")
     return schemes[name]
 
 
-def _schemes(graph: Graph, mesh: Mesh, candidates: Candidates, *, fully_shard: bool = False) -> tuple[Baseline, ...]:
+def _schemes(
+    graph: Graph, mesh: Mesh, candidates: Candidates, *, fully_shard: bool = False, of_data: bool | None = None
+) -> tuple[Baseline, ...]:
+    """of_data: True for data_parallel and fsdp alone, False for the others alone, None for all."""
     slots = number_slots(graph, candidates)
     classes = dim_classes(slots)
     batch = Batch.of(graph, slots, classes)
@@ -107,15 +111,11 @@ def _schemes(graph: Graph, mesh: Mesh, candidates: Candidates, *, fully_shard: b
         return Baseline(name, settle(graph, coder, wanted_priorities(graph, mesh, sharding), fixed, carried), words)
 
     axes = used_axes(mesh)
-    sharding, words = shard_batch(mesh, axes, batch)
-    copies = {i: replicated(len(mesh.axes)) for i in graph.parameters.values()}
-    shards = {i: most_sharded(candidates.of[i], mesh, range(len(mesh.axes))) for i in graph.parameters.values()}
-    views = frozenset(i for i in from_parameters(graph) if len(graph.ops[i].inputs) == 1)
-    data = scheme("data_parallel", words, sharding, copies)
-    fsdp = scheme("fsdp", f"{words}; {_sharded_in_words(mesh, shards)}", sharding, shards, views)
+    usual = () if of_data is False and axes else _of_data(graph, mesh, candidates, batch, scheme)
+    if of_data:
+        return usual
     if not axes:
-        return data, fsdp, scheme("megatron", "one device", {}, {}), scheme("megatron_sp", "one device", {}, {})
-
+        return *usual, scheme("megatron", "one device", {}, {}), scheme("megatron_sp", "one device", {}, {})
     last, size = axes[-1], mesh.axes[axes[-1]].size
     sharding, words = shard_batch(mesh, axes[:-1], batch)
     narrow = dim_classes(slots, size)
@@ -128,16 +128,30 @@ def _schemes(graph: Graph, mesh: Mesh, candidates: Candidates, *, fully_shard: b
     sequence = sequence_class(graph, classes, narrow, recognised, batch.root, size)
     if sequence is None:
         note = f"no sequence dim that divides by {size} in the residual stream: as megatron"
-        return data, fsdp, megatron, Baseline("megatron_sp", megatron.pins, f"{words}; {note}")
+        return *usual, megatron, Baseline("megatron_sp", megatron.pins, f"{words}; {note}")
     both = {**sharding, last: AxisSharding(narrow, {sequence: SECOND, **tensor})}
     words = f"{words}; residual sequence sharded over axis {last}"
     with_sequence = scheme("megatron_sp", words, both, {})
     if not fully_shard:
-        return data, fsdp, megatron, with_sequence
+        return *usual, megatron, with_sequence
     pinned = {i: with_sequence.pins[graph.ops[i].name].outputs for i in graph.parameters.values()}
     fixed = {i: fully_sharded(candidates, i, last, outputs[0]) for i, outputs in pinned.items() if outputs and outputs[0] is not None}
-    sharded = scheme(SHARDED_MEGATRON, f"{words}; parameters sharded over the other axes", both, fixed, views)
-    return data, fsdp, megatron, with_sequence, sharded
+    sharded = scheme(SHARDED_MEGATRON, f"{words}; parameters sharded over the other axes", both, fixed, _views(graph))
+    return *usual, megatron, with_sequence, sharded
+
+
+def _of_data(graph: Graph, mesh: Mesh, candidates: Candidates, batch: Batch, scheme: Callable[..., Baseline]) -> tuple[Baseline, ...]:
+    """data_parallel and fsdp."""
+    sharding, words = shard_batch(mesh, used_axes(mesh), batch)
+    copies = {i: replicated(len(mesh.axes)) for i in graph.parameters.values()}
+    shards = {i: most_sharded(candidates.of[i], mesh, range(len(mesh.axes))) for i in graph.parameters.values()}
+    data = scheme("data_parallel", words, sharding, copies)
+    return data, scheme("fsdp", f"{words}; {_sharded_in_words(mesh, shards)}", sharding, shards, _views(graph))
+
+
+def _views(graph: Graph) -> frozenset[int]:
+    """Ops of one input that depend on parameters only."""
+    return frozenset(i for i in from_parameters(graph) if len(graph.ops[i].inputs) == 1)
 
 
 def fully_sharded(candidates: Candidates, index: int, axis: int, layout: Layout) -> Layout:
@@ -182,7 +196,7 @@ def _zero_stage(
             fixed[i] = copy
         if op.kind == ACCUMULATED and name in ("zero2", "zero3"):
             fixed[i] = shards[_parameter_of(graph, op)]
-    views = frozenset(i for i in from_parameters(graph) if len(graph.ops[i].inputs) == 1)
+    views = _views(graph)
     pins = settle(graph, coder, wanted, fixed, views if gathered_at_use else NOTHING)
     if name == "hsdp":
         pins |= _summed_within_groups(graph, pins, shards, axes[-1])
