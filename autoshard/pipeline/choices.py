@@ -53,8 +53,7 @@ def choices_of(
         if not (equal or in_division):
             continue
         short |= {u} if table.plan_on(u, u in short) else set()
-        found = [_configuration("equal", table, name, [Stage(a, b, u) for a, b in parts]) for name, parts in equal]
-        some = [replace(c, unit_seconds=unit_seconds) for c in found if c is not None]
+        some = [replace(c, unit_seconds=unit_seconds) for c in _of_equal_groups(table, equal, P)]
         configurations += filter(wanted, some)
         least = fastest(configurations)
         if not keep_slow:
@@ -70,10 +69,15 @@ def planned_before(table: StageTable, schedules: Sequence[str]) -> list[Configur
     """The configurations on sub-meshes that are planned already, without the grid."""
     configurations = _of_division(table, schedules)
     for P in sorted({P for P, *_ in (_grid(table) if len(table.cluster.kinds) == 1 else [])}):
-        u = _submesh(table, table.cluster.num_devices // P)
-        found = [_configuration("equal", table, n, [Stage(a, b, u) for a, b in parts]) for n, parts in _schedules_and_parts(table, schedules, P)]
-        configurations += [c for c in found if c is not None]
+        configurations += _of_equal_groups(table, _schedules_and_parts(table, schedules, P), P)
     return configurations
+
+
+def _of_equal_groups(table: StageTable, pairs: Sequence[tuple[str, tuple[tuple[int, int], ...]]], P: int) -> list[Configuration]:
+    """P groups of equal size under these schedules, with these parts."""
+    u = _submesh(table, table.cluster.num_devices // P)
+    found = [_configuration("equal", table, name, [Stage(a, b, u) for a, b in parts]) for name, parts in pairs]
+    return [c for c in found if c is not None]
 
 
 def _of_division(table: StageTable, schedules: Sequence[str]) -> list[Configuration]:
@@ -249,8 +253,8 @@ def place(wanted: Sequence[SubMesh], cluster: Cluster) -> list[tuple[int, ...]]:
 
 
 def speed_ups(cluster: Cluster, tables: Sequence[StageTable], best: Configuration) -> tuple[dict[str, Any], ...]:
-    """Seconds on the first 1, 2, 4, ... devices of a cluster of one kind of nodes (from plans of single layers, on sub-meshes that the search
-    considered, or that have all these devices), and on all of them.
+    """Seconds on the first 1, 2, 4, ... devices of a cluster of one kind of nodes (from plans of single layers, on sub-meshes that the
+    search considered, or that have all these devices), and on all of them.
 
     seconds: None where the model does not fit. speed_up: relative to the fewest devices that fit, whose speed-up is their number; None
     where the model does not fit, and in all rows if the model fits on all devices only, as there is nothing to compare with.

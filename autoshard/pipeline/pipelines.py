@@ -2,8 +2,8 @@
 
 for every K   graph     = capture_deep(model, inputs of one microbatch)       the program of a microbatch
               layers    = layers_of(graph)                                    a chain that can be divided into stages
-              table     = StageTable(...).plan()                              every stage, estimated from plans of single layers
-              division  = inter_op(table.seconds(), transfers, tiling, K)     stages and sub-meshes of least T
+              table     = StageTable(...).plan_on(each sub-mesh)              every stage, estimated from plans of single units
+              division  = table.division()                                    stages and sub-meshes of least T
 configurations                        that division, equal parts, every data x tensor x pipeline; simulated under every schedule
 the best configuration                each stage planned as one program; repeated while another configuration is estimated to be faster
 
@@ -134,6 +134,7 @@ class _Search:
         self.tables: dict[int, StageTable] = {}
         self.bounds: dict[int, float] = {}  # seconds, by K
         self.captures: dict[str, str] = {}
+        self.tested = 0  # periods that a capture for an earlier K was tiled from
         self.tight: set[int] = set()  # sub-meshes on which memory decided for an earlier K
 
     def answer(self) -> Pipeline:
@@ -168,18 +169,20 @@ class _Search:
         return self.options.stages in (None, configuration.groups)
 
     def _counts(self) -> list[int]:
-        """The numbers of microbatches, those near the number of devices first: they are most often the best."""
+        """The numbers of microbatches, 2 first and those far from it last: with few of them few stages can pay, so that little has to be
+        planned, and the best of these leaves less to plan for the others."""
         batch = batch_of(self.inputs)
         counts = list(dict.fromkeys(self.options.microbatches or (k for k in (1, 2, 4, 8, 16, 32) if batch % k == 0)))
         for count in counts:
             microbatch(self.inputs, count)  # raises ValueError where the batch doesn't divide
-        return sorted(counts, key=lambda k: (abs(math.log2(k / self.cluster.num_devices)), k))
+        return sorted(counts, key=lambda k: (abs(math.log2(k / 2)), k))
 
     @no_search_for_cycles()
     def _table(self, K: int) -> StageTable:
         inputs = microbatch(self.inputs, K)
-        graph, depth = capture_deep(self.model, inputs, training=self.options.training, witness=self.options.witness)
-        self.captures = depth.noted
+        training, witness = self.options.training, self.options.witness and not self.tested
+        graph, depth = capture_deep(self.model, inputs, training=training, witness=witness, tested=self.tested)
+        self.captures, self.tested = self.captures or depth.noted, depth.periods
         options = self.options
         table = StageTable(
             self.cluster, layers_of(graph, options.layers), K,

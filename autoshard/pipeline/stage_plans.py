@@ -31,7 +31,7 @@ from autoshard.graph import Graph
 from autoshard.layout import Layout, local_numel
 from autoshard.mesh import Mesh
 from autoshard.pipeline.configurations import StageOption
-from autoshard.pipeline.stage_costs import stage_costs_of
+from autoshard.pipeline.stage_costs import kernel_seconds, stage_costs_of
 from autoshard.planning.describe import layouts_of
 from autoshard.problem import Edge, Problem, evaluate
 from autoshard.simulate.tasks import program_of
@@ -135,7 +135,8 @@ class StageProblem:
         peak = evaluate(problem, choice).peak
         program = program_of(formulated, choice)
         everything = [0] * len(formulated.graph.ops)
-        (part,), (silent,) = (stage_costs_of(program, everything, 1, communication=on) for on in (True, False))
+        (part,) = stage_costs_of(program, everything, 1)
+        forward, backward = kernel_seconds(program)
         arrivals = {False: 0.0, True: 0.0}
         for i in _received(formulated.graph):
             arrivals[formulated.graph.ops[i].kind == "tangent"] += _arrivals(formulated, i)[choice[i]]
@@ -148,10 +149,10 @@ class StageProblem:
             static_bytes=held[True],
             saved_bytes=held[False],
             transient_bytes=max(peak - held[True] - held[False], 0.0),
-            communication=part.forward + part.backward - silent.forward - silent.backward + sum(arrivals.values()),
+            communication=part.forward + part.backward - forward - backward + sum(arrivals.values()),
             reduction=math.fsum(task.seconds for task in updates if task.kind != "optimizer"),
             update=math.fsum(task.seconds for task in updates if task.kind == "optimizer"),
-            hides=silent.backward,
+            hides=backward,
             mesh=self.job.mesh.shape,
             recompute=self.job.recompute,
             layouts=tuple(layouts_of(formulated, choice).values()) if self.job.layouts else (),
