@@ -119,7 +119,7 @@ class _Builder:
     def output_layouts(self, value: Value) -> Layouts:
         i, k = value
         options = self.candidates.of[i]
-        return self.tables.once(("outputs", self.lists[i], k), lambda: tuple(c.outputs[k] for c in options))  # type: ignore[return-value]
+        return self.tables.once(("outputs", self.lists[i], k), lambda: tuple(c.outputs[k] for c in options))  # type: ignore[misc]
 
     def input_layouts(self, i: int, a: int) -> Layouts:
         options = self.candidates.of[i]

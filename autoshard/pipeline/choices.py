@@ -37,10 +37,10 @@ def choices_of(
 ) -> tuple[list[Configuration], set[int]]:  # fmt: skip
     """The wanted configurations of this number of microbatches that may be faster than `least` seconds and than each other, and the
     sub-meshes on which memory decides. least: None for all, however slow. tight: the sub-meshes for which this is known before."""
-    keep_slow, least = least is None, math.inf if least is None else least
+    keep_slow, below = least is None, math.inf if least is None else least
 
     def fastest(some: Sequence[Configuration]) -> float:
-        return math.inf if keep_slow else min([least, *(c.seconds for c in some if c.fits)])
+        return math.inf if keep_slow else min([below, *(c.seconds for c in some if c.fits)])
 
     shapes = _grid(table) if len(table.cluster.kinds) == 1 else []
     numbers = {P for P, *_ in shapes}
@@ -48,14 +48,14 @@ def choices_of(
     short, shortest = set(tight), math.inf  # shortest: the least T of a division that is known
     for u, s in sorted(enumerate(table.cluster.submeshes), key=lambda pair: (-pair[1].size, pair[0])):
         P = table.cluster.num_devices // s.size
-        equal = _promising(table, schedules, P, least) if P in numbers and _submesh(table, s.size) == u else []
-        in_division = table.work.of_any_schedule(s.size) < ROOM * least and table.work.of_division(s.size) < shortest
+        equal = _promising(table, schedules, P, below) if P in numbers and _submesh(table, s.size) == u else []
+        in_division = table.work.of_any_schedule(s.size) < ROOM * below and table.work.of_division(s.size) < shortest
         if not (equal or in_division):
             continue
         short |= {u} if table.plan_on(u, u in short) else set()
         some = [replace(c, unit_seconds=unit_seconds) for c in _of_equal_groups(table, equal, P)]
         configurations += filter(wanted, some)
-        least = fastest(configurations)
+        below = fastest(configurations)
         if not keep_slow:
             shortest = min([shortest, *(c.bottleneck_seconds for c in some if c.fits and c.schedule != "interleaved_1f1b")])
     configurations += filter(wanted, [replace(c, unit_seconds=unit_seconds) for c in _of_division(table, schedules)])

@@ -120,9 +120,9 @@ class StageTable:
         ones = [u for u, s in enumerate(self.cluster.submeshes) if s.size == 1]
         self._add([(u, self.cluster.meshes(self.cluster.submeshes[u])[0], False, (0.0,)) for u in ones])
         rows = [{name: np.diagonal(part, 1) for name, part in self.sums[u][0].parts.items()} for u in ones]
-        least = [np.min([row[name] for row in rows], axis=0) for name in ("bound", "forward")]
+        bound, forward = (np.min([row[name] for row in rows], axis=0) for name in ("bound", "forward"))
         weight = np.max([row["weight"] for row in rows], axis=0)
-        return Work(*least, weight, self.K, self.cluster.num_devices, tuple(s.size for s in self.cluster.submeshes))
+        return Work(bound, forward, weight, self.K, self.cluster.num_devices, tuple(s.size for s in self.cluster.submeshes))
 
     def plan(self, tight: Collection[int] = ()) -> set[int]:
         """Plans every layer on every mesh; returns the sub-meshes where a stage with a proportional share doesn't fit."""
