@@ -42,9 +42,9 @@ def test_the_best_is_never_slower_than_any_configuration():
     rows = [row for row in best.configurations if row["fits"]]
     assert best.seconds == rows[0]["seconds"] == min(row["seconds"] for row in rows)
     assert {row["way"] for row in rows} == {"planned", "equal", "grid"}
-    assert {(row["data"], row["tensor"], row["pipeline"]) for row in rows if row["way"] == "grid"} == {
-        (d, h, 4 // (d * h)) for d in (1, 2, 4) for h in (1, 2, 4) if 4 % (d * h) == 0
-    }
+    grid = {(row["data"], row["tensor"], row["pipeline"]) for row in rows if row["way"] == "grid"}
+    assert grid <= {(d, h, 4 // (d * h)) for d in (1, 2, 4) for h in (1, 2, 4) if 4 % (d * h) == 0}
+    assert {(4, 1, 1), (2, 2, 1), (1, 4, 1)} <= grid  # one stage is never left out
     assert best.bound <= best.seconds and rows[0]["exact"]
 
 

@@ -58,6 +58,7 @@ class Depth:
     witnessed: bool = False  # whether the eager programs were compared
     shallow: Graph | None = None  # the same with SHALLOW periods, where the graph is deeper than that: a plan can start from its
     ignored: str = ""  # what the model asks for that a plan does not do
+    periods: int = 0  # of the capture that was tiled; 0 where all layers were captured
 
     @property
     def noted(self) -> dict[str, str]:
@@ -73,13 +74,15 @@ def capture_deep(
     precision: Precision | None = None,
     witness: bool = False,
     gain: float = 3.0,
+    tested: int = 0,
 ) -> tuple[Graph, Depth]:
     """The graph of `capture(module, ...)`, tiled from a capture of few layers where that pays and is tested, and how it was obtained.
 
     precision: as for `capture`. witness: also run the full model once, eagerly on fake tensors. gain: tile if the model has at least
     `gain` times the layers that have to be captured for it (a capture has a cost at its start that a few more layers add little to).
+    tested: `Depth.periods` of the same module with inputs of another batch size: tiling them was tested there, and is not again.
     """
-    graph, depth = _tiled_capture(module, example_inputs, training, precision, witness, gain)
+    graph, depth = _tiled_capture(module, example_inputs, training, precision, witness, gain, tested)
     if precision is None:
         return graph, depth
     stored = stored_dtypes(module, example_inputs)
@@ -88,7 +91,7 @@ def capture_deep(
 
 
 def _tiled_capture(
-    module: nn.Module, example_inputs: Any, training: bool, precision: Precision | None, witness: bool, gain: float
+    module: nn.Module, example_inputs: Any, training: bool, precision: Precision | None, witness: bool, gain: float, tested: int
 ) -> tuple[Graph, Depth]:
     """As `capture_deep`, in the dtypes in which the model computes."""
     repeating = containers(module)
@@ -119,7 +122,7 @@ def _tiled_capture(
         return sum(c.depth(q) for c in repeating for q in (periods, periods + 1) if q not in graphs)
 
     after_head = training and any(c.head for c in repeating) and layers >= gain * needed(PERIODS[1])
-    for periods in PERIODS[after_head:]:
+    for periods in (tested,) if tested else PERIODS[after_head:]:
         if layers < gain * needed(periods):
             reasons.append(f"captures of {needed(periods)} layers for a model that has {layers} don't pay")
             break
@@ -128,9 +131,9 @@ def _tiled_capture(
         except ValueError as error:
             return full_capture(f"few of its layers can't be captured: {error}")
         try:
-            predicted = _tiled(small, repeating, periods, {c.name: c.depth(periods + 1) for c in repeating})
             deep = _tiled(small, repeating, periods, {c.name: c.layers for c in repeating})
-            reason = difference(predicted, at(periods + 1))
+            one_more = {c.name: c.depth(periods + 1) for c in repeating}
+            reason = "" if tested else difference(_tiled(small, repeating, periods, one_more), at(periods + 1))
         except ValueError as error:
             reason = str(error)
         if reason:
@@ -143,7 +146,7 @@ def _tiled_capture(
             return full_capture(reason)
         few = {c.name: c.depth(SHALLOW) for c in repeating}
         shallow = None if all(few[c.name] == c.layers for c in repeating) else _tiled(small, repeating, periods, few)
-        return deep, Depth(repeating, tuple(captured), True, "", witness, shallow, max(notes))
+        return deep, Depth(repeating, tuple(captured), True, "", witness, shallow, max(notes), periods)
     return full_capture("; ".join(reasons))
 
 

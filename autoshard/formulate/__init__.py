@@ -33,4 +33,5 @@ from autoshard.formulate.saved_values import transfer_seconds_of as transfer_sec
 from autoshard.formulate.saved_values import with_saved_values as with_saved_values
 from autoshard.formulate.streams import StreamSeconds as StreamSeconds
 from autoshard.formulate.streams import stream_seconds as stream_seconds
+from autoshard.formulate.tables import Tables as Tables
 from autoshard.formulate.usages import KINDS as KINDS

@@ -23,7 +23,6 @@ from autoshard.graph import ACCUMULATED, KEPT, OFFLOADED, RELOADED, SELECTED, Gr
 from autoshard.layout import all_layouts, has_partial, local_numel, local_shape
 from autoshard.mesh import Mesh
 from autoshard.problem import Edge, Problem
-from autoshard.routes import Routes
 from autoshard.strategies import (
     Candidate,
     Candidates,
@@ -36,24 +35,26 @@ from autoshard.strategies import (
 
 
 def formulate(
-    graph: Graph, candidates: Candidates, mesh: Mesh, *, training: Training | None = None, memory_limit: float | None = None
-) -> Formulation:
+    graph: Graph, candidates: Candidates, mesh: Mesh, *, training: Training | None = None, memory_limit: float | None = None,
+    tables: Tables | None = None,
+) -> Formulation:  # fmt: skip
     """The Problem of choosing layouts for `graph` on `mesh`.
 
     memory_limit: bytes per device. training: the optimizer is counted, and the number of microbatches; with several the graph is one
-    `with_microbatches`.
+    `with_microbatches`. tables: those of other graphs on the same mesh, to which the graph's are added.
     """
-    return _Builder(graph, candidates, mesh, training, memory_limit).build()
+    return _Builder(graph, candidates, mesh, training, memory_limit, tables or Tables(mesh)).build()
 
 
 class _Builder:
     """Collects nodes and edges; the memory usages follow from them."""
 
-    def __init__(self, graph: Graph, candidates: Candidates, mesh: Mesh, training: Training | None, memory_limit: float | None):
+    def __init__(self, graph: Graph, candidates: Candidates, mesh: Mesh, training: Training | None, memory_limit: float | None,
+                 tables: Tables):  # fmt: skip
         self.graph, self.candidates, self.mesh, self.training, self.memory_limit = graph, candidates, mesh, training, memory_limit
         self.microbatches = 1 if training is None else training.microbatches
-        self.routes = Routes(mesh)
-        self.tables = Tables(mesh, self.routes)
+        self.tables, self.routes = tables, tables.routes
+        self.lists = [tables.number(options) for options in candidates.of]
         self.trained = self._trained()
         self.pending = pending(graph)
         self.names: list[str] = []
@@ -70,7 +71,7 @@ class _Builder:
         costs: dict[int, np.ndarray] = {}
         for i, op in enumerate(self.graph.ops):
             if self.first[i] not in costs:
-                costs[self.first[i]] = self._op_costs(i)
+                costs[self.first[i]] = self._known_costs(i)
             self._node(op.name, costs[self.first[i]])
         waiting = self._add_hubs()
         self.usages = Usages(
@@ -101,9 +102,6 @@ class _Builder:
         self.first = [
             seen.setdefault((self.graph.signature(i), i in self.trained), i) for i in range(len(self.graph.ops))
         ]  # a parameter that is trained has other costs than one that isn't
-        self._output_layouts: dict[tuple[int, int], Layouts] = {}
-        self._input_layouts: dict[tuple[int, int], Layouts] = {}
-        self._waiting_layouts: dict[tuple, Layouts] = {}
         self._zero_costs: dict[int, np.ndarray] = {}
         self._internal_bytes: dict[int, np.ndarray | None] = {}
         self._output_bytes: dict[int, np.ndarray] = {}
@@ -120,16 +118,12 @@ class _Builder:
 
     def output_layouts(self, value: Value) -> Layouts:
         i, k = value
-        key = (self.first[i], k)
-        if key not in self._output_layouts:
-            self._output_layouts[key] = tuple(c.outputs[k] for c in self.candidates.of[i])  # type: ignore[misc]
-        return self._output_layouts[key]
+        options = self.candidates.of[i]
+        return self.tables.once(("outputs", self.lists[i], k), lambda: tuple(c.outputs[k] for c in options))  # type: ignore[misc]
 
     def input_layouts(self, i: int, a: int) -> Layouts:
-        key = (self.first[i], a)
-        if key not in self._input_layouts:
-            self._input_layouts[key] = tuple(c.inputs[a] for c in self.candidates.of[i])
-        return self._input_layouts[key]
+        options = self.candidates.of[i]
+        return self.tables.once(("inputs", self.lists[i], a), lambda: tuple(c.inputs[a] for c in options))
 
     def output_bytes(self, i: int) -> np.ndarray:
         """Bytes of the outputs of op i, per choice."""
@@ -152,6 +146,10 @@ class _Builder:
         self.names.append(name)
         self.node_costs.append(costs)
         return len(self.names) - 1
+
+    def _known_costs(self, i: int) -> np.ndarray:
+        key = ("costs", self.lists[i], self.graph.signature(i), self.training if i in self.trained else None, self.microbatches)
+        return self.tables.once(key, lambda: self._op_costs(i))
 
     def _op_costs(self, i: int) -> np.ndarray:
         op, inputs, device = self.graph.ops[i], self.graph.input_tensors(i), self.mesh.device
@@ -191,13 +189,14 @@ class _Builder:
     def _layouts_of_hub(self, value: Value) -> Layouts:
         """The output layouts of its producer that hold no Partial, and the input layouts of its readers; computed once per signature."""
         readers = self.graph.users.get(value, ())
-        distinct = dict.fromkeys((self.first[i], a) for i, a in readers)  # a table that all layers read has hundreds of readers
-        key = (self.first[value[0]], value[1], *distinct)
-        if key not in self._waiting_layouts:
-            wanted = [layout for i, a in distinct for layout in self.input_layouts(i, a)]
+        distinct = {(self.lists[i], a): (i, a) for i, a in readers}  # a table that all layers read has hundreds of readers
+
+        def layouts() -> Layouts:
+            wanted = [layout for i, a in distinct.values() for layout in self.input_layouts(i, a)]
             completed = [layout for layout in self.output_layouts(value) if not has_partial(layout)]
-            self._waiting_layouts[key] = tuple(dict.fromkeys([*completed, *wanted]))
-        return self._waiting_layouts[key]
+            return tuple(dict.fromkeys([*completed, *wanted]))
+
+        return self.tables.once(("hub", self.lists[value[0]], value[1], *distinct), layouts)
 
     def _zeros(self, count: int) -> np.ndarray:
         if count not in self._zero_costs:

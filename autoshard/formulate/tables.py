@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -13,16 +14,25 @@ from autoshard.layout import Layout, local_numel
 from autoshard.mesh import Mesh
 from autoshard.routes import Routes, buffer_table
 
+T = TypeVar("T")
+
 
 class Tables:
-    """The tables computed so far, each once. Rows are source layouts, columns are target layouts."""
+    """The tables computed so far, each once. Rows are source layouts, columns are target layouts. Graphs on one mesh may share them."""
 
-    def __init__(self, mesh: Mesh, routes: Routes):
-        self.mesh, self.routes = mesh, routes
+    def __init__(self, mesh: Mesh, routes: Routes | None = None):
+        self.mesh, self.routes = mesh, routes or Routes(mesh)
         self._numbers: dict[Hashable, int] = {}
         self._objects: dict[int, tuple[int, Hashable]] = {}  # id -> number; the object is kept alive with its id
         self._moves: dict[tuple[int, int, int], MoveTables] = {}
         self._bytes: dict[tuple[int, int], np.ndarray] = {}
+        self._known: dict[Hashable, object] = {}
+
+    def once(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """A value that nothing but its key decides, computed when it is first asked for."""
+        if key not in self._known:
+            self._known[key] = compute()
+        return self._known[key]  # type: ignore[return-value]
 
     def number(self, value: Hashable) -> int:
         """A number per tensor or tuple of layouts, equal for equal ones; an object that was numbered before isn't hashed again."""

@@ -3,19 +3,20 @@
     planned   the division of the dynamic program
     equal     P stages of equally many layers on equal sub-meshes, each with the best layouts that fit; interleaved: 2 P parts
     grid      the same stages with fixed layouts: data parallel over D, Megatron over H, P = devices / (D H)
+
+Stages on a sub-mesh are planned, largest sub-meshes first, unless no step that uses it can be faster than the best so far
+(`stage_bounds`); so are points of the grid.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from autoshard.pipeline.configurations import Combination, Configuration, equal_parts, in_flight
-from autoshard.pipeline.interop import Nodes, Stage, SubMesh, Tiling, inter_op
+from autoshard.pipeline.interop import Nodes, Stage, SubMesh
 from autoshard.pipeline.pipeline_record import PipelineStage
 from autoshard.pipeline.schedules import schedule_of
 from autoshard.pipeline.stage_programs import stage_program
@@ -25,19 +26,75 @@ from autoshard.pipeline.submeshes import Cluster
 CHUNKS = 2  # parts per device of an interleaved schedule
 
 
-def choices_of(table: StageTable, schedules: Sequence[str], *, grid: bool) -> list[Configuration]:
-    """All configurations of this number of microbatches."""
-    configurations: list[Configuration | None] = []
-    division = inter_op(table.seconds(), table.transfer + table.transfer_back, table.cluster.tiling, table.K)
-    if division is not None:
-        for name in _single_chunk(table, schedules, len(division.stages)):
-            configurations.append(_configuration("planned", table, name, division.stages))
+ROOM = 1.02  # a bound has to be this much above the best estimate: estimates come from plans of single layers
+
+Wanted = Callable[[Configuration], bool]
+
+
+def choices_of(
+    table: StageTable, schedules: Sequence[str], *, grid: bool, least: float | None, tight: Collection[int] = (),
+    wanted: Wanted = lambda configuration: True, unit_seconds: float = 0.0,
+) -> tuple[list[Configuration], set[int]]:  # fmt: skip
+    """The wanted configurations of this number of microbatches that may be faster than `least` seconds and than each other, and the
+    sub-meshes on which memory decides. least: None for all, however slow. tight: the sub-meshes for which this is known before."""
+    keep_slow, below = least is None, math.inf if least is None else least
+
+    def fastest(some: Sequence[Configuration]) -> float:
+        return math.inf if keep_slow else min([below, *(c.seconds for c in some if c.fits)])
+
     shapes = _grid(table) if len(table.cluster.kinds) == 1 else []
-    for P in sorted({P for P, *_ in shapes}):
-        u = _submesh(table, table.cluster.num_devices // P)
-        for name, parts in _schedules_and_parts(table, schedules, P):
-            configurations.append(_configuration("equal", table, name, [Stage(a, b, u) for a, b in parts]))
-    return [*(c for c in configurations if c is not None), *(_grid_points(table, schedules, shapes) if grid else [])]
+    numbers = {P for P, *_ in shapes}
+    configurations: list[Configuration] = []
+    short, shortest = set(tight), math.inf  # shortest: the least T of a division that is known
+    for u, s in sorted(enumerate(table.cluster.submeshes), key=lambda pair: (-pair[1].size, pair[0])):
+        P = table.cluster.num_devices // s.size
+        equal = _promising(table, schedules, P, below) if P in numbers and _submesh(table, s.size) == u else []
+        in_division = table.work.of_any_schedule(s.size) < ROOM * below and table.work.of_division(s.size) < shortest
+        if not (equal or in_division):
+            continue
+        short |= {u} if table.plan_on(u, u in short) else set()
+        some = [replace(c, unit_seconds=unit_seconds) for c in _of_equal_groups(table, equal, P)]
+        configurations += filter(wanted, some)
+        below = fastest(configurations)
+        if not keep_slow:
+            shortest = min([shortest, *(c.bottleneck_seconds for c in some if c.fits and c.schedule != "interleaved_1f1b")])
+    configurations += filter(wanted, [replace(c, unit_seconds=unit_seconds) for c in _of_division(table, schedules)])
+    if grid:
+        points = _grid_points(table, schedules, shapes, fastest(configurations))
+        configurations += filter(wanted, [replace(c, unit_seconds=unit_seconds) for c in points])
+    return configurations, short
+
+
+def planned_before(table: StageTable, schedules: Sequence[str]) -> list[Configuration]:
+    """The configurations on sub-meshes that are planned already, without the grid."""
+    configurations = _of_division(table, schedules)
+    for P in sorted({P for P, *_ in (_grid(table) if len(table.cluster.kinds) == 1 else [])}):
+        configurations += _of_equal_groups(table, _schedules_and_parts(table, schedules, P), P)
+    return configurations
+
+
+def _of_equal_groups(table: StageTable, pairs: Sequence[tuple[str, tuple[tuple[int, int], ...]]], P: int) -> list[Configuration]:
+    """P groups of equal size under these schedules, with these parts."""
+    u = _submesh(table, table.cluster.num_devices // P)
+    found = [_configuration("equal", table, name, [Stage(a, b, u) for a, b in parts]) for name, parts in pairs]
+    return [c for c in found if c is not None]
+
+
+def _of_division(table: StageTable, schedules: Sequence[str]) -> list[Configuration]:
+    """The division of the dynamic program over the sub-meshes that are planned, under every schedule of one part per device."""
+    division = table.division()
+    if division is None:
+        return []
+    found = [_configuration("planned", table, name, division.stages) for name in _single_chunk(table, schedules, len(division.stages))]
+    return [c for c in found if c is not None]
+
+
+def _promising(
+    table: StageTable, schedules: Sequence[str], P: int, least: float
+) -> list[tuple[str, tuple[tuple[int, int], ...]]]:  # fmt: skip
+    """The schedules and parts of P equal groups that may be faster than `least` seconds."""
+    pairs = _schedules_and_parts(table, schedules, P)
+    return [(name, parts) for name, parts in pairs if table.work.of_equal_groups(parts, P) < ROOM * least]
 
 
 def _single_chunk(table: StageTable, schedules: Sequence[str], stages: int) -> list[str]:
@@ -71,10 +128,13 @@ def _has_room(table: StageTable, point: tuple[int, int, int]) -> bool:
     return table.held_bytes / (P * H) <= table.memory(table.cluster.submeshes[0])
 
 
-def _grid_points(table: StageTable, schedules: Sequence[str], shapes: Sequence[tuple[int, int, int]]) -> list[Configuration]:
-    kind = table.cluster.kinds[0] if table.cluster.kinds else None
-    assert kind is not None
-    shapes = [point for point in shapes if _has_room(table, point)]
+def _grid_points(
+    table: StageTable, schedules: Sequence[str], shapes: Sequence[tuple[int, int, int]], least: float
+) -> list[Configuration]:  # fmt: skip
+    if not shapes:
+        return []
+    kind = table.cluster.kinds[0]
+    shapes = [point for point in shapes if _has_room(table, point) and _promising(table, schedules, point[0], least)]
     combinations, submeshes = {}, {}
     for P, D, H in shapes:
         mesh = kind.mesh(tuple(n for n in (D, H) if n > 1) or (1,))
@@ -193,7 +253,8 @@ def place(wanted: Sequence[SubMesh], cluster: Cluster) -> list[tuple[int, ...]]:
 
 
 def speed_ups(cluster: Cluster, tables: Sequence[StageTable], best: Configuration) -> tuple[dict[str, Any], ...]:
-    """Seconds on the first 1, 2, 4, ... devices of a cluster of one kind of nodes (from plans of single layers), and on all of them.
+    """Seconds on the first 1, 2, 4, ... devices of a cluster of one kind of nodes (from plans of single layers, on sub-meshes that the
+    search considered, or that have all these devices), and on all of them.
 
     seconds: None where the model does not fit. speed_up: relative to the fewest devices that fit, whose speed-up is their number; None
     where the model does not fit, and in all rows if the model fits on all devices only, as there is nothing to compare with.
@@ -204,12 +265,13 @@ def speed_ups(cluster: Cluster, tables: Sequence[StageTable], best: Configuratio
     counts = [m for m in range(1, n) if (m < M and M % m == 0) or (m % M == 0 and n % m == 0)]
     rows: list[dict[str, Any]] = []
     for m in counts:
-        keep = [u for u, s in enumerate(cluster.submeshes) if s.size <= m]
-        tiling = Tiling((Nodes(max(1, m // M), min(m, M)),), tuple(cluster.submeshes[u] for u in keep))
+        nodes = Nodes(max(1, m // M), min(m, M))
         least = math.inf
         for table in tables:
-            x = (table.transfer + table.transfer_back)[np.ix_(range(table.layers.count + 1), keep, keep)]
-            division = inter_op(table.seconds()[keep], x, tiling, table.K)
+            u = _submesh(table, m)
+            if table.K == best.microbatches and u not in table.known and table.held_bytes / m <= table.memory(cluster.submeshes[u]):
+                table.plan_on(u)
+            division = table.division(m, (nodes,))
             least = min(least, division.seconds if division else math.inf)
         rows.append({"devices": m, "seconds": least if math.isfinite(least) else None})
     rows.append({"devices": n, "seconds": best.seconds})

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from autoshard.mesh import Mesh
-from autoshard.pipeline.interop import Stage
+from autoshard.pipeline.interop import Stage, step_seconds
 from autoshard.pipeline.schedule_times import ScheduleRun, run
 from autoshard.pipeline.schedules import Schedule, schedule_of
 from autoshard.solution import Placed
@@ -102,6 +102,12 @@ class Configuration:
     @property
     def seconds(self) -> float:
         return self.run.seconds
+
+    @property
+    def bottleneck_seconds(self) -> float:
+        """T of `interop`: of a pipeline without other idle time than filling and draining it."""
+        across = [a + b for a, b in zip(self.transfer, self.transfer_back)][: len(self.parts) - 1]
+        return step_seconds([o.seconds(self.microbatches) for o in self.options], across, self.microbatches)
 
     @property
     def fits(self) -> bool:

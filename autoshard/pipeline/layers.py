@@ -13,14 +13,18 @@ a forward value that only a lower layer uses, or if only the gradient of a lower
 the bias at a layer's end). A backward op that reads no gradient belongs to the layer of its inputs or, if several layers use these, to
 the layer that reads its output (`_backward_layers`). Layers are merged if a forward value would flow to a lower
 layer, or a backward value to a higher one (`_merged`).
+
+A layer may hold several blocks, or one with light ops before or after it. The single blocks, and what is beside them, are the units of the
+layers (`Layers.units`): most of them are equal programs, of which one has to be planned.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -42,6 +46,17 @@ class Layers:
     of: tuple[int, ...]
     count: int
     flops: tuple[float, ...]  # of the forward ops of each layer
+    finer: Layers | None = None  # the same program in units of which layers consist; None: layers are the units
+
+    @property
+    def units(self) -> Layers:
+        return self.finer or self
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The first unit of each layer, and at the end the number of units."""
+        layer_of = {unit: layer for unit, layer in zip(self.units.of, self.of) if unit >= 0}
+        return (*(min(u for u, of in layer_of.items() if of == layer) for layer in range(self.count)), self.units.count)
 
     @cached_property
     def shared(self) -> dict[str, tuple[int, ...]]:
@@ -72,6 +87,22 @@ def layers_of(graph: Graph, count: int | None = None) -> Layers:
     if count and len(positions) < count:
         positions = sorted({*positions, *_thin_positions(crossing)})
     boundaries = clustered(flops, crossing, positions, wanted)
+    layers = _divided(graph, forward, flops, boundaries)
+    if not blocks or set(at_blocks) <= set(boundaries):
+        return layers
+    finer = _divided(graph, forward, flops, sorted({*at_blocks, *boundaries}))
+    return replace(layers, finer=finer) if _consists_of(layers, finer) else layers
+
+
+def _consists_of(layers: Layers, finer: Layers) -> bool:
+    """Whether each of the finer layers is inside one layer, in the same order."""
+    pairs = set(zip(finer.of, layers.of))
+    inside = sorted(pair for pair in pairs if pair != (-1, -1))
+    return len(inside) == finer.count and all(b[1] - a[1] in (0, 1) for a, b in pairwise(inside))
+
+
+def _divided(graph: Graph, forward: list[int], flops: list[float], boundaries: list[int]) -> Layers:
+    """The graph divided at these positions of its forward ops."""
     of = [-1] * len(graph.ops)
     layer = 0
     for at, i in enumerate(forward):

@@ -2,8 +2,8 @@
 
 for every K   graph     = capture_deep(model, inputs of one microbatch)       the program of a microbatch
               layers    = layers_of(graph)                                    a chain that can be divided into stages
-              table     = StageTable(...).plan()                              every stage, estimated from plans of single layers
-              division  = inter_op(table.seconds(), transfers, tiling, K)     stages and sub-meshes of least T
+              table     = StageTable(...).plan_on(each sub-mesh)              every stage, estimated from plans of single units
+              division  = table.division()                                    stages and sub-meshes of least T
 configurations                        that division, equal parts, every data x tensor x pipeline; simulated under every schedule
 the best configuration                each stage planned as one program; repeated while another configuration is estimated to be faster
 
@@ -23,14 +23,15 @@ import torch
 from autoshard.capture import capture_deep, in_turn
 from autoshard.cost import OPTIMIZERS
 from autoshard.cycles import no_search_for_cycles
-from autoshard.pipeline.choices import choices_of, described, speed_ups
+from autoshard.mesh import Mesh
+from autoshard.pipeline.choices import choices_of, described, planned_before, speed_ups
 from autoshard.pipeline.configurations import Configuration, StageOption, fastest_first, in_flight
 from autoshard.pipeline.interop import least_bottleneck
 from autoshard.pipeline.layers import layers_of
 from autoshard.pipeline.microbatches import batch_of, microbatch
 from autoshard.pipeline.pipeline_record import Pipeline
 from autoshard.pipeline.schedules import SCHEDULES
-from autoshard.pipeline.stage_plans import Job, stage_options
+from autoshard.pipeline.stage_plans import Job, options_on_mesh
 from autoshard.pipeline.stage_tables import PRICES, StageTable
 from autoshard.pipeline.submeshes import Cluster
 from autoshard.planning.options import Infeasible, Progress, Stopwatch, checked_options
@@ -111,10 +112,14 @@ class Planners:
         self.known: dict[tuple, tuple[StageOption, ...]] = {}
 
     def run(self, jobs: Sequence[Job]) -> list[tuple[StageOption, ...]]:
-        new = {job.key: job for job in jobs if job.key not in self.known}
-        answers = map(stage_options, new.values()) if self.executor is None else self.executor.map(stage_options, new.values())
-        for key, answer in zip(new, answers, strict=True):
-            self.known[key] = answer
+        by_mesh: dict[Mesh, dict[tuple, Job]] = {}
+        for job in jobs:
+            if job.key not in self.known:
+                by_mesh.setdefault(job.mesh, {})[job.key] = job
+        batches = [list(new.values()) for new in by_mesh.values()]
+        answers = map(options_on_mesh, batches) if self.executor is None else self.executor.map(options_on_mesh, batches)
+        for new, of_mesh in zip(by_mesh.values(), answers, strict=True):
+            self.known.update(zip(new, of_mesh, strict=True))
         return [self.known[job.key] for job in jobs]
 
 
@@ -129,6 +134,7 @@ class _Search:
         self.tables: dict[int, StageTable] = {}
         self.bounds: dict[int, float] = {}  # seconds, by K
         self.captures: dict[str, str] = {}
+        self.tested = 0  # periods that a capture for an earlier K was tiled from
         self.tight: set[int] = set()  # sub-meshes on which memory decided for an earlier K
 
     def answer(self) -> Pipeline:
@@ -141,10 +147,7 @@ class _Search:
                 least = min((c.seconds for c in configurations if c.fits), default=math.inf)
                 if self._beyond(table, least):
                     continue
-                self.tight = table.plan(self.tight)
-            with self.watch.phase("divide", f"dividing into stages for {K} microbatches", 0.8 * (n + 1) / len(counts)):
-                considered = choices_of(table, self.options.schedules, grid=self.options.grid)
-                configurations += [replace(c, unit_seconds=self.options.unit_seconds) for c in considered if self._wanted(c)]
+                configurations += self._considered(table, least)
         with self.watch.phase("finish", "planning the stages of the best", 0.85):
             best, configurations = self._settled(configurations)
             if best is None:
@@ -153,22 +156,33 @@ class _Search:
         with self.watch.phase("describe", "writing the pipeline", 0.95):
             return self._pipeline(best, configurations, budgets)
 
+    def _considered(self, table: StageTable, least: float) -> list[Configuration]:
+        """The configurations of a table; all of them where further limits are to be reported on, as these need slower ones."""
+        options = self.options
+        considered, self.tight = choices_of(
+            table, options.schedules, grid=options.grid, least=None if options.budgets else least, tight=self.tight,
+            wanted=self._wanted, unit_seconds=options.unit_seconds,
+        )  # fmt: skip
+        return considered
+
     def _wanted(self, configuration: Configuration) -> bool:
         return self.options.stages in (None, configuration.groups)
 
     def _counts(self) -> list[int]:
-        """The numbers of microbatches, those near the number of devices first: they are most often the best."""
+        """The numbers of microbatches, 2 first and those far from it last: with few of them few stages can pay, so that little has to be
+        planned, and the best of these leaves less to plan for the others."""
         batch = batch_of(self.inputs)
         counts = list(dict.fromkeys(self.options.microbatches or (k for k in (1, 2, 4, 8, 16, 32) if batch % k == 0)))
         for count in counts:
             microbatch(self.inputs, count)  # raises ValueError where the batch doesn't divide
-        return sorted(counts, key=lambda k: (abs(math.log2(k / self.cluster.num_devices)), k))
+        return sorted(counts, key=lambda k: (abs(math.log2(k / 2)), k))
 
     @no_search_for_cycles()
     def _table(self, K: int) -> StageTable:
         inputs = microbatch(self.inputs, K)
-        graph, depth = capture_deep(self.model, inputs, training=self.options.training, witness=self.options.witness)
-        self.captures = depth.noted
+        training, witness = self.options.training, self.options.witness and not self.tested
+        graph, depth = capture_deep(self.model, inputs, training=training, witness=witness, tested=self.tested)
+        self.captures, self.tested = self.captures or depth.noted, depth.periods
         options = self.options
         table = StageTable(
             self.cluster, layers_of(graph, options.layers), K,
@@ -179,7 +193,7 @@ class _Search:
 
     def _beyond(self, table: StageTable, least: float) -> bool:
         """Whether no pipeline of this number of microbatches can be faster, even with all work spread evenly over the devices."""
-        self.bounds[table.K] = table.K * table.work_seconds() / self.cluster.num_devices
+        self.bounds[table.K] = table.K * float(table.work.seconds.sum()) / self.cluster.num_devices
         return self.bounds[table.K] >= 1.02 * least  # least is an estimate, from plans of single layers
 
     def _settled(self, estimates: list[Configuration]) -> tuple[Configuration | None, list[Configuration]]:
@@ -258,7 +272,7 @@ class _Search:
         for limit in self.options.budgets:
             configurations: list[Configuration] = []
             for table in [t for t in self.tables.values() if t.is_planned]:
-                configurations += choices_of(table.under(limit), self.options.schedules, grid=False)
+                configurations += planned_before(table.under(limit), self.options.schedules)
             best = next(iter(fastest_first(configurations)), None)
             row = {"memory_bytes": limit, "seconds": None, "stages": None, "microbatches": None, "schedule": None, "peak_bytes": None}
             if best is not None:

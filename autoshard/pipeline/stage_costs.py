@@ -108,6 +108,13 @@ def stage_costs_of(
     return tuple(costs)
 
 
+def kernel_seconds(program: TaskProgram) -> tuple[float, float]:
+    """Seconds of the kernels of a microbatch's forward and of its backward pass, without any communication."""
+    kernels = [(t, task.phase) for t, task in enumerate(program.tasks) if task.kind == "compute"]
+    forward, backward = ([t for t, of in kernels if of == phase] for phase in ("forward", "backward"))
+    return _seconds(program, forward), _seconds(program, backward)
+
+
 def _placed(graph: Graph, part_of: Sequence[int]) -> list[int]:
     """`part_of`, where a placeholder or op without a part is assigned to the first part that reads it."""
     of = list(part_of)

@@ -23,20 +23,20 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.baselines import allowed, baselines
+from autoshard.baselines import allowed, baseline
 from autoshard.cost import gather_seconds, slowest_seconds_per_byte
 from autoshard.cycles import no_search_for_cycles
-from autoshard.formulate import Formulation, Training, formulate, with_pins
+from autoshard.formulate import Formulation, Tables, Training, formulate, with_pins
 from autoshard.graph import Graph
 from autoshard.layout import Layout, local_numel
 from autoshard.mesh import Mesh
 from autoshard.pipeline.configurations import StageOption
-from autoshard.pipeline.stage_costs import stage_costs_of
+from autoshard.pipeline.stage_costs import kernel_seconds, stage_costs_of
 from autoshard.planning.describe import layouts_of
 from autoshard.problem import Edge, Problem, evaluate
 from autoshard.simulate.tasks import program_of
 from autoshard.solvers import converged, solve
-from autoshard.strategies import Candidates, candidates
+from autoshard.strategies import Candidates, KnownCandidates, candidates
 
 LAYER_GAP, STAGE_GAP = 0.01, 0.005  # relative: how well single layers are planned, and stages that are kept
 STATIC = ("parameters", "gradients", "optimizer_state")
@@ -65,10 +65,23 @@ class Job:
         return (self.signature, self.mesh, *how)
 
 
+class OnMesh:
+    """What the jobs on one mesh share: candidates, routes and tables of the same tensors."""
+
+    def __init__(self, mesh: Mesh):
+        self.candidates, self.tables = KnownCandidates(), Tables(mesh)
+
+
+def options_on_mesh(jobs: Sequence[Job]) -> list[tuple[StageOption, ...]]:
+    """Per job one option per lambda; none where the pins exclude each other. All jobs are on the same mesh."""
+    shared = OnMesh(jobs[0].mesh)
+    return [stage_options(job, shared) for job in jobs]
+
+
 @no_search_for_cycles()
-def stage_options(job: Job) -> tuple[StageOption, ...]:
+def stage_options(job: Job, shared: OnMesh | None = None) -> tuple[StageOption, ...]:
     """One option per lambda; none where the pins exclude each other."""
-    problem = StageProblem(job)
+    problem = StageProblem(job, shared or OnMesh(job.mesh))
     solved = [problem.solved(price * problem.unit) for price in job.prices]
     return tuple(option for option in solved if option is not None)
 
@@ -76,12 +89,12 @@ def stage_options(job: Job) -> tuple[StageOption, ...]:
 class StageProblem:
     """A stage's Problem with the costs of a pipeline."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: Job, shared: OnMesh):
         self.job, graph = job, job.graph
         training = Training(job.optimizer) if any(r.kind == "gradient" for r in graph.results) else None
-        options = candidates(graph, job.mesh)
+        options = candidates(graph, job.mesh, shared.candidates)
         options, keep = _pinned(graph, options, job) if job.pins else (options, {})
-        self.formulated = formulate(graph, options, job.mesh, training=training)
+        self.formulated = formulate(graph, options, job.mesh, training=training, tables=shared.tables)
         self.unit = slowest_seconds_per_byte(job.mesh)
         self.static, self.saved = _static_and_saved(self.formulated)
         self.most_arrivals = math.fsum(max(_arrivals(self.formulated, i)) for i in _received(graph))
@@ -122,7 +135,8 @@ class StageProblem:
         peak = evaluate(problem, choice).peak
         program = program_of(formulated, choice)
         everything = [0] * len(formulated.graph.ops)
-        (part,), (silent,) = (stage_costs_of(program, everything, 1, communication=on) for on in (True, False))
+        (part,) = stage_costs_of(program, everything, 1)
+        forward, backward = kernel_seconds(program)
         arrivals = {False: 0.0, True: 0.0}
         for i in _received(formulated.graph):
             arrivals[formulated.graph.ops[i].kind == "tangent"] += _arrivals(formulated, i)[choice[i]]
@@ -135,10 +149,10 @@ class StageProblem:
             static_bytes=held[True],
             saved_bytes=held[False],
             transient_bytes=max(peak - held[True] - held[False], 0.0),
-            communication=part.forward + part.backward - silent.forward - silent.backward + sum(arrivals.values()),
+            communication=part.forward + part.backward - forward - backward + sum(arrivals.values()),
             reduction=math.fsum(task.seconds for task in updates if task.kind != "optimizer"),
             update=math.fsum(task.seconds for task in updates if task.kind == "optimizer"),
-            hides=silent.backward,
+            hides=backward,
             mesh=self.job.mesh.shape,
             recompute=self.job.recompute,
             layouts=tuple(layouts_of(formulated, choice).values()) if self.job.layouts else (),
@@ -147,7 +161,7 @@ class StageProblem:
 
 def _pinned(graph: Graph, options: Candidates, job: Job) -> tuple[Candidates, dict[int, np.ndarray]]:
     """The candidates that the baseline's pins allow for some op of the signature, and per op a mask of those that they allow for it."""
-    chosen = next(b for b in baselines(graph, job.mesh, options) if b.name == job.pins)
+    chosen = baseline(graph, job.mesh, options, job.pins)
     keep = allowed(chosen.pins, graph, options)
     masks = [np.asarray(keep[i], dtype=bool) if i in keep else np.ones(len(cs), dtype=bool) for i, cs in enumerate(options.of)]
     union: dict[tuple, np.ndarray] = {}

@@ -31,7 +31,7 @@ class StageProgram:
     last: int
     received: tuple[tuple[str, Value], ...]  # placeholder here, value of the full program
     sent: tuple[tuple[str, Value], ...]  # result here, value of the full program
-    forward: tuple[tuple[int, ...], ...]  # per layer its forward ops, as indexes of the stage's graph
+    forward: tuple[tuple[int, ...], ...]  # per unit its forward ops, as indexes of the stage's graph
 
     @cached_property
     def signature(self) -> str:
@@ -44,7 +44,7 @@ class StageProgram:
         return digest.hexdigest()
 
     def recomputed(self) -> StageProgram:
-        """The stage where the backward pass recomputes every layer's inner activations; the layer that computes the loss keeps its."""
+        """The stage where the backward pass recomputes every unit's inner activations; the unit that computes the loss keeps its."""
         at_end = {value for result in self.graph.results for value in [result.value] if result.kind == "output" and value is not None}
         sent = {self.graph.results[k].value for k in range(len(self.graph.results)) if self.graph.results[k].name.startswith("send:")}
         blocks = [ops for ops in self.forward if not any((i, 0) in at_end - sent for i in ops)]
@@ -111,6 +111,7 @@ class _Extraction:
 
     def __init__(self, layers: Layers, first: int, last: int):
         self.layers, self.graph, self.first, self.last = layers, layers.graph, first, last
+        self.units = layers.units
         self.partial = partial_gradients(layers)
         self.members = [i for i, layer in enumerate(layers.of) if first <= layer < last]
         self.of_stage = set(self.members)
@@ -146,14 +147,14 @@ class _Extraction:
             kind = "tangent" if op.backward else "input"
             ops.append(Op(name, kind, (), ((), ()), (graph.tensor(value),), kind, backward=False))
             received.append((name, value))
-        forward: dict[int, list[int]] = {layer: [] for layer in range(self.first, self.last)}
+        forward: dict[int, list[int]] = {unit: [] for unit in range(self.layers.starts[self.first], self.layers.starts[self.last])}
         for i in sorted(computed):
             op = graph.ops[i]
             if i in skipped:
                 place[i, 0] = place[skipped[i][0]]
                 continue
             if i in self.of_stage and not op.backward:
-                forward[self.layers.of[i]].append(len(ops))
+                forward[self.units.of[i]].append(len(ops))
             add(i, replace(op, inputs=tuple(place[v] for v in op.inputs)))
         results, sent = self._results(place, ops)
         stage = Graph(tuple(ops), tuple(results), tuple(pair for pair in graph.tied if all(any(o.name == n for o in ops) for n in pair)))

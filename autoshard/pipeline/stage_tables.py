@@ -1,8 +1,8 @@
-"""Estimated seconds and bytes of every possible stage of one program, from plans of its single layers.
+"""Estimated seconds and bytes of every possible stage of one program, from plans of the single units of its layers (`layers`).
 
-The estimate of a stage is the sum of its layers. Each layer is planned separately, and its inputs from other layers cost as much as if
-they arrived from another stage. Equal layers (equal programs: `StageProgram.signature`) are planned once per mesh, recomputation and price
-of memory. All layers of a stage use one combination of these, the best that fits:
+The estimate of a stage is the sum of its units. Each unit is planned separately, and its inputs from other units cost as much as if
+they arrived from another stage. Equal units (equal programs: `StageProgram.signature`) are planned once per mesh, recomputation and price
+of memory. All units of a stage use one combination of these, the best that fits:
 
     t[u, k, j, q] = min over (mesh, recompute, lambda) of the sum over layers k ... j - 1, where its bytes with q + 1 in flight fit
 
@@ -15,6 +15,7 @@ import copy
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,9 @@ import numpy as np
 from autoshard.cost import OPTIMIZERS
 from autoshard.mesh import Mesh
 from autoshard.pipeline.configurations import Combination, StageOption
-from autoshard.pipeline.interop import Stage, SubMesh
+from autoshard.pipeline.interop import Division, Nodes, Stage, SubMesh, Tiling, inter_op
 from autoshard.pipeline.layers import Layers
+from autoshard.pipeline.stage_bounds import Work
 from autoshard.pipeline.stage_plans import Job
 from autoshard.pipeline.stage_programs import StageProgram, crossing_bytes, stage_program
 from autoshard.pipeline.submeshes import Cluster
@@ -62,11 +64,12 @@ class StageTable:
                  recompute: str, run: RunJobs):  # fmt: skip
         self.cluster, self.layers, self.K, self.run = cluster, layers, microbatches, run
         self.optimizer, self.limit, self.recompute = optimizer, limit, recompute
-        self.single = [stage_program(layers, c, c + 1) for c in range(layers.count)]
+        self.single = [stage_program(layers.units, c, c + 1) for c in range(layers.units.count)]
         self.recomputed = [program.recomputed() for program in self.single] if recompute != "never" and self.training else self.single
         crossing = crossing_bytes(layers)
         self.transfer, self.transfer_back = cluster.transfer_seconds(crossing.forward), cluster.transfer_seconds(crossing.backward)
         self.sums: list[list[Sums]] = [[] for _ in cluster.submeshes]
+        self.known: set[int] = set()
         self.pinned: dict[Combination, Sums] = {}
 
     @property
@@ -92,7 +95,8 @@ class StageTable:
 
     @property
     def is_planned(self) -> bool:
-        return all(self.sums)
+        """Whether stages on some sub-mesh were planned."""
+        return bool(self.known)
 
     def under(self, limit: float) -> StageTable:
         """The same plans with another limit."""
@@ -110,24 +114,32 @@ class StageTable:
 
     # -- planning --
 
-    def work_seconds(self) -> float:
-        """A lower bound on a microbatch's seconds on one device of the fastest kind: m devices take no less than an m-th of it."""
+    @cached_property
+    def work(self) -> Work:
+        """Lower bounds on the layers' seconds on one device of the fastest kind: m devices take no less than an m-th of them."""
         ones = [u for u, s in enumerate(self.cluster.submeshes) if s.size == 1]
         self._add([(u, self.cluster.meshes(self.cluster.submeshes[u])[0], False, (0.0,)) for u in ones])
-        return min(float(sums.parts["bound"][0, -1]) for u in ones for sums in self.sums[u][:1])
+        rows = [{name: np.diagonal(part, 1) for name, part in self.sums[u][0].parts.items()} for u in ones]
+        bound, forward = (np.min([row[name] for row in rows], axis=0) for name in ("bound", "forward"))
+        weight = np.max([row["weight"] for row in rows], axis=0)
+        return Work(bound, forward, weight, self.K, self.cluster.num_devices, tuple(s.size for s in self.cluster.submeshes))
 
     def plan(self, tight: Collection[int] = ()) -> set[int]:
-        """Plans every layer on every mesh. Adds prices on memory, and recomputation, where a stage with a proportional share doesn't fit.
+        """Plans every layer on every mesh; returns the sub-meshes where a stage with a proportional share doesn't fit."""
+        return {*tight, *(u for u in range(len(self.cluster.submeshes)) if self.plan_on(u, u in tight))}
 
-        Returns the sub-meshes where it doesn't. tight: those for which this is known before.
-        """
+    def plan_on(self, u: int, tight: bool = False) -> bool:
+        """Plans every layer on the meshes of one sub-mesh, where a stage with a proportional share of the layers doesn't fit also with
+        prices on memory and with recomputation. Returns whether it doesn't fit. tight: this is known before."""
         ways = ("never", "always") if self.recompute == "auto" and self.training else (self.recompute,)
-        first = ways[0] == "always"
-        easy = [(u, s) for u, s in enumerate(self.cluster.submeshes) if u not in tight]
-        self._add([(u, mesh, first, (0.0,)) for u, s in easy for mesh in self.cluster.meshes(s)])
-        short = {*tight, *(u for u, s in easy if not self._share_fits(u, s))}
-        meshes = [(u, mesh) for u in sorted(short) for mesh in self.cluster.meshes(self.cluster.submeshes[u])]
-        self._add([(u, mesh, way == "always", PRICES) for u, mesh in meshes for way in ways])
+        s = self.cluster.submeshes[u]
+        meshes = self.cluster.meshes(s)
+        if not tight:
+            self._add([(u, mesh, ways[0] == "always", (0.0,)) for mesh in meshes])
+        short = tight or not self._share_fits(u, s)
+        if short:
+            self._add([(u, mesh, way == "always", PRICES) for mesh in meshes for way in ways])
+        self.known.add(u)
         return short
 
     def _share_fits(self, u: int, s: SubMesh) -> bool:
@@ -150,11 +162,11 @@ class StageTable:
                 jobs += [self.job(program, mesh, prices, in_flight, recompute=recompute) for program in self._programs(recompute)]
         answers = iter(self.run(jobs))
         for u, mesh, recompute, prices in rows:
-            per_layer = [next(answers) for _ in range(self.layers.count)]
-            if all(len(options) == len(prices) for options in per_layer):
+            per_unit = [next(answers) for _ in self.single]
+            if all(len(options) == len(prices) for options in per_unit):
                 for i, price in enumerate(prices):
                     chosen = Combination(mesh, recompute, price)
-                    self.sums[u].append(self._summed(chosen, [options[i] for options in per_layer], self.cluster.submeshes[u]))
+                    self.sums[u].append(self._summed(chosen, [options[i] for options in per_unit], self.cluster.submeshes[u]))
 
     def _programs(self, recompute: bool) -> list[StageProgram]:
         return self.recomputed if recompute else self.single
@@ -167,9 +179,9 @@ class StageTable:
             jobs += [self.job(program, way.mesh, (0.0,), 1, recompute=way.recompute, pins=way.pins) for program in programs]
         answers = iter(self.run(jobs))
         for way, s in zip(wanted, submeshes, strict=True):
-            per_layer = [next(answers) for _ in range(self.layers.count)]
-            if all(per_layer):
-                self.pinned[way] = self._summed(way, [options[0] for options in per_layer], s)
+            per_unit = [next(answers) for _ in self.single]
+            if all(per_unit):
+                self.pinned[way] = self._summed(way, [options[0] for options in per_unit], s)
 
     def job(self, program: StageProgram, mesh: Mesh, prices: tuple[float, ...], in_flight: int, *, recompute: bool, pins: str = "") -> Job:
         return Job(program.graph, program.signature, mesh, self.K, in_flight, self.optimizer, prices, pins, recompute)
@@ -181,15 +193,13 @@ class StageTable:
         return replace(self.job(program, way.mesh, prices, in_flight, recompute=way.recompute, pins=way.pins), layouts=True)
 
     def _summed(self, way: Combination, of: list[StageOption], s: SubMesh) -> Sums:
-        L = len(of)
+        starts = np.array(self.layers.starts)
         parts = {}
         for name in SUMMED:
-            sums = np.concatenate([[0.0], np.cumsum([getattr(option, name) for option in of])])
-            parts[name] = sums[None, :] - sums[:L, None]
-        transient, longest = (np.zeros((L, L + 1)) for _ in range(2))
-        for k in range(L):
-            transient[k, k + 1 :] = np.maximum.accumulate([option.transient_bytes for option in of[k:]])
-            longest[k, k + 1 :] = np.maximum.accumulate([option.reduction for option in of[k:]])
+            sums = np.concatenate([[0.0], np.cumsum([getattr(option, name) for option in of])])[starts]
+            parts[name] = sums[None, :] - sums[:-1, None]
+        transient = _largest([option.transient_bytes for option in of], starts)
+        longest = _largest([option.reduction for option in of], starts)
         # the reduction of a layer's gradients overlaps with the backward pass of the layers below
         exposed = np.maximum(np.minimum(longest, parts["reduction"]), parts["reduction"] - parts["hides"])
         parts["once"] = parts["update"] + exposed + self._exchanged(s)
@@ -217,7 +227,8 @@ class StageTable:
     def seconds(self) -> np.ndarray:
         """t of `interop.inter_op`."""
         L = self.layers.count
-        Q = max(1, min(self.K, L, self.cluster.num_devices))
+        smallest = min((self.cluster.submeshes[u].size for u in self.known), default=1)
+        Q = max(1, min(self.K, L, self.cluster.num_devices // smallest))
         t = np.full((len(self.cluster.submeshes), L, L + 1, Q), math.inf)
         some = np.arange(L)[:, None] < np.arange(L + 1)[None, :]
         for u, s in enumerate(self.cluster.submeshes):
@@ -227,6 +238,16 @@ class StageTable:
                     fits = some & (sums.bytes(q + 1) <= self.memory(s))
                     t[u, :, :, q] = np.where(fits, np.minimum(t[u, :, :, q], once), t[u, :, :, q])
         return t
+
+    def division(self, most: int | None = None, nodes: tuple[Nodes, ...] | None = None) -> Division | None:
+        """The division of least T over the sub-meshes whose stages are planned. nodes: instead of the cluster's; most: devices of them."""
+        keep = [u for u in sorted(self.known) if most is None or self.cluster.submeshes[u].size <= most]
+        if not keep:
+            return None
+        tiling = Tiling(nodes or self.cluster.tiling.kinds, tuple(self.cluster.submeshes[u] for u in keep))
+        x = (self.transfer + self.transfer_back)[np.ix_(range(self.layers.count + 1), keep, keep)]
+        division = inter_op(self.seconds()[keep], x, tiling, self.K)
+        return division and replace(division, stages=tuple(stage._replace(submesh=keep[stage.submesh]) for stage in division.stages))
 
     def least_bytes(self) -> np.ndarray:
         """The fewest bytes of every stage over all combinations, in the shape of `seconds`."""
@@ -248,3 +269,11 @@ class StageTable:
                 if seconds < least:
                     best, least = sums, seconds
         return best
+
+
+def _largest(values: Sequence[float], starts: np.ndarray) -> np.ndarray:
+    """The largest value of the units of layers k ... j - 1, in [k, j]; 0 where there are none."""
+    largest = np.zeros((len(starts) - 1, len(starts)))
+    for k, first in enumerate(starts[:-1]):
+        largest[k, k + 1 :] = np.maximum.accumulate(values[first:])[starts[k + 1 :] - first - 1]
+    return largest

@@ -15,7 +15,7 @@ signature and shared.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 
 from torch.distributed.tensor.placement_types import Placement
@@ -54,12 +54,22 @@ class Candidates:
     num_signatures: int
 
 
-def candidates(graph: Graph, mesh: Mesh) -> Candidates:
-    of_signature: dict[tuple, tuple[Candidate, ...]] = {}
-    rows: dict[tuple, list[Row] | None] = {}
-    of_ops, unknown = [], []
+@dataclass(frozen=True, eq=False)
+class KnownCandidates:
+    """The candidates of every signature that was met on one mesh: graphs that are planned one after the other share them."""
+
+    of: dict[tuple, tuple[Candidate, ...]] = field(default_factory=dict)
+    rows: dict[tuple, list[Row] | None] = field(default_factory=dict)
+
+
+def candidates(graph: Graph, mesh: Mesh, known: KnownCandidates | None = None) -> Candidates:
+    """known: those of other graphs on the same mesh, to which the graph's are added."""
+    known = known or KnownCandidates()
+    of_signature, rows = known.of, known.rows
+    of_ops, unknown, met = [], [], set()
     for i, op in enumerate(graph.ops):
         signature = graph.signature(i)
+        met.add(signature)
         if signature not in of_signature:
             inputs = graph.input_tensors(i)
             if op.is_placeholder:
@@ -74,7 +84,7 @@ def candidates(graph: Graph, mesh: Mesh) -> Candidates:
         of_ops.append(of_signature[signature])
         if rows.get(signature, ()) is None:
             unknown.append(i)
-    return Candidates(tuple(of_ops), tuple(unknown), len(of_signature))
+    return Candidates(tuple(of_ops), tuple(unknown), len(met))
 
 
 def one_axis_rows(op: Op, inputs: Inputs) -> list[Row] | None:

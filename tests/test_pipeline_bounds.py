@@ -1,0 +1,106 @@
+"""Bounds on a step in which a sub-mesh is used hold for every division, brute force; layers consist of units that are planned once."""
+
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+
+from autoshard.capture import capture
+from autoshard.pipeline.choices import choices_of
+from autoshard.pipeline.configurations import Configuration, equal_parts
+from autoshard.pipeline.interop import step_seconds
+from autoshard.pipeline.layers import layers_of
+from autoshard.pipeline.pipelines import Planners
+from autoshard.pipeline.schedule_times import run
+from autoshard.pipeline.schedules import schedule_of
+from autoshard.pipeline.stage_bounds import Work
+from autoshard.pipeline.stage_programs import stage_program
+from autoshard.pipeline.stage_tables import StageTable
+from autoshard.pipeline.submeshes import Cluster
+from models import mlp
+
+SIZES = (1, 2, 4, 8)
+
+
+def work(seed: int, microbatches: int, layers: int = 5) -> Work:
+    rng = np.random.default_rng(seed)
+    seconds = rng.uniform(0.5, 2.0, layers)
+    return Work(seconds, 0.3 * seconds, 0.25 * seconds, microbatches, 8, SIZES)
+
+
+def divisions(layers: int):
+    """(cuts, sizes) of up to three stages on 8 devices."""
+    for stages in (1, 2, 3):
+        for inner in combinations(range(1, layers), stages - 1):
+            for sizes in product(SIZES, repeat=stages):
+                if sum(sizes) <= 8:
+                    yield (0, *inner, layers), sizes
+
+
+def step(of: Work, cuts, sizes, schedule: str) -> float:
+    """Simulated, where m devices are exactly m times as fast as one."""
+
+    def each(values) -> list[float]:
+        return [float(values[a:b].sum()) / m for a, b, m in zip(cuts, cuts[1:], sizes)]
+
+    times = {"forward": each(of.forward), "backward": each(of.seconds - of.forward), "weight": each(of.weight)}
+    zeros, order = [0.0] * len(sizes), schedule_of(schedule, len(sizes), of.microbatches)
+    return run(order, **times, transfer=zeros, activation_bytes=zeros, fixed_bytes=zeros).seconds
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_no_division_beats_the_bounds_of_its_sub_meshes(microbatches):
+    of = work(microbatches, microbatches)
+    met = {m: np.inf for m in SIZES}
+    for cuts, sizes in divisions(5):
+        T = step_seconds([float(of.seconds[a:b].sum()) / m for a, b, m in zip(cuts, cuts[1:], sizes)], [], microbatches)
+        fastest = min(step(of, cuts, sizes, schedule) for schedule in ("1f1b", "zb_h1"))
+        for m in sizes:
+            assert of.of_division(m) <= T * (1 + 1e-9) and of.of_any_schedule(m) <= fastest * (1 + 1e-9)
+            met[m] = min(met[m], T)
+    assert met[8] == pytest.approx(of.of_division(8))  # one stage: the bound is what it takes, so that a larger one would be wrong
+    assert of.of_division(1) > of.of_division(8)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "interleaved_1f1b"])
+def test_equal_groups_take_no_less_than_their_bound(schedule):
+    of = work(3, 4, layers=8)
+    for groups in (2, 4):
+        chunks = 2 if schedule == "interleaved_1f1b" else 1
+        parts = equal_parts(8, chunks * groups)
+        assert parts is not None
+        m = 8 / groups
+
+        def each(values, parts=parts, m=m) -> list[float]:
+            return [float(values[a:b].sum()) / m for a, b in parts]
+
+        times = {"forward": each(of.forward), "backward": each(of.seconds - of.forward), "weight": each(of.weight)}
+        zeros = [0.0] * len(parts)
+        order = schedule_of(schedule, groups, 4, chunks)
+        seconds = run(order, **times, transfer=zeros, activation_bytes=zeros, fixed_bytes=zeros).seconds
+        assert of.of_equal_groups(parts, groups) <= seconds * (1 + 1e-9)
+
+
+def test_layers_of_several_blocks_consist_of_units_that_are_equal():
+    graph = capture(*mlp.tiny(layers=8, batch=16), training=True)
+    layers = layers_of(graph, 4)
+    assert layers.count == 4 and layers.units.count >= 8
+    assert layers.starts[0] == 0 and layers.starts[-1] == layers.units.count and list(layers.starts) == sorted(set(layers.starts))
+    inside = {unit: {layer for u, layer in zip(layers.units.of, layers.of) if u == unit} for unit in range(layers.units.count)}
+    assert all(len(of) == 1 for of in inside.values())
+    inner = {stage_program(layers.units, k, k + 1).signature for k in range(1, layers.units.count - 1)}
+    assert len(inner) <= 2 < layers.units.count - 2
+    assert sum(layers.flops) == pytest.approx(sum(layers.units.flops))
+
+
+def test_leaving_out_what_cannot_pay_changes_no_best():
+    layers, planners = layers_of(capture(*mlp.tiny(layers=4, batch=4), training=True)), Planners(None)
+
+    def considered(least: float | None) -> list[Configuration]:
+        table = StageTable(Cluster.of(4), layers, 4, optimizer="adamw", limit=None, recompute="auto", run=planners.run)
+        return choices_of(table, ("1f1b", "zb_h1"), grid=True, least=least)[0]
+
+    everything, some = considered(None), considered(np.inf)
+    best = min(c.seconds for c in everything if c.fits)
+    assert min(c.seconds for c in some if c.fits) == best and len(some) <= len(everything)
+    assert any(c.seconds == best for c in considered(best)) and not considered(1e-12)
