@@ -357,7 +357,7 @@ ROWS: dict[str, Check] = {
     "planner": partial(one_of, PLANNERS),
     "count": partial(one_of, ("resident", "buffers")),
     "method": partial(one_of, METHODS),
-    "launcher": partial(one_of, LAUNCHERS, what="launcher"),
+    "launcher": partial(one_of, tuple(LAUNCHERS), what="launcher"),
     "per_node": partial(at_least, 1),
     "microbatch": partial(at_least, 1),
     "top": partial(at_least, 1),
