@@ -147,7 +147,8 @@ def test_every_kernel_has_a_case():
     cases = {target for target, *_ in [*CASES.values(), *MORE_CASES.values()]}
     elsewhere = {*dropout.KERNELS, *recurrent.KERNELS}  # compared in test_parallelize, test_coverage_ops
     elsewhere |= {target for target in KERNELS if "native_layer_norm" in target}  # of 16 bits only: test_precision
-    own = ("autoshard.attention", "autoshard.dropout", "autoshard.experts", "autoshard.biased_experts")  # test_attention, test_experts, ...
+    of = ("attention", "dropout", "experts", "biased_experts", "chunked_loss")  # test_attention, test_experts, test_chunked_loss ...
+    own = tuple(f"autoshard.{name}" for name in of)
     elsewhere |= {target for target in KERNELS if target.startswith(own)}
     assert cases >= set(KERNELS) - elsewhere
 

@@ -13,7 +13,7 @@ from autoshard.pipeline.layers import layers_of
 from autoshard.pipeline.pipelines import Planners
 from autoshard.pipeline.schedule_times import run
 from autoshard.pipeline.schedules import schedule_of
-from autoshard.pipeline.stage_bounds import Work
+from autoshard.pipeline.stage_bounds import StepWork
 from autoshard.pipeline.stage_programs import stage_program
 from autoshard.pipeline.stage_tables import StageTable
 from autoshard.pipeline.submeshes import Cluster
@@ -22,10 +22,10 @@ from models import mlp
 SIZES = (1, 2, 4, 8)
 
 
-def work(seed: int, microbatches: int, layers: int = 5) -> Work:
+def work(seed: int, microbatches: int, layers: int = 5) -> StepWork:
     rng = np.random.default_rng(seed)
     seconds = rng.uniform(0.5, 2.0, layers)
-    return Work(seconds, 0.3 * seconds, 0.25 * seconds, microbatches, 8, SIZES)
+    return StepWork(seconds, 0.3 * seconds, 0.25 * seconds, microbatches, 8, SIZES)
 
 
 def divisions(layers: int):
@@ -37,7 +37,7 @@ def divisions(layers: int):
                     yield (0, *inner, layers), sizes
 
 
-def step(of: Work, cuts, sizes, schedule: str) -> float:
+def step(of: StepWork, cuts, sizes, schedule: str) -> float:
     """Simulated, where m devices are exactly m times as fast as one."""
 
     def each(values) -> list[float]:

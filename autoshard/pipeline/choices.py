@@ -76,8 +76,8 @@ def planned_before(table: StageTable, schedules: Sequence[str]) -> list[Configur
 def _of_equal_groups(table: StageTable, pairs: Sequence[tuple[str, tuple[tuple[int, int], ...]]], P: int) -> list[Configuration]:
     """P groups of equal size under these schedules, with these parts."""
     u = _submesh(table, table.cluster.num_devices // P)
-    found = [_configuration("equal", table, name, [Stage(a, b, u) for a, b in parts]) for name, parts in pairs]
-    return [c for c in found if c is not None]
+    rows = [_configuration("equal", table, name, [Stage(a, b, u) for a, b in parts]) for name, parts in pairs]
+    return [row for row in rows if row is not None]
 
 
 def _of_division(table: StageTable, schedules: Sequence[str]) -> list[Configuration]:
@@ -85,8 +85,8 @@ def _of_division(table: StageTable, schedules: Sequence[str]) -> list[Configurat
     division = table.division()
     if division is None:
         return []
-    found = [_configuration("planned", table, name, division.stages) for name in _single_chunk(table, schedules, len(division.stages))]
-    return [c for c in found if c is not None]
+    rows = [_configuration("planned", table, name, division.stages) for name in _single_chunk(table, schedules, len(division.stages))]
+    return [row for row in rows if row is not None]
 
 
 def _promising(

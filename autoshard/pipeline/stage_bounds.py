@@ -24,7 +24,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class StepWork:
     """Of one microbatch on one device: arrays of (L,), and how many microbatches and devices there are."""
 
     seconds: np.ndarray  # proven, forward and backward

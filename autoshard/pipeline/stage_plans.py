@@ -65,7 +65,7 @@ class Job:
         return (self.signature, self.mesh, *how)
 
 
-class OnMesh:
+class SharedOnMesh:
     """What the jobs on one mesh share: candidates, routes and tables of the same tensors."""
 
     def __init__(self, mesh: Mesh):
@@ -74,14 +74,14 @@ class OnMesh:
 
 def options_on_mesh(jobs: Sequence[Job]) -> list[tuple[StageOption, ...]]:
     """Per job one option per lambda; none where the pins exclude each other. All jobs are on the same mesh."""
-    shared = OnMesh(jobs[0].mesh)
+    shared = SharedOnMesh(jobs[0].mesh)
     return [stage_options(job, shared) for job in jobs]
 
 
 @no_search_for_cycles()
-def stage_options(job: Job, shared: OnMesh | None = None) -> tuple[StageOption, ...]:
+def stage_options(job: Job, shared: SharedOnMesh | None = None) -> tuple[StageOption, ...]:
     """One option per lambda; none where the pins exclude each other."""
-    problem = StageProblem(job, shared or OnMesh(job.mesh))
+    problem = StageProblem(job, shared or SharedOnMesh(job.mesh))
     solved = [problem.solved(price * problem.unit) for price in job.prices]
     return tuple(option for option in solved if option is not None)
 
@@ -89,7 +89,7 @@ def stage_options(job: Job, shared: OnMesh | None = None) -> tuple[StageOption, 
 class StageProblem:
     """A stage's Problem with the costs of a pipeline."""
 
-    def __init__(self, job: Job, shared: OnMesh):
+    def __init__(self, job: Job, shared: SharedOnMesh):
         self.job, graph = job, job.graph
         training = Training(job.optimizer) if any(r.kind == "gradient" for r in graph.results) else None
         options = candidates(graph, job.mesh, shared.candidates)

@@ -25,7 +25,7 @@ from autoshard.mesh import Mesh
 from autoshard.pipeline.configurations import Combination, StageOption
 from autoshard.pipeline.interop import Division, Nodes, Stage, SubMesh, Tiling, inter_op
 from autoshard.pipeline.layers import Layers
-from autoshard.pipeline.stage_bounds import Work
+from autoshard.pipeline.stage_bounds import StepWork
 from autoshard.pipeline.stage_plans import Job
 from autoshard.pipeline.stage_programs import StageProgram, crossing_bytes, stage_program
 from autoshard.pipeline.submeshes import Cluster
@@ -115,14 +115,14 @@ class StageTable:
     # -- planning --
 
     @cached_property
-    def work(self) -> Work:
+    def work(self) -> StepWork:
         """Lower bounds on the layers' seconds on one device of the fastest kind: m devices take no less than an m-th of them."""
         ones = [u for u, s in enumerate(self.cluster.submeshes) if s.size == 1]
         self._add([(u, self.cluster.meshes(self.cluster.submeshes[u])[0], False, (0.0,)) for u in ones])
         rows = [{name: np.diagonal(part, 1) for name, part in self.sums[u][0].parts.items()} for u in ones]
         bound, forward = (np.min([row[name] for row in rows], axis=0) for name in ("bound", "forward"))
         weight = np.max([row["weight"] for row in rows], axis=0)
-        return Work(bound, forward, weight, self.K, self.cluster.num_devices, tuple(s.size for s in self.cluster.submeshes))
+        return StepWork(bound, forward, weight, self.K, self.cluster.num_devices, tuple(s.size for s in self.cluster.submeshes))
 
     def plan(self, tight: Collection[int] = ()) -> set[int]:
         """Plans every layer on every mesh; returns the sub-meshes where a stage with a proportional share doesn't fit."""

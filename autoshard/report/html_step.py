@@ -2,7 +2,7 @@
 that run behind kernels.
 
     saved_rows    per module and operator of a plan that chose per tensor: kept, recomputed or offloaded, how often, bytes of a device
-    hidden_rows   per link and kind of transfer: its seconds, how many of them lie behind a kernel, and how many nothing hides
+    hidden_rows   per link and kind of transfer: its seconds, how many of them a kernel hides, and how many nothing hides
 """
 
 from __future__ import annotations
@@ -97,6 +97,6 @@ def _union(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _within(spans: Sequence[tuple[float, float]], before: Sequence[float], until: float) -> float:
-    """Seconds before `until` that lie in the spans. before: the seconds of all spans before each."""
+    """Seconds before `until` that are in the spans. before: the seconds of all spans before each."""
     k = bisect_right(spans, (until, float("inf")))
     return before[k] - max(spans[k - 1][1] - until, 0.0) if k else 0.0
