@@ -67,7 +67,7 @@ def test_a_limit_is_kept_and_without_room_it_says_what_would_do():
     peak = min(row["peak_bytes"] for row in found().configurations)
     tight = pipeline(*model(), Cluster.of(4, device=SLOW), microbatches=(4,), memory_limit=1.3 * peak, grid=False)
     assert tight.peak_bytes <= 1.3 * peak
-    with pytest.raises(Infeasible, match=r"raise the memory limit to .* GB") as refused:
+    with pytest.raises(Infeasible, match=r"raise the memory limit to [1-9][\d.]* kB") as refused:
         pipeline(*model(), Cluster.of(4, device=SLOW), microbatches=(4,), memory_limit=peak / 20, recompute="never", grid=False)
     assert "allow recomputation" in str(refused.value)
     assert refused.value.smallest_limit is not None and refused.value.smallest_limit[0] > peak / 20
@@ -116,14 +116,19 @@ def test_the_verb_prints_one_object_and_writes_files(tmp_path, capsys):
     assert open(files["png"], "rb").read(4) == b"\x89PNG"
 
 
+def last_line(err: str) -> str:
+    """The last line: progress is before it on a slow machine."""
+    return err.splitlines()[-1]
+
+
 def test_the_verb_says_no(capsys):
     words = ["pipeline", "models/mlp.py:tiny", "--devices", "2", "--microbatches", "2", "--workers", "1", "--no-grid"]
     assert main([*words, "--memory", "1kB"]) == 1
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith("autoshard: no pipeline fits") and "raise the memory limit" in err
+    assert out == "" and last_line(err).startswith("autoshard: no pipeline fits") and "raise the memory limit" in err
     assert main([*words, "--memory", "1kB", "--json"]) == 1
     out, err = capsys.readouterr()
-    assert json.loads(out) == {"status": "infeasible", "message": err.removeprefix("autoshard: ").rstrip(), "configurations": []}
+    assert json.loads(out) == {"status": "infeasible", "message": last_line(err).removeprefix("autoshard: "), "configurations": []}
     assert main([*words, "--plot", "speed.gif"]) == 2
     assert "--plot speed.gif ends in .gif; expected one of .png, .svg, .pdf" in capsys.readouterr().err
     assert main(["pipeline", "models/mlp.py:tiny", "--devices", "2", "--nodes", "1x2"]) == 2

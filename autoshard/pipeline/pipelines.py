@@ -34,7 +34,7 @@ from autoshard.pipeline.schedules import SCHEDULES
 from autoshard.pipeline.stage_plans import Job, options_on_mesh
 from autoshard.pipeline.stage_tables import PRICES, StageTable
 from autoshard.pipeline.submeshes import Cluster
-from autoshard.planning.options import Infeasible, Progress, Stopwatch, checked_options
+from autoshard.planning.options import Infeasible, Progress, Stopwatch, bytes_text, checked_options
 
 RECOMPUTE = ("auto", "never", "always")
 
@@ -290,17 +290,17 @@ class _Search:
                 needs[K] = least_bottleneck(table.least_bytes(), self.cluster.tiling)
         K = min(needs, key=lambda k: (needs[k], k))
         table, words = self.tables[K], []
-        words.append(f"raise the memory limit to {_gb(needs[K])} (with {K} microbatches)")
+        words.append(f"raise the memory limit to {_least(needs[K])} (with {K} microbatches)")
         if self.options.recompute == "never" and table.training:
             need = least_bottleneck(table.with_recompute().least_bytes(), self.cluster.tiling)
-            words.append(f"allow recomputation, which needs {_gb(need)}")
+            words.append(f"allow recomputation, which needs {_least(need)}")
         largest = batch_of(self.inputs)
         if K == max(needs) and K < largest:
             words.append(f"take more microbatches (up to {largest})")
         words.append("or add devices")
-        message = f"no pipeline fits in {_gb(limit)} per device on {self.cluster.num_devices} devices: {', '.join(words)}"
+        message = f"no pipeline fits in {bytes_text(limit)} per device on {self.cluster.num_devices} devices: {', '.join(words)}"
         return Infeasible(message, (needs[K], needs[K]))
 
 
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.2f} GB" if size < math.inf else "no size"
+def _least(size: float) -> str:
+    return bytes_text(size, up=True) if size < math.inf else "no size"
