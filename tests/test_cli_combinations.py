@@ -11,7 +11,7 @@ from tests.test_cli_words import HERE, MODEL, PLAN, ROOT, run_all, verbs
 
 RIGHT = {
     "time_limit": "60", "batch": "4", "seq": "64", "dtype": "float32", "within": "0.01", "alternatives": "3", "devices": "8",
-    "out": "new.json", "microbatch": "1", "global_batch": "8", "device": "a100", "per_node": "4", "memory": "80GB", "mesh": "2x4",
+    "out": "new", "microbatch": "1", "global_batch": "8", "device": "a100", "per_node": "4", "memory": "80GB", "mesh": "2x4",
     "settings": "layers=2",
     "switches": "2", "gap": "0.01", "devices_per_node": "4", "schedule": "gpipe", "chunks": "2", "scheme": "fsdp", "prices": "h100",
     "intra_node_bandwidth": "9GB/s", "inter_node_bandwidth": "9GB/s", "optimizer": "sgd", "recompute": "all",
