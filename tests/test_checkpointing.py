@@ -14,7 +14,7 @@ MESH = Mesh.from_bandwidths((2, 2), device="cpu")
 
 
 @pytest.mark.parametrize("build", [gpt2.tiny, llama.tiny, bert.tiny], ids=["gpt2", "llama", "bert"])
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("k", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_recomputing_changes_no_number(build, k):
     model, inputs = build(layers=3)
     graph = capture(model, inputs, training=True)
@@ -25,6 +25,7 @@ def test_recomputing_changes_no_number(build, k):
     assert all((plain[key] == again[key]).all() for key in plain)
 
 
+@pytest.mark.slow
 def test_recomputed_plans_take_fewer_bytes_and_more_seconds_and_verify():
     model, inputs = gpt2.tiny(layers=4, seq=64, batch=16)
     plans = [plan(model, inputs, MESH, training=True, baselines=False, recompute=k) for k in (0, 2, "all")]

@@ -54,6 +54,7 @@ def example_outputs(rank):
     return load("compile_backend").logits_of()
 
 
+@pytest.mark.slow
 def test_the_example_computes_what_the_plain_model_computes():
     for planned, plain in results(4, example_outputs):
         assert torch.allclose(planned, plain, atol=1e-4) and plain.std() > 0.1

@@ -76,6 +76,7 @@ def predict_time(size, ln_p, sats_p, max_bw, overhead, p, m):
 # -- ours against it ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_fifty_measured_curves_agree_to_1e_12():
     compared = failed = 0
     for s in parse(MEASURED.read_text(), "measured.csv"):

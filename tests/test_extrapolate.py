@@ -85,7 +85,8 @@ def test_messages_of_another_problem_give_a_bound_all_the_same():
 # -- plans -------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_plan_of_two_layers_extrapolates_to_six(name):
     few = plan(*MODELS[name](layers=2), MESH, training=True, baselines=False)
     direct = plan(*MODELS[name](layers=6), MESH, training=True, baselines=False)
@@ -123,7 +124,7 @@ def test_deep_models_are_planned_from_their_shallow_graph():
 # -- ties --------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt2"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_tied_blocks_agree_cost_no_less_and_keep_the_bound_of_the_untied_graph(name):
     model = MODELS[name](layers=4)
     free, alike = (plan(*model, MESH, training=True, baselines=False, tie_blocks=tie) for tie in (False, True))

@@ -132,7 +132,7 @@ def planned():
     return autoshard.plan(*llama.tiny(), MESH, training=True)
 
 
-@pytest.mark.parametrize("scheme", ["data_parallel", "fsdp", "megatron_sp"])
+@pytest.mark.parametrize("scheme", ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("data_parallel", "megatron_sp"))])
 def test_the_pinned_scheme_costs_what_plan_says(planned, scheme):
     one = regret(*llama.tiny(), MESH, scheme)
     assert one.cost == pytest.approx(planned.baselines[scheme]["cost_seconds"], rel=1e-9)
@@ -140,6 +140,7 @@ def test_the_pinned_scheme_costs_what_plan_says(planned, scheme):
     assert planned.bound <= planned.cost <= one.cost
 
 
+@pytest.mark.slow
 def test_megatron_with_sharded_parameters_is_between_its_parents():
     """Parameters sharded over the data axis too: fewer bytes than Megatron, more transfers."""
     megatron, sharded = (regret(*llama.tiny(), MESH, scheme) for scheme in ("megatron_sp", "megatron_fsdp"))

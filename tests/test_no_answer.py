@@ -21,6 +21,7 @@ def planned():
     return plan(*llama.tiny(layers=2), Mesh.from_bandwidths((2,)), **ASKED)
 
 
+@pytest.mark.slow
 def test_where_the_careful_plan_has_no_answer_the_quick_one_is_the_plan(monkeypatch):
     solve = planning.solve_instance
     monkeypatch.setattr(planning, "solve_instance", lambda c, *rest: UNKNOWN if c.options.solver == "auto" else solve(c, *rest))

@@ -36,6 +36,7 @@ def run(*arguments: str, folder: Path, path: Path = ROOT, before: str = "") -> s
     return subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_missing_extra_is_named_with_the_command_that_installs_it(tmp_path):
     done = run("plan", "mlp.py:tiny", "--mesh", "2", "--solver", "cvxpy", folder=tmp_path, before="sys.modules['cvxpy'] = None")
     assert done.returncode == 2

@@ -188,6 +188,7 @@ def test_a_pass_may_reach_what_another_pass_of_the_step_reaches(pace):
     assert len(better) < len(rows) == 3  # the second pass has more alive, so in the first there is room to join gathers
 
 
+@pytest.mark.slow
 def test_buckets_keep_the_limit_of_live_bytes_with_what_they_add(pace):
     graphs, wide = fsdp_passes(pace), fsdp_passes(pace)
     passes = [graphs.forward, graphs.backward]

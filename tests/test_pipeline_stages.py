@@ -100,7 +100,7 @@ def test_a_stage_that_loses_an_input_is_noticed():
     assert any(not torch.allclose(x, env[sent[key]]) for (_, key), x in results_of(stage.graph, mine) if key in sent)
 
 
-@pytest.mark.parametrize(("name", "blocks"), [("mlp", 4), ("gpt2", 3), ("llama", 3)])
+@pytest.mark.parametrize(("name", "blocks"), [("mlp", 4), ("gpt2", 3), pytest.param("llama", 3, marks=pytest.mark.slow)])
 def test_layers_are_the_repeated_blocks_and_a_heavy_head(name, blocks):
     layers = layers_of(graph_of(name, True))
     assert blocks <= layers.count <= blocks + 1  # what follows the last block is a layer where it computes as much

@@ -89,7 +89,8 @@ def trains_and_generates(rank, plan, folder):
     return max(apart), state, same, len(plan.copies)
 
 
-@pytest.mark.parametrize("devices", [None, pytest.param((1, 2), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [None, (1, 2)])
 def test_training_and_decoding_say_what_one_process_says(devices, tmp_path):
     plan = planned((4,), devices, PINS)
     assert plan.copies

@@ -56,7 +56,7 @@ def assert_delivers(route):
     assert [max(some) for some in sent] == [step.bytes for step in route.steps], problem
 
 
-@pytest.mark.parametrize("world", [8, 12])
+@pytest.mark.parametrize("world", [8, pytest.param(12, marks=pytest.mark.slow)])
 def test_random_routes_deliver_and_send_the_models_volume(world):
     rng, seen, cyclic = random.Random(world), Counter(), 0
     for i in range(100):
@@ -69,7 +69,7 @@ def test_random_routes_deliver_and_send_the_models_volume(world):
     assert len(seen) >= 7 and cyclic > 20
 
 
-@pytest.mark.parametrize("world", [8, 12])
+@pytest.mark.parametrize("world", [8, pytest.param(12, marks=pytest.mark.slow)])
 def test_every_single_move_delivers(world):
     rng, seen = random.Random(world), Counter()
     for i in range(24):

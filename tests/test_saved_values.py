@@ -82,6 +82,7 @@ def test_a_name_of_another_model_is_one_sentence():
         selective(small(), Chosen(frozenset({"nothing"})))
 
 
+@pytest.mark.slow
 def test_the_optimum_is_that_of_all_choices_one_by_one():
     """Also the control: the choices differ, and under this limit the best of them recomputes."""
     graph = small()

@@ -53,6 +53,7 @@ def test_a_walk_reports_the_cost_that_the_judge_finds_and_what_it_keeps_fits(see
     assert cost == pytest.approx(evaluate(problem, best).cost, rel=1e-12) and cost <= incumbent.cost
 
 
+@pytest.mark.slow
 def test_annealing_finds_the_optimum_of_grids_and_rows_that_nobody_looked_at(monkeypatch):
     monkeypatch.setattr(annealing, "SLICE", 2 * 10**6)
     monkeypatch.setattr(annealing, "FEW_ROWS", -1)  # rows are looked at once they are exceeded

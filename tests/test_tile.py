@@ -140,7 +140,10 @@ def test_blocks_are_found_without_names(model, training):
     assert repeated_blocks(graph) == repeated_blocks(anonymous(graph))
 
 
-@pytest.mark.parametrize(("model", "layers"), [("gpt2", 12), ("llama", 12), ("bert", 12), ("t5", (6, 6))])
+DEEP = [("gpt2", 12), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("llama", 12), ("bert", 12), ("t5", (6, 6))))]
+
+
+@pytest.mark.parametrize(("model", "layers"), DEEP)
 def test_ops_at_equal_positions_have_the_same_signature(model, layers):
     graph = captured(model, layers, True)
     for ops in repeated_blocks(graph).equal.values():
