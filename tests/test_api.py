@@ -151,6 +151,7 @@ def run_script(script: str, *, seed: str, cpus: int) -> subprocess.Popen:
     )
 
 
+@pytest.mark.slow
 def test_plans_are_the_same_under_every_hash_seed_and_number_of_cpus_and_after_other_plans():
     runs = [run_script(SCRIPT, seed=seed, cpus=cpus) for seed, cpus in (("0", 1), ("1", 2))]
     first, second = (json.loads(run.communicate()[0]) for run in runs)

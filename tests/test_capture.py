@@ -434,6 +434,7 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 """
 
 
+@pytest.mark.slow
 def test_capturing_two_layers_of_llama_8b_needs_no_memory():
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
     assert int(done.stdout) * 1024 < 600e6  # its parameters are 5.9 GB

@@ -14,7 +14,7 @@ from benchmarks.coverage import build, measure, names
 from models import moe
 from tests.helpers import one_op
 
-SMALL = ["qwen3", "resnet", "dlrm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "bert", "unet"))]
+SMALL = ["resnet", "dlrm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "mixtral", "bert", "unet"))]
 
 
 def test_there_are_20_models_and_more():

@@ -46,7 +46,7 @@ def planned(kind):
     return autoshard.plan(model(), inputs(kind), fast_mesh((2,)), baselines=False, pins=pins)
 
 
-@pytest.mark.parametrize("kind", ["StaticCache", pytest.param("DynamicCache", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [pytest.param("StaticCache", marks=pytest.mark.slow), "DynamicCache"])
 def test_a_step_with_its_cache_is_verified_and_its_attention_is_sharded(kind):
     solution, given = planned(kind), inputs(kind)
     before = [tensor.clone() for tensor in tensors_of(given["past_key_values"])]

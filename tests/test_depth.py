@@ -266,3 +266,45 @@ def test_a_dropped_layer_in_a_plain_attribute_raises_when_it_is_called():
     small = shrunk(module, {"layers": 4})
     with pytest.raises(ValueError, match=r"layers\.11 is used outside of its container"):
         small.more[0](*X)
+
+
+# -- the same module with inputs of another batch size --------------------------------------------------------------------------
+
+
+class DeepBatchesDiffer(Net):
+    """From the fourth layer on, batches of 4 go another way."""
+
+    def layer(self, i: int) -> nn.Module:
+        return OtherWay(i)
+
+
+class OtherWay(Layer):
+    def __init__(self, number: int):
+        super().__init__()
+        self.number = number
+
+    def forward(self, x):
+        return super().forward(x) * 2 if self.number >= self.first_of(x.shape[0]) else super().forward(x)
+
+    @staticmethod
+    def first_of(batch: int) -> int:
+        return LAYERS if batch != 4 else 2
+
+
+def test_a_tiling_that_was_tested_is_not_tested_again_for_another_batch():
+    net = Net()
+    graph, depth = capture_deep(net, (torch.randn(8, 8),), training=True, witness=True, gain=1.0)
+    again, other = capture_deep(net, (torch.randn(4, 8),), training=True, witness=True, gain=1.0, tested=depth)
+    assert again == capture(net, (torch.randn(4, 8),), training=True) and again != graph
+    assert other.captured == (depth.periods,) and other.witnessed
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_another_program_is_tested_whatever_was_tested_before(batch):
+    """A batch of 1 has other ops; one of 4 has them from the third layer on."""
+    net = DeepBatchesDiffer()
+    _, depth = capture_deep(net, (torch.randn(8, 8),), training=False, gain=1.0)
+    assert depth.tiled
+    graph, other = capture_deep(net, (torch.randn(batch, 8),), training=False, gain=1.0, tested=depth)
+    assert len(other.captured) > 1
+    assert graph == capture(net, (torch.randn(batch, 8),), training=False)

@@ -26,7 +26,9 @@ aten = torch.ops.aten
 BUNDLED = ("gpt2", "llama", "bert", "moe", "resnet", "unet", "dlrm", "mlp")
 COVERED = ("llama", "mixtral", "vit")
 MORE = ("bart", "clip", "deepseek_v3", "falcon", "gemma2", "gpt2", "gpt_neox", "phi", "qwen3_moe", "t5", "whisper")
-ALIKE = [("hf llama", False), ("hf llama", True), ("hf mixtral", False), ("bert", False), ("unet", False)]  # as llama, or as in training
+ALIKE = [  # as llama or resnet, or as in training
+    ("hf llama", False), ("hf llama", True), ("hf mixtral", False), ("bert", False), ("unet", False), ("unet", True),
+]  # fmt: skip
 QUICK = [(name, training) for name in (*BUNDLED, *(f"hf {name}" for name in COVERED)) for training in (False, True)]
 SLOW = [*ALIKE, *((f"hf {name}", training) for name in MORE for training in (False, True))]
 EVERY = [*(one for one in QUICK if one not in ALIKE), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)]

@@ -69,6 +69,7 @@ def test_why_not_costs_what_a_cold_plan_with_that_pin_costs(solution, name, layo
     assert one.pins == {name: layout} and one.peak_bytes > 0
 
 
+@pytest.mark.slow
 def test_so_it_does_under_a_memory_limit_that_binds():
     tight = planned(sizes=SMALL, memory_limit=LIMIT)
     assert tight.cost > planned(sizes=SMALL).cost * (1 + 1e-3)

@@ -6,8 +6,10 @@ from autoshard import Mesh
 from autoshard.api import plan, verify
 from models import gpt2, llama, mlp
 
+LONGER = [pytest.param(build, marks=pytest.mark.slow) for build in (gpt2.tiny, llama.tiny)]
 
-@pytest.mark.parametrize("build", [mlp.tiny, gpt2.tiny, pytest.param(llama.tiny, marks=pytest.mark.slow)], ids=["mlp", "gpt2", "llama"])
+
+@pytest.mark.parametrize("build", [mlp.tiny, *LONGER], ids=["mlp", "gpt2", "llama"])
 def test_local_tensor_mode_computes_what_the_module_computes(build):
     model, inputs = build()
     solution = plan(model, inputs, Mesh.from_bandwidths((2, 2), device="cpu"), training=True, baselines=False)

@@ -48,6 +48,7 @@ def test_the_version_has_one_place(tmp_path):
     assert "version" in PROJECT["dynamic"] and "version" not in PROJECT
 
 
+@pytest.mark.slow
 def test_a_bundled_model_is_found_from_any_folder_and_a_file_of_the_same_name_comes_first(tmp_path):
     assert run("plan", "models/mlp.py:tiny", "--mesh", "2", "--json", folder=tmp_path).returncode == 0
     (tmp_path / "mlp.py").write_text("def tiny(): raise ValueError('mine')")

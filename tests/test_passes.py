@@ -263,7 +263,8 @@ print("status", info["status"])
 """
 
 
-@pytest.mark.parametrize("file", ["plan.pkl", pytest.param("plan.json", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["plan.pkl", "plan.json"])
 def test_a_saved_plan_annotates_alike_in_a_new_process_without_solving(file, tmp_path):
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     graph, info = run(kind="exported", ilp_solution_file=str(tmp_path / file))

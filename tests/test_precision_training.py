@@ -134,6 +134,7 @@ def predicted_bytes(graph, solution) -> dict[str, float]:
     return {kind: sent for kind, (_, sent) in program.collectives.items()}
 
 
+@pytest.mark.slow
 def test_a_plan_trains_as_fully_shard_does_with_the_same_policy():
     compare("gpt2", "float32", 5, layers=1)
 

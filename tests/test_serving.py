@@ -213,6 +213,7 @@ def run(capsys, *words):
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_the_verb_prints_what_the_function_returns(capsys):
     code, record = run(capsys, "serve-plan", f"hf:{HF}/llama", "--devices", "4", "--max-tokens", "32", "--batch", "8")
     model = load_huggingface(str(HF / "llama"), {"dtype": "bfloat16"})[0]

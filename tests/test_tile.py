@@ -51,10 +51,9 @@ MODES = pytest.mark.parametrize("training", [False, True], ids=["inference", "tr
 @pytest.mark.parametrize(
     ("model", "layers"),
     [
-        *((model, 5) for model in ("gpt2", "llama")),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("gpt2", 12), ("llama", 12), ("bert", 5), ("bert", 12))),
-        ("mixtral", 5),
-        pytest.param("mixtral", 12, marks=pytest.mark.slow),
+        ("gpt2", 5),
+        *(pytest.param(name, n, marks=pytest.mark.slow) for name in ("llama", "bert", "mixtral") for n in (5, 12)),
+        pytest.param("gpt2", 12, marks=pytest.mark.slow),
     ],
 )
 def test_three_layers_tiled_are_the_captured_deeper_graph(model, layers, training):
@@ -150,7 +149,7 @@ def test_ops_at_equal_positions_have_the_same_signature(model, layers):
         assert len({graph.signature(i) for i in ops}) == 1
 
 
-@pytest.mark.parametrize(("model", "container"), [("gpt2", "h"), ("llama", "layers")])
+@pytest.mark.parametrize(("model", "container"), [("gpt2", "h"), pytest.param("llama", "layers", marks=pytest.mark.slow)])
 def test_every_op_of_a_layer_has_a_place_and_its_parameters_that_of_the_layer(model, container):
     graph = captured(model, 12, True)
     places = repeated_blocks(graph).places

@@ -34,6 +34,8 @@ from tests.helpers import fast_mesh
 from tests.helpers_ranks import results, run_ranks
 from tests.test_examples import ROOT, ranks
 
+pytestmark = pytest.mark.slow  # one run of four ranks; the quick one is in test_parallelize
+
 ROWS, SEQ, WORDS = 8, 4, 30  # 30 words on 4 ranks: shards are uneven
 PINS = {
     "embed.weight": "S(0),R", "norm.*": "R,R", "up.weight": "S(1),S(0)", "up.bias": "R,S(0)", "down.weight": "S(0),S(0)",
@@ -564,7 +566,6 @@ def test_a_loop_on_four_ranks_is_that_of_one_process(name, expected, ran):
     assert any(not torch.equal(x, dict(build().named_parameters())[n]) for n, x in expected[name][1].items())
 
 
-@pytest.mark.slow  # a second run of four ranks
 def test_more_optimizers_norms_and_schedulers_do_as_in_one_process():
     (expected,) = results(1, alone, MORE)
     planned((2, 2))

@@ -23,7 +23,7 @@ from autoshard.capture.held import copied, unsupported_kind
 from autoshard.capture.inputs import ignored, stored_dtypes
 from autoshard.capture.module import capture_without_casts
 from autoshard.capture.witness import eager_program, grown
-from autoshard.graph import Graph, Op, mixed
+from autoshard.graph import Graph, Op, leaves, mixed
 from autoshard.graph.tile import tile
 from autoshard.precision import Precision
 
@@ -59,6 +59,7 @@ class Depth:
     shallow: Graph | None = None  # the same with SHALLOW periods, where the graph is deeper than that: a plan can start from its
     ignored: str = ""  # what the model asks for that a plan does not do
     periods: int = 0  # of the capture that was tiled; 0 where all layers were captured
+    few: Graph | None = None  # the capture that was tiled
 
     @property
     def noted(self) -> dict[str, str]:
@@ -74,13 +75,14 @@ def capture_deep(
     precision: Precision | None = None,
     witness: bool = False,
     gain: float = 3.0,
-    tested: int = 0,
+    tested: Depth | None = None,
 ) -> tuple[Graph, Depth]:
     """The graph of `capture(module, ...)`, tiled from a capture of few layers where that pays and is tested, and how it was obtained.
 
     precision: as for `capture`. witness: also run the full model once, eagerly on fake tensors. gain: tile if the model has at least
     `gain` times the layers that have to be captured for it (a capture has a cost at its start that a few more layers add little to).
-    tested: `Depth.periods` of the same module with inputs of another batch size: tiling them was tested there, and is not again.
+    tested: how the same module was captured with inputs of another batch size. Where the few layers are the same ops here, in other
+    sizes, neither the tiling nor the witness is tested again.
     """
     graph, depth = _tiled_capture(module, example_inputs, training, precision, witness, gain, tested)
     if precision is None:
@@ -91,7 +93,8 @@ def capture_deep(
 
 
 def _tiled_capture(
-    module: nn.Module, example_inputs: Any, training: bool, precision: Precision | None, witness: bool, gain: float, tested: int
+    module: nn.Module, example_inputs: Any, training: bool, precision: Precision | None, witness: bool, gain: float,
+    tested: Depth | None,
 ) -> tuple[Graph, Depth]:
     """As `capture_deep`, in the dtypes in which the model computes."""
     repeating = containers(module)
@@ -122,7 +125,8 @@ def _tiled_capture(
         return sum(c.depth(q) for c in repeating for q in (periods, periods + 1) if q not in graphs)
 
     after_head = training and any(c.head for c in repeating) and layers >= gain * needed(PERIODS[1])
-    for periods in (tested,) if tested else PERIODS[after_head:]:
+    tried = [q for q in PERIODS[after_head:] if tested is None or q != tested.periods]
+    for periods in tried if tested is None or not tested.tiled else [tested.periods, *tried]:
         if layers < gain * needed(periods):
             reasons.append(f"captures of {needed(periods)} layers for a model that has {layers} don't pay")
             break
@@ -133,20 +137,22 @@ def _tiled_capture(
         try:
             deep = _tiled(small, repeating, periods, {c.name: c.layers for c in repeating})
             one_more = {c.name: c.depth(periods + 1) for c in repeating}
-            reason = "" if tested else difference(_tiled(small, repeating, periods, one_more), at(periods + 1))
+            known = tested is not None and periods == tested.periods and same_but_for_sizes(small, tested.few)
+            reason = "" if known else difference(_tiled(small, repeating, periods, one_more), at(periods + 1))
         except ValueError as error:
             reason = str(error)
         if reason:
             reasons.append(f"from {periods} periods: {reason}")
             continue
         reason = _misnamed(deep, module)
-        if witness and not reason:
+        witnessed = known and tested is not None and tested.witnessed
+        if witness and not witnessed and not reason:
             reason = _why_doubted(module, repeating, periods, example_inputs, training, precision)
         if reason:
             return full_capture(reason)
         few = {c.name: c.depth(SHALLOW) for c in repeating}
         shallow = None if all(few[c.name] == c.layers for c in repeating) else _tiled(small, repeating, periods, few)
-        return deep, Depth(repeating, tuple(captured), True, "", witness, shallow, max(notes), periods)
+        return deep, Depth(repeating, tuple(captured), True, "", witness, shallow, max(notes), periods, small)
     return full_capture("; ".join(reasons))
 
 
@@ -168,6 +174,20 @@ def difference(graph: Graph, other: Graph) -> str:
         return f"{len(graph.ops)} ops are {len(other.ops)}"
     pairs = [(a, b) for a, b in zip(graph.results, other.results) if a != b]
     return f"result {pairs[0][0]} is {pairs[0][1]}" if pairs else "the number of results or the tied parameters differ"
+
+
+def same_but_for_sizes(graph: Graph, other: Graph | None) -> bool:
+    """Whether two graphs have the same ops and results, where the sizes of tensors, and of literals, may differ."""
+    if other is None:
+        return False
+    forms, others = ([(op.name, op.target, op.inputs, op.kind, *_form(op)) for op in g.ops] for g in (graph, other))
+    return forms == others and graph.results == other.results and graph.tied == other.tied
+
+
+def _form(op: Op) -> tuple:
+    """Dtypes of the outputs, which of their sizes are 1, and the literals without their numbers."""
+    outputs = tuple(t and (t.dtype, tuple(n == 1 for n in t.shape)) for t in op.outputs)
+    return outputs, tuple(type(leaf) if type(leaf) in (int, float) else leaf for leaf in leaves(op.literals))
 
 
 def _text(op: Op) -> str:

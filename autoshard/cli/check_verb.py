@@ -89,17 +89,22 @@ def check(
         loaded = load_any_plan(solution, mesh)
         options: dict[str, Any] = {"within": share, "mesh": None if cluster is None else load_cluster(cluster), "solve": not no_solve}
         options |= {"same_graph": not any_graph, "time_limit": time_limit, "progress": output.progress}
-        if hasattr(loaded, "programs"):
-            file = model and model.partition("#")[0]
-            of_each = {name: (one, file and f"{file}#{name}", f"{solution}#{name}") for name, one in loaded.programs.items()}
-            built = _built(output, of_each, parse_settings(settings), trust)
-            checked = load_api().check_programs(built, loaded, **options)
-        else:
-            built = _built(output, {"": (loaded, model, solution)}, parse_settings(settings), trust)
-            checked = load_api().check(*built[""], loaded, **options)
+        checked = _checked(output, loaded, solution, model, parse_settings(settings), trust, options)
         record, sentence = checked.to_dict(), checked.sentence(solution)
         output.answer({**record, "message": sentence}, lambda: _table(record, sentence))
     return OK if checked.ok else NO
+
+
+def _checked(
+    output: Output, loaded: Any, solution: str, model: str | None, settings: dict, trust: bool, options: Mapping[str, Any]
+) -> Any:  # fmt: skip
+    """The check of a plan, or of each of a file with several."""
+    if not hasattr(loaded, "programs"):
+        built = _built(output, {"": (loaded, model, solution)}, settings, trust)
+        return load_api().check(*built[""], loaded, **options)
+    file = model and model.partition("#")[0]
+    of_each = {name: (one, file and f"{file}#{name}", f"{solution}#{name}") for name, one in loaded.programs.items()}
+    return load_api().check_programs(_built(output, of_each, settings, trust), loaded, **options)
 
 
 def _built(output: Output, plans: Mapping[str, tuple[Any, str | None, str]], settings: dict, trust: bool) -> dict[str, tuple[Any, Any]]:

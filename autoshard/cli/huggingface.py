@@ -28,6 +28,8 @@ OTHER_INPUTS = (
     "hf: makes input_ids, decoder_input_ids, pixel_values, input_features and their labels only; "
     "write a function that returns (module, example_inputs) and give file.py:function"
 )
+# A config's values reach all of transformers and torch unchecked: what arithmetic, lookups and calls with them raise.
+UNCHECKED = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError)
 PER_EXAMPLE = ("Classification", "NextSentencePrediction")  # classes with one label for each example
 
 
@@ -50,9 +52,7 @@ def load_huggingface(folder: str, settings: Mapping[str, Any], *, training: bool
         except AttributeError as error:  # the sizes of its inputs are written elsewhere, or nowhere
             name = type(module).__name__
             raise ValueError(f"{name} needs inputs whose sizes its config doesn't tell ({error}): {OTHER_INPUTS}") from error
-    except (ValueError, OSError):
-        raise
-    except Exception as error:  # a config's values reach all of transformers unchecked, which raises whatever it comes upon
+    except UNCHECKED as error:
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".rstrip(": ")
         raise ValueError(f"transformers can't use a value in {folder}/config.json ({what}); correct the config") from error
 
@@ -70,9 +70,11 @@ def _config(transformers: Any, folder: Path, settings: Mapping[str, Any]) -> Any
     if not file.is_file():
         raise ValueError(f"there is no file {file}; hf:DIR names a folder that holds a Hugging Face config.json")
     written = data_of(file, "config")
+    from huggingface_hub.errors import StrictDataclassError  # here: as transformers, which needs it
+
     try:
         config = transformers.AutoConfig.for_model(**{"model_type": written.get("model_type"), **written})
-    except Exception as error:  # transformers refuses a config with exceptions of many kinds, some of them its own
+    except (ValueError, StrictDataclassError, *UNCHECKED) as error:
         said = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
         raise ValueError(f"{file} can't be read as a config by transformers {transformers.__version__}: {said}") from error
     if (layers := settings.get("layers")) is not None:

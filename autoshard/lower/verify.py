@@ -5,10 +5,11 @@ rounding, and y the global tensor for which the ranks' local tensors stand under
 concatenate, partial sums add up):
 
     error = max |y - x| / max |x|                                       absolute where x is all zero
-    error <= tolerance     or     max |y - x| <= 8 max |x~ - x|         then the difference is rounding
+    error <= tolerance     or     max |y - x| <= 8 max(|x~ - x|, step)  then the difference is rounding
 
 The second test is for tensors that are zero except for rounding, such as the gradient of a key bias: they are what is left of terms
-that cancel, so their own size is no measure. Their error is relative to 8 max |x~ - x| / tolerance.
+that cancel, so their own size is no measure. Their error is relative to 8 max(|x~ - x|, step) / tolerance. step is the least positive
+number of the dtype, by which the smallest ones differ.
 
 A random op (dropout) draws the same numbers in all three programs: it starts from the state that the generator had in the unsharded
 program. Where a random op without a kernel is sharded, only its shapes are checked, and the unsharded op's output replaces its own.
@@ -278,7 +279,7 @@ class _Comparison:
             return apart
         if apart <= tolerance * size:
             return apart / size
-        noise = gap(self.unsharded.held[slot.value], self.perturbed.held[slot.value])
+        noise = max(gap(self.unsharded.held[slot.value], self.perturbed.held[slot.value]), _step(expected))
         return apart / max(size, NOISE * noise / tolerance if noise < math.inf else 0.0)
 
     def _repair(self, slot: Slot, actual: str) -> None:
@@ -316,6 +317,14 @@ class _Comparison:
                 f"the model and its captured program, both unsharded, differ in {record.key}: they don't draw random numbers (dropout) "
                 "in the same order, so that a plan can't be compared with the model; turn dropout off with model.eval(), and plan that"
             )
+
+
+def _step(x: Tensor) -> float:
+    """The least positive number of the tensor's dtype; 0 for whole numbers."""
+    if not (x.is_floating_point() or x.is_complex()):
+        return 0.0
+    of_dtype = torch.finfo(x.dtype)
+    return of_dtype.tiny * of_dtype.eps
 
 
 def _layouts(tensor: Tensor, tensors: list, mesh: Mesh) -> list[Layout]:

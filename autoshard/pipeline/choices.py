@@ -254,7 +254,7 @@ def place(wanted: Sequence[SubMesh], cluster: Cluster) -> list[tuple[int, ...]]:
 
 def speed_ups(cluster: Cluster, tables: Sequence[StageTable], best: Configuration) -> tuple[dict[str, Any], ...]:
     """Seconds on the first 1, 2, 4, ... devices of a cluster of one kind of nodes (from plans of single layers, on sub-meshes that the
-    search considered, or that have all these devices), and on all of them.
+    search considered, or that have all these devices; where nothing fits on these, on all sub-meshes), and on all of them.
 
     seconds: None where the model does not fit. speed_up: relative to the fewest devices that fit, whose speed-up is their number; None
     where the model does not fit, and in all rows if the model fits on all devices only, as there is nothing to compare with.
@@ -263,20 +263,31 @@ def speed_ups(cluster: Cluster, tables: Sequence[StageTable], best: Configuratio
         return ()
     M, n = cluster.kinds[0].devices, cluster.num_devices
     counts = [m for m in range(1, n) if (m < M and M % m == 0) or (m % M == 0 and n % m == 0)]
-    rows: list[dict[str, Any]] = []
-    for m in counts:
-        nodes = Nodes(max(1, m // M), min(m, M))
-        least = math.inf
-        for table in tables:
-            u = _submesh(table, m)
-            if table.K == best.microbatches and u not in table.known and table.held_bytes / m <= table.memory(cluster.submeshes[u]):
-                table.plan_on(u)
-            division = table.division(m, (nodes,))
-            least = min(least, division.seconds if division else math.inf)
-        rows.append({"devices": m, "seconds": least if math.isfinite(least) else None})
+    rows: list[dict[str, Any]] = [{"devices": m, "seconds": _seconds_on(cluster, tables, best, m)} for m in counts]
     rows.append({"devices": n, "seconds": best.seconds})
     base = next(row for row in rows if row["seconds"])
     for row in rows:
         compared = row["seconds"] and base is not rows[-1]
         row["speed_up"] = base["devices"] * base["seconds"] / row["seconds"] if compared else None
     return tuple(rows)
+
+
+def _seconds_on(cluster: Cluster, tables: Sequence[StageTable], best: Configuration, m: int) -> float | None:
+    """On the first m devices of the cluster; None where no division of any number of microbatches fits."""
+    M, whole = cluster.kinds[0].devices, _submesh(tables[0], m)
+    nodes = (Nodes(max(1, m // M), min(m, M)),)
+    hopeful = [table for table in tables if table.held_bytes / m <= table.memory(cluster.submeshes[whole])]
+    for table in hopeful:
+        if table.K == best.microbatches and whole not in table.known:
+            table.plan_on(whole)
+    divisions = [division for table in hopeful if (division := table.division(m, nodes))]
+    if divisions:
+        return min(division.seconds for division in divisions)
+    smaller = sorted((u for u, s in enumerate(cluster.submeshes) if s.size < m), key=lambda u: -cluster.submeshes[u].size)
+    for table in sorted(hopeful, key=lambda table: -table.K):  # of a smaller microbatch less is saved
+        for u in smaller:
+            if u not in table.known:
+                table.plan_on(u)
+                if division := table.division(m, nodes):
+                    return division.seconds
+    return None

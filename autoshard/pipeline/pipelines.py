@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from autoshard.capture import capture_deep, in_turn
+from autoshard.capture import Depth, capture_deep, in_turn
 from autoshard.cost import OPTIMIZERS
 from autoshard.cycles import no_search_for_cycles
 from autoshard.mesh import Mesh
@@ -134,7 +134,7 @@ class _Search:
         self.tables: dict[int, StageTable] = {}
         self.bounds: dict[int, float] = {}  # seconds, by K
         self.captures: dict[str, str] = {}
-        self.tested = 0  # periods that a capture for an earlier K was tiled from
+        self.tested: Depth | None = None  # of the last capture that was tiled
         self.tight: set[int] = set()  # sub-meshes on which memory decided for an earlier K
 
     def answer(self) -> Pipeline:
@@ -180,10 +180,9 @@ class _Search:
     @no_search_for_cycles()
     def _table(self, K: int) -> StageTable:
         inputs = microbatch(self.inputs, K)
-        training, witness = self.options.training, self.options.witness and not self.tested
-        graph, depth = capture_deep(self.model, inputs, training=training, witness=witness, tested=self.tested)
-        self.captures, self.tested = self.captures or depth.noted, depth.periods
         options = self.options
+        graph, depth = capture_deep(self.model, inputs, training=options.training, witness=options.witness, tested=self.tested)
+        self.captures, self.tested = self.captures or depth.noted, depth if depth.tiled else self.tested
         table = StageTable(
             self.cluster, layers_of(graph, options.layers), K,
             optimizer=options.optimizer, limit=options.memory_limit, recompute=options.recompute, run=self.planners.run,
