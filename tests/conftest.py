@@ -1,6 +1,8 @@
 """Settings for every test: the same examples in every run, no deadline on a busy machine, and captures that many tests ask for once."""
 
 import gc
+import re
+from collections import Counter
 
 import pytest
 from hypothesis import settings
@@ -10,6 +12,53 @@ settings.load_profile("autoshard")
 gc.set_threshold(100_000, 50, 100)  # most objects of a test process live as long as it does: an eighth of its time went into looking
 
 CAPTURING = ("test_capture", "test_depth", "test_tile", "test_graph", "test_witness", "test_threads", "test_chunked_loss")
+
+# Of the cases of these tests the quick suite runs every third, the others are slow: together they took a quarter of its time.
+THINNED = """
+test_api: test_the_plan_is_optimal_and_no_baseline_is_cheaper test_the_plan_and_random_layouts_compute_what_the_model_computes
+    test_pins_are_obeyed_and_never_make_a_plan_cheaper
+test_baselines: test_every_pin_is_a_candidate_and_every_pinned_problem_has_a_plan test_megatron_lays_every_parameter_as_the_table_says
+    test_other_structures_get_plans_too
+test_capture: test_every_tensor_node_of_a_given_graph_becomes_a_value_of_its_shape_and_type
+test_capture_strangers: test_it_is_captured_planned_and_verified test_a_class_that_needs_other_inputs_gets_them_or_says_which
+    test_layers_of_many_steps_are_captured test_caches_of_transformers_are_inputs
+test_cli_options: test_a_number_below_what_an_option_allows_is_refused test_a_number_in_text_is_refused_before_a_file_is_read
+test_compile_backend: test_ranks_compute_what_the_plain_model_computes
+test_decode_cache: test_greedy_decoding_on_two_ranks_says_what_the_model_says
+test_depth: test_a_net_that_repeats_is_captured_from_few_layers
+    test_a_net_that_must_not_be_tiled_is_refused_with_the_reason_and_captured_whole
+test_dry_run: test_every_op_of_a_lowered_model_can_run_on_a_gpu
+test_lower_collectives: test_every_route_ends_with_the_target_cut
+test_lower_verify: test_random_layouts_compute_the_same
+test_limited: test_auto_goes_on_from_prices_to_the_proof test_what_lies_on_the_way_is_what_evaluate_says
+    test_bounds_and_answers_agree_with_brute_force
+test_parallelize_constants: test_a_tensor_that_is_no_buffer_is_read_on_every_rank
+test_parallelize_inputs: test_a_parallel_module_shares_no_storage_with_the_model_that_it_was_made_of
+test_passes: test_every_tensor_node_carries_a_legal_spec_and_every_parameter_is_in_the_map test_a_baseline_can_be_asked_for
+test_precision: test_norms_of_bfloat16_run_on_a_cpu_and_trace_for_a_gpu
+test_routes: test_every_route_ends_with_the_targets_parts_on_every_rank
+test_solvers: test_ilp_cvxpy_and_exhaustive_agree_on_500_problems test_auto_reduce_and_dual_on_800_problems
+test_strangers: test_every_op_has_rows_and_a_random_layout_is_right test_every_op_has_rows
+test_tile: test_blocks_are_found_without_names test_two_layers_are_too_few
+test_verify_kinds: test_the_plan_and_random_layouts_are_right test_a_planted_fault_is_found
+test_zero_stages: test_bytes_sent_and_held_are_those_of_the_literature
+"""
+
+
+def thinned() -> set[tuple[str, str]]:
+    files = re.findall(r"^(\w+):(.*(?:\n +.*)*)", THINNED, re.MULTILINE)
+    return {(file, test) for file, tests in files for test in tests.split()}
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items) -> None:
+    wanted, cases = thinned(), Counter()
+    for item in items:
+        test = (item.path.stem, getattr(item, "originalname", None))
+        if test in wanted and item.get_closest_marker("slow") is None:
+            if cases[test] % 3:
+                item.add_marker(pytest.mark.slow)
+            cases[test] += 1
 
 
 def pytest_collection_finish() -> None:

@@ -142,6 +142,7 @@ def rows(monkeypatch):
         monkeypatch.setattr(module, "ROWS", 8)
 
 
+@pytest.mark.slow
 def test_a_plan_chunks_the_loss_where_its_logits_do_not_fit(rows, tmp_path):
     full = planned()
     assert not full.chunked_loss

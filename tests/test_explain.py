@@ -229,6 +229,7 @@ def test_what_the_plan_was_asked_for_stays_asked_for():
     assert other.cost == pytest.approx(planned(False, SMALL, pins=other.pins, **asked).cost, rel=SAME)
 
 
+@pytest.mark.slow
 def test_what_time_did_not_prove_is_said(capsys, tmp_path):
     tight = planned(sizes=SMALL, memory_limit=LIMIT)
     one = explain(*model(sizes=SMALL), tight, WEIGHT, why_not="R,R", most=0, time_limit=1e-9).why_not

@@ -85,6 +85,7 @@ def test_bad_input_is_refused_in_a_sentence(given, said):
         autoshard.frontier(*mlp.tiny(), Mesh.from_bandwidths((2,)), **given)
 
 
+@pytest.mark.slow
 def test_pins_hold_at_every_point():
     module, inputs = mlp.tiny()
     name = next(name for name, p in module.named_parameters() if p.ndim == 2)
@@ -92,6 +93,7 @@ def test_pins_hold_at_every_point():
     assert all(found.solution(i).parameters[name]["layout"] == "S(0)" for i in range(len(found.points)))
 
 
+@pytest.mark.slow
 def test_recomputed_blocks_are_as_many_as_asked_for():
     found = autoshard.frontier(*mlp.tiny(), Mesh.from_bandwidths((2,)), training=True, points=2, recompute="all")
     assert found.solution(0).recompute == 2

@@ -342,6 +342,7 @@ def test_layers_are_cut_between_layers():
     assert max(abs(int(place[e.a]) - int(place[e.b])) for e in edges) <= 2
 
 
+@pytest.mark.slow
 def test_the_answer_does_not_depend_on_the_hash_seed():
     code = (
         "from dataclasses import replace; from autoshard.solvers import solve; from tests.test_limited import layers, shaped; "

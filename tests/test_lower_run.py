@@ -76,6 +76,7 @@ def ranks(tmp_path_factory):
     return programs, [torch.load(os.path.join(path, f"rank{rank}.pt")) for rank in range(WORLD)]
 
 
+@pytest.mark.slow
 def test_training_on_processes_gives_the_whole_programs_results(ranks):
     programs, done = ranks
     assert [program.is_even for program, _, _ in programs] == [True, False]
@@ -86,6 +87,7 @@ def test_training_on_processes_gives_the_whole_programs_results(ranks):
             assert distance(parts, give.slot.layout, program.mesh, whole[give.key]) <= 1e-5 * scale, give.key
 
 
+@pytest.mark.slow
 def test_every_route_on_processes_ends_with_the_target_cut(ranks):
     _, done = ranks
     whole, mesh = torch.arange(96.0).reshape(8, 12), mesh_of(2, 2)
@@ -95,6 +97,7 @@ def test_every_route_on_processes_ends_with_the_target_cut(ranks):
         assert all(part.is_contiguous() for part in parts)
 
 
+@pytest.mark.slow
 def test_another_mesh_is_refused_on_every_rank(ranks):
     _, done = ranks
     assert {refused for _, _, refused in done} == {"the device mesh is (2, 2), the program was made for (4,)"}

@@ -131,9 +131,8 @@ def gathered_bytes(plan):
     return total
 
 
-@pytest.mark.parametrize(
-    ("shape", "devices"), [((2, 2), (0, 1)), pytest.param((2, 8), (0, 1, 2, 3), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "devices"), [((2, 2), (0, 1)), ((2, 8), (0, 1, 2, 3))])
 def test_a_switch_moves_what_was_predicted_and_no_bit_changes(shape, devices):
     module, batch = llama.tiny(layers=1, batch=16)
     decoder = llama.with_cache(module, BATCH, ROOM)

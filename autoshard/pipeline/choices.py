@@ -274,12 +274,12 @@ def speed_ups(cluster: Cluster, tables: Sequence[StageTable], best: Configuratio
 
 def _seconds_on(cluster: Cluster, tables: Sequence[StageTable], best: Configuration, m: int) -> float | None:
     """On the first m devices of the cluster; None where no division of any number of microbatches fits."""
-    M, whole = cluster.kinds[0].devices, _submesh(tables[0], m)
+    M, u_of_all = cluster.kinds[0].devices, _submesh(tables[0], m)
     nodes = (Nodes(max(1, m // M), min(m, M)),)
-    hopeful = [table for table in tables if table.held_bytes / m <= table.memory(cluster.submeshes[whole])]
+    hopeful = [table for table in tables if table.held_bytes / m <= table.memory(cluster.submeshes[u_of_all])]
     for table in hopeful:
-        if table.K == best.microbatches and whole not in table.known:
-            table.plan_on(whole)
+        if table.K == best.microbatches and u_of_all not in table.known:
+            table.plan_on(u_of_all)
     divisions = [division for table in hopeful if (division := table.division(m, nodes))]
     if divisions:
         return min(division.seconds for division in divisions)
