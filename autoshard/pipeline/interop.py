@@ -103,6 +103,13 @@ class Tiling:
         return taken, before, after
 
     @cached_property
+    def moves_of(self) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]:
+        """By sub-mesh: the states in which it can be allocated, where each of them begins in the last array, the states after."""
+        taken, before, after = self.moves
+        of = [(before[taken == u], after[taken == u]) for u in range(len(self.submeshes))]
+        return tuple((*np.unique(states, return_index=True), left) for states, left in of)
+
+    @cached_property
     def _counts(self) -> tuple[bool, ...]:
         """By kind: whether the number of free devices alone determines which sub-meshes fit."""
         suffices = []
@@ -225,49 +232,49 @@ def _least_sum(t: np.ndarray, x: np.ndarray, tiling: Tiling, bound: float) -> tu
     """F(bound) and its stages; (inf, ()) where there are none. Index s - 1 is the number of stages to the end, at most Q."""
     t, x = np.where(t <= bound, t, math.inf), np.where(x <= bound, x, math.inf)
     U, L, _, Q = t.shape
-    taken, before, after = tiling.moves
-    groups, starts = np.unique(taken * len(tiling.states) + before, return_index=True)
-    R = len(tiling.states)
-    H = np.full((Q, L, U * R), math.inf)
-    F = np.full((Q, L + 1, R, U), math.inf)
+    R, moves = len(tiling.states), tiling.moves_of
+    ends = np.where(np.isfinite(t[:, :, :L]), np.arange(L)[:, None], 0).max(axis=2)  # (u, k, s): the last layer j < L with a stage k ... j
+    H = np.full((Q, L, U, R), math.inf)
+    F = np.full((Q, U, L + 1, R), math.inf)
     for k in range(L - 1, -1, -1):
-        for s in range(Q):
-            ways = t[taken, k, k + 1 :, s].T + _behind(F, s, k + 1, after, taken)  # (j, moves)
-            ways[-1] = t[taken, k, L, 0] if s == 0 else math.inf  # a stage up to layer L: it is the last one only at s = 0
-            if s == 0:
-                ways[:-1] = math.inf if Q > 1 else ways[:-1]
-            H[s, k, groups] = np.minimum.reduceat(ways.min(axis=0), starts)
+        for s in range(min(Q, L - k)):  # s + 1 stages have as many layers
+            for u, (before, starts, after) in enumerate(moves):
+                if s == 0:
+                    H[s, k, u, before] = t[u, k, L, 0]
+                last = int(ends[u, k, s])
+                if last > k and (s or Q == 1):
+                    ways = t[u, k, k + 1 : last + 1, s, None] + _behind(F, s, u, k + 1, last, after)
+                    H[s, k, u, before] = np.minimum(H[s, k, u, before], np.minimum.reduceat(ways.min(axis=0), starts))
             if k:
-                F[s, k] = (x[k][:, None, :] + H[s, k].reshape(U, R).T[None]).min(axis=2).T
-    first = H[:, 0].reshape(Q, U, R)[:, :, 0]
+                F[s, :, k] = (x[k][:, :, None] + H[s, k]).min(axis=1)
+    first = H[:, 0, :, 0]
     least = float(first.min())
     return (least, _stages(t, x, H, F, tiling, first)) if least < math.inf else (math.inf, ())
 
 
-def _behind(F: np.ndarray, s: int, first: int, after: np.ndarray, taken: np.ndarray) -> np.ndarray:
-    """(j, moves): the least sum from layer j = first ... L on, after a stage that is the (s + 1)-th from the end (Q-th or earlier)."""
-    Q = len(F)
-    rest = F[s - 1, first:][:, after, taken] if s else np.full((F.shape[1] - first, len(after)), math.inf)
-    return np.minimum(rest, F[s, first:][:, after, taken]) if s == Q - 1 else rest
+def _behind(F: np.ndarray, s: int, u: int, first: int, last: int, after: np.ndarray) -> np.ndarray:
+    """(j, moves): the least sum from layer j = first ... last on, after a stage on sub-mesh u that is the (s + 1)-th from the end, where
+    Q-th is also every earlier one."""
+    rest = F[s - 1, u, first : last + 1][:, after] if s else np.full((last + 1 - first, len(after)), math.inf)
+    return np.minimum(rest, F[s, u, first : last + 1][:, after]) if s == len(F) - 1 else rest
 
 
 def _stages(t: np.ndarray, x: np.ndarray, H: np.ndarray, F: np.ndarray, tiling: Tiling, first: np.ndarray) -> tuple[Stage, ...]:
     """The stages of the least sum, read back from the tables; the first of equals, by (stages, sub-mesh, boundary, state)."""
-    Q, L, R = H.shape[0], H.shape[1], len(tiling.states)
+    Q, L = H.shape[:2]
     taken, before, after = tiling.moves
     stages: list[Stage] = []
     s, u = (int(i) for i in np.unravel_index(int(first.argmin()), first.shape))
     k, state = 0, 0
     while True:
-        ways = np.flatnonzero((taken == u) & (before == state))
-        goal = H[s, k, u * R + state]
+        ways = after[(taken == u) & (before == state)]
+        goal = H[s, k, u, state]
         if s == 0 and t[u, k, L, 0] <= goal:
             return (*stages, Stage(k, L, u))
-        costs = t[u, k, k + 1 : L + 1, s][:, None] + _behind(F, s, k + 1, after[ways], taken[ways])
-        costs[-1] = math.inf
+        costs = t[u, k, k + 1 : L, s, None] + _behind(F, s, u, k + 1, L - 1, ways)
         j, way = (int(i) for i in np.unravel_index(int(costs.argmin()), costs.shape))
         stages.append(Stage(k, k + 1 + j, u))
-        left = int(after[ways[way]])
-        s = s - 1 if s and (s < Q - 1 or F[s - 1, k + 1 + j, left, u] <= F[s, k + 1 + j, left, u]) else s
+        left = int(ways[way])
+        s = s - 1 if s and (s < Q - 1 or F[s - 1, u, k + 1 + j, left] <= F[s, u, k + 1 + j, left]) else s
         k, state = k + 1 + j, left
-        u = int((x[k, u] + H[s, k].reshape(-1, R)[:, state]).argmin())
+        u = int((x[k, u] + H[s, k, :, state]).argmin())
