@@ -34,6 +34,16 @@ def test_specs_say_placements_mesh_shape_and_dtype():
     assert tuple(spec.shape) == (8, 16) and spec.stride == (16, 1) and spec.tensor_meta.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("field", ["shape", "dtype", "local_bytes"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_plan_whose_parameters_are_not_described_is_refused(kind, field, tmp_path):
+    row = {key: value for key, value in PARAMETERS["h.0.mlp.bias"].items() if key != field}
+    solution = linear_solution(parameters={**PARAMETERS, "h.0.mlp.bias": row}, modules=MODULES)
+    with pytest.raises(ValueError, match=f"'h.0.mlp.bias' of the plan has no {field}, .*plan again"):
+        export(solution, kind, tmp_path / "out.json")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("shape", [(8,), (1, 8), (2, 4), (2, 2, 2), (16, 16)])
 def test_any_mesh_needs_no_processes(shape):
     layout = ",".join(["R"] * len(shape))

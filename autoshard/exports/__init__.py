@@ -60,17 +60,26 @@ def export(solution: Solution, kind: str, path: str | os.PathLike[str] | None = 
 
     axis: the mesh axis on which the module styles shard; by default the one on which the plan shards most weights. Each value has `said`,
     `left`, `cost_seconds` and `extra_seconds`: what it leaves out of the plan, and what that costs. Files are JSON; formats that are
-    code for a launcher can also be written to a `.py` file. ValueError on an unknown kind, axis or file ending.
+    code for a launcher can also be written to a `.py` file. ValueError on an unknown kind, axis or file ending, and on a plan whose
+    parameters lack shape, dtype or bytes.
     """
     if kind not in FORMATS:
         raise ValueError(f"there is no export {kind!r}; expected one of {', '.join(FORMATS)}")
     if axis is not None and kind not in BY_MODULES:
         raise ValueError(f"{kind} carries every axis; leave axis={axis!r} out")
     content = None if path is None else _content(kind, Path(path))
+    _check_parameters(solution)
     value = FORMATS[kind].make(solution, axis)
     if path is not None and content is not None:
         write_atomically(content(value), path)
     return value
+
+
+def _check_parameters(solution: Solution) -> None:
+    """ValueError where a parameter is not described: a file needs no more than layouts to be a plan."""
+    for name, row in solution.parameters.items():
+        if missing := [field for field in ("shape", "dtype", "local_bytes") if field not in row]:
+            raise ValueError(f"parameter {name!r} of the plan has no {' and no '.join(missing)}, which an export needs; plan again")
 
 
 def as_plain(value: Any, kind: str) -> Any:
