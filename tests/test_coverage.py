@@ -142,7 +142,7 @@ def test_a_rule_may_be_a_function(no_rule):
         return [Row((Shard(d),), (Shard(d), Replicate())) for d in range(len(op.output.shape))]
 
     graph, tensors, _ = one_op(TARGET, torch.randn(4, 4, 2), torch.randn(2))
-    assert one_axis_rows(graph.ops[-1], graph.input_tensors(len(tensors)))[1:] == rows(graph.ops[-1], tensors)
+    assert one_axis_rows(graph.ops[-1], graph.input_tensors(len(tensors)))[1:] == tuple(rows(graph.ops[-1], tensors))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ ADDS_UP = {
     "mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "sum", "mean", "amax", "amin", "dot", "nll_loss_forward", "nll_loss_backward",
     "embedding_dense_backward", "native_layer_norm_backward", "native_group_norm_backward", "mse_loss", "_fused_rms_norm_backward",
 }  # fmt: skip
-Rows = list[Row] | None
+Rows = tuple[Row, ...] | None
 
 
 def planned_in_order(context: Context, plan: Callable[[Context], Solution]) -> Solution:

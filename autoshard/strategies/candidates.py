@@ -15,7 +15,9 @@ signature and shared.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import product
 
 from torch.distributed.tensor.placement_types import Placement
@@ -34,7 +36,7 @@ from autoshard.strategies import matmuls_and_losses as _matmuls_and_losses  # no
 from autoshard.strategies import recurrent as _recurrent  # noqa: F401
 from autoshard.strategies import structure as _structure  # noqa: F401
 from autoshard.strategies import torch_rules
-from autoshard.strategies.rows import COMBINES, EVEN_ONLY, RULES, Inputs, Row, replicate_row
+from autoshard.strategies.rows import COMBINES, EVEN_ONLY, RULES, Inputs, Row, Rule, replicate_row
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class KnownCandidates:
     """The candidates of every signature that was met on one mesh: graphs that are planned one after the other share them."""
 
     of: dict[tuple, tuple[Candidate, ...]] = field(default_factory=dict)
-    rows: dict[tuple, list[Row] | None] = field(default_factory=dict)
+    rows: dict[tuple, tuple[Row, ...] | None] = field(default_factory=dict)
 
 
 def candidates(graph: Graph, mesh: Mesh, known: KnownCandidates | None = None) -> Candidates:
@@ -79,7 +81,7 @@ def candidates(graph: Graph, mesh: Mesh, known: KnownCandidates | None = None) -
                 of_signature[signature] = tuple(Candidate((layout,) * len(inputs), (layout,)) for layout in layouts)
             else:
                 rows[signature] = one_axis_rows(op, inputs)
-                crossed = rows[signature] or [replicate_row(op, inputs)]
+                crossed = rows[signature] or (replicate_row(op, inputs),)
                 of_signature[signature] = cross(op, inputs, crossed, mesh, even=op.target in EVEN_ONLY)
         of_ops.append(of_signature[signature])
         if rows.get(signature, ()) is None:
@@ -87,16 +89,23 @@ def candidates(graph: Graph, mesh: Mesh, known: KnownCandidates | None = None) -
     return Candidates(tuple(of_ops), tuple(unknown), len(met))
 
 
-def one_axis_rows(op: Op, inputs: Inputs) -> list[Row] | None:
+def one_axis_rows(op: Op, inputs: Inputs) -> tuple[Row, ...] | None:
     """The rows of our rule, else of torch's rule, else of an op per element, after the replicated row; None for an op without any rule."""
-    known = RULES[op.target](op, inputs) if op.target in RULES else torch_rules.rows(op, inputs)
+    return _rows_of(op.signature, tuple(inputs), RULES.get(op.target))
+
+
+@lru_cache(maxsize=50_000)  # the same on every mesh
+def _rows_of(signature: tuple, inputs: Inputs, rule: Rule | None) -> tuple[Row, ...] | None:
+    target, literals, outputs, kind, alias = signature
+    op = Op("", target, (), literals, outputs, kind, alias=alias)
+    known = rule(op, inputs) if rule else torch_rules.rows(op, inputs)
     if known is None:
         known = _dims.pointwise(op, inputs)
     if known is None:
         return None
     if op.kind == REDUCE_THEN_CAST:
         known = [r for r in known if not any(p.is_partial() for p in r.inputs)]
-    return [r for r in dict.fromkeys([replicate_row(op, inputs), *known]) if not _has_partial_bool(r, op, inputs)]
+    return tuple(r for r in dict.fromkeys([replicate_row(op, inputs), *known]) if not _has_partial_bool(r, op, inputs))
 
 
 def _has_partial_bool(row: Row, op: Op, inputs: Inputs) -> bool:
@@ -105,7 +114,7 @@ def _has_partial_bool(row: Row, op: Op, inputs: Inputs) -> bool:
     return any(p is not None and t is not None and p.is_partial() and t.dtype == "bool" for p, t in pairs)
 
 
-def cross(op: Op, inputs: Inputs, rows: list[Row], mesh: Mesh, *, even: bool = False) -> tuple[Candidate, ...]:
+def cross(op: Op, inputs: Inputs, rows: Sequence[Row], mesh: Mesh, *, even: bool = False) -> tuple[Candidate, ...]:
     """All combinations of rows over the axes that the sizes of all tensors allow, without duplicates, in a fixed order.
 
     even: only those in which all shards of a tensor have the same shape.
