@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autoshard.capture import capture
-from autoshard.pipeline.choices import choices_of
+from autoshard.pipeline.choices import choices_of, speed_ups
 from autoshard.pipeline.configurations import Configuration, equal_parts
 from autoshard.pipeline.interop import step_seconds
 from autoshard.pipeline.layers import layers_of
@@ -104,3 +104,21 @@ def test_leaving_out_what_cannot_pay_changes_no_best():
     best = min(c.seconds for c in everything if c.fits)
     assert min(c.seconds for c in some if c.fits) == best and len(some) <= len(everything)
     assert any(c.seconds == best for c in considered(best)) and not considered(1e-12)
+
+
+@pytest.mark.parametrize(("room", "fits"), [(0.5, False), (0.8, True), (2.0, True)])
+def test_a_model_is_said_not_to_fit_only_after_all_submeshes_were_tried(room, fits):
+    """At 0.8 of its parameters, gradients and state, on two devices only two stages fit: whole sub-meshes of two don't."""
+    layers, planners = layers_of(capture(*mlp.tiny(layers=4, batch=4), training=True)), Planners(None)
+
+    def table(limit: float | None) -> StageTable:
+        return StageTable(Cluster.of(4), layers, 4, optimizer="adamw", limit=limit, recompute="never", run=planners.run)
+
+    free = table(None)
+    best = min(choices_of(free, ("1f1b",), grid=False, least=None)[0], key=lambda c: c.seconds)
+    every, some = table(room * free.held_bytes), table(room * free.held_bytes)
+    every.plan()
+    some.plan_on(1)
+    rows, found = (speed_ups(t.cluster, [t], best) for t in (every, some))
+    assert [row["devices"] for row in found] == [1, 2, 4]
+    assert [row["seconds"] is None for row in found] == [row["seconds"] is None for row in rows] == [room < 1, not fits, False]
