@@ -73,7 +73,7 @@ def tensors_by_running(graph, example_inputs) -> dict[fx.Node, list]:
 
 
 GIVEN = [("mlp", kind, mesh_shape) for kind in KINDS for mesh_shape in MESHES]
-LONGER = [("gpt2", kind, mesh_shape) for kind in ("exported", "joint") for mesh_shape in MESHES]
+LONGER = [(name, kind, mesh_shape) for name in ("gpt2", "llama") for kind in ("exported", "joint") for mesh_shape in MESHES]
 
 
 @pytest.mark.parametrize(("name", "kind", "mesh_shape"), [*GIVEN, *(pytest.param(*row, marks=pytest.mark.slow) for row in LONGER)])
@@ -102,6 +102,21 @@ def test_every_tensor_node_carries_a_legal_spec_and_every_parameter_is_in_the_ma
         for n, p in module.named_parameters():
             check_spec(entries[n], tuple(p.shape), p.dtype, mesh_shape)
             assert info["solution"].parameters[n]["layout"] == info["solution"].layouts[n].outputs[0]
+
+
+def test_keys_and_values_repeated_for_their_queries_are_laid_out_as_these():
+    """No plan has the nodes that repeat them, but the given graph has."""
+    graph, _, _ = given("llama", "exported")
+    run("llama", "exported", mesh_shape=(2, 4), algo="megatron")
+    repeats = [node for node in graph.graph.nodes if node.op == "call_function" and str(node.target) == "aten.expand.default"]
+    found = []
+    for node in (node for node in repeats if len(node.meta["val"].shape) == 5):
+        (added,), (view,) = (node.args[0],), node.users
+        keys, heads = added.args[0].meta["autoshard"], view.meta["autoshard"]
+        assert keys.placements == heads.placements and tuple(heads.shape) == tuple(view.meta["val"].shape)
+        assert node.meta["autoshard"].placements == tuple(Shard(p.dim + (p.dim > 1)) if p.is_shard() else p for p in keys.placements)
+        found += keys.placements
+    assert Shard(0) in found and Shard(1) in found  # batch and heads
 
 
 def test_a_module_is_captured_and_its_graph_comes_back():

@@ -13,24 +13,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx, nn
-from torch.distributed.tensor import DeviceMesh
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
+from autoshard.api.annotating import annotate
 from autoshard.baselines import CONTEXT_PARALLEL, SHARDED_MEGATRON
 from autoshard.capture import Captured, capture_fx, capture_module, ignored, in_turn
-from autoshard.exports.sharding_map import sharding_map, spec_of, unbacked_mesh
+from autoshard.exports.sharding_map import sharding_map, unbacked_mesh
 from autoshard.graph import Graph
-from autoshard.layout import parse
 from autoshard.lower.unsharded import verify_graph
 from autoshard.mesh import Device, Mesh
 from autoshard.planning.context import Context
 from autoshard.planning.demands import broken_by
 from autoshard.planning.microbatches import with_number_of_microbatches
-from autoshard.planning.node_layouts import is_value, with_node_layouts
+from autoshard.planning.node_layouts import with_node_layouts
 from autoshard.planning.options import Options, Stopwatch, checked_options
 from autoshard.planning.plan import baseline_only, plan_graph
 from autoshard.precision import Precision
@@ -204,24 +200,3 @@ def _check(captured: Captured, solution: Solution) -> None:
         wrong = verification.placement_mismatches[:1]
         what = f"the output of {wrong[0].op} is {wrong[0].actual}, planned {wrong[0].planned}" if wrong else "its numbers are off"
         raise ValueError(f"run_checks: the plan does not compute what the graph computes: {what}")
-
-
-def annotate(captured: Captured, solution: Solution, device_mesh: DeviceMesh) -> None:
-    """Writes `node.meta["autoshard"]` on every tensor node of the given graph."""
-    specs: dict[tuple, DTensorSpec] = {}  # by tensor and layout, which many nodes share
-
-    def spec(value: tuple[int, int] | None) -> DTensorSpec | None:
-        if value is None:
-            return None
-        op = captured.graph.ops[value[0]]
-        tensor, written = op.outputs[value[1]], solution.layouts[op.name].outputs[value[1]]
-        if tensor is None or written is None:
-            return None
-        if (tensor, written) not in specs:
-            specs[tensor, written] = spec_of(tensor.shape, getattr(torch, tensor.dtype), parse(written), device_mesh)
-        return specs[tensor, written]
-
-    for node, values in captured.values.items():
-        of_node = pytree.tree_map(spec, values, is_leaf=is_value)
-        if any(isinstance(leaf, DTensorSpec) for leaf in pytree.tree_leaves(of_node)):
-            node.meta["autoshard"] = tuple(of_node) if isinstance(of_node, list) else of_node
