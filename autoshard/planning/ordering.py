@@ -96,15 +96,11 @@ class _Slots:
 
     def __init__(self, graph: Graph):
         self.graph = graph
-        self.rows: dict[tuple, Rows] = {}
         self.parent: dict[tuple[Value, int], tuple[Value, int]] = {}
         self.judged: dict[tuple, bool] = {}
 
     def of(self, i: int) -> Rows:
-        signature = self.graph.signature(i)
-        if signature not in self.rows:
-            self.rows[signature] = one_axis_rows(self.graph.ops[i], self.graph.input_tensors(i))
-        return self.rows[signature]
+        return one_axis_rows(self.graph.ops[i], self.graph.input_tensors(i))
 
     def ordered(self) -> dict[Value, int]:
         """The ordered dim of every value that has one; empty where there is none, or a value has two."""
