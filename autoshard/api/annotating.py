@@ -6,22 +6,23 @@ and in no plan. A caller that runs them needs their layouts all the same: they a
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import fx
-from torch.distributed.tensor import DeviceMesh, Replicate, Shard
+from torch.distributed.tensor import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
 from autoshard.capture import Captured
 from autoshard.exports.sharding_map import spec_of
-from autoshard.layout import parse
+from autoshard.graph import Graph, Op, Ref, Tensor
+from autoshard.layout import parse, replicated
+from autoshard.mesh import Mesh
 from autoshard.planning.node_layouts import is_value
 from autoshard.solution import Solution
+from autoshard.strategies import KnownCandidates, candidates
 
 aten = torch.ops.aten
+REPEATING = {getattr(aten, name).default for name in ("unsqueeze", "expand", "clone", "reshape", "view", "_unsafe_view")}
 
 
 def annotate(captured: Captured, solution: Solution, device_mesh: DeviceMesh) -> None:
@@ -39,34 +40,26 @@ def annotate(captured: Captured, solution: Solution, device_mesh: DeviceMesh) ->
             specs[tensor, written] = spec_of(tensor.shape, getattr(torch, tensor.dtype), parse(written), device_mesh)
         return specs[tensor, written]
 
+    known = KnownCandidates()
     for node, values in captured.values.items():
         of_node = pytree.tree_map(spec, values, is_leaf=is_value)
         if any(isinstance(leaf, DTensorSpec) for leaf in pytree.tree_leaves(of_node)):
             node.meta["autoshard"] = tuple(of_node) if isinstance(of_node, list) else of_node
-        elif values is None and (of_view := _view_spec(node)) is not None:
-            node.meta["autoshard"] = of_view
+        elif values is None and node.target in REPEATING and "val" in node.meta:
+            _annotate_as_source(node, solution.mesh, device_mesh, known)
 
 
-def _view_spec(node: fx.Node) -> DTensorSpec | None:
-    """Of a view of an annotated node, as that one's; None for another node, and where the given graph doesn't say its shape."""
-    source, val = node.args[0] if node.args else None, node.meta.get("val")
+def _annotate_as_source(node: fx.Node, mesh: Mesh, device_mesh: DeviceMesh, known: KnownCandidates) -> None:
+    """The spec of a view: the layout that the view's rows give for the one of its source, else replicated."""
+    source, x = node.args[0], node.meta["val"]
     before = source.meta.get("autoshard") if isinstance(source, fx.Node) else None
-    if node.op != "call_function" or not isinstance(before, DTensorSpec) or not isinstance(val, torch.Tensor):
-        return None
-    new = tuple(val.shape)
-    placements = [_of_view(node, p, tuple(before.shape), new, n) for p, n in zip(before.placements, before.mesh.shape, strict=True)]
-    return spec_of(new, val.dtype, tuple(placements), before.mesh)
-
-
-def _of_view(node: fx.Node, placement: Placement, old: tuple[int, ...], new: tuple[int, ...], n: int) -> Placement:
-    """The dim of the view that holds the sharded dim: where as many elements are before it, of its size or a multiple (heads repeated in
-    place); in an expand the same dim from the end. Replicated where there is none."""
-    if not isinstance(placement, Shard):
-        return placement
-    d = placement.dim
-    if node.target is aten.expand.default:
-        dims = [d + len(new) - len(old)]
-    else:
-        dims = [dim for dim in range(len(new)) if math.prod(new[:dim]) == math.prod(old[:d])]
-    held = [dim for dim in dims if new[dim] and new[dim] % old[d] == 0 and old[d] % n == 0]
-    return Shard(held[0]) if held else Replicate()
+    if not isinstance(before, DTensorSpec):
+        return
+    dtype = str(x.dtype).removeprefix("torch.")
+    sizes = (Ref(0), *(tuple(arg) if isinstance(arg, (tuple, list)) else arg for arg in node.args[1:]))
+    given = Op(source.name, "input", (), (), (Tensor(tuple(before.shape), dtype),), "input")
+    view = Op(node.name, str(node.target), ((0, 0),), (sizes, ()), (Tensor(tuple(x.shape), dtype),))
+    rows = candidates(Graph((given, view), ()), mesh, known).of[1]
+    layouts = [row.outputs[0] for row in rows if row.inputs[0] == tuple(before.placements)]
+    layout = layouts[0] if layouts and layouts[0] else replicated(len(mesh.axes))
+    node.meta["autoshard"] = spec_of(tuple(x.shape), x.dtype, layout, device_mesh)
