@@ -95,65 +95,104 @@ def capture_deep(
 def _tiled_capture(
     module: nn.Module, example_inputs: Any, training: bool, precision: Precision | None, witness: bool, gain: float,
     tested: Depth | None,
-) -> tuple[Graph, Depth]:
+) -> tuple[Graph, Depth]:  # fmt: skip
     """As `capture_deep`, in the dtypes in which the model computes."""
-    repeating = containers(module)
-    captured: list[int] = []
-
-    def full_capture(reason: str) -> tuple[Graph, Depth]:
-        full = capture_without_casts(module, example_inputs, training=training, precision=precision)
-        layers = (*captured, sum(c.layers for c in repeating)) if repeating else ()
-        return full.graph, Depth(repeating, layers, False, reason, ignored=ignored(full.fx_graph))
-
-    def at(periods: int) -> Graph:
-        if periods not in graphs:
-            depths = {c.name: c.depth(periods) for c in repeating}
-            captured.append(sum(depths.values()))
-            few = capture_without_casts(shrunk(module, depths), example_inputs, training=training, precision=precision)
-            graphs[periods] = few.graph
-            notes.add(ignored(few.fx_graph))
-        return graphs[periods]
-
-    if not repeating:
-        return full_capture(_why_no_container(module))
-    graphs: dict[int, Graph] = {}
-    notes: set[str] = set()
-    layers = sum(c.layers for c in repeating)
+    few = _FewLayers(module, example_inputs, training, precision, tested)
+    if not few.repeating:
+        return few.all_layers(_why_no_container(module))
+    layers = sum(c.layers for c in few.repeating)
     reasons: list[str] = []
-
-    def needed(periods: int) -> int:
-        return sum(c.depth(q) for c in repeating for q in (periods, periods + 1) if q not in graphs)
-
-    after_head = training and any(c.head for c in repeating) and layers >= gain * needed(PERIODS[1])
-    tried = [q for q in PERIODS[after_head:] if tested is None or q != tested.periods]
-    for periods in tried if tested is None or not tested.tiled else [tested.periods, *tried]:
-        if layers < gain * needed(periods):
-            reasons.append(f"captures of {needed(periods)} layers for a model that has {layers} don't pay")
+    after_head = training and any(c.head for c in few.repeating) and layers >= gain * few.needed(PERIODS[1])
+    for periods in dict.fromkeys((*([tested.periods] if tested is not None and tested.tiled else []), *PERIODS[after_head:])):
+        if layers < gain * few.needed(periods):
+            reasons.append(f"captures of {few.needed(periods)} layers for a model that has {layers} don't pay")
             break
         try:
-            small = at(periods)
+            few.at(periods)
         except ValueError as error:
-            return full_capture(f"few of its layers can't be captured: {error}")
-        try:
-            deep = _tiled(small, repeating, periods, {c.name: c.layers for c in repeating})
-            one_more = {c.name: c.depth(periods + 1) for c in repeating}
-            known = tested is not None and periods == tested.periods and same_but_for_sizes(small, tested.few)
-            reason = "" if known else difference(_tiled(small, repeating, periods, one_more), at(periods + 1))
-        except ValueError as error:
-            reason = str(error)
-        if reason:
+            return few.all_layers(f"few of its layers can't be captured: {error}")
+        if reason := few.why_untileable(periods):
             reasons.append(f"from {periods} periods: {reason}")
             continue
-        reason = _misnamed(deep, module)
-        witnessed = known and tested is not None and tested.witnessed
-        if witness and not witnessed and not reason:
-            reason = _why_doubted(module, repeating, periods, example_inputs, training, precision)
-        if reason:
-            return full_capture(reason)
-        few = {c.name: c.depth(SHALLOW) for c in repeating}
-        shallow = None if all(few[c.name] == c.layers for c in repeating) else _tiled(small, repeating, periods, few)
-        return deep, Depth(repeating, tuple(captured), True, "", witness, shallow, max(notes), periods, small)
-    return full_capture("; ".join(reasons))
+        if reason := few.why_wrong(periods, witness):
+            return few.all_layers(reason)
+        return few.deep(periods, witness)
+    return few.all_layers("; ".join(reasons))
+
+
+class _FewLayers:
+    """The captures of few layers of a module."""
+
+    def __init__(self, module: nn.Module, example_inputs: Any, training: bool, precision: Precision | None, tested: Depth | None):
+        self.module, self.inputs, self.training, self.precision, self.tested = module, example_inputs, training, precision, tested
+        self.repeating = containers(module)
+        self.graphs: dict[int, Graph] = {}  # by periods
+        self.tilings: dict[int, Graph] = {}  # of all layers, by periods
+        self.captured: list[int] = []  # layers
+        self.notes: set[str] = set()
+
+    def at(self, periods: int) -> Graph:
+        if periods not in self.graphs:
+            depths = self._depths(periods)
+            self.captured.append(sum(depths.values()))
+            module = shrunk(self.module, depths)
+            few = capture_without_casts(module, self.inputs, training=self.training, precision=self.precision)
+            self.graphs[periods] = few.graph
+            self.notes.add(ignored(few.fx_graph))
+        return self.graphs[periods]
+
+    def needed(self, periods: int) -> int:
+        """How many layers have yet to be captured for that many periods, and for one more."""
+        return sum(c.depth(q) for c in self.repeating for q in (periods, periods + 1) if q not in self.graphs)
+
+    def why_untileable(self, periods: int) -> str:
+        """Why one period more is not the capture of one more; "" if it is, or if the same ops were tested in other sizes."""
+        try:
+            self._global(periods)
+            if self._was_tested(periods):
+                return ""
+            return difference(self._tiled(periods, self._depths(periods + 1)), self.at(periods + 1))
+        except ValueError as error:
+            return str(error)
+
+    def why_wrong(self, periods: int, witness: bool) -> str:
+        """Why the tiled graph is not that of the module, by its parameters and, with `witness`, by its eager program; "" if it is."""
+        reason = _misnamed(self._global(periods), self.module)
+        if reason or not witness or (self._was_tested(periods) and self.tested is not None and self.tested.witnessed):
+            return reason
+        return _why_doubted(self.module, self.repeating, periods, self.inputs, self.training, self.precision)
+
+    def deep(self, periods: int, witness: bool) -> tuple[Graph, Depth]:
+        """The graph tiled to all layers."""
+        few = self._depths(SHALLOW)
+        shallow = None if all(few[c.name] == c.layers for c in self.repeating) else self._tiled(periods, few)
+        depth = Depth(
+            self.repeating, tuple(self.captured), True, witnessed=witness, shallow=shallow, ignored=max(self.notes), periods=periods,
+            few=self.at(periods),
+        )  # fmt: skip
+        return self._global(periods), depth
+
+    def all_layers(self, reason: str) -> tuple[Graph, Depth]:
+        """The capture of all layers."""
+        full = capture_without_casts(self.module, self.inputs, training=self.training, precision=self.precision)
+        layers = (*self.captured, sum(c.layers for c in self.repeating)) if self.repeating else ()
+        return full.graph, Depth(self.repeating, layers, False, reason, ignored=ignored(full.fx_graph))
+
+    def _was_tested(self, periods: int) -> bool:
+        same = self.tested is not None and periods == self.tested.periods
+        return same and same_but_for_sizes(self.at(periods), self.tested.few)  # type: ignore[union-attr]
+
+    def _depths(self, periods: int) -> dict[str, int]:
+        return {c.name: c.depth(periods) for c in self.repeating}
+
+    def _global(self, periods: int) -> Graph:
+        """Tiled to all layers."""
+        if periods not in self.tilings:
+            self.tilings[periods] = self._tiled(periods, {c.name: c.layers for c in self.repeating})
+        return self.tilings[periods]
+
+    def _tiled(self, periods: int, depths: Mapping[str, int]) -> Graph:
+        return _tiled(self.at(periods), self.repeating, periods, depths)
 
 
 def _tiled(graph: Graph, repeating: tuple[Container, ...], periods: int, depths: Mapping[str, int]) -> Graph:

@@ -84,11 +84,10 @@ def check(
         site = site_of(device, per_node, memory, inter_node_bandwidth)
         with Output(as_json=as_json, quiet=quiet) as output:
             return _check_launch(output, launcher, solution, model, parse_settings(settings), known, site, out)
-    share = _share(within)
+    options: dict[str, Any] = {"within": _share(within), "solve": not no_solve, "same_graph": not any_graph, "time_limit": time_limit}
     with Output(as_json=as_json, quiet=quiet) as output:
         loaded = load_any_plan(solution, mesh)
-        options: dict[str, Any] = {"within": share, "mesh": None if cluster is None else load_cluster(cluster), "solve": not no_solve}
-        options |= {"same_graph": not any_graph, "time_limit": time_limit, "progress": output.progress}
+        options |= {"mesh": None if cluster is None else load_cluster(cluster), "progress": output.progress}
         checked = _checked(output, loaded, solution, model, parse_settings(settings), trust, options)
         record, sentence = checked.to_dict(), checked.sentence(solution)
         output.answer({**record, "message": sentence}, lambda: _table(record, sentence))
