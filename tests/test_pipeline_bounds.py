@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from autoshard.capture import capture
-from autoshard.pipeline.choices import choices_of, speed_ups
+from autoshard.pipeline.choices import speed_ups
 from autoshard.pipeline.configurations import Configuration, equal_parts
 from autoshard.pipeline.interop import step_seconds
 from autoshard.pipeline.layers import layers_of
 from autoshard.pipeline.pipelines import Planners
 from autoshard.pipeline.schedule_times import run
 from autoshard.pipeline.schedules import schedule_of
+from autoshard.pipeline.search import choices_of
 from autoshard.pipeline.stage_bounds import StepWork
 from autoshard.pipeline.stage_programs import stage_program
 from autoshard.pipeline.stage_tables import StageTable
@@ -81,6 +82,20 @@ def test_equal_groups_take_no_less_than_their_bound(schedule):
         assert of.of_equal_groups(parts, groups) <= seconds * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(("schedule", "split"), [("gpipe", False), ("1f1b", False), ("zb_h1", True)])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_equal_stages_take_what_their_formula_says(schedule, split, groups):
+    ones = np.ones(8)
+    of = StepWork(ones, ones / 3, ones / 3, 8, 8, SIZES)
+    m = 8 // groups
+    on_mesh = 1.3 * 8 / m  # 1.3: not as fast as m times one device
+    stage = on_mesh / groups
+    times = {"forward": [stage / 3] * groups, "backward": [2 * stage / 3] * groups, "weight": [stage / 3] * groups}
+    zeros = [0.0] * groups
+    seconds = run(schedule_of(schedule, groups, 8), **times, transfer=zeros, activation_bytes=zeros, fixed_bytes=zeros).seconds
+    assert of.of_equal_stages(m, on_mesh, split=split) == pytest.approx(seconds)
+
+
 def test_layers_of_several_blocks_consist_of_units_that_are_equal():
     graph = capture(*mlp.tiny(layers=8, batch=16), training=True)
     layers = layers_of(graph, 4)
@@ -93,17 +108,29 @@ def test_layers_of_several_blocks_consist_of_units_that_are_equal():
     assert sum(layers.flops) == pytest.approx(sum(layers.units.flops))
 
 
-def test_leaving_out_what_cannot_pay_changes_no_best():
-    layers, planners = layers_of(capture(*mlp.tiny(layers=4, batch=4), training=True)), Planners(None)
+SLOW_LINKS = {"intra_node_bandwidth": 2e9, "inter_node_bandwidth": 1e9}
+CLUSTERS = [(devices, share, links) for devices in (4, 8) for share in (None, 1.8, 0.9, 0.6) for links in ({}, SLOW_LINKS)]
 
-    def considered(least: float | None) -> list[Configuration]:
-        table = StageTable(Cluster.of(4), layers, 4, optimizer="adamw", limit=None, recompute="auto", run=planners.run)
-        return choices_of(table, ("1f1b", "zb_h1"), grid=True, least=least)[0]
 
-    everything, some = considered(None), considered(np.inf)
-    best = min(c.seconds for c in everything if c.fits)
-    assert min(c.seconds for c in some if c.fits) == best and len(some) <= len(everything)
-    assert any(c.seconds == best for c in considered(best)) and not considered(1e-12)
+@pytest.mark.parametrize(("devices", "share", "links"), CLUSTERS)
+def test_leaving_out_what_cannot_pay_changes_no_best(devices, share, links):
+    """share: the limit, of all parameters with gradients and optimizer state."""
+    planners = Planners(None)
+    layers = {K: layers_of(capture(*mlp.tiny(layers=4, batch=16 // K), training=True)) for K in (1, 2, 4, 8)}
+
+    def considered(everything: bool) -> list[Configuration]:
+        tables: list[StageTable] = []
+        for K in (2, 1, 4, 8):
+            larger = [t for t in reversed(tables) if K % t.K == 0]
+            cluster = Cluster.of(devices, 4, **links)
+            table = StageTable(cluster, layers[K], K, optimizer="adamw", limit=None, recompute="auto", run=planners.run, larger=larger)
+            tables.append(table if share is None else table.under(share * table.held_bytes))
+        return choices_of(tables, ("1f1b", "zb_h1", "interleaved_1f1b"), grid=True, everything=everything)
+
+    every, some = considered(True), considered(False)
+    best = min((c.seconds for c in every if c.fits), default=None)
+    assert min((c.seconds for c in some if c.fits), default=None) == best and len(some) <= len(every)
+    assert (share, devices) != (None, 8) or len(some) < len(every)
 
 
 @pytest.mark.parametrize(("room", "fits"), [(0.5, False), (0.8, True), (2.0, True)])
@@ -115,7 +142,7 @@ def test_a_model_is_said_not_to_fit_only_after_all_submeshes_were_tried(room, fi
         return StageTable(Cluster.of(4), layers, 4, optimizer="adamw", limit=limit, recompute="never", run=planners.run)
 
     free = table(None)
-    best = min(choices_of(free, ("1f1b",), grid=False, least=None)[0], key=lambda c: c.seconds)
+    best = min(choices_of([free], ("1f1b",), grid=False, everything=True), key=lambda c: c.seconds)
     every, some = table(room * free.held_bytes), table(room * free.held_bytes)
     every.plan()
     some.plan_on(1)

@@ -3,6 +3,7 @@
 from autoshard.capture.depth import Container as Container
 from autoshard.capture.depth import Depth as Depth
 from autoshard.capture.depth import capture_deep as capture_deep
+from autoshard.capture.depth import same_but_for_sizes as same_but_for_sizes
 from autoshard.capture.inputs import constants as constants
 from autoshard.capture.inputs import ignored as ignored
 from autoshard.capture.inputs import input_names as input_names

@@ -4,18 +4,16 @@
     equal     P stages of equally many layers on equal sub-meshes, each with the best layouts that fit; interleaved: 2 P parts
     grid      the same stages with fixed layouts: data parallel over D, Megatron over H, P = devices / (D H)
 
-Stages on a sub-mesh are planned, largest sub-meshes first, unless no step that uses it can be faster than the best so far
-(`stage_bounds`); so are points of the grid.
+`search` says which of them are worth planning.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from autoshard.pipeline.configurations import Combination, Configuration, equal_parts, in_flight
+from autoshard.pipeline.configurations import Configuration, equal_parts, in_flight
 from autoshard.pipeline.interop import Nodes, Stage, SubMesh
 from autoshard.pipeline.pipeline_record import PipelineStage
 from autoshard.pipeline.schedules import schedule_of
@@ -24,77 +22,31 @@ from autoshard.pipeline.stage_tables import StageTable, Sums
 from autoshard.pipeline.submeshes import Cluster
 
 CHUNKS = 2  # parts per device of an interleaved schedule
-
-
-ROOM = 1.02  # a bound has to be this much above the best estimate: estimates come from plans of single layers
-
-Wanted = Callable[[Configuration], bool]
-
-
-def choices_of(
-    table: StageTable, schedules: Sequence[str], *, grid: bool, least: float | None, tight: Collection[int] = (),
-    wanted: Wanted = lambda configuration: True, unit_seconds: float = 0.0,
-) -> tuple[list[Configuration], set[int]]:  # fmt: skip
-    """The wanted configurations of this number of microbatches that may be faster than `least` seconds and than each other, and the
-    sub-meshes on which memory decides. least: None for all, however slow. tight: the sub-meshes for which this is known before."""
-    keep_slow, below = least is None, math.inf if least is None else least
-
-    def fastest(some: Sequence[Configuration]) -> float:
-        return math.inf if keep_slow else min([below, *(c.seconds for c in some if c.fits)])
-
-    shapes = _grid(table) if len(table.cluster.kinds) == 1 else []
-    numbers = {P for P, *_ in shapes}
-    configurations: list[Configuration] = []
-    short, shortest = set(tight), math.inf  # shortest: the least T of a division that is known
-    for u, s in sorted(enumerate(table.cluster.submeshes), key=lambda pair: (-pair[1].size, pair[0])):
-        P = table.cluster.num_devices // s.size
-        equal = _promising(table, schedules, P, below) if P in numbers and _submesh(table, s.size) == u else []
-        in_division = table.work.of_any_schedule(s.size) < ROOM * below and table.work.of_division(s.size) < shortest
-        if not (equal or in_division):
-            continue
-        short |= {u} if table.plan_on(u, u in short) else set()
-        some = [replace(c, unit_seconds=unit_seconds) for c in _of_equal_groups(table, equal, P)]
-        configurations += filter(wanted, some)
-        below = fastest(configurations)
-        if not keep_slow:
-            shortest = min([shortest, *(c.bottleneck_seconds for c in some if c.fits and c.schedule != "interleaved_1f1b")])
-    configurations += filter(wanted, [replace(c, unit_seconds=unit_seconds) for c in _of_division(table, schedules)])
-    if grid:
-        points = _grid_points(table, schedules, shapes, fastest(configurations))
-        configurations += filter(wanted, [replace(c, unit_seconds=unit_seconds) for c in points])
-    return configurations, short
+Parts = Sequence[tuple[str, tuple[tuple[int, int], ...]]]  # schedules, each with first and last layer of every part
 
 
 def planned_before(table: StageTable, schedules: Sequence[str]) -> list[Configuration]:
     """The configurations on sub-meshes that are planned already, without the grid."""
-    configurations = _of_division(table, schedules)
-    for P in sorted({P for P, *_ in (_grid(table) if len(table.cluster.kinds) == 1 else [])}):
-        configurations += _of_equal_groups(table, _schedules_and_parts(table, schedules, P), P)
+    configurations = of_division(table, schedules)
+    for P in sorted({P for P, *_ in (grid_of(table) if len(table.cluster.kinds) == 1 else [])}):
+        u = submesh(table, table.cluster.num_devices // P)
+        configurations += of_equal_groups(table, schedules_and_parts(table, schedules, P), u)
     return configurations
 
 
-def _of_equal_groups(table: StageTable, pairs: Sequence[tuple[str, tuple[tuple[int, int], ...]]], P: int) -> list[Configuration]:
-    """P groups of equal size under these schedules, with these parts."""
-    u = _submesh(table, table.cluster.num_devices // P)
-    rows = [_configuration("equal", table, name, [Stage(a, b, u) for a, b in parts]) for name, parts in pairs]
+def of_equal_groups(table: StageTable, pairs: Parts, u: int) -> list[Configuration]:
+    """Groups on sub-meshes of equal size under these schedules, with these parts."""
+    rows = [configuration("equal", table, name, [Stage(a, b, u) for a, b in parts]) for name, parts in pairs]
     return [row for row in rows if row is not None]
 
 
-def _of_division(table: StageTable, schedules: Sequence[str]) -> list[Configuration]:
+def of_division(table: StageTable, schedules: Sequence[str]) -> list[Configuration]:
     """The division of the dynamic program over the sub-meshes that are planned, under every schedule of one part per device."""
     division = table.division()
     if division is None:
         return []
-    rows = [_configuration("planned", table, name, division.stages) for name in _single_chunk(table, schedules, len(division.stages))]
+    rows = [configuration("planned", table, name, division.stages) for name in _single_chunk(table, schedules, len(division.stages))]
     return [row for row in rows if row is not None]
-
-
-def _promising(
-    table: StageTable, schedules: Sequence[str], P: int, least: float
-) -> list[tuple[str, tuple[tuple[int, int], ...]]]:  # fmt: skip
-    """The schedules and parts of P equal groups that may be faster than `least` seconds."""
-    pairs = _schedules_and_parts(table, schedules, P)
-    return [(name, parts) for name, parts in pairs if table.work.of_equal_groups(parts, P) < ROOM * least]
 
 
 def _single_chunk(table: StageTable, schedules: Sequence[str], stages: int) -> list[str]:
@@ -103,7 +55,7 @@ def _single_chunk(table: StageTable, schedules: Sequence[str], stages: int) -> l
     return names[:1] if stages == 1 or not table.training else names
 
 
-def _schedules_and_parts(table: StageTable, schedules: Sequence[str], P: int) -> list[tuple[str, tuple[tuple[int, int], ...]]]:
+def schedules_and_parts(table: StageTable, schedules: Sequence[str], P: int) -> Parts:
     parts, finer = equal_parts(table.layers.count, P), equal_parts(table.layers.count, CHUNKS * P)
     pairs = [(name, parts) for name in _single_chunk(table, schedules, P)] if parts else []
     if "interleaved_1f1b" in schedules and P > 1 and finer and table.training:
@@ -111,62 +63,35 @@ def _schedules_and_parts(table: StageTable, schedules: Sequence[str], P: int) ->
     return pairs
 
 
-def _submesh(table: StageTable, devices: int) -> int:
+def submesh(table: StageTable, devices: int) -> int:
     return next(u for u, s in enumerate(table.cluster.submeshes) if s.size == devices)
 
 
-def _grid(table: StageTable) -> list[tuple[int, int, int]]:
+def grid_of(table: StageTable) -> list[tuple[int, int, int]]:
     """(P, D, H) with P D H = devices, stages that tile the nodes."""
     n, sizes = table.cluster.num_devices, {s.size for s in table.cluster.submeshes}
     stage_sizes = [m for m in sorted(sizes) if n % m == 0 and n // m <= table.layers.count]
     return [(n // m, m // H, H) for m in stage_sizes for H in range(1, m + 1) if m % H == 0]
 
 
-def _has_room(table: StageTable, point: tuple[int, int, int]) -> bool:
+def has_room(table: StageTable, point: tuple[int, int, int]) -> bool:
     """Whether parameters, gradients and optimizer state fit when tensor and pipeline parallelism shard all of them."""
     P, _, H = point
     return table.held_bytes / (P * H) <= table.memory(table.cluster.submeshes[0])
 
 
-def _grid_points(
-    table: StageTable, schedules: Sequence[str], shapes: Sequence[tuple[int, int, int]], least: float
-) -> list[Configuration]:  # fmt: skip
-    if not shapes:
-        return []
-    kind = table.cluster.kinds[0]
-    shapes = [point for point in shapes if _has_room(table, point) and _promising(table, schedules, point[0], least)]
-    combinations, submeshes = {}, {}
-    for P, D, H in shapes:
-        mesh = kind.mesh(tuple(n for n in (D, H) if n > 1) or (1,))
-        combinations[P, D, H] = Combination(mesh, table.recompute == "always", 0.0, "megatron" if H > 1 else "data_parallel")
-        submeshes[P, D, H] = table.cluster.submeshes[_submesh(table, D * H)]
-    table.add_pinned([combinations[p] for p in shapes], [submeshes[p] for p in shapes])
-    configurations = []
-    tight: list[tuple[int, int, int]] = []
-    for point in shapes:
-        of_point = _grid_point(table, schedules, point, combinations[point])
-        configurations += of_point
-        hopeless = all(any(fixed > memory for fixed, memory in zip(c.static_bytes, c.memory)) for c in of_point)
-        if of_point and table.training and table.recompute == "auto" and not any(c.fits for c in of_point) and not hopeless:
-            tight.append(point)
-    recomputed = {p: replace(combinations[p], recompute=True) for p in tight}
-    table.add_pinned([recomputed[p] for p in tight], [submeshes[p] for p in tight])
-    return [*configurations, *(c for p in tight for c in _grid_point(table, schedules, p, recomputed[p]))]
-
-
-def _grid_point(table: StageTable, schedules: Sequence[str], point: tuple[int, int, int], combination: Combination) -> list[Configuration]:
-    if combination not in table.pinned:
-        return []
+def grid_point(table: StageTable, schedules: Sequence[str], point: tuple[int, int, int], sums: Sums) -> list[Configuration]:
+    """The same stages under every schedule, all as planned in `sums`."""
     P, D, H = point
-    u = _submesh(table, D * H)
+    u = submesh(table, D * H)
     configurations = [
-        _configuration("grid", table, name, [Stage(a, b, u) for a, b in parts], table.pinned[combination])
-        for name, parts in _schedules_and_parts(table, schedules, P)
+        configuration("grid", table, name, [Stage(a, b, u) for a, b in parts], sums)
+        for name, parts in schedules_and_parts(table, schedules, P)
     ]
     return [replace(c, data=D, tensor=H) for c in configurations if c is not None]
 
 
-def _configuration(
+def configuration(
     way: str, table: StageTable, schedule: str, parts: Sequence[Stage], pinned: Sums | None = None
 ) -> Configuration | None:
     """The configuration with the best combination that fits for every part; None where no combination of a part fits."""
@@ -274,7 +199,7 @@ def speed_ups(cluster: Cluster, tables: Sequence[StageTable], best: Configuratio
 
 def _seconds_on(cluster: Cluster, tables: Sequence[StageTable], best: Configuration, m: int) -> float | None:
     """On the first m devices of the cluster; None where no division of any number of microbatches fits."""
-    M, u_of_all = cluster.kinds[0].devices, _submesh(tables[0], m)
+    M, u_of_all = cluster.kinds[0].devices, submesh(tables[0], m)
     nodes = (Nodes(max(1, m // M), min(m, M)),)
     hopeful = [table for table in tables if table.held_bytes / m <= table.memory(cluster.submeshes[u_of_all])]
     for table in hopeful:

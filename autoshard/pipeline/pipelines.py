@@ -2,9 +2,9 @@
 
 for every K   graph     = capture_deep(model, inputs of one microbatch)       the program of a microbatch
               layers    = layers_of(graph)                                    a chain that can be divided into stages
-              table     = StageTable(...).plan_on(each sub-mesh)              every stage, estimated from plans of single units
+              table     = StageTable(...)                                     every stage, estimated from plans of single units
               division  = table.division()                                    stages and sub-meshes of least T
-configurations                        that division, equal parts, every data x tensor x pipeline; simulated under every schedule
+configurations                        that division, equal parts, every data x tensor x pipeline; simulated under every schedule (`search`)
 the best configuration                each stage planned as one program; repeated while another configuration is estimated to be faster
 
 The simulated seconds of the returned pipeline are at most those of every configuration that was considered.
@@ -20,18 +20,20 @@ from typing import Any
 
 import torch
 
-from autoshard.capture import Depth, capture_deep, in_turn
+from autoshard.capture import Depth, capture_deep, in_turn, same_but_for_sizes
 from autoshard.cost import OPTIMIZERS
 from autoshard.cycles import no_search_for_cycles
+from autoshard.graph import Graph
 from autoshard.mesh import Mesh
-from autoshard.pipeline.choices import choices_of, described, planned_before, speed_ups
+from autoshard.pipeline.choices import described, planned_before, speed_ups
 from autoshard.pipeline.configurations import Configuration, StageOption, fastest_first, in_flight
 from autoshard.pipeline.interop import least_bottleneck
 from autoshard.pipeline.layers import layers_of
 from autoshard.pipeline.microbatches import batch_of, microbatch
 from autoshard.pipeline.pipeline_record import Pipeline
 from autoshard.pipeline.schedules import SCHEDULES
-from autoshard.pipeline.stage_plans import Job, options_on_mesh
+from autoshard.pipeline.search import choices_of
+from autoshard.pipeline.stage_plans import Job, SharedOnMesh, options_on_mesh
 from autoshard.pipeline.stage_tables import PRICES, StageTable
 from autoshard.pipeline.submeshes import Cluster
 from autoshard.planning.options import Infeasible, Progress, Stopwatch, bytes_text, checked_options
@@ -110,6 +112,8 @@ class Planners:
     def __init__(self, executor: Executor | None):
         self.executor = executor
         self.known: dict[tuple, tuple[StageOption, ...]] = {}
+        self.shared: dict[Mesh, SharedOnMesh] = {}  # in this process, by the jobs of one number of microbatches
+        self.microbatches = 0
 
     def run(self, jobs: Sequence[Job]) -> list[tuple[StageOption, ...]]:
         by_mesh: dict[Mesh, dict[tuple, Job]] = {}
@@ -117,10 +121,18 @@ class Planners:
             if job.key not in self.known:
                 by_mesh.setdefault(job.mesh, {})[job.key] = job
         batches = [list(new.values()) for new in by_mesh.values()]
-        answers = map(options_on_mesh, batches) if self.executor is None else self.executor.map(options_on_mesh, batches)
+        answers = map(self._run_here, batches) if self.executor is None else self.executor.map(options_on_mesh, batches)
         for new, of_mesh in zip(by_mesh.values(), answers, strict=True):
             self.known.update(zip(new, of_mesh, strict=True))
         return [self.known[job.key] for job in jobs]
+
+    def _run_here(self, batch: Sequence[Job]) -> list[tuple[StageOption, ...]]:
+        mesh = batch[0].mesh
+        if batch[0].microbatches != self.microbatches:  # tensors of other sizes
+            self.shared, self.microbatches = {}, batch[0].microbatches
+        if mesh not in self.shared:
+            self.shared[mesh] = SharedOnMesh(mesh)
+        return options_on_mesh(batch, self.shared[mesh])
 
 
 class _Search:
@@ -132,22 +144,20 @@ class _Search:
         self.planners = Planners(executor)
         self.watch = Stopwatch(progress)
         self.tables: dict[int, StageTable] = {}
-        self.bounds: dict[int, float] = {}  # seconds, by K
         self.captures: dict[str, str] = {}
+        self.few: dict[int, Graph] = {}  # the graphs of few layers, by K
         self.tested: Depth | None = None  # of the last capture that was tiled
-        self.tight: set[int] = set()  # sub-meshes on which memory decided for an earlier K
 
     def answer(self) -> Pipeline:
-        counts = self._counts()
-        configurations: list[Configuration] = []
+        counts, options = self._counts(), self.options
         for n, K in enumerate(counts):
-            with self.watch.phase("capture", f"capturing {K} microbatches", 0.05 + 0.75 * n / len(counts)):
-                table = self._table(K)
-            with self.watch.phase("plan", f"planning layers for {K} microbatches", 0.1 + 0.75 * n / len(counts)):
-                least = min((c.seconds for c in configurations if c.fits), default=math.inf)
-                if self._beyond(table, least):
-                    continue
-                configurations += self._considered(table, least)
+            with self.watch.phase("capture", f"capturing {K} microbatches", 0.05 + 0.25 * n / len(counts)):
+                self._capture(K)
+        with self.watch.phase("plan", "planning layers", 0.3):
+            configurations = choices_of(
+                list(self.tables.values()), options.schedules, grid=options.grid, everything=bool(options.budgets), wanted=self._wanted,
+                unit_seconds=options.unit_seconds, progress=lambda message, part: self.watch.say(message, 0.3 + 0.55 * part),
+            )  # fmt: skip
         with self.watch.phase("finish", "planning the stages of the best", 0.85):
             best, configurations = self._settled(configurations)
             if best is None:
@@ -155,15 +165,6 @@ class _Search:
             budgets = self._budgets()
         with self.watch.phase("describe", "writing the pipeline", 0.95):
             return self._pipeline(best, configurations, budgets)
-
-    def _considered(self, table: StageTable, least: float) -> list[Configuration]:
-        """The configurations of a table; all of them where further limits are to be reported on, as these need slower ones."""
-        options = self.options
-        considered, self.tight = choices_of(
-            table, options.schedules, grid=options.grid, least=None if options.budgets else least, tight=self.tight,
-            wanted=self._wanted, unit_seconds=options.unit_seconds,
-        )  # fmt: skip
-        return considered
 
     def _wanted(self, configuration: Configuration) -> bool:
         return self.options.stages in (None, configuration.groups)
@@ -178,22 +179,19 @@ class _Search:
         return sorted(counts, key=lambda k: (abs(math.log2(k / 2)), k))
 
     @no_search_for_cycles()
-    def _table(self, K: int) -> StageTable:
+    def _capture(self, K: int) -> None:
         inputs = microbatch(self.inputs, K)
         options = self.options
         graph, depth = capture_deep(self.model, inputs, training=options.training, witness=options.witness, tested=self.tested)
         self.captures, self.tested = self.captures or depth.noted, depth if depth.tiled else self.tested
+        few, layers = depth.few or graph, layers_of(graph, options.layers)
+        larger = [k for k in sorted(self.tables, reverse=True) if K % k == 0 and same_but_for_sizes(few, self.few[k])]
         table = StageTable(
-            self.cluster, layers_of(graph, options.layers), K,
-            optimizer=options.optimizer, limit=options.memory_limit, recompute=options.recompute, run=self.planners.run,
+            self.cluster, layers, K, optimizer=options.optimizer, limit=options.memory_limit, recompute=options.recompute,
+            run=self.planners.run, larger=[self.tables[k] for k in larger if self.tables[k].layers.starts == layers.starts],
         )  # fmt: skip
+        self.few[K] = few
         self.tables[K] = table
-        return table
-
-    def _beyond(self, table: StageTable, least: float) -> bool:
-        """Whether no pipeline of this number of microbatches can be faster, even with all work spread evenly over the devices."""
-        self.bounds[table.K] = table.K * float(table.work.seconds.sum()) / self.cluster.num_devices
-        return self.bounds[table.K] >= 1.02 * least  # least is an estimate, from plans of single layers
 
     def _settled(self, estimates: list[Configuration]) -> tuple[Configuration | None, list[Configuration]]:
         """The fastest configuration with planned stages, once no estimate is faster; and all configurations, planned or estimated."""
@@ -235,7 +233,7 @@ class _Search:
         fitting = fastest_first(configurations)
         others = sorted((c for c in configurations if not c.fits), key=lambda c: (c.groups, c.microbatches, c.seconds))
         rows = [best.row(), *(c.row() for c in [*fitting, *others] if c is not best)]
-        bound = min([*self.bounds.values(), best.seconds])
+        bound = min([*(table.bound for table in self.tables.values()), best.seconds])
         return Pipeline(
             seconds=best.seconds,
             bound=bound,

@@ -12,6 +12,12 @@ and the T of `interop`, whose stages take no less than that each, at least
     x / m + (W - x) / M + (K - 1) max( x / m, (W - x) / (n - m), W / n )
 
 P equal groups wait, too: the last one for the forward pass of the parts before it. Each bound is the least over the possible x.
+
+Where a microbatch is known to take t device-seconds on sub-meshes of m devices, equal stages on n / m of these take
+
+    (K - a) t / n + a t / m         a = 1 - 2 w with zb_h1, w: the share of gradients of parameters; else a = 1      (`schedules`)
+
+This is linear in t: of a division over several sizes, each with a share of the layers, it is the mean by these shares.
 """
 
 from __future__ import annotations
@@ -54,6 +60,12 @@ class StepWork:
         busy = [sum(float(self.seconds[a:b].sum()) for a, b in parts[d::groups]) / m for d in range(groups)]
         before = sum(float(self.forward[a:b].sum()) for a, b in parts[: groups - 1]) / m
         return max(self.microbatches * max(busy), before + self.microbatches * busy[-1])
+
+    def of_equal_stages(self, m: int, on_mesh: float, *, split: bool) -> float:
+        """Seconds of a step of equal stages on m devices each. on_mesh: of all layers of a microbatch on m devices; split: backward passes
+        may be, as by zb_h1."""
+        a = 1 - 2 * float(self.weight.sum() / self.seconds.sum()) if split else 1.0
+        return (self.microbatches - a) * on_mesh * m / self.devices + a * on_mesh
 
     def _parts(self, m: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
         """Every possible x, x / m, (W - x) / (n - m), and M."""

@@ -59,29 +59,41 @@ class Job:
     layouts: bool = False  # keep the layouts; among equal costs choose those that the planner prefers
 
     @property
+    def problem_key(self) -> tuple:
+        """Equal for the same problem; the prices may differ."""
+        how = (self.microbatches, self.in_flight, self.optimizer, self.pins, self.recompute, self.layouts)
+        return (self.signature, self.mesh, *how)
+
+    @property
     def key(self) -> tuple:
         """Equal for equal work."""
-        how = (self.microbatches, self.in_flight, self.optimizer, self.prices, self.pins, self.recompute, self.layouts)
-        return (self.signature, self.mesh, *how)
+        return (*self.problem_key, self.prices)
 
 
 class SharedOnMesh:
-    """What the jobs on one mesh share: candidates, routes and tables of the same tensors."""
+    """What the jobs on one mesh share: candidates, routes and tables of the same tensors, and the problems of single units."""
 
     def __init__(self, mesh: Mesh):
         self.candidates, self.tables = KnownCandidates(), Tables(mesh)
+        self.problems: dict[tuple, StageProblem] = {}
+
+    def problem(self, job: Job) -> StageProblem:
+        known = self.problems.get(job.problem_key) or StageProblem(job, self)
+        if not job.layouts:  # of an entire stage
+            self.problems[job.problem_key] = known
+        return known
 
 
-def options_on_mesh(jobs: Sequence[Job]) -> list[tuple[StageOption, ...]]:
+def options_on_mesh(jobs: Sequence[Job], shared: SharedOnMesh | None = None) -> list[tuple[StageOption, ...]]:
     """Per job one option per lambda; none where the pins exclude each other. All jobs are on the same mesh."""
-    shared = SharedOnMesh(jobs[0].mesh)
+    shared = shared or SharedOnMesh(jobs[0].mesh)
     return [stage_options(job, shared) for job in jobs]
 
 
 @no_search_for_cycles()
 def stage_options(job: Job, shared: SharedOnMesh | None = None) -> tuple[StageOption, ...]:
     """One option per lambda; none where the pins exclude each other."""
-    problem = StageProblem(job, shared or SharedOnMesh(job.mesh))
+    problem = (shared or SharedOnMesh(job.mesh)).problem(job)
     solved = [problem.solved(price * problem.unit) for price in job.prices]
     return tuple(option for option in solved if option is not None)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -33,6 +33,7 @@ from autoshard.pipeline.submeshes import Cluster
 PRICES = (0.0, 0.03, 0.3)  # of a byte, in units of its seconds over the slowest axis; at 0.3 everything is sharded that can be
 # fields of a StageOption that are sums over layers
 SUMMED = ("forward", "backward", "weight", "static_bytes", "saved_bytes", "communication", "bound", "reduction", "update", "hides")
+PER_MICROBATCH = ("forward", "backward", "weight", "communication", "bound", "hides")  # of these, seconds of one microbatch
 
 RunJobs = Callable[[Sequence[Job]], list[tuple[StageOption, ...]]]
 
@@ -48,6 +49,16 @@ class Sums:
     def bytes(self, in_flight: int) -> np.ndarray:
         return self.parts["static_bytes"] + in_flight * self.parts["saved_bytes"] + self.transient
 
+    @property
+    def of_layers(self) -> np.ndarray:
+        """Seconds of the forward and backward pass of each layer: (L,)."""
+        return np.diagonal(self.parts["forward"] + self.parts["backward"], 1)
+
+    def of_a_part(self, share: float) -> Sums:
+        """At least what the same stages take for that share of a microbatch."""
+        parts = {name: part * share if name in PER_MICROBATCH else part for name, part in self.parts.items()}
+        return replace(self, parts=parts)
+
     def option(self, first: int, last: int) -> StageOption:
         """The stage of layers first ... last - 1."""
         values: dict[str, Any] = {name: float(part[first, last]) for name, part in self.parts.items()}
@@ -61,7 +72,9 @@ class StageTable:
     """All stages of a program of K microbatches on a cluster."""
 
     def __init__(self, cluster: Cluster, layers: Layers, microbatches: int, *, optimizer: str | float, limit: float | None,
-                 recompute: str, run: RunJobs):  # fmt: skip
+                 recompute: str, run: RunJobs, larger: Sequence[StageTable] = ()):  # fmt: skip
+        """larger: tables of fewer microbatches whose number divides K, of the same ops; the nearest first."""
+        self.larger = larger
         self.cluster, self.layers, self.K, self.run = cluster, layers, microbatches, run
         self.optimizer, self.limit, self.recompute = optimizer, limit, recompute
         self.single = [stage_program(layers.units, c, c + 1) for c in range(layers.units.count)]
@@ -124,30 +137,74 @@ class StageTable:
         weight = np.max([row["weight"] for row in rows], axis=0)
         return StepWork(bound, forward, weight, self.K, self.cluster.num_devices, tuple(s.size for s in self.cluster.submeshes))
 
-    def plan(self, tight: Collection[int] = ()) -> set[int]:
-        """Plans every layer on every mesh; returns the sub-meshes where a stage with a proportional share doesn't fit."""
-        return {*tight, *(u for u in range(len(self.cluster.submeshes)) if self.plan_on(u, u in tight))}
+    @property
+    def bound(self) -> float:
+        """Seconds: no pipeline of K microbatches takes less, even with all work spread evenly over the devices."""
+        return self.K * float(self.work.seconds.sum()) / self.cluster.num_devices
 
-    def plan_on(self, u: int, tight: bool = False) -> bool:
-        """Plans every layer on the meshes of one sub-mesh, where a stage with a proportional share of the layers doesn't fit also with
-        prices on memory and with recomputation. Returns whether it doesn't fit. tight: this is known before."""
-        ways = ("never", "always") if self.recompute == "auto" and self.training else (self.recompute,)
-        s = self.cluster.submeshes[u]
-        meshes = self.cluster.meshes(s)
-        if not tight:
-            self._add([(u, mesh, ways[0] == "always", (0.0,)) for mesh in meshes])
-        short = tight or not self._share_fits(u, s)
-        if short:
-            self._add([(u, mesh, way == "always", PRICES) for mesh in meshes for way in ways])
+    def plan(self) -> None:
+        """Plans every layer on every mesh."""
+        for u in range(len(self.cluster.submeshes)):
+            self.plan_on(u)
+
+    def plan_on(self, u: int) -> None:
+        """Plans every layer on the meshes of one sub-mesh, where memory is short also with prices on it and with recomputation."""
+        meshes = self.cluster.meshes(self.cluster.submeshes[u])
+        self.plan_without_price(u, meshes)
+        for mesh in meshes:
+            if not self.share_fits(u, mesh):
+                self.plan_with_prices(u, mesh, all_ways=True)
+
+    def plan_without_price(self, u: int, meshes: Sequence[Mesh]) -> None:
+        """Plans every layer as if memory had no limit."""
+        self._add([(u, mesh, self._ways[0], (0.0,)) for mesh in meshes])
         self.known.add(u)
-        return short
 
-    def _share_fits(self, u: int, s: SubMesh) -> bool:
-        """Whether every stage that has its share of the layers fits without a price on memory."""
-        L = self.layers.count
+    def plan_with_prices(self, u: int, mesh: Mesh, *, all_ways: bool = False) -> None:
+        """Plans every layer with prices on memory, and with recomputation unless a stage with its share of the layers fits without, and is
+        faster than one that does half of the forward pass again. all_ways: with recomputation in any case."""
+        s = self.cluster.submeshes[u]
+        self._add([(u, mesh, self._ways[0], PRICES)])
+        kept = self.plain(u, mesh)
+        if len(self._ways) > 1 and kept is not None:
+            again = kept.of_layers.sum() + self.work.forward.sum() / s.size / 2
+            fast = [x for x in self.sums[u] if x.combination.mesh == mesh and x.of_layers.sum() <= again]
+            if all_ways or not any(self._share_fits(u, x) for x in fast):
+                self._add([(u, mesh, way, PRICES) for way in self._ways[1:]])
+
+    @property
+    def _ways(self) -> tuple[bool, ...]:
+        """With or without recomputation; the faster first."""
+        return (False, True) if self.recompute == "auto" and self.training else (self.recompute == "always",)
+
+    def plain(self, u: int, mesh: Mesh) -> Sums | None:
+        """The stages as if memory had no limit; None where they aren't planned."""
+        wanted = Combination(mesh, self._ways[0], 0.0)
+        return next((sums for sums in self.sums[u] if sums.combination == wanted), None)
+
+    def at_least(self, u: int, mesh: Mesh) -> Sums | None:
+        """As `plain`; where it is not planned, what it takes at least by fewer and larger microbatches of the same ops."""
+        for table in (self, *self.larger):
+            if sums := table.plain(u, mesh):
+                return sums if table is self else sums.of_a_part(table.K / self.K)
+        return None
+
+    def pinned_at_least(self, way: Combination) -> Sums | None:
+        """Of stages under a baseline's pins, as `at_least`."""
+        for table in (self, *self.larger):
+            if sums := table.pinned.get(way):
+                return sums if table is self else sums.of_a_part(table.K / self.K)
+        return None
+
+    def share_fits(self, u: int, mesh: Mesh) -> bool:
+        """Whether every stage that has its share of the layers fits with some of the plans on this mesh."""
+        return any(self._share_fits(u, sums) for sums in self.sums[u] if sums.combination.mesh == mesh)
+
+    def _share_fits(self, u: int, sums: Sums) -> bool:
+        s, L = self.cluster.submeshes[u], self.layers.count
         share = min(L, -(-L * s.size // self.cluster.num_devices) + 1)
-        bytes_ = [sums.bytes(self.most_in_flight(s)) for sums in self.sums[u]]
-        return all(max(b[k, k + share] for k in range(L - share + 1)) <= self.memory(s) for b in bytes_)
+        bytes_ = sums.bytes(min(self.K, -(-3 * self.cluster.num_devices // (2 * s.size))))  # interleaved: half as many again as 1F1B
+        return max(bytes_[k, k + share] for k in range(L - share + 1)) <= self.memory(s)
 
     def _add(self, wanted: Sequence[tuple[int, Mesh, bool, tuple[float, ...]]]) -> None:
         jobs, rows = [], []
