@@ -58,7 +58,7 @@ class Output(AbstractContextManager):
         """Print the answer: the record under --json, else the table."""
         self.progress_shown.stop()
         if self.as_json:
-            print(json.dumps(finite(record), allow_nan=False), file=self.stdout)
+            print(_json(record), file=self.stdout)
         else:
             self._print(Visible(table()))
 
@@ -190,6 +190,13 @@ class VisibleLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
+
+
+def _json(record: dict) -> str:
+    try:
+        return json.dumps(record, allow_nan=False)
+    except ValueError:
+        return json.dumps(finite(record), allow_nan=False)
 
 
 def finite(value: Any) -> Any:

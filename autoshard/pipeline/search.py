@@ -79,7 +79,7 @@ class Choices:
     unit_seconds: float
     everything: bool
     configurations: dict[tuple[int, int | str], list[Configuration]] = field(default_factory=dict)  # by K, and sub-mesh or kind
-    shortest: dict[int, float] = field(default_factory=dict)  # by K: the least T of a division that is known
+    shortest: dict[int, float] = field(default_factory=dict)  # by K: the least T of a division that is known, wanted or not
     waiting: list[Waiting] = field(default_factory=list)
     below: float = math.inf  # seconds of the best that fits; infinity with everything
 
@@ -124,8 +124,8 @@ class Choices:
                 planned += 1
 
     def _add_groups(self, table: StageTable, u: int, equal: Parts) -> None:
-        self.add(table, u, of_equal_groups(table, equal, u))
-        divisions = [c for c in self.configurations[table.K, u] if c.fits and c.schedule != "interleaved_1f1b"]
+        self.add(table, u, rows := of_equal_groups(table, equal, u))
+        divisions = [c for c in self._timed(rows) if c.fits and c.schedule != "interleaved_1f1b"]
         self.shortest[table.K] = min([self.shortest.get(table.K, math.inf), *(c.bottleneck_seconds for c in divisions)])
 
     def _timed(self, configurations: Sequence[Configuration]) -> list[Configuration]:

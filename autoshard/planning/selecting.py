@@ -5,7 +5,7 @@
     best_selected(context)   the best of these, with a bound on all of them:
                              1. nothing is offloaded; if that is as fast as the best plan without a memory limit, it is the answer
                              2. else e = 0, which is right where the forward's kernels hide all transfers
-                             3. else e = 1, then where the lines cost + 2 e (H - W) of the known answers cross: max over e of their minimum
+                             3. else e where the lines cost + 2 e (H - W) of the known answers cross: max over e of their minimum
 """
 
 from __future__ import annotations
@@ -57,12 +57,11 @@ def best_selected(context: Context) -> tuple[Selected, Answer] | None:
     search.ask(None)
     if host_bandwidth(context.mesh.device) is None or search.met_without_limit(gap):
         return search.best()
-    for e in (0.0, 1.0):
-        if not search.ask(e) or search.is_met(gap):
-            return search.best()
-    for _ in range(MOST_SHARES - 2):
-        if (share := search.crossing()) is None or not search.ask(share) or search.is_met(gap):
+    share: float | None = 0.0
+    for _ in range(MOST_SHARES):
+        if share is None or not search.ask(share) or search.is_met(gap):
             break
+        share = search.crossing()
     return search.best()
 
 
