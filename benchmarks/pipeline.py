@@ -3,7 +3,7 @@
     python benchmarks/pipeline.py models [--only gpt2] [--json]
 
 The argument is the folder with gpt2.py, llama.py and unet.py. Nodes of eight H100, two of them or as --devices says; CPU seconds are of
-this process, by phase of the search with --json.
+this process, by phase of the search with --json. No seconds for a way: none of its configurations fits, or could be the best.
 """
 
 from __future__ import annotations
