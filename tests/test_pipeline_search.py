@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -213,6 +214,22 @@ def test_only_as_many_stages_as_are_asked_for():
     assert {row["pipeline"] for row in by_links(300e9).configurations} == {4}
     with pytest.raises(ValueError, match="microbatches or stages has 0"):
         pipeline(*model(), Cluster.of(4), stages=0)
+
+
+def test_as_many_stages_as_asked_for_leave_no_device_idle(monkeypatch):
+    """With links of so long a latency two stages on a device each are faster, and can't be run on these four devices."""
+    axes = (Axis("a", 2, 1.2e7, 1e-5, shared_by=2, backend="gloo"), Axis("b", 2, 2.5e9, 2.3e-4, backend="gloo"))
+
+    def devices() -> list[tuple[int, ...]]:
+        cluster = Cluster((Kind(2, 2, measured=Mesh(axes, SLOW)),))
+        small = mlp.mlp(batch=64, width=16, hidden=32, layers=4, loss=True)
+        stages = pipeline(*small, cluster, microbatches=(16,), schedules=("1f1b",), stages=2, grid=False).stages
+        return [stage.devices for stage in stages]
+
+    assert devices() == [(0, 1), (2, 3)]
+    search = sys.modules["autoshard.pipeline.pipelines"]._Search
+    monkeypatch.setattr(search, "_in_use", lambda search, configurations: configurations)
+    assert devices() == [(0,), (1,)]
 
 
 def test_measured_links_replace_bandwidths():
