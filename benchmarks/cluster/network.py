@@ -22,7 +22,7 @@ import sys
 NODES = 2
 PREFIX = "autoshard"
 LINK = "wire"  # the interface's name inside each namespace
-MTU = 9000  # bytes
+MTU = 1500  # bytes
 HEADERS = 14 + 20 + 32  # bytes of Ethernet, IPv4, and TCP with time stamps; an acknowledgement is nothing else
 
 
