@@ -9,7 +9,7 @@ chunks, and the rank that has the target's class adds the token's loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,6 +47,7 @@ def _logsumexp(a: Arguments, targets: _Targets) -> tuple[Tensor, Tensor]:
         z = wide(x @ a["weight"])
         sums.append(z.logsumexp(1))
         picked.append(z.gather(1, classes.unsqueeze(1)).squeeze(1))
+        del z  # before the next chunk's
     return torch.cat(sums), torch.cat(picked)
 
 
@@ -59,21 +60,30 @@ def _gradients(a: Arguments, targets: _Targets) -> tuple[Tensor, Tensor]:
     """Of x, and of the transposed weight."""
     scale = wide(a["grad"]) / a["total_weight"] if a["reduction"] == MEAN else wide(a["grad"])
     factors = targets.counts * scale
-    of_x, of_weight = [], None
-    for x, logsumexp, classes, here, factor in _chunks(a, targets, factors):
-        p = (wide(x @ a["weight"]) - logsumexp.unsqueeze(1)).exp()
-        p = p.scatter_add(1, classes.unsqueeze(1), -here.to(p.dtype).unsqueeze(1))
-        g = (p * factor.unsqueeze(1)).to(x.dtype)
-        of_x.append(g @ a["weight"].t())
-        own = wide(g.t() @ x)
-        of_weight = own if of_weight is None else of_weight + own
+    of_x, of_weight = torch.empty_like(a["x"]), None
+    for x, *chunk, own_of_x in zip(*_chunks(a, targets, factors), of_x.split(a["rows"]), strict=True):
+        g = _of_logits(x, a["weight"], *chunk)
+        own_of_x.copy_(g @ a["weight"].t())
+        own = g.t() @ x
+        del g  # before the next chunk's: `internal_bytes` counts two tensors of a chunk's logits
+        of_weight = wide(own) if of_weight is None else of_weight.add_(own)
     assert of_weight is not None
-    return torch.cat(of_x), of_weight.to(a["weight"].dtype)
+    return of_x, of_weight.to(a["weight"].dtype)
 
 
-def _chunks(a: Arguments, targets: _Targets, factors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _of_logits(x: Tensor, weight: Tensor, logsumexp: Tensor, classes: Tensor, here: Tensor, factor: Tensor) -> Tensor:
+    """The gradient of a chunk's logits, in the dtype of x."""
+    p = wide(x @ weight) - logsumexp.unsqueeze(1)
+    p = p.exp()
+    p = p.scatter_add(1, classes.unsqueeze(1), -here.to(p.dtype).unsqueeze(1))
+    p = p * factor.unsqueeze(1)
+    return p.to(x.dtype)
+
+
+def _chunks(a: Arguments, targets: _Targets, factors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Of x and of what belongs to its tokens."""
     tensors = (a["x"], a["logsumexp"], targets.classes, targets.here, factors)
-    return zip(*(tensor.split(a["rows"]) for tensor in tensors), strict=True)
+    return [tensor.split(a["rows"]) for tensor in tensors]
 
 
 # -- one device ------------------------------------------------------------------------------------------------------------------------
