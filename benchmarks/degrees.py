@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from commands import cpu_seconds
+from commands import ROOT, cpu_seconds
 
 LLAMAS = ("llama3_8b", "llama3_70b", "llama3_405b")
 CLASSES = {"mixtral": ("MixtralConfig", "MixtralForCausalLM"), "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM")}
@@ -35,7 +35,6 @@ def model_word(name: str, folder: Path) -> str:
 
 def measured(name: str, devices: int, more: str, folder: Path) -> dict:
     command = f"autoshard degrees {model_word(name, folder)} --devices {devices} --seq 4096 --global-batch 1024 --quiet {more}"
-    (folder / "models").exists() or (folder / "models").symlink_to(Path(__file__).parent.parent / "models")
     seconds, code = cpu_seconds(command, str(folder))
     return {"model": name, "devices": devices, "cpu_seconds": seconds, "fits": code == 0}
 
@@ -50,6 +49,7 @@ def main() -> None:
     given = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "models").symlink_to(ROOT / "models")
         for name in given.only:
             for devices in given.devices:
                 rows.append(row := measured(name, devices, given.more, Path(folder)))

@@ -82,7 +82,7 @@ def degrees(
         if plot is not None:
             _report().draw(answer, plot)
             output.note(f"wrote {plot}")
-        output.answer(answer.to_dict(top if as_json else 1), lambda: _report().degrees_table(answer, top or TABLE_ROWS))
+        output.answer(answer.to_dict(top) if as_json else {}, lambda: _report().degrees_table(answer, top or TABLE_ROWS))
     return OK if answer.ranked.prices.fits[0] else NO
 
 

@@ -56,6 +56,7 @@ def _single_chunk(table: StageTable, schedules: Sequence[str], stages: int) -> l
 
 
 def schedules_and_parts(table: StageTable, schedules: Sequence[str], P: int) -> Parts:
+    """The schedules that P equal groups can run, each with the parts that it needs."""
     parts, finer = equal_parts(table.layers.count, P), equal_parts(table.layers.count, CHUNKS * P)
     pairs = [(name, parts) for name in _single_chunk(table, schedules, P)] if parts else []
     if "interleaved_1f1b" in schedules and P > 1 and finer and table.training:
@@ -64,6 +65,7 @@ def schedules_and_parts(table: StageTable, schedules: Sequence[str], P: int) -> 
 
 
 def submesh(table: StageTable, devices: int) -> int:
+    """The first sub-mesh of that many devices."""
     return next(u for u, s in enumerate(table.cluster.submeshes) if s.size == devices)
 
 
@@ -112,7 +114,7 @@ def configuration(
         tuple(sums.combination for sums in chosen),
         tuple(float(table.transfer[c, a, u]) for c, (a, u) in zip(over, ends)),
         tuple(float(table.transfer_back[c, a, u]) for c, (a, u) in zip(over, ends)),
-        tuple(table.memory(s) for s in meshes), tuple(s.size for s in meshes),
+        tuple(table.memory(s) for s in meshes), tuple(s.size for s in meshes), unit_seconds=table.unit_seconds,
     )  # fmt: skip
 
 

@@ -156,7 +156,7 @@ class _Search:
         with self.watch.phase("plan", "planning layers", 0.3):
             configurations = choices_of(
                 list(self.tables.values()), options.schedules, grid=options.grid, everything=bool(options.budgets), wanted=self._wanted,
-                unit_seconds=options.unit_seconds, progress=lambda message, part: self.watch.say(message, 0.3 + 0.55 * part),
+                progress=lambda message, part: self.watch.say(message, 0.3 + 0.55 * part),
             )  # fmt: skip
         with self.watch.phase("finish", "planning the stages of the best", 0.85):
             best, configurations = self._settled(self._in_use(configurations))
@@ -193,7 +193,8 @@ class _Search:
         larger = [k for k in sorted(self.tables, reverse=True) if K % k == 0 and same_but_for_sizes(few, self.few[k])]
         table = StageTable(
             self.cluster, layers, K, optimizer=options.optimizer, limit=options.memory_limit, recompute=options.recompute,
-            run=self.planners.run, larger=[self.tables[k] for k in larger if self.tables[k].layers.starts == layers.starts],
+            run=self.planners.run, unit_seconds=options.unit_seconds,
+            larger=[self.tables[k] for k in larger if self.tables[k].layers.starts == layers.starts],
         )  # fmt: skip
         self.few[K] = few
         self.tables[K] = table

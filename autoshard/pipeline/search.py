@@ -10,8 +10,9 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from autoshard.mesh import Mesh
 from autoshard.pipeline.choices import (
@@ -40,11 +41,11 @@ Point = tuple[int, int, int]  # of the grid: P, D, H
 
 def choices_of(
     tables: Sequence[StageTable], schedules: Sequence[str], *, grid: bool, everything: bool = False,
-    wanted: Wanted = lambda configuration: True, unit_seconds: float = 0.0, progress: Progress = lambda message, part: None,
+    wanted: Wanted = lambda configuration: True, progress: Progress = lambda message, part: None,
 ) -> list[Configuration]:  # fmt: skip
     """The wanted configurations that may be the best, estimated; each table is of another number of microbatches. everything: all that are
     wanted, however slow. progress: is called with what is done next, and the part that is done."""
-    choices = Choices(schedules, wanted, unit_seconds, everything)
+    choices = Choices(schedules, wanted, everything)
     for n, table in enumerate(tables):
         progress(f"planning layers for {table.K} microbatches", 0.7 * n / len(tables))
         choices.plan_without_price(table)
@@ -53,7 +54,8 @@ def choices_of(
     choices.plan_with_prices()
     for n, table in enumerate(tables):
         progress(f"dividing the layers for {table.K} microbatches", 0.8 + 0.2 * n / len(tables))
-        choices.add(table, "division", of_division(table, schedules))
+        if not choices.is_beyond(table):
+            choices.add(table, "division", of_division(table, schedules))
         if grid and not choices.is_beyond(table):
             choices.add(table, "grid", choices.grid_points(table))
     return [c for some in choices.configurations.values() for c in some]
@@ -76,12 +78,11 @@ class Choices:
 
     schedules: Sequence[str]
     wanted: Wanted
-    unit_seconds: float
-    everything: bool
+    everything: bool  # however slow: neither `below` nor `shortest` is ever less than infinity
     configurations: dict[tuple[int, int | str], list[Configuration]] = field(default_factory=dict)  # by K, and sub-mesh or kind
-    shortest: dict[int, float] = field(default_factory=dict)  # by K: the least T of a division that is known, wanted or not
+    shortest: dict[int, float] = field(default_factory=lambda: defaultdict(lambda: math.inf))  # by K: the least T of a known division
     waiting: list[Waiting] = field(default_factory=list)
-    below: float = math.inf  # seconds of the best that fits; infinity with everything
+    below: float = math.inf  # seconds of the best that fits
 
     def is_beyond(self, table: StageTable) -> bool:
         """Whether no pipeline of this number of microbatches can be faster, even with all work spread evenly over the devices."""
@@ -89,7 +90,7 @@ class Choices:
 
     def add(self, table: StageTable, of: int | str, configurations: Sequence[Configuration]) -> None:
         """In place of what was known of the same sub-mesh."""
-        self.configurations[table.K, of] = some = [c for c in self._timed(configurations) if self.wanted(c)]
+        self.configurations[table.K, of] = some = [c for c in configurations if self.wanted(c)]
         if not self.everything:
             self.below = min([self.below, *(c.seconds for c in some if c.fits)])
 
@@ -125,11 +126,9 @@ class Choices:
 
     def _add_groups(self, table: StageTable, u: int, equal: Parts) -> None:
         self.add(table, u, rows := of_equal_groups(table, equal, u))
-        divisions = [c for c in self._timed(rows) if c.fits and c.schedule != "interleaved_1f1b"]
-        self.shortest[table.K] = min([self.shortest.get(table.K, math.inf), *(c.bottleneck_seconds for c in divisions)])
-
-    def _timed(self, configurations: Sequence[Configuration]) -> list[Configuration]:
-        return [replace(c, unit_seconds=self.unit_seconds) for c in configurations]
+        if not self.everything:
+            divisions = [c for c in rows if c.fits and c.schedule != "interleaved_1f1b"]  # wanted or not
+            self.shortest[table.K] = min([self.shortest[table.K], *(c.bottleneck_seconds for c in divisions)])
 
     # -- what may pay --
 
@@ -140,12 +139,12 @@ class Choices:
 
     def _may_pay(self, table: StageTable, u: int, mesh: Mesh, equal: Parts) -> bool:
         """Whether stages on this mesh may be part of the best, as far as is known of it: as if memory had no limit."""
-        plain = None if self.everything else table.at_least(u, mesh)
+        plain = table.at_least(u, mesh)
         if plain is None or self._without_limit(table, u, mesh, equal) < SLACK * self.below:
             return True
         m, seconds = table.cluster.submeshes[u].size, float(plain.of_layers.sum())
         step, T = (table.work.of_equal_stages(m, seconds, split=split) for split in ("zb_h1" in self.schedules, False))
-        return step < SLACK * self.below and T < SLACK * self.shortest.get(table.K, math.inf)
+        return step < SLACK * self.below and T < SLACK * self.shortest[table.K]
 
     def _without_limit(self, table: StageTable, u: int, mesh: Mesh, equal: Parts) -> float:
         """Seconds of the fastest of the equal groups on this mesh if memory had no limit."""
@@ -153,13 +152,12 @@ class Choices:
         if plain is None:
             return math.inf
         rows = [configuration("equal", table, name, [Stage(a, b, u) for a, b in parts], plain) for name, parts in equal]
-        return min((c.seconds for c in self._timed([row for row in rows if row is not None])), default=math.inf)
+        return min((row.seconds for row in rows if row is not None), default=math.inf)
 
     def _may_divide(self, table: StageTable, u: int) -> bool:
         """Whether a division with a stage on this sub-mesh may be the best."""
         work, m = table.work, table.cluster.submeshes[u].size
-        fast = self.everything or work.of_any_schedule(m) < ROOM * self.below
-        return fast and (self.everything or work.of_division(m) < ROOM * self.shortest.get(table.K, math.inf))
+        return work.of_any_schedule(m) < ROOM * self.below and work.of_division(m) < ROOM * self.shortest[table.K]
 
     # -- the grid --
 
@@ -167,27 +165,33 @@ class Choices:
         """The points of the grid that may be the best, with recomputation where nothing fits without."""
         if len(table.cluster.kinds) > 1:
             return []
-        kind, combinations, below = table.cluster.kinds[0], {}, self.below
-        for P, D, H in (shapes := [p for p in grid_of(table) if has_room(table, p) and self._promising(table, p[0])]):
-            mesh = kind.mesh(tuple(n for n in (D, H) if n > 1) or (1,))
-            combinations[P, D, H] = Combination(mesh, table.recompute == "always", 0.0, "megatron" if H > 1 else "data_parallel")
+        kind, below = table.cluster.kinds[0], self.below
+        shapes = [point for point in grid_of(table) if has_room(table, point) and self._promising(table, point[0])]
+
+        def way(point: Point, again: bool) -> Combination:
+            """again: with recomputation."""
+            mesh = kind.mesh(tuple(n for n in point[1:] if n > 1) or (1,))
+            return Combination(mesh, again or table.recompute == "always", 0.0, "megatron" if point[2] > 1 else "data_parallel")
+
+        def on(point: Point) -> int:
+            return submesh(table, point[1] * point[2])
 
         def may_pay(point: Point) -> bool:
             """As far as is known, also from a plan of the same stages that is free to choose layouts."""
-            way = combinations[point]
-            known = [table.pinned_at_least(way), table.at_least(submesh(table, point[1] * point[2]), way.mesh)]
+            pinned = way(point, again=False)
+            known = [table.pinned_at_least(pinned), table.at_least(on(point), pinned.mesh)]
             rows = [grid_point(table, self.schedules, point, sums) for sums in known if sums is not None]
-            return self.everything or all(any(c.seconds < SLACK * below for c in of_point) for of_point in rows)
+            return all(any(c.seconds < SLACK * below for c in of_point) for of_point in rows)
 
-        def planned(points: Sequence[Point]) -> list[tuple[Point, list[Configuration]]]:
-            table.add_pinned([combinations[p] for p in points], [table.cluster.submeshes[submesh(table, D * H)] for _, D, H in points])
-            done = [(p, table.pinned.get(combinations[p])) for p in points]
-            return [(p, grid_point(table, self.schedules, p, sums)) for p, sums in done if sums is not None]
+        def planned(points: Sequence[Point], again: bool) -> list[tuple[Point, list[Configuration]]]:
+            ways = [way(point, again) for point in points]
+            table.add_pinned(ways, [table.cluster.submeshes[on(point)] for point in points])
+            done = [(point, table.pinned.get(pinned)) for point, pinned in zip(points, ways, strict=True)]
+            return [(point, grid_point(table, self.schedules, point, sums)) for point, sums in done if sums is not None]
 
-        kept, tight = planned([p for p in shapes if may_pay(p)]), []
+        kept, tight = planned([point for point in shapes if may_pay(point)], again=False), []
         for point, of_point in kept:
             hopeless = all(any(fixed > memory for fixed, memory in zip(c.static_bytes, c.memory)) for c in of_point)
             if table.training and table.recompute == "auto" and not any(c.fits for c in of_point) and not hopeless and may_pay(point):
                 tight.append(point)
-                combinations[point] = replace(combinations[point], recompute=True)
-        return [c for _, of_point in [*kept, *planned(tight)] for c in of_point]
+        return [c for _, of_point in [*kept, *planned(tight, again=True)] for c in of_point]

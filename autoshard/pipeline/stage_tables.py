@@ -72,9 +72,10 @@ class StageTable:
     """All stages of a program of K microbatches on a cluster."""
 
     def __init__(self, cluster: Cluster, layers: Layers, microbatches: int, *, optimizer: str | float, limit: float | None,
-                 recompute: str, run: RunJobs, larger: Sequence[StageTable] = ()):  # fmt: skip
-        """larger: tables of fewer microbatches whose number divides K, of the same ops; the nearest first."""
-        self.larger = larger
+                 recompute: str, run: RunJobs, unit_seconds: float = 0.0, larger: Sequence[StageTable] = ()):  # fmt: skip
+        """unit_seconds: of the runtime, for each forward and each backward of a microbatch, beside kernels. larger: tables of fewer
+        microbatches whose number divides K, of the same ops; the nearest first."""
+        self.unit_seconds, self.larger = unit_seconds, larger
         self.cluster, self.layers, self.K, self.run = cluster, layers, microbatches, run
         self.optimizer, self.limit, self.recompute = optimizer, limit, recompute
         self.single = [stage_program(layers.units, c, c + 1) for c in range(layers.units.count)]
@@ -120,7 +121,8 @@ class StageTable:
     def with_recompute(self) -> StageTable:
         """The same model with recomputation allowed, planned."""
         other = StageTable(
-            self.cluster, self.layers, self.K, optimizer=self.optimizer, limit=self.limit, recompute="always", run=self.run
+            self.cluster, self.layers, self.K, optimizer=self.optimizer, limit=self.limit, recompute="always", run=self.run,
+            unit_seconds=self.unit_seconds,
         )  # fmt: skip
         other.plan()
         return other
@@ -184,15 +186,16 @@ class StageTable:
 
     def at_least(self, u: int, mesh: Mesh) -> Sums | None:
         """As `plain`; where it is not planned, what it takes at least by fewer and larger microbatches of the same ops."""
-        for table in (self, *self.larger):
-            if sums := table.plain(u, mesh):
-                return sums if table is self else sums.of_a_part(table.K / self.K)
-        return None
+        return self._known(lambda table: table.plain(u, mesh))
 
     def pinned_at_least(self, way: Combination) -> Sums | None:
         """Of stages under a baseline's pins, as `at_least`."""
+        return self._known(lambda table: table.pinned.get(way))
+
+    def _known(self, of: Callable[[StageTable], Sums | None]) -> Sums | None:
+        """From this table, or from the first of the larger ones that has it: its share of their microbatch."""
         for table in (self, *self.larger):
-            if sums := table.pinned.get(way):
+            if sums := of(table):
                 return sums if table is self else sums.of_a_part(table.K / self.K)
         return None
 
