@@ -30,7 +30,7 @@ from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.ordering import order_for
 from autoshard.planning.plan import baseline_only
 from autoshard.strategies import ring
-from autoshard.strategies.candidates import Candidate, candidates
+from autoshard.strategies.candidates import Candidate, _rows_of, candidates
 from models import gpt2, llama
 from tests.helpers import candidate_error, one_op
 from tests.helpers_lower import mesh_of, values_of
@@ -38,8 +38,13 @@ from tests.test_attention import BACKWARD, FORWARD, ops, random
 
 
 @pytest.fixture(autouse=True)
-def every_sequence_is_long(monkeypatch):
-    monkeypatch.setattr(ring, "LONG", 0)
+def every_sequence_is_long():
+    """Without rows kept from tests of short sequences, and without leaving any."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _rows_of.cache_clear()
+        monkeypatch.setattr(ring, "LONG", 0)
+        yield
+    _rows_of.cache_clear()
 
 
 # -- one op ----------------------------------------------------------------------------------------------------------------------------

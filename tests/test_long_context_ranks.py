@@ -10,10 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
 from autoshard.lower.unsharded import materialized
-from autoshard.strategies import ring
 from models import llama
 from tests.helpers_ranks import results
-from tests.test_long_context import scheme
+from tests.test_long_context import every_sequence_is_long, scheme  # noqa: F401 - a fixture
 
 STEPS = 3
 c10d = torch.ops._c10d_functional
@@ -71,8 +70,7 @@ def train(rank, solution, shape):
         pytest.param("ulysses", (4,), True, 0, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_train_as_one_process_does(mode, shape, head_tail, messages, monkeypatch):
-    monkeypatch.setattr(ring, "LONG", 0)
+def test_ranks_train_as_one_process_does(mode, shape, head_tail, messages):
     solution = scheme("llama", mode, shape, head_tail)
     world = torch.Size(shape).numel()
     expected, _ = results(1, train, None, ())[0]
