@@ -32,7 +32,7 @@ def parts_of(whole, layout, mesh, reduce_op):
 
 
 @pytest.mark.parametrize("reduce_op", ["sum", "avg", "max", "min"])
-@pytest.mark.parametrize("sizes", [(2,), (2, 2), (2, 3), (2, 2, 2)])
+@pytest.mark.parametrize("sizes", [(2,), (2, 2), (2, 3), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
 def test_every_route_ends_with_the_target_cut(sizes, reduce_op):
     mesh, shape = mesh_of(*sizes), (12, 24) if 3 in sizes else (8, 16)
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
