@@ -62,6 +62,15 @@ def test_three_layers_tiled_are_the_captured_deeper_graph(model, layers, trainin
     assert tiled == captured(model, layers, training)
 
 
+@MODES
+@pytest.mark.parametrize("model", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "bert", "mixtral"))])
+def test_a_layer_less_is_the_captured_shallower_graph(model, training):
+    graph = captured(model, 4, training)
+    less = tile(graph, -1, container=CONTAINERS[model])
+    assert less == captured(model, 3, training)
+    assert tile(less, 1, container=CONTAINERS[model]) == graph
+
+
 @pytest.mark.slow
 @MODES
 def test_an_encoder_and_a_decoder_are_tiled_one_after_the_other(training):
@@ -99,8 +108,8 @@ def test_what_is_no_container_is_refused():
     graph = captured("gpt2", 3, True)
     with pytest.raises(ValueError, match="parameters of ln_f don't repeat"):
         tile(graph, 1, container="ln_f")
-    with pytest.raises(ValueError, match="times is -1"):
-        tile(graph, -1, container="h")
+    with pytest.raises(ValueError, match="times is -2"):
+        tile(graph, -2, container="h")
     with pytest.raises(ValueError, match="tied"):
         tile(replace(graph, tied=(("h.1.ln_1.weight", "h.0.ln_1.weight"),)), 1, container="h")
 

@@ -2,8 +2,10 @@
 
     container   a ModuleList or Sequential of n layers whose fingerprints f_i = f_{i+p} for i >= h: head h, period p  `containers`
     shrunk      the module with k = h + q p + (n - h) mod p of them, q = 3, then 4, then 5 periods                   `shrunk`
-    proof       tile(capture(k), 1) == capture(k + p), node for node, all containers at once
-    deep        tile(capture(k), (n - k) / p)
+    few         G(k) = tile(capture(k + p), -1), or capture(k) where there is one
+    proof       tile(G(k), 1) == capture(k + p), node for node, all containers at once, and, where G(k) wasn't captured, the eager
+                forward programs of k and of k + p layers differ by a period: a tenth of the time of capture(k)
+    deep        tile(G(k), (n - k) / p)
     witness     the eager program of all n layers, on fake tensors, is that of k layers with the same periods repeated: this test
                 detects an `if i >= 6` in the model's code, which no capture of few layers can                      `witness.py`
 
@@ -22,7 +24,7 @@ from torch import nn
 from autoshard.capture.held import copied, unsupported_kind
 from autoshard.capture.inputs import ignored, stored_dtypes
 from autoshard.capture.module import capture_without_casts
-from autoshard.capture.witness import eager_program, grown
+from autoshard.capture.witness import Program, eager_program, grown
 from autoshard.graph import Graph, Op, leaves, mixed
 from autoshard.graph.tile import tile
 from autoshard.precision import Precision
@@ -74,7 +76,7 @@ def capture_deep(
     training: bool,
     precision: Precision | None = None,
     witness: bool = False,
-    gain: float = 3.0,
+    gain: float = 5.0,
     tested: Depth | None = None,
 ) -> tuple[Graph, Depth]:
     """The graph of `capture(module, ...)`, tiled from a capture of few layers where that pays and is tested, and how it was obtained.
@@ -105,10 +107,10 @@ def _tiled_capture(
     after_head = training and any(c.head for c in few.repeating) and layers >= gain * few.needed(PERIODS[1])
     for periods in dict.fromkeys((*([tested.periods] if tested is not None and tested.tiled else []), *PERIODS[after_head:])):
         if layers < gain * few.needed(periods):
-            reasons.append(f"captures of {few.needed(periods)} layers for a model that has {layers} don't pay")
+            reasons.append(f"a capture of {few.needed(periods)} layers for a model that has {layers} doesn't pay")
             break
         try:
-            few.at(periods)
+            few.prepare(periods)
         except ValueError as error:
             return few.all_layers(f"few of its layers can't be captured: {error}")
         if reason := few.why_untileable(periods):
@@ -126,12 +128,21 @@ class _FewLayers:
     def __init__(self, module: nn.Module, example_inputs: Any, training: bool, precision: Precision | None, tested: Depth | None):
         self.module, self.inputs, self.training, self.precision, self.tested = module, example_inputs, training, precision, tested
         self.repeating = containers(module)
-        self.graphs: dict[int, Graph] = {}  # by periods
+        self.graphs: dict[int, Graph] = {}  # captured, by periods
+        self.derived: dict[int, Graph] = {}  # from the capture of one period more
         self.tilings: dict[int, Graph] = {}  # of all layers, by periods
         self.captured: list[int] = []  # layers
         self.notes: set[str] = set()
 
-    def at(self, periods: int) -> Graph:
+    def prepare(self, periods: int) -> None:
+        """Captures what `periods` are tested with: a period more, or no more than them if a tiling of them was tested."""
+        if self.tested is not None and periods == self.tested.periods:
+            self.capture(periods)
+            if self._was_tested(periods):
+                return
+        self.capture(periods + 1)
+
+    def capture(self, periods: int) -> Graph:
         if periods not in self.graphs:
             depths = self._depths(periods)
             self.captured.append(sum(depths.values()))
@@ -141,9 +152,17 @@ class _FewLayers:
             self.notes.add(ignored(few.fx_graph))
         return self.graphs[periods]
 
+    def at(self, periods: int) -> Graph:
+        """The graph of so many periods: captured, or the captured one of a period more without it."""
+        if periods in self.graphs:
+            return self.graphs[periods]
+        if periods not in self.derived:
+            self.derived[periods] = _tiled(self.graphs[periods + 1], self.repeating, periods + 1, self._depths(periods))
+        return self.derived[periods]
+
     def needed(self, periods: int) -> int:
-        """How many layers have yet to be captured for that many periods, and for one more."""
-        return sum(c.depth(q) for c in self.repeating for q in (periods, periods + 1) if q not in self.graphs)
+        """How many layers have yet to be captured to test so many periods."""
+        return sum(self._depths(periods + 1).values()) if periods + 1 not in self.graphs else 0
 
     def why_untileable(self, periods: int) -> str:
         """Why one period more is not the capture of one more; "" if it is, or if the same ops were tested in other sizes."""
@@ -151,9 +170,22 @@ class _FewLayers:
             self._global(periods)
             if self._was_tested(periods):
                 return ""
-            return difference(self._tiled(periods, self._depths(periods + 1)), self.at(periods + 1))
+            reason = difference(self._tiled(periods, self._depths(periods + 1)), self.capture(periods + 1))
+            return reason if reason or periods in self.graphs else self._why_another_forward(periods)
         except ValueError as error:
             return str(error)
+
+    def _why_another_forward(self, periods: int) -> str:
+        """Why the forward of so many periods isn't that of a period more without it; "" if it is. Captured where it can't run eagerly."""
+        try:
+            short, longer = (self._eager_forward(q) for q in (periods, periods + 1))
+        except ValueError:
+            few = self.at(periods)
+            return difference(few, self.capture(periods))
+        return grown(short, longer, longer, {1}, of="a period more")
+
+    def _eager_forward(self, periods: int) -> Program:
+        return eager_program(shrunk(self.module, self._depths(periods)), self.inputs, training=False, precision=self.precision)
 
     def why_wrong(self, periods: int, witness: bool) -> str:
         """Why the tiled graph is not that of the module, by its parameters and, with `witness`, by its eager program; "" if it is."""
@@ -179,7 +211,7 @@ class _FewLayers:
         return full.graph, Depth(self.repeating, layers, False, reason, ignored=ignored(full.fx_graph))
 
     def _was_tested(self, periods: int) -> bool:
-        same = self.tested is not None and periods == self.tested.periods
+        same = self.tested is not None and periods == self.tested.periods and periods in self.graphs
         return same and same_but_for_sizes(self.at(periods), self.tested.few)  # type: ignore[union-attr]
 
     def _depths(self, periods: int) -> dict[str, int]:
@@ -196,7 +228,7 @@ class _FewLayers:
 
 
 def _tiled(graph: Graph, repeating: tuple[Container, ...], periods: int, depths: Mapping[str, int]) -> Graph:
-    """The graph of `periods` periods, tiled until each container has as many layers as `depths` says."""
+    """The graph of `periods` periods, tiled until each container has as many layers as `depths` says: at least one period less."""
     for c in repeating:
         graph = tile(graph, (depths[c.name] - c.depth(periods)) // c.period, container=c.name, period=c.period)
     return graph

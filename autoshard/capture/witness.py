@@ -71,19 +71,20 @@ def eager_program(module: nn.Module, example_inputs: Any, *, training: bool, pre
     return log.program
 
 
-def grown(short: Program, longer: Program, deep: Program, times: Collection[int]) -> str:
-    """Why `deep` isn't `short` with its periods repeated `times` more often; "" if it is. times: one number per container."""
+def grown(short: Program, longer: Program, deep: Program, times: Collection[int], of: str = "the full model") -> str:
+    """Why `deep` isn't `short` with its periods repeated `times` more often; "" if it is. times: one number per container. of: in
+    words, what `deep` is the program of."""
     numbers: dict[str, int] = {}
     programs = [[numbers.setdefault(line, len(numbers)) for line in program] for program in (short, longer, deep)]
     where = 0
     for pieces in zip_longest(*(_pieces(program) for program in programs)):
         if None in pieces or len({(piece[0], piece[1]) for piece in pieces}) > 1:
-            return f"run eagerly, the full model does something else than few layers of it: {_first(pieces, deep, where)}"
+            return f"run eagerly, {of} does something else than few layers of it: {_first(pieces, deep, where)}"
         period, lengths = pieces[0][0], [piece[2] for piece in pieces]
         one, total = lengths[1] - lengths[0], lengths[2] - lengths[0]
         if (one, total) != (0, 0) and not (period and one == period and total in {t * period for t in times}):
             return (
-                f"run eagerly, {lengths[0]} repeating operators become {lengths[1]} one period deeper, but {lengths[2]} in the full model"
+                f"run eagerly, {lengths[0]} repeating operators become {lengths[1]} one period deeper, but {lengths[2]} in {of}"
             )
         where += lengths[2]
     return ""

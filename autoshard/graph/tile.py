@@ -7,6 +7,7 @@ the coordinate b, counted from the bottom of the model (`blocks.coordinate`).
     point    B_r, the insertion point: a place with the same wiring on both sides                    `insertion.tiled_repetitions`
     copies   the layers [B_r, B_r + times P_r): item b + m P_r is a copy of item b of [B_r - P_r, B_r), m = 1 ... times
     moved    an item at b >= B_r moves to b + times P_r and has m = times; an item below the point stays and has m = 0
+    less     times = -1: the layers [B_r, B_r + P_r) are left out, and an item above them moves down, m = -1
     wiring   a regular read of b' becomes a read of b' + m P_s; every other read keeps the value that it read        `_Tiling.read`
     names    the container's index grows by m * (layers per period). fx numbers the names of one stem in order: the number of a
              copy grows by as many numbers of that stem as the periods before it use                                 `_Tiling.named`
@@ -28,13 +29,13 @@ from autoshard.graph.records import Graph, Op, Result
 
 
 def tile(graph: Graph, times: int, *, container: str, period: int = 1) -> Graph:
-    """The graph of the model whose container has `times * period` more layers.
+    """The graph of the model whose container has `times * period` more layers, or, with times = -1, `period` less.
 
     container: the qualified name of the ModuleList or Sequential ("model.layers"). period: after how many layers they repeat
     (2 where every second one is a mixture of experts). ValueError says why the graph can't be tiled.
     """
-    if times < 0:
-        raise ValueError(f"times is {times}; a graph can only be made deeper")
+    if times < -1:
+        raise ValueError(f"times is {times}; a graph can be made deeper, or a period less deep (-1)")
     if any(_index(name, container) is not None for pair in graph.tied for name in pair):
         raise ValueError(f"parameters of {container} are tied: {graph.tied}; copies of them would have to be tied too")
     return graph if times == 0 else _Tiling(graph, times, container, period).tiled()
@@ -226,7 +227,7 @@ class _Tiling:
         number += further
         if isinstance(item, Result):
             return str(number)
-        return f"{stem}_{number}"
+        return f"{stem}_{number}" if number else stem
 
     def moved_name(self, name: str, p: int, m: int) -> str:
         """The qualified name, m periods higher; an item in no part moves if its layer does."""
