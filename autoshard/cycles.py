@@ -1,4 +1,4 @@
-"""Python's search for reference cycles (its garbage collector), paused while only long-lived records are created, and rarer in a command."""
+"""Python's search for reference cycles (its garbage collector): paused while only long-lived records are created, rarer in a command."""
 
 from __future__ import annotations
 
