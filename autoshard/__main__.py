@@ -13,10 +13,10 @@ def main() -> int:
     """Run one verb and return its exit code."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # in the background it is ignored
         signal.signal(signal.SIGINT, _interrupted)
-    from autoshard.cycles import search_cycles_rarely
+    from autoshard.cycles import search_cycles_rarely  # here, as what follows: it takes a moment
 
     search_cycles_rarely()
-    from autoshard.cli import main as run  # here: it takes a moment
+    from autoshard.cli import main as run
 
     code = run()
     if signal.getsignal(signal.SIGINT) is _interrupted:

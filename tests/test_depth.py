@@ -105,6 +105,13 @@ class ScaledByDepth(Net):
         return x.sum()
 
 
+class OnlyTraced(Net):
+    def forward(self, x):
+        if not torch.compiler.is_compiling():
+            raise RuntimeError("this model is only traced")
+        return super().forward(x)
+
+
 class ScaledByNumber(Net):
     def forward(self, x):
         for i, layer in enumerate(self.layers):
@@ -193,6 +200,13 @@ def test_only_the_witness_sees_a_condition_on_the_number_of_the_layer(training):
     graph, depth = capture_deep(module, X, training=training, gain=0, witness=True)
     assert not depth.tiled and "run eagerly" in depth.reason
     assert graph == capture(module, X, training=training) != wrong
+
+
+@MODES
+def test_where_no_eager_forward_runs_both_depths_are_captured(training):
+    graph, depth = capture_deep(build(OnlyTraced), X, training=training, gain=0)
+    assert depth.tiled and depth.captured == ((4, 5) if training else (4, 3))  # in training three periods are too few to tell
+    assert graph == capture(build(OnlyTraced), X, training=training)
 
 
 def test_a_model_that_is_not_deep_enough_is_captured_whole():

@@ -4,7 +4,7 @@
     shrunk      the module with k = h + q p + (n - h) mod p of them, q = 3, then 4, then 5 periods                   `shrunk`
     few         G(k) = tile(capture(k + p), -1), or capture(k) where there is one
     proof       tile(G(k), 1) == capture(k + p), node for node, all containers at once, and, where G(k) wasn't captured, the eager
-                forward programs of k and of k + p layers differ by a period: a tenth of the time of capture(k)
+                forward programs of k and of k + p layers differ by a period
     deep        tile(G(k), (n - k) / p)
     witness     the eager program of all n layers, on fake tensors, is that of k layers with the same periods repeated: this test
                 detects an `if i >= 6` in the model's code, which no capture of few layers can                      `witness.py`
