@@ -11,7 +11,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from autoshard.cost import host_bandwidth
@@ -73,17 +74,19 @@ class _Search:
         self.known: list[Selected] = []
         self.bounds: dict[float | None, float] = {}
         self.answer: Answer | None = None
+        self.prices: Mapping[int, float] | None = None  # of a byte, in the last answer
+        self.asker = _Asker(context)
 
     def ask(self, exposed: float | None) -> bool:
         """Solve one question; whether it has an answer."""
-        asked = question(self.context, exposed)
-        answer = solve_instance(self.context, asked.instance, []).in_passing()
+        asked = self.asker.question(exposed)
+        answer = solve_instance(self.context, asked.instance, [], self.prices).in_passing()
         hidden = 2 * (exposed or 0.0) * hidden_seconds(asked.formulated)
         self.bounds[exposed] = answer.bound - hidden
         if answer.choice is None:
             return False
-        self.answer = answer
-        self.known += pruned(self.context, asked, selected(self.context, asked, answer.choice))
+        self.answer, self.prices = answer, answer.prices
+        self.known.append(selected(self.context, asked, answer.choice))
         self.first = asked
         return True
 
@@ -131,18 +134,29 @@ class _Search:
 
 def question(context: Context, exposed: float | None) -> Question:
     """exposed: the share of transfers that costs; None: nothing is offloaded. ValueError where a pin names no tensor."""
-    formulated, known = _formulated(context, context.graph)
-    pinned = replace(formulated, problem=with_pins(formulated, allowed_by_pins(formulated, context.options)))
-    saved = with_saved_values(pinned, known, context.graph, exposed=exposed)
-    shallow = None
-    if context.shallow is not None and context.options.solver == "auto":
-        small, known_small = _formulated(context, context.shallow)
-        try:
-            corresponding = correspondence(formulated, small)
-            shallow = Shallow(with_saved_values(small, known_small, context.shallow, exposed=exposed), corresponding)
-        except ValueError:  # some op has no corresponding one: the deep problem is solved without the shallow one
-            shallow = None
-    return Question(Instance(saved, saved.problem, shallow), saved)
+    return _Asker(context).question(exposed)
+
+
+class _Asker:
+    """Questions of one context: what they have in common is built once."""
+
+    def __init__(self, context: Context):
+        self.context, self.graph = context, context.graph
+        formulated, self.alternatives = _formulated(context, context.graph)
+        self.pinned = replace(formulated, problem=with_pins(formulated, allowed_by_pins(formulated, context.options)))
+        self.small: tuple[Formulation, Alternatives] | None = None
+        if context.shallow is not None and context.options.solver == "auto":
+            small = _formulated(context, context.shallow)
+            with suppress(ValueError):  # some op has no corresponding one: the deep problem is solved without the shallow one
+                self.correspondence = correspondence(formulated, small[0])
+                self.small = small
+
+    def question(self, exposed: float | None) -> Question:
+        saved, shallow = with_saved_values(self.pinned, self.alternatives, self.graph, exposed=exposed), None
+        if self.small is not None and self.context.shallow is not None:
+            with suppress(ValueError):
+                shallow = Shallow(with_saved_values(*self.small, self.context.shallow, exposed=exposed), self.correspondence)
+        return Question(Instance(saved, saved.problem, shallow), saved)
 
 
 def _formulated(context: Context, graph: Graph) -> tuple[Formulation, Alternatives]:
@@ -153,23 +167,20 @@ def _formulated(context: Context, graph: Graph) -> tuple[Formulation, Alternativ
 
 
 def selected(context: Context, question: Question, choice: Sequence[int]) -> Selected:
-    """The graph of an answer, with the answer's layouts."""
+    """The graph of an answer, with the answer's layouts; without copies of views whose storage is kept, where those change nothing."""
     saved = question.formulated
     offloads, hidden = transfer_seconds_of(saved, choice), hidden_seconds(saved)
     exposed = max(0.0, 1 - hidden / offloads) if offloads else 0.0
-    return _as_graph(context, saved, choice, chosen_of(saved, choice, exposed))
-
-
-def pruned(context: Context, question: Question, full: Selected) -> list[Selected]:
-    """The answer, and the same without copies of views whose storage is kept, where those change nothing."""
-    graph = context.graph
-    spare = {name for name in full.chosen.recomputed if _is_view_of_kept(graph, full.chosen, name)}
-    if not spare:
-        return [full]
-    chosen = replace(full.chosen, recomputed=full.chosen.recomputed - spare)
-    less = _as_graph(context, question.formulated, full.asked, chosen)
-    same = less.judged.fits and less.judged.cost <= full.judged.cost * (1 + LEAST_GAIN)
-    return [less] if same else [full]
+    chosen = chosen_of(saved, choice, exposed)
+    spare = {name for name in chosen.recomputed if _is_view_of_kept(context.graph, chosen, name)}
+    if spare:
+        less = _as_graph(context, saved, choice, replace(chosen, recomputed=chosen.recomputed - spare))
+        # without offloads both graphs have the answer's own cost
+        if not chosen.offloaded and less.judged.fits and less.judged.cost <= evaluate(saved.problem, choice).cost * (1 + LEAST_GAIN):
+            return less
+    full = _as_graph(context, saved, choice, chosen)
+    same = spare and less.judged.fits and less.judged.cost <= full.judged.cost * (1 + LEAST_GAIN)
+    return less if same else full
 
 
 def _is_view_of_kept(graph: Graph, chosen: Chosen, name: str) -> bool:

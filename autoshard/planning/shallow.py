@@ -14,7 +14,8 @@ the bound holds for any messages. Where a node has no corresponding node the dee
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -68,18 +69,15 @@ class Shallow:
     formulated: Numbers
     correspondence: Correspondence
     homes: Sequence[int] | None = None  # the layer of every node
+    _known: dict[tuple[float, bool], tuple] = field(default_factory=dict)  # answers without limit and pins
 
     def solve(self, problem: Problem, *, gap: float = 0.0, preferred: bool = True, **options: Any) -> Answer:
         """The answer to a deep problem (with pins or without), found from that to the shallow problem under the same pins."""
-        small = self._with_pins_of(problem)
-        choice, messages = converged(small, gap=min(gap, ASCENT_GAP))
-        if choice is None:
+        if problem.usage_limit is not None and options.get("prices") is not None:  # the limit binds: a better beginning
             return solve(problem, gap=gap, **options)
-        preference = self.formulated.preference if preferred else None
-        answer = solve(
-            small, starts=[choice], messages=messages, gap=gap, preference=preference, time_limit=SHALLOW_SECONDS,
-            homes=self.homes,
-        )  # fmt: skip
+        choice, messages, answer = self._free(self._with_pins_of(problem), gap, preferred)
+        if answer is None:
+            return solve(problem, gap=gap, **options)
         if answer.interrupted:  # the best choice so far, extended to the deep problem, is the answer
             options["time_limit"] = min(options.get("time_limit", LAST_SECONDS), LAST_SECONDS)
         start = self.correspondence.choice(answer.choice or choice)
@@ -87,9 +85,28 @@ class Shallow:
         deep = solve(problem, gap=gap, starts=starts, messages=self.correspondence.messages(self.formulated, messages), **options)
         return replace(deep, interrupted=deep.interrupted or answer.interrupted)
 
+    def _free(self, small: Problem, gap: float, preferred: bool) -> tuple[Sequence[int], np.ndarray, Answer | None]:
+        """The start and the messages of dual ascent, and the answer; None where there is none. Without pins it is kept."""
+        if (gap, preferred) in self._known and small is self._without_limit:
+            return self._known[gap, preferred]
+        choice, messages = converged(small, gap=min(gap, ASCENT_GAP))
+        answer = None
+        if choice is not None:
+            answer = solve(
+                small, starts=[choice], messages=messages, gap=gap, preference=self.formulated.preference if preferred else None,
+                time_limit=SHALLOW_SECONDS, homes=self.homes,
+            )  # fmt: skip
+        if small is self._without_limit:
+            self._known[gap, preferred] = (choice or (), messages, answer)
+        return choice or (), messages, answer
+
+    @cached_property
+    def _without_limit(self) -> Problem:
+        return without_limit(self.formulated.problem)
+
     def _with_pins_of(self, problem: Problem) -> Problem:
         """The shallow problem without a memory limit, and without each choice that is forbidden to some deep node of the same choice."""
-        free = without_limit(self.formulated.problem)
+        free = self._without_limit
         costs = list(free.node_costs)
         holes: dict[int, np.ndarray | None] = {}  # by the costs' array, which equal nodes share
         pinned = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autoshard.planning.context import Context, Instance
@@ -13,14 +13,16 @@ from autoshard.planning.tying import solve_tied
 from autoshard.solvers import Answer, solve
 
 
-def solve_instance(context: Context, instance: Instance, starts: Sequence[tuple[int, ...]]) -> Answer:
-    """The best answer in the time that is left, with its bound. starts: choices that the search may begin with."""
+def solve_instance(
+    context: Context, instance: Instance, starts: Sequence[tuple[int, ...]], prices: Mapping[int, float] | None = None
+) -> Answer:
+    """The best answer in the time that is left, with its bound. starts: choices that the search may begin with; prices: as for `solve`."""
     options, problem = context.options, instance.problem
     limits: dict[str, Any] = {"time_limit": context.seconds_left(), "gap": options.gap, "progress": _progress(context.clock, options.gap)}
     limits["preference"] = instance.formulated.preference
     if options.tie_blocks:
         return solve_tied(instance.formulated, problem, solver=options.solver, **limits)
-    limits |= {"patience": searched_seconds(options), "homes": instance.homes, "accepted": options.accepted}
+    limits |= {"patience": searched_seconds(options), "homes": instance.homes, "accepted": options.accepted, "prices": prices}
     if instance.shallow is not None:
         return instance.shallow.solve(problem, starts=starts, **limits)
     return solve(problem, solver=options.solver, starts=starts, **limits)

@@ -1,6 +1,7 @@
 """The answer of a solver: a choice per node, its cost, what is proven about it, and where the time went."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -51,6 +52,7 @@ class Answer:
     peak: float | None = None  # bytes
     infeasibility: Infeasibility | None = None
     interrupted: bool = False  # by Ctrl-C, before the time was up
+    prices: Mapping[int, float] | None = None  # seconds per byte, by time, at which a search over prices ended (`solve`)
 
     def in_passing(self) -> "Answer":
         """The answer, if it is one of many steps of a larger search, which Ctrl-C ends as well. KeyboardInterrupt."""

@@ -7,7 +7,7 @@ reductions) has an incumbent of its own with the same record: a choice that is o
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,6 +33,7 @@ class Record:
     accepted_from: float = math.inf  # seconds on the clock
     worst: float = math.inf  # no answer costs more, so a bound above it proves that none exists
     messages: np.ndarray | None = None  # of dual ascent on a similar problem
+    prices: Mapping[int, float] | None = None  # per byte, by time: where the search over prices begins, then where it ended
     homes: np.ndarray | None = None  # per node a number; few edges join nodes of different numbers (parts.py)
     choice: tuple[int, ...] | None = None
     cost: float = math.inf
@@ -101,8 +102,8 @@ class Incumbent:
         self.raise_bound(min(bound, self.record.cost))
 
     def note_carried(self) -> None:
-        """Record whether the answer is proven at a time at which only the messages have been used."""
-        self.record.carried = self.record.messages is not None and self.proven
+        """Record whether the answer is proven at a time at which only the messages and prices have been used."""
+        self.record.carried = (self.record.messages is not None or self.record.prices is not None) and self.proven
 
     @property
     def cost(self) -> float:

@@ -22,9 +22,10 @@ from scipy.optimize import linprog
 from ..problem import Problem, evaluate, held
 from .answer import TOLERANCE
 from .binding_times import binding_rows, load
+from .dual_ascent import look
 from .incumbent import Incumbent, Record
 from .infeasibility import priced
-from .settle import continue_from, polish, reduce_and_settle
+from .settle import polish, reduce_and_settle
 
 AGREED = 1e-9  # relative: answers and bound agree
 ROUNDS = 10  # of distributing one total price over the times
@@ -67,6 +68,7 @@ class Lagrangian:
     peaks: dict[int, None] = field(default_factory=dict)  # rows at which some answer has its peak
 
     def __post_init__(self) -> None:
+        self.prices: dict[int, float] = {}  # the last ones, by time
         self.rows = binding_rows(replace(self.problem, usage_limit=0.0))  # any time may have a price
 
     def time_left(self) -> float:
@@ -87,13 +89,14 @@ class Lagrangian:
 
     def minimum(self, prices: np.ndarray, messages: np.ndarray | None = None) -> float:
         """A lower bound on the cost of every answer at these prices (per byte, one per row). The best answer is added."""
+        self.prices = {int(t): float(y) for t, y in zip(self.rows.times, prices, strict=True) if y}
         free = priced(self.problem, self.rows.of_usages(prices)) if prices.any() else self.problem
         record = Record(free, self.deadline, self.gap, self.clock, homes=self.homes)
         incumbent = Incumbent(free, record)
         if self.answers:
             incumbent.offer(min(self.answers.values(), key=lambda f: f.cost + float(prices @ f.loads)).choice)
         if messages is not None:
-            continue_from(free, incumbent, messages)
+            look(free, incumbent, messages)
         if not incumbent.done:
             polish(free, incumbent)
         if not incumbent.done and self.exact_seconds > 0:

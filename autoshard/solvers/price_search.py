@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +32,7 @@ AGREED = 1e-4  # relative: answer and bound at a price; branch and bound proves 
 STEEPER, STEEPEST = 8.0, 1e4  # until an answer fits, the fastest answer's memory is worth its seconds once, 8 times, ...
 FREE_GAP = 0.01  # relative: of the fastest answer, which is one end of a chord only, where it does not fit
 CHORDS = 30
+HALVES = 4  # of a first price that is known
 FILLINGS = 6  # of an answer with parts of another; a time at which one filling was too large is considered in the next
 SPLITS = 3  # parts, those with the largest savings, of which a beginning or an end is tried
 
@@ -58,24 +60,10 @@ def search_prices(problem: Problem, incumbent: Incumbent, messages: np.ndarray |
     lagrangian = Lagrangian(without_limit(problem), incumbent.deadline, record.clock, gap, exact_seconds=0.0, homes=record.homes)
     if incumbent.choice is not None:
         lagrangian.add(incumbent.choice)
-    lagrangian.gap = max(gap, FREE_GAP)
-    lagrangian.minimum(np.zeros(len(lagrangian.rows.times)), messages)
-    lagrangian.gap = gap
-    if any(f.memory <= limit for f in lagrangian.answers.values()):  # it may be the best answer
-        lagrangian.minimum(np.zeros(len(lagrangian.rows.times)))
-    report(lagrangian, incumbent, limit)
-    if not lagrangian.answers or incumbent.done:
-        return
-    fastest = min(lagrangian.answers.values(), key=lambda f: (f.cost, f.memory))
-    worth = 1.0
-    while not any(f.memory <= limit for f in lagrangian.answers.values()) and worth <= STEEPEST and not incumbent.done:
-        lagrangian.minimise(worth * scale(lagrangian.problem, fastest) / fastest.memory)
-        report(lagrangian, incumbent, limit)
-        if worth == 1.0:
-            refute(problem, incumbent)
-            if incumbent.choice is not None:
-                lagrangian.add(incumbent.choice)
-        worth *= STEEPER
+    if record.prices is not None:
+        begin_at(lagrangian, incumbent, limit, record.prices)
+    if around(lagrangian, limit) is None and not incumbent.done:
+        begin(lagrangian, incumbent, limit, messages)
     for _ in range(CHORDS):
         ends = around(lagrangian, limit)
         if ends is None or incumbent.done:
@@ -84,10 +72,52 @@ def search_prices(problem: Problem, incumbent: Incumbent, messages: np.ndarray |
         price = (p.cost - q.cost) / (q.memory - p.memory)
         before = p.cost + price * p.memory
         lagrangian.minimise(price)
+        record.prices = lagrangian.prices
         report(lagrangian, incumbent, limit)
         if min(f.cost + price * f.memory for f in lagrangian.answers.values()) >= before - gap * abs(before):
             break
     fill(lagrangian, incumbent, limit)
+
+
+def begin(lagrangian: Lagrangian, incumbent: Incumbent, limit: float, messages: np.ndarray | None) -> None:
+    """The fastest answer and, where that is too large, prices of a byte that grow until an answer fits."""
+    gap, free = lagrangian.gap, np.zeros(len(lagrangian.rows.times))
+    lagrangian.gap = max(gap, FREE_GAP)
+    lagrangian.minimum(free, messages)
+    lagrangian.gap = gap
+    if fits(lagrangian, limit):  # it may be the best answer
+        lagrangian.minimum(free)
+    report(lagrangian, incumbent, limit)
+    if not lagrangian.answers or incumbent.done:
+        return
+    fastest = min(lagrangian.answers.values(), key=lambda f: (f.cost, f.memory))
+    worth = 1.0
+    while not fits(lagrangian, limit) and worth <= STEEPEST and not incumbent.done:
+        lagrangian.minimise(worth * scale(lagrangian.problem, fastest) / fastest.memory)
+        report(lagrangian, incumbent, limit)
+        if worth == 1.0:
+            refute(incumbent.problem, incumbent)
+            if incumbent.choice is not None:
+                lagrangian.add(incumbent.choice)
+        worth *= STEEPER
+
+
+def begin_at(lagrangian: Lagrangian, incumbent: Incumbent, limit: float, prices: Mapping[int, float]) -> None:
+    """Answers at prices that are about right, and at half of them or twice them, ... until one fits and one is too large."""
+    first = np.array([prices.get(t, 0.0) for t in lagrangian.rows.times])
+    lagrangian.minimum(first)
+    report(lagrangian, incumbent, limit)
+    price = float(first.sum())
+    for _ in range(HALVES):
+        if around(lagrangian, limit) is not None or incumbent.done:
+            return
+        price = price / 2 if fits(lagrangian, limit) else price * 2
+        lagrangian.minimise(price)
+        report(lagrangian, incumbent, limit)
+
+
+def fits(lagrangian: Lagrangian, limit: float) -> bool:
+    return any(f.memory <= limit for f in lagrangian.answers.values())
 
 
 def report(lagrangian: Lagrangian, incumbent: Incumbent, limit: float) -> None:

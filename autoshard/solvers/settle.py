@@ -27,6 +27,7 @@ from .reduce import reduce
 from .reduce_parts import reduce_in_parts
 
 REDUCE_SHARE = 0.5  # of the time left; the contest's S, the largest instance, takes 4 s
+FIRST_SWEEPS = 80  # before a problem is divided into parts, which need no more to be settled
 SWEEPS = 600  # dual ascent proves in 10 to 300 sweeps whatever it can prove without branching
 PRICE_ROUNDS = 80  # four binding times took 15
 SMALL, LARGE = 10**5, 10**6  # table cells: HiGHS solves the relaxation in about a second, in about a minute
@@ -101,9 +102,15 @@ def settle(incumbent: Incumbent, *, thorough: bool = True) -> None:
     if sum(u.bytes.size for u in problem.usages if u.edge is not None) > MOST_PAIR_BYTES:
         return  # the result of the price search (price_search.py) stays
     messages = Messages(problem)
-    ascend(messages, incumbent, SWEEPS)
-    if not problem.usages and incumbent.homes is not None and not incumbent.done:
-        decompose(problem, incumbent.homes, incumbent, messages.message, settle_part)
+    homes = incumbent.homes if not problem.usages else None
+    if homes is not None and not thorough:
+        ascend(messages, incumbent, FIRST_SWEEPS)
+        if not incumbent.done:
+            decompose(problem, homes, incumbent, messages.message, settle_part)
+    if not incumbent.done:
+        ascend(messages, incumbent, SWEEPS)
+    if homes is not None and not incumbent.done:
+        decompose(problem, homes, incumbent, messages.message, settle_part)
     if not problem.usages and narrow(messages, incumbent, Work(THOROUGH if thorough else QUICK)):
         return
     if not thorough:

@@ -7,7 +7,7 @@ below 1e-6 of the optimum C in total, and the answer is accepted if `evaluate` g
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -60,6 +60,7 @@ def solve(
     starts: Sequence[Sequence[int]] = (),
     preference: Sequence[np.ndarray] | None = None,
     messages: np.ndarray | None = None,
+    prices: Mapping[int, float] | None = None,
     homes: Sequence[int] | np.ndarray | None = None,
     progress: Callable[[float, float], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -70,6 +71,7 @@ def solve(
     has one. `patience`: seconds after which the search ends if it has no answer yet, nor a proof that there is none.
     `starts` are choices that may be feasible; those that aren't are ignored. `messages`: those of dual ascent on a similar problem
     (`converged`), which continues from them before anything else is tried; a start that this proves is not changed for `preference`.
+    `prices`: seconds per byte, by time, at which a search over prices ended on a similar problem (`Answer.prices`).
     `homes`: a number per node, for example its layer; where few edges join different ones, the parts are solved one by one (parts.py).
     `progress` is called with (cost, bound) whenever one of them improves.
     Ctrl-C ends the search, not the program: the best known answer is returned.
@@ -83,6 +85,7 @@ def solve(
         raise ValueError(f"time_limit is {time_limit} and gap is {gap}; expected more than 0 seconds and a gap of 0 or more")
     record = Record(problem, began + time_limit, gap, clock, progress, patience=began + patience, messages=messages)
     record.accepted_gap, record.accepted_from = accepted[0], began + accepted[1]
+    record.prices = prices
     record.homes = None if homes is None else np.asarray(homes, dtype=np.int64)
     incumbent = Incumbent(problem, record)
     for start in starts:
@@ -105,7 +108,9 @@ def solve(
     record.seconds["total"] = clock() - began
     peak = None if record.choice is None else evaluate(problem, record.choice).peak
     known = (record.choice, record.cost, record.bound)
-    return Answer(_status(incumbent), *known, _name_of(chosen), record.seconds, record.size, peak, infeasibility, interrupted)
+    return Answer(
+        _status(incumbent), *known, _name_of(chosen), record.seconds, record.size, peak, infeasibility, interrupted, record.prices
+    )  # fmt: skip
 
 
 def certified(
