@@ -23,6 +23,8 @@ from typing import NamedTuple
 
 from autoshard.graph.records import Graph, Op
 
+KEPT = "repeated_blocks"
+
 
 @dataclass(frozen=True)
 class Repetition:
@@ -63,7 +65,13 @@ class Blocks:
 
 
 def repeated_blocks(graph: Graph) -> Blocks:
-    """The places of the graph's ops."""
+    """The places of the graph's ops; kept with the graph, as its own cached properties are."""
+    if KEPT not in graph.__dict__:
+        graph.__dict__[KEPT] = _repeated_blocks(graph)
+    return graph.__dict__[KEPT]
+
+
+def _repeated_blocks(graph: Graph) -> Blocks:
     repeats = repetitions(symbols(graph))
     inputs = [op.inputs for op in graph.ops]
     linked = links(repeats, inputs, homes(repeats, len(graph.ops)))

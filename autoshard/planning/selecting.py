@@ -38,6 +38,7 @@ class Question:
 
     instance: Instance
     formulated: SavedValues
+    exposed: float | None  # the share of transfers that costs
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +157,7 @@ class _Asker:
         if self.small is not None and self.context.shallow is not None:
             with suppress(ValueError):
                 shallow = Shallow(with_saved_values(*self.small, self.context.shallow, exposed=exposed), self.correspondence)
-        return Question(Instance(saved, saved.problem, shallow), saved)
+        return Question(Instance(saved, saved.problem, shallow), saved, exposed)
 
 
 def _formulated(context: Context, graph: Graph) -> tuple[Formulation, Alternatives]:
@@ -175,12 +176,10 @@ def selected(context: Context, question: Question, choice: Sequence[int]) -> Sel
     spare = {name for name in chosen.recomputed if _is_view_of_kept(context.graph, chosen, name)}
     if spare:
         less = _as_graph(context, saved, choice, replace(chosen, recomputed=chosen.recomputed - spare))
-        # without offloads both graphs have the answer's own cost
-        if not chosen.offloaded and less.judged.fits and less.judged.cost <= evaluate(saved.problem, choice).cost * (1 + LEAST_GAIN):
+        own = evaluate(saved.problem, choice).cost - 2 * (question.exposed or 0.0) * offloads  # seconds of the answer without transfers
+        if less.judged.fits and less.judged.cost <= (own + 2 * max(0.0, offloads - hidden)) * (1 + LEAST_GAIN):
             return less
-    full = _as_graph(context, saved, choice, chosen)
-    same = spare and less.judged.fits and less.judged.cost <= full.judged.cost * (1 + LEAST_GAIN)
-    return less if same else full
+    return _as_graph(context, saved, choice, chosen)
 
 
 def _is_view_of_kept(graph: Graph, chosen: Chosen, name: str) -> bool:

@@ -30,8 +30,9 @@ from .split import split
 
 AGREED = 1e-4  # relative: answer and bound at a price; branch and bound proves the rest
 STEEPER, STEEPEST = 8.0, 1e4  # until an answer fits, the fastest answer's memory is worth its seconds once, 8 times, ...
-FREE_GAP = 0.01  # relative: of the fastest answer, which is one end of a chord only, where it does not fit
+FREE_GAP = 0.03  # relative: of the fastest answer, which is one end of a chord only, where it does not fit
 CHORDS = 30
+COARSER = 2.0  # the gap at prices that only look for an answer that fits
 HALVES = 4  # of a first price that is known
 FILLINGS = 6  # of an answer with parts of another; a time at which one filling was too large is considered in the next
 SPLITS = 3  # parts, those with the largest savings, of which a beginning or an end is tried
@@ -92,6 +93,7 @@ def begin(lagrangian: Lagrangian, incumbent: Incumbent, limit: float, messages: 
         return
     fastest = min(lagrangian.answers.values(), key=lambda f: (f.cost, f.memory))
     worth = 1.0
+    lagrangian.gap = COARSER * gap
     while not fits(lagrangian, limit) and worth <= STEEPEST and not incumbent.done:
         lagrangian.minimise(worth * scale(lagrangian.problem, fastest) / fastest.memory)
         report(lagrangian, incumbent, limit)
@@ -100,11 +102,12 @@ def begin(lagrangian: Lagrangian, incumbent: Incumbent, limit: float, messages: 
             if incumbent.choice is not None:
                 lagrangian.add(incumbent.choice)
         worth *= STEEPER
+    lagrangian.gap = gap
 
 
 def begin_at(lagrangian: Lagrangian, incumbent: Incumbent, limit: float, prices: Mapping[int, float]) -> None:
     """Answers at prices that are about right, and at half of them or twice them, ... until one fits and one is too large."""
-    first = np.array([prices.get(t, 0.0) for t in lagrangian.rows.times])
+    first = np.array([prices.get(int(t), 0.0) for t in lagrangian.rows.times])
     lagrangian.minimum(first)
     report(lagrangian, incumbent, limit)
     price = float(first.sum())
