@@ -21,4 +21,4 @@ def no_search_for_cycles() -> Iterator[None]:
 
 def search_cycles_rarely() -> None:
     """For a process of one command: most of its objects live as long as it does, and are looked through in vain."""
-    gc.set_threshold(100_000, 50, 100)
+    gc.set_threshold(5_000_000, 50, 100)
