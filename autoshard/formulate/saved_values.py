@@ -66,6 +66,10 @@ class SavedValues(Formulation):
         selected = self.modes is not None and v in self.modes
         return None if choice[v] == self._absent(v) else choice[v] % self.base[v] if selected else choice[v]
 
+    def carried(self, other: SavedValues, choice: Sequence[int]) -> tuple[int, ...]:
+        """An answer of `other`, of the same alternatives with other transfers allowed, as one of this problem."""
+        return tuple(self._absent(v) if k == other._absent(v) else k for v, k in enumerate(choice))
+
     def _absent(self, v: int) -> int:
         assert self.modes is not None
         return self.base[v] * len(self.modes.get(v, ("",)))

@@ -49,7 +49,6 @@ class Selected:
     formulated: Formulation
     choice: tuple[int, ...]
     judged: Evaluation
-    line: tuple[float, float]  # cost without exposed transfers, and 2 (H - W): seconds
     asked: tuple[int, ...]  # the choice in the problem of all alternatives
 
 
@@ -73,21 +72,28 @@ class _Search:
     def __init__(self, context: Context):
         self.context = context
         self.known: list[Selected] = []
+        self.lines: set[tuple[float, float]] = set()
         self.bounds: dict[float | None, float] = {}
         self.answer: Answer | None = None
         self.prices: Mapping[int, float] | None = None  # of a byte, in the last answer
+        self.starts: list[tuple[SavedValues, Sequence[int]]] = []  # answers, within the limit or not
         self.asker = _Asker(context)
 
     def ask(self, exposed: float | None) -> bool:
         """Solve one question; whether it has an answer."""
         asked = self.asker.question(exposed)
-        answer = solve_instance(self.context, asked.instance, [], self.prices).in_passing()
+        starts = [asked.formulated.carried(before, choice) for before, choice in self.starts]
+        answer = solve_instance(self.context, asked.instance, starts, self.prices).in_passing()
         hidden = 2 * (exposed or 0.0) * hidden_seconds(asked.formulated)
         self.bounds[exposed] = answer.bound - hidden
         if answer.choice is None:
             return False
         self.answer, self.prices = answer, answer.prices
-        self.known.append(selected(self.context, asked, answer.choice))
+        self.starts.append((asked.formulated, answer.choice))
+        lines = _lines(asked, answer)
+        self.lines |= set(lines.values())
+        fastest = min(lines, key=lambda choice: (lines[choice][0] + max(0.0, lines[choice][1]), choice != answer.choice, choice))
+        self.known.append(selected(self.context, asked, fastest))
         self.first = asked
         return True
 
@@ -109,7 +115,10 @@ class _Search:
         if self.context.options.memory_limit is None:
             return True
         free = replace(self.first.instance, problem=without_limit(self.first.instance.problem))
-        self.bounds[-math.inf] = solve_instance(self.context, free, []).in_passing().bound
+        answer = solve_instance(self.context, free, [], preferred=False).in_passing()
+        self.bounds[-math.inf] = answer.bound
+        if answer.choice is not None:
+            self.starts.append((self.first.formulated, answer.choice))
         return self.is_met(gap)
 
     def is_met(self, gap: float) -> bool:
@@ -118,9 +127,9 @@ class _Search:
 
     def crossing(self) -> float | None:
         """The share at which the least of the known lines is largest; None where it was asked already."""
-        lines = {s.line for s in self.known}
+        lines = self.lines
         shares = {0.0, 1.0} | {(c - a) / (b - d) for a, b in lines for c, d in lines if b > d and 0 < (c - a) / (b - d) < 1}
-        best = max(sorted(shares), key=lambda e: min(a + e * b for a, b in lines), default=None)
+        best = max(sorted(shares), key=lambda e: min(a + e * b for a, b in lines))
         return None if best is None or any(e is not None and abs(best - e) < 1e-6 for e in self.bounds) else best
 
     def best(self) -> tuple[Selected, Answer] | None:
@@ -131,6 +140,17 @@ class _Search:
         gap = self.context.options.gap
         status = Status.OPTIMAL if cost - bound <= gap * abs(cost) + LEAST_GAIN * abs(cost) else Status.FEASIBLE
         return best, replace(self.answer, status=status, choice=best.choice, cost=cost, bound=bound, peak=best.judged.peak)
+
+
+def _lines(question: Question, answer: Answer) -> dict[tuple[int, ...], tuple[float, float]]:
+    """Of each answer that was found: cost without exposed transfers, and 2 (H - W), both in seconds."""
+    assert answer.choice is not None
+    saved, hidden = question.formulated, hidden_seconds(question.formulated)
+    lines = {}
+    for choice, cost in {**answer.fitting, answer.choice: answer.cost}.items():
+        offloads = transfer_seconds_of(saved, choice)
+        lines[choice] = (cost - 2 * (question.exposed or 0.0) * offloads, 2 * (offloads - hidden))
+    return lines
 
 
 def question(context: Context, exposed: float | None) -> Question:
@@ -196,10 +216,8 @@ def _as_graph(context: Context, saved: SavedValues, choice: Sequence[int], chose
     with no_search_for_cycles():
         formulated = formulate_for(graph, candidates(graph, context.mesh), context.mesh, context.options)
     full = _carried_over(saved, choice, formulated)
-    offloads, hidden = transfer_seconds_of(saved, choice), hidden_seconds(saved)
     judged = evaluate(formulated.problem, full)
-    line = (judged.cost - 2 * max(0.0, offloads - hidden), 2 * (offloads - hidden))
-    return Selected(chosen, formulated, full, judged, line, tuple(choice))
+    return Selected(chosen, formulated, full, judged, tuple(choice))
 
 
 def _carried_over(saved: SavedValues, choice: Sequence[int], formulated: Formulation) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from autoshard.formulate import Formulation
 from autoshard.graph import Graph, repeated_blocks
-from autoshard.problem import Problem, without_limit
+from autoshard.problem import Problem, evaluate, without_limit
 from autoshard.solvers import Answer, converged, solve
 
 LAST_SECONDS = 0.1  # for the deep problem, after Ctrl-C
@@ -75,9 +75,13 @@ class Shallow:
         """The answer to a deep problem (with pins or without), found from that to the shallow problem under the same pins."""
         if problem.usage_limit is not None and options.get("prices") is not None:  # the limit binds: a better beginning
             return solve(problem, gap=gap, **options)
-        choice, messages, answer = self._free(self._with_pins_of(problem), gap, preferred)
+        small, limited = self._with_pins_of(problem), problem.usage_limit is not None
+        choice, messages, answer = self._free(small, gap, preferred and not limited)
         if answer is None:
             return solve(problem, gap=gap, **options)
+        if preferred and limited and answer.choice is not None and evaluate(problem, self.correspondence.choice(answer.choice)).fits:
+            choice, messages, answer = self._free(small, gap, preferred)
+            assert answer is not None
         if answer.interrupted:  # the best choice so far, extended to the deep problem, is the answer
             options["time_limit"] = min(options.get("time_limit", LAST_SECONDS), LAST_SECONDS)
         start = self.correspondence.choice(answer.choice or choice)
@@ -87,18 +91,21 @@ class Shallow:
 
     def _free(self, small: Problem, gap: float, preferred: bool) -> tuple[Sequence[int], np.ndarray, Answer | None]:
         """The start and the messages of dual ascent, and the answer; None where there is none. Without pins it is kept."""
-        if (gap, preferred) in self._known and small is self._without_limit:
-            return self._known[gap, preferred]
-        choice, messages = converged(small, gap=min(gap, ASCENT_GAP))
+        known = self._known if small is self._without_limit else {}
+        if (gap, preferred) in known:
+            return known[gap, preferred]
+        if (gap, False) in known:
+            choice, messages, _ = known[gap, False]
+        else:
+            choice, messages = converged(small, gap=min(gap, ASCENT_GAP))
         answer = None
         if choice is not None:
             answer = solve(
                 small, starts=[choice], messages=messages, gap=gap, preference=self.formulated.preference if preferred else None,
                 time_limit=SHALLOW_SECONDS, homes=self.homes,
             )  # fmt: skip
-        if small is self._without_limit:
-            self._known[gap, preferred] = (choice or (), messages, answer)
-        return choice or (), messages, answer
+        known[gap, preferred] = (choice or (), messages, answer)
+        return known[gap, preferred]
 
     @cached_property
     def _without_limit(self) -> Problem:

@@ -14,17 +14,21 @@ from autoshard.solvers import Answer, solve
 
 
 def solve_instance(
-    context: Context, instance: Instance, starts: Sequence[tuple[int, ...]], prices: Mapping[int, float] | None = None
-) -> Answer:
-    """The best answer in the time that is left, with its bound. starts: choices that the search may begin with; prices: as for `solve`."""
+    context: Context, instance: Instance, starts: Sequence[tuple[int, ...]], prices: Mapping[int, float] | None = None, *,
+    preferred: bool = True,
+) -> Answer:  # fmt: skip
+    """The best answer in the time that is left, with its bound.
+
+    starts: choices that the search may begin with; prices: as for `solve`; preferred: by a fixed order among answers of equal cost.
+    """
     options, problem = context.options, instance.problem
     limits: dict[str, Any] = {"time_limit": context.seconds_left(), "gap": options.gap, "progress": _progress(context.clock, options.gap)}
-    limits["preference"] = instance.formulated.preference
+    limits["preference"] = instance.formulated.preference if preferred else None
     if options.tie_blocks:
         return solve_tied(instance.formulated, problem, solver=options.solver, **limits)
     limits |= {"patience": searched_seconds(options), "homes": instance.homes, "accepted": options.accepted, "prices": prices}
     if instance.shallow is not None:
-        return instance.shallow.solve(problem, starts=starts, **limits)
+        return instance.shallow.solve(problem, starts=starts, preferred=preferred, **limits)
     return solve(problem, solver=options.solver, starts=starts, **limits)
 
 

@@ -52,6 +52,7 @@ class Answer:
     peak: float | None = None  # bytes
     infeasibility: Infeasibility | None = None
     interrupted: bool = False  # by Ctrl-C, before the time was up
+    fitting: Mapping[tuple[int, ...], float] = field(default_factory=dict)  # other answers that a search over prices met, with their costs
     prices: Mapping[int, float] | None = None  # seconds per byte, by time, at which a search over prices ended (`solve`)
 
     def in_passing(self) -> "Answer":

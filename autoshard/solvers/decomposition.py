@@ -29,6 +29,7 @@ from .parts import Parts, divide
 from .reduce import Reduced, reduce
 
 SWEEPS = 600  # of dual ascent on a part
+PART_GAP = 0.25  # of the gap that is asked for: to which a part is solved
 ROUNDS = 10  # of new multipliers
 MOST_CLASSES, MOST_SOLVED = 40, 120  # different parts, and how often one of them is solved for new multipliers: each time takes 0.05 s
 PROMISING = 0.02  # of the gap: a smaller promise of the planes ends the climb
@@ -116,7 +117,7 @@ class PartSolver:
         return PartAnswer(choice, evaluate(self.problem, choice).cost, bound)
 
     def _solved(self, priced: Problem, message: list[np.ndarray] | None) -> Incumbent:
-        inner = Incumbent(priced, Record(priced, self.outer.deadline, 0.0, self.outer.record.clock))
+        inner = Incumbent(priced, Record(priced, self.outer.deadline, PART_GAP * self.outer.gap, self.outer.record.clock))
         if message is None:
             self.settle(inner, None)
             return inner

@@ -13,7 +13,7 @@ minutes. What these leave open goes to branch and bound, for EXACT_SECONDS in to
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -38,6 +38,7 @@ class Line:
 
     intercept: float  # seconds
     price: float  # seconds per byte, of all times together
+    prices: Mapping[int, float] = field(default_factory=dict)  # by time
 
     def at(self, limit: float) -> float:
         return self.intercept - self.price * limit
@@ -64,11 +65,11 @@ class Lagrangian:
     exact_seconds: float = EXACT_SECONDS
     homes: np.ndarray | None = None  # as for `solve`
     answers: dict[tuple[int, ...], KnownAnswer] = field(default_factory=dict)
+    mixtures: set[tuple[int, ...]] = field(default_factory=set)  # the answers that are parts of two others
     lines: list[Line] = field(default_factory=list)
     peaks: dict[int, None] = field(default_factory=dict)  # rows at which some answer has its peak
 
     def __post_init__(self) -> None:
-        self.prices: dict[int, float] = {}  # the last ones, by time
         self.rows = binding_rows(replace(self.problem, usage_limit=0.0))  # any time may have a price
 
     def time_left(self) -> float:
@@ -87,9 +88,15 @@ class Lagrangian:
         if judged.peak > 0:
             self.peaks[int(loads.argmax())] = None
 
+    def mix(self, choice: np.ndarray) -> None:
+        """As `add`, for an answer that has parts of two others."""
+        known = len(self.answers)
+        self.add(choice)
+        if len(self.answers) > known:
+            self.mixtures.add(next(reversed(self.answers)))
+
     def minimum(self, prices: np.ndarray, messages: np.ndarray | None = None) -> float:
         """A lower bound on the cost of every answer at these prices (per byte, one per row). The best answer is added."""
-        self.prices = {int(t): float(y) for t, y in zip(self.rows.times, prices, strict=True) if y}
         free = priced(self.problem, self.rows.of_usages(prices)) if prices.any() else self.problem
         record = Record(free, self.deadline, self.gap, self.clock, homes=self.homes)
         incumbent = Incumbent(free, record)
@@ -105,7 +112,8 @@ class Lagrangian:
             self.add(record.choice)
         bound = lowered(record.bound)
         if math.isfinite(bound):
-            self.lines.append(Line(bound, math.fsum(prices)))
+            by_time = {int(t): float(y) for t, y in zip(self.rows.times, prices, strict=True) if y}
+            self.lines.append(Line(bound, math.fsum(prices), by_time))
         return bound
 
     def _branch(self, incumbent: Incumbent) -> None:

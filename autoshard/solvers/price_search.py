@@ -13,7 +13,6 @@ Where many layers are equal this proves in seconds what branching on their choic
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -29,10 +28,10 @@ from .settle import reduce_and_settle
 from .split import split
 
 AGREED = 1e-4  # relative: answer and bound at a price; branch and bound proves the rest
-STEEPER, STEEPEST = 8.0, 1e4  # until an answer fits, the fastest answer's memory is worth its seconds once, 8 times, ...
+FIRST, STEEPER, STEEPEST = 1 / 8, 8.0, 1e4  # until an answer fits, the fastest answer's memory is worth an eighth of its seconds, once, ...
 FREE_GAP = 0.03  # relative: of the fastest answer, which is one end of a chord only, where it does not fit
 CHORDS = 30
-COARSER = 2.0  # the gap at prices that only look for an answer that fits
+COARSE, FINE = 2, 4  # parts of the gap asked for: between answer and bound at a price; at first, and once no answer is below a chord
 HALVES = 4  # of a first price that is known
 FILLINGS = 6  # of an answer with parts of another; a time at which one filling was too large is considered in the next
 SPLITS = 3  # parts, those with the largest savings, of which a beginning or an end is tried
@@ -56,16 +55,17 @@ def search_prices(problem: Problem, incumbent: Incumbent, messages: np.ndarray |
     """Answers and bounds for a problem with a limit. messages: those of dual ascent on the problem without it."""
     limit = problem.usage_limit
     assert limit is not None
-    gap = max(incumbent.record.gap / 4, AGREED)
     record = incumbent.record
-    lagrangian = Lagrangian(without_limit(problem), incumbent.deadline, record.clock, gap, exact_seconds=0.0, homes=record.homes)
-    if incumbent.choice is not None:
-        lagrangian.add(incumbent.choice)
+    fine, coarse = (max(record.gap / part, AGREED) for part in (FINE, COARSE))
+    lagrangian = Lagrangian(without_limit(problem), incumbent.deadline, record.clock, coarse, exact_seconds=0.0, homes=record.homes)
+    for known in (*record.starts, *(() if incumbent.choice is None else (incumbent.choice,))):
+        lagrangian.add(known)
     if record.prices is not None:
         begin_at(lagrangian, incumbent, limit, record.prices)
     if around(lagrangian, limit) is None and not incumbent.done:
         begin(lagrangian, incumbent, limit, messages)
     for _ in range(CHORDS):
+        fill(lagrangian, incumbent, limit)
         ends = around(lagrangian, limit)
         if ends is None or incumbent.done:
             return
@@ -73,10 +73,11 @@ def search_prices(problem: Problem, incumbent: Incumbent, messages: np.ndarray |
         price = (p.cost - q.cost) / (q.memory - p.memory)
         before = p.cost + price * p.memory
         lagrangian.minimise(price)
-        record.prices = lagrangian.prices
         report(lagrangian, incumbent, limit)
-        if min(f.cost + price * f.memory for f in lagrangian.answers.values()) >= before - gap * abs(before):
-            break
+        if min(f.cost + price * f.memory for f in lagrangian.answers.values()) >= before - lagrangian.gap * abs(before):
+            if lagrangian.gap <= fine:
+                break
+            lagrangian.gap = fine
     fill(lagrangian, incumbent, limit)
 
 
@@ -92,8 +93,7 @@ def begin(lagrangian: Lagrangian, incumbent: Incumbent, limit: float, messages: 
     if not lagrangian.answers or incumbent.done:
         return
     fastest = min(lagrangian.answers.values(), key=lambda f: (f.cost, f.memory))
-    worth = 1.0
-    lagrangian.gap = COARSER * gap
+    worth = FIRST
     while not fits(lagrangian, limit) and worth <= STEEPEST and not incumbent.done:
         lagrangian.minimise(worth * scale(lagrangian.problem, fastest) / fastest.memory)
         report(lagrangian, incumbent, limit)
@@ -102,7 +102,6 @@ def begin(lagrangian: Lagrangian, incumbent: Incumbent, limit: float, messages: 
             if incumbent.choice is not None:
                 lagrangian.add(incumbent.choice)
         worth *= STEEPER
-    lagrangian.gap = gap
 
 
 def begin_at(lagrangian: Lagrangian, incumbent: Incumbent, limit: float, prices: Mapping[int, float]) -> None:
@@ -125,15 +124,19 @@ def fits(lagrangian: Lagrangian, limit: float) -> bool:
 
 def report(lagrangian: Lagrangian, incumbent: Incumbent, limit: float) -> None:
     """Raise the incumbent's bound to the one at the limit, and offer the best answer within it."""
-    incumbent.raise_bound(max((line.at(limit) for line in lagrangian.lines), default=-math.inf))
+    if lagrangian.lines:
+        best = max(lagrangian.lines, key=lambda line: line.at(limit))
+        incumbent.record.prices = best.prices
+        incumbent.raise_bound(best.at(limit))
     fitting = [f for f in lagrangian.answers.values() if f.memory <= limit]
+    incumbent.record.fitting |= {f.choice: f.cost for f in fitting}
     if fitting:
         incumbent.offer(min(fitting, key=lambda f: f.cost).choice)
 
 
 def around(lagrangian: Lagrangian, limit: float) -> tuple[KnownAnswer, KnownAnswer] | None:
-    """The neighbouring corners of the hull that are below and above the limit."""
-    hull = corners(list(lagrangian.answers.values()))
+    """The neighbouring corners of the hull that are below and above the limit; a mixture of two of them, near their chord, is none."""
+    hull = corners([f for f in lagrangian.answers.values() if f.choice not in lagrangian.mixtures])
     return next(((p, q) for p, q in itertools.pairwise(hull) if p.memory <= limit < q.memory), None)
 
 
@@ -154,14 +157,14 @@ def fill(lagrangian: Lagrangian, incumbent: Incumbent, limit: float) -> None:
                 exchanged[k] = True
                 room = room - more.bytes[:, k]
         filled = np.where(exchanged[more.part], y, x)
-        lagrangian.add(filled)
+        lagrangian.mix(filled)
         left = [k for k in np.argsort(more.cost, kind="stable").tolist() if more.cost[k] < 0 and not exchanged[k]]
         for k in left[:SPLITS]:
             mixed = split(lagrangian.problem, lagrangian.rows, peaks, filled, y, np.flatnonzero(more.part == k), room)
             if mixed is not None:
                 filled = mixed
                 room = limit - load(lagrangian.rows, held(lagrangian.problem, filled))[peaks]
-        lagrangian.add(filled)
+        lagrangian.mix(filled)
         report(lagrangian, incumbent, limit)
         if len(lagrangian.peaks) == len(peaks) or len(lagrangian.answers) == known:
             return

@@ -103,11 +103,12 @@ def settle(incumbent: Incumbent, *, thorough: bool = True) -> None:
         return  # the result of the price search (price_search.py) stays
     messages = Messages(problem)
     homes = incumbent.homes if not problem.usages else None
-    if homes is not None and not thorough:
+    quick = homes is not None and not thorough
+    if quick and homes is not None:
         ascend(messages, incumbent, FIRST_SWEEPS)
         if not incumbent.done:
             decompose(problem, homes, incumbent, messages.message, settle_part)
-    if not incumbent.done:
+    if not quick or not incumbent.done:
         ascend(messages, incumbent, SWEEPS)
     if homes is not None and not incumbent.done:
         decompose(problem, homes, incumbent, messages.message, settle_part)

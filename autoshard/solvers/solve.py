@@ -69,8 +69,9 @@ def solve(
 
     `accepted`: (a relative gap, seconds): the search ends after so many seconds if it has an answer within that gap, else as soon as it
     has one. `patience`: seconds after which the search ends if it has no answer yet, nor a proof that there is none.
-    `starts` are choices that may be feasible; those that aren't are ignored. `messages`: those of dual ascent on a similar problem
-    (`converged`), which continues from them before anything else is tried; a start that this proves is not changed for `preference`.
+    `starts` are choices that may be feasible; those that exceed the limit help a search over prices. `messages`: those of dual ascent on a
+    similar problem (`converged`), which continues from them before anything else is tried; a start that this proves is not changed for
+    `preference`.
     `prices`: seconds per byte, by time, at which a search over prices ended on a similar problem (`Answer.prices`).
     `homes`: a number per node, for example its layer; where few edges join different ones, the parts are solved one by one (parts.py).
     `progress` is called with (cost, bound) whenever one of them improves.
@@ -85,7 +86,7 @@ def solve(
         raise ValueError(f"time_limit is {time_limit} and gap is {gap}; expected more than 0 seconds and a gap of 0 or more")
     record = Record(problem, began + time_limit, gap, clock, progress, patience=began + patience, messages=messages)
     record.accepted_gap, record.accepted_from = accepted[0], began + accepted[1]
-    record.prices = prices
+    record.prices, record.starts = prices, [tuple(start) for start in starts]
     record.homes = None if homes is None else np.asarray(homes, dtype=np.int64)
     incumbent = Incumbent(problem, record)
     for start in starts:
@@ -109,7 +110,8 @@ def solve(
     peak = None if record.choice is None else evaluate(problem, record.choice).peak
     known = (record.choice, record.cost, record.bound)
     return Answer(
-        _status(incumbent), *known, _name_of(chosen), record.seconds, record.size, peak, infeasibility, interrupted, record.prices
+        _status(incumbent), *known, _name_of(chosen), record.seconds, record.size, peak, infeasibility, interrupted, record.fitting,
+        record.prices,
     )  # fmt: skip
 
 
