@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from autoshard.cost import host_bandwidth
@@ -167,16 +166,16 @@ class _Asker:
         self.pinned = replace(formulated, problem=with_pins(formulated, allowed_by_pins(formulated, context.options)))
         self.small: tuple[Formulation, Alternatives] | None = None
         if context.shallow is not None and context.options.solver == "auto":
-            small = _formulated(context, context.shallow)
-            with suppress(ValueError):  # some op has no corresponding one: the deep problem is solved without the shallow one
-                self.correspondence = correspondence(formulated, small[0])
-                self.small = small
+            self.small = _formulated(context, context.shallow)
+            try:
+                self.correspondence = correspondence(formulated, self.small[0])
+            except ValueError:  # some op has no corresponding one: the deep problem is solved without the shallow one
+                self.small = None
 
     def question(self, exposed: float | None) -> Question:
         saved, shallow = with_saved_values(self.pinned, self.alternatives, self.graph, exposed=exposed), None
         if self.small is not None and self.context.shallow is not None:
-            with suppress(ValueError):
-                shallow = Shallow(with_saved_values(*self.small, self.context.shallow, exposed=exposed), self.correspondence)
+            shallow = Shallow(with_saved_values(*self.small, self.context.shallow, exposed=exposed), self.correspondence)
         return Question(Instance(saved, saved.problem, shallow), saved, exposed)
 
 

@@ -53,7 +53,7 @@ class Answer:
     infeasibility: Infeasibility | None = None
     interrupted: bool = False  # by Ctrl-C, before the time was up
     fitting: Mapping[tuple[int, ...], float] = field(default_factory=dict)  # other answers that a search over prices met, with their costs
-    prices: Mapping[int, float] | None = None  # seconds per byte, by time, at which a search over prices ended (`solve`)
+    prices: Mapping[int, float] | None = None  # seconds per byte, by time, of the best bound of a search over prices (`solve`)
 
     def in_passing(self) -> "Answer":
         """The answer, if it is one of many steps of a larger search, which Ctrl-C ends as well. KeyboardInterrupt."""

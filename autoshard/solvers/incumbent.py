@@ -33,7 +33,8 @@ class Record:
     accepted_from: float = math.inf  # seconds on the clock
     worst: float = math.inf  # no answer costs more, so a bound above it proves that none exists
     messages: np.ndarray | None = None  # of dual ascent on a similar problem
-    prices: Mapping[int, float] | None = None  # per byte, by time: where the search over prices begins, then those of the best bound
+    prices: Mapping[int, float] | None = None  # seconds per byte, by time: where a search over prices begins
+    best_prices: Mapping[int, float] | None = None  # those of its best bound
     fitting: dict[tuple[int, ...], float] = field(default_factory=dict)  # answers that a search over prices met, and their costs
     starts: Sequence[tuple[int, ...]] = ()  # answers of the problem, within the limit or not
     homes: np.ndarray | None = None  # per node a number; few edges join nodes of different numbers (parts.py)

@@ -126,7 +126,7 @@ def report(lagrangian: Lagrangian, incumbent: Incumbent, limit: float) -> None:
     """Raise the incumbent's bound to the one at the limit, and offer the best answer within it."""
     if lagrangian.lines:
         best = max(lagrangian.lines, key=lambda line: line.at(limit))
-        incumbent.record.prices = best.prices
+        incumbent.record.best_prices = best.prices
         incumbent.raise_bound(best.at(limit))
     fitting = [f for f in lagrangian.answers.values() if f.memory <= limit]
     incumbent.record.fitting |= {f.choice: f.cost for f in fitting}

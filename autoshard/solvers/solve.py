@@ -72,7 +72,7 @@ def solve(
     `starts` are choices that may be feasible; those that exceed the limit help a search over prices. `messages`: those of dual ascent on a
     similar problem (`converged`), which continues from them before anything else is tried; a start that this proves is not changed for
     `preference`.
-    `prices`: seconds per byte, by time, at which a search over prices ended on a similar problem (`Answer.prices`).
+    `prices`: seconds per byte, by time, of the best bound of a search over prices on a similar problem (`Answer.prices`).
     `homes`: a number per node, for example its layer; where few edges join different ones, the parts are solved one by one (parts.py).
     `progress` is called with (cost, bound) whenever one of them improves.
     Ctrl-C ends the search, not the program: the best known answer is returned.
@@ -111,7 +111,7 @@ def solve(
     known = (record.choice, record.cost, record.bound)
     return Answer(
         _status(incumbent), *known, _name_of(chosen), record.seconds, record.size, peak, infeasibility, interrupted, record.fitting,
-        record.prices,
+        record.best_prices,
     )  # fmt: skip
 
 
