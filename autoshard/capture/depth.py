@@ -29,8 +29,7 @@ from autoshard.graph import Graph, Op, leaves, mixed
 from autoshard.graph.tile import tile
 from autoshard.precision import Precision
 
-# 3 suffice for GPT-2, Llama, BERT, Mixtral; 4 for training DeepSeek-V3, whose first layers differ (with such a head 4 are tried first);
-# 5 for T5's decoder, whose sums of gradients make the top layers special
+# 3 suffice for GPT-2, Llama, BERT, Mixtral and DeepSeek-V3; 5 for T5's decoder, whose sums of gradients make the top layers special
 PERIODS = (3, 4, 5)
 SHALLOW = 8  # periods: the innermost of them have the costs that they have in a deeper model
 
@@ -104,8 +103,7 @@ def _tiled_capture(
         return few.all_layers(_why_no_container(module))
     layers = sum(c.layers for c in few.repeating)
     reasons: list[str] = []
-    after_head = training and any(c.head for c in few.repeating) and layers >= gain * few.needed(PERIODS[1])
-    for periods in dict.fromkeys((*([tested.periods] if tested is not None and tested.tiled else []), *PERIODS[after_head:])):
+    for periods in dict.fromkeys((*([tested.periods] if tested is not None and tested.tiled else []), *PERIODS)):
         if layers < gain * few.needed(periods):
             reasons.append(f"a capture of {few.needed(periods)} layers for a model that has {layers} doesn't pay")
             break
@@ -278,12 +276,25 @@ def _misnamed(graph: Graph, module: nn.Module) -> str:
 def _why_doubted(
     module: nn.Module, repeating: tuple[Container, ...], periods: int, example_inputs: Any, training: bool, precision: Precision | None
 ) -> str:
-    """Why the eager program of the full model is not that of few layers repeated; "" if it is."""
-    few = [shrunk(module, {c.name: c.depth(q) for c in repeating}) for q in (periods, periods + 1)]
+    """Why the eager program of the full model is not that of few layers repeated; "" if it is.
+
+    A period more shows where the layers begin to repeat if the first ones are partly as the others.
+    """
+
+    def program(periods: int | None) -> Program:
+        part = module if periods is None else shrunk(module, {c.name: c.depth(periods) for c in repeating})
+        return eager_program(part, example_inputs, training=training, precision=precision)
+
     try:
-        short, longer, deep = (eager_program(part, example_inputs, training=training, precision=precision) for part in (*few, module))
+        short, longer, deep = program(periods), program(periods + 1), program(None)
+        if reason := _why_not_grown(short, longer, deep, repeating, periods):
+            reason = _why_not_grown(longer, program(periods + 2), deep, repeating, periods + 1)
     except ValueError as error:
         return f"there is no witness: {error}"
+    return reason
+
+
+def _why_not_grown(short: Program, longer: Program, deep: Program, repeating: tuple[Container, ...], periods: int) -> str:
     return grown(short, longer, deep, {(c.layers - c.depth(periods)) // c.period for c in repeating})
 
 

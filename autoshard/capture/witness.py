@@ -3,7 +3,8 @@
     program   w = the operators of one eager call (in training with its backward), each with its literals and output shapes
     pieces    w = v_0 x_1 v_1 x_2 ... where x_r are the maximal repetitions, each a period repeated up to a length l_r
     grown     the programs of k, k + p and n = k + t p layers have the same v_r and periods, and
-              l_r(n) - l_r(k) is t periods where l_r(k + p) - l_r(k) is one period, and 0 where that is 0
+              l_r(n) - l_r(k) is t periods where l_r(k + p) - l_r(k) is one period, and 0 where that is 0; for one r without
+              looking for repetitions, which are others where the first layers are partly as the later ones  `repeats_in_one_place`
 
 The eager program is compared with eager programs of few layers and not with the captured graph: a model may run other code while
 it is traced (Hugging Face masks do), and then does so in every layer.
@@ -71,9 +72,27 @@ def eager_program(module: nn.Module, example_inputs: Any, *, training: bool, pre
     return log.program
 
 
+def repeats_in_one_place(short: Program, longer: Program, deep: Program, times: int) -> bool:
+    """Whether `longer` is `short` with d operators inserted beside d equal ones, and `deep` the same with these inserted `times` times.
+
+    With b common operators at the beginning, e at the end and n in `short`, d can be inserted anywhere from n - e to b, so that they repeat
+    their neighbours if b - (n - e) >= d. False says nothing where several places grow.
+    """
+    more, begin = len(longer) - len(short), _common(short, longer)
+    if more <= 0 or begin + _common(short[::-1], longer[::-1]) - len(short) < more:
+        return False
+    return deep == short[:begin] + longer[begin : begin + more] * times + short[begin:]
+
+
+def _common(a: Program, b: Program) -> int:
+    return next((k for k, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
 def grown(short: Program, longer: Program, deep: Program, times: Collection[int], of: str = "the full model") -> str:
     """Why `deep` isn't `short` with its periods repeated `times` more often; "" if it is. times: one number per container. of: in
     words, what `deep` is the program of."""
+    if len(times) == 1 and repeats_in_one_place(short, longer, deep, *times):
+        return ""
     numbers: dict[str, int] = {}
     programs = [[numbers.setdefault(line, len(numbers)) for line in program] for program in (short, longer, deep)]
     where = 0

@@ -85,6 +85,7 @@ MEMORY_CONSTANTS = tuple(field.name for field in fields(MemoryConstants))
 FOLDER = Path(__file__).parent
 
 
+@cache
 def known_devices() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in FOLDER.glob("*.json") if path.stem != "stacks"))
 
@@ -128,6 +129,9 @@ def host_link_bandwidth(name: str) -> float | None:
 
 
 def _columns(names: Names, rows: dict[str, dict[str, float]], record: type) -> dict[str, np.ndarray]:
+    if len(rows) == 1:  # as for all launches of one job: nothing is copied
+        (row,) = rows.values()
+        return {field.name: np.broadcast_to(np.float64(row[field.name]), len(names)) for field in fields(record)}
     number = {name: i for i, name in enumerate(rows)}
     entries = np.array([number[name] for name in np.asarray(names).tolist()], dtype=int)  # names are many, rows few
     return {field.name: np.array([row[field.name] for row in rows.values()], dtype=float)[entries] for field in fields(record)}
