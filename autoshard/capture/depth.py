@@ -29,7 +29,8 @@ from autoshard.graph import Graph, Op, leaves, mixed
 from autoshard.graph.tile import tile
 from autoshard.precision import Precision
 
-# 3 suffice for GPT-2, Llama, BERT, Mixtral and DeepSeek-V3; 5 for T5's decoder, whose sums of gradients make the top layers special
+# 3 suffice for GPT-2, Llama, BERT, Mixtral; 4 for training DeepSeek-V3, whose first layers differ (with such a head 4 are tried first);
+# 5 for T5's decoder, whose sums of gradients make the top layers special
 PERIODS = (3, 4, 5)
 SHALLOW = 8  # periods: the innermost of them have the costs that they have in a deeper model
 
@@ -103,7 +104,8 @@ def _tiled_capture(
         return few.all_layers(_why_no_container(module))
     layers = sum(c.layers for c in few.repeating)
     reasons: list[str] = []
-    for periods in dict.fromkeys((*([tested.periods] if tested is not None and tested.tiled else []), *PERIODS)):
+    after_head = training and any(c.head for c in few.repeating) and layers >= gain * few.needed(PERIODS[1])
+    for periods in dict.fromkeys((*([tested.periods] if tested is not None and tested.tiled else []), *PERIODS[after_head:])):
         if layers < gain * few.needed(periods):
             reasons.append(f"a capture of {few.needed(periods)} layers for a model that has {layers} doesn't pay")
             break
