@@ -7,7 +7,8 @@ seconds after the imports and with numba's functions compiled (they are cached o
 process's largest, imports included. --small plans training steps of small models instead, baselines and offers of padding included; on
 most of them dual ascent leaves a gap. --depths plans Llama-3 8B dims at 2 to 126 layers; --reuse puts a saved 32-layer plan onto the
 captured graph, and reads layouts of parameters from the file alone. --grid plans the neighbours of these cases: five models on five meshes
-(planning_grid.py); with --every N each Nth of its 404 cells, a mixture.
+(planning_grid.py); with --every N one in N of its 404 cells, a mixture: the first ones of an order in which neighbours
+differ in everything (each Nth of that order would, for an even N, be all without recomputation).
 """
 
 # ruff: noqa: E402  (its own folder has to leave sys.path first)
@@ -207,7 +208,7 @@ def main() -> int:
     parser.add_argument("--depths", action="store_true")
     parser.add_argument("--reuse", action="store_true")
     parser.add_argument("--grid", action="store_true")
-    parser.add_argument("--every", type=int, default=1, help="of the grid: every so many cells")
+    parser.add_argument("--every", type=int, default=1, help="of the grid: one in so many cells")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--order", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -252,7 +253,7 @@ def grid(folder: Path, only: list[str] | None, every: int, as_json: bool) -> int
     rows = []
     if not as_json:
         print(planning_grid.HEADS)
-    for name in names[::every]:
+    for name in names[: math.ceil(len(names) / every)]:
         row = {"case": name, **planning_grid.planned_row(planning_grid.cells()[name], planned)}
         rows.append({**row, "ok": planning_grid.is_ok(row)})
         if not as_json:
