@@ -208,6 +208,19 @@ def test_preference_decides_among_equals_only(seed):
         assert sum(p[i] for p, i in zip(preference, preferred.choice)) <= least
 
 
+@pytest.mark.parametrize("seed", range(100))
+def test_known_prices_and_answers_beyond_the_limit_change_no_optimum(seed):
+    problem = random_problem(seed, most_nodes=4)
+    plain = solve(problem)
+    sizes = [len(c) for c in problem.node_costs]
+    starts = [tuple(int(i) for i in np.unravel_index(k, sizes)) for k in range(min(math.prod(sizes), 20))] if sizes else []
+    starts = [start for start in starts if not evaluate(problem, start).fits]
+    for prices in ({}, {0: 1e-3}, {0: 10.0, 1: 0.1}, plain.prices):
+        other = solve(problem, starts=starts, prices=prices)
+        assert other.status == plain.status
+        assert other.cost == pytest.approx(plain.cost, rel=1e-9)
+
+
 def test_a_bound_above_the_cost_is_an_error():
     record = Record(two_nodes(None), math.inf, 0.0, lambda: 0.0)
     incumbent = Incumbent(record.problem, record)

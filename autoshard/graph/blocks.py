@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from autoshard.graph.records import Graph, Op
 
-KEPT = "repeated_blocks"
+ATTRIBUTE = "repeated_blocks"  # of a Graph
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class Blocks:
 
 def repeated_blocks(graph: Graph) -> Blocks:
     """The places of the graph's ops; kept with the graph, as its own cached properties are."""
-    if KEPT not in graph.__dict__:
-        graph.__dict__[KEPT] = _repeated_blocks(graph)
-    return graph.__dict__[KEPT]
+    if ATTRIBUTE not in graph.__dict__:
+        graph.__dict__[ATTRIBUTE] = _repeated_blocks(graph)
+    return graph.__dict__[ATTRIBUTE]
 
 
 def _repeated_blocks(graph: Graph) -> Blocks:

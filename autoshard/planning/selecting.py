@@ -129,7 +129,7 @@ class _Search:
         lines = self.lines
         shares = {0.0, 1.0} | {(c - a) / (b - d) for a, b in lines for c, d in lines if b > d and 0 < (c - a) / (b - d) < 1}
         best = max(sorted(shares), key=lambda e: min(a + e * b for a, b in lines))
-        return None if best is None or any(e is not None and abs(best - e) < 1e-6 for e in self.bounds) else best
+        return None if any(e is not None and abs(best - e) < 1e-6 for e in self.bounds) else best
 
     def best(self) -> tuple[Selected, Answer] | None:
         best = self.fastest()
