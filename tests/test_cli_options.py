@@ -1,5 +1,7 @@
 """Options that hold numbers: every verb refuses what no number of that kind can be, before anything runs; and a line without a verb."""
 
+from pathlib import Path
+
 import pytest
 import typer
 from typer.main import get_command
@@ -44,6 +46,11 @@ def words(verb, parameter, value):
 
 def name_of(case):
     return f"{'-'.join(case[0])}{max(case[1].opts, key=len)}"
+
+
+def test_every_verb_is_on_the_page_of_commands():
+    page = " ".join((Path(__file__).parent.parent / "docs" / "commands.md").read_text().split())
+    assert [verb for verb in VERBS if f"autoshard {' '.join(verb)} " not in page] == [] and "autoshard nothing " not in page
 
 
 def test_the_lists_are_not_empty():

@@ -33,7 +33,7 @@ DISCOUNTS = (0.0, 0.5, 0.2, 0.05)  # of the communication outside of a chain
 STEP = 0.3  # from the best prices so far
 GAP = 2e-3  # relative, of each of these problems
 AGREED = 1e-3  # relative: better prices would raise the bound by less
-SIMULATIONS = 150  # of polishing
+SIMULATIONS = 400  # of polishing
 SAFE = 1e-10  # relative: rounding of the sums of a bound
 EQUAL = 1e-9  # relative: seconds and bound that differ by rounding only
 
@@ -168,17 +168,19 @@ class _Search:
     # -- polishing
 
     def polish(self) -> None:
-        """Exchange parts of the best choice with those of the others, shortest first, while that helps."""
-        left = SIMULATIONS
-        for other in sorted(self.seconds, key=lambda choice: self.seconds[choice])[:4]:
-            for nodes in self._exchanges(self.best, other):
-                if not left or self.context.seconds_left() <= 0.1:
-                    return
-                mixed = list(self.best)
-                for v in nodes:
-                    mixed[v] = other[v]
-                left -= tuple(mixed) not in self.seconds
-                self.offer(mixed)
+        """Exchange parts of the best choice with those of the others, shortest first, until no exchange helps."""
+        others, left, before = sorted(self.seconds, key=lambda choice: self.seconds[choice]), SIMULATIONS, math.inf
+        while self.seconds[self.best] < before:
+            before = self.seconds[self.best]
+            for other in others:
+                for nodes in self._exchanges(self.best, other):
+                    if not left or self.context.seconds_left() <= 0.1:
+                        return
+                    mixed = list(self.best)
+                    for v in nodes:
+                        mixed[v] = other[v]
+                    left -= tuple(mixed) not in self.seconds
+                    self.offer(mixed)
 
     def _exchanges(self, x: Sequence[int], y: Sequence[int]) -> list[list[int]]:
         """Sets of nodes of which y's choices can take the place of x's: the parts of equal layers together, then the first and last."""

@@ -4,16 +4,21 @@
     simulated  the same of the simulator's time line, with overlap where the runner overlaps, over all plans
     spearman   of predicted against measured seconds, all plans of a model at all link speeds; and per cell, the mean
     ours       measured seconds of ours over the fastest plan of the cell; and over the fastest baseline
+    order      of the overlapped plan, ours and FSDP in each cell: two of them whose time lines differ by more than APART have to be
+               measured in that order, or within APART of each other
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import defaultdict
 
 from scipy.stats import spearmanr
 
 DOMINATES = 0.5  # of the predicted seconds
+OURS, APART = ("overlapped", "ours"), 0.03
+ORDERED = (*OURS, "fsdp")
 
 
 def judged(rows: list[dict]) -> dict:
@@ -23,7 +28,8 @@ def judged(rows: list[dict]) -> dict:
         models[row["model"]].append(row)
     whole = {key: plans for key, plans in cells.items() if "ours" in plans and len(plans) > 1}
     fastest = {key: min(row["measured_seconds"] for row in plans.values()) for key, plans in whole.items()}
-    best = {key: min(row["measured_seconds"] for name, row in plans.items() if name != "ours") for key, plans in whole.items()}
+    baselines = {key: [row for name, row in plans.items() if name not in OURS] for key, plans in whole.items()}
+    best = {key: min(row["measured_seconds"] for row in rows) for key, rows in baselines.items()}
     ours = {key: plans["ours"]["measured_seconds"] for key, plans in whole.items()}
     on_link = [row for row in rows if row["predicted_link_seconds"] > DOMINATES * row["predicted_seconds"]]
     errors = [abs(row["predicted_seconds"] / row["measured_seconds"] - 1) for row in on_link]
@@ -31,6 +37,7 @@ def judged(rows: list[dict]) -> dict:
     counted = [abs(row["measured_bytes"] / row["predicted_bytes"] - 1) for row in rows if row["predicted_bytes"] > 1e5]
     return {
         "cells": len(whole),
+        "order": _orders(whole),
         "spearman": {model: _spearman(some) for model, some in models.items()},
         "spearman_in_a_cell": {
             model: _mean([_spearman(list(plans.values())) for (of, _), plans in whole.items() if of == model]) for model in models
@@ -45,6 +52,22 @@ def judged(rows: list[dict]) -> dict:
         "cells_where_ours_is_fastest_or_within_5_percent": sum(ours[key] <= 1.05 * fastest[key] for key in whole),
         "cells_where_ours_beats_the_best_baseline_by_15_percent": sum(ours[key] <= 0.85 * best[key] for key in whole),
     }
+
+
+def _orders(cells: dict[tuple, dict]) -> dict[str, str]:
+    """Each cell's plans by the seconds of their time lines, measured seconds in brackets, and whether the two orders agree."""
+    orders = {}
+    for (model, megabits), plans in cells.items():
+        if not set(ORDERED) <= set(plans):
+            continue
+        rows = sorted((plans[name] for name in ORDERED), key=lambda row: row["simulated_seconds"])
+        agree = all(
+            b["simulated_seconds"] <= (1 + APART) * a["simulated_seconds"] or a["measured_seconds"] <= (1 + APART) * b["measured_seconds"]
+            for a, b in itertools.combinations(rows, 2)
+        )
+        text = " < ".join(f"{row['plan']} {row['simulated_seconds']:.3f} ({row['measured_seconds']:.3f})" for row in rows)
+        orders[f"{model} {megabits:g} Mbit/s"] = f"{text}: {'agree' if agree else 'DIFFER'}"
+    return orders
 
 
 def _spearman(rows: list[dict]) -> float | None:

@@ -32,7 +32,8 @@ from autoshard.mesh import Mesh  # noqa: E402
 from autoshard.pipeline.pipeline_record import Pipeline  # noqa: E402
 from autoshard.pipeline.submeshes import Kind  # noqa: E402
 
-STEPS = 7
+STEPS = 9
+ROUNDS = 3  # times that a pipeline is loaded and its steps are run: within one of them they are alike
 FEW, MANY = 4, 16  # microbatches of the tiny model
 ATTEMPTS = 3
 T = TypeVar("T")
@@ -75,17 +76,18 @@ def measured(ranks: Ranks, name: str, plan: Pipeline, folder: Path) -> list[floa
 
 def unit_seconds(crew: Crew, mesh: Mesh, schedule: str) -> float:
     """What the runtime takes for a forward or a backward of one microbatch: more microbatches of a tiny model, and their prediction."""
-    beyond = []
-    for microbatches in (FEW, MANY):
-        plan = planned(TINY_PIPELINE, mesh, microbatches, schedule, 0.0)
-        seconds = crew.run(lambda ranks, plan=plan: measured(ranks, "tiny", plan, crew.folder))
-        beyond.append(statistics.median(seconds) - plan.seconds)
-    return max(0.0, (beyond[1] - beyond[0]) / (2 * (MANY - FEW)))
+    plans = [planned(TINY_PIPELINE, mesh, microbatches, schedule, 0.0) for microbatches in (FEW, MANY)]
+
+    def beyond(plan: Pipeline) -> float:
+        return statistics.median(crew.run(lambda ranks: measured(ranks, "tiny", plan, crew.folder))) - plan.seconds
+
+    differences = [beyond(plans[1]) - beyond(plans[0]) for _ in range(ROUNDS)]
+    return max(0.0, statistics.median(differences) / (2 * (MANY - FEW)))
 
 
 def cell(crew: Crew, name: str, mesh: Mesh, megabits: float, microbatches: int, schedule: str, per_unit: float) -> dict:
     plan = planned(PIPELINED[name], mesh, microbatches, schedule, per_unit)
-    seconds = crew.run(lambda ranks: measured(ranks, name, plan, crew.folder))
+    seconds = [t for _ in range(ROUNDS) for t in crew.run(lambda ranks: measured(ranks, name, plan, crew.folder))]
     row = {"model": name, "megabits": megabits, "microbatches": microbatches, "schedule": schedule, "predicted_seconds": plan.seconds}
     row |= {"measured_seconds": statistics.median(seconds), "all_measured_seconds": seconds}
     row["error"] = plan.seconds / row["measured_seconds"] - 1

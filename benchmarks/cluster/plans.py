@@ -1,4 +1,5 @@
-"""The plans that are compared for a model on a measured mesh: data parallel, FSDP, Megatron, and ours in Megatron's memory."""
+"""The plans that are compared for a model on a measured mesh: data parallel, FSDP, Megatron, and ours in Megatron's memory: of tasks one
+after the other, and where collectives overlap the one of the shortest time line."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from autoshard.graph import Graph
 from autoshard.mesh import Mesh
 from autoshard.planning.baselining import pinned_to
 from autoshard.planning.certify import describe
-from autoshard.planning.context import formulate_for
-from autoshard.planning.options import Options
+from autoshard.planning.context import Context, Instance, formulate_for
+from autoshard.planning.options import Options, Stopwatch
+from autoshard.planning.overlapped import overlapped
 from autoshard.solution import Solution
 from autoshard.solvers import solve
 from autoshard.strategies import candidates, internal_collectives
@@ -58,8 +60,8 @@ def graph_of(build: Callable) -> Graph:
     return capture_deep(module, inputs, training=True)[0]
 
 
-def plans(graph: Graph, mesh: Mesh, *, time_limit: float) -> Iterator[Planned]:
-    """Ours last: its memory is limited to what Megatron's plan holds. time_limit: seconds for its solver, without the others."""
+def plans(graph: Graph, mesh: Mesh, *, time_limit: float, overlaps: bool = False) -> Iterator[Planned]:
+    """Ours last: their memory is limited to what Megatron's plan holds. time_limit: seconds for its solver, without the others."""
     options = Options(training=True, time_limit=time_limit)
     found = candidates(graph, mesh)
     formulated = formulate_for(graph, found, mesh, options)
@@ -76,7 +78,12 @@ def plans(graph: Graph, mesh: Mesh, *, time_limit: float) -> Iterator[Planned]:
     began = time.monotonic()
     answer = solve(limited, time_limit=time_limit, gap=0.01, starts=fitting, preference=formulated.preference)
     assert answer.choice is not None, f"nothing was found in {time.monotonic() - began:.0f} s"
-    yield planned("ours", formulated, answer, replace(options, memory_limit=limit))
+    options = replace(options, memory_limit=limit)
+    if overlaps:
+        context = Context(graph, mesh, options, Stopwatch(None))
+        shortest = overlapped(context, Instance(formulated, limited), answer, fitting)
+        yield planned("overlapped", formulated, shortest.answer, options)
+    yield planned("ours", formulated, answer, options)
 
 
 def planned(name: str, formulated: Formulation, answer, options: Options) -> Planned:

@@ -7,7 +7,8 @@ For each speed of the link between the nodes: measures every collective on both 
 autoshard would within Megatron's memory, runs every plan, and counts the bytes that leave a node.
 
     --runner program        the plan's program, one collective after the other, as plans are priced
-    --runner parallelize    what users run: `autoshard.parallelize`, collectives overlapped; the simulator predicts that
+    --runner parallelize    what users run: `autoshard.parallelize`, collectives overlapped; the simulator predicts that, and
+                            objective="overlapped" plans for it
 
 FOLDER gets prices, rows and the ranks' logs; rows that are in it already are not measured again. A quarter of an hour for the
 defaults on two cores. Needs root and iproute2, and leaves no namespace behind.
@@ -117,8 +118,8 @@ def idle_bytes(calls: Mapping[str, int], shape: tuple[int, ...]) -> float:
 
 
 def cell(ranks: Ranks, name: str, graph: Graph, mesh: Mesh, megabits: float, options: argparse.Namespace) -> list[dict]:
-    rows = []
-    for one in plans(graph, mesh, time_limit=options.time_limit):
+    rows, overlaps = [], options.runner == "parallelize"  # which joins small collectives, too
+    for one in plans(graph, mesh, time_limit=options.time_limit, overlaps=overlaps):
         seconds, sent = timed(ranks, one, graph, options.folder, name if options.runner == "parallelize" else "")
         rows.append(
             {
@@ -129,7 +130,7 @@ def cell(ranks: Ranks, name: str, graph: Graph, mesh: Mesh, megabits: float, opt
                 "predicted_seconds": one.seconds,
                 "measured_seconds": statistics.median(seconds),
                 "predicted_link_seconds": one.link_seconds,
-                "simulated_seconds": timeline_of_solution(graph, one.solution, mesh, overlap=options.runner == "parallelize").seconds,
+                "simulated_seconds": timeline_of_solution(graph, one.solution, mesh, overlap=overlaps, join=overlaps).seconds,
                 "predicted_bytes": one.link_bytes,
                 "measured_bytes": sent,
                 "peak_bytes": one.solution.peak_bytes,
@@ -196,7 +197,9 @@ def main() -> int:
     found = judged(rows)
     if options.plot:
         plot(rows, options.plot)
-    print(json.dumps({"rows": rows, **found}) if options.json else table(rows) + "\n\n" + "\n".join(f"{k}: {v}" for k, v in found.items()))
+    orders = "\n".join(f"{cell}: {order}" for cell, order in found["order"].items())
+    figures = "\n".join(f"{name}: {value}" for name, value in found.items() if name != "order")
+    print(json.dumps({"rows": rows, **found}) if options.json else "\n\n".join(filter(None, [table(rows), orders, figures])))
     return 0
 
 
