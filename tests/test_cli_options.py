@@ -50,7 +50,7 @@ def name_of(case):
 
 def test_every_verb_is_on_the_page_of_commands():
     page = " ".join((Path(__file__).parent.parent / "docs" / "commands.md").read_text().split())
-    assert [verb for verb in VERBS if f"autoshard {' '.join(verb)} " not in page] == [] and "autoshard nothing " not in page
+    assert [verb for verb in VERBS if f"autoshard {' '.join(verb)} " not in page] == []
 
 
 def test_the_lists_are_not_empty():
