@@ -13,13 +13,15 @@ from autoshard.formulate import Formulation, Training, formulate, with_pins
 from autoshard.graph import Graph, Op, Ref, Result, Tensor
 from autoshard.layout import has_partial, is_legal, local_shape, parse, replicated, text
 from autoshard.mesh import Mesh
+from autoshard.planning.certify import describe
 from autoshard.planning.demands import allowed_by_pins
 from autoshard.planning.describe import layouts_of, results_of
 from autoshard.planning.options import Options
 from autoshard.planning.random_choice import random_choice
 from autoshard.problem import evaluate
 from autoshard.routes import Routes
-from autoshard.solvers import solve
+from autoshard.simulate.from_solution import formulation_of_solution
+from autoshard.solvers import Answer, Status, solve
 from autoshard.strategies import candidates, internal_collectives
 from models import gpt2, mlp
 
@@ -110,6 +112,22 @@ def test_the_cost_is_the_sum_over_ops_and_ways(case):
     for choice in choices(f):
         expected = cost_by_definition(f.graph, layouts_of(f, choice), results_of(f, choice), f.mesh)
         assert evaluate(f.problem, choice).cost == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_a_plan_is_read_back_with_its_cost_and_peak(case):
+    f, unread = formulated(*case), 0
+    for choice in choices(f):
+        judged = evaluate(f.problem, choice)
+        answer = Answer(Status.FEASIBLE, tuple(choice), judged.cost, 0.0, "auto", peak=judged.peak)
+        solution = describe(f, answer, Options(training=case[1]), {}, {})
+        small, placed = formulation_of_solution(f.graph, solution)
+        again = evaluate(small.problem, placed)
+        assert (again.cost, again.peak) == pytest.approx((judged.cost, judged.peak), rel=1e-12)
+        for (i, k), readers in readers_of(f.graph).items():
+            hub, ops = solution.layouts[f.graph.ops[i].name].hubs[k], [reader for reader in readers if isinstance(reader, tuple)]
+            unread += hub is not None and all(solution.layouts[f.graph.ops[r].name].inputs[a] != hub for r, a in ops)
+    assert unread  # hubs in a layout in which no reader has them, fewer bytes perhaps
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 
 from autoshard.cost import (
@@ -20,7 +23,7 @@ from autoshard.formulate.records import Formulation, Layouts, TensorEdge, Traini
 from autoshard.formulate.tables import MoveTables, Tables
 from autoshard.formulate.usages import Usages
 from autoshard.graph import ACCUMULATED, KEPT, OFFLOADED, RELOADED, SELECTED, Graph, Op, Tensor, Value, pending
-from autoshard.layout import all_layouts, has_partial, local_numel, local_shape
+from autoshard.layout import Layout, all_layouts, has_partial, local_numel, local_shape
 from autoshard.mesh import Mesh
 from autoshard.problem import Edge, Problem
 from autoshard.strategies import (
@@ -36,24 +39,25 @@ from autoshard.strategies import (
 
 def formulate(
     graph: Graph, candidates: Candidates, mesh: Mesh, *, training: Training | None = None, memory_limit: float | None = None,
-    tables: Tables | None = None,
+    tables: Tables | None = None, hubs: Mapping[Value, Layout] = MappingProxyType({}),
 ) -> Formulation:  # fmt: skip
     """The Problem of choosing layouts for `graph` on `mesh`.
 
     memory_limit: bytes per device. training: the optimizer is counted, and the number of microbatches; with several the graph is one
-    `with_microbatches`. tables: those of other graphs on the same mesh, to which the graph's are added.
+    `with_microbatches`. tables: those of other graphs on the same mesh, to which the graph's are added. hubs: a further layout of a value
+    with several readers, beside those in which its producer and its readers have it.
     """
-    return _Builder(graph, candidates, mesh, training, memory_limit, tables or Tables(mesh)).build()
+    return _Builder(graph, candidates, mesh, training, memory_limit, tables or Tables(mesh), hubs).build()
 
 
 class _Builder:
     """Collects nodes and edges; the memory usages follow from them."""
 
     def __init__(self, graph: Graph, candidates: Candidates, mesh: Mesh, training: Training | None, memory_limit: float | None,
-                 tables: Tables):  # fmt: skip
+                 tables: Tables, more_hubs: Mapping[Value, Layout]):  # fmt: skip
         self.graph, self.candidates, self.mesh, self.training, self.memory_limit = graph, candidates, mesh, training, memory_limit
         self.microbatches = 1 if training is None else training.microbatches
-        self.tables, self.routes = tables, tables.routes
+        self.tables, self.routes, self.more_hubs = tables, tables.routes, more_hubs
         self.lists = [tables.number(options) for options in candidates.of]
         self.trained = self._trained()
         self.pending = pending(graph)
@@ -194,9 +198,10 @@ class _Builder:
         def layouts() -> Layouts:
             wanted = [layout for i, a in distinct.values() for layout in self.input_layouts(i, a)]
             completed = [layout for layout in self.output_layouts(value) if not has_partial(layout)]
-            return tuple(dict.fromkeys([*completed, *wanted]))
+            return tuple(dict.fromkeys([*completed, *wanted, *more]))
 
-        return self.tables.once(("hub", self.lists[value[0]], value[1], *distinct), layouts)
+        more = (self.more_hubs[value],) if value in self.more_hubs else ()
+        return self.tables.once(("hub", self.lists[value[0]], value[1], *distinct, *more), layouts)
 
     def _zeros(self, count: int) -> np.ndarray:
         if count not in self._zero_costs:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from autoshard.formulate import Formulation, Training, formulate
-from autoshard.graph import Graph
-from autoshard.layout import Layout, is_legal, parse
+from autoshard.graph import Graph, Value
+from autoshard.layout import Layout, has_partial, is_legal, parse
 from autoshard.mesh import Mesh
 from autoshard.solution import Placed, Solution, misfits
 from autoshard.strategies import Candidate, Candidates
@@ -34,7 +34,8 @@ def formulation_of_solution(graph: Graph, solution: Solution, mesh: Mesh | None 
         _refuse(graph, solution, mesh)
     trains = any(r.kind == "gradient" for r in graph.results)
     training = Training(solution.optimizer, solution.master_weights, solution.microbatches) if trains else None
-    formulated = formulate(graph, candidates, mesh, training=training)
+    hubs = _hubs(graph, placed, mesh)
+    formulated = formulate(graph, candidates, mesh, training=training, hubs=hubs)
     choice = [*picked, *[0] * (len(formulated.problem.node_costs) - len(picked))]
     for (i, k), node in formulated.hubs.items():
         choice[node] = _index_of(formulated.hub_layouts[i, k], placed[i].hubs[k], graph.ops[i].name)
@@ -61,6 +62,16 @@ def _candidates(graph: Graph, placed: Sequence[Placed]) -> tuple[Candidates, lis
         of_op.append(of)
     lists = {id(of): tuple(_candidate(*key) for key in of) for of in by_signature.values()}
     return Candidates(tuple(lists[id(of)] for of in of_op), (), len(by_signature)), picked
+
+
+def _hubs(graph: Graph, placed: Sequence[Placed], mesh: Mesh) -> dict[Value, Layout]:
+    """The whole layouts of values with several readers: where memory is short one that none of them reads, with fewer bytes."""
+    hubs = {(i, k): _parsed(text) for i, one in enumerate(placed) for k, text in enumerate(one.hubs) if text is not None}
+    for (i, k), layout in hubs.items():
+        if not is_legal(graph.tensor((i, k)).shape, layout, mesh):
+            name, written = graph.ops[i].name, placed[i].hubs[k]
+            raise ValueError(f"{name}: its layout in the plan, {written}, is none that the tensor can have; plan again")
+    return {value: layout for value, layout in hubs.items() if not has_partial(layout)}
 
 
 def _distinct(candidates: Candidates, picked: Sequence[int]) -> dict[tuple[int, int], tuple[Candidate, ...]]:
@@ -93,5 +104,5 @@ def _index_of(layouts: Sequence[Layout], written: str | None, name: str) -> int:
     if written is None:
         raise ValueError(f"the plan has no layout for the result {name}, although several ops read it; plan again")
     if _parsed(written) not in layouts:
-        raise ValueError(f"{name}: its layout in the plan, {written}, is an input layout of none of its readers; plan again")
+        raise ValueError(f"{name}: its layout in the plan, {written}, is that of none of its readers; plan again")
     return list(layouts).index(_parsed(written))
