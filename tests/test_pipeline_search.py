@@ -81,6 +81,13 @@ def test_a_limit_is_kept_and_without_room_it_says_what_would_do():
     assert refused.value.smallest_limit is not None and refused.value.smallest_limit[0] > peak / 20
 
 
+def test_with_a_number_of_stages_no_limit_is_named_that_other_numbers_need():
+    peak = min(row["peak_bytes"] for row in found().configurations)
+    with pytest.raises(Infeasible, match="leave the number of stages free, which needs") as refused:
+        pipeline(*model(), Cluster.of(4, device=SLOW), microbatches=(4,), memory_limit=peak / 20, stages=2, grid=False)
+    assert "raise the memory limit to" not in str(refused.value) and refused.value.smallest_limit is None
+
+
 def test_unequal_nodes_are_used_by_speed():
     kinds = (Kind(1, 2, SLOW), Kind(1, 2, Device("fast", 4e9, 4e9, 4e9, 1e9, launch=1e-7)))
     best = pipeline(*model(), Cluster(kinds), microbatches=(4,), schedules=("1f1b",))

@@ -292,17 +292,18 @@ class _Search:
             if table.is_planned:
                 needs[K] = least_bottleneck(table.least_bytes(), self.cluster.tiling)
         K = min(needs, key=lambda k: (needs[k], k))
-        table, words = self.tables[K], []
-        words.append(f"raise the memory limit to {_least(needs[K])} (with {K} microbatches)")
+        table, need = self.tables[K], f"{_least(needs[K])} (with {K} microbatches)"
+        any_stages = self.options.stages is None  # of which the needs are
+        words = [f"raise the memory limit to {need}" if any_stages else f"raise the memory limit, leave the number of stages free, which needs {need}"]
         if self.options.recompute == "never" and table.training:
-            need = least_bottleneck(table.with_recompute().least_bytes(), self.cluster.tiling)
-            words.append(f"allow recomputation, which needs {_least(need)}")
+            again = least_bottleneck(table.with_recompute().least_bytes(), self.cluster.tiling)
+            words.append(f"allow recomputation, which needs {_least(again)}" if any_stages else "allow recomputation")
         largest = batch_of(self.inputs)
         if K == max(needs) and K < largest:
             words.append(f"take more microbatches (up to {largest})")
         words.append("or add devices")
         message = f"no pipeline fits in {bytes_text(limit)} per device on {self.cluster.num_devices} devices: {', '.join(words)}"
-        return Infeasible(message, (needs[K], needs[K]))
+        return Infeasible(message, (needs[K], needs[K]) if any_stages else None)
 
 
 def _least(size: float) -> str:
