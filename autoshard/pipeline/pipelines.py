@@ -294,7 +294,9 @@ class _Search:
         K = min(needs, key=lambda k: (needs[k], k))
         table, need = self.tables[K], f"{_least(needs[K])} (with {K} microbatches)"
         any_stages = self.options.stages is None  # of which the needs are
-        words = [f"raise the memory limit to {need}" if any_stages else f"raise the memory limit, leave the number of stages free, which needs {need}"]
+        words = [f"raise the memory limit to {need}"]
+        if not any_stages:
+            words = ["raise the memory limit", f"leave the number of stages free, which needs {need}"]
         if self.options.recompute == "never" and table.training:
             again = least_bottleneck(table.with_recompute().least_bytes(), self.cluster.tiling)
             words.append(f"allow recomputation, which needs {_least(again)}" if any_stages else "allow recomputation")
