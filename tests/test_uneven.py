@@ -363,7 +363,7 @@ def test_the_vocabulary_of_gpt2_is_cut_where_that_is_cheaper():
     found = plan(model, inputs, mesh_of(2, 4), training=True, baselines=False)
     whole = plan(model, inputs, mesh_of(2, 4), training=True, baselines=False, pins={"wte.weight": "R,S(1)"})
     assert found.parameters["wte.weight"]["layout"] == "S(0),S(0)"
-    assert found.cost < 0.97 * whole.cost
+    assert found.cost < 0.98 * whole.cost
     assert found.parameters["wte.weight"]["local_bytes"] == -(-50257 // 8) * 768 * 4
 
 
