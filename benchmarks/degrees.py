@@ -34,8 +34,11 @@ def model_word(name: str, folder: Path) -> str:
 
 
 def measured(name: str, devices: int, more: str, folder: Path) -> dict:
-    command = f"autoshard degrees {model_word(name, folder)} --devices {devices} --seq 4096 --global-batch 1024 --quiet {more}"
+    defaults = [f"{word} {value}" for word, value in (("--seq", 4096), ("--global-batch", 1024)) if word not in more.split()]
+    command = " ".join(["autoshard degrees", model_word(name, folder), f"--devices {devices}", *defaults, "--quiet", more])
     seconds, code = cpu_seconds(command, str(folder))
+    if code not in (0, 1):
+        raise SystemExit(f"{command} ended with {code}")
     return {"model": name, "devices": devices, "cpu_seconds": seconds, "fits": code == 0}
 
 

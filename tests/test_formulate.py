@@ -130,6 +130,17 @@ def test_a_plan_is_read_back_with_its_cost_and_peak(case):
     assert unread  # hubs in a layout in which no reader has them, fewer bytes perhaps
 
 
+def test_a_value_in_a_layout_that_it_cannot_have_is_refused():
+    f = formulated("mlp", True, (2,))
+    choice = random_choice(f, 0)
+    solution = describe(f, Answer(Status.FEASIBLE, tuple(choice), 1.0, 0.0, "auto", peak=1.0), Options(training=True), {}, {})
+    name, placed = next((name, placed) for name, placed in solution.layouts.items() if any(placed.hubs))
+    for layout, sentence in (("S(5)", f"{name}: its layout in the plan, S.5., is none that"), ("P", "is that of none of its readers")):
+        wrong = replace(placed, hubs=tuple(hub and layout for hub in placed.hubs))
+        with pytest.raises(ValueError, match=sentence):
+            formulation_of_solution(f.graph, replace(solution, layouts={**solution.layouts, name: wrong}))
+
+
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_every_edge_is_priced_as_its_route(case):
     f = formulated(*case)
