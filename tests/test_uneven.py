@@ -173,6 +173,25 @@ def test_parts_that_do_not_match_are_no_candidates_and_would_be_wrong(op, writte
         assert "shape" in str(error) or "size" in str(error) or "divisible" in str(error)
 
 
+def attention_of_shared_heads(heads, key_heads, backward):
+    q, grad, k, v = f(2, heads, 5, 4), f(2, heads, 5, 4), f(2, key_heads, 5, 4), f(2, key_heads, 5, 4)
+    if not backward:
+        return one_op("autoshard.attention.default", q, k, v, None, True)
+    return one_op("autoshard.attention_backward.default", grad, q, k, v, *torch.ops.autoshard.attention(q, k, v, None, True), None, True)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("sizes", [(2,), (3,), (4,), (2, 2), (3, 2), (2, 4)], ids=str)
+def test_query_heads_in_shards_that_begin_within_a_group_find_their_keys(sizes, backward):
+    """6 heads of 3 keys on 2x2 are 2 + 1 + 2 + 1: the third rank's two heads have two keys, though two heads of one key would be 0, 1."""
+    total = 0
+    for heads, key_heads in [(6, 3), (14, 7), (12, 4), (12, 6), (10, 5), (9, 3), (15, 3), (20, 5)]:
+        number, wrong = wrong_ones(*attention_of_shared_heads(heads, key_heads, backward), mesh_of(*sizes))
+        assert not wrong, (heads, key_heads)
+        total += number
+    assert total >= 2
+
+
 def test_heads_and_key_value_heads_that_match_are_cut_together():
     graph, _, _ = one_op("autoshard.attention.default", f(2, 14, 4, 4), f(2, 7, 4, 4), f(2, 7, 4, 4))
     assert (S(1),) in [c.inputs[0] for c in candidates(graph, mesh_of(4)).of[-1]]  # 4 + 4 + 4 + 2 and 2 + 2 + 2 + 1

@@ -231,10 +231,10 @@ def key_heads_needed(rank: Rank, a: Arguments, *, of_queries: Axes, of_keys: Axe
     heads, key_heads: of the global tensors; of_queries, of_keys: the axes that shard them.
     """
     group, count = heads // key_heads, a["query"].shape[HEADS]
-    first = rank.start(of_queries, heads)
-    if group % count == 0 and heads % count == 0:  # all of its queries share one
+    first, even = rank.start(of_queries, heads), count * math.prod(rank.mesh.shape[axis] for axis in of_queries) == heads
+    if even and group % count == 0:  # all of its queries share one
         needed = (first // group).reshape(1)
-    elif count % group == 0 and heads % count == 0:
+    elif even and count % group == 0:
         needed = first // group + torch.arange(count // group, device=first.device)
     else:
         needed = (first + torch.arange(count, device=first.device)) // group
