@@ -2,6 +2,7 @@
 
 import math
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.problem import Edge, Problem
-from autoshard.solvers import settle, solve
+from autoshard.solvers import loops, settle, solve
 from autoshard.solvers.dual_ascent import Messages, ascend
 from autoshard.solvers.elimination import eliminate, elimination
 from autoshard.solvers.incumbent import Incumbent, Record
@@ -112,14 +113,43 @@ def test_an_elimination_visits_every_node_once_and_counts_the_cells_of_its_table
     assert reference.choice is None or len(choice) == len(sizes)
 
 
+@contextmanager
+def loops_left(entries):
+    """With so much work before the loops are compiled."""
+    known, loops._left = loops._left, entries
+    try:
+        yield
+    finally:
+        loops._left = known
+
+
 @settings(max_examples=100, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6), st.integers(0, 10**6))
-def test_compiled_reductions_equal_their_definitions(n, m, k, seed):
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6), st.integers(0, 10**6), st.sampled_from([0, 10**9]))
+def test_reductions_compiled_or_not_equal_their_definitions(n, m, k, seed, left_over):
     rng = np.random.default_rng(seed)
     left, right, costs = (np.where(rng.random(s) < 0.2, np.inf, rng.normal(size=s)) for s in ((n, m), (n, k), (n,)))
+    with loops_left(left_over):
+        losses, joined = worst_loss(left), eliminate_link(costs, left, right)
     for i in range(n):
         for j in range(n):
             finite = [left[j, c] - left[i, c] for c in range(m) if np.isfinite(left[i, c])]
-            assert worst_loss(left)[i, j] == max(finite, default=-np.inf)
-    expected = (costs[:, None, None] + left[:, :, None] + right[:, None, :]).min(axis=0)
-    assert np.array_equal(eliminate_link(costs, left, right), expected)
+            assert losses[i, j] == max(finite, default=-np.inf)
+    assert np.array_equal(joined, (costs[:, None, None] + left[:, :, None] + right[:, None, :]).min(axis=0))
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_a_sweep_that_is_compiled_and_one_that_is_not_yet_have_the_same_bits(seed):
+    problem, found = random_problem(seed), []
+    for entries in (0, 10**12):
+        messages = Messages(problem)
+        with loops_left(entries):
+            swept = [messages.sweep(forward=k % 2 == 0) for k in range(6)]
+        found.append(([(bound, choice.tolist(), energy) for bound, choice, energy in swept], messages.message.tobytes()))
+    assert repr(found[0]) == repr(found[1])  # nan equals nan
+
+
+def test_loops_are_compiled_once_their_work_has_taken_as_long_as_compiling(monkeypatch):
+    monkeypatch.setattr(loops, "_left", 100)
+    assert loops.compiled(loops.worst_loss, 60) is None
+    assert loops.compiled(loops.worst_loss, 60) is loops.compiled(loops.worst_loss, 1) is not None

@@ -10,12 +10,12 @@ Only the times at which some answer exceeded the limit have a price: a few of th
 import math
 
 import numpy as np
-from scipy.optimize import linprog
 
 from ..problem import Problem
 from .dual_ascent import Messages, ascend
 from .incumbent import Incumbent
 from .linear_program import worst_of_runs
+from .linprog import linprog
 
 SETTLED = 1e-4  # of the gap: sweeps at one price end when ten of them raise the bound by less
 MOST_SWEEPS = 300  # at one price
@@ -111,7 +111,7 @@ class PriceAscent:
         matrix = np.hstack([np.ones((len(costs), 1)), -excess])  # value - y . excess <= cost
         objective = np.concatenate([[-1.0], np.zeros(len(self.rows))])
         bounds = [(None, None)] + [(0.0, self.largest)] * len(self.rows)
-        solved = linprog(objective, A_ub=matrix, b_ub=costs, bounds=bounds, method="highs")
+        solved = linprog(objective, A_ub=matrix, b_ub=costs, bounds=bounds)
         if solved.x is None:
             return self.prices, self.bound
         if (solved.x[1:] > 0.99 * self.largest).any():

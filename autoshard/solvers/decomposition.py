@@ -20,11 +20,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import scipy.sparse as sp
-from scipy.optimize import linprog
 
 from ..problem import Problem, evaluate
 from .dual_ascent import Messages, ascend
 from .incumbent import Incumbent, Record
+from .linprog import linprog
 from .parts import Parts, divide
 from .reduce import Reduced, reduce
 
@@ -260,7 +260,7 @@ class Decomposition:
         objective = np.concatenate([np.zeros(n), -self.count.astype(float)])
         bounds = [(-1.0, 1.0)] * n + [(None, None)] * len(levels)
         solved = linprog(
-            objective, A_ub=planes, b_ub=rhs - levels[classes], A_eq=equal, b_eq=np.zeros(len(columns)), bounds=bounds, method="highs"
+            objective, A_ub=planes, b_ub=rhs - levels[classes], A_eq=equal, b_eq=np.zeros(len(columns)), bounds=bounds
         )  # fmt: skip
         if solved.x is None or not np.isfinite(levels).all():
             return self.multipliers, self.best

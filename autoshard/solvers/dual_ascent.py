@@ -17,10 +17,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 
 from ..problem import Problem, held, without_limit
+from . import loops
 from .binding_times import binding_rows, load
 from .incumbent import Incumbent
 
@@ -86,6 +86,7 @@ class Messages:
         counts = _integers(map(len, problem.node_costs))
         m, n = counts[a], counts[b]
         self._message_size = int((m + n).sum())
+        self._entries = loops.INTERPRETED * (int((m * n).sum()) + len(self.costs))  # of a sweep
         into_a = np.cumsum(m + n) - (m + n)
         half = [(a, b), (b, a), (forth, forth + m * n), (into_a, into_a + m), (into_a + m, into_a)]
         table = np.stack([np.concatenate(both) for both in half], axis=1)  # node, neighbour, table, message into node, into neighbour
@@ -126,10 +127,13 @@ class Messages:
     def sweep(self, forward: bool) -> tuple[float, np.ndarray, float]:
         """One pass over the nodes: (bound, answer, the answer's cost with its bytes priced)."""
         choice = np.zeros(len(self.first) - 1, np.int64)
-        bound, size, energy = sweep(
-            self.first, self.theta, self.start, self.split, self.neighbour, self.table, self.into, self.out,
-            self.pool, self.message, self.reduced, choice, forward,
-        )  # fmt: skip
+        run = loops.compiled(loops.sweep, self._entries) or loops.sweep
+        with np.errstate(invalid="ignore"):  # infinite costs: compiled code doesn't warn
+            swept = run(
+                self.first, self.theta, self.start, self.split, self.neighbour, self.table, self.into, self.out,
+                self.pool, self.message, self.reduced, choice, forward,
+            )  # fmt: skip
+        bound, size, energy = map(float, swept)
         self.previous_bound, self._bound = self._bound, bound - self.fee - ROUNDING * (size + abs(self.fee))
         return self._bound, choice, energy - self.fee
 
@@ -206,71 +210,3 @@ def resume(problem: Problem, incumbent: Incumbent, message: np.ndarray) -> Messa
     if not incumbent.done:
         ascend(messages, incumbent, RESUMED)
     return messages
-
-
-@numba.njit(cache=True)
-def sweep(first, theta, start, split, neighbour, table, into, out, pool, message, reduced, choice, forward):  # pragma: no cover
-    """Pass messages along the order of the nodes or against it. Fills reduced and choice; returns bound, size and energy."""
-    nodes = len(first) - 1
-    bound, size, energy = 0.0, 0.0, 0.0
-    widest = 0
-    for p in range(nodes):
-        widest = max(widest, first[p + 1] - first[p])
-    score, sent = np.empty(widest), np.empty(widest)
-    for step in range(nodes):
-        p = step if forward else nodes - 1 - step
-        base, n = first[p], first[p + 1] - first[p]
-        low, middle, high = start[p], split[p], start[p + 1]
-        if forward:
-            done_from, done_to, next_from, next_to = low, middle, middle, high
-        else:
-            done_from, done_to, next_from, next_to = middle, high, low, middle
-        total = reduced[base : base + n]
-        for i in range(n):
-            total[i] = score[i] = theta[base + i]
-        for h in range(done_from, done_to):
-            q = neighbour[h]
-            mirrored = table[h] + choice[q]  # column choice[q] of the table seen from p
-            width = first[q + 1] - first[q]
-            for i in range(n):
-                total[i] += message[into[h] + i]
-                score[i] += pool[mirrored + i * width]
-        for h in range(next_from, next_to):
-            for i in range(n):
-                total[i] += message[into[h] + i]
-                score[i] += message[into[h] + i]
-        best, least = 0, total[0]
-        for i in range(1, n):
-            if score[i] < score[best]:
-                best = i
-            if total[i] < least:
-                least = total[i]
-        choice[p] = best
-        energy += theta[base + best]
-        for h in range(done_from, done_to):
-            q = neighbour[h]
-            energy += pool[table[h] + best * (first[q + 1] - first[q]) + choice[q]]
-        bound += least
-        size += abs(least)
-        for i in range(n):
-            total[i] -= least
-        weight = 1.0 / max(middle - low, high - middle, 1)
-        for h in range(next_from, next_to):
-            q = neighbour[h]
-            m = first[q + 1] - first[q]
-            for j in range(m):
-                sent[j] = np.inf
-            for i in range(n):
-                mine = weight * total[i] - message[into[h] + i]
-                row = pool[table[h] + i * m : table[h] + i * m + m]
-                for j in range(m):
-                    value = mine + row[j]
-                    sent[j] = value if value < sent[j] else sent[j]
-            low_sent = sent[0]
-            for j in range(1, m):
-                low_sent = min(low_sent, sent[j])
-            bound += low_sent
-            size += abs(low_sent)
-            for j in range(m):
-                message[out[h] + j] = sent[j] - low_sent
-    return bound, size, energy

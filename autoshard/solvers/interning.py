@@ -6,8 +6,9 @@ A 32-layer model repeats a block's tables 32 times; the contest's instance A has
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
+
+from . import loops
 
 SEPARABLE = 1e-13  # relative to the table's largest entry: a[i] + b[j] up to rounding
 
@@ -95,20 +96,13 @@ def graph_values(table: np.ndarray, f: np.ndarray) -> np.ndarray:
     return table[np.arange(len(f)), f]
 
 
-@numba.njit(cache=True, nogil=True)
-def worst_loss(table: np.ndarray) -> np.ndarray:  # pragma: no cover
+def worst_loss(table: np.ndarray) -> np.ndarray:
     """[i, k]: the largest cost of row k in place of row i, max_j table[k, j] - table[i, j] where table[i, j] is finite."""
-    n, m = table.shape
-    out = np.full((n, n), -np.inf)
-    columns = np.ascontiguousarray(table.T)
-    for i in range(n):
-        for j in range(m):
-            entry = table[i, j]
-            if entry < np.inf:
-                for k in range(n):  # the innermost loop runs along memory
-                    loss = columns[j, k] - entry
-                    out[i, k] = loss if loss > out[i, k] else out[i, k]
-    return out
+    if loop := loops.compiled(loops.worst_loss, loops.CALL + len(table) * table.size):
+        return loop(table)
+    loss = np.full((len(table), *table.shape), -np.inf)
+    np.subtract(table[None, :, :], table[:, None, :], out=loss, where=np.isfinite(table)[:, None, :])
+    return loss.max(axis=2, initial=-np.inf)
 
 
 def eliminate_leaf(costs: np.ndarray, table: np.ndarray) -> np.ndarray:
@@ -116,14 +110,8 @@ def eliminate_leaf(costs: np.ndarray, table: np.ndarray) -> np.ndarray:
     return (costs[:, None] + table).min(axis=0)
 
 
-@numba.njit(cache=True, nogil=True)
-def eliminate_link(costs: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:  # pragma: no cover
+def eliminate_link(costs: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """[a, b]: min_i costs[i] + left[i, a] + right[i, b]"""
-    n, m = left.shape[1], right.shape[1]
-    out = np.full((n, m), np.inf)
-    for i in range(len(costs)):
-        for a in range(n):
-            priced = costs[i] + left[i, a]
-            for b in range(m):
-                out[a, b] = min(out[a, b], priced + right[i, b])
-    return out
+    if loop := loops.compiled(loops.eliminate_link, loops.CALL + left.size * right.shape[1]):
+        return loop(costs, left, right)
+    return ((costs[:, None] + left)[:, :, None] + right[:, None, :]).min(axis=0, initial=np.inf)

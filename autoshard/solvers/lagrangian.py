@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from scipy.optimize import linprog
 
 from ..problem import Problem, evaluate, held
 from .answer import TOLERANCE
@@ -25,6 +24,7 @@ from .binding_times import binding_rows, load
 from .dual_ascent import look
 from .incumbent import Incumbent, Record
 from .infeasibility import priced
+from .linprog import linprog
 from .settle import polish, reduce_and_settle
 
 AGREED = 1e-9  # relative: answers and bound agree
@@ -172,7 +172,7 @@ def best_shares(costs: np.ndarray, loads: np.ndarray) -> np.ndarray:
     objective = np.concatenate([[-1.0], np.zeros(count)])
     sums = np.concatenate([[0.0], np.ones(count)])[None]
     bounds = [(None, None)] + [(0.0, None)] * count
-    solved = linprog(objective, A_ub=matrix, b_ub=costs / scale, A_eq=sums, b_eq=[1.0], bounds=bounds, method="highs")
+    solved = linprog(objective, A_ub=matrix, b_ub=costs / scale, A_eq=sums, b_eq=[1.0], bounds=bounds)
     return np.full(count, 1.0 / count) if solved.x is None else np.maximum(solved.x[1:], 0.0)  # any prices give a bound
 
 

@@ -14,7 +14,6 @@ from functools import partial
 import numpy as np
 
 from ..problem import Edge, Problem
-from .annealing import Annealing
 from .cutting_planes import PriceAscent
 from .decomposition import decompose
 from .dual_ascent import RESUMED, Messages, ascend, look
@@ -229,6 +228,8 @@ def explore(messages: Messages, ascent: PriceAscent | None, incumbent: Incumbent
     """Look for answers, until so few choices are affordable that the proof can be tried, or time is up."""
     problem = incumbent.problem
     if ascent is not None and incumbent.choice is not None and all(u.edge is None for u in problem.usages):
+        from .annealing import Annealing  # here: its moves are compiled by numba, which takes a third of a second to load
+
         annealing = Annealing(ascent, incumbent)
         for k in itertools.count():
             annealing.run(FIRST_SLICES << min(k, MOST_DOUBLINGS))
