@@ -132,6 +132,8 @@ def definition(name: str) -> Definition:
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == short and isinstance(node.value, ast.Attribute):
             return definition(".".join([*package, ast.unparse(node.value)]))  # apply_recipe = fully_shard.apply
+    listed = [s for node in tree.body if isinstance(node, ast.If) for s in node.body]  # under TYPE_CHECKING: loaded when used
+    for node in [*tree.body, *listed]:
         for alias in node.names if isinstance(node, ast.ImportFrom) else ():
             if (alias.asname or alias.name) == short:
                 base = package[: len(package) - node.level + 1] if node.level else []

@@ -61,6 +61,7 @@ TABLE = {
 }
 
 LAZY_FACADE = ("__init__.py", "__main__.py")  # directly below autoshard: they name what is public
+LAZY_NAMES = ("api/__init__.py",)  # it loads the names that its imports for type checkers list: test_api_door.py
 READS_FILES = ("reading",)  # what comes from outside passes one door, which knows sizes, soundness and schemas
 OPENS_FILES = ("writing", "reading", "solution", "report", "cli")
 READING_CALLS = {
@@ -118,6 +119,8 @@ def import_violations(package: Path) -> list[str]:
         ours, third_party = (set(names.split()) for names in TABLE[room])
         tree = ast.parse(path.read_text(), filename=str(path))
         for line, module in imported_modules(tree, [package.name, *where.parts[:-1]]):
+            if module == "?" and where.as_posix() in LAZY_NAMES:
+                continue
             top, _, rest = module.partition(".")
             if top == package.name:
                 target = rest.partition(".")[0]

@@ -1,73 +1,115 @@
 """The public functions: plan, verify, load, export, the fx pass and the others. Each calls one package after another and holds no
-algorithm."""
+algorithm.
 
-from autoshard.api.checking import dry_run as dry_run
-from autoshard.api.checking import verify as verify
-from autoshard.api.compiling import backend as backend
-from autoshard.api.kinds import checked_kinds
-from autoshard.api.launching import CheckedLaunch as CheckedLaunch
-from autoshard.api.launching import Degrees as Degrees
-from autoshard.api.launching import check_launch as check_launch
-from autoshard.api.launching import degrees as degrees
+Names are loaded when first used, so that a command loads the rooms that it needs and no others. The two lists, one for readers and
+type checkers and one for the interpreter, are equal (tested).
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from autoshard.api.methods import provide_methods
-from autoshard.api.passes import PassOptions as PassOptions
-from autoshard.api.passes import autosharding_pass as autosharding_pass
-from autoshard.api.reporting import html_report as html_report
-from autoshard.api.running import load_pipeline as load_pipeline
-from autoshard.api.running import parallelize as parallelize
-from autoshard.api.running import verify_pipeline as verify_pipeline
-from autoshard.api.simulating import Parallel as Parallel
-from autoshard.api.simulating import Simulation as Simulation
-from autoshard.api.simulating import simulate as simulate
-from autoshard.api.simulating import simulate_grid as simulate_grid
-from autoshard.api.with_tables import plan_with_tables as plan_with_tables
-from autoshard.calibrate.measure import measure_this_cluster as measure_this_cluster
-from autoshard.explain.programs_staleness import check_programs as check_programs
-from autoshard.explain.robustness import robustness as robustness
-from autoshard.explain.staleness import check as check
-from autoshard.explain.why import explain as explain
-from autoshard.exports import as_plain as as_plain
-from autoshard.exports import export as export
-from autoshard.lower.agreement import RankLost as RankLost
-from autoshard.lower.checkpoints import load_checkpoint as load_checkpoint
-from autoshard.lower.checkpoints import save_checkpoint as save_checkpoint
-from autoshard.lower.parallelize import device_mesh as device_mesh
-from autoshard.pipeline.pipelines import pipeline as pipeline
-from autoshard.planning.extrapolate import extrapolate as extrapolate
-from autoshard.planning.frontier import Frontier as Frontier
-from autoshard.planning.frontier import FrontierPoint as FrontierPoint
-from autoshard.planning.frontier import frontier as frontier
-from autoshard.planning.keeping import edited_layouts as edited_layouts
-from autoshard.planning.keeping import kept_layouts as kept_layouts
-from autoshard.planning.mesh_shapes import mesh_shapes as mesh_shapes
-from autoshard.planning.mesh_shapes import plan_meshes as plan_meshes
-from autoshard.planning.options import Infeasible as Infeasible
-from autoshard.planning.options import NoAnswer as NoAnswer
-from autoshard.planning.options import Options as Options
-from autoshard.planning.plan import plan as plan
-from autoshard.planning.programs import Program as Program
-from autoshard.planning.programs import plan_programs as plan_programs
-from autoshard.solution import ProgramsSolution as ProgramsSolution
-from autoshard.solution import Solution as Solution
-from autoshard.solution import load as load
-from autoshard.solution import load_any as load_any
-from autoshard.solution import load_programs as load_programs
+
+if TYPE_CHECKING:
+    from autoshard.api.checking import dry_run as dry_run
+    from autoshard.api.checking import verify as verify
+    from autoshard.api.compiling import backend as backend
+    from autoshard.api.launching import CheckedLaunch as CheckedLaunch
+    from autoshard.api.launching import Degrees as Degrees
+    from autoshard.api.launching import check_launch as check_launch
+    from autoshard.api.launching import degrees as degrees
+    from autoshard.api.passes import PassOptions as PassOptions
+    from autoshard.api.passes import autosharding_pass as autosharding_pass
+    from autoshard.api.reporting import html_report as html_report
+    from autoshard.api.running import load_pipeline as load_pipeline
+    from autoshard.api.running import parallelize as parallelize
+    from autoshard.api.running import verify_pipeline as verify_pipeline
+    from autoshard.api.simulating import Parallel as Parallel
+    from autoshard.api.simulating import Simulation as Simulation
+    from autoshard.api.simulating import simulate as simulate
+    from autoshard.api.simulating import simulate_grid as simulate_grid
+    from autoshard.api.with_tables import plan_with_tables as plan_with_tables
+    from autoshard.calibrate.measure import measure_this_cluster as measure_this_cluster
+    from autoshard.explain.programs_staleness import check_programs as check_programs
+    from autoshard.explain.robustness import robustness as robustness
+    from autoshard.explain.staleness import check as check
+    from autoshard.explain.why import explain as explain
+    from autoshard.exports import as_plain as as_plain
+    from autoshard.exports import export as export
+    from autoshard.lower.agreement import RankLost as RankLost
+    from autoshard.lower.checkpoints import load_checkpoint as load_checkpoint
+    from autoshard.lower.checkpoints import save_checkpoint as save_checkpoint
+    from autoshard.lower.parallelize import device_mesh as device_mesh
+    from autoshard.pipeline.pipelines import pipeline as pipeline
+    from autoshard.planning.extrapolate import extrapolate as extrapolate
+    from autoshard.planning.frontier import Frontier as Frontier
+    from autoshard.planning.frontier import FrontierPoint as FrontierPoint
+    from autoshard.planning.frontier import frontier as frontier
+    from autoshard.planning.keeping import edited_layouts as edited_layouts
+    from autoshard.planning.keeping import kept_layouts as kept_layouts
+    from autoshard.planning.mesh_shapes import mesh_shapes as mesh_shapes
+    from autoshard.planning.mesh_shapes import plan_meshes as plan_meshes
+    from autoshard.planning.options import Infeasible as Infeasible
+    from autoshard.planning.options import NoAnswer as NoAnswer
+    from autoshard.planning.options import Options as Options
+    from autoshard.planning.plan import plan as plan
+    from autoshard.planning.programs import Program as Program
+    from autoshard.planning.programs import plan_programs as plan_programs
+    from autoshard.solution import ProgramsSolution as ProgramsSolution
+    from autoshard.solution import Solution as Solution
+    from autoshard.solution import load as load
+    from autoshard.solution import load_any as load_any
+    from autoshard.solution import load_programs as load_programs
+
+_NAMES = {  # by the module, below autoshard, that defines them
+    "api.checking": "dry_run verify",
+    "api.compiling": "backend",
+    "api.launching": "CheckedLaunch Degrees check_launch degrees",
+    "api.passes": "PassOptions autosharding_pass",
+    "api.reporting": "html_report",
+    "api.running": "load_pipeline parallelize verify_pipeline",
+    "api.simulating": "Parallel Simulation simulate simulate_grid",
+    "api.with_tables": "plan_with_tables",
+    "calibrate.measure": "measure_this_cluster",
+    "explain.programs_staleness": "check_programs",
+    "explain.robustness": "robustness",
+    "explain.staleness": "check",
+    "explain.why": "explain",
+    "exports": "as_plain export",
+    "lower.agreement": "RankLost",
+    "lower.checkpoints": "load_checkpoint save_checkpoint",
+    "lower.parallelize": "device_mesh",
+    "pipeline.pipelines": "pipeline",
+    "planning.extrapolate": "extrapolate",
+    "planning.frontier": "Frontier FrontierPoint frontier",
+    "planning.keeping": "edited_layouts kept_layouts",
+    "planning.mesh_shapes": "mesh_shapes plan_meshes",
+    "planning.options": "Infeasible NoAnswer Options",
+    "planning.plan": "plan",
+    "planning.programs": "Program plan_programs",
+    "solution": "ProgramsSolution Solution load load_any load_programs",
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+_CHECKED = (  # their arguments are compared with kinds.KINDS
+    "check device_mesh dry_run explain export extrapolate kept_layouts load load_any load_pipeline load_programs parallelize "
+    "robustness simulate verify verify_pipeline"
+).split()
+
+__all__ = sorted(_HOMES)
 
 provide_methods()
 
-check = checked_kinds(check)
-device_mesh = checked_kinds(device_mesh)
-dry_run = checked_kinds(dry_run)
-explain = checked_kinds(explain)
-export = checked_kinds(export)
-extrapolate = checked_kinds(extrapolate)
-kept_layouts = checked_kinds(kept_layouts)
-load = checked_kinds(load)
-load_any = checked_kinds(load_any)
-load_pipeline = checked_kinds(load_pipeline)
-load_programs = checked_kinds(load_programs)
-parallelize = checked_kinds(parallelize)
-robustness = checked_kinds(robustness)
-simulate = checked_kinds(simulate)
-verify = checked_kinds(verify)
-verify_pipeline = checked_kinds(verify_pipeline)
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'autoshard.api' has no attribute {name!r}")
+    value = getattr(import_module(f"autoshard.{_HOMES[name]}"), name)
+    if name in _CHECKED:
+        from autoshard.api.kinds import checked_kinds  # here: it knows the classes of plans and pipelines
+
+        value = checked_kinds(value)
+    return globals().setdefault(name, value)
+
+
+def __dir__() -> list[str]:
+    return __all__

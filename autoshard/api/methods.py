@@ -5,18 +5,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoshard.planning.extrapolate import extrapolate
-from autoshard.report import html
 from autoshard.solution.provided import provide
 
 
+def extrapolate(*args: Any, **options: Any) -> Any:
+    from autoshard.planning import extrapolate  # here, as below: who reads a plan needs no planner
+
+    return extrapolate.extrapolate(*args, **options)
+
+
+def notebook(*args: Any) -> str:
+    from autoshard.report import html
+
+    return html.notebook(*args)
+
+
 def frontier_svg(record: dict[str, Any]) -> str:
-    from autoshard.report.frontier import svg  # here: matplotlib takes a second to import
+    from autoshard.report.frontier import svg  # matplotlib takes a second to import
 
     return svg(record)
 
 
 def provide_methods() -> None:
     provide("extrapolate", extrapolate)
-    provide("notebook", html.notebook)
+    provide("notebook", notebook)
     provide("frontier_svg", frontier_svg)

@@ -1,0 +1,51 @@
+"""The door of autoshard: names that are loaded when used are those that readers and type checkers see, and a plan loads little else."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autoshard import api
+
+LISTED = [
+    (statement.module, alias.name)
+    for block in ast.parse(Path(api.__file__).read_text()).body
+    if isinstance(block, ast.If)
+    for statement in block.body
+    if isinstance(statement, ast.ImportFrom)
+    for alias in statement.names
+]
+
+
+def test_the_names_that_are_loaded_are_those_that_are_listed():
+    assert len(LISTED) > 40
+    assert {name: f"autoshard.{module}" for name, module in api._HOMES.items()} == {name: module for module, name in LISTED}
+    assert set(api._CHECKED) <= set(api.__all__) == set(dir(api)) == {name for _, name in LISTED}
+
+
+@pytest.mark.parametrize("name", sorted(name for _, name in LISTED))
+def test_every_name_is_there_and_stays_the_same_object(name):
+    first = getattr(api, name)
+    assert getattr(api, name) is first and first.__name__ == name
+    assert (getattr(getattr(first, "__code__", None), "co_name", "") == "checked") == (name in api._CHECKED)
+
+
+def test_a_name_that_is_not_there_is_an_error():
+    with pytest.raises(AttributeError, match="'autoshard.api' has no attribute 'plam'"):
+        api.plam  # noqa: B018
+
+
+def test_a_tiny_plan_loads_neither_what_runs_plans_nor_what_only_large_ones_need():
+    code = """
+import sys
+from autoshard import Mesh, plan
+from models import gpt2
+plan(*gpt2.tiny(), Mesh.from_bandwidths((2, 2)))
+rooms = {".".join(name.split(".")[:2]) for name in sys.modules if name.startswith("autoshard.")}
+print(sorted(rooms & {"autoshard.lower", "autoshard.launchers", "autoshard.calibrate", "autoshard.tables", "autoshard.report"}))
+print(sorted({"numba", "scipy.optimize", "matplotlib"} & set(sys.modules)))
+"""
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=Path(api.__file__).parents[2])
+    assert printed.stdout.split() == ["[]", "[]"]
