@@ -1,6 +1,8 @@
 """Fit the constants of devices and software stacks to published runs, and write autoshard/cost/devices/*.json.
 
-    PYTHONPATH=. python benchmarks/fit_devices.py RUNS.csv [--folds 2] [--write]
+    PYTHONPATH=. python benchmarks/fit_devices.py RUNS.csv [--folds 2] [--write | --write-memory]
+
+--write-memory leaves the constants of the time alone: every plan is priced with them, and formulas of memory say nothing of them.
 
 Robust least squares of predicted / measured seconds - 1, each squared error weighted by 1/sqrt(rows of its source), with a penalty for
 leaving the published figures, so that what a device's rows don't determine stays as published. Rows marked suspect or of the old pipeline
@@ -223,10 +225,18 @@ def write(fit: Fit, table: Table, memory: Mapping[str, np.ndarray], errors: Mapp
     for i, name in enumerate(fit.stacks):
         if name in stacks:
             _set(stacks[name]["constants"], STACK_CONSTANTS, fit.stack[i])
-            for constant, change in zip(MEMORY_CONSTANTS, memory.get(name, np.zeros(len(MEMORY_CONSTANTS)))):
-                one = stacks[name]["memory"][constant]
-                one["fitted"] = float(f"{one['published'] * np.exp(change):.4g}")
             stacks[name]["fitted_rows"] = int((timed & (table.runs.stack == name)).sum())
+    path.write_text(json.dumps(stacks, indent=1) + "\n")
+    write_memory(memory)
+
+
+def write_memory(memory: Mapping[str, np.ndarray]) -> None:
+    path = FOLDER / "stacks.json"
+    stacks = json.loads(path.read_text())
+    for name in memory.keys() & stacks:
+        for constant, change in zip(MEMORY_CONSTANTS, memory[name]):
+            one = stacks[name]["memory"][constant]
+            one["fitted"] = float(f"{one['published'] * np.exp(change):.4g}")
     path.write_text(json.dumps(stacks, indent=1) + "\n")
 
 
@@ -254,8 +264,12 @@ def main() -> None:
     parser.add_argument("runs", type=Path)
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--write-memory", action="store_true")
     arguments = parser.parse_args()
     table = read(arguments.runs)
+    if arguments.write_memory:
+        write_memory(fitted_memory(table))
+        return
     assert [f.name for f in fields(DeviceConstants)][-len(DEVICE_CONSTANTS) :] == list(DEVICE_CONSTANTS)
     assert [f.name for f in fields(StackConstants)][-len(STACK_CONSTANTS) :] == list(STACK_CONSTANTS)
     print("published constants"), report(table, predict(table, Fit.none(table)))

@@ -114,20 +114,24 @@ def ablation(table: Table, count: int) -> dict[str, float]:
 def chosen(table: Table, seconds: np.ndarray, bytes: np.ndarray) -> list[dict]:
     """nanotron's cells: regret 1 - best measured / measured of the first choice of the predictor and of the rule; a crash is 1.
 
-    Both choose among configurations predicted to fit. The predictor: least seconds / chance to fit. The rule: least tensor * pipeline, then
-    largest microbatch, ZeRO-1 first.
+    A configuration that ran several times took the median. Both choose among configurations predicted to fit. The predictor: least
+    seconds / chance to fit. The rule: least tensor * pipeline, then largest microbatch, ZeRO-1 first.
     """
     risky = seconds / np.maximum(chance_to_fit(table.runs, bytes), 1e-6)
     fits = (bytes <= USABLE * table.runs.memory) & (table.runs.pipeline < table.runs.layers)
-    ran = {key: s for key, s in zip(configurations(table), table.seconds) if not math.isnan(s)}  # also where it crashed another time
+    keys = configurations(table)
+    measured: dict[tuple, list[float]] = {}  # of a configuration, also where it crashed another time
+    for key, s in zip(keys, table.seconds):
+        if not math.isnan(s):
+            measured.setdefault(key, []).append(s)
+    ran = {key: float(np.median(s)) for key, s in measured.items()}
     rows = []
     for cell in sorted(set(table.cell[table.source == "nanotron"])):
         members = np.flatnonzero((table.cell == cell) & fits)
         timed = (table.cell == cell) & ~table.crashed
         if not len(members) or not timed.any():
             continue
-        best, keys = table.seconds[timed].min(), configurations(table)
-        runs = table.runs
+        best, runs = min(ran[keys[i]] for i in np.flatnonzero(timed)), table.runs
         by_rule = min(members, key=lambda i: (runs.tensor[i] * runs.pipeline[i], -runs.batch[i], -runs.zero[i], i))
         by_prediction = min(members, key=lambda i: (risky[i], i))
         regret = [1 - best / ran[keys[i]] if keys[i] in ran else 1.0 for i in (by_prediction, by_rule)]

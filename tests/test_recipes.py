@@ -131,7 +131,8 @@ def test_every_effect_takes_time_somewhere(effect):
     runs = Recipes.of_table(rows())
     machine = Machine.of(runs)
     without, seconds = step_seconds(runs, replace(machine, without=frozenset({effect}))), step_seconds(runs, machine)
-    assert (without <= seconds * (1 + 1e-12)).all()
+    beside = 1e-4 if effect == "imbalance" else 1e-12  # a longer last backward of a slower stage hides more of the gradients' reduction
+    assert (without <= seconds * (1 + beside)).all()
     if effect != "context parallel":  # no run of the file has sharded contexts whose transfers are longer than attention
         assert (without < seconds * 0.9999).any()
 
@@ -181,6 +182,23 @@ def test_stages_hold_all_blocks_and_are_balanced_by_cost_where_the_launcher_does
     assert (even.first[0], even.last[0], even.largest[0]) == (4, 4, 4)
     # Head 131072 * 2048 = 4 blocks of 67e6: 20 units over four stages, five each, the last one block and the head.
     assert (by_cost.first[0], by_cost.last[0], by_cost.largest[0]) == (5, 1, 5)
+
+
+def test_the_block_that_exceeds_the_share_of_a_stage_is_still_on_it():
+    """nanotron's build_model. 28 blocks of 113e6 and a head of 3.56: 15.8 each; the step measured on 2 stages is that of 16 blocks."""
+    counts = {}
+    for p in (2, 4, 8):
+        split = stages(recipe(L=28, h=3072, ffn=8192, heads=32, kv=32, head_dim=96, vocab=131072, pp=p), np.array([True]))
+        counts[p] = (split.first[0], split.last[0], split.largest[0])
+    assert counts == {2: (16, 12, 16), 4: (8, 4, 8), 8: (4, 0, 4)}
+
+
+def test_a_pipeline_takes_as_long_as_the_microbatches_on_its_slowest_stage_and_one_on_the_others():
+    runs = recipe(L=28, pp=4, ga=4, src="nanotron")
+    more = recipe(L=28, pp=4, ga=5, src="nanotron")
+    slowest = predicted_seconds(more) - predicted_seconds(runs)  # another microbatch costs what the slowest stage takes
+    even = predicted_seconds(recipe(L=28, pp=1, ga=1, src="nanotron"))
+    assert slowest > 0.9 * even / 4
 
 
 def test_why_a_run_cannot_be_launched():

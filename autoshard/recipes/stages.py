@@ -1,8 +1,8 @@
 """How the blocks of a run are distributed over its pipeline stages.
 
 even       ceil(L / p) blocks on each stage; where p does not divide L, a stage counts the table and the head as one block each
-balanced   in order, each stage until the running cost of blocks and head exceeds its share of the total (nanotron): cost of a
-           block 4 * queries * h + 3 * h * ffn, of the head V * h
+balanced   in order, each stage up to the block with which the running cost of blocks and head reaches its share of the total
+           (nanotron, build_model): cost of a block 4 * queries * h + 3 * h * ffn, of the head V * h
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ def _counts(layers: int, stages: int, block: float, head: float, balanced: bool)
     costs = np.cumsum([0.0, *[block] * layers, 0.0, head])
     stage, counts, of_head = 0, [0] * stages, 0
     for i, cost in enumerate(costs):
-        if stage < stages - 1 and cost > costs[-1] * (stage + 1) / stages:
-            stage += 1
         counts[stage] += 1 <= i <= layers
         of_head = stage
+        # nanotron asks for more than its share; where a block meets it exactly (its 16-layer model), measured steps are of stages that end
+        if i and stage < stages - 1 and cost >= costs[-1] * (stage + 1) / stages:
+            stage += 1
     others = [n for s, n in enumerate(counts) if s != of_head]
     return counts[0], counts[of_head], max(others)

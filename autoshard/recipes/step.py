@@ -3,7 +3,7 @@
     block      forward f = matmuls + attention + elementwise + tensor parallel collectives; backward b likewise, and what it computes again
     FSDP       f beside the gather of the block's parameters, b beside another one and the reduction of its gradients, in a 3-norm
     stage      its blocks and the head of the vocabulary; beside the host's launches, in a 3-norm
-    pipeline   m (slowest stage + its transfers) + (p - 1) / v * (mean stage + its transfers)
+    pipeline   m (slowest stage + its transfers) + 1 / v (all other stages + their transfers)
     step       pipeline + exposed part of the gradients' reduction + optimizer + parameter gather of ZeRO-1 + fixed   (`step_seconds`)
 
 m microbatches, p stages, v virtual stages per device. Each of EFFECTS can be left out, for ablations.
@@ -88,7 +88,7 @@ def step_seconds(runs: Recipes, machine: Machine, split: Stages | None = None) -
     slowest = np.where(one_stage, mean, np.maximum(stage(split.largest, 0.0), stage(split.last, 1.0)))
     slowest = mean + (slowest - mean) * has("imbalance")
     transfer = transfer_seconds(runs, machine) * has("transfers")
-    pipeline = m * (slowest + transfer) + has("bubble") * (p - 1) / runs.virtual * (mean + transfer)
+    pipeline = m * (slowest + transfer) + has("bubble") / runs.virtual * (p * mean - slowest + (p - 1) * transfer)
     # beside the host's launches where they take longer: what hides a reduction is the time of the backward, not its kernels
     last_backward = slowest * one.backward / (one.forward + one.backward)
     return pipeline + update_seconds(runs, machine, split, last_backward) + machine.stack.fixed * has("fixed")
