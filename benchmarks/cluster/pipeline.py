@@ -34,7 +34,7 @@ from autoshard.pipeline.pipeline_record import Pipeline  # noqa: E402
 from autoshard.pipeline.submeshes import Kind  # noqa: E402
 
 STEPS = 9
-ROUNDS = 3  # times that a pipeline is loaded and its steps are run: within one of them they are alike
+ROUNDS = 5  # times that a cell is predicted and measured
 FEW, MANY = 4, 16  # microbatches of the tiny model
 ATTEMPTS = 3
 T = TypeVar("T")
@@ -67,36 +67,38 @@ def planned(build: Callable, mesh: Mesh, microbatches: int, schedule: str, per_u
     return autoshard.pipeline(*build(loss=True), cluster, **options)
 
 
-def measured(ranks: Ranks, name: str, plan: Pipeline, folder: Path) -> list[float]:
-    """Seconds of some steps."""
+def measured(ranks: Ranks, name: str, plan: Pipeline, folder: Path) -> float:
+    """Seconds of a step."""
     path = folder / "pipeline.pkl"
     path.write_bytes(pickle.dumps(plan))
     ranks.do("pipeline", plan=str(path), model=name, timeout=300)
-    return ranks.do("steps", count=STEPS, timeout=600)["seconds"]
+    return statistics.median(ranks.do("steps", count=STEPS, timeout=600)["seconds"])
 
 
 def unit_seconds(crew: Crew, mesh: Mesh, schedule: str) -> float:
     """What the runtime takes for a forward or a backward of one microbatch: more microbatches of a tiny model, and their prediction."""
     plans = [planned(TINY_PIPELINE, mesh, microbatches, schedule, 0.0) for microbatches in (FEW, MANY)]
-
-    def beyond(plan: Pipeline) -> float:
-        return statistics.median(crew.run(lambda ranks: measured(ranks, "tiny", plan, crew.folder))) - plan.seconds
-
-    differences = [beyond(plans[1]) - beyond(plans[0]) for _ in range(ROUNDS)]
-    return max(0.0, statistics.median(differences) / (2 * (MANY - FEW)))
+    beyond = [crew.run(lambda ranks, plan=plan: measured(ranks, "tiny", plan, crew.folder)) - plan.seconds for plan in plans]
+    return max(0.0, (beyond[1] - beyond[0]) / (2 * (MANY - FEW)))
 
 
-def cell(crew: Crew, name: str, mesh: Mesh, megabits: float, microbatches: int, schedule: str) -> dict:
-    """A row. What the interpreter and the runtime take is measured for each: a machine that others use is faster at times."""
+def predicted_and_measured(crew: Crew, name: str, mesh: Mesh, microbatches: int, schedule: str) -> tuple[float, float, float]:
+    """Seconds per unit of the runtime, and seconds per step. What the interpreter and the runtime take is measured just before."""
     mesh = with_launch(mesh, graph_of(TINY), lambda _: crew.run(lambda ranks: ranks.do("eager")["seconds"]))
     per_unit = unit_seconds(crew, mesh, schedule)
     plan = planned(PIPELINED[name], mesh, microbatches, schedule, per_unit)
-    seconds = [t for _ in range(ROUNDS) for t in crew.run(lambda ranks: measured(ranks, name, plan, crew.folder))]
-    row = {"model": name, "megabits": megabits, "microbatches": microbatches, "schedule": schedule, "predicted_seconds": plan.seconds}
-    row |= {"measured_seconds": statistics.median(seconds), "all_measured_seconds": seconds}
-    row["error"] = plan.seconds / row["measured_seconds"] - 1
-    said = f"{name} at {megabits:g} Mbit/s, K={microbatches}: {1e3 * per_unit:.2f} ms per unit of the runtime"
-    say(f"{said}, predicted {plan.seconds:.3f} s, measured {row['measured_seconds']:.3f} s")
+    return per_unit, plan.seconds, crew.run(lambda ranks: measured(ranks, name, plan, crew.folder))
+
+
+def cell(crew: Crew, name: str, mesh: Mesh, megabits: float, microbatches: int, schedule: str) -> dict:
+    """A row. Its error is the median of the rounds': what others do on the machine changes a round's two figures alike."""
+    rounds = [predicted_and_measured(crew, name, mesh, microbatches, schedule) for _ in range(ROUNDS)]
+    per_unit, predicted, seconds = (statistics.median(column) for column in zip(*rounds, strict=True))
+    errors = [plan / measurement - 1 for _, plan, measurement in rounds]
+    row = {"model": name, "megabits": megabits, "microbatches": microbatches, "schedule": schedule, "unit_seconds": per_unit}
+    row |= {"predicted_seconds": predicted, "measured_seconds": seconds, "error": statistics.median(errors), "errors": errors}
+    figures = f"{1e3 * per_unit:.2f} ms per unit of the runtime, predicted {predicted:.3f} s, measured {seconds:.3f} s"
+    say(f"{name} at {megabits:g} Mbit/s, K={microbatches}: {figures}, {row['error']:+.1%} ({min(errors):+.1%} to {max(errors):+.1%})")
     return row
 
 
