@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,11 @@ from autoshard.pipeline.interop import Stage, step_seconds
 from autoshard.pipeline.schedule_times import ScheduleRun, run
 from autoshard.pipeline.schedules import Schedule, schedule_of
 from autoshard.solution import Placed
+
+
+def backend_of(meshes: Iterable[Mesh | None]) -> str:
+    """What carries the transfers between stages on these meshes: gloo where one of them was measured with it, else nccl."""
+    return "gloo" if any(axis.backend == "gloo" for mesh in meshes if mesh is not None for axis in mesh.axes) else "nccl"
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,7 @@ class Configuration:
             activation_bytes=[o.saved_bytes for o in of],
             fixed_bytes=[o.static_bytes + o.transient_bytes for o in of],
             in_turn=False,  # as `parallelize` runs them
+            backend=backend_of(c.mesh for c in self.combinations),
         )
 
     @property

@@ -5,7 +5,11 @@ data is ready. Data parallel pipelines (chains) can share the link as well. If s
 (t - latency) / s, and its data arrives a latency later. A transfer begins when its data is ready. For schedules in RECEIVES_IN_TURN it
 also waits until the receiver has reached the unit that reads it: torch 2.13's Schedule1F1B and ScheduleGPipe (and Megatron's 1F1B) post a
 receive when its unit is next, and gloo and NCCL send to a posted receive only. Torch's runtime of lists of units, under which pipelines of
-`parallelize` run and torch's interleaved and zero-bubble schedules, posts it when the sender's unit is in the list.
+`parallelize` run and torch's interleaved and zero-bubble schedules, posts each receive by itself, earlier (`posted_after`). There
+
+    nccl   what a pair of devices sends to and fro runs one after the other: one stream per pair (ProcessGroupNCCL, getKeySendRecv)
+    gloo   the word that a receive is posted follows the data that its device is sending to the same one: on a link of 20 Mbit/s, 16
+           transfers of 26 ms there and back took 0.42 s and not 0.29 (benchmarks/cluster/pipeline.py)
 """
 
 from __future__ import annotations
@@ -64,6 +68,7 @@ def run(
     latency: PerPart = 0.0,
     chains: int = 1,
     in_turn: bool | None = None,
+    backend: str = "nccl",
 ) -> ScheduleRun:
     """The time line of one step.
 
@@ -74,7 +79,7 @@ def run(
     fixed_bytes: parameters, their gradients and optimizer state. latency: of `transfer`, the seconds in which the link is free for others.
     chains: data parallel pipelines that share the links; `transfer` is then the seconds of all of them at once, and the time line is that
     of the chain that ends last. in_turn: whether a transfer waits until its receiver's unit is next; by default that of the schedule's
-    name. ValueError for a schedule that deadlocks.
+    name. backend: nccl or gloo, which differ where it is not. ValueError for a schedule that deadlocks.
     """
     n, p = schedule.parts, schedule.devices
     F, both = per_part(forward, n, "forward"), per_part(backward, n, "backward")  # both: of activations and of weights
@@ -89,7 +94,7 @@ def run(
     else:
         B = both
     spans, sends = _Clock(schedule, {"F": F, "B": B, "W": W}, send, send_back, per_part(latency, n, "latency"), chains,
-                         schedule.name in RECEIVES_IN_TURN if in_turn is None else in_turn).run()  # fmt: skip
+                         schedule.name in RECEIVES_IN_TURN if in_turn is None else in_turn, backend).run()  # fmt: skip
     ends = [0.0] * p
     for span in spans:
         ends[span.device] = max(ends[span.device], span.end)
@@ -105,6 +110,33 @@ def run(
     )
 
 
+def posted_after(schedule: Schedule) -> dict[tuple[str, int, int], int]:
+    """By kind, part and microbatch of a unit that reads a transfer: how many units its device has run when it posts the receive.
+
+    Torch's rule (_add_send_recv): devices in turn take their next unit if all that it reads is there or posted; the receive of what
+    it sends is then the next entry of the receiver's list.
+    """
+    p, n = schedule.devices, schedule.parts
+    at, found = [0] * p, {("F", 0, i): 0 for i in range(schedule.microbatches)}
+    done: set[tuple[str, int, int]] = set()
+    moved = True
+    while moved:
+        moved = False
+        for d, units in enumerate(schedule.order):
+            if at[d] == len(units):
+                continue
+            kind, i, chunk = units[at[d]]
+            v = chunk * p + d
+            reads = ("F", v, i) if kind == "B" and v == n - 1 else (kind, v, i)
+            if kind == "W" or reads in (done if reads[0] != kind else found):
+                at[d], moved = at[d] + 1, True
+                done.add((kind, v, i))
+                to = v + 1 if kind == "F" else v - 1
+                if kind != "W" and 0 <= to < n:
+                    found[kind, to, i] = at[to % p]
+    return found
+
+
 Message = tuple[int, str, int, int]  # chain, kind, part and microbatch of the unit that waits for it
 
 
@@ -112,7 +144,7 @@ class _Clock:
     """Event by event. Device d of chain c has the number c p + d; send, send_back: `transfer` and `transfer_back` of `run`."""
 
     def __init__(self, schedule: Schedule, seconds: dict[str, list[float]], send: list[float], send_back: list[float],
-                 latency: list[float], chains: int, in_turn: bool):  # fmt: skip
+                 latency: list[float], chains: int, in_turn: bool, backend: str):  # fmt: skip
         self.schedule, self.seconds, self.latencies, self.chains, self.in_turn = schedule, seconds, latency, chains, in_turn
         self.send, self.send_back = send, send_back
         self.p, self.n = schedule.devices, schedule.parts
@@ -120,7 +152,14 @@ class _Clock:
         self.at, self.free, self.busy = [0] * len(self.order), [0.0] * len(self.order), [False] * len(self.order)
         self.arrived: dict[Message, float] = {(c, "F", 0, i): 0.0 for c in range(chains) for i in range(schedule.microbatches)}
         self.offered: dict[Message, tuple[float, float]] = {}  # when its data was ready, seconds of its transfer
-        self.link_free: dict[tuple[int, int], float] = {}
+        self.link_free: dict[tuple[int, int], float] = {}  # by sender and receiver, shared by all chains
+        self.pair_free: dict[tuple[int, int, int], float] = {}  # by chain and both devices
+        self.serial_pairs = not in_turn and backend == "nccl"
+        self.posts: dict[tuple[int, int], list[tuple[str, int, int]]] = {}  # by device and the number of units that it has run
+        if not in_turn:
+            for (kind, v, i), count in posted_after(schedule).items():
+                self.posts.setdefault((v % self.p, count), []).append((kind, v, i))
+        self.posted: dict[Message, float] = {}  # when a sender has the word that the receive is posted
         self.running: list[tuple[float, int, float]] = []  # (end, device, start)
         self.spans: list[list[Span]] = [[] for _ in range(chains)]
         self.sends: list[list[Span]] = [[] for _ in range(chains)]
@@ -128,6 +167,7 @@ class _Clock:
     def run(self) -> tuple[list[Span], list[Span]]:
         """Units in the order of their ends, ties by device, and transfers; of the chain that ends last."""
         for x in range(len(self.order)):
+            self._post(x, 0.0)
             self._begin(x)
         while self.running:
             self._finish(*heapq.heappop(self.running))
@@ -145,7 +185,7 @@ class _Clock:
         if self.at[x] == len(self.order[x]) or self.busy[x]:
             return
         kind, i, v, c, _ = self._next(x)
-        if (c, kind, v, i) in self.offered:
+        if self.in_turn and (c, kind, v, i) in self.offered:
             self._carry((c, kind, v, i), self.free[x])
         ready = self.free[x] if kind == "W" else self.arrived.get((c, kind, v, i))
         if ready is not None:
@@ -164,6 +204,7 @@ class _Clock:
             self.arrived[c, "B", v, i] = end  # the loss is in the last part
         elif kind == "B" and v > 0:
             self._send((c, "B", v - 1, i), v, end, self.send_back[v - 1])
+        self._post(x, end)
         self._begin(x)
 
     def _send(self, message: Message, v: int, end: float, seconds: float) -> None:
@@ -173,20 +214,33 @@ class _Clock:
             self.arrived[message] = end
         else:
             self.offered[message] = (end, seconds)
-            if not self.in_turn:
-                self._carry(message, 0.0)
+            if message in self.posted:
+                self._carry(message, self.posted[message])
         if b != a:
             self._begin(c * self.p + b)
 
+    def _post(self, x: int, now: float) -> None:
+        """The receives that a device posts after the units that it has run."""
+        c, d = divmod(x, self.p)
+        for kind, v, i in self.posts.get((d, self.at[x]), ()):
+            sender = (v - 1 if kind == "F" else v + 1) % self.p
+            message = (c, kind, v, i)
+            self.posted[message] = now if self.serial_pairs else max(now, self.link_free.get((d, sender), 0.0))
+            if message in self.offered:
+                self._carry(message, self.posted[message])
+
     def _carry(self, message: Message, received: float) -> None:
-        """The transfer, which begins no earlier than `received`, when its receiver can receive it."""
+        """The transfer, which begins no earlier than `received`, when its sender knows that it is received."""
         ready, seconds = self.offered.pop(message)
         c, kind, to, i = message
         v = to - 1 if kind == "F" else to + 1
         link, late = (v % self.p, to % self.p), min(self.latencies[min(v, to)], seconds)
-        start = max(ready, received, self.link_free.get(link, 0.0))
+        pair = (c, min(link), max(link))
+        start = max(ready, received, self.link_free.get(link, 0.0), self.pair_free.get(pair, 0.0))
         self.link_free[link] = start + (seconds - late) / self.chains
         self.arrived[message] = self.link_free[link] + late
+        if self.serial_pairs:
+            self.pair_free[pair] = self.arrived[message]
         self.sends[c].append(Span(link[0], kind, i, v, start, self.arrived[message], link[1]))
 
     def _refuse_deadlocks(self) -> None:

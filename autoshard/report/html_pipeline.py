@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from autoshard.pipeline.configurations import backend_of
 from autoshard.pipeline.pipeline_record import Pipeline
 from autoshard.pipeline.schedule_times import ScheduleRun, run
 from autoshard.report.html_charts import HEIGHT, WIDTH, ticks
@@ -42,6 +43,7 @@ def time_line(pipeline: Pipeline) -> ScheduleRun:
         transfer=[stage.send_seconds for stage in stages],
         finish=[math.fsum(stage.once_seconds for stage in stages[d::groups]) for d in range(groups)],
         in_turn=False,
+        backend=backend_of(stage.prices for stage in stages),
     )
 
 

@@ -39,7 +39,12 @@ PIPELINED: dict[str, Callable] = {  # with or without the loss, which a pipeline
         layers=4, heads=8, kv_heads=4, width=128, hidden=352, vocab=512, batch=32, seq=32, loss=loss, dtype="float32"
     ),
 }
-TINY_PIPELINE = lambda loss: mlp.mlp(batch=64, width=16, hidden=32, layers=4, loss=loss)  # noqa: E731 (as the rows above)
+TINY_PIPELINES: dict[str, Callable] = {  # no bytes and no FLOPs to speak of: what they take is the interpreter's and the runtime's
+    "tiny mlp": lambda loss: mlp.mlp(batch=64, width=16, hidden=32, layers=4, loss=loss),
+    "tiny llama": lambda loss: llama.build(
+        layers=4, heads=2, kv_heads=1, width=16, hidden=32, vocab=32, batch=32, seq=8, loss=loss, dtype="float32"
+    ),
+}
 TINY = lambda: gpt2.tiny(batch=4, seq=8, vocab=64)  # noqa: E731 (as the rows above)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import os
 import pickle
 import statistics
 import sys
@@ -22,7 +23,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from plans import IDLE, MODELS, PIPELINED, SLOW, TINY, TINY_PIPELINE
+from plans import IDLE, MODELS, PIPELINED, SLOW, TINY_PIPELINES
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autoshard
@@ -49,6 +50,21 @@ class Rank:
         rows = [[axis, name, size, t] for (axis, name), times in last.collectives.items() for size, t in times.items()]
         alone = [[axis, size, t] for axis, times in last.alone.items() for size, t in times.items()]
         return {"collectives": rows, "alone": alone, "device": [vars(op) for op in last.device]}
+
+    def transfers(self, sizes: list[int], count: int = 9) -> dict:
+        """The median seconds in which every rank of the first node sends so many bytes to the one beside it on the second."""
+        node, k = self.device_mesh.get_coordinate()
+        beside = (1 - node) * self.device_mesh.shape[1] + k
+        found = []
+        for size in sizes:
+            data, seconds = torch.ones(size // 4), []
+            for _ in range(count):
+                dist.barrier()
+                began = time.perf_counter()
+                dist.recv(data, beside) if node else dist.send(data, beside)
+                seconds.append(self.agree(time.perf_counter() - began))
+            found.append(statistics.median(seconds))
+        return {"seconds": found}
 
     def load(self, plan: str, model: str = "") -> dict:
         """The step of a plan on this rank: forward and backward, then AdamW on the parameters."""
@@ -97,31 +113,11 @@ class Rank:
 
         return step
 
-    def eager(self, count: int = 20) -> dict:
-        """The median seconds of a step of a tiny model, on the ranks of the first node alone: stages wait for each other."""
-        if self.device_mesh.get_coordinate()[0] > 0:
-            return {"seconds": 0.0}
-        module, inputs = TINY()
-        module = module.to_empty(device="cpu")
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.normal_(std=0.02)
-        given = [torch.zeros(x.shape, dtype=x.dtype) for x in inputs]
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, foreach=True)
-        seconds = []
-        for _ in range(count):
-            began = time.perf_counter()
-            optimizer.zero_grad()
-            module(*given).backward()
-            optimizer.step()
-            seconds.append(time.perf_counter() - began)
-        return {"seconds": statistics.median(seconds)}
-
     def pipeline(self, plan: str, model: str) -> dict:
         """A step of a pipeline through `autoshard.parallelize`, as a user runs it: all microbatches, then AdamW on each rank's stages."""
         with open(plan, "rb") as file:
             planned = pickle.load(file)
-        module, inputs = PIPELINED.get(model, TINY_PIPELINE)(loss=True)
+        module, inputs = {**PIPELINED, **TINY_PIPELINES}[model](loss=True)
         generator = torch.Generator().manual_seed(0)
         module = module.to_empty(device="cpu")
         with torch.no_grad():
@@ -170,6 +166,7 @@ def part(slot, kind: str, generator: torch.Generator) -> torch.Tensor:
 
 def main() -> None:
     rank, shape, address = int(sys.argv[1]), tuple(map(int, sys.argv[2].split("x"))), sys.argv[3]
+    os.sched_setaffinity(0, set(map(int, sys.argv[4].split(","))))
     answers = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         worker = Rank(rank, shape, address)

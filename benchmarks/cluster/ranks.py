@@ -24,12 +24,15 @@ class Ranks:
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self.logs = [folder / f"rank{rank}.log" for rank in range(NODES * per_node)]
         self.processes = []
+        cores = sorted(os.sched_getaffinity(0))
         for rank, log in enumerate(self.logs):
+            node = rank // per_node
             command = [sys.executable, str(Path(__file__).with_name("rank.py")), str(rank), "x".join(map(str, self.shape))]
+            own = ",".join(map(str, cores[node::NODES] or cores))  # nodes share no core, as real ones don't
             self.processes.append(
                 network.run(
-                    rank // per_node,
-                    [*command, f"{network.address(0)}:{PORT}"],
+                    node,
+                    [*command, f"{network.address(0)}:{PORT}", own],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log.open("w"),
