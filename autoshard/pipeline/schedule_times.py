@@ -117,7 +117,7 @@ def posted_after(schedule: Schedule) -> dict[tuple[str, int, int], int]:
     it sends is then the next entry of the receiver's list.
     """
     p, n = schedule.devices, schedule.parts
-    at, found = [0] * p, {("F", 0, i): 0 for i in range(schedule.microbatches)}
+    at, posted = [0] * p, {("F", 0, i): 0 for i in range(schedule.microbatches)}
     done: set[tuple[str, int, int]] = set()
     moved = True
     while moved:
@@ -128,13 +128,13 @@ def posted_after(schedule: Schedule) -> dict[tuple[str, int, int], int]:
             kind, i, chunk = units[at[d]]
             v = chunk * p + d
             reads = ("F", v, i) if kind == "B" and v == n - 1 else (kind, v, i)
-            if kind == "W" or reads in (done if reads[0] != kind else found):
+            if kind == "W" or reads in (done if reads[0] != kind else posted):
                 at[d], moved = at[d] + 1, True
                 done.add((kind, v, i))
                 to = v + 1 if kind == "F" else v - 1
                 if kind != "W" and 0 <= to < n:
-                    found[kind, to, i] = at[to % p]
-    return found
+                    posted[kind, to, i] = at[to % p]
+    return posted
 
 
 Message = tuple[int, str, int, int]  # chain, kind, part and microbatch of the unit that waits for it

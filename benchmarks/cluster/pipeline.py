@@ -1,4 +1,4 @@
-"""Pipelines on an emulated cluster of two nodes with two gloo ranks each: planned and measured seconds per step.
+"""Pipelines on an emulated cluster of two nodes that share no core: planned and measured seconds per step, over gloo.
 
     sudo .venv/bin/python benchmarks/cluster/pipeline.py FOLDER [--speeds 20,50] [--models mlp,llama] [--microbatches 4,8]
                                                                 [--schedule 1f1b] [--json]
@@ -52,7 +52,7 @@ class Crew:
 
     def __init__(self, network: Network, per_node: int, folder: Path):
         self.network, self.per_node, self.folder = network, per_node, folder
-        self.ranks = Ranks(network, per_node, folder)
+        self.ranks = Ranks(network, per_node, folder, own_cores=True)
 
     def run(self, work: Callable[[Ranks], T]) -> T:
         for attempt in range(1, ATTEMPTS + 1):
@@ -63,7 +63,7 @@ class Crew:
                 if attempt == ATTEMPTS:
                     raise
                 say(f"{error}; attempt {attempt + 1} of {ATTEMPTS}")
-                self.ranks = Ranks(self.network, self.per_node, self.folder)
+                self.ranks = Ranks(self.network, self.per_node, self.folder, own_cores=True)
         raise AssertionError("the last attempt returns or raises")
 
 

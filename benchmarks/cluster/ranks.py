@@ -17,9 +17,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Ranks:
-    """`per_node` ranks on each node. A job that a rank does not answer in time, or a rank that dies, is an OSError."""
+    """`per_node` ranks on each node. A job that a rank does not answer in time, or a rank that dies, is an OSError.
 
-    def __init__(self, network: Network, per_node: int, folder: Path):
+    own_cores: whether nodes share no core, as real ones don't; where a node's ranks then share one, each is slower.
+    """
+
+    def __init__(self, network: Network, per_node: int, folder: Path, *, own_cores: bool = False):
         self.network, self.shape = network, (NODES, per_node)
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self.logs = [folder / f"rank{rank}.log" for rank in range(NODES * per_node)]
@@ -28,7 +31,7 @@ class Ranks:
         for rank, log in enumerate(self.logs):
             node = rank // per_node
             command = [sys.executable, str(Path(__file__).with_name("rank.py")), str(rank), "x".join(map(str, self.shape))]
-            own = ",".join(map(str, cores[node::NODES] or cores))  # nodes share no core, as real ones don't
+            own = ",".join(map(str, cores[node::NODES] or cores if own_cores else cores))
             self.processes.append(
                 network.run(
                     node,
