@@ -49,7 +49,7 @@ plain = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
     max_leaves=6,
 )
-free = st.dictionaries(names.map("?".__add__), plain, max_size=3)  # hypothesis draws words of our source too, and the schema knows some keys
+free = st.dictionaries(names.map("?".__add__), plain, max_size=3)  # no key that the schema knows: hypothesis draws words of our source
 
 
 @st.composite
