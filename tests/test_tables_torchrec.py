@@ -8,7 +8,7 @@ import pytest
 from autoshard.tables import Table, plan_tables
 
 WITHOUT = importlib.util.find_spec("torchrec") is None
-needs_torchrec = pytest.mark.skipif(WITHOUT, reason="torchrec is not installed: pip install 'autoshard[torchrec]', see README")
+needs_torchrec = pytest.mark.skipif(WITHOUT, reason="torchrec is not installed: pip install 'autoshard[tables]', see README")
 
 
 def test_without_torchrec_a_sentence_says_what_to_install(monkeypatch):

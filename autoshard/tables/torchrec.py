@@ -41,7 +41,7 @@ try:
     )
 except ImportError as error:
     raise ImportError(
-        "autoshard.tables.torchrec needs torchrec: pip install 'autoshard[torchrec]', then "
+        "autoshard.tables.torchrec needs torchrec: pip install 'autoshard[tables]', then "
         f"pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 ({error})"
     ) from None
 

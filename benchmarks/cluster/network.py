@@ -67,11 +67,11 @@ class Network:
         return f"10.199.7.{node + 1}"
 
     def limit(self, bytes_per_second: float | None) -> None:
-        """What each node may send; None takes the limit away. A bucket of 4 ms: short messages don't slip by it."""
+        """What each node may send; None takes the limit away. A bucket of 1 ms: what was saved up in a pause is little of a message."""
         for name in self.names:
             subprocess.run(["tc", "-n", name, "qdisc", "del", "dev", LINK, "root"], capture_output=True)
             if bytes_per_second is not None:
-                burst = max(int(0.004 * bytes_per_second), 4 * MTU)
+                burst = max(int(0.001 * bytes_per_second), 4 * MTU)
                 rate = f"{int(8 * bytes_per_second)}bit"
                 command = ["tc", "-n", name, "qdisc", "add", "dev", LINK, "root", "tbf", "rate", rate, "burst", str(burst), "limit", "64mb"]
                 _checked(command)

@@ -5,8 +5,9 @@
 
 `autoshard.pipeline` plans two stages, one per node, with the prices measured at that link speed; its seconds are the prediction.
 `autoshard.parallelize` runs that pipeline: forward and backward of all microbatches, then AdamW. What the interpreter takes for a kernel
-and torch's runtime for a unit is that of a tiny MLP and a tiny Llama whose microbatches become more. Where a rank dies, as gloo's sometimes
-do, all are started again.
+and torch's runtime for a unit is that of a tiny MLP and a tiny Llama whose microbatches become more; how much longer kernels take within
+a step than alone, with their data in caches, is that of a middle-sized MLP and Llama. All take turns with the cell. Where a rank dies, as
+gloo's sometimes do, all are started again.
 Needs root and iproute2, and leaves no namespace behind.
 """
 
@@ -18,7 +19,7 @@ import os
 import pickle
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -28,7 +29,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 import numpy as np  # noqa: E402
 from network import NODES, Network, why_not  # noqa: E402
-from plans import PIPELINED, SLOW, TINY_PIPELINES  # noqa: E402
+from plans import MIDDLE_PIPELINES, PIPELINED, SLOW, TINY_PIPELINES  # noqa: E402
 from ranks import Ranks  # noqa: E402
 from run import asked, measured_mesh, parser_of, say  # noqa: E402
 from scipy.optimize import nnls  # noqa: E402
@@ -38,13 +39,13 @@ from autoshard.mesh import Mesh  # noqa: E402
 from autoshard.pipeline.pipeline_record import Pipeline  # noqa: E402
 from autoshard.pipeline.submeshes import Kind  # noqa: E402
 
-STEPS = 9
-ROUNDS = 3  # times that a cell is predicted and measured
-FEW, MANY = 4, 16  # microbatches of the tiny model
+STEPS, ROUNDS = 3, 5  # of each pipeline in its turn, and turns
+FEW, MANY = 4, 16  # microbatches of the tiny models; the middle ones have few
 ATTEMPTS = 3
 LAUNCH = 100e-6  # seconds: any at which the predictions are affine in it
 SIZES = [4 ** k * 1024 for k in range(6)]  # bytes of measured transfers: 1 KiB to 1 MiB
 T = TypeVar("T")
+Job = tuple[str, Pipeline]  # a model's name, its plan
 
 
 class Crew:
@@ -85,58 +86,86 @@ def planned(build: Callable, mesh: Mesh, microbatches: int, schedule: str, per_u
     return autoshard.pipeline(*build(loss=True), cluster, **options)
 
 
-def measured(ranks: Ranks, name: str, plan: Pipeline, folder: Path) -> float:
-    """Seconds of a step."""
+def measured(ranks: Ranks, jobs: Mapping[str, Job], folder: Path) -> dict[str, float]:
+    """The median seconds of a step of each pipeline. They take turns: what others do on the machine reaches all of them alike."""
     path = folder / "pipeline.pkl"
-    path.write_bytes(pickle.dumps(plan))
-    ranks.do("pipeline", plan=str(path), model=name, timeout=300)
-    return statistics.median(ranks.do("steps", count=STEPS, timeout=600)["seconds"])
+    for key, (name, plan) in jobs.items():
+        path.write_bytes(pickle.dumps(plan))
+        ranks.do("pipeline", plan=str(path), model=name, key=key, timeout=300)
+    seconds: dict[str, list[float]] = {key: [] for key in jobs}
+    for _ in range(ROUNDS):
+        for key in jobs:
+            seconds[key] += ranks.do("steps", count=STEPS, pipeline=key, timeout=600)["seconds"]
+    return {key: statistics.median(each) for key, each in seconds.items()}
 
 
-def beyond(crew: Crew, name: str, mesh: Mesh, schedule: str) -> float:
-    """The measured seconds of MANY microbatches of a tiny model less those of FEW."""
-    plans = [planned(TINY_PIPELINES[name], mesh, microbatches, schedule, 0.0) for microbatches in (MANY, FEW)]
-    many, few = (crew.run(lambda ranks, plan=plan: measured(ranks, name, plan, crew.folder)) for plan in plans)
-    return many - few
+def changed(mesh: Mesh, launch: float, ratio: float = 1.0) -> Mesh:
+    """With kernels that are launched in so many seconds and take so many times their roofline."""
+    device = mesh.device
+    rates = {name: getattr(device, name) / ratio for name in ("flops", "flops32", "memory_bandwidth")}
+    return replace(mesh, device=replace(device, launch=launch, **rates))
 
 
-def calibrated(crew: Crew, mesh: Mesh, schedule: str) -> tuple[Mesh, float]:
-    """The mesh with l, the seconds in which the interpreter launches a kernel, and u, what the runtime takes for a unit beside kernels:
-    those with which the predicted differences of two tiny models, affine in l, and in u with 2 (MANY - FEW), are the measured ones."""
+class Calibration:
+    """What the interpreter, torch's runtime and kernels take within a step, from pipelines that are none of the cells.
 
-    def predicted(name: str, launch: float) -> float:
-        priced = replace(mesh, device=replace(mesh.device, launch=launch))
-        many, few = (planned(TINY_PIPELINES[name], priced, microbatches, schedule, 0.0).seconds for microbatches in (MANY, FEW))
-        return many - few
+    l, u   seconds in which the interpreter launches a kernel, and what the runtime takes for a unit beside kernels: those with which the
+           predicted differences between MANY and FEW microbatches of the tiny models, affine in l, and in u with 2 (MANY - FEW), are the
+           measured ones
+    r      how many times its roofline a kernel takes: the one with which the seconds of the middle models, as good as affine in r, are
+           nearest to the measured ones
+    """
 
-    names = list(TINY_PIPELINES)
-    at_zero = np.array([predicted(name, 0.0) for name in names])
-    slope = (np.array([predicted(name, LAUNCH) for name in names]) - at_zero) / LAUNCH
-    found = np.array([beyond(crew, name, mesh, schedule) for name in names]) - at_zero
-    launch, unit = nnls(np.stack([slope, np.full(len(names), 2.0 * (MANY - FEW))], axis=1), found)[0]
-    return replace(mesh, device=replace(mesh.device, launch=float(launch))), float(unit)
+    def __init__(self, mesh: Mesh, schedule: str):
+        self.mesh, self.schedule = mesh, schedule
+        at_zero = {(name, k): self.plan(build, k, 0.0) for name, build in TINY_PIPELINES.items() for k in (FEW, MANY)}
+        self.jobs: dict[str, Job] = {f"{name} {k}": (name, plan) for (name, k), plan in at_zero.items()}
+        self.jobs |= {name: (name, self.plan(build, FEW, mesh.device.launch)) for name, build in MIDDLE_PIPELINES.items()}
+        later = {(name, k): self.plan(TINY_PIPELINES[name], k, LAUNCH) for name, k in at_zero}
+        self.at_zero = np.array([at_zero[name, MANY].seconds - at_zero[name, FEW].seconds for name in TINY_PIPELINES])
+        self.at_launch = np.array([later[name, MANY].seconds - later[name, FEW].seconds for name in TINY_PIPELINES])
+
+    def plan(self, build: Callable, microbatches: int, launch: float, per_unit: float = 0.0, ratio: float = 1.0) -> Pipeline:
+        return planned(build, changed(self.mesh, launch, ratio), microbatches, self.schedule, per_unit)
+
+    def fitted(self, seconds: Mapping[str, float]) -> tuple[float, float, float]:
+        """l, u, r. seconds: of a step of each of `jobs`."""
+        beyond = np.array([seconds[f"{name} {MANY}"] - seconds[f"{name} {FEW}"] for name in TINY_PIPELINES]) - self.at_zero
+        slopes = np.stack([(self.at_launch - self.at_zero) / LAUNCH, np.full(len(beyond), 2.0 * (MANY - FEW))], axis=1)
+        launch, per_unit = (float(x) for x in nnls(slopes, beyond)[0])
+
+        def middle(ratio: float) -> np.ndarray:
+            return np.array([self.plan(build, FEW, launch, per_unit, ratio).seconds for build in MIDDLE_PIPELINES.values()])
+
+        once = middle(1.0)
+        slope = middle(2.0) - once
+        return launch, per_unit, 1.0 + float((np.array([seconds[name] for name in MIDDLE_PIPELINES]) - once) @ slope / (slope @ slope))
 
 
-def predicted_and_measured(
-    crew: Crew, name: str, mesh: Mesh, microbatches: int, schedule: str
-) -> tuple[float, float, float, float]:
-    """l, u, and seconds per step, predicted and measured. What the interpreter and the runtime take is measured just before."""
-    mesh, per_unit = calibrated(crew, mesh, schedule)
-    plan = planned(PIPELINED[name], mesh, microbatches, schedule, per_unit)
-    return mesh.device.launch, per_unit, plan.seconds, crew.run(lambda ranks: measured(ranks, name, plan, crew.folder))
-
-
-def cell(crew: Crew, name: str, mesh: Mesh, megabits: float, microbatches: int, schedule: str) -> dict:
-    """A row. Its error is the median of the rounds': what others do on the machine changes a round's two figures alike."""
-    rounds = [predicted_and_measured(crew, name, mesh, microbatches, schedule) for _ in range(ROUNDS)]
-    launch, per_unit, predicted, seconds = (statistics.median(column) for column in zip(*rounds, strict=True))
-    errors = [plan / measurement - 1 for *_, plan, measurement in rounds]
-    row = {"model": name, "megabits": megabits, "microbatches": microbatches, "schedule": schedule}
-    row |= {"launch_seconds": launch, "unit_seconds": per_unit}
-    row |= {"predicted_seconds": predicted, "measured_seconds": seconds, "error": statistics.median(errors), "errors": errors}
-    figures = f"{1e6 * launch:.0f} us per kernel, {1e3 * per_unit:.2f} ms per unit, predicted {predicted:.3f} s, measured {seconds:.3f} s"
-    say(f"{name} at {megabits:g} Mbit/s, K={microbatches}: {figures}, {row['error']:+.1%} ({min(errors):+.1%} to {max(errors):+.1%})")
+def cell(crew: Crew, name: str, calibration: Calibration, megabits: float, microbatches: int) -> dict:
+    """A row."""
+    build = PIPELINED[name]
+    plan = calibration.plan(build, microbatches, calibration.mesh.device.launch)
+    for _ in range(ATTEMPTS):
+        jobs = {**calibration.jobs, "cell": (name, plan)}
+        seconds = crew.run(lambda ranks, jobs=jobs: measured(ranks, jobs, crew.folder))
+        launch, per_unit, ratio = calibration.fitted(seconds)
+        predicted = calibration.plan(build, microbatches, launch, per_unit, ratio)
+        if cuts(predicted) == cuts(plan):
+            break
+        plan = predicted  # with what was measured other stages are the best: these are run
+    error = predicted.seconds / seconds["cell"] - 1
+    row = {"model": name, "megabits": megabits, "microbatches": microbatches, "schedule": calibration.schedule}
+    row |= {"launch_seconds": launch, "unit_seconds": per_unit, "kernel_ratio": ratio}
+    row |= {"predicted_seconds": predicted.seconds, "measured_seconds": seconds["cell"], "error": error}
+    taken = f"{1e6 * launch:.0f} us and {ratio:.2f} rooflines per kernel, {1e3 * per_unit:.2f} ms per unit"
+    figures = f"predicted {predicted.seconds:.3f} s, measured {seconds['cell']:.3f} s, {error:+.1%}"
+    say(f"{name} at {megabits:g} Mbit/s, K={microbatches}: {taken}, {figures}")
     return row
+
+
+def cuts(plan: Pipeline) -> list[int]:
+    return [stage.last for stage in plan.stages]
 
 
 def main() -> int:
@@ -158,8 +187,9 @@ def main() -> int:
             say(f"measuring collectives at {speed:g} Mbit/s")
             network.limit(speed * 1e6 / 8)
             mesh = crew.run(lambda ranks: with_transfers(measured_mesh(ranks, options.calibrate, options.largest), ranks))
+            calibration = Calibration(mesh, options.schedule)
             for name, k in itertools.product(names, options.microbatches.split(",")):
-                rows.append(cell(crew, name, mesh, speed, int(k), options.schedule))
+                rows.append(cell(crew, name, calibration, speed, int(k)))
         crew.ranks.stop()
     errors = [abs(row["error"]) for row in rows]
     found = {"rows": rows, "median_error": statistics.median(errors), "largest_error": max(errors)}

@@ -45,6 +45,12 @@ TINY_PIPELINES: dict[str, Callable] = {  # no bytes and no FLOPs to speak of: wh
         layers=4, heads=2, kv_heads=1, width=16, hidden=32, vocab=32, batch=32, seq=8, loss=loss, dtype="float32"
     ),
 }
+MIDDLE_PIPELINES: dict[str, Callable] = {  # large weights and few tokens: what they take beyond the tiny ones' is the kernels'
+    "middle mlp": lambda loss: mlp.mlp(batch=256, width=128, hidden=2048, layers=8, loss=loss),
+    "middle llama": lambda loss: llama.build(
+        layers=6, heads=8, kv_heads=4, width=128, hidden=1024, vocab=256, batch=32, seq=8, loss=loss, dtype="float32"
+    ),
+}
 TINY = lambda: gpt2.tiny(batch=4, seq=8, vocab=64)  # noqa: E731 (as the rows above)
 
 

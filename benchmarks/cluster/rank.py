@@ -3,9 +3,10 @@
     {"do": "measure", "seconds": 20, "largest": 4e6}      {"collectives": [[axis, name, size, seconds]], "alone": ..., "device": ...}
     {"do": "load", "plan": "plan.pkl"}                    {"loaded": ...}; runs a step twice, so that all is warm
     {"do": "load", "plan": "plan.pkl", "model": "mlp"}    the same through `autoshard.parallelize`, which overlaps collectives
-    {"do": "pipeline", "plan": "plan.pkl", "model": "mlp"}    {"stages": ...}: a step of a pipeline
+    {"do": "pipeline", "plan": "plan.pkl", "model": "mlp", "key": "a"}    {"stages": ...}: a step of a pipeline, kept under a key
     {"do": "eager"}                                       {"seconds": ...}: of a step of a tiny model
-    {"do": "steps", "count": 5}                           {"seconds": [...]}: of the slowest rank, step by step; "idle": without it
+    {"do": "steps", "count": 5}                           {"seconds": [...]}: of the slowest rank, step by step; "idle": without it;
+                                                          "pipeline": of that key
     {"do": "stop"}
 """
 
@@ -23,7 +24,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from plans import IDLE, MODELS, PIPELINED, SLOW, TINY_PIPELINES
+from plans import IDLE, MIDDLE_PIPELINES, MODELS, PIPELINED, SLOW, TINY_PIPELINES
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autoshard
@@ -43,6 +44,7 @@ class Rank:
         dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=size, timeout=HOURS)
         self.device_mesh: DeviceMesh = init_device_mesh("cpu", shape)
         self.rank, self.agree = rank, agree_on(torch.device("cpu"))
+        self.pipelines: dict[str, Callable[[], None]] = {}
 
     def measure(self, seconds: float, largest: float) -> dict:
         for _, _, found in measure(self.device_mesh, clock=time.perf_counter, seconds=seconds, largest=largest):
@@ -113,11 +115,12 @@ class Rank:
 
         return step
 
-    def pipeline(self, plan: str, model: str) -> dict:
-        """A step of a pipeline through `autoshard.parallelize`, as a user runs it: all microbatches, then AdamW on each rank's stages."""
+    def pipeline(self, plan: str, model: str, key: str) -> dict:
+        """A step of a pipeline through `autoshard.parallelize`, as a user runs it: all microbatches, then AdamW on each rank's stages.
+        It is kept under the key."""
         with open(plan, "rb") as file:
             planned = pickle.load(file)
-        module, inputs = {**PIPELINED, **TINY_PIPELINES}[model](loss=True)
+        module, inputs = {**PIPELINED, **TINY_PIPELINES, **MIDDLE_PIPELINES}[model](loss=True)
         generator = torch.Generator().manual_seed(0)
         module = module.to_empty(device="cpu")
         with torch.no_grad():
@@ -132,14 +135,18 @@ class Rank:
             sharded.step(*given)
             optimizer.step()
 
-        self.step = step
-        self.step()
-        self.step()
+        self.pipelines[key] = step
+        step()
+        step()
         dist.barrier()
         return {"stages": len(planned.stages)}
 
-    def steps(self, count: int, idle: dict[str, int] | None = None) -> dict:
-        """idle: instead of a step so many collectives of each kind over the slow axis with IDLE floats in the largest buffer."""
+    def steps(self, count: int, idle: dict[str, int] | None = None, pipeline: str | None = None) -> dict:
+        """idle: instead of a step so many collectives of each kind over the slow axis with IDLE floats in the largest buffer. pipeline: the
+        key of the one whose steps are timed, after one more that isn't."""
+        if pipeline is not None:
+            self.step = self.pipelines[pipeline]
+            self.step()
         seconds, groups, n = [], Groups.of(self.device_mesh), self.device_mesh.shape[SLOW]
         small = {kind: buffer_of(kind, IDLE, n, torch.device("cpu")) for kind in idle or {}}
         asks = [Ask(kind, SLOW, small[kind]) for kind, calls in (idle or {}).items() for _ in range(calls)]
