@@ -82,6 +82,13 @@ def test_the_pass_in_a_compiler_pipeline():
     assert held["x"] == 512 * 64 * 4 // cut[0]
 
 
+def test_an_exported_program_is_sharded_and_checked(capsys):
+    said = script("exported_program", capsys)
+    assert said.startswith("optimal: ") and said.splitlines()[-1] == "verified: True"
+    rows = dict(re.findall(r"^ *(\S+) \(([\d, ]*)\)$", said, re.M))
+    assert rows["linear"].split(", ")[-1] == "192" and len(rows) > 30
+
+
 def test_a_deployed_plan_is_read_and_not_made_again(tmp_path, capsys):
     first = script("deploy_preloaded", capsys, tmp_path / "plan.json")
     assert (tmp_path / "plan.json").exists()
