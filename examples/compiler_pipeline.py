@@ -2,8 +2,8 @@
 
     python examples/compiler_pipeline.py
 
-Every tensor node carries `node.meta["autoshard"]`, a DTensorSpec: which dims are cut over which mesh axis. The pass below counts
-what each device holds; a code generator would emit collectives where a producer's placements and a consumer's differ.
+Every tensor node carries `node.meta["autoshard"]`, a DTensorSpec of what it gives: which dims are cut over which mesh axis. The pass below
+counts what each device holds. In which layouts an op reads its operands, and so where collectives are, is in the solution, op by op.
 """
 
 import torch
@@ -53,3 +53,5 @@ if __name__ == "__main__":
         print(module, {name: spec.placements for name, spec in entry["sharding"].items()})
     for name, size in local_bytes(graph).items():  # 3. whatever comes next reads node.meta
         print(f"{name:>12} {size:>10} bytes on each device")
+    for name, placed in info["solution"].layouts.items():  # by the names of the ATen ops that were captured
+        print(f"{name:>12} reads {' and '.join(map(str, placed.inputs)) or 'nothing'}, gives {', '.join(map(str, placed.outputs))}")

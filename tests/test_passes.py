@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from autoshard.api import PassOptions, autosharding_pass, passes
@@ -311,6 +312,53 @@ def test_the_plan_of_another_graph_or_mesh_is_refused():
     ):
         with pytest.raises(ValueError, match=sentence):
             run(preload_solution=True, ilp_solution_file="plan.pkl", **options)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [(dict(device="a100"), "prices"), (dict(inter_node_bandwidth=1e9), "prices"), (dict(algo="fsdp"), "algorithm"), (dict(), None)],
+)
+def test_a_preloaded_plan_is_not_judged_by_a_certificate_for_something_else(options, said, caplog):
+    run(kind="joint", ilp_solution_file="plan.pkl")
+    _, info = run(kind="joint", preload_solution=True, ilp_solution_file="plan.pkl", **options)
+    if said is None:
+        assert info["status"] == "optimal" and info["bound_seconds"] > 0 and "planned for other" not in caplog.text
+    else:
+        assert (info["status"], info["cost_seconds"], info["bound_seconds"]) == ("unjudged", float("inf"), 0.0)
+        assert f"plan.pkl was planned for other {said}" in caplog.text
+
+
+def test_a_preloaded_plan_of_other_shapes_is_not_judged_and_one_beyond_memory_is_refused():
+    def graph(width):
+        return fx.symbolic_trace(nn.Sequential(nn.Linear(width, 4 * width), nn.GELU())), (torch.empty(64, width, device="meta"),)
+
+    def asked(width, **more):
+        module, inputs = graph(width)
+        return autosharding_pass(module, mesh_shape=(2, 2), example_inputs=inputs, ilp_solution_file="plan.pkl", **more)[1]
+
+    peak = asked(64)["solution"].peak_bytes
+    assert asked(64, preload_solution=True)["status"] == "optimal"
+    assert asked(128, preload_solution=True)["status"] == "unjudged"
+    with pytest.raises(ValueError, match="^plan.pkl takes .* bytes per device, more than memory_limit=.*; plan again without preload"):
+        asked(64, preload_solution=True, memory_limit=peak / 2)
+
+
+def test_the_output_node_says_in_which_layouts_results_are_returned():
+    """A gradient that its op gives as Partial is returned reduced."""
+    block = nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))
+    parameters, x = dict(block.named_parameters()), torch.randn(4096, 512)
+
+    def step(x, *given):
+        y = torch.func.functional_call(block, dict(zip(parameters, given)), (x,)).pow(2).mean()
+        return (y.detach(), *torch.autograd.grad(y, given))
+
+    joint = make_fx(step, tracing_mode="fake")(x, *(p.detach().requires_grad_() for p in parameters.values()))
+    graph, info = autosharding_pass(joint, mesh_shape=(2, 4), ilp_solution_file=None)
+    node = next(node for node in graph.graph.nodes if node.op == "output")
+    returned = [text(spec.placements) for spec in pytree.tree_leaves(node.meta["autoshard"])]
+    assert returned == list(info["solution"].results.values()) and len(returned) == 7
+    given = [text(source.meta["autoshard"].placements) for source in pytree.tree_leaves(node.args)]
+    assert returned != given and any("P" in layout for layout in given) and not any("P" in layout for layout in returned)
 
 
 def test_one_folder_with_and_without_forbid_gives_each_its_own_answer(tmp_path):

@@ -24,7 +24,9 @@ GPT2 = ROOT / "solutions" / "gpt2-small-2x4.json"
 def whole_page(tmp_path_factory) -> tuple[Path, dict]:
     """A page with everything on it: a tiny model with its time line, a frontier, an op that nobody knows, a hostile parameter."""
     folder = tmp_path_factory.mktemp("report")
-    solution = load(ROOT / "tests" / "data" / "solutions" / "gpt2-tiny-2x2.format1.json")
+    model = ["plan", f"{ROOT}/models/gpt2.py:tiny", "--mesh", "2x2", "--train", "--quiet", "--out", str(folder / "first.json")]
+    assert main(model) == 0
+    solution = load(folder / "first.json")
     first = next(iter(solution.parameters.values()))
     row = {"target": "aten.<script>alert(2)</script>", "count": 1, "seconds": 1e-6, "bytes": 10}
     solution = replace(solution, replicated_ops=(row,), parameters={**solution.parameters, f"odd.{HOSTILE}": first})
@@ -44,8 +46,9 @@ def whole_page(tmp_path_factory) -> tuple[Path, dict]:
 def test_with_its_model_a_page_has_the_time_line_memory_over_time_and_the_ops(whole_page):
     page = Elements(whole_page[0].read_text())
     assert page.crossed == [] and page.open == [] and "needs the model" not in page.text
-    for words in ("critical path", "Stretch", "In that peak", "activations", "200 ops", "forward", "backward"):
+    for words in ("critical path", "Stretch", "In that peak", "activations", "forward", "backward"):
         assert words in page.text, words
+    assert any(int(count) > 100 for count in re.findall(r"(\d+) ops", page.text))
     assert whole_page[0].stat().st_size < 2e6
 
 

@@ -221,6 +221,7 @@ def test_the_verb_prints_what_the_function_returns(capsys):
     assert code == 0 and record["configurations"] == [row.to_dict() for row in plan.rows]
     assert set(record["styles"]) == {"tp_plan", "vllm", "sglang"}
     assert record["styles"]["tp_plan"]["model.layers.*.self_attn.o_proj"] == "rowwise"
+    assert record["styles"]["tp_plan"]["lm_head"] == "colwise_gather_output"  # as it is priced: its bytes are divided
     assert json.dumps(record).count("Infinity") == 0
 
 

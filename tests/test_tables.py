@@ -186,6 +186,9 @@ TABLE = Table("t", options=(Option("x", (1.0,), (1.0,)),))
         (lambda: Option("x", (1.0, 1.0), (1.0,)), "option 'x' has 2 seconds, 1 hbm_bytes"),
         (lambda: plan_tables([Table("t", options=(Option("x", (1.0,), (1.0,), scope="mesh"),))], 2), "scope mesh has 1 shards; expected 2"),
         (lambda: Table("t", rows=0), "rows is 0"),
+        (lambda: Table("t", options=("x",)), "table 't': options holds a str; expected Option"),
+        (lambda: Table("t", options=3), "table 't': options holds a int; expected Option"),
+        (lambda: Table("t", options=[]), "table 't' has no options"),
         (lambda: Table("t", optimizer="magic"), "unknown optimizer 'magic'"),
     ],
 )
@@ -199,3 +202,19 @@ def test_why_nothing_fits():
     assert large.status == "infeasible" and "'big' does not fit" in large.reason
     many = plan_tables([replace(TABLE, name=f"t{i}") for i in range(11)], 2, hbm=5.0)
     assert many.status == "infeasible" and "the tables do not fit: they take at least" in many.reason
+    for plan in (large, many):  # their options are given, so host memory would be no remedy
+        assert "host memory" not in plan.reason and plan.reason.endswith("; hbm is 5 bytes; expected bytes per device, for example 40e9")
+    host = plan_tables([Table("t", options=(Option("x", (1.0,), (0.0,), (9.0,)),))], 2, hbm=1e9, host_memory=5.0)
+    assert "and 9 bytes on a host, where 1 GB and 5 bytes are free" in host.reason and "host_memory is 5 bytes; expected" in host.reason
+
+
+def test_host_memory_is_offered_to_tables_that_it_was_not_given_to():
+    wide, own = Table("wide", 10**7, 2**10), Table("own", options=(Option("x", (1.0,), (9e9,)),))
+    assert "host_memory=" in plan_tables([wide], 2, hbm=40e6).reason
+    assert "host_memory=" not in plan_tables([wide], 2, hbm=40e6, host_memory=1e6).reason
+    assert "'own' does not fit" in (reason := plan_tables([Table("t", 10, 16), own], 2, hbm=1e9).reason) and "host_memory=" not in reason
+
+
+def test_an_option_alone_is_a_tuple_of_one():
+    option = Option("x", (1.0,), (1.0,))
+    assert Table("t", options=option) == Table("t", options=[option]) == Table("t", options=(option,))

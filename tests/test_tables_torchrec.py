@@ -15,7 +15,7 @@ def test_without_torchrec_a_sentence_says_what_to_install(monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "torchrec" or name == "autoshard.tables.torchrec"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchrec", None)
-    with pytest.raises(ImportError, match=r"needs torchrec: pip install 'autoshard\[torchrec\]'"):
+    with pytest.raises(ImportError, match=r"needs torchrec: pip install 'autoshard\[tables\]'"):
         importlib.import_module("autoshard.tables.torchrec")
 
 

@@ -4,6 +4,9 @@ import json
 
 import pytest
 
+from autoshard.cli.tables_verb import limits_line, mesh_line
+from autoshard.mesh import Mesh
+from autoshard.report.text import axis_line
 from tests.test_cli import check_refused, run
 
 GOOD = "name,rows,columns,pooling\n" + "".join(f"t{i},{1000 * (i + 1)},64,{1 + i % 3}\n" for i in range(12))
@@ -35,6 +38,37 @@ def test_a_plan_for_people(spec, capsys, tmp_path):
     assert (tmp_path / "load.svg").read_text().startswith("<?xml")
 
 
+def test_what_was_assumed_is_printed(spec, capsys):
+    words = ("tables", spec(GOOD), "--devices", "2x4", "--effort", "0.05")
+    mesh = "mesh 2x4 of h100; axis0 x2 400 GB/s shared by 4, 15 us; axis1 x4 300 GB/s, 5 us"
+    for hbm, host, expected, limits in (
+        ("40GB", "512GB", 0, "limits 34 GB per device (40 GB less 15 % reserve), 435 GB per host (512 GB less 15 % reserve) table"),
+        ("0.2MB", "0", 1, "limits 170 kB per device (200 kB less 15 % reserve), 0 per host infeasible: "),
+    ):
+        code, printed, _ = run(capsys, *words, "--hbm", hbm, "--host-memory", host)
+        assert code == expected and " ".join(printed.split()).startswith(f"{mesh} {limits}")
+
+
+def test_the_limits():
+    assert limits_line(40e9, None, 0.0) == "limits 40 GB per device"
+    assert limits_line(40e9, 0.0, 0.07) == "limits 37.2 GB per device (40 GB less 7 % reserve), 0 per host"
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 8), (2, 2, 2)])
+def test_the_line_of_the_mesh_is_that_of_a_plan_s_report(shape):
+    mesh = Mesh.from_bandwidths(shape, intra_node_bandwidth=250e9, device="a100")
+    assert mesh_line(mesh) == "; ".join([f"mesh {'x'.join(map(str, shape))} of a100", *map(axis_line, mesh.axes)])
+
+
+def test_host_memory_is_a_remedy_only_where_it_was_not_given(spec, capsys):
+    tables = json.dumps([{"name": f"t{i}", "rows": 10**6, "columns": 128} for i in range(9)])
+    words = ("tables", spec(tables, "t.json"), "--devices", "2", "--hbm", "1GB", "--json")
+    reason = json.loads(run(capsys, *words)[1])["reason"]
+    assert "--host-memory (in Python host_memory=)" in reason and "unlimited" not in reason and "of host memory" not in reason
+    reason = json.loads(run(capsys, *words, "--host-memory", "0")[1])["reason"]
+    assert "--host-memory" not in reason and "0 bytes of host memory in all, and 1.7 GB and 0 bytes are free" in reason
+
+
 def test_options_of_ones_own(spec, capsys):
     tables = [{"name": f"t{i}", "options": [{"sharding": "table_wise", "seconds": 1.0, "hbm_bytes": 4e8}]} for i in range(4)]
     code, printed, _ = run(capsys, "tables", spec(json.dumps({"tables": tables}), "t.json"), "--devices", "2", "--hbm", "1GB", "--json")
@@ -62,6 +96,10 @@ def test_what_does_not_fit_is_no(spec, capsys, tables, sentence):
         ("name,rows,columns\n", "there are no tables"),
         ("", "the CSV has no column 'name'"),
         ("name,rows,cols\na,1,2\n", "the CSV has an unknown column 'cols'; did you mean 'columns'?"),
+        ("name,num_embeddings,columns\na,1,2\n", "unknown column 'num_embeddings'; rows is what torchrec calls num_embeddings"),
+        ("name,rows,embedding_dim\na,1,2\n", "columns is what torchrec calls embedding_dim"),
+        ("name;rows;columns\na;1;2\n", "with semicolons in its name; expected columns separated by commas"),
+        ("name\trows\tcolumns\na\t1\t2\n", "with tabs in its name; expected columns separated by commas"),
         ("name,rows\na,1\n", "the CSV has no column 'columns'"),
         ("name,rows,columns\na,x,2\n", "line 2 of the CSV: rows is 'x'; expected a number"),
         ("name,rows,columns\na,nan,2\n", "rows is 'nan'; expected a number"),
@@ -88,6 +126,7 @@ def with_option(**given):
         ("3", 'the file holds 3 is not of type "object"'),
         ('[{"rows": 1, "columns": 1}]', "table 0 of the spec has no name"),
         ('[{"name": "t", "rows": 1}]', "table 't' has no 'columns'"),
+        ('[{"name": "t", "num_embeddings": 1}]', "rows is what torchrec calls num_embeddings"),
         ('[{"name": "t", "options": []}]', "table 't' has no options"),
         (with_option(seconds=-1.0), "table 't': seconds of option 'x' is -1.0"),
         (with_option(seconds=float("nan")), "is no sound JSON (it holds NaN)"),

@@ -6,6 +6,9 @@ and in no plan. A caller that runs them needs their layouts all the same: they a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import fx
 from torch.distributed.tensor import DeviceMesh
@@ -29,11 +32,11 @@ def annotate(captured: Captured, solution: Solution, device_mesh: DeviceMesh) ->
     """Writes `node.meta["autoshard"]` on every tensor node of the given graph."""
     specs: dict[tuple, DTensorSpec] = {}  # by tensor and layout, which many nodes share
 
-    def spec(value: tuple[int, int] | None) -> DTensorSpec | None:
+    def spec(value: tuple[int, int] | None, returned: str | None = None) -> DTensorSpec | None:
         if value is None:
             return None
         op = captured.graph.ops[value[0]]
-        tensor, written = op.outputs[value[1]], solution.layouts[op.name].outputs[value[1]]
+        tensor, written = op.outputs[value[1]], returned or solution.layouts[op.name].outputs[value[1]]
         if tensor is None or written is None:
             return None
         if (tensor, written) not in specs:
@@ -43,10 +46,22 @@ def annotate(captured: Captured, solution: Solution, device_mesh: DeviceMesh) ->
     known = KnownCandidates()
     for node, values in captured.values.items():
         of_node = pytree.tree_map(spec, values, is_leaf=is_value)
+        if node.op == "output":
+            of_node = _as_returned(values, captured.graph, solution, spec)
         if any(isinstance(leaf, DTensorSpec) for leaf in pytree.tree_leaves(of_node)):
             node.meta["autoshard"] = tuple(of_node) if isinstance(of_node, list) else of_node
         elif values is None and node.target in REPEATING and "val" in node.meta:
             _annotate_as_source(node, solution.mesh, device_mesh, known)
+
+
+def _as_returned(values: Any, graph: Graph, solution: Solution, spec: Callable[..., DTensorSpec | None]) -> Any:
+    """The specs in which results are returned, which may differ from those in which their ops give them."""
+    leaves, shape = pytree.tree_flatten(values, is_leaf=is_value)
+    named = [(result.value, f"{result.kind}:{result.name}") for result in graph.results if result.value is not None]
+    if [value for value, _ in named] != [leaf for leaf in leaves if leaf is not None]:
+        return pytree.tree_map(spec, values, is_leaf=is_value)  # it returns something else than the graph that was planned
+    returned = iter(named)
+    return pytree.tree_unflatten([None if leaf is None else spec(leaf, solution.results.get(next(returned)[1])) for leaf in leaves], shape)
 
 
 def _annotate_as_source(node: fx.Node, mesh: Mesh, device_mesh: DeviceMesh, known: KnownCandidates) -> None:

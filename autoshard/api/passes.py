@@ -8,9 +8,10 @@ them (None where a result is no tensor).
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx, nn
@@ -23,6 +24,7 @@ from autoshard.exports.sharding_map import sharding_map, unbacked_mesh
 from autoshard.graph import Graph
 from autoshard.lower.unsharded import verify_graph
 from autoshard.mesh import Device, Mesh
+from autoshard.planning.certify import fingerprint
 from autoshard.planning.context import Context
 from autoshard.planning.demands import broken_by
 from autoshard.planning.microbatches import with_number_of_microbatches
@@ -118,8 +120,9 @@ def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **opt
     returned dict holds `autosharding_time` (seconds), `tensor_sharding_map` (`{module: {"node", "sharding": {attribute:
     DTensorSpec}}}`, without it under skip_forward), `solution` (a Solution) and the certificate: `status`, `cost_seconds`,
     `bound_seconds`, `gap`. `pins` fixes layouts, `forbid` rules them out, by name or glob, as in `plan`. With `preload_solution` the
-    solution is read from `ilp_solution_file` and nothing is solved; ValueError where it is of another graph or mesh, or does not obey
-    `pins` and `forbid`.
+    solution is read from `ilp_solution_file` and nothing is solved; ValueError where its layouts don't fit the graph or the mesh, do not
+    obey `pins` and `forbid`, or take more than `memory_limit`. Where they fit, but shapes, prices or algorithm are not those of the plan, its
+    certificate says nothing here: `status` is "unjudged", seconds are inf, the bound is 0, and a warning is logged.
 
         graph, info = autoshard.autosharding_pass(torch.fx.symbolic_trace(model), mesh_shape=(2, 4), example_inputs=(tokens,))
     """
@@ -184,8 +187,20 @@ def _preloaded(captured: Captured, chosen: PassOptions, mesh: Mesh) -> Solution:
     solution = load(chosen.ilp_solution_file, mesh)
     if solution.status == "unjudged":
         return with_node_layouts(captured, solution, chosen.ilp_solution_file)
-    replay(solution, captured.graph, mesh).checked(chosen.ilp_solution_file, "graph", "; plan again without preload_solution")
-    return solution
+    again = "; plan again without preload_solution"
+    planned = replay(solution, captured.graph, mesh).checked(chosen.ilp_solution_file, "graph", again)
+    made, now = solution.fingerprint, fingerprint(planned, mesh, chosen.planning())
+    others = [what for key, what in (("graph", "shapes"), ("prices", "prices")) if made.get(key, now[key]) != now[key]]
+    if solution.assumptions.get("algo", chosen.algo) != chosen.algo:
+        others.append("algorithm")
+    limit = chosen.memory_limit
+    if limit is not None and "shapes" not in others and solution.peak_bytes > limit:
+        held = f"{solution.peak_bytes:.4g} bytes per device, more than memory_limit={limit:.4g}"
+        raise ValueError(f"{chosen.ilp_solution_file} takes {held}{again}")
+    if not others:
+        return solution
+    log.warning("%s was planned for other %s: its layouts are used, and not judged", chosen.ilp_solution_file, " and ".join(others))
+    return replace(solution, status="unjudged", cost=math.inf, bound=0.0, overlapped={})
 
 
 def _check_obeys(graph: Graph, solution: Solution, planning: Options, path: str | None) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, redirect_stderr
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -244,6 +244,7 @@ def _retraced(fx_graph: fx.GraphModule | ExportedProgram, example_inputs: Any = 
     _check_operators(traced)
     replaced = without_equal_strides(traced) | without_expanded_matrices(traced) | canonical(traced)
     recorder.became = pytree.tree_map(lambda leaf: replaced.get(leaf, leaf), recorder.became)
+    _inherit_modules(recorder.modules, traced.graph, replaced)
     leaves = pytree.tree_leaves(next(node for node in traced.graph.nodes if node.op == "output").args[0])
     results = list(zip(result_names or [("output", str(i)) for i in range(len(leaves))], leaves, strict=True))
     recorded = {leaf for became in recorder.became.values() for leaf in pytree.tree_leaves(became) if isinstance(leaf, fx.Node)}
@@ -303,6 +304,15 @@ class _Recorder(fx.Interpreter):
                 break
             self.modules[node] = path
         return result
+
+
+def _inherit_modules(modules: dict[fx.Node, str], graph: fx.Graph, replaced: Mapping[fx.Node, fx.Node]) -> None:
+    """Nodes that were added for another one are of its module."""
+    paths = {new: modules[old] for old, new in replaced.items() if old in modules}
+    for node in reversed(graph.nodes):
+        if node in paths and node not in modules:
+            modules[node] = paths[node]
+            paths |= {source: paths[node] for source in node.all_input_nodes if source.op == "call_function" and source not in modules}
 
 
 def _exported(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict, *, training: bool) -> ExportedProgram:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -29,6 +30,10 @@ from autoshard.cli.options import (
 from autoshard.cli.output import Output
 from autoshard.reading import text_of
 from autoshard.writing import write_atomically
+
+WRITTEN_FOR = {
+    ".toml": "torchtitan", ".sh": "megatron", ".yaml": "accelerate, nanotron or megatron", ".yml": "accelerate, nanotron or megatron"
+}  # fmt: skip
 
 
 @app.command()
@@ -70,7 +75,8 @@ def check(
     """Check a saved plan against the model as it is now: does it fit, what does it cost today, how far is it from the best plan now?
 
     With --launcher, check a launcher's configuration: is it legal for its model, does it fit, how fast will it be, what would gain most?
-    --out then writes it with the change that gains most. Exit code 1, with the reasons, where it does not fit, is illegal or too far off.
+    Changes are compared at its global batch; --out then writes it with the change that gains most. Exit code 1, with the reasons, where
+    it does not fit, is illegal or too far off.
 
     \b
     autoshard check llama3_70b.toml --launcher torchtitan --devices 64 --out better.toml
@@ -86,12 +92,20 @@ def check(
             return _check_launch(output, launcher, solution, model, parse_settings(settings), known, site, out)
     options: dict[str, Any] = {"within": _share(within), "solve": not no_solve, "same_graph": not any_graph, "time_limit": time_limit}
     with Output(as_json=as_json, quiet=quiet) as output:
+        _refuse_configuration(solution)
         loaded = load_any_plan(solution, mesh)
         options |= {"mesh": None if cluster is None else load_cluster(cluster), "progress": output.progress}
         checked = _checked(output, loaded, solution, model, parse_settings(settings), trust, options)
         record, sentence = checked.to_dict(), checked.sentence(solution)
         output.answer({**record, "message": sentence}, lambda: _table(record, sentence))
     return OK if checked.ok else NO
+
+
+def _refuse_configuration(path: str) -> None:
+    """ValueError for a file that by its ending is no plan, but a launcher's configuration."""
+    launchers = WRITTEN_FOR.get(Path(path).suffix)
+    if launchers is not None and Path(path).is_file():
+        raise ValueError(f"{path} looks like a launcher's configuration, not like a plan; add --launcher {launchers}")
 
 
 def _checked(
@@ -134,9 +148,13 @@ def _check_launch(
 
 
 def _launch_table(record: dict, path: str):
-    from autoshard.report.launchers import check_table  # here: as in options
+    from rich.console import Group  # here: as in options
+    from rich.text import Text
 
-    return check_table(record, path)
+    from autoshard.report.launchers import check_table
+
+    batch = f"global batch {record['global_batch']} sequences of {record['seq']} tokens; changes are compared at this batch"
+    return Group(check_table(record, path), Text(batch))
 
 
 def _table(record: dict, sentence: str):

@@ -7,6 +7,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Group
+from rich.text import Text
 
 from autoshard.cli.app import NO, OK, app
 from autoshard.cli.arguments import bandwidths, parse_bytes
@@ -14,6 +16,7 @@ from autoshard.cli.options import DEVICE, INTER, INTRA, DeviceName, InterNodeBan
 from autoshard.cli.output import Output, finite
 from autoshard.mesh import Mesh, parse_shape
 from autoshard.reading import data_of, rows_of, text_of
+from autoshard.units import size
 from autoshard.writing import write_atomically
 
 if TYPE_CHECKING:
@@ -68,8 +71,24 @@ def tables(
         if plot is not None and plan.devices:
             _report().draw(plot, record)
             output.note(f"wrote {plot}")
-        output.answer(record, lambda: _report().table_of(record, every))
+        assumed = Text(f"{mesh_line(mesh)}\n{limits_line(memory, host, reserve)}\n")
+        output.answer(record, lambda: Group(assumed, _report().table_of(record, every)))
     return OK if plan.devices else NO
+
+
+def mesh_line(mesh: Mesh) -> str:
+    """The device and the links that times are computed from, written as in the report of `autoshard plan`."""
+    from autoshard.report.text import axis_line
+
+    return "; ".join([f"mesh {'x'.join(map(str, mesh.shape))} of {mesh.device.name}", *map(axis_line, mesh.axes)])
+
+
+def limits_line(hbm: float, host_memory: float | None, reserve: float) -> str:
+    """The limits that the column `of limit` refers to, and how they follow from the arguments."""
+    given = [(hbm, "device")] if host_memory is None else [(hbm, "device"), (host_memory, "host")]
+    less = [f" ({size(limit)} less {100 * reserve:g} % reserve)" if reserve and limit else "" for limit, _ in given]
+    limits = ", ".join(f"{size(limit * (1 - reserve))} per {what}{how}" for (limit, what), how in zip(given, less))
+    return f"limits {limits}"
 
 
 def _report() -> ModuleType:

@@ -219,7 +219,8 @@ def device_or_file(name: str, value: str) -> None:
 
 def device_with_constants(name: str, value: str) -> None:
     if value not in SITE_DEVICES:
-        raise ValueError(f"unknown device {value!r}; known are {', '.join(SITE_DEVICES)}")
+        count = f"; for a number of devices use --devices {value}" if value.isdecimal() else ""
+        raise ValueError(f"unknown device {value!r}; known are {', '.join(SITE_DEVICES)}{count}")
 
 
 def prices(name: str, value: str) -> None:

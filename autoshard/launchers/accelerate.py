@@ -16,11 +16,13 @@ from .texts import Nested, yaml_text
 PRECISIONS = {"no": "bf16", "none": "bf16", "false": "bf16", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}  # YAML reads a bare no as false
 STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
 NUMBERED = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
+DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "ep", "pp")
+RESEMBLING = frozenset({"fsdp_config", "fp8_config", *(f"parallelism_config_{name}_size" for name in DEGREES)})  # one another
 OPTION = "--{} N: accelerate leaves it to the script"
 
 
 def read(data: dict[str, Any], path: str, known: Known) -> Described:
-    section = Nested(data, path)
+    section = Nested(data, path, RESEMBLING)
     sizes = known.need("sizes", path, "it after the file, as hf:DIR: accelerate leaves the model to the script")
     sizes_of = {
         name: section.number(f"parallelism_config.parallelism_config_{name}_size", default=0)

@@ -10,10 +10,11 @@ from .texts import Nested, yaml_text
 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "fp8e4m3": "fp8", "float8": "fp8"}
 ENGINES = {"1f1b": "1F1B", "afab": "GPipe"}
+RESEMBLING = frozenset({"expert_parallel_size", "expert_tensor_parallel_size", "expert_data_parallel_size", "context_parallel_size"})
 
 
 def read(data: dict[str, Any], path: str, known: Known) -> Described:
-    section = Nested(data, path)
+    section = Nested(data, path, RESEMBLING)
     dp, tp, pp = (section.number(f"parallelism.{name}") for name in ("dp", "tp", "pp"))
     context = section.number("parallelism.context_parallel_size", default=1)
     expert = section.number("parallelism.expert_parallel_size", default=1)

@@ -12,6 +12,7 @@ import shlex
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import yaml
@@ -23,6 +24,7 @@ from .sizes import integer
 ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=([^\s(][^\n]*?)?\s*(?:#.*)?$", re.M)
 DEFAULT = re.compile(r"\$\{\w+:-([^}]*)\}")  # ${NAME:-value}
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+NEAR = 0.85  # difflib's ratio from which on a key that nobody knows is a misspelling
 
 
 def parsed(text: str, path: str) -> dict[str, Any]:
@@ -58,16 +60,29 @@ class Nested:
 
     data: Mapping[str, Any]
     path: str
+    known: frozenset[str] = frozenset()  # keys of the launcher, read or not, that resemble one that is read
 
     def value(self, *names: str) -> Any:
-        """The first of the names that has a value; None where none has."""
+        """The first of the names that has a value; None where none has. ValueError where one is missing and a key resembles it."""
         for name in names:
             inner: Any = self.data
+            section = ""
             for step in name.split("."):
+                if isinstance(inner, Mapping) and step not in inner:
+                    self._check_spelling(inner, section, step)
                 inner = inner.get(step) if isinstance(inner, Mapping) else None
+                section += f"{step}."
             if inner is not None:
                 return inner
         return None
+
+    def _check_spelling(self, keys: Mapping[str, Any], section: str, missing: str) -> None:
+        """ValueError where one of the section's keys is unknown, and nearer to the missing one than to any known."""
+        for key in keys:
+            if not isinstance(key, str) or key in self.known or not get_close_matches(key, [missing], 1, NEAR):
+                continue
+            if get_close_matches(key, {missing, *self.known}, 1, NEAR) == [missing]:
+                raise ValueError(f"{self.path}: there is no {section}{key}; near is {missing}")
 
     def number(self, *names: str, default: int | None = None) -> int:
         value = self.value(*names)

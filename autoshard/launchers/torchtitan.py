@@ -44,11 +44,24 @@ FLAVORS = {
 }  # fmt: skip
 DECIDED = ("activation_checkpoint", "experimental")  # sections
 DECIDED_KEYS = re.compile(r"_degree$|^pipeline_parallel_|^module_fqns_|^batch_size$|^compile$")  # also by the names of former versions
+CHECKPOINTED = ("none", "selective", "full", "memory_budget")
+# keys of torchtitan, of former versions too, that resemble a key read here; those that are read are among them
+RESEMBLING = frozenset(
+    {
+        "data_parallel_degree", "data_parallel_shard_degree", "data_parallel_replicate_degree", "tensor_parallel_degree",
+        "context_parallel_degree", "pipeline_parallel_degree", "expert_parallel_degree", "expert_tensor_parallel_degree",
+        "pipeline_parallel_schedule", "pipeline_parallel_schedule_csv", "pipeline_parallel_microbatch_size",
+        "pipeline_parallel_microbatches", "pipeline_parallel_layers_per_stage", "pipeline_parallel_first_stage_less_layers",
+        "pipeline_parallel_last_stage_less_layers", "batch_size", "local_batch_size", "global_batch_size", "mixed_precision_param",
+        "mixed_precision_reduce", "enable_loss_parallel", "disable_loss_parallel", "enable_async_tensor_parallel",
+        "enable_sequence_parallel", "checkpoint", "activation_checkpoint",
+    }
+)  # fmt: skip
 SECTIONS = ("parallelism", "training", "experimental")  # degrees moved from the last two to the first
 
 
 def read(data: dict[str, Any], path: str, known: Known) -> Described:
-    section = Nested(data, path)
+    section = Nested(data, path, RESEMBLING)
     sizes = known.sizes or _flavor(section)
 
     def degree(name: str, default: int = 1) -> int:
@@ -108,6 +121,8 @@ def _stages(section: Nested, sizes: ModelSizes, pipeline: int) -> tuple[str, int
 
 def _recompute(section: Nested) -> str:
     mode = section.text("activation_checkpoint.mode", default="selective")
+    if mode not in CHECKPOINTED:
+        raise ValueError(f"{section.path}: activation_checkpoint.mode is {mode!r}; expected one of {', '.join(CHECKPOINTED)}")
     if mode in ("none", "full"):
         return mode
     return "selective_op" if section.text("activation_checkpoint.selective_ac_option", default="op") == "op" else "selective_layer"

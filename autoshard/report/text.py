@@ -62,7 +62,7 @@ def header(solution: Solution) -> RenderableType:
     if solution.chosen:
         table.add_row("saved", _saved(solution.chosen))
     devices = f"{'x'.join(map(str, solution.mesh.shape))} of {solution.mesh.device.name}{_tf32(solution)}"
-    table.add_row("mesh", "; ".join([devices, *map(_axis, solution.mesh.axes)]))
+    table.add_row("mesh", "; ".join([devices, *map(axis_line, solution.mesh.axes)]))
     assumed = {
         key: value for key, value in solution.assumptions.items() if key not in SAID_ELSEWHERE and value not in (None, {}, [], False, "")
     }
@@ -132,7 +132,8 @@ def _tf32(solution: Solution) -> str:
     return ", float32 matmuls as TF32" if solution.mesh.device.tf32 else ""
 
 
-def _axis(axis: Axis) -> str:
+def axis_line(axis: Axis) -> str:
+    """An axis and its link: `axis0 x2 400 GB/s shared by 4, 15 us`."""
     link = axis.link_dict()
     shared = f" shared by {link['shared_by']}" if link["shared_by"] > 1 else ""
     backend = f", {axis.backend}" if axis.backend != "nccl" else ""

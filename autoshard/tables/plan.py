@@ -9,7 +9,8 @@ plan     = the result by table name, with a reason for each table's placement   
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from autoshard.tables.records import DeviceLoad, Option, PlacedTable, Table, Tab
 
 MOST_DEVICES = 4096  # a table split by rows has a shard on each, so that a move of the search takes as long as there are devices
 MOST_ELEMENTS = 2**53  # of a table; above that a float can't count its bytes
+SMALL = 1e6  # bytes: a limit below was probably meant in GB
 
 
 def plan_tables(
@@ -73,9 +75,12 @@ def plan_tables(
     options = [table.options if table.options is not None else options_of(table, workload) for table in tables]
     assumptions = {"devices": mesh.num_devices, "devices_per_node": per_node, "batch": batch, "reserve": reserve,
                    "host_bandwidth": host_bandwidth, "mesh": mesh.to_dict()}  # fmt: skip
-    return plan_options(
-        [t.name for t in tables], options, devices, effort=effort, seed=seed, progress=progress, assumptions=assumptions
+    only_hbm = [table.name for table in tables if table.options is None] if host_memory is None else []
+    plan = plan_options(
+        [t.name for t in tables], options, devices, effort=effort, seed=seed, progress=progress, assumptions=assumptions,
+        only_hbm=only_hbm,
     )  # fmt: skip
+    return replace(plan, reason=plan.reason + suspicious(limits)) if plan.reason else plan
 
 
 def plan_options(
@@ -87,23 +92,27 @@ def plan_options(
     seed: int = 0,
     progress: Progress | None = None,
     assumptions: dict | None = None,
+    only_hbm: Collection[str] = (),
 ) -> TablePlan:
-    """The plan of tables with known options on the given devices; otherwise as `plan_tables`."""
+    """The plan of tables with known options on the given devices; otherwise as `plan_tables`.
+
+    only_hbm: the tables whose options in host memory were left out, because no host memory was given; a `reason` says so.
+    """
     check_shards(names, options, devices)
     arrays, assumptions = arrays_of(options, devices), assumptions or {}
-    reason = too_large(names, options, arrays.first_option, devices)
+    reason = too_large(names, options, arrays.first_option, devices, only_hbm)
     if reason:
         return no_plan(devices, "infeasible", math.inf, reason, assumptions)
     planner = Planner(arrays, devices, seed, progress)
     if planner.bound.refutes(planner.high):
-        return no_plan(devices, "infeasible", math.inf, too_much(planner, devices), assumptions)
+        return no_plan(devices, "infeasible", math.inf, too_much(planner, devices) + give_host(only_hbm), assumptions)
     planner.solve(effort)
     if planner.best is None:
         if planner.bound.value == math.inf:
             reason = "the tables' shards can't be packed into the devices' memory: all ways were tried; raise the memory"
-            return no_plan(devices, "infeasible", math.inf, reason, assumptions)
+            return no_plan(devices, "infeasible", math.inf, reason + give_host(only_hbm), assumptions)
         reason = "no plan that fits was found, nor is it proven that there is none; raise the memory or the effort"
-        return no_plan(devices, "unknown", planner.bound.value, reason, assumptions)
+        return no_plan(devices, "unknown", planner.bound.value, reason + give_host(only_hbm), assumptions)
     return described(names, options, planner, assumptions)
 
 
@@ -192,17 +201,22 @@ def check_shards(names: Sequence[str], options: Sequence[Sequence[Option]], devi
 # -- why nothing fits ----------------------------------------------------------------------------------------------------------------
 
 
-def too_large(names: Sequence[str], options: Sequence[Sequence[Option]], first_option: np.ndarray, devices: Devices) -> str:
+def too_large(
+    names: Sequence[str], options: Sequence[Sequence[Option]], first_option: np.ndarray, devices: Devices, only_hbm: Collection[str]
+) -> str:
     """A sentence about a table that has no option left; empty without such a table."""
     for t in np.flatnonzero(np.diff(first_option) == 0).tolist():
         usable = [option for option in options[t] if not option.forbidden]
         if not usable:
             return f"table {names[t]!r}: every option is forbidden (inf); allow one"
         least = min(usable, key=lambda option: (max(option.hbm_bytes), max(option.host_bytes)))
+        on_host, free_host = "", ""
+        if limits_host(devices):
+            on_host, free_host = f" and {_gb(max(least.host_bytes))} on a host", f" and {_gb(devices.host_limit.max())}"
         return (
             f"table {names[t]!r} does not fit: of its {len(usable)} options even {least.sharding} puts {_gb(max(least.hbm_bytes))} "
-            f"on a device and {_gb(max(least.host_bytes))} on a host, where {_gb(devices.hbm_limit.max())} and "
-            f"{_gb(devices.host_limit.max())} are free; raise the memory, or split the table into more shards"
+            f"on a device{on_host}, where {_gb(devices.hbm_limit.max())}{free_host} are free; raise the memory, or split the table into "
+            f"more shards{give_host([name for name in only_hbm if name == names[t]])}"
         )
     return ""
 
@@ -212,14 +226,38 @@ def too_much(planner: Planner, devices: Devices) -> str:
     first, totals = planner.arrays.first_option, planner.bound.totals
     least_hbm, least_host = (float(np.minimum.reduceat(x, first[:-1]).sum()) for x in (totals.hbm, totals.host))
     if least_hbm <= devices.hbm_limit.sum() and least_host <= devices.host_limit.sum():
-        return (
-            f"the tables do not fit: the least bytes in all (each by itself), {_gb(least_hbm)} of device memory and {_gb(least_host)} "
-            "of host memory, are available, but the shards can't be packed into the single devices and hosts; raise the memory"
-        )
+        least, single = f"the least bytes in all, {_gb(least_hbm)} of device memory,", "the single devices"
+        if limits_host(devices):
+            least = f"the least bytes in all (each by itself), {_gb(least_hbm)} of device memory and {_gb(least_host)} of host memory,"
+            single = "the single devices and hosts"
+        return f"the tables do not fit: {least} are available, but the shards can't be packed into {single}; raise the memory"
+    host, free_host = "", ""
+    if limits_host(devices):
+        host, free_host = f" and {_gb(least_host)} of host memory", f" and {_gb(devices.host_limit.sum())}"
     return (
-        f"the tables do not fit: they take at least {_gb(least_hbm)} of device memory and {_gb(least_host)} of host memory in all, and "
-        f"{_gb(devices.hbm_limit.sum())} and {_gb(devices.host_limit.sum())} are free; raise the memory or the number of devices"
+        f"the tables do not fit: they take at least {_gb(least_hbm)} of device memory{host} in all, and "
+        f"{_gb(devices.hbm_limit.sum())}{free_host} are free; raise the memory or the number of devices"
     )
+
+
+def limits_host(devices: Devices) -> bool:
+    """Whether host memory is limited; otherwise it is not why tables do not fit."""
+    return bool(np.isfinite(devices.host_limit).any())
+
+
+def give_host(only_hbm: Collection[str]) -> str:
+    """The end of a sentence: the remedy for tables whose options in host memory were left out."""
+    return ", or give host memory for tables to be placed in: --host-memory (in Python host_memory=)" if only_hbm else ""
+
+
+def suspicious(limits: Mapping[str, float | Sequence[float]]) -> str:
+    """The end of a sentence about limits so small that another unit was probably meant; a host may have 0 bytes."""
+    said = ""
+    for name, per, example in (("hbm", "device", "40e9"), ("host_memory", "host", "512e9")):
+        most = float(np.max(limits[name]))
+        if 0 < most < SMALL:
+            said += f"; {name} is {most:.6g} bytes; expected bytes per {per}, for example {example}"
+    return said
 
 
 def _gb(value: float) -> str:

@@ -11,7 +11,7 @@ An option is a list of shards. Its scope restricts their places:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,9 +87,7 @@ class Table:
         if self.optimizer not in STATE_BYTES:
             raise ValueError(f"table {self.name!r}: unknown optimizer {self.optimizer!r}; known are {', '.join(STATE_BYTES)}")
         if self.options is not None:
-            if not self.options:
-                raise ValueError(f"table {self.name!r} has no options; give one or more, or leave `options` out to have them computed")
-            object.__setattr__(self, "options", tuple(self.options))
+            object.__setattr__(self, "options", _options(self.options, f"table {self.name!r}"))
 
     @property
     def bytes(self) -> int:
@@ -174,6 +172,17 @@ class TablePlan:
             "solver": self.solver,
             "assumptions": self.assumptions,
         }
+
+
+def _options(value: object, what: str) -> tuple[Option, ...]:
+    """An Option or a sequence of Options as a tuple."""
+    items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    if not items:
+        raise ValueError(f"{what} has no options; give one or more, or leave `options` out to have them computed")
+    for item in items:
+        if not isinstance(item, Option):
+            raise ValueError(f"{what}: options holds a {type(item).__name__}; expected Option(sharding, seconds, hbm_bytes) for each")
+    return items
 
 
 def _numbers(value: object, what: str) -> tuple[float, ...]:

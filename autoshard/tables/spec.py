@@ -13,10 +13,15 @@ COLUMNS = tuple(f.name for f in fields(Table) if f.name != "options")
 OPTION_KEYS = tuple(f.name for f in fields(Option))
 INTEGERS = ("rows", "columns", "item_size", "features")
 NUMBERS = ("pooling", "skew")
+TORCHREC = {"num_embeddings": "rows", "embedding_dim": "columns"}  # torchrec's name: ours
+SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}  # of files that call themselves CSV
 
 
 def tables_of_rows(rows: Sequence[Mapping[str, str]], header: Sequence[str]) -> list[Table]:
     """Tables of a CSV file's rows, texts by column; `name`, `rows` and `columns` are needed, the others have defaults."""
+    for separator, what in SEPARATORS.items():
+        if len(header) == 1 and separator in header[0]:
+            raise ValueError(f"the CSV has one column {header[0][:40]!r}, with {what} in its name; expected columns separated by commas")
     _known(header, COLUMNS, "column", "the CSV")
     for name in ("name", "rows", "columns"):
         if name not in header:
@@ -99,4 +104,6 @@ def _known(given: Sequence[object], known: Sequence[str], what: str, where: str)
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            if TORCHREC.get(str(key)) in known:
+                hint = f"{TORCHREC[str(key)]} is what torchrec calls {key}"
             raise ValueError(f"{where} has an unknown {what} {str(key)[:40]!r}; {hint}")

@@ -6,7 +6,7 @@ The prices are torchrec's: those of its enumerator for every shard (`perf.total`
 performance model. The proposer plans options and devices together; the partitioner keeps those devices where they fit into the free
 memory, else it plans the devices again.
 
-Needs `pip install torchrec` (versions in the extra `torchrec` of autoshard).
+Needs `pip install torchrec` (versions in README).
 """
 
 from __future__ import annotations

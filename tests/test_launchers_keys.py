@@ -1,0 +1,185 @@
+"""What a user misspells in a configuration, or on the command line of `check --launcher`, is refused in a sentence."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autoshard.cli import main
+from autoshard.launchers import Known, ModelSizes, read_configuration
+from autoshard.launchers.texts import toml_text, yaml_text
+
+DATA = Path(__file__).parent / "data" / "launchers"
+LLAMA = DATA / "torchtitan" / "llama3_8b.toml"
+SIZES = ModelSizes(2, 64, 128, 4, 4, 256)
+KNOWN = Known(devices=8, sizes=SIZES, seq=64, microbatch=1)
+
+
+def run(capsys, *argv):
+    code = main(argv)
+    out, err = capsys.readouterr()
+    return code, " ".join(out.split()), err
+
+
+MISSPELLED = [  # file, text, its replacement, sentence
+    ("torchtitan/llama3_8b.toml", "\ntensor_parallel_degree", "\ntensor_parallel_degre",
+     "there is no parallelism.tensor_parallel_degre; near is tensor_parallel_degree"),
+    ("torchtitan/llama3_8b.toml", "data_parallel_shard_degree", "data_parallel_shard_degre",
+     "there is no parallelism.data_parallel_shard_degre; near is data_parallel_shard_degree"),
+    ("torchtitan/llama3_8b.toml", "[parallelism]", "[paralelism]", "there is no paralelism; near is parallelism"),
+    ("torchtitan/llama3_8b.toml", "\nbatch_size", "\nlocal_batch_siz", "no training.local_batch_siz; near is local_batch_size"),
+    ("torchtitan/llama3_8b.toml", "selective_ac_option", "selective_ac_opton", "near is selective_ac_option"),
+    ("torchtitan/deepseek_v3_671b.json", '"expert_parallel_degree"', '"expert_paralel_degree"', "near is expert_parallel_degree"),
+    ("nanotron/tiny_llama.yaml", "micro_batch_size", "micro_batchsize", "there is no tokens.micro_batchsize; near is micro_batch_size"),
+    ("nanotron/tiny_llama.yaml", "optimizer:", "optimiser:", "there is no optimiser; near is optimizer"),
+    ("accelerate/nd.yaml", "fsdp_activation_checkpointing", "fsdp_activation_checkpoint", "near is fsdp_activation_checkpointing"),
+    ("accelerate/nd.yaml", "parallelism_config_cp_size", "paralelism_config_cp_size", "near is parallelism_config_cp_size"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("file, old, new, sentence", MISSPELLED, ids=[row[2].strip() for row in MISSPELLED])
+def test_a_misspelled_key_is_refused_with_the_one_that_is_near(file, old, new, sentence):
+    path, launcher = DATA / file, file.split("/")[0]
+    text = path.read_text()
+    assert old in text
+    read_configuration(launcher, text, path.name, KNOWN)
+    with pytest.raises(ValueError, match=f"^{path.name}: there is no ") as refusal:
+        read_configuration(launcher, text.replace(old, new), path.name, KNOWN)
+    assert sentence in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+PLAIN = {
+    "torchtitan": {"model": {"name": "llama3", "flavor": "8B"}},
+    "nanotron": {"parallelism": {"dp": 1, "tp": 1, "pp": 1}, "tokens": {"micro_batch_size": 1, "sequence_length": 64}},
+    "accelerate": {"distributed_type": "FSDP", "num_processes": 8},
+}
+KEYS = {  # launcher -> section -> keys of its documentation, of former versions too
+    "torchtitan": {
+        "": "job profiling metrics optimizer lr_scheduler checkpoint activation_checkpoint compile float8 quantize mx comm "
+        "memory_estimation fault_tolerance experimental validation debug",
+        "model": "tokenizer_path hf_assets_path converters print_after_conversion norm_type",
+        "training": "dataset dataset_path local_batch_size global_batch_size batch_size seq_len max_norm steps enable_cpu_offload dtype "
+        "mixed_precision_param mixed_precision_reduce compile gc_freq gc_debug seed deterministic debug_moe_force_load_balance "
+        "data_parallel_degree data_parallel_shard_degree data_parallel_replicate_degree tensor_parallel_degree warmup_steps",
+        "parallelism": "data_parallel_replicate_degree data_parallel_shard_degree data_parallel_degree tensor_parallel_degree "
+        "context_parallel_degree pipeline_parallel_degree expert_parallel_degree expert_tensor_parallel_degree disable_loss_parallel "
+        "enable_loss_parallel enable_async_tensor_parallel enable_compiled_autograd fsdp_reshard_after_forward "
+        "module_fqns_per_model_part pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers "
+        "pipeline_parallel_layers_per_stage pipeline_parallel_schedule pipeline_parallel_schedule_csv pipeline_parallel_split_points "
+        "pipeline_parallel_microbatch_size pipeline_parallel_microbatches context_parallel_rotate_method",
+        "experimental": "pipeline_parallel_degree pipeline_parallel_microbatches context_parallel_degree enable_async_tensor_parallel "
+        "enable_compiled_autograd custom_import custom_args_module",
+        "activation_checkpoint": "mode selective_ac_option per_op_sac_force_recompute_mm_shapes_by_fqns early_stop memory_budget "
+        "visualize_memory_budget_pareto preserve_rng_state determinism_check debug",
+        "compile": "enable components backend",
+        "float8": "recipe_name enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp filter_fqns moe_fqns emulate",
+    },
+    "nanotron": {
+        "": "checkpoints data_stages general lighteval logging metrics_logging model optimizer profiler tokenizer s3_upload",
+        "parallelism": "pp_engine tp_mode tp_linear_async_communication tp_recompute_allgather recompute_layer expert_parallel_size "
+        "expert_tensor_parallel_size expert_data_parallel_size context_parallel_size",
+        "tokens": "batch_accumulation_per_replica train_steps val_check_interval limit_val_batches limit_test_batches",
+        "optimizer": "accumulate_grad_in_fp32 clip_grad learning_rate_scheduler optimizer_factory weight_decay zero_stage",
+    },
+    "accelerate": {
+        "": "compute_environment debug downcast_bf16 enable_cpu_affinity machine_rank main_process_ip main_process_port "
+        "main_training_function mixed_precision num_machines rdzv_backend same_network tpu_env use_cpu dynamo_config fsdp_config "
+        "deepspeed_config megatron_lm_config fp8_config mpirun_config parallelism_config gpu_ids gradient_accumulation_steps",
+        "fsdp_config": "fsdp_version fsdp_auto_wrap_policy fsdp_backward_prefetch fsdp_sharding_strategy fsdp_offload_params "
+        "fsdp_state_dict_type fsdp_cpu_ram_efficient_loading fsdp_sync_module_states fsdp_use_orig_params fsdp_forward_prefetch "
+        "fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params fsdp_activation_checkpointing fsdp_reshard_after_forward",
+        "parallelism_config": " ".join(
+            f"parallelism_config_{name}"
+            for name in "dp_replicate_size dp_shard_size tp_size cp_size sp_size cp_backend cp_comm_strategy sp_backend".split()
+        ),
+    },
+}
+ALONE = [(launcher, section, key) for launcher, keys in KEYS.items() for section, words in keys.items() for key in words.split()]
+
+
+@pytest.mark.parametrize("launcher", KEYS)
+def test_no_key_of_the_launcher_is_taken_for_a_misspelling_of_another(launcher):
+    """Each alone, so that every key that resembles it is missing; None is a key whose default counts."""
+    for _, section, key in (row for row in ALONE if row[0] == launcher):
+        data = {name: dict(value) if isinstance(value, dict) else value for name, value in PLAIN[launcher].items()}
+        if section:
+            data[section] = data.get(section, {}) | {key: None}
+        elif key not in data:
+            data[key] = None
+        read_configuration(launcher, json.dumps(data), f"a{'.json' if launcher == 'torchtitan' else '.yaml'}", KNOWN)
+
+
+@pytest.mark.parametrize("launcher", KEYS)
+def test_keys_near_to_nothing_stay(launcher):
+    data = PLAIN[launcher] | {"mine": {"colour": "blue"}}
+    text, path = (toml_text(data), "a.toml") if launcher == "torchtitan" else (yaml_text(data | {7: True}), "a.yaml")
+    plain, more = (read_configuration(launcher, one, path, KNOWN) for one in (json_as(path, PLAIN[launcher]), text))
+    assert plain == more
+
+
+def json_as(path, data):
+    return toml_text(data) if path.endswith(".toml") else yaml_text(data)
+
+
+def test_a_misspelled_key_beside_the_right_one_stays():
+    text = LLAMA.read_text().replace("[parallelism]", "[parallelism]\ntensor_parallel_degre = 2")
+    assert read_configuration("torchtitan", text, "a.toml", Known(devices=8)).launch.tensor == 1
+
+
+@pytest.mark.parametrize(
+    "mode, recompute", [("none", "none"), ("selective", "selective_op"), ("full", "full"), ("memory_budget", "selective_op")]
+)
+def test_modes_of_checkpointing_are_those_of_torchtitan(mode, recompute):
+    text = LLAMA.read_text().replace('mode = "selective"', f'mode = "{mode}"')
+    assert read_configuration("torchtitan", text, "a.toml", Known(devices=8)).launch.recompute == recompute
+
+
+def test_a_misspelled_mode_of_checkpointing_is_refused():
+    text = LLAMA.read_text().replace('mode = "selective"', 'mode = "selectiv"')
+    with pytest.raises(ValueError, match="^a.toml: activation_checkpoint.mode is 'selectiv'; expected one of none, selective, full, mem"):
+        read_configuration("torchtitan", text, "a.toml", Known(devices=8))
+
+
+# --- on the command line
+
+
+def test_check_refuses_a_misspelled_key(capsys, tmp_path):
+    job = tmp_path / "job.toml"
+    job.write_text(LLAMA.read_text().replace("\ntensor_parallel_degree = 1", "\ntensor_parallel_degre = 2"))
+    code, out, err = run(capsys, "check", str(job), "--launcher", "torchtitan", "--devices", "64")
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert f"{job}: there is no parallelism.tensor_parallel_degre; near is tensor_parallel_degree" in err
+
+
+@pytest.mark.parametrize(
+    "file, launchers",
+    [("torchtitan/llama3_8b.toml", "torchtitan"), ("nanotron/qwen.yaml", "accelerate, nanotron"), ("megatron/gpt3_175b.sh", "megatron")],
+)
+def test_check_of_a_configuration_without_its_launcher_says_so(capsys, file, launchers):
+    code, out, err = run(capsys, "check", str(DATA / file))
+    assert (code, out) == (2, "") and f"{file} looks like a launcher's configuration, not like a plan; add --launcher {launchers}" in err
+
+
+def test_check_of_no_file_and_of_no_plan_says_that(capsys, tmp_path):
+    code, _, err = run(capsys, "check", str(tmp_path / "none.toml"))
+    assert code == 2 and "looks like" not in err
+    (tmp_path / "a.json").write_text("{'a'}")
+    code, _, err = run(capsys, "check", str(tmp_path / "a.json"))
+    assert code == 2 and "is no sound JSON" in err
+
+
+def test_check_prints_the_global_batch_that_it_holds(capsys):
+    argv = ("check", str(LLAMA), "--launcher", "torchtitan", "--devices", "64")
+    code, out, _ = run(capsys, *argv)
+    assert code == 0 and "global batch 64 sequences of 8192 tokens; changes are compared at this batch" in out
+    _, out, _ = run(capsys, *argv, "--global-batch", "128")
+    assert "global batch 128 sequences of 8192 tokens" in out
+
+
+def test_a_number_of_devices_given_as_the_device_is_told_apart(capsys):
+    argv = ("check", str(LLAMA), "--launcher", "torchtitan", "--device")
+    code, out, err = run(capsys, *argv, "64")
+    assert (code, out) == (2, "") and "unknown device '64'; known are a100" in err
+    assert err.rstrip().endswith("; for a number of devices use --devices 64")
+    code, _, err = run(capsys, *argv, "h1000")
+    assert code == 2 and "unknown device 'h1000'; known are a100" in err and "--devices" not in err
