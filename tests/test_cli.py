@@ -419,4 +419,4 @@ def test_verify_against_another_model_is_refused(capsys, tiny_plan):
 
 
 def test_verify_of_a_plan_without_a_model_asks_for_it(capsys, plan_file):
-    check_refused(capsys, ("verify", plan_file), "does not say which model it is for; name it")
+    check_refused(capsys, ("verify", plan_file), "does not say which model it is for; name it after the file")

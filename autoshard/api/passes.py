@@ -121,8 +121,9 @@ def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **opt
     DTensorSpec}}}`, without it under skip_forward), `solution` (a Solution) and the certificate: `status`, `cost_seconds`,
     `bound_seconds`, `gap`. `pins` fixes layouts, `forbid` rules them out, by name or glob, as in `plan`. With `preload_solution` the
     solution is read from `ilp_solution_file` and nothing is solved; ValueError where its layouts don't fit the graph or the mesh, do not
-    obey `pins` and `forbid`, or take more than `memory_limit`. Where they fit, but shapes, prices or algorithm are not those of the plan, its
-    certificate says nothing here: `status` is "unjudged", seconds are inf, the bound is 0, and a warning is logged.
+    obey `pins` and `forbid`, or take more than `memory_limit`. Where they fit, but shapes, prices or algorithm are
+    others than the plan's, its certificate says nothing here: `status` is "unjudged", seconds are inf, the bound is 0, and a warning is
+    logged.
 
         graph, info = autoshard.autosharding_pass(torch.fx.symbolic_trace(model), mesh_shape=(2, 4), example_inputs=(tokens,))
     """
@@ -189,9 +190,9 @@ def _preloaded(captured: Captured, chosen: PassOptions, mesh: Mesh) -> Solution:
         return with_node_layouts(captured, solution, chosen.ilp_solution_file)
     again = "; plan again without preload_solution"
     planned = replay(solution, captured.graph, mesh).checked(chosen.ilp_solution_file, "graph", again)
-    made, now = solution.fingerprint, fingerprint(planned, mesh, chosen.planning())
-    others = [what for key, what in (("graph", "shapes"), ("prices", "prices")) if made.get(key, now[key]) != now[key]]
-    if solution.assumptions.get("algo", chosen.algo) != chosen.algo:
+    asked = fingerprint(planned, mesh, chosen.planning())
+    others = [what for key, what in (("graph", "shapes"), ("prices", "prices")) if solution.fingerprint.get(key, asked[key]) != asked[key]]
+    if chosen.algo not in ("alpa", solution.assumptions.get("algo", chosen.algo)):  # "alpa" is what nobody has to ask for
         others.append("algorithm")
     limit = chosen.memory_limit
     if limit is not None and "shapes" not in others and solution.peak_bytes > limit:

@@ -125,7 +125,7 @@ def model_of(
         return model, settings
     named, given = solution.model, solution.model_settings or {}
     if not named:
-        raise ValueError(f"{path} does not say which model it is for; name it, for example autoshard verify {path} models/gpt2.py:small")
+        raise ValueError(f"{path} does not say which model it is for; name it after the file, for example {path} models/gpt2.py:small")
     if not isinstance(named, str) or not isinstance(given, dict):
         raise ValueError(f"{path} says its model is {str(named)[:80]!r} with settings {str(given)[:80]!r}; expected text; name it yourself")
     settings = {**given, **settings}

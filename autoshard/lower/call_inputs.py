@@ -231,7 +231,7 @@ class CallInputs:
         raise ValueError(
             f"{name} is a plain tensor of shape {shape}, the plan has {planned or 'no shape'} for it, sharded as {text(layout)}; a plain "
             "tensor is the global input in its planned shape. Pass model.shard_inputs(batch) of a global batch of another shape, the same "
-            "on every rank, or model.shard_inputs(batch, local=True) of this rank's shards, in the layouts model.input_layouts"
+            "on every rank, or model.shard_inputs(batch, local=True) of this rank's shards (model.input_layouts says which)"
         )
 
     def _local(self, name: str, x: Tensor) -> Tensor:

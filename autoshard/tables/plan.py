@@ -105,14 +105,14 @@ def plan_options(
         return no_plan(devices, "infeasible", math.inf, reason, assumptions)
     planner = Planner(arrays, devices, seed, progress)
     if planner.bound.refutes(planner.high):
-        return no_plan(devices, "infeasible", math.inf, too_much(planner, devices) + give_host(only_hbm), assumptions)
+        return no_plan(devices, "infeasible", math.inf, too_much(planner, devices) + host_remedy(only_hbm), assumptions)
     planner.solve(effort)
     if planner.best is None:
         if planner.bound.value == math.inf:
             reason = "the tables' shards can't be packed into the devices' memory: all ways were tried; raise the memory"
-            return no_plan(devices, "infeasible", math.inf, reason + give_host(only_hbm), assumptions)
+            return no_plan(devices, "infeasible", math.inf, reason + host_remedy(only_hbm), assumptions)
         reason = "no plan that fits was found, nor is it proven that there is none; raise the memory or the effort"
-        return no_plan(devices, "unknown", planner.bound.value, reason + give_host(only_hbm), assumptions)
+        return no_plan(devices, "unknown", planner.bound.value, reason + host_remedy(only_hbm), assumptions)
     return described(names, options, planner, assumptions)
 
 
@@ -216,7 +216,7 @@ def too_large(
         return (
             f"table {names[t]!r} does not fit: of its {len(usable)} options even {least.sharding} puts {_gb(max(least.hbm_bytes))} "
             f"on a device{on_host}, where {_gb(devices.hbm_limit.max())}{free_host} are free; raise the memory, or split the table into "
-            f"more shards{give_host([name for name in only_hbm if name == names[t]])}"
+            f"more shards{host_remedy([name for name in only_hbm if name == names[t]])}"
         )
     return ""
 
@@ -245,7 +245,7 @@ def limits_host(devices: Devices) -> bool:
     return bool(np.isfinite(devices.host_limit).any())
 
 
-def give_host(only_hbm: Collection[str]) -> str:
+def host_remedy(only_hbm: Collection[str]) -> str:
     """The end of a sentence: the remedy for tables whose options in host memory were left out."""
     return ", or give host memory for tables to be placed in: --host-memory (in Python host_memory=)" if only_hbm else ""
 
