@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,6 +40,7 @@ ALGORITHMS = (
     "alpa", "data_parallel", "fsdp", "megatron", "megatron_sp", SHARDED_MEGATRON, "zero1", "zero2", "zero3", "hsdp", *CONTEXT_PARALLEL,
 )  # fmt: skip
 BACKENDS = ("nccl", "gloo")
+PRICED = {"inter_node_bandwidth", "intra_node_bandwidth", "communications_backend", "device", "devices_per_node", "tf32"}  # options
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,9 @@ def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **opt
     DTensorSpec}}}`, without it under skip_forward), `solution` (a Solution) and the certificate: `status`, `cost_seconds`,
     `bound_seconds`, `gap`. `pins` fixes layouts, `forbid` rules them out, by name or glob, as in `plan`. With `preload_solution` the
     solution is read from `ilp_solution_file` and nothing is solved; ValueError where its layouts don't fit the graph or the mesh, do not
-    obey `pins` and `forbid`, or take more than `memory_limit`. Where they fit, but shapes, prices or algorithm are
-    others than the plan's, its certificate says nothing here: `status` is "unjudged", seconds are inf, the bound is 0, and a warning is
-    logged.
+    obey `pins` and `forbid`, or take more than `memory_limit`. Where they fit, but the shapes, or the prices or the `algo` that are given,
+    are others than the plan's, its certificate says nothing here: `status` is "unjudged", seconds are inf, the bound is 0, and a warning
+    is logged.
 
         graph, info = autoshard.autosharding_pass(torch.fx.symbolic_trace(model), mesh_shape=(2, 4), example_inputs=(tokens,))
     """
@@ -135,7 +136,7 @@ def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **opt
     with clock.phase("capture", "capturing the graph", 0.0):
         captured = _capture(graph, chosen)
     if chosen.preload_solution:
-        solution = _preloaded(captured, chosen, mesh)
+        solution = _preloaded(captured, chosen, mesh, options)
         _check_obeys(replay(solution, captured.graph).graph, solution, planning, chosen.ilp_solution_file)
         seconds = 0.0
     else:
@@ -183,7 +184,8 @@ def _solve(captured: Captured, clock: Stopwatch, chosen: PassOptions) -> Solutio
     return baseline_only(context, chosen.algo)
 
 
-def _preloaded(captured: Captured, chosen: PassOptions, mesh: Mesh) -> Solution:
+def _preloaded(captured: Captured, chosen: PassOptions, mesh: Mesh, given: Collection[str]) -> Solution:
+    """The solution of the file. given: the options that the caller named; without any of PRICED the prices are the plan's own."""
     assert chosen.ilp_solution_file is not None
     solution = load(chosen.ilp_solution_file, mesh)
     if solution.status == "unjudged":
@@ -191,8 +193,9 @@ def _preloaded(captured: Captured, chosen: PassOptions, mesh: Mesh) -> Solution:
     again = "; plan again without preload_solution"
     planned = replay(solution, captured.graph, mesh).checked(chosen.ilp_solution_file, "graph", again)
     asked = fingerprint(planned, mesh, chosen.planning())
-    others = [what for key, what in (("graph", "shapes"), ("prices", "prices")) if solution.fingerprint.get(key, asked[key]) != asked[key]]
-    if chosen.algo not in ("alpa", solution.assumptions.get("algo", chosen.algo)):  # "alpa" is what nobody has to ask for
+    compared = {"graph": "shapes", **({"prices": "prices"} if PRICED & set(given) else {})}
+    others = [what for key, what in compared.items() if solution.fingerprint.get(key, asked[key]) != asked[key]]
+    if "algo" in given and solution.assumptions.get("algo", chosen.algo) != chosen.algo:
         others.append("algorithm")
     limit = chosen.memory_limit
     if limit is not None and "shapes" not in others and solution.peak_bytes > limit:
