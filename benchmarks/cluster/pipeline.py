@@ -154,6 +154,8 @@ def cell(crew: Crew, name: str, calibration: Calibration, megabits: float, micro
         if cuts(predicted) == cuts(plan):
             break
         plan = predicted  # with what was measured other stages are the best: these are run
+    else:
+        raise RuntimeError(f"{name}, K={microbatches}: {ATTEMPTS} times other stages were the best after they had run")
     error = predicted.seconds / seconds["cell"] - 1
     row = {"model": name, "megabits": megabits, "microbatches": microbatches, "schedule": calibration.schedule}
     row |= {"launch_seconds": launch, "unit_seconds": per_unit, "kernel_ratio": ratio}
