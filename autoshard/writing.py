@@ -1,17 +1,24 @@
 """Files that are written completely or not at all.
 
-What isn't a file, such as a device or a pipe, is written into and stays what it is.
+What isn't a file, such as a device or a pipe, is written into and stays what it is. The content is first written to a temporary file, which
+its process keeps locked: one that isn't locked belongs to a process that was killed, and the next write into its folder removes it.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import itertools
 import os
+import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+TEMPORARY = re.compile(r"\.autoshard-writing-\d+-\d+(\..*)?")  # the names of temporary files: process, count, ending
 
 
 @contextmanager
@@ -21,24 +28,35 @@ def replacement(path: str | os.PathLike[str]) -> Iterator[Path]:
         with replacement("plot.png") as beside:
             figure.savefig(beside)
 
-    A file is replaced, a link stays and its target is replaced, a device or a pipe gets the content. OSError where `path` is a folder or
-    something else that is never a file, or where its folder doesn't exist. After an exception in the block everything is as it was before.
+    A file is replaced and keeps its mode and owner, a new one has the mode that the umask leaves. A link stays and its target is replaced,
+    a device or a pipe gets the content. OSError where `path` is a folder or something else that is never a file, where its folder doesn't
+    exist, and where the content can't be written, for example on a full disk. After an exception everything is as it was before.
     """
-    path = destination(path)
+    given, path = path, destination(path)
     through = is_stream(path)
     folder = Path(tempfile.gettempdir()) if through else path.parent
-    handle, name = tempfile.mkstemp(dir=folder, prefix=f".{path.stem}.", suffix=path.suffix)
-    os.close(handle)
-    beside = Path(name)
+    old = None if through or not path.exists() else path.stat()
+    beside: Path | None = None
     try:
-        yield beside
-        if through:
-            _pour(beside, path)
-        else:
-            beside.chmod(0o644)  # mkstemp makes it private
+        _remove_leftovers(folder)
+        handle, beside = _temporary(folder, path.suffix, 0o600 if through or old is not None else 0o666)
+        try:
+            yield beside
+            if through:
+                _pour(beside, path)
+                return
+            if old is not None:
+                _liken(handle, old)
             os.replace(beside, path)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno is None or (error.filename is not None and str(error.filename) != str(beside)):
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(given)) from None  # it is this file that the user knows
     finally:
-        beside.unlink(missing_ok=True)
+        if beside is not None:
+            beside.unlink(missing_ok=True)
 
 
 def write_atomically(content: str | bytes, path: str | os.PathLike[str]) -> None:
@@ -70,6 +88,45 @@ def is_stream(path: Path) -> bool:
     if os.path.realpath(path.parent).startswith("/proc/") or (path.is_symlink() and os.readlink(path).startswith("/proc/")):
         return path.exists()
     return path.is_fifo() or path.is_char_device()
+
+
+def _temporary(folder: Path, suffix: str, mode: int) -> tuple[int, Path]:
+    """A new file that this process has open and locked; the lock ends with the process."""
+    for count in itertools.count():
+        path = folder / f".autoshard-writing-{os.getpid()}-{count}{suffix}"
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+        except FileExistsError:
+            continue
+        with suppress(OSError):  # where files can't be locked, leftovers stay
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.fstat(handle).st_nlink:
+            return handle, path
+        os.close(handle)  # another process removed it before it was locked
+    raise AssertionError("unreachable")
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files that no process has locked."""
+    names: list[str] = []
+    with suppress(PermissionError):  # a folder may be written to but not listed
+        names = os.listdir(folder)
+    for path in (folder / name for name in names if TEMPORARY.fullmatch(name)):
+        with suppress(OSError):  # its process lives, or it is another user's, or gone
+            handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(handle)
+
+
+def _liken(handle: int, old: os.stat_result) -> None:
+    """Give an open file the owner, where that is allowed, and the mode of an older one."""
+    with suppress(OSError):
+        os.fchown(handle, old.st_uid, old.st_gid)
+    if os.fstat(handle).st_mode != old.st_mode:
+        os.fchmod(handle, stat.S_IMODE(old.st_mode))
 
 
 def _pour(source: Path, path: Path) -> None:

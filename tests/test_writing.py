@@ -1,6 +1,8 @@
 """`--out` replaces files only: a link stays, a device or a pipe is written into, a folder is refused."""
 
 import os
+import resource
+import signal
 import stat
 import subprocess
 import sys
@@ -140,3 +142,93 @@ def test_a_checkpoint_replaces_a_folder_only(tmp_path):
     (tmp_path / "folder").mkdir()
     clear_folder(tmp_path / ".folder.partial", tmp_path / "folder")
     assert only(tmp_path) == [".folder.partial", "file", "folder"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+@pytest.mark.parametrize("mode", [None, 0o600, 0o664, 0o444, 0o755])
+def test_a_new_file_has_the_mode_that_the_umask_leaves_and_an_old_one_keeps_its_own(tmp_path, umask, mode):
+    path = tmp_path / "plan.json"
+    if mode is not None:
+        path.write_text("old")
+        path.chmod(mode)
+    before = os.umask(umask)
+    try:
+        write_atomically("new", path)
+    finally:
+        os.umask(before)
+    assert path.read_text() == "new" and stat.S_IMODE(path.stat().st_mode) == (0o666 & ~umask if mode is None else mode)
+
+
+def test_what_replaces_a_private_file_is_never_readable_by_others(tmp_path):
+    (tmp_path / "plan.json").write_text("old")
+    (tmp_path / "plan.json").chmod(0o600)
+    with replacement(tmp_path / "plan.json") as beside:
+        assert stat.S_IMODE(beside.stat().st_mode) == 0o600
+
+
+HELD = """
+import sys
+from autoshard.writing import replacement
+with replacement(sys.argv[1]) as beside:
+    beside.write_text("half")
+    print(beside, flush=True)
+    sys.stdin.read()
+"""
+
+
+def writing_process(path: Path) -> tuple[subprocess.Popen, Path]:
+    """A process that is in the middle of writing, and its temporary file."""
+    process = subprocess.Popen([sys.executable, "-c", HELD, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_the_next_write_removes_what_killed_processes_left_and_nothing_else(tmp_path):
+    mine = [".autoshard-writing-notes.json", "x.autoshard-writing-1-0.json", ".a.b3x9.json"]
+    for name in mine:
+        (tmp_path / name).write_text("mine")
+    killed, left = writing_process(tmp_path / "a.json")
+    alive, held = writing_process(tmp_path / "b.json")
+    killed.kill()
+    killed.wait()
+    assert left.exists() and held.exists()
+    write_atomically("content", tmp_path / "c.json")
+    assert not left.exists() and held.exists()
+    alive.communicate("go on")
+    assert (tmp_path / "b.json").read_text() == "half" and only(tmp_path) == sorted([*mine, "b.json", "c.json"])
+
+
+def test_a_folder_that_may_not_be_listed_is_written_to(tmp_path, monkeypatch):
+    def refuse(_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    write_atomically("content", tmp_path / "a")
+    assert (tmp_path / "a").read_text() == "content"
+
+
+def test_a_full_disk_is_named_with_the_file_which_stays_as_it_was(tmp_path):
+    (tmp_path / "plan.json").write_text("old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match="plan.json") as caught:
+            write_atomically("x" * 5000, tmp_path / "plan.json")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert caught.value.strerror == "File too large" and caught.value.filename == str(tmp_path / "plan.json")
+    assert (tmp_path / "plan.json").read_text() == "old" and only(tmp_path) == ["plan.json"]
+
+
+@pytest.mark.skipif(not is_stream(Path("/dev/full")), reason="there is no /dev/full")
+def test_no_space_left_names_the_file(capsys):
+    assert main(["solve", EXAMPLE, "--out", "/dev/full", "--quiet"]) == 2
+    assert capsys.readouterr().err == "autoshard: /dev/full: No space left on device\n"
+
+
+def test_an_error_about_another_file_keeps_its_name(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught, replacement(tmp_path / "a"):
+        (tmp_path / "other").read_text()
+    assert caught.value.filename == str(tmp_path / "other") and only(tmp_path) == []
