@@ -94,15 +94,13 @@ def _temporary(folder: Path, suffix: str, mode: int) -> tuple[int, Path]:
     """A new file that this process has open and locked; the lock ends with the process."""
     for count in itertools.count():
         path = folder / f".autoshard-writing-{os.getpid()}-{count}{suffix}"
-        try:
+        with suppress(FileExistsError):
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
-        except FileExistsError:
-            continue
-        with suppress(OSError):  # where files can't be locked, leftovers stay
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        if os.fstat(handle).st_nlink:
-            return handle, path
-        os.close(handle)  # another process removed it before it was locked
+            with suppress(OSError):  # where files can't be locked, leftovers stay
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            if os.fstat(handle).st_nlink:
+                return handle, path
+            os.close(handle)  # another process removed it before it was locked
     raise AssertionError("unreachable")
 
 
