@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import itertools
 import os
 import re
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 TEMPORARY = re.compile(r"\.autoshard-writing-\d+-\d+(\..*)?")  # the names of temporary files: process, count, ending
@@ -28,9 +27,10 @@ def replacement(path: str | os.PathLike[str]) -> Iterator[Path]:
         with replacement("plot.png") as beside:
             figure.savefig(beside)
 
-    A file is replaced and keeps its mode and owner, a new one has the mode that the umask leaves. A link stays and its target is replaced,
-    a device or a pipe gets the content. OSError where `path` is a folder or something else that is never a file, where its folder doesn't
-    exist, and where the content can't be written, for example on a full disk. After an exception everything is as it was before.
+    A file is replaced and keeps its mode (and owner, if root writes), a new one has the mode that the umask leaves. A link stays and its
+    target is replaced, a device or a pipe gets the content. OSError where `path` is a folder or something else that is never a file, where
+    its folder doesn't exist, and where the content can't be written, for example on a full disk. After an exception everything is as it
+    was before.
     """
     given, path = path, destination(path)
     through = is_stream(path)
@@ -90,38 +90,53 @@ def is_stream(path: Path) -> bool:
     return path.is_fifo() or path.is_char_device()
 
 
-def _temporary(folder: Path, suffix: str, mode: int) -> tuple[int, Path]:
-    """A new file that this process has open and locked; the lock ends with the process."""
-    for count in itertools.count():
-        path = folder / f".autoshard-writing-{os.getpid()}-{count}{suffix}"
-        with suppress(FileExistsError):
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
-            with suppress(OSError):  # where files can't be locked, leftovers stay
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            if os.fstat(handle).st_nlink:
-                return handle, path
-            os.close(handle)  # another process removed it before it was locked
-    raise AssertionError("unreachable")
+def _temporary(folder: Path, suffix: str, mode: int, count: int = 0) -> tuple[int, Path]:
+    """A new file that this process has open and locked; the lock ends with the process. Where files can't be locked, leftovers stay."""
+    path = folder / f".autoshard-writing-{os.getpid()}-{count}{suffix}"
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+    except FileExistsError:
+        return _temporary(folder, suffix, mode, count + 1)
+    _lock(handle, fcntl.LOCK_EX)
+    if os.fstat(handle).st_nlink:
+        return handle, path
+    os.close(handle)  # another process removed it before it was locked
+    return _temporary(folder, suffix, mode, count + 1)
+
+
+def _lock(handle: int, how: int) -> bool:
+    try:
+        fcntl.flock(handle, how)
+    except OSError:
+        return False
+    return True
 
 
 def _remove_leftovers(folder: Path) -> None:
     """Remove the temporary files that no process has locked."""
-    names: list[str] = []
-    with suppress(PermissionError):  # a folder may be written to but not listed
-        names = os.listdir(folder)
-    for path in (folder / name for name in names if TEMPORARY.fullmatch(name)):
-        with suppress(OSError):  # its process lives, or it is another user's, or gone
-            handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-            finally:
-                os.close(handle)
+    if os.access(folder, os.R_OK):  # a folder may be written to but not listed
+        for name in filter(TEMPORARY.fullmatch, os.listdir(folder)):
+            _remove_unlocked(folder / name)
+
+
+def _remove_unlocked(path: Path) -> bool:
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:  # another user's, or gone
+        return False
+    try:
+        if free := _lock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            path.unlink(missing_ok=True)
+        return free
+    except PermissionError:  # another user's, in a folder of all users
+        return False
+    finally:
+        os.close(handle)
 
 
 def _liken(handle: int, old: os.stat_result) -> None:
     """Give an open file the owner, where that is allowed, and the mode of an older one."""
-    with suppress(OSError):
+    if os.geteuid() == 0:
         os.fchown(handle, old.st_uid, old.st_gid)
     if os.fstat(handle).st_mode != old.st_mode:
         os.fchmod(handle, stat.S_IMODE(old.st_mode))

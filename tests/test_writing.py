@@ -199,10 +199,8 @@ def test_the_next_write_removes_what_killed_processes_left_and_nothing_else(tmp_
 
 
 def test_a_folder_that_may_not_be_listed_is_written_to(tmp_path, monkeypatch):
-    def refuse(_):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(os, "access", lambda _, how: how != os.R_OK)
+    monkeypatch.setattr(os, "listdir", pytest.fail)
     write_atomically("content", tmp_path / "a")
     assert (tmp_path / "a").read_text() == "content"
 
