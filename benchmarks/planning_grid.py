@@ -29,6 +29,8 @@ NAMED = (  # those from which the grid began: model, mesh, examples, memory, rec
 )
 GAP, SECONDS = 1e-3, 60.0
 FIRST_GAP, FIRST_SECONDS = 1e-2, 20.0
+LIMITS_OVER, LIMITS_SECONDS = 0.1, 1.0  # a plan may take this share of its time limit more, and these seconds
+LEAST_SEARCH = 2.0  # seconds of search that may follow capture and pricing where these leave less of the limit
 MOST_BYTES = 2 * 2**30
 MOST_MISSED = 0.05  # of the cells
 STRIDE = 37  # prime to the number of cells: neighbours in the order of a selection differ in everything
@@ -63,6 +65,28 @@ def is_ok(row: dict) -> bool:
     within = row["gap"] <= GAP and row["first_gap"] <= FIRST_GAP and row["first_cpu_seconds"] <= FIRST_SECONDS
     proven = row["status"] == "infeasible" or within
     return proven and row["cpu_seconds"]["total"] <= SECONDS and row["peak_rss_bytes"] <= MOST_BYTES
+
+
+def over(row: dict, limit: float) -> float:
+    """CPU seconds by which a plan took longer than its time limit, or than capture, pricing and the first plan where these take longer."""
+    seconds = row["cpu_seconds"]
+    fixed = sum(seconds.get(phase, 0.0) for phase in ("capture", "candidates", "formulate", "describe"))
+    return seconds["total"] - max(limit, fixed + LEAST_SEARCH)
+
+
+def keeps_limit(row: dict, limit: float) -> bool:
+    """Whether a plan with a time limit took at most a tenth and a second longer, and ended with an answer or a sentence."""
+    return row["status"] != "crashed" and over(row, limit) <= LIMITS_OVER * limit + LIMITS_SECONDS
+
+
+def limited_line(row: dict) -> str:
+    seconds = row["cpu_seconds"]
+    phases = " ".join(f"{seconds.get(phase, 0.0):>7.1f}" for phase in ("capture", "formulate", "solve", "total"))
+    tail = f"{row['over_seconds']:>6.1f} {row['status']:>10} {row['gap']:>8.1e} {'ok' if row['ok'] else 'MISSED'}"
+    return f"{row['case']:34} {row['limit']:>5g} {phases} {tail}"
+
+
+LIMITED_HEADS = f"{'':34} {'limit':>5} {'capture':>7} {'formul.':>7} {'solve':>7} {'total':>7} {'over':>6} {'status':>10} {'gap':>8}"
 
 
 def line(row: dict) -> str:

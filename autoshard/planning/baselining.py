@@ -44,11 +44,10 @@ def solve_baselines(context: Context, instance: Instance) -> tuple[dict[str, dic
     long = context_parallel(formulated.graph, formulated.mesh, formulated.candidates)
     of_experts = expert_parallel(formulated.graph, formulated.mesh, formulated.candidates)
     for baseline in (*usual, *of_experts, *zero, *long):
-        left = options.time_limit - context.clock.elapsed
-        if left <= 0:
+        if context.is_over:
             rows[baseline.name] = {"cost_seconds": None, "peak_bytes": None, "status": "unknown", "matched": baseline.matched}
             continue
-        answer = _completed(instance, baseline, min(BASELINE_SECONDS, left / 8))
+        answer = _completed(context, instance, baseline, min(BASELINE_SECONDS, context.seconds_left() / 8))
         rows[baseline.name] = {
             "cost_seconds": answer.cost if answer.choice is not None else None,
             "peak_bytes": answer.peak,
@@ -64,17 +63,20 @@ def solve_baselines(context: Context, instance: Instance) -> tuple[dict[str, dic
 
 
 def scheme_price(
-    instance: Instance, baseline: Baseline, *, seconds: float = PRICE_SECONDS, gap: float = BASELINE_GAP
+    context: Context, instance: Instance, baseline: Baseline, *, seconds: float = PRICE_SECONDS, gap: float = BASELINE_GAP
 ) -> tuple[float, float] | None:
-    """Seconds of a scheme and its peak bytes, without a memory limit; None where its pins forbid each other."""
-    answer = _completed(instance, baseline, seconds, gap)
+    """Seconds of a scheme and its peak bytes, without a memory limit; None where its pins forbid each other, or there is no time left."""
+    if context.is_over:
+        return None
+    answer = _completed(context, instance, baseline, seconds, gap)
     return (answer.cost, float(answer.peak or 0.0)) if answer.choice is not None else None
 
 
-def _completed(instance: Instance, baseline: Baseline, seconds: float, gap: float = BASELINE_GAP) -> Answer:
+def _completed(context: Context, instance: Instance, baseline: Baseline, seconds: float, gap: float = BASELINE_GAP) -> Answer:
     """The best plan that follows a baseline's pins, without a memory limit."""
     pinned = replace(pinned_to(instance.formulated, baseline), usage_limit=None)
-    limits: dict[str, Any] = {"gap": gap, "time_limit": seconds, "homes": instance.homes}
+    limits: dict[str, Any] = {"gap": gap, "time_limit": min(seconds, context.seconds_left()), "homes": instance.homes}
+    limits["clock"] = context.clock.now
     if instance.shallow is None:
         return solve(pinned, **limits).in_passing()
     return instance.shallow.solve(pinned, preferred=False, **limits).in_passing()

@@ -105,7 +105,7 @@ class _Tests:
             return True
         if self.recomputed is None or "memory_limit" not in kinds or "recompute" in kinds:
             return False
-        if self.free_recomputed is None and self.now() < self.deadline:
+        if self.free_recomputed is None and self.now() < self.deadline and not self.context.lacks_time_to_formulate():
             mesh = self.context.mesh
             formulated = formulate_for(self.recomputed, candidates(self.recomputed, mesh), mesh, self.options)
             self.free_recomputed = _Free(formulated, demanded(formulated, self.options))

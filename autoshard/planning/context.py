@@ -20,6 +20,8 @@ from autoshard.planning.shallow import Shallow, correspondence
 from autoshard.problem import Problem
 from autoshard.strategies import Candidates, candidates
 
+LEAST_SECONDS = 1.0  # of search, at most the time limit, where capture and pricing leave less
+
 
 @dataclass(frozen=True, eq=False)
 class Context:
@@ -40,7 +42,21 @@ class Context:
 
     def seconds_left(self) -> float:
         """Of the time limit; never nothing, so that a solver can begin."""
-        return max(self.options.time_limit - self.clock.elapsed, 0.1)
+        return max(self.options.time_limit - self.clock.elapsed, min(LEAST_SECONDS, self.options.time_limit))
+
+    def within(self, share: float) -> Context:
+        """The same question for a part of the time that is left."""
+        until = self.clock.elapsed + share * self.seconds_left()
+        return replace(self, options=replace(self.options, time_limit=until))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time limit has passed."""
+        return self.clock.elapsed >= self.options.time_limit
+
+    def lacks_time_to_formulate(self) -> bool:
+        """Whether to price another graph of this size would exceed the time limit, by what the first one took."""
+        return self.clock.elapsed + self.clock.wall.get("formulate", 0.0) >= self.options.time_limit
 
     def all_recomputed(self) -> Graph | None:
         """The graph with every block recomputed; None where that is no alternative, or the model has no repeated blocks."""

@@ -70,8 +70,9 @@ def extrapolate(
         raise Infeasible(f"on the full model the plan needs {peak:.3f} GB per device, the limit is {limit:.3f} GB; plan the full model")
     with clock.phase("solve", "bounding all plans", 0.7):
         few = extended_from(context.shallow, deep, chosen)
-        messages = None if few is None else few.correspondence.messages(few.formulated, converged(few.formulated.problem)[1])
-        answer = certified(deep.problem, choice, messages=messages, gap=chosen.gap, time_limit=chosen.time_limit)
+        left: dict[str, Any] = {"time_limit": context.seconds_left(), "clock": clock.now}
+        messages = None if few is None else few.correspondence.messages(few.formulated, converged(few.formulated.problem, **left)[1])
+        answer = certified(deep.problem, choice, messages=messages, gap=chosen.gap, **left | {"time_limit": context.seconds_left()})
     with clock.phase("describe", "writing the plan", 0.95):
         assumptions = solution.noted("model", "set") | ({"ignored": depth.ignored} if depth.ignored else {})
         if order is not None:

@@ -154,10 +154,10 @@ def frontier(
     with clock.phase("formulate", "pricing layouts", 0.15), no_search_for_cycles():
         instance = instance_of(context, layouts)
     with clock.phase("solve", "sweeping the price of memory", 0.2):
-        starts, messages = _start(instance)
+        starts, messages = _start(context, instance)
         swept = hull(
-            instance.problem, points=points, gap=checked.gap, starts=starts, messages=messages, time_limit=checked.time_limit,
-            progress=_progress(clock),
+            instance.problem, points=points, gap=checked.gap, starts=starts, messages=messages, time_limit=context.seconds_left(),
+            progress=_progress(clock), clock=clock.now,
         )  # fmt: skip
     if not swept.points:
         raise Infeasible("no plan was found at any memory: take away a pin, or raise the time limit")
@@ -185,12 +185,12 @@ def _checked(model: object, mesh: object, points: object, options: Mapping[str, 
     return checked
 
 
-def _start(instance: Instance) -> tuple[list, np.ndarray | None]:
+def _start(context: Context, instance: Instance) -> tuple[list, np.ndarray | None]:
     """The plan without a limit and its messages, extended from few layers; nothing where pins make the layers differ."""
     shallow = instance.shallow
     if shallow is None or instance.problem is not instance.formulated.problem:
         return [], None
-    choice, messages = converged(shallow.formulated.problem)
+    choice, messages = converged(shallow.formulated.problem, time_limit=context.seconds_left(), clock=context.clock.now)
     if choice is None:
         return [], None
     return [shallow.correspondence.choice(choice)], shallow.correspondence.messages(shallow.formulated, messages)

@@ -19,12 +19,12 @@ from autoshard.baselines.uses import Group, Use, Uses, parameter_uses
 from autoshard.formulate import Formulation
 from autoshard.layout import text
 from autoshard.planning.baselining import scheme_price
-from autoshard.planning.context import Instance
+from autoshard.planning.context import Context, Instance
 
 Choice = Sequence[int]
 
 
-def modules_of(instance: Instance, choice: Choice) -> dict[str, dict]:
+def modules_of(context: Context, instance: Instance, choice: Choice) -> dict[str, dict]:
     """For every mesh axis that shards a weight where it is used, and the last axis: styles, dropped, seconds, peak_bytes."""
     formulated = instance.formulated
     graph, mesh = formulated.graph, formulated.mesh
@@ -39,11 +39,13 @@ def modules_of(instance: Instance, choice: Choice) -> dict[str, dict]:
         uses = uses_by_size[size]
         modes = {use: _mode(formulated, choice, use, k) for use in uses.uses}
         if any(modes.values()) or k == axes[-1]:
-            rows[mesh.axes[k].name] = _on_axis(instance, choice, k, uses, modes)
+            rows[mesh.axes[k].name] = _on_axis(context, instance, choice, k, uses, modes)
     return rows
 
 
-def _on_axis(instance: Instance, choice: Choice, axis: int, uses: Uses, modes: dict[Use, str]) -> dict[str, Any]:
+def _on_axis(
+    context: Context, instance: Instance, choice: Choice, axis: int, uses: Uses, modes: dict[Use, str]
+) -> dict[str, Any]:
     formulated = instance.formulated
     graph = formulated.graph
     tied = {name for pair in graph.tied for name in pair}
@@ -68,7 +70,7 @@ def _on_axis(instance: Instance, choice: Choice, axis: int, uses: Uses, modes: d
     for name, fully_shard in (("modules", False), ("fully_shard", True)):
         if not fully_shard or len([a for a in formulated.mesh.axes if a.size > 1]) > 1:
             scheme = launched(graph, formulated.mesh, formulated.candidates, axis, uses, roots, lone, fully_shard=fully_shard)
-            prices[name] = scheme_price(instance, scheme)
+            prices[name] = scheme_price(context, instance, scheme)
     known = {name: price for name, price in prices.items() if price is not None}
     return {
         "styles": styles,

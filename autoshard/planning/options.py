@@ -189,18 +189,18 @@ def checked_options(kind: type, options: Mapping[str, Any]) -> Any:
 
 
 class Stopwatch:
-    """CPU and wall seconds by phase, and the progress that the user sees."""
+    """CPU and wall seconds by phase, the progress that the user sees, and the clock that limits the search."""
 
-    def __init__(self, progress: Progress | None):
-        self.progress = progress
+    def __init__(self, progress: Progress | None, now: Callable[[], float] = time.monotonic):
+        self.progress, self.now = progress, now
         self.cpu: dict[str, float] = {}
         self.wall: dict[str, float] = {}
-        self.began = time.monotonic()
+        self.began = now()
 
     @property
     def elapsed(self) -> float:
-        """Wall seconds since it was started."""
-        return time.monotonic() - self.began
+        """Seconds since it was started."""
+        return self.now() - self.began
 
     def say(self, message: str, fraction: float) -> None:
         """Tell the user what is being done, and which fraction of the whole is done."""

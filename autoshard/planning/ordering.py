@@ -55,6 +55,7 @@ def planned_in_order(context: Context, plan: Callable[[Context], Solution]) -> S
                 graph=in_order(context.graph, order),
                 shallow=None if context.shallow is None or shallow is None else in_order(context.shallow, shallow),
                 assumptions={**context.assumptions, "sequence_order": order.to_dict()},
+                explains=context.explains and wanted == "head_tail",
             )
         )
     except Infeasible as error:

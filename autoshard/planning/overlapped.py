@@ -123,7 +123,7 @@ class _Search:
         for k in range(ROUNDS):
             known = [seconds_of_parts(self.problem, *self.tables, self.parts, choice) for choice in tried]
             best, most = best_prices(known)
-            if most - self.bound <= AGREED * most or self.context.seconds_left() <= 0.1:
+            if most - self.bound <= AGREED * most or self.context.is_over:
                 return
             prices = self._discounted(DISCOUNTS[k]) if k < len(DISCOUNTS) else STEP * best
             if k >= len(DISCOUNTS):
@@ -174,7 +174,7 @@ class _Search:
             before = self.seconds[self.best]
             for other in others:
                 for nodes in self._exchanges(self.best, other):
-                    if not left or self.context.seconds_left() <= 0.1:
+                    if not left or self.context.is_over:
                         return
                     mixed = list(self.best)
                     for v in nodes:

@@ -42,6 +42,8 @@ def padding_offers(context: Context, formulated: Formulation, cost: float) -> li
     for (name, dim, n), slots in _dims(formulated)[:TRIED]:
         larger = _with_sizes(graph, slots, _padded(n, p))
         possible = candidates(larger, formulated.mesh)
+        if context.lacks_time_to_formulate():
+            break
         gains = any(len(a) != len(b) for a, b in zip(possible.of, formulated.candidates.of, strict=True))
         padded = _best_cost(context, larger, possible) if gains else cost
         if padded is not None:
@@ -55,7 +57,9 @@ def _best_cost(context: Context, graph: Graph, layouts: Candidates) -> float | N
     options = context.options
     formulated = formulate_for(graph, layouts, context.mesh, options)
     pinned = with_pins(formulated, allowed_by_pins(formulated, options))
-    answer = solve(pinned, solver=options.solver, time_limit=BASELINE_SECONDS, gap=GAP).in_passing()
+    answer = solve(
+        pinned, solver=options.solver, time_limit=min(BASELINE_SECONDS, context.seconds_left()), clock=context.clock.now, gap=GAP
+    ).in_passing()
     return answer.cost if answer.choice is not None else None
 
 

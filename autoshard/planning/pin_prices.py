@@ -15,7 +15,8 @@ from autoshard.solvers import Answer, Status
 def pin_prices(context: Context, instance: Instance, answer: Answer) -> list[dict]:
     """Rows {kind, name, layout, costs_seconds, proven}; `answer` is the best plan under all pins.
 
-    Kept layouts are priced together, as one row. Where a search was not proven best, the price is that of the best plans known.
+    Kept layouts are priced together, as one row. Where a search was not proven best, the price is that of the best plans known. There is
+    no row for what there is no time left for.
     """
     options, formulated = context.options, instance.formulated
     assert answer.choice is not None
@@ -24,6 +25,8 @@ def pin_prices(context: Context, instance: Instance, answer: Answer) -> list[dic
     groups += [kept] if (kept := [one for one in demands if one.demand.kind == "keep"]) else []
     rows = []
     for k, group in enumerate(groups):
+        if context.is_over:
+            break
         context.clock.say(f"pricing the pins: {k + 1} of {len(groups)}", 0.98)
         freed = with_pins(formulated, together(one for one in demands if one not in group))
         without = solve_instance(context, replace(instance, problem=freed), [answer.choice]).in_passing()

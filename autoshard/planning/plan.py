@@ -70,6 +70,7 @@ def plan(
     *,
     progress: Progress | None = None,
     assumptions: Mapping | None = None,
+    watch: Stopwatch | None = None,
     **options: Any,
 ) -> Solution:
     """The fastest layout of every tensor of `model` on `mesh` that fits in memory, with its proof.
@@ -77,8 +78,11 @@ def plan(
     model, example_inputs: a module and the inputs of its forward (a tuple, or a dict of keyword arguments); the meta device
     costs no memory. options: the fields of `Options` (training, optimizer, memory_limit in bytes per device, pins, forbid, keep,
     price_pins, solver, time_limit in seconds, gap, baselines, recompute, tie_blocks). progress: called with (what is being done,
-    fraction done). assumptions: more facts to note in the solution. Threads plan in turn. ValueError on bad input; `Infeasible` when
-    nothing fits, with the demands that conflict.
+    fraction done). assumptions: more facts to note in the solution. watch: the clock, by default of wall seconds. Threads plan in turn.
+    ValueError on bad input; `Infeasible` when nothing fits, with the demands that conflict.
+
+    time_limit is for all of planning: the search ends then, and what is worked out beside the plan. Capture and pricing can't be cut
+    short; where they take longer, the answer is the first plan that is found within three seconds more.
 
         solution = plan(module, (tokens, targets), Mesh.from_bandwidths((2, 4)), training=True, memory_limit=80e9)
     """
@@ -87,7 +91,7 @@ def plan(
         raise ValueError(f"mesh is {type(mesh).__name__}; expected an autoshard.Mesh, for example Mesh.from_bandwidths((2, 4))")
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"model is {type(model).__name__}; expected a torch.nn.Module")
-    clock = Stopwatch(progress)
+    clock = watch or Stopwatch(progress)
     with clock.phase("capture", "capturing the model", 0.0), no_search_for_cycles():
         graph, depth = capture_deep(model, example_inputs, training=checked.training, precision=checked.precision, witness=checked.witness)
     return plan_captured(Context(graph, mesh, checked, clock, {**(assumptions or {}), **depth.noted}, depth.shallow))
@@ -138,7 +142,7 @@ def _plan_per_tensor(context: Context) -> Solution:
 
 
 def _plan_with_cheapest_recomputation(context: Context) -> Solution:
-    num_blocks, options = len(forward_blocks(context.graph)), context.options
+    num_blocks = len(forward_blocks(context.graph))
     careful = replace(context.options, gap=max(context.options.gap, RECOMPUTE_GAP))
     quick = replace(careful, baselines=False, objective="serial", solver="prices" if careful.solver == "auto" else careful.solver)
 
@@ -149,9 +153,9 @@ def _plan_with_cheapest_recomputation(context: Context) -> Solution:
     quick_plans: dict[int, Solution] = {}
 
     def quick_plan(k: int) -> Solution | None:
-        until = context.clock.elapsed + (options.time_limit - context.clock.elapsed) / 4  # the careful plan needs time too
+        until = context.within(1 / 4).options.time_limit  # the careful plan needs time too
         try:
-            quick_plans[k] = plan_with(k, replace(quick, time_limit=max(until, 0.1)))
+            quick_plans[k] = plan_with(k, replace(quick, time_limit=until))
         except Infeasible:
             return None
         return quick_plans[k]
@@ -212,7 +216,8 @@ def _overlapped(
 
 
 def _with_advice(context: Context, instance: Instance, answer: Answer, choice: tuple[int, ...], solution: Solution) -> Solution:
-    """The plan with what is known beside it: schemes for launchers, offers of padding, prices of pins. Ctrl-C leaves out the rest."""
+    """The plan with what is known beside it: schemes for launchers, offers of padding, prices of pins. Ctrl-C leaves out the rest, and so
+    does the time limit."""
     clock, options = context.clock, context.options
     if options.baselines or options.keep or options.price_pins:
         gap = f"within {solution.objective_gap:.2%} of the best" if solution.objective_gap < 1 else "with no useful bound"
@@ -220,8 +225,8 @@ def _with_advice(context: Context, instance: Instance, answer: Answer, choice: t
     try:
         if options.baselines:
             with clock.phase("describe", "pricing schemes of modules", 0.96), no_search_for_cycles():
-                solution = replace(solution, modules=modules_of(instance, choice))
-        if options.baselines and not options.recompute:
+                solution = replace(solution, modules=modules_of(context, instance, choice))
+        if options.baselines and not options.recompute and not context.lacks_time_to_formulate():
             with clock.phase("padding", "pricing padded parameters", 0.97):
                 offers = padding_offers(context, instance.formulated, answer.cost)
             solution = solution.noting(padding=offers) if offers else solution
@@ -249,10 +254,11 @@ def baseline_only(context: Context, name: str) -> Solution:
     with clock.phase("solve", f"completing {name}", 0.5):
         preference = instance.formulated.preference
         answer = solve(
-            instance.problem, solver=options.solver, time_limit=options.time_limit, gap=options.gap, preference=preference
+            instance.problem, solver=options.solver, time_limit=context.seconds_left(), clock=clock.now, gap=options.gap,
+            preference=preference,
         )  # fmt: skip
     if answer.choice is None:
         raise infeasible(context, instance, answer)
     assumptions = {**context.assumptions, "pinned_to": name, "matched": baseline.matched}
     solution = describe(instance.formulated, answer, options, {}, assumptions)
-    return replace(solution, modules=modules_of(instance, answer.choice), seconds=clock.seconds())
+    return replace(solution, modules=modules_of(context, instance, answer.choice), seconds=clock.seconds())

@@ -30,7 +30,7 @@ from autoshard.planning.microbatches import with_number_of_microbatches
 from autoshard.planning.module_schemes import modules_of
 from autoshard.planning.options import Infeasible, NoAnswer, Options, Progress, Stopwatch, checked_options
 from autoshard.planning.recomputing import as_asked
-from autoshard.planning.refusal import infeasible, searched_seconds, why_nothing_fits
+from autoshard.planning.refusal import infeasible, patience, why_nothing_fits
 from autoshard.planning.shallow import Correspondence, Shallow
 from autoshard.planning.solving import solve_instance
 from autoshard.problem import evaluate, usage_profile
@@ -39,6 +39,7 @@ from autoshard.solution import ProgramsSolution, Solution
 from autoshard.solvers import Answer, Status, solve
 from autoshard.strategies import candidates
 
+SHARE = 0.25  # of the time left: at most for one program alone
 OF_ALL = ("memory_limit", "time_limit", "gap", "accepted", "solver")  # options of all programs together
 NOT_HERE = {  # options of plan
     "tie_blocks": "its bound would not be that of all programs",
@@ -195,7 +196,7 @@ def _alone(
         with clock.phase("formulate", f"pricing layouts of {variant}", 0.7 * fraction), no_search_for_cycles():
             instance = instance_of(context, candidates(context.graph, mesh))
         with clock.phase("solve", f"solving {variant} alone", 0.7 * fraction):
-            answer = solve_instance(context, instance, ())
+            answer = solve_instance(context.within(SHARE), instance, ())
         if answer.choice is None:
             if answer.status is not Status.INFEASIBLE:
                 answer.in_passing()
@@ -241,7 +242,7 @@ def sub_mesh(mesh: Mesh, devices: Sequence[int]) -> Mesh:
 def _solved(joined: Joined, alone: Sequence[_Alone], options: Options, clock: Stopwatch) -> Answer:
     left = max(options.time_limit - clock.elapsed, 0.1)
     limits: dict[str, Any] = {"time_limit": left, "gap": options.gap, "preference": joined.preference, "homes": joined.homes}
-    limits |= {"patience": searched_seconds(options), "accepted": options.accepted, "starts": _starts(joined, alone)}
+    limits |= {"clock": clock.now, "patience": patience(options, left), "accepted": options.accepted, "starts": _starts(joined, alone)}
     shallow = _joined_shallow(joined, alone) if options.solver == "auto" else None
     if shallow is not None:
         return shallow.solve(joined.problem, **limits)
@@ -352,7 +353,7 @@ def _solution(one: _Alone, choice: tuple[int, ...]) -> Solution:
     status = Status.OPTIMAL if judged.cost <= bound * (1 + max(one.context.options.gap, 1e-9)) else Status.FEASIBLE
     answer = replace(one.answer, status=status, choice=choice, cost=judged.cost, bound=bound, peak=judged.peak)
     solution = describe(one.instance.formulated, answer, one.context.options, {}, one.context.assumptions)
-    return replace(solution, modules=modules_of(one.instance, choice))
+    return replace(solution, modules=modules_of(one.context, one.instance, choice))
 
 
 def _peaks(joined: Joined, choice: Sequence[int]) -> dict[str, float]:

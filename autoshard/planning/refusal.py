@@ -13,16 +13,16 @@ from autoshard.solvers import Answer, Status
 from autoshard.solvers.answer import Infeasibility
 
 PATIENCE = 120.0  # seconds of search for a first plan, where no time limit is set
+FIRST_SECONDS = 3.0  # of search for a first plan, at most the time limit, where capture and pricing leave less
 FEW = 6  # demands that the sentence names
 
 
 def infeasible(context: Context, instance: Instance, answer: Answer) -> Infeasible:
     """The exception for an answer without a choice. It names the demands that conflict, where it is proven that no plan exists."""
     conflict = Conflict((), False)
-    seconds = min(context.seconds_left(), CONFLICT_SECONDS)
     with context.clock.phase("refuse", "looking for what conflicts", 0.9):
-        if context.explains and answer.status is Status.INFEASIBLE:
-            conflict = find_conflict(context, instance, seconds=seconds)
+        if context.explains and answer.status is Status.INFEASIBLE and not context.is_over:
+            conflict = find_conflict(context, instance, seconds=min(context.seconds_left(), CONFLICT_SECONDS), now=context.clock.now)
     why = answer.infeasibility
     smallest = None if why is None or math.isinf(why.smallest_limit[0]) else why.smallest_limit
     sentence = why_nothing_fits(instance.problem, answer, context.options, conflict)
@@ -33,6 +33,11 @@ def infeasible(context: Context, instance: Instance, answer: Answer) -> Infeasib
 def searched_seconds(options: Options) -> float:
     """Seconds of search for a first plan: the time limit that was set, else PATIENCE."""
     return min(options.time_limit, PATIENCE) if options.time_limit == TIME_LIMIT else options.time_limit
+
+
+def patience(options: Options, left: float) -> float:
+    """Seconds until a search without any plan ends. left: seconds, of the time limit."""
+    return max(min(searched_seconds(options), left), min(FIRST_SECONDS, options.time_limit))
 
 
 def why_nothing_fits(problem: Problem, answer: Answer, options: Options, conflict: Conflict) -> str:

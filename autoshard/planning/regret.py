@@ -53,7 +53,7 @@ def regret(
         layouts = candidates(context.graph, mesh)
         instance = instance_of(context, layouts)
         pinned = baseline(context.graph, mesh, layouts, scheme)
-        price = scheme_price(instance, pinned, seconds=checked.time_limit, gap=0.0)
+        price = scheme_price(context, instance, pinned, seconds=checked.time_limit, gap=0.0)
     if price is None:
         raise ValueError(f"the layouts of {scheme} forbid each other on this mesh ({pinned.matched}); choose another launch")
     with clock.phase("solve", "bounding all plans", 0.6):

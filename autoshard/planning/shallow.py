@@ -13,7 +13,9 @@ the bound holds for any messages. Where a node has no corresponding node the dee
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -23,11 +25,13 @@ import numpy as np
 from autoshard.formulate import Formulation
 from autoshard.graph import Graph, repeated_blocks
 from autoshard.problem import Problem, evaluate, without_limit
-from autoshard.solvers import Answer, converged, solve
+from autoshard.solvers import TIME_LIMIT, Answer, converged, solve
+from autoshard.solvers.infeasibility import hopeless
 
-LAST_SECONDS = 0.1  # for the deep problem, after Ctrl-C
+PATIENCE = 120.0  # seconds: for a first choice of the shallow problem, which dual ascent decodes in its first sweeps
+LEAST_SECONDS = 0.1  # of a search, whatever time is left: it begins, and its starts are judged
 ASCENT_GAP = 1e-4  # relative, at most: dual ascent goes on to here, which is cheap; a plan of many layers is as good as that of few
-SHALLOW_SECONDS = 60.0  # for the shallow problem; where that ends without a proof, the deep problem is left to prove more
+SHALLOW_SECONDS, SHALLOW_SHARE = 60.0, 0.25  # for the shallow problem, of the time left; the deep problem is left to prove more
 NONE_CORRESPONDS = "{} of the deep graph has no corresponding op in the shallow one: the layers differ, or are too few"
 
 
@@ -71,25 +75,34 @@ class Shallow:
     homes: Sequence[int] | None = None  # the layer of every node
     _known: dict[tuple[float, bool], tuple] = field(default_factory=dict)  # answers without limit and pins
 
-    def solve(self, problem: Problem, *, gap: float = 0.0, preferred: bool = True, **options: Any) -> Answer:
+    def solve(
+        self, problem: Problem, *, gap: float = 0.0, preferred: bool = True, time_limit: float = TIME_LIMIT, patience: float = math.inf,
+        clock: Callable[[], float] = time.monotonic, **options: Any,
+    ) -> Answer:  # fmt: skip
         """The answer to a deep problem (with pins or without), found from that to the shallow problem under the same pins."""
-        if problem.usage_limit is not None and options.get("prices") is not None:  # the limit binds: a better beginning
-            return solve(problem, gap=gap, **options)
+        until, first_until = clock() + time_limit, clock() + patience
+        options |= {"gap": gap, "clock": clock, "time_limit": time_limit, "patience": patience}
+        binds = problem.usage_limit is not None and options.get("prices") is not None  # there is a better beginning
+        if binds or hopeless(problem):
+            return solve(problem, **options)
         small, limited = self._with_pins_of(problem), problem.usage_limit is not None
-        choice, messages, answer = self._free(small, gap, preferred and not limited)
+        choice, messages, answer = self._free(small, gap, preferred and not limited, clock, until)
+        if answer is not None and preferred and limited and answer.choice is not None:
+            if evaluate(problem, self.correspondence.choice(answer.choice)).fits:
+                choice, messages, answer = self._free(small, gap, preferred, clock, until)
+        options["time_limit"], options["patience"] = max(until - clock(), LEAST_SECONDS), max(first_until - clock(), LEAST_SECONDS)
         if answer is None:
-            return solve(problem, gap=gap, **options)
-        if preferred and limited and answer.choice is not None and evaluate(problem, self.correspondence.choice(answer.choice)).fits:
-            choice, messages, answer = self._free(small, gap, preferred)
-            assert answer is not None
+            return solve(problem, **options)
         if answer.interrupted:  # the best choice so far, extended to the deep problem, is the answer
-            options["time_limit"] = min(options.get("time_limit", LAST_SECONDS), LAST_SECONDS)
+            options["time_limit"] = LEAST_SECONDS
         start = self.correspondence.choice(answer.choice or choice)
         starts = [start, *options.pop("starts", ())]
-        deep = solve(problem, gap=gap, starts=starts, messages=self.correspondence.messages(self.formulated, messages), **options)
+        deep = solve(problem, starts=starts, messages=self.correspondence.messages(self.formulated, messages), **options)
         return replace(deep, interrupted=deep.interrupted or answer.interrupted)
 
-    def _free(self, small: Problem, gap: float, preferred: bool) -> tuple[Sequence[int], np.ndarray, Answer | None]:
+    def _free(
+        self, small: Problem, gap: float, preferred: bool, clock: Callable[[], float], until: float
+    ) -> tuple[Sequence[int], np.ndarray, Answer | None]:
         """The start and the messages of dual ascent, and the answer; None where there is none. Without pins it is kept."""
         known = self._known if small is self._without_limit else {}
         if (gap, preferred) in known:
@@ -97,12 +110,12 @@ class Shallow:
         if (gap, False) in known:
             choice, messages, _ = known[gap, False]
         else:
-            choice, messages = converged(small, gap=min(gap, ASCENT_GAP))
+            choice, messages = converged(small, gap=min(gap, ASCENT_GAP), time_limit=until - clock(), patience=PATIENCE, clock=clock)
         answer = None
         if choice is not None:
             answer = solve(
                 small, starts=[choice], messages=messages, gap=gap, preference=self.formulated.preference if preferred else None,
-                time_limit=SHALLOW_SECONDS, homes=self.homes,
+                time_limit=min(SHALLOW_SECONDS, max(SHALLOW_SHARE * (until - clock()), LEAST_SECONDS)), clock=clock, homes=self.homes,
             )  # fmt: skip
         known[gap, preferred] = (choice or (), messages, answer)
         return known[gap, preferred]

@@ -8,7 +8,7 @@ from typing import Any
 
 from autoshard.planning.context import Context, Instance
 from autoshard.planning.options import Stopwatch
-from autoshard.planning.refusal import searched_seconds
+from autoshard.planning.refusal import patience
 from autoshard.planning.tying import solve_tied
 from autoshard.solvers import Answer, solve
 
@@ -22,11 +22,13 @@ def solve_instance(
     starts: choices that the search may begin with; prices: as for `solve`; preferred: by a fixed order among answers of equal cost.
     """
     options, problem = context.options, instance.problem
-    limits: dict[str, Any] = {"time_limit": context.seconds_left(), "gap": options.gap, "progress": _progress(context.clock, options.gap)}
+    limits: dict[str, Any] = {"time_limit": context.seconds_left(), "clock": context.clock.now, "gap": options.gap}
+    limits["progress"] = _progress(context.clock, options.gap)
     limits["preference"] = instance.formulated.preference if preferred else None
     if options.tie_blocks:
         return solve_tied(instance.formulated, problem, solver=options.solver, **limits)
-    limits |= {"patience": searched_seconds(options), "homes": instance.homes, "accepted": options.accepted, "prices": prices}
+    limits |= {"patience": patience(options, context.seconds_left()), "homes": instance.homes}
+    limits |= {"accepted": options.accepted, "prices": prices, "explains": context.explains}
     if instance.shallow is not None:
         return instance.shallow.solve(problem, starts=starts, preferred=preferred, **limits)
     return solve(problem, solver=options.solver, starts=starts, **limits)

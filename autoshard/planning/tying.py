@@ -10,6 +10,7 @@ Tied plans are easier to read and to run. The gap says how much more they may co
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,18 +32,20 @@ def solve_tied(
     gap: float,
     preference: Sequence[np.ndarray],
     progress: Callable[[float, float], None] | None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Answer:
     """The best answer in which equal ops of repeated blocks have equal choices, with a bound on all answers."""
+    until = clock() + time_limit
     groups = tied_groups(formulated)
     small = tied(problem, groups)
     tied_preference = [np.zeros(len(c)) for c in small.node_costs]
     for v, p in zip(groups, preference, strict=True):
         tied_preference[v] = tied_preference[v] + p
-    answer = solve(small, solver=solver, time_limit=time_limit, gap=gap, preference=tied_preference)
+    answer = solve(small, solver=solver, time_limit=time_limit, gap=gap, preference=tied_preference, clock=clock)
     if answer.choice is None:
         return answer
     choice = tuple(answer.choice[v] for v in groups)
-    untied = certified(problem, choice, gap=gap, time_limit=time_limit, progress=progress)
+    untied = certified(problem, choice, gap=gap, time_limit=until - clock(), progress=progress, clock=clock)
     return replace(untied, solver=answer.solver, seconds=answer.seconds, reduced=answer.reduced)
 
 

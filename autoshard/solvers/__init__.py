@@ -14,6 +14,7 @@ from .ilp import ILP as ILP
 from .memory_hull import Hull as Hull
 from .memory_hull import HullPoint as HullPoint
 from .memory_hull import hull as hull
+from .solve import TIME_LIMIT as TIME_LIMIT
 from .solve import certified as certified
 from .solve import converged as converged
 from .solve import solve as solve

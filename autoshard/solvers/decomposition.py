@@ -117,7 +117,7 @@ class PartSolver:
         return PartAnswer(choice, evaluate(self.problem, choice).cost, bound)
 
     def _solved(self, priced: Problem, message: list[np.ndarray] | None) -> Incumbent:
-        inner = Incumbent(priced, Record(priced, self.outer.deadline, PART_GAP * self.outer.gap, self.outer.record.clock))
+        inner = Incumbent(priced, Record(priced, self.outer.until, PART_GAP * self.outer.gap, self.outer.record.clock))
         if message is None:
             self.settle(inner, None)
             return inner

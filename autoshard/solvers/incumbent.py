@@ -28,7 +28,7 @@ class Record:
     clock: Callable[[], float]
     progress: Callable[[float, float], None] | None = None
     tolerance: float = TOLERANCE  # relative
-    patience: float = math.inf  # seconds on the clock: the deadline while there is no answer
+    patience: float = math.inf  # seconds on the clock: the deadline while there is no answer, if finite; it may be later than the other
     accepted_gap: float = 0.0  # relative: enough from `accepted_from` on
     accepted_from: float = math.inf  # seconds on the clock
     worst: float = math.inf  # no answer costs more, so a bound above it proves that none exists
@@ -129,12 +129,18 @@ class Incumbent:
     def proven(self) -> bool:
         return self.bound == math.inf or (self.record.choice is not None and self.cost - self.bound <= self.slack)
 
-    def time_left(self) -> float:
-        record = self.record
-        until = self.deadline if record.choice is not None else min(self.deadline, record.patience)
+    @property
+    def until(self) -> float:
+        """When the search has to end, in seconds on the clock."""
+        record, until = self.record, self.deadline
+        if record.choice is None and math.isfinite(record.patience):
+            until = record.patience if until == record.deadline else min(until, record.patience)
         if record.cost - record.bound <= record.accepted_gap * abs(record.cost):
             until = min(until, record.accepted_from)
-        return until - record.clock()
+        return until
+
+    def time_left(self) -> float:
+        return self.until - self.record.clock()
 
     @property
     def done(self) -> bool:

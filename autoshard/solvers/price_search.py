@@ -57,7 +57,7 @@ def search_prices(problem: Problem, incumbent: Incumbent, messages: np.ndarray |
     assert limit is not None
     record = incumbent.record
     fine, coarse = (max(record.gap / part, AGREED) for part in (FINE, COARSE))
-    lagrangian = Lagrangian(without_limit(problem), incumbent.deadline, record.clock, coarse, exact_seconds=0.0, homes=record.homes)
+    lagrangian = Lagrangian(without_limit(problem), incumbent.until, record.clock, coarse, exact_seconds=0.0, homes=record.homes)
     for known in (*record.starts, *(() if incumbent.choice is None else (incumbent.choice,))):
         lagrangian.add(known)
     if record.prices is not None:
@@ -132,6 +132,7 @@ def report(lagrangian: Lagrangian, incumbent: Incumbent, limit: float) -> None:
     incumbent.record.fitting |= {f.choice: f.cost for f in fitting}
     if fitting:
         incumbent.offer(min(fitting, key=lambda f: f.cost).choice)
+        lagrangian.deadline = incumbent.until  # a first answer changes it
 
 
 def around(lagrangian: Lagrangian, limit: float) -> tuple[KnownAnswer, KnownAnswer] | None:

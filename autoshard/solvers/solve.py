@@ -28,6 +28,7 @@ from .price_search import PriceSearch
 from .settle import continue_from, polish
 
 TIME_LIMIT = 10000.0  # seconds
+EXPLAIN_SECONDS = 1.0  # which at least have to be left to look for the smallest limit that works
 PREFERENCE_SHARES = (1e-6, 1e-9)  # of the cost, for all preferences together
 PREFERENCE_TOLERANCE = 1e-12  # the first share over the nodes of a large problem
 
@@ -62,18 +63,21 @@ def solve(
     messages: np.ndarray | None = None,
     prices: Mapping[int, float] | None = None,
     homes: Sequence[int] | np.ndarray | None = None,
+    explains: bool = True,
     progress: Callable[[float, float], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Answer:
     """The cheapest choice that fits, with its proof; `time_limit` in seconds, `gap` relative.
 
     `accepted`: (a relative gap, seconds): the search ends after so many seconds if it has an answer within that gap, else as soon as it
-    has one. `patience`: seconds after which the search ends if it has no answer yet, nor a proof that there is none.
+    has one. `patience`: seconds after which the search ends, instead of `time_limit`, if it has no answer yet, nor a proof that there is
+    none; as soon as it has one, `time_limit` counts.
     `starts` are choices that may be feasible; those that exceed the limit help a search over prices. `messages`: those of dual ascent on a
     similar problem (`converged`), which continues from them before anything else is tried; a start that this proves is not changed for
     `preference`.
     `prices`: seconds per byte, by time, of the best bound of a search over prices on a similar problem (`Answer.prices`).
     `homes`: a number per node, for example its layer; where few edges join different ones, the parts are solved one by one (parts.py).
+    `explains`: where no answer fits, work out the smallest limit that works (`Answer.infeasibility`).
     `progress` is called with (cost, bound) whenever one of them improves.
     Ctrl-C ends the search, not the program: the best known answer is returned.
     """
@@ -102,7 +106,7 @@ def solve(
             chosen.run(problem, incumbent)
         if incumbent.proven and preference is not None and record.choice is not None and not record.carried:
             _prefer(record, preference)
-        if incumbent.proven and record.choice is None:
+        if explains and incumbent.proven and record.choice is None and clock() + EXPLAIN_SECONDS < record.deadline:
             infeasibility = explain_infeasible(given, incumbent)
     except KeyboardInterrupt:  # the user doesn't want to wait longer: the best known answer is the answer
         interrupted = True
@@ -142,11 +146,12 @@ def certified(
 
 
 def converged(
-    problem: Problem, *, gap: float = 0.0, time_limit: float = TIME_LIMIT, clock: Callable[[], float] = time.monotonic
-) -> tuple[Sequence[int] | None, np.ndarray]:
+    problem: Problem, *, gap: float = 0.0, time_limit: float = TIME_LIMIT, patience: float = math.inf,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[Sequence[int] | None, np.ndarray]:  # fmt: skip
     """The best choice that dual ascent decodes without the memory limit, and its messages: a start and messages for `solve`."""
     free = without_limit(problem)
-    record = Record(free, clock() + time_limit, gap, clock)
+    record = Record(free, clock() + time_limit, gap, clock, patience=clock() + patience)
     messages = converge(free, Incumbent(free, record))
     return record.choice, messages
 
