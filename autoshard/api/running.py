@@ -75,8 +75,9 @@ def parallelize(
         return captured_pipeline(on_meta, example_inputs, pipeline)
 
     with deep_enough(model):
+        number = pipeline.mesh.num_devices
         return parallel_pipeline(
-            model, captured, device_mesh, pipeline.mesh.num_devices, example_inputs, schedule=schedule, **options
+            model, captured, device_mesh, number, example_inputs, digest=pipeline.digest, schedule=schedule, **options
         )
 
 

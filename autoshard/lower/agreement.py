@@ -19,16 +19,20 @@ class RankLost(RuntimeError):
     """Another rank of the mesh has died or doesn't answer."""
 
 
-def agree(complaint: str | None, what: str, group: dist.ProcessGroup | None = None) -> None:
+def agree(complaint: str | None, what: str, group: dist.ProcessGroup | None = None, plan: str = "", lost: str | None = None) -> None:
     """Every rank calls this at the same point. ValueError on all of them when one complains; RankLost when one isn't there.
 
-    what: what the ranks are about to do, for the message. group: of the ranks, by default all.
+    what: what the ranks are about to do, for the message. group: of the ranks, by default all. plan: the digest of what a rank is about
+    to run; where the ranks have different ones, that is the error, since other complaints may follow from it. lost: the sentence of
+    RankLost, where it isn't the usual one.
     """
-    complaints: list[str | None] = [complaint]
+    said: list[Any] = [(complaint, plan)]
     if dist.is_initialized() and dist.get_world_size(group) > 1:
-        complaints = [None] * dist.get_world_size(group)
-        with rank_lost(what):
-            dist.all_gather_object(complaints, complaint, group=group)
+        said = [None] * dist.get_world_size(group)
+        with rank_lost(what, lost or LOST):
+            dist.all_gather_object(said, (complaint, plan), group=group)
+    _check_same([plan for _, plan in said])
+    complaints: list[str | None] = [complaint for complaint, _ in said]
     raised = [(rank, text) for rank, text in enumerate(complaints) if text is not None]
     if not raised:
         return
@@ -36,6 +40,25 @@ def agree(complaint: str | None, what: str, group: dist.ProcessGroup | None = No
     ranks = [rank for rank, text in raised if text == first]
     who = "" if len(ranks) == len(complaints) else f" (on rank {', '.join(map(str, ranks))} of {len(complaints)})"
     raise ValueError(f"{first}{who}")
+
+
+def _check_same(plans: list[str]) -> None:
+    """ValueError where the ranks have different plans. plans: their digests, by rank."""
+    if len(set(plans)) > 1:
+        ranks = {plan: [rank for rank, other in enumerate(plans) if other == plan] for plan in dict.fromkeys(plans)}
+        each = "; ".join(f"plan {plan[:8]} on rank {_numbers(of)}" for plan, of in ranks.items())
+        raise ValueError(f"the ranks have different plans: {each}; start all ranks with the same plan, as of one file")
+
+
+def _numbers(ranks: list[int]) -> str:
+    """Ranks in order, runs of them by their ends: 0-2, 5."""
+    ends = [[k, k] for k in ranks[:1]]
+    for k in ranks[1:]:
+        if k == ends[-1][1] + 1:
+            ends[-1][1] = k
+        else:
+            ends.append([k, k])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ends)
 
 
 def share(value: Any, complaint: str | None, what: str, group: dist.ProcessGroup | None = None) -> Any:

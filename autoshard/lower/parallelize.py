@@ -25,7 +25,7 @@ from autoshard.capture import Returned, capture_module, constants, deep_enough, 
 from autoshard.capture.held import filled, listed, state_of
 from autoshard.graph import Graph
 from autoshard.layout import Layout, parse
-from autoshard.lower.agreement import agree, grouped, join, limit_waiting, patiently, share
+from autoshard.lower.agreement import absent, agree, grouped, join, limit_waiting, patiently, share
 from autoshard.lower.call_inputs import CallInputs
 from autoshard.lower.collectives import Groups, Rank
 from autoshard.lower.distribute import copy_with, distributed, on_meta
@@ -102,7 +102,7 @@ def parallel_module(
 
     group: of the mesh's ranks, where these are not all ranks; only they call this.
     """
-    agree(_complaint(model, solution, device_mesh, group), "comparing plan, model and mesh", group)
+    agree(_complaint(model, solution, device_mesh, group), "comparing plan, model and mesh", group, solution.digest)
     if device_mesh.device_type == "cuda":
         check_gpus()
     mesh = solution.mesh
@@ -139,6 +139,10 @@ class OnMesh(Protocol):
     def mesh(self) -> Mesh:
         """All its devices."""
 
+    @property
+    def digest(self) -> str:
+        """A hash of what ranks run of it."""
+
 
 def device_mesh(solution: OnMesh, *, backend: str | None = None, timeout: float = 40.0) -> DeviceMesh:
     """The device mesh of a plan or a pipeline on the processes that torchrun (or another launcher) started; every rank calls this.
@@ -146,7 +150,7 @@ def device_mesh(solution: OnMesh, *, backend: str | None = None, timeout: float 
     backend: where torch sees GPUs, nccl for them and gloo for objects and asynchronous checkpoints; else gloo. A process group that exists
     already is used. With nccl each rank uses a GPU of its own. timeout: seconds within which all ranks must call; give more where they are
     started far apart. ValueError, the same on every rank, when their number isn't the plan's, or where there are more ranks than GPUs on
-    a host; RankLost where one does not call.
+    a host, or where their plans differ; RankLost where one does not call.
     """
     backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     cuda = "nccl" in backend
@@ -155,9 +159,8 @@ def device_mesh(solution: OnMesh, *, backend: str | None = None, timeout: float 
     except ValueError as error:
         n = solution.mesh.num_devices
         raise ValueError(f"no processes to run on ({error}); start them with: torchrun --nproc-per-node {n} SCRIPT ...") from None
-    complaint = _wrong_number(solution)
-    if complaint is not None:  # it is the same on every rank
-        raise ValueError(complaint)
+    lost = absent(timeout) if formed else None
+    agree(_wrong_number(solution), "comparing the plans", plan=solution.digest, lost=lost)  # another mesh would make other groups
     if cuda:
         use_gpu()
     return grouped("cuda" if cuda else "cpu", solution.mesh.shape, solution.mesh.axis_names, timeout if formed else None)

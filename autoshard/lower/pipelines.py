@@ -41,6 +41,7 @@ from autoshard.lower.stage_graphs import stage_graphs
 from autoshard.lower.stage_run import PipelineRank, StageRun
 from autoshard.lower.stages import LoweredStage, LoweredStages, lower_stages, why_no_loss
 from autoshard.mesh import Mesh
+from autoshard.solution import files
 from autoshard.solution.staged import PipelineToRun
 
 
@@ -60,15 +61,17 @@ def parallel_pipeline(
     num_devices: int,
     example_inputs: Any,
     *,
+    digest: str,
     schedule: str | None = None,
     from_first_rank: bool = True,
     timeout: float = 50.0,
 ) -> nn.Module:
     """The model as a pipeline; every rank of the mesh calls this. captured: of the model on the meta device, called on the first rank.
+    digest: of this rank's pipeline; ValueError where ranks have different ones.
 
     schedule: a class of torch.distributed.pipelining or a file `.csv` of units (F, B, I, W) per device group, instead of the plan's order.
     """
-    agree(_complaint(device_mesh, num_devices), "comparing pipeline and mesh")
+    agree(_complaint(device_mesh, num_devices), "comparing pipeline and mesh", plan=digest)
     if device_mesh.device_type == "cuda":
         check_gpus()
     program = _captured_for_all(on_meta(model), captured)
@@ -93,7 +96,7 @@ def parallel_pipeline(
         torch_schedule = _schedule(runs, plan, schedule)
     except (ValueError, AssertionError, OSError) as error:
         complaint = f"the schedule {schedule or ''} can't run this pipeline: {error}"
-    agree(complaint, "preparing the schedule")
+    agree(complaint, "preparing the schedule", plan="" if torch_schedule is None else _digest(torch_schedule))
     inputs, planned = _inputs(model, example_inputs, device_mesh)
     sharded: Any = module
     sharded.__dict__["_runner"] = PipelineRunner(plan, stages, runs, torch_schedule, inputs, planned, place, held_on)
@@ -278,6 +281,12 @@ def _schedule(runs: list[StageRun], plan: PipelineToRun, schedule: str | None) -
     if dict(runtime.stage_index_to_group_rank) != groups:
         raise ValueError(f"it has stages on groups {dict(runtime.stage_index_to_group_rank)}, the plan {groups}")
     return runtime
+
+
+def _digest(torch_schedule: PipelineScheduleMulti) -> str:
+    """Of the units of all device groups: another schedule may come from a file."""
+    order = getattr(torch_schedule, "pipeline_order_with_comms", torch_schedule.pipeline_order)
+    return files.digest({"schedule": {d: list(map(str, units)) for d, units in order.items()}})
 
 
 def _actions(plan: PipelineToRun) -> dict[int, list[_Action | None]]:

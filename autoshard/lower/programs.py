@@ -259,7 +259,7 @@ def parallelize_programs(
 ) -> nn.Module:
     """As `parallelize`, for a plan of several programs. parallel_module: makes the module of one of them (lower.parallelize)."""
     home = plan.families[plan.home]
-    agree(_why_not(model, plan), "comparing plan and models")
+    agree(_why_not(model, plan), "comparing plan and models", plan=plan.digest)
     models = {name: model[name] if isinstance(model, Mapping) else model for name in plan.family_names}
     everywhere = DeviceSet(plan.mesh, tuple(range(plan.mesh.num_devices)))
 

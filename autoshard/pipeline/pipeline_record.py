@@ -10,7 +10,7 @@ from autoshard.mesh import Mesh
 from autoshard.pipeline.schedules import Schedule, schedule_of
 from autoshard.reading import data_of
 from autoshard.solution import Placed
-from autoshard.solution.files import write
+from autoshard.solution.files import digest, write
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,11 @@ class Pipeline:
         """All devices of the cluster as one axis, for `device_mesh`."""
         kinds = self.assumptions.get("cluster") or [{"nodes": 1, "devices": 1 + max(max(stage.devices) for stage in self.stages)}]
         return Mesh.from_bandwidths((sum(kind["nodes"] * kind["devices"] for kind in kinds),))
+
+    @property
+    def digest(self) -> str:
+        """A hash of what ranks run of this plan, by which they see that they have the same one."""
+        return digest(self.to_dict(layouts=True))
 
     def to_dict(self, *, layouts: bool = False) -> dict[str, Any]:
         """Plain data: the keys of `autoshard pipeline --json`. layouts: include those of every op."""

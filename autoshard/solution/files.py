@@ -8,13 +8,16 @@ The result must be as sound as JSON (reading.check_sound): a list that is referr
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
 import pickle
 import pickletools
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from autoshard.reading import FORMATS, MOST_VALUES, check_sound, content_of, parsed
 from autoshard.writing import write_atomically
@@ -32,6 +35,20 @@ def write(data: dict, path: str | os.PathLike[str]) -> None:
     path = Path(path)
     content = pickle.dumps(data, protocol=4) if path.suffix in PICKLE_SUFFIXES else (json_text(data) + "\n").encode()
     write_atomically(content, path)
+
+
+# what decides what the ranks of a plan run; the rest of a plan says how it was found and what it costs
+RUN = frozenset(
+    "mesh layouts results training parameters peak_bytes assumptions home families switches devices keeps_state copies stages schedule "
+    "microbatches".split()
+)
+
+
+def digest(data: Mapping[str, Any]) -> str:
+    """A hash of what is run of a plan's plain data: equal for equal plans, whenever and wherever they were made."""
+    kept: dict[str, Any] = {key: value for key, value in data.items() if key in RUN}
+    kept["programs"] = {name: digest(program) for name, program in data.get("programs", {}).items()}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def json_text(data: object, indent: int = 0) -> str:

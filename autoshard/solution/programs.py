@@ -18,7 +18,7 @@ from typing import Any
 
 from autoshard.mesh import Mesh
 from autoshard.reading import checked
-from autoshard.solution.files import read, write
+from autoshard.solution.files import digest, read, write
 from autoshard.solution.record import FORMAT, Solution, plain
 
 
@@ -102,6 +102,11 @@ class ProgramsSolution:
             switched = {"copied": len(self.copied(family)), "switch_seconds": self.switch_seconds(family)}
             rows.append({"name": name, **own, "loss": self.loss(name), **switched, "peak_bytes": self.peaks[name]})
         return rows
+
+    @property
+    def digest(self) -> str:
+        """A hash of what ranks run of this plan, by which they see that they have the same one."""
+        return digest(self.to_dict())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to `path`, completely or not at all: `.pkl` and `.dill` as a pickle of plain containers, anything else as JSON."""

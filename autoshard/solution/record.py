@@ -21,7 +21,7 @@ from autoshard.graph import Chosen, Graph, Offload, SequenceOrder
 from autoshard.layout import parse
 from autoshard.mesh import Axis, Device, Kernels, Mesh, TestedSteps, check_shape
 from autoshard.precision import Precision
-from autoshard.solution.files import write
+from autoshard.solution.files import digest, write
 from autoshard.solution.interval import interval, price_errors
 from autoshard.solution.provided import provided
 
@@ -253,6 +253,11 @@ class Solution:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to `path`, completely or not at all: `.pkl` and `.dill` as a pickle of plain containers, anything else as JSON."""
         write(self.to_dict(), path)
+
+    @property
+    def digest(self) -> str:
+        """A hash of what ranks run of this plan, by which they see that they have the same one."""
+        return digest(self.to_dict())
 
     def to_dict(self) -> dict:
         """Plain dicts, lists, strings and finite numbers; `from_dict` is the inverse."""
