@@ -14,6 +14,7 @@ The values of problems are not checked for soundness one by one: their schema al
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import math
@@ -71,6 +72,9 @@ FORMATS = {
     "operators": Format("torch's table of operators", "the native_functions.yaml of an installed torch", 16 * MB),
     "model": Format("a model's file", "Python source with a function that returns (module, example_inputs)", 16 * MB),
     "launch": Format("a launcher's configuration", "TOML, YAML, JSON, or arguments, as the launcher reads them", MB),
+    "checkpoint": Format("a checkpoint's manifest", "the manifest.json that save_checkpoint wrote", 256 * MB, "checkpoint.1"),
+    # 100 bytes per part of a tensor
+    "index": Format("a checkpoint's index", "the .metadata that save_checkpoint or torch.distributed.checkpoint wrote", 1000 * MB),
     "config": Format("a config", "the config.json of a Hugging Face model", 16 * MB, "config.1"),
 }  # fmt: skip
 
@@ -94,6 +98,14 @@ def content_of(path: str | os.PathLike[str], kind: str) -> bytes:
     if len(content) > form.most_bytes:
         raise ValueError(f"{path} is larger than {form.most_bytes // MB} MB, which {form.name} never is; expected {form.expected}")
     return _unpacked(content, path, form) if Path(path).suffix == ".gz" else content
+
+
+def file_facts(path: str | os.PathLike[str]) -> dict[str, int | str]:
+    """`bytes` and `sha256` of a regular file, as a checkpoint's manifest has them. FileNotFoundError where there is none."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError(f"{path} is {_kind_of_file(os.stat(path).st_mode)}; expected a regular file")
+    with open(path, "rb") as file:
+        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": file.tell()}
 
 
 def _kind_of_file(mode: int) -> str:

@@ -13,7 +13,8 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from autoshard.mesh import Mesh
 from autoshard.solution import load
-from autoshard.solution.files import PLACEMENT_MODULES, Inert, _Reader
+from autoshard.solution.files import PLACEMENT_MODULES, _placements
+from autoshard.solution.pickles import Inert, _Reader
 from tests.helpers_mutations import bad_bytes
 from tests.helpers_solutions import MESH, linear_solution
 
@@ -174,7 +175,7 @@ def test_many_changed_pickles_are_read_or_refused_under_a_memory_cap(tmp_path):
 
 def test_the_classes_of_a_file_are_its_own_and_stay_empty():
     content = b"\x80\x02" + SHARD + b")\x81}U\x03dimK\x01sb."
-    first, second = _Reader(content), _Reader(content)
+    first, second = _Reader(content, _placements()), _Reader(content, _placements())
     one, two = first.load(), second.load()
     assert isinstance(one, Inert) and vars(one) == {"dim": 1} and type(one) is not type(two)
     assert "dim" not in vars(type(one))

@@ -62,8 +62,9 @@ TABLE = {
 
 LAZY_FACADE = ("__init__.py", "__main__.py")  # directly below autoshard: they name what is public
 LAZY_NAMES = ("api/__init__.py",)  # it loads the names that its imports for type checkers list: test_api_door.py
-READS_FILES = ("reading",)  # what comes from outside passes one door, which knows sizes, soundness and schemas
-OPENS_FILES = ("writing", "reading", "solution", "report", "cli")
+# what comes from outside passes one door, which knows sizes, soundness and schemas; the shards of checkpoints are torch's own files
+READS_FILES = ("reading", "lower/checkpoint_files")
+OPENS_FILES = ("writing", "reading", "solution", "report", "cli", "lower/checkpoint_files")
 READING_CALLS = {
     "read_text", "read_bytes", "torch.load", "json.load", "pickle.load", "np.load", "np.loadtxt", "np.fromfile", "np.memmap",
 }  # fmt: skip

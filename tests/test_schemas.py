@@ -8,6 +8,8 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from referencing import Registry, Resource
 
 import autoshard
@@ -16,6 +18,7 @@ from autoshard.calibrate.cluster import cluster
 from autoshard.calibrate.rates import OpSample
 from autoshard.cli import main
 from autoshard.cost.curves import save_cluster
+from autoshard.lower.checkpoint_files import Writer
 from autoshard.mesh import Device
 from autoshard.problem import read_contest, write_choice
 from autoshard.solvers import solve
@@ -72,6 +75,12 @@ def choice(path: Path) -> None:
     write_choice(path, solve(read_contest(DATA / "iopddl" / "example.json")))
 
 
+def checkpoint(path: Path) -> None:
+    folder = path.with_name("checkpoint")
+    dcp.save({"model": {"w": torch.zeros(2, 3)}, "extra": (7,)}, storage_writer=Writer(folder, "0123"), no_dist=True)
+    path.write_bytes((folder / "manifest.json").read_bytes())
+
+
 def sharding_map(path: Path) -> None:
     autoshard.export(plan(), "sharding_map", path)
 
@@ -86,7 +95,7 @@ def pipeline(path: Path) -> None:
 
 MADE = {
     "solution.1": solution, "frontier.1": frontier, "curves.1": curves, "cluster.1": measured, "choice.1": choice, "programs.1": programs,
-    "sharding_map.1": sharding_map, "placements.1": placements, "pipeline.1": pipeline,
+    "sharding_map.1": sharding_map, "placements.1": placements, "pipeline.1": pipeline, "checkpoint.1": checkpoint,
 }  # fmt: skip
 
 

@@ -120,7 +120,7 @@ def parallel_module(
     runner = Runner(inputs, _Builder(captured, solution, inputs, timeout), state_of, frozen, number=solution.microbatches)
     refuse_parts(sharded)
     sharded.__class__ = parallel_class(type(model))
-    sharded.__dict__["_runner"] = runner
+    sharded.__dict__["_runner"], sharded.__dict__["_digest"] = runner, solution.digest
     return sharded
 
 

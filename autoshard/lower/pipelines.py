@@ -99,6 +99,7 @@ def parallel_pipeline(
     agree(complaint, "preparing the schedule", plan="" if torch_schedule is None else _digest(torch_schedule))
     inputs, planned = _inputs(model, example_inputs, device_mesh)
     sharded: Any = module
+    sharded.__dict__["_digest"] = digest
     sharded.__dict__["_runner"] = PipelineRunner(plan, stages, runs, torch_schedule, inputs, planned, place, held_on)
     return module
 

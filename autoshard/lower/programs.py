@@ -276,7 +276,7 @@ def parallelize_programs(
         maker = _Maker(name, plan, held, main, everywhere, where, own, group, sent, from_first_rank, timeout, parallel_module)
         families[name] = maker.family(models[name], pad)
     main.__class__ = type(f"Programs{type(main).__name__}", (ProgramsModule, type(main)), {"__module__": type(main).__module__})
-    main.__dict__["_programs"] = Programs(plan, families, sent, home)
+    main.__dict__["_programs"], main.__dict__["_digest"] = Programs(plan, families, sent, home), plan.digest
     for name, batch in (example_inputs or {}).items():
         for module in list(families[name].shapes.values())[:1]:
             module.__dict__["_runner"].prepare(module, batch)

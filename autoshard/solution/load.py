@@ -7,7 +7,8 @@ import os
 
 from autoshard.mesh import Mesh
 from autoshard.reading import checked, refuse_other
-from autoshard.solution.files import Inert, read
+from autoshard.solution.files import read
+from autoshard.solution.pickles import Inert
 from autoshard.solution.programs import ProgramsSolution, load_programs, programs_of
 from autoshard.solution.record import FORMAT, Placed, Solution
 

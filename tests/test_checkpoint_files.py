@@ -1,0 +1,365 @@
+"""Checkpoints of strangers and damaged ones: nothing in them is run, and a missing, truncated or changed file is one sentence on all ranks."""
+
+import copy
+import io
+import json
+import os
+import pickle
+import shutil
+import zipfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoshard
+from autoshard.lower.checkpoint_files import INDEX, MANIFEST, PlainPlanner, Reader, Writer, contents, why_broken
+from autoshard.reading import file_facts
+from models import mlp
+from tests.helpers import fast_mesh
+from tests.helpers_ranks import results, run_ranks
+from tests.test_parallelize import perceptron
+
+EXTRA = {"step": 3, "rates": [0.1, {"a": (1, 2.5, None)}], 7: "sieben", "draws": torch.arange(4)}
+
+
+def state(extra=EXTRA) -> dict:
+    generator = torch.Generator().manual_seed(0)
+    return {"model": {"w": torch.randn(64, 8, generator=generator), "b": torch.zeros(5, dtype=torch.bfloat16)}, "extra": (extra,)}
+
+
+def written(folder: Path, *, manifest: bool) -> Path:
+    """A checkpoint of one process, as save_checkpoint writes it, or as torch alone does."""
+    dcp.save(state(), storage_writer=Writer(folder, "0123") if manifest else dcp.FileSystemWriter(folder), no_dist=True)
+    return folder
+
+
+def loaded(folder: Path) -> dict:
+    """What load_checkpoint does on a single rank, without a module. ValueError where it refuses."""
+    held = contents(folder)
+    if (why := why_broken(folder, held, 0, 1)) is not None:
+        raise ValueError(why)
+    found = copy.deepcopy(state(None))
+    found["model"]["w"].zero_()
+    dcp.load(found, storage_reader=Reader(folder, held.index), planner=PlainPlanner(), no_dist=True)
+    return found
+
+
+def refusal(folder: Path) -> str:
+    """The sentence, or of DCP's exceptions what failed on the rank."""
+    try:
+        loaded(folder)
+    except ValueError as error:
+        return str(error)
+    except dcp.api.CheckpointException as failed:
+        return str(failed.failures[0][0])
+    return ""
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_what_was_saved_is_loaded_with_or_without_a_manifest(tmp_path, manifest):
+    found, expected = loaded(written(tmp_path / "saved", manifest=manifest)), state()
+    assert torch.equal(found["model"]["w"], expected["model"]["w"]) and torch.equal(found["model"]["b"], expected["model"]["b"])
+    extra = found["extra"][0]
+    assert torch.equal(extra.pop("draws"), EXTRA["draws"]) and extra == {key: x for key, x in EXTRA.items() if key != "draws"}
+    if manifest:
+        noted = json.loads((tmp_path / "saved" / MANIFEST).read_text())
+        assert noted["tensors"]["model.w"] == {"shape": [64, 8], "dtype": "float32"} and noted["plan"] == "0123"
+        assert noted["files"].keys() == {INDEX, "__0_0.distcp"}
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------------------
+
+
+def flipped(file: Path) -> None:
+    """16 bytes of a tensor's values."""
+    content = bytearray(file.read_bytes())
+    at = content.find(state()["model"]["w"].numpy().tobytes()[:64]) if file.suffix == ".distcp" else len(content) // 2
+    assert at >= 0
+    content[at : at + 16] = bytes(byte ^ 0x40 for byte in content[at : at + 16])
+    file.write_bytes(content)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-20])
+
+
+def missing(file: Path) -> None:
+    file.unlink()
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def a_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def a_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def a_device(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
+DAMAGES = (flipped, cut, missing, empty, a_folder, a_pipe, a_device)
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("name", ["__0_0.distcp", INDEX, MANIFEST])
+@pytest.mark.parametrize("manifest", [True, False])
+def test_a_damaged_file_is_refused_by_name(tmp_path, manifest, name, damage):
+    folder = written(tmp_path / "saved", manifest=manifest)
+    if not manifest and name == MANIFEST:
+        return
+    damage(folder / name)
+    said = refusal(folder)
+    assert str(folder / name) in said and "\n" not in said, said
+
+
+def test_a_flip_that_torch_alone_loads_in_silence(tmp_path):
+    """The control: without these checks the 16 bytes are in the model."""
+    folder = written(tmp_path / "saved", manifest=True)
+    flipped(folder / "__0_0.distcp")
+    found = state(None)
+    dcp.load(found, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    assert not torch.equal(found["model"]["w"], state()["model"]["w"])
+
+
+# -- hostile content -----------------------------------------------------------------------------------------------------------------
+
+
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+def rewritten(folder: Path, change) -> None:
+    """The index changed, and the manifest made to agree with it, as somebody would who wants it to be loaded."""
+    index = dcp.FileSystemReader(folder).read_metadata()
+    (folder / INDEX).write_bytes(pickle.dumps(change(index) or index))
+    agreeing(folder)
+
+
+def agreeing(folder: Path) -> None:
+    if (folder / MANIFEST).exists():
+        noted = json.loads((folder / MANIFEST).read_text())
+        noted["files"] = {name: file_facts(folder / name) for name in noted["files"]}
+        (folder / MANIFEST).write_text(json.dumps(noted))
+
+
+def in_entry(folder: Path, value: object, **options) -> None:
+    """A value that is no tensor replaced by another one."""
+    index = dcp.FileSystemReader(folder).read_metadata()
+    (key,) = (key for key in index.storage_data if key.fqn == "extra")
+    content = io.BytesIO()
+    torch.save(value, content, **options)
+    entry = index.storage_data[key]
+    with open(folder / entry.relative_path, "ab") as file:
+        begin = file.tell()
+        file.write(content.getvalue())
+
+    def change(index: Metadata) -> None:
+        index.storage_data[key] = _StorageInfo(entry.relative_path, begin, len(content.getvalue()))
+
+    rewritten(folder, change)
+
+
+PLACES = {
+    "the whole index": lambda index, evil: evil,
+    "its planner's data": lambda index, evil: setattr(index, "planner_data", evil),
+    "its version": lambda index, evil: setattr(index, "version", evil),
+    "a key": lambda index, evil: index.state_dict_metadata.update({evil: index.state_dict_metadata["model.w"]}),
+    "a tensor": lambda index, evil: index.state_dict_metadata.update({"model.w": evil}),
+    "a dtype": lambda index, evil: setattr(index.state_dict_metadata["model.w"].properties, "dtype", evil),
+    "a size": lambda index, evil: setattr(index.state_dict_metadata["model.w"], "size", evil),
+    "an entry's place": lambda index, evil: index.storage_data.update({MetadataIndex("model.w", (0, 0)): evil}),
+    "a folder": lambda index, evil: setattr(index.storage_meta, "checkpoint_id", evil),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("manifest", [True, False])
+def test_nothing_in_an_index_is_run(tmp_path, manifest, place):
+    folder, mark = written(tmp_path / "saved", manifest=manifest), tmp_path / "ran"
+    rewritten(folder, lambda index: PLACES[place](index, Payload(mark)))
+    said = refusal(folder)
+    assert "posix.mkdir, which a checkpoint's index never needs; it was not run" in said and not mark.exists()
+    pickle.loads((folder / INDEX).read_bytes())
+    assert mark.exists()  # the control: this is how torch reads it
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_nothing_in_an_entry_is_run(tmp_path, manifest):
+    folder, mark = written(tmp_path / "saved", manifest=manifest), tmp_path / "ran"
+    in_entry(folder, (Payload(mark),))
+    assert "posix.mkdir" in refusal(folder) and not mark.exists()
+    dcp.load(state(None), storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    assert mark.exists()
+
+
+HOSTILE = {
+    "a file outside": lambda index: index.storage_data.update(moved(index, "../outside")),
+    "a file of the system": lambda index: index.storage_data.update(moved(index, "/etc/passwd")),
+    "the folder itself": lambda index: index.storage_data.update(moved(index, ".")),
+    "a negative offset": lambda index: index.storage_data.update(moved(index, "__0_0.distcp", offset=-5)),
+    "a long entry": lambda index: index.storage_data.update(moved(index, "__0_0.distcp", length=2**70)),
+    "a short entry": lambda index: index.storage_data.update(moved(index, "__0_0.distcp", length=7)),
+    "an entry beyond the end": lambda index: index.storage_data.update(moved(index, "__0_0.distcp", offset=2**40)),
+    "an extension": lambda index: index.storage_data.update(moved(index, "__0_0.distcp", transform_descriptors=["zstd"])),
+    "a tensor without an entry": lambda index: index.storage_data.pop(MetadataIndex("model.w", (0, 0))) and None,
+    "a huge tensor": lambda index: setattr(index.state_dict_metadata["model.w"], "size", torch.Size([2**40, 2**20])),
+    "parts that are not all": lambda index: setattr(index.state_dict_metadata["model.w"], "chunks", []),
+    "parts twice": lambda index: index.state_dict_metadata["model.w"].chunks.extend(index.state_dict_metadata["model.w"].chunks),
+    "no tensors": lambda index: setattr(index, "state_dict_metadata", None),
+    "a list": lambda index: [index],
+    "a number as a dtype": lambda index: setattr(index.state_dict_metadata["model.w"].properties, "dtype", 7),
+}
+
+
+def moved(index: Metadata, path: str, **changed) -> dict:
+    key = MetadataIndex("model.w", (0, 0))
+    old = index.storage_data[key]
+    return {key: _StorageInfo(**{"relative_path": path, "offset": old.offset, "length": old.length, **changed})}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+@pytest.mark.parametrize("manifest", [True, False])
+def test_an_index_that_asks_for_other_things_is_refused(tmp_path, manifest, what):
+    folder = written(tmp_path / "saved", manifest=manifest)
+    rewritten(folder, HOSTILE[what])
+    said = refusal(folder)
+    assert said and "\n" not in said and len(said) < 500, said
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_an_entry_that_unpacks_to_more_than_it_has_is_refused(tmp_path, manifest):
+    folder = written(tmp_path / "saved", manifest=manifest)
+    in_entry(folder, torch.zeros(1000))
+    index, name = dcp.FileSystemReader(folder).read_metadata(), folder / "__0_0.distcp"
+    entry = next(entry for key, entry in index.storage_data.items() if key.fqn == "extra")
+    with zipfile.ZipFile(io.BytesIO(name.read_bytes()[entry.offset :])) as plain:
+        parts = {member: plain.read(member) for member in plain.namelist()}
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for member, content in parts.items():
+            archive.writestr(member, content)
+    begin = name.stat().st_size
+    name.write_bytes(name.read_bytes() + packed.getvalue())
+
+    def change(index: Metadata) -> None:
+        key = next(key for key in index.storage_data if key.fqn == "extra")
+        index.storage_data[key] = _StorageInfo(entry.relative_path, begin, len(packed.getvalue()))
+
+    rewritten(folder, change)
+    assert "compressed" in refusal(folder)
+
+
+# -- ranks ---------------------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def planned():
+    return autoshard.plan(*mlp.tiny(), fast_mesh((2,)), training=True, baselines=False)
+
+
+def parallel() -> tuple[nn.Module, torch.optim.Optimizer]:
+    module = autoshard.parallelize(perceptron(), planned(), init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    module(*(torch.ones(16, 32) * k for k in (1, 2))).backward()
+    optimizer.step()
+    return module, optimizer
+
+
+def values(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.full_tensor().detach().clone() for name, p in module.named_parameters()}
+
+
+def saves_and_loads(rank: int, folder: str) -> list:
+    """Saved in three ways, each loaded into a module with other values: what was loaded, and whether all values are back."""
+    (module, optimizer), facts = parallel(), []
+    saved = values(module)
+    autoshard.save_checkpoint(f"{folder}/now", module, optimizer, extra=EXTRA)
+    autoshard.save_checkpoint(f"{folder}/later", module, optimizer, extra=EXTRA, wait=False).result()
+    old = {"model": get_model_state_dict(module), "optimizer": get_optimizer_state_dict(module, optimizer), "extra": {"step": 3}}
+    dcp.save(old, checkpoint_id=f"{folder}/old")  # as versions without a manifest did, and as a stranger does
+    for name in ("now", "later", "old"):
+        with torch.no_grad():
+            for p in module.parameters():
+                p.zero_()
+        extra = autoshard.load_checkpoint(f"{folder}/{name}", module, optimizer)
+        facts.append((extra["step"], all(torch.equal(x, saved[key]) for key, x in values(module).items())))
+    return facts
+
+
+def loads(rank: int, folders: list[str]) -> list[str]:
+    """The sentence of each damaged checkpoint; nothing may be loaded."""
+    module, optimizer = parallel()
+    before, said = values(module), []
+    for folder in folders:
+        try:
+            autoshard.load_checkpoint(folder, module, optimizer)
+            said.append("loaded")
+        except ValueError as error:
+            said.append(str(error))
+        assert all(torch.equal(x, before[key]) for key, x in values(module).items()), folder
+    for wrong in ({"path": Path("x")}, {"module": nn.Linear(2, 2)}, {"call": os.mkdir}):
+        try:
+            autoshard.save_checkpoint(f"{folders[0]}.other", module, extra=wrong)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.slow
+def test_every_way_of_saving_is_loaded_and_damage_is_one_sentence_on_all_ranks(tmp_path):
+    for facts in results(2, saves_and_loads, str(tmp_path)):
+        assert facts == [(3, True)] * 3
+    assert json.loads((tmp_path / "now" / MANIFEST).read_text())["plan"] == planned().digest
+    folders, names = [], []
+    for kind, damage in (("now", flipped_anywhere), ("now", cut), ("now", missing), ("later", flipped_anywhere), ("old", flipped_anywhere),
+                         ("old", missing), ("now", a_pipe)):  # fmt: skip
+        for name in ("__0_0.distcp", "__1_0.distcp", INDEX, *([MANIFEST] if kind != "old" and damage is not flipped_anywhere else [])):
+            if kind == "old" and name == INDEX and damage is flipped_anywhere:
+                continue  # nothing tells what it was
+            folders.append(str(tmp_path / f"{kind}{len(folders)}"))
+            shutil.copytree(tmp_path / kind, folders[-1])
+            damage(Path(folders[-1]) / name)
+            names.append(name)
+    found = run_ranks(2, loads, folders)
+    assert found[0] == found[1], found
+    for folder, name, said in zip(folders, names, found[0]):
+        assert f"{folder}/{name}" in said and "not a complete checkpoint" in said, said
+    refused = found[0][len(folders) :]
+    assert len(refused) == 3 and all("extra holds what load_checkpoint would not read" in said for said in refused), refused
+
+
+def flipped_anywhere(file: Path) -> None:
+    """16 bytes of the largest entry's values."""
+    content = bytearray(file.read_bytes())
+    at = len(content) // 2
+    if file.suffix == ".distcp":
+        index = dcp.FileSystemReader(file.parent).read_metadata()
+        entry = max((e for e in index.storage_data.values() if e.relative_path == file.name), key=lambda e: e.length)
+        with zipfile.ZipFile(io.BytesIO(content[entry.offset : entry.offset + entry.length])) as archive:
+            largest = max(archive.infolist(), key=lambda member: member.file_size)
+        at = entry.offset + largest.header_offset + 200
+    content[at : at + 16] = bytes(byte ^ 0x40 for byte in content[at : at + 16])
+    file.write_bytes(content)
