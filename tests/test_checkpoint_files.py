@@ -1,4 +1,4 @@
-"""Checkpoints of strangers and damaged ones: nothing in them is run, and a missing, truncated or changed file is one sentence on all ranks."""
+"""Checkpoints of strangers and damaged ones: nothing in them is run, a missing, truncated or changed file is one sentence on all ranks."""
 
 import copy
 import io

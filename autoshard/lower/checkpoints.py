@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 from autoshard.lower.agreement import agree, rank_lost, share
 from autoshard.lower.checkpoint_files import (
     Contents,
-    Planner,
+    PlainPlanner,
     Reader,
     Writer,
     contents,
