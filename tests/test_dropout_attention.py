@@ -8,8 +8,8 @@ from torch import nn
 from autoshard import api
 from autoshard.capture import capture
 from autoshard.cost.compute import op_flops, op_seconds
+from autoshard.lower.generator import draws
 from autoshard.lower.kernels import dropout_attention
-from autoshard.lower.kernels.dropout import draws
 from autoshard.mesh import DEVICES
 from autoshard.strategies.candidates import candidates
 from tests.helpers_lower import mesh_of

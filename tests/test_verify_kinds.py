@@ -17,9 +17,7 @@ from autoshard import api
 from autoshard.capture import capture
 from autoshard.graph import Graph, Op, Ref, Result, Tensor
 from autoshard.lower import plant_fault, run_global, verify_program
-from autoshard.lower.kernels import dropout
-from autoshard.lower.kernels.dropout import draws
-from autoshard.lower.kernels.sharded_op import local
+from autoshard.lower.generator import draws
 from autoshard.lower.sharding import gap, largest
 from autoshard.lower.unsharded import run_unsharded
 from autoshard.mesh import Mesh
@@ -289,21 +287,6 @@ def test_layouts_that_explain_uneven_parts_are_looked_for_by_the_shapes_of_all_r
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------------------------
-
-
-def test_a_rank_that_draws_another_mask_is_found(monkeypatch):
-    """Each rank draws the mask of its part alone."""
-
-    @local
-    def alone(rank, a, *, shape, layout):
-        return torch.ops.aten.native_dropout(a["input"], a["p"], True)
-
-    graph, values = one_op("aten.native_dropout.default", torch.ones(64), 0.5, True)
-    layouts = laid(graph, ["S(0)"], ["S(0)", "S(0)"])
-    assert verify_program(graph, layouts, {}, mesh_of(2), values).ok
-    monkeypatch.setattr(dropout, "native_dropout", alone)
-    found = verify_program(graph, layouts, {}, mesh_of(2), values)
-    assert [(m.op, m.output) for m in found.placement_mismatches] == [("op", 0), ("op", 1)]
 
 
 def test_random_ops_draw_one_after_the_other():

@@ -19,7 +19,7 @@ from autoshard.formulate import Training, formulate
 from autoshard.graph import Graph
 from autoshard.lower import Verification, faults, lower, run_local_tensor, verify_program
 from autoshard.lower.dry_run import dry_run as lower_dry_run
-from autoshard.lower.kernels.dropout import draws
+from autoshard.lower.generator import draws
 from autoshard.lower.unsharded import run_unsharded, with_errors_of
 from autoshard.mesh import Mesh
 from autoshard.planning.describe import layouts_of, results_of

@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses import FakeTensor
+from torch.utils import _pytree as pytree
 
 from autoshard.capture.inputs import Named
+from autoshard.capture.random_ops import draws, memory_order
 from autoshard.graph import Const, Graph, Op, Ref, Result, Tensor, Value
+from autoshard.graph.random import ORDER, PER_ELEMENT, RANDOM
 
 # Norms whose statistics (outputs 1 and 2) are float32 for inputs of 16 bits on a GPU, but not in every case on a CPU; their kernels
 # (lower.kernels.norms) make them so everywhere.
@@ -141,7 +144,18 @@ def _op(node: fx.Node, values: Mapping[fx.Node, Value], module: str) -> Op:
     result = node.meta["val"]
     outputs = tuple(_tensor(t) for t in _asked(node, result)) if isinstance(result, (tuple, list)) else (_tensor(result),)
     backward = node.meta.get("partitioner_tag") == "is_backward" or bool(node.meta.get("autograd_backward"))
-    return Op(node.name, str(node.target), tuple(inputs), literals, outputs, "compute", module, _alias(node), backward)
+    kind = "compute"
+    if draws(node.target):
+        kind, literals = RANDOM, _with_order(node, literals)
+    return Op(node.name, str(node.target), tuple(inputs), literals, outputs, kind, module, _alias(node), backward)
+
+
+def _with_order(node: fx.Node, literals: tuple) -> tuple:
+    """The literals of a random op with the order in which it draws, where that isn't row-major."""
+    drawn = node.args[0].meta["val"] if str(node.target) == "aten.bernoulli.p" else node.meta["val"]  # what bernoulli_ writes into
+    first = next(x for x in pytree.tree_leaves(drawn) if isinstance(x, torch.Tensor))
+    order = memory_order(first) if str(node.target) in PER_ELEMENT else ()
+    return (literals[0], tuple(sorted((*literals[1], (ORDER, order))))) if order else literals
 
 
 def _asked(node: fx.Node, results: Sequence[Any]) -> Sequence[Any]:

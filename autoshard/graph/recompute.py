@@ -2,7 +2,7 @@
 
 Let B be a block, a set of forward ops:
 
-    kept        a value that is produced outside B or that a forward op outside B reads; it stays as it is
+    kept        a value that is produced outside B or that a forward op outside B reads, or that is drawn at random; it stays as it is
     saved       a value that is produced in B, isn't kept, and is read by a backward op
     recomputed  the ops of B that saved values depend on, back to kept values               (`_needed`)
 
@@ -17,13 +17,14 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from autoshard.graph.casts import with_shared_casts
+from autoshard.graph.random import is_random
 from autoshard.graph.records import Graph, Op, Value
 
 SUFFIX = "_recomputed"
 
 
 def recompute(graph: Graph, blocks: Sequence[Collection[int]]) -> Graph:
-    """The graph in which each block (op indices of its forward ops) is recomputed. ValueError where a block has random ops."""
+    """The graph in which each block (op indices of its forward ops) is recomputed."""
     before: dict[int, list[int]] = {}  # position: ops to copy in front of it
     for block in blocks:
         members = frozenset(i for i in block if not graph.ops[i].is_placeholder and not graph.ops[i].backward)
@@ -31,16 +32,13 @@ def recompute(graph: Graph, blocks: Sequence[Collection[int]]) -> Graph:
         copied = sorted(_needed(graph, members, saved))
         if not copied:
             continue
-        random = [graph.ops[i].name for i in copied if is_random(graph.ops[i])]
-        if random:
-            raise ValueError(f"{random[0]} draws random numbers, which would differ when it is recomputed; turn dropout off")
         at = min(i for value in saved for i, _ in graph.users[value] if graph.ops[i].backward)
         before.setdefault(at, []).extend(copied)
     return with_shared_casts(_with_copies(graph, before))
 
 
 def _is_kept(graph: Graph, members: frozenset[int], value: Value) -> bool:
-    if value[0] not in members:
+    if value[0] not in members or is_random(graph.ops[value[0]]):
         return True
     return any(i not in members and not graph.ops[i].backward for i, _ in graph.users.get(value, ()))
 
@@ -67,14 +65,6 @@ def _needed(graph: Graph, members: frozenset[int], saved: Iterable[Value]) -> se
         needed.add(i)
         waiting += [value[0] for value in graph.ops[i].inputs if not _is_kept(graph, members, value)]
     return needed
-
-
-RANDOM = ("dropout", "bernoulli", "rand", "multinomial", "normal")
-
-
-def is_random(op: Op) -> bool:
-    name = op.target.split(".")[1] if "." in op.target else ""
-    return any(word in name for word in RANDOM)
 
 
 def _with_copies(graph: Graph, before: dict[int, list[int]]) -> Graph:

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field, replace
 
 from autoshard.graph.blocks import repeated_blocks
 from autoshard.graph.casts import CAST
-from autoshard.graph.recompute import SUFFIX, is_random
+from autoshard.graph.random import is_random
+from autoshard.graph.recompute import SUFFIX
 from autoshard.graph.records import Const, Graph, Op, Ref, Value
 
 SELECTED, OFFLOADED, RELOADED = "selected", "offloaded", "reloaded"  # kinds of ops, and the ends of the last two's names

@@ -75,7 +75,7 @@ class _Tiling:
         if not seeds:
             raise ValueError(f"the parameters of {container} don't repeat after {period} of its layers")
         self.parts = tiled_repetitions(repeats, self.inputs, seeds, container)
-        if not any(self.graph.ops[part.repetition.start].kind == "compute" for part in self.parts if part.repetition.start < len(ops)):
+        if all(self.graph.ops[part.repetition.start].is_placeholder for part in self.parts if part.repetition.start < len(ops)):
             raise ValueError(f"no part of the graph repeats with the layers of {container}: they differ, or there are too few of them")
         self.home = homes([part.repetition for part in self.parts], len(self.items))
         grown = [part.repetition.period * times for part in self.parts]

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Partial, Shard
 
 from autoshard.graph import Graph, Value
 from autoshard.layout import Layout, R, S, is_legal, parse, text
+from autoshard.lower.generator import draws
 from autoshard.lower.literals import INSTEAD, ROWS
 from autoshard.mesh import Mesh
 from autoshard.solution import Placed
@@ -36,9 +37,10 @@ def plant_fault(layouts: Mapping[str, Placed], graph: Graph, mesh: Mesh, seed: i
 
 
 def _faults(layouts: Mapping[str, Placed], graph: Graph, mesh: Mesh, i: int) -> Iterator[tuple[str, int, Layout]]:
-    """(op name, output, wrong layout) for op i. Ops whose literals follow their layout are left out: the wrong layout would come true."""
+    """(op name, output, wrong layout) for op i. Ops whose literals or draws follow their layout are left out: the wrong layout would come
+    true."""
     op = graph.ops[i]
-    if op.is_placeholder or not op.inputs or (op.target in ROWS and op.target not in INSTEAD):
+    if op.is_placeholder or not op.inputs or draws(op.target) or (op.target in ROWS and op.target not in INSTEAD):
         return
     for k, tensor in enumerate(op.outputs):
         written = layouts[op.name].outputs[k]

@@ -27,15 +27,13 @@ from autoshard.capture.grouped_mm import fake_grouped_mm
 from autoshard.graph import Graph
 from autoshard.lower.collectives import Groups
 from autoshard.lower.flow import owners, size
+from autoshard.lower.generator import is_random
 from autoshard.lower.kernels.offload import with_waits
 from autoshard.lower.program import RankProgram, Redistribute, ReturnResult, RunOp, Slot
 from autoshard.lower.run import run_rank
 
 _c10d = torch.ops._c10d_functional
 aten = torch.ops.aten
-RANDOM = {
-    aten.bernoulli.p, aten.rand.default, aten.rand_like.default, aten.randn.default, aten.randn_like.default, aten.native_dropout.default,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +53,7 @@ class RankGraphs:
 
     @property
     def is_random(self) -> bool:
-        return any(node.target in RANDOM for node in self.forward.graph.nodes)
+        return any(graph is not None and is_random(graph.graph) for graph in (self.forward, self.backward))
 
     def inference(self) -> fx.GraphModule:
         """The forward graph with nothing saved."""
@@ -115,8 +113,8 @@ def _check_reshapes(program: RankProgram) -> None:
 def _keep_all(graph: fx.Graph) -> None:
     """Replaces dropout by one that keeps every element."""
     for node in graph.nodes:
-        if node.target is aten.bernoulli.p:  # the mask, before it is divided by p
-            node.target, node.kwargs = aten.full_like.default, {}
+        if str(node.target) in ("aten.bernoulli_.float", "aten.bernoulli.p", "autoshard.aten_bernoulli_p.default"):  # the mask, before it is divided by p
+            node.target, node.args, node.kwargs = aten.full_like.default, node.args[-2:], {}
         elif node.target is aten.native_dropout.default:
             node.args, node.kwargs = (node.args[0], node.args[1], False), {}
 

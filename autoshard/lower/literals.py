@@ -113,8 +113,6 @@ ROWS: dict[str, dict[str, Rule]] = {
     "aten.ones.default": SIZE,
     "aten.empty.memory_format": SIZE,
     "aten.empty_strided.default": {"size": out_shape, "stride": out_strides},
-    "aten.rand.default": SIZE,
-    "aten.randn.default": SIZE,
     "aten.new_zeros.default": SIZE,
     "aten.new_ones.default": SIZE,
     "aten.new_full.default": SIZE,

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.layout import text
-from autoshard.lower.agreement import share
 from autoshard.lower.call_inputs import BoundInputs, CallInputs
 from autoshard.lower.distribute import as_dtensor
 from autoshard.lower.fx_program import compiled
+from autoshard.lower.generator import SharedGenerator, state_of_generator
 from autoshard.lower.microbatches import Microbatches, OpenStep
 from autoshard.lower.overlap import described
 from autoshard.lower.sharding import shard_of_rank
@@ -46,7 +46,10 @@ class Runner:
     number: int = 1  # of microbatches in a step
     step: OpenStep | None = None  # that `microbatches` has begun
     calls: dict[Any, TracedCall] = field(default_factory=dict)
-    random: Tensor | None = None  # state of the generator that dropout draws from, the same on every rank
+    random: SharedGenerator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.random = SharedGenerator(self.device_type, self.inputs.group)
 
     def __deepcopy__(self, memo: dict) -> Runner:
         """A copy for a copied module; both run the same graphs on the same mesh."""
@@ -56,25 +59,13 @@ class Runner:
     def device_type(self) -> str:
         return self.inputs.device_mesh.device_type
 
-    @property
-    def generator(self) -> Any:
-        """The module of torch that holds the generator from which dropout draws."""
-        return torch.cuda if self.device_type == "cuda" else torch
-
     def call(self, module: nn.Module, args: tuple, kwargs: dict, compiled: bool) -> Any:
         bound = self.inputs.of_call(args, kwargs)
         traced = self._traced_call(module, bound, compiled)
         shards = self.inputs.shards(bound)
-        if not traced.graphs.is_random:
-            return self._run(traced, module, bound.tensors, shards)
-        former = self.generator.get_rng_state()
-        first = share(former, None, "agreeing on a seed", self.inputs.group) if self.random is None else self.random
-        self.generator.set_rng_state(first)
-        try:
-            return self._run(traced, module, bound.tensors, shards)
-        finally:
-            self.random = self.generator.get_rng_state()
-            self.generator.set_rng_state(former)
+        if traced.graphs.is_random:
+            self.random.agree()
+        return self._run(traced, module, bound.tensors, shards)
 
     def microbatches(self, batch: Any, *, local: bool) -> Microbatches:
         """As `ParallelModule.microbatches`."""
@@ -98,7 +89,7 @@ class Runner:
         held = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
         if unfrozen := [name for name in self.frozen if name in held and held[name].requires_grad]:
             raise ValueError(f"{min(unfrozen)} requires a gradient and the plan has none for it; plan the model with what is to be trained")
-        results = traced(held, shards, self.step or OpenStep())
+        results = traced(held, shards, self.step or OpenStep(), self.random)
         with torch.no_grad():
             for key, value in results.items():
                 name = key.removeprefix("buffer:")
@@ -167,16 +158,16 @@ class ParallelModule(nn.Module):
 
     @property
     def random_state(self) -> Tensor | None:
-        """The state of the generator from which dropout draws, the same on every rank; None before the first draw."""
-        return self.__dict__["_runner"].random
+        """The state of the generator from which random ops draw, the same on every rank; None before the first draw."""
+        return self.__dict__["_runner"].random.state
 
     @random_state.setter
     def random_state(self, state: Tensor) -> None:
-        self.__dict__["_runner"].random = state
+        self.__dict__["_runner"].random.state = state
 
     def generator_has(self, state: Tensor) -> bool:
         """Whether `state` is one of a generator of this module's kind of device."""
-        return state.shape == self.__dict__["_runner"].generator.get_rng_state().shape
+        return state.shape == state_of_generator(self.__dict__["_runner"].device_type).shape
 
     def timeline(self) -> str:
         """The estimated time line of the last kind of call as text: which collectives overlap with compute. Empty before the first call."""

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from autoshard.capture import input_names
 from autoshard.layout import text
 from autoshard.lower.fx_program import first_of_backward
-from autoshard.lower.kernels.dropout import draws
+from autoshard.lower.generator import draws
 from autoshard.lower.program import LoadPlaceholder, ReturnResult
 from autoshard.lower.run import World
 from autoshard.lower.sharding import assemble, gap, largest, reduced

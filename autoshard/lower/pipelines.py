@@ -33,6 +33,7 @@ from autoshard.lower.agreement import agree, rank_lost, share
 from autoshard.lower.call_inputs import CallInputs
 from autoshard.lower.collectives import Groups
 from autoshard.lower.distribute import copy_with, distributed, on_meta
+from autoshard.lower.generator import first_state
 from autoshard.lower.gpus import check_gpus
 from autoshard.lower.module import refuse_parts
 from autoshard.lower.pipeline_module import PipelineModule, PipelineRunner
@@ -254,7 +255,7 @@ def _run(
         if name in slots
     }
     run = StageRun(stage, graphs, module, shards, place, where, groups, len(program.plan.stages))
-    run.random = torch.Generator(place.device).manual_seed(program.seed + stage.index).get_state()
+    run.random.state = first_state(program.seed + stage.index, place.device.type)
     return run
 
 

@@ -7,7 +7,7 @@ In one process all ranks carry out one record before the next. A tensor of the p
                                          axis is answered, and so on
 
 After each record the local shapes and dtypes must be the planned ones. Sharing a call is exact: it is the same function of the same
-tensors, and nothing writes in place. Random ops start on every rank from the same state of the generator, where the caller has one.
+tensors, and nothing writes in place. Random ops start on every rank from one state of the generator, which they leave in one state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.graph import replace_refs
 from autoshard.layout import is_legal, rank_shape, text
 from autoshard.lower.collectives import Asking, Groups, Rank, exchange, run_step, unfolded
-from autoshard.lower.kernels.dropout import from_state
+from autoshard.lower.generator import draws, first_state, from_state, state_of_generator
 from autoshard.lower.kernels.table import function_of
 from autoshard.lower.program import FreeTensors, LoadPlaceholder, RankProgram, Redistribute, ReturnResult, RunOp, Slot
 from autoshard.lower.sharding import assemble, groups, local_tensors
@@ -126,6 +126,7 @@ class World:
 
     def __init__(self, mesh: Mesh, device: str = "cpu"):
         self.mesh, self.device, self.ranks = mesh, device, ranks(mesh, device)
+        self.random = first_state(0, device)  # of the generator that all ranks share
         self.held: dict[str, LocalTensors] = {}
 
     def do(self, record: LoadPlaceholder | Redistribute | RunOp | FreeTensors, values: Mapping[str, Tensor]) -> None:
@@ -161,11 +162,11 @@ class World:
                 out[r] = local
         return out
 
-    def run(self, record: RunOp, random: Tensor | None = None) -> list[tuple[Any, ...]]:
-        """The outputs of the op for each rank. random: the state of the generator from which every rank draws."""
+    def run(self, record: RunOp) -> list[tuple[Any, ...]]:
+        """The outputs of the op for each rank."""
         inputs = [tuple(self.held[slot.name][r] for slot in record.inputs) for r in range(len(self.ranks))]
-        if random is not None:
-            return self._draw(record, inputs, random)
+        if draws(record.target):
+            return self._draw(record, inputs)
         if record.kernel is not None:
             programs = [unfolded(local_program(record, rank, own), rank) for rank, own in zip(self.ranks, inputs, strict=True)]
             return run_together(programs, lambda axis: groups(self.mesh, axis))
@@ -178,12 +179,16 @@ class World:
             outputs.append(done[key])
         return outputs
 
-    def _draw(self, record: RunOp, inputs: list[tuple[Tensor, ...]], random: Tensor) -> list[tuple[Any, ...]]:
-        """A random op, which needs no collective, rank by rank. Numbers are drawn in the order of memory, hence the dense inputs."""
-        outputs = []
+    def _draw(self, record: RunOp, inputs: list[tuple[Tensor, ...]]) -> list[tuple[Any, ...]]:
+        """A random op, which needs no collective, rank by rank. ValueError where it leaves the generators in different states."""
+        outputs, states = [], []
         for rank, own in zip(self.ranks, inputs, strict=True):
-            with from_state(random, self.device):
-                outputs += run_together([local_program(record, rank, [x.contiguous() for x in own])], [(0,)])
+            with from_state(self.random, self.device):
+                outputs += run_together([local_program(record, rank, own)], [(0,)])
+                states.append(state_of_generator(self.device))
+        if not all(torch.equal(state, states[0]) for state in states):
+            raise ValueError("ranks draw different amounts of random numbers, so that from here on replicas would differ")
+        self.random = states[0]
         return outputs
 
     def hold(self, record: RunOp, outputs: list[tuple[Any, ...]]) -> None:

@@ -8,6 +8,7 @@ hand their values over instead (set_local_fwd_input, set_local_bwd_input). autog
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from autoshard.lower.collectives import Groups, Rank
+from autoshard.lower.generator import SharedGenerator
 from autoshard.lower.microbatches import OpenStep, StepMoves
 from autoshard.lower.sharding import shard_of_rank
 from autoshard.lower.stage_graphs import StageGraphs
@@ -72,7 +74,7 @@ class StageRun(_PipelineStageBase):
         self.kept: dict[int, list[Tensor]] = {}
         self.step, self.gradients = OpenStep(), dict[str, Tensor]()
         self.inputs: StepInputs | None = None
-        self.random: Tensor | None = None  # state of the generator that dropout draws from
+        self.random = SharedGenerator(place.device.type)  # of the stage's ranks
         self.args_recv_info = {0: ()}  # read by the schedule's check of neighbours
 
     def begin(self, inputs: StepInputs) -> None:
@@ -90,7 +92,8 @@ class StageRun(_PipelineStageBase):
         loads = [self._load(name, received, fwd_chunk_id) for name in graphs.loads]
         run = self.graphs.forward if self.has_backward else self.graphs.inference
         updated = {id(x) for name, x in zip(graphs.loads, loads, strict=True) if f"buffer:{name}" in graphs.outputs}
-        values = list(self._drawing(run, loads + self.position))
+        with self._drawing():
+            values = list(run(loads + self.position))
         outputs, saved = dict(zip(graphs.outputs, values)), values[len(graphs.outputs) :]
         if self.has_backward:  # a buffer gets its new value before the backward pass
             self.saved[fwd_chunk_id] = [x.clone() if id(x) in updated else x for x in saved]
@@ -112,18 +115,9 @@ class StageRun(_PipelineStageBase):
         value = self.inputs.values(name, k).to(self.device)
         return shard_of_rank(value, self.graphs.of.slots[name].layout, self.stage.mesh, self.where).contiguous()
 
-    def _drawing(self, run: Callable[[list], Any], arguments: list[Tensor]) -> Any:
-        """A pass that may draw random numbers, from the state that the stage's ranks share."""
-        if self.random is None or not self.has_backward or not self.graphs.of.is_random:
-            return run(arguments)
-        generator: Any = torch.cuda if self.device.type == "cuda" else torch
-        former = generator.get_rng_state()
-        generator.set_rng_state(self.random)
-        try:
-            return run(arguments)
-        finally:
-            self.random = generator.get_rng_state()
-            generator.set_rng_state(former)
+    def _drawing(self) -> AbstractContextManager:
+        """The context of a pass: where it may draw random numbers, it draws from the state that the stage's ranks share."""
+        return self.random.drawing() if self.graphs.of.is_random else nullcontext()
 
     # -- backward --
 
@@ -138,11 +132,13 @@ class StageRun(_PipelineStageBase):
         arguments += [self._tangent(name, received, bwd_chunk_id) for name in graphs.tangents] + self.position
         if full_backward:
             assert self.graphs.backward is not None
-            values = dict(zip(graphs.gradients, self.graphs.backward(arguments + self._sums()), strict=True))
+            with self._drawing():
+                values = dict(zip(graphs.gradients, self.graphs.backward(arguments + self._sums()), strict=True))
             sent = {key: x for key, x in values.items() if key.startswith(f"gradient:{SENT}")}
         else:
             assert halves is not None
-            results = list(halves.inputs(arguments))
+            with self._drawing():
+                results = list(halves.inputs(arguments))
             self.kept[bwd_chunk_id] = results[len(halves.sent) :]
             sent = {graphs.gradients[k]: x for k, x in zip(halves.sent, results)}
         produced = {key.removeprefix(f"gradient:{SENT}"): x for key, x in sent.items()}
@@ -153,7 +149,8 @@ class StageRun(_PipelineStageBase):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if self.has_backward:
             assert self.graphs.halves is not None
-            self.graphs.halves.weights(self.kept.pop(bwd_chunk_id) + self._sums())
+            with self._drawing():
+                self.graphs.halves.weights(self.kept.pop(bwd_chunk_id) + self._sums())
 
     def _sums(self) -> list[Tensor]:
         return self.step.summed(self.moves, self.graphs.of.sums, self.device)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from autoshard.layout import Layout, text
 from autoshard.lower.agreement import agree, rank_lost
 from autoshard.lower.distribute import as_dtensor, spec_of
 from autoshard.lower.fx_program import Boxed, RankGraphs, boxed
+from autoshard.lower.generator import SharedGenerator, is_random
 from autoshard.lower.microbatches import OpenStep, StepMoves
 from autoshard.lower.overlap import Overlapped
 from autoshard.lower.program import Slot
@@ -49,24 +50,28 @@ class TracedCall:
     group: ProcessGroup | None = None  # of the mesh's ranks, where these are not all ranks
     as_function: Callable[[fx.GraphModule], Boxed] = boxed
     passes: dict[str, Boxed] = field(default_factory=dict)
+    random_passes: set[str] = field(default_factory=set)  # those that may draw
     checked: dict[str, DTensorSpec] = field(default_factory=dict)  # of parameters and buffers that were found to be as planned
     position: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         self.position = [torch.tensor(c, device=self.device_mesh.device_type) for c in self.where]
 
-    def __call__(self, held: Mapping[str, Tensor], inputs: Mapping[str, Tensor], step: OpenStep) -> dict[str, Tensor]:
+    def __call__(
+        self, held: Mapping[str, Tensor], inputs: Mapping[str, Tensor], step: OpenStep, random: SharedGenerator
+    ) -> dict[str, Tensor]:
         """The outputs and the new values of buffers and inputs, by key.
 
-        held: the module's parameters and buffers; inputs: this rank's shards; step: the step of the optimizer that the call is part of.
+        held: the module's parameters and buffers; inputs: this rank's shards; step: the step of the optimizer that the call is part of;
+        random: from which the passes draw.
         """
         self._check(held)
         tensors = [inputs.get(name, held.get(name, self.constants.get(name))) for name in self.graphs.loads]
         if self.graphs.backward is not None and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            outputs = _Train.apply(self, step, *tensors)
+            outputs = _Train.apply(self, step, random, *tensors)
         else:
             with torch.no_grad():
-                outputs = self.outputs(self.run("inference", self.read(step, tensors) + self.position))
+                outputs = self.outputs(self.run("inference", self.read(step, tensors) + self.position, random))
         return dict(zip(self.graphs.outputs, outputs, strict=True))
 
     def read(self, step: OpenStep, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -94,17 +99,20 @@ class TracedCall:
         """The model's return value."""
         return pytree.tree_unflatten([results.get(f"output:{k}", leaf) for k, leaf in enumerate(self.leaves)], self.structure)
 
-    def run(self, which: str, arguments: list[Tensor]) -> Sequence[Tensor]:
+    def run(self, which: str, arguments: list[Tensor], random: SharedGenerator) -> Sequence[Tensor]:
         """One pass: "forward" and "backward" of a training step, or "inference". The graphs hold the casts that autocast would add."""
         if which not in self.passes:
             self._prepare_all(("inference",) if which == "inference" else ("forward", "backward"))
-        with rank_lost(f"running the {which} pass"), torch.autocast(self.device_mesh.device_type, enabled=False):
+        drawing = random.drawing() if which in self.random_passes else nullcontext()
+        with rank_lost(f"running the {which} pass"), torch.autocast(self.device_mesh.device_type, enabled=False), drawing:
             return self.passes[which](arguments)
 
     def _prepare_all(self, names: Sequence[str]) -> None:
         graphs = {"forward": self.graphs.forward, "backward": self.graphs.backward, "inference": self.inference}
+        present = {name: graph for name in names if (graph := graphs[name]) is not None}
+        self.random_passes |= {name for name, graph in present.items() if is_random(graph.graph)}
         with self.patiently():
-            self.passes |= {name: self.as_function(graph) for name in names if (graph := graphs[name]) is not None}
+            self.passes |= {name: self.as_function(graph) for name, graph in present.items()}
             agree(None, "making the graphs ready", self.group)
 
     def as_dtensor(self, key: str, value: Tensor) -> DTensor:
@@ -135,7 +143,7 @@ class _Train(torch.autograd.Function):
     """The two graphs as one differentiable function of parameters, buffers and inputs."""
 
     @staticmethod
-    def forward(ctx: Any, traced: TracedCall, step: OpenStep, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, traced: TracedCall, step: OpenStep, random: SharedGenerator, *tensors: Tensor) -> tuple[Tensor, ...]:
         if torch.is_anomaly_enabled():
             raise ValueError(
                 "torch.autograd.detect_anomaly can't check a parallel module: torch has no DTensor rule for its check; turn it off and "
@@ -143,7 +151,7 @@ class _Train(torch.autograd.Function):
             )
         graphs = traced.graphs
         inputs = traced.read(step, tensors)
-        values = traced.run("forward", inputs + traced.position)
+        values = traced.run("forward", inputs + traced.position, random)
         outputs = traced.outputs(values)
         updated = {id(x) for name, x in zip(graphs.loads, inputs, strict=True) if f"buffer:{name}" in graphs.outputs}
         returned = {id(local(output)) for output in outputs}
@@ -151,7 +159,7 @@ class _Train(torch.autograd.Function):
         # a saved output would make a reference cycle with its node; a buffer gets its new value before the backward pass
         ctx.saved = [x.clone() if id(x) in updated else x.detach() if id(x) in returned else x for x in saved]
         ctx.versions = [x._version for x in ctx.saved]
-        ctx.traced, ctx.step, ctx.is_last = traced, step, step.is_last
+        ctx.traced, ctx.step, ctx.is_last, ctx.random = traced, step, step.is_last, random
         ctx.specs = [t._spec if isinstance(t, DTensor) else None for t in tensors]
         pairs = zip(graphs.outputs, outputs, strict=True)
         ctx.mark_non_differentiable(*(output for key, output in pairs if _tangent(key) not in graphs.tangents))
@@ -172,16 +180,16 @@ class _Train(torch.autograd.Function):
         saved += [traced.tangent(name, tangents[name]) for name in graphs.tangents]
         saved += traced.position
         if traced.moves is None:
-            gradients = dict(zip(graphs.gradients, traced.run("backward", saved), strict=True))
+            gradients = dict(zip(graphs.gradients, traced.run("backward", saved, ctx.random), strict=True))
         else:
             gradients = _summed(ctx, traced.moves, saved)
         seen: set[tuple[int, int]] = set()
         grad_inputs = []
-        for name, spec, needed in zip(graphs.loads, ctx.specs, ctx.needs_input_grad[2:], strict=True):
+        for name, spec, needed in zip(graphs.loads, ctx.specs, ctx.needs_input_grad[3:], strict=True):
             grad = gradients.get(f"gradient:{name}") if needed else None
             layout = spec.placements if name in graphs.sums and spec is not None else graphs.slots.get(f"gradient:{name}", NO_SLOT).layout
             grad_inputs.append(None if grad is None else _gradient(grad, spec, layout, seen))
-        return (None, None, *grad_inputs)
+        return (None, None, None, *grad_inputs)
 
 
 NO_SLOT = Slot("", (0, 0), (), (), "")  # of what has no gradient
@@ -191,7 +199,7 @@ def _summed(ctx: Any, moves: StepMoves, saved: list[Tensor]) -> dict[str, Tensor
     """The gradients that a microbatch returns: those of inputs, and in the last one those of parameters, the sums of all, reduced."""
     graphs, step = ctx.traced.graphs, ctx.step
     saved += step.summed(moves, graphs.sums, torch.device(ctx.traced.device_mesh.device_type))
-    values = dict(zip(graphs.gradients, ctx.traced.run("backward", saved), strict=True))
+    values = dict(zip(graphs.gradients, ctx.traced.run("backward", saved, ctx.random), strict=True))
     values = {key: x for key, x in values.items() if key.removeprefix("gradient:") not in graphs.sums}
     if not ctx.is_last:
         return values

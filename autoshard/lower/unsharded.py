@@ -20,7 +20,7 @@ from autoshard.capture import input_names
 from autoshard.capture.held import copied, opened
 from autoshard.capture.inputs import arguments, computed_in
 from autoshard.graph import Graph, Tensor, Value
-from autoshard.lower.kernels.dropout import DrawsInOrder, first_state, from_state
+from autoshard.lower.generator import first_state, from_state
 from autoshard.lower.verify import Verification, verify_program
 from autoshard.precision import Precision
 from autoshard.solution import Solution
@@ -55,16 +55,16 @@ def run_unsharded(
     if precision is not None:
         module, args, kwargs = computing_in(precision, module, args, kwargs)
         leaves, state = pytree.tree_leaves((args, kwargs)), _state(module)
-    with torch.set_grad_enabled(training), from_state(first_state(seed, device), device), DrawsInOrder():
+    with torch.set_grad_enabled(training), from_state(first_state(seed, device), device):
         outputs = module(*args, **kwargs)
-    flat = [returned(leaf, precision) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        flat = [returned(leaf, precision) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        if training:
+            differentiable = [leaf for leaf in flat if leaf.requires_grad]
+            torch.autograd.backward(differentiable, [torch.ones_like(leaf) for leaf in differentiable])
     reference = {f"output:{k}": leaf.detach() for k, leaf in enumerate(flat)}
     tangents = [name for name, i in graph.index.items() if graph.ops[i].kind == "tangent"]
     values |= {name: _on(_ones(graph.tensor((graph.index[name], 0))), device) for name in tangents}
     if training:
-        differentiable = [leaf for leaf in flat if leaf.requires_grad]
-        with DrawsInOrder():  # torch.utils.checkpoint draws again
-            torch.autograd.backward(differentiable, [torch.ones_like(leaf) for leaf in differentiable])
         gradients = {name: p.grad for name, p in state.items() if p.is_leaf and p.grad is not None}
         reference |= {f"gradient:{name}": reduced(grad, values[name].dtype, precision) for name, grad in gradients.items()}
     written = _state(module) | {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)}

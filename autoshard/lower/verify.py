@@ -11,8 +11,9 @@ The second test is for tensors that are zero except for rounding, such as the gr
 that cancel, so their own size is no measure. Their error is relative to 8 max(|x~ - x|, step) / tolerance. step is the least positive
 number of the dtype, by which the smallest ones differ.
 
-A random op (dropout) draws the same numbers in all three programs: it starts from the state that the generator had in the unsharded
-program. Where a random op without a kernel is sharded, only its shapes are checked, and the unsharded op's output replaces its own.
+A random op draws the same numbers in all three programs: it starts from the state that the generator had in the unsharded program, and
+has to leave it in one state on all ranks. An op that draws per shard (`lower.kernels.random`) is compared with draws of the shards, each
+for its first element in the global tensor; then the unsharded op's output replaces its own.
 
 An op whose error is above `op_tolerance`, whose local shape differs or which fails is a placement mismatch. Its output is then
 replaced by the right one, so that the next mismatch shows by itself, and a wrong rule is located even where the end result happens
@@ -31,11 +32,12 @@ import torch
 from torch import Tensor
 
 from autoshard.graph import Graph, Op, Value
-from autoshard.layout import Layout, P, R, S, is_legal, rank_shape, text
-from autoshard.lower.kernels.dropout import draws, first_state, from_state, state_of_generator
+from autoshard.layout import Layout, P, R, S, is_legal, rank_bounds, rank_shape, text
+from autoshard.lower.generator import draws, first_state, from_state, state_of_generator
+from autoshard.lower.kernels.random import RandomKernel
 from autoshard.lower.literals import UNINITIALISED
 from autoshard.lower.program import FreeTensors, LoadPlaceholder, RankProgram, Redistribute, ReturnResult, RunOp, Slot, lower, run_record
-from autoshard.lower.run import World, check_all, run_on_one_device
+from autoshard.lower.run import World, arguments, as_outputs, check_all, run_on_one_device
 from autoshard.lower.sharding import distance, gap, largest, local_tensors
 from autoshard.mesh import Mesh
 from autoshard.routes import Routes
@@ -159,7 +161,7 @@ class _Unsharded:
             return run_on_one_device(record, inputs, self.device)
         self.random_before = self.random
         with from_state(self.random, self.device):
-            outputs = run_on_one_device(record, [x.contiguous() for x in inputs], self.device)  # dense as on the ranks (World.run)
+            outputs = run_on_one_device(record, inputs, self.device)
             self.random = state_of_generator(self.device)
         return outputs
 
@@ -243,8 +245,11 @@ class _Comparison:
 
     def _run(self, record: RunOp) -> None:
         self._run_unsharded(record.op)
+        self.world.random = random = self.unsharded.random_before
         try:
-            outputs = self.world.run(record, self.unsharded.random_before if draws(record.target) else None)
+            outputs = self.world.run(record)
+            if _is_per_shard(record):
+                self._check_shards(record, outputs, random)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             for slot in record.outputs:
                 if slot is not None:
@@ -254,6 +259,17 @@ class _Comparison:
             if slot is not None:
                 self._hold(record, slot, [out[k] for out in outputs])
 
+    def _check_shards(self, record: RunOp, outputs: list[tuple], random: Tensor) -> None:
+        """ValueError where a rank has not drawn, from this state, what belongs to its shard of a tensor that is drawn per shard."""
+        for rank, drawn in zip(self.world.ranks, outputs, strict=True):
+            region, own = record.kernel.region, [self.world.held[slot.name][rank.number] for slot in record.inputs]  # type: ignore[union-attr]
+            bounds = rank_bounds(region.shape, region.layout, self.mesh, rank.place)
+            first = sum(lo * math.prod(region.shape[d + 1 :]) for d, (lo, _) in enumerate(bounds))
+            with from_state(random, self.world.device):
+                expected = as_outputs(record.kernel.drawn(rank, arguments(record, own, rank.number), first))  # type: ignore[union-attr]
+            if any(gap(x, y) > 0 for x, y in zip(drawn, expected, strict=True)):
+                raise ValueError(f"rank {rank.number} does not draw what belongs to its shard, which begins at element {first}")
+
     def _hold(self, record: RunOp, slot: Slot, tensors: list) -> None:
         """Hold an output when it is right; otherwise record the mismatch and hold the right one."""
         try:
@@ -261,8 +277,7 @@ class _Comparison:
         except ValueError:
             self._repair(slot, self._explain(slot, tensors))
             return
-        if draws(record.target) and record.kernel is None and any(p.is_shard() for p in slot.layout):
-            # each rank drew its own numbers, which can't be compared
+        if _is_per_shard(record):
             tensors = local_tensors(self.unsharded.held[slot.value], slot.layout, self.mesh)
         skipped = self.graph.ops[record.op].target in UNINITIALISED
         error = 0.0 if skipped else self._error(tensors, slot, self.unsharded.held[slot.value], self.op_tolerance)
@@ -317,6 +332,10 @@ class _Comparison:
                 f"the model and its captured program, both unsharded, differ in {record.key}: they don't draw random numbers (dropout) "
                 "in the same order, so that a plan can't be compared with the model; turn dropout off with model.eval(), and plan that"
             )
+
+
+def _is_per_shard(record: RunOp) -> bool:
+    return isinstance(record.kernel, RandomKernel) and not record.kernel.in_full
 
 
 def _step(x: Tensor) -> float:

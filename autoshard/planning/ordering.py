@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from autoshard.graph import Graph, Op, Value
 from autoshard.graph.ordered import ATTENTION, SequenceOrder, in_order
-from autoshard.graph.recompute import is_random
+from autoshard.graph.random import is_random
 from autoshard.mesh import Mesh
 from autoshard.planning.context import Context
 from autoshard.planning.options import Infeasible, NoAnswer

@@ -23,6 +23,7 @@ from itertools import product
 from torch.distributed.tensor.placement_types import Placement
 
 from autoshard.graph import KEPT, OFFLOADED, REDUCE_THEN_CAST, RELOADED, SELECTED, Graph, Op, Tensor
+from autoshard.graph.random import is_random
 from autoshard.layout import Layout, R, S, all_layouts, chunk_bounds, is_legal, placement_text
 from autoshard.mesh import Mesh
 from autoshard.strategies import attention as _attention  # noqa: F401  (registers its rules)
@@ -33,6 +34,7 @@ from autoshard.strategies import dropout_attention as _dropout_attention  # noqa
 from autoshard.strategies import experts as _experts  # noqa: F401
 from autoshard.strategies import indexing as _indexing  # noqa: F401
 from autoshard.strategies import matmuls_and_losses as _matmuls_and_losses  # noqa: F401
+from autoshard.strategies import random as _random  # noqa: F401
 from autoshard.strategies import recurrent as _recurrent  # noqa: F401
 from autoshard.strategies import structure as _structure  # noqa: F401
 from autoshard.strategies import torch_rules
@@ -98,8 +100,9 @@ def one_axis_rows(op: Op, inputs: Inputs) -> tuple[Row, ...] | None:
 def _rows_of(signature: tuple, inputs: Inputs, rule: Rule | None) -> tuple[Row, ...] | None:
     target, literals, outputs, kind, alias = signature
     op = Op("", target, (), literals, outputs, kind, alias=alias)
-    known = rule(op, inputs) if rule else torch_rules.rows(op, inputs)
-    if known is None:
+    is_unknown = rule is None and is_random(op)  # torch's rule would let every shard draw the same
+    known = rule(op, inputs) if rule else None if is_unknown else torch_rules.rows(op, inputs)
+    if known is None and not is_unknown:
         known = _dims.pointwise(op, inputs)
     if known is None:
         return None

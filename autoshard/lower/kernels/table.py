@@ -1,6 +1,6 @@
 """The table of kernels: which ops have a local program that is not the op itself on local tensors, and for which layouts.
 
-A row of KERNELS looks at the op's layouts (ShardedOp) and returns its kernel, or None where the plain op is right. A kernel is a
+All ops that draw random numbers have one. A row of KERNELS looks at the op's layouts (ShardedOp) and returns its kernel, or None where the plain op is right. A kernel is a
 generator (collectives.py) that computes the local outputs; its arguments come by the names of the op's schema, with local tensors.
 
 Ops whose kernel depends on the device, as torch 2.13 has them (`autoshard doctor MODEL --device cuda` looks them all up):
@@ -13,8 +13,8 @@ Ops whose kernel depends on the device, as torch 2.13 has them (`autoshard docto
     recurrent layers                   an LSTM is captured as mkldnn_rnn_layer, and is torch.lstm on other devices: recurrent.py; a GRU
                                        and an RNN are plain ops everywhere
     mkldnn_*, _cudnn_*, miopen_*       the library's device only: captures have none but the LSTM's
-    dropout                            bernoulli or native_dropout of the global tensor, drawn by the device's own generator; the same
-                                       inside attention, which then is matmuls and softmax: dropout_attention.py
+    random ops                         drawn by the device's own generator, as torch draws them on one device: random.py; dropout inside
+                                       attention, which then is matmuls and softmax: dropout_attention.py
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from autoshard.lower.kernels import (  # noqa: F401  (offload: its operators)
     attention,
     attention_over_sequence,
     chunked_loss,
-    dropout,
     dropout_attention,
     expert_parallel,
     experts,
@@ -37,6 +36,7 @@ from autoshard.lower.kernels import (  # noqa: F401  (offload: its operators)
     losses,
     norms,
     offload,
+    random,
     recurrent,
     strides,
     sums,
@@ -52,7 +52,6 @@ KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
     **norms.KERNELS,
     **experts.KERNELS,
     **expert_parallel.KERNELS,
-    **dropout.KERNELS,
     **recurrent.KERNELS,
     **strides.KERNELS,
     **attention_over_sequence.KERNELS,
@@ -83,7 +82,5 @@ def kernel_for(
 
     shapes: global shapes of the inputs.
     """
-    choose = KERNELS.get(op.target)
-    if choose is None:
-        return None
+    choose = KERNELS.get(op.target, random.kernel_of)
     return choose(ShardedOp(op, by_name(op), shapes, inputs, outputs, mesh))

@@ -1,0 +1,117 @@
+"""The generator from which random ops draw: a state that all ranks share, and its branches for single shards.
+
+`from_state`   a block of code draws from a state; torch's generator has its former state afterwards
+`for_shard`    a block draws for one shard of a tensor, and the state goes on by one draw, the same for all shards
+`per_shard`    an operator that draws inside `for_shard`, as one operator
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed import ProcessGroup
+
+from autoshard.capture import random_ops
+from autoshard.lower.agreement import share
+from autoshard.lower.literals import overload
+
+OURS = ("aten", "prims", "autoshard", "_c10d_functional")  # namespaces whose operators have torch's tag if they draw
+
+
+@cache
+def draws(target: str) -> bool:
+    """Whether an op draws random numbers, or may do so: of an operator from elsewhere nobody knows."""
+    return _may_draw(overload(target))
+
+
+def _may_draw(function: torch._ops.OpOverload) -> bool:
+    return random_ops.draws(function) or function.namespace not in OURS
+
+
+def first_state(seed: int, device: str = "cpu") -> Tensor:
+    """The state of a device's generator after torch.manual_seed(seed)."""
+    return torch.Generator(device).manual_seed(seed).get_state()
+
+
+def _of(device: str) -> Any:
+    """The module of torch with the functions of the generator from which ops on a device draw."""
+    return torch.cuda if device == "cuda" else torch
+
+
+def state_of_generator(device: str = "cpu") -> Tensor:
+    return _of(device).get_rng_state()
+
+
+@contextmanager
+def from_state(state: Tensor, device: str = "cpu") -> Iterator[None]:
+    """torch's generator of the device starts from `state` inside the block; afterwards it has its former state again."""
+    former = state_of_generator(device)
+    _of(device).set_rng_state(state)
+    try:
+        yield
+    finally:
+        _of(device).set_rng_state(former)
+
+
+@contextmanager
+def for_shard(first: int, device: str) -> Iterator[None]:
+    """Inside the block torch's generator draws for the shard whose first element has this place in the global tensor; afterwards it is
+    one draw further than before, whatever shard it was."""
+    state = state_of_generator(device)
+    digest = hashlib.blake2b(state.numpy().tobytes() + first.to_bytes(8, "little"), digest_size=7).digest()
+    with from_state(first_state(int.from_bytes(digest, "little"), device), device):
+        yield
+    torch.rand((), device=device)
+
+
+@cache
+def per_shard(target: str) -> torch._ops.OpOverload:
+    """The operator with one argument more, in front: `first` of `for_shard`. It is one node of a traced graph."""
+    function, name = overload(target), target.replace(".", "_")
+    arguments = str(function._schema).partition("(")[2].replace(", Generator? generator=None", "").replace(", *)", ")")
+    torch.library.define(f"autoshard::{name}", f"(int first, {arguments}", tags=torch.Tag.nondeterministic_seeded)
+
+    def fake(first: int, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    def run(first: int, *args: Any, **kwargs: Any) -> Any:
+        device = next((x.device for x in args if isinstance(x, Tensor)), kwargs.get("device") or torch.device("cpu"))
+        with for_shard(first, device.type):
+            return function(*args, **kwargs)
+
+    torch.library.impl(f"autoshard::{name}", "CompositeExplicitAutograd", run)
+    torch.library.register_fake(f"autoshard::{name}", fake)
+    return getattr(torch.ops.autoshard, name).default
+
+
+@dataclass(eq=False)
+class SharedGenerator:
+    """The state from which the ranks of a module draw, which is the first rank's when they first do so."""
+
+    device: str
+    group: ProcessGroup | None = None  # of the ranks, where these are not all ranks
+    state: Tensor | None = None
+
+    def agree(self) -> None:
+        """All ranks call this before the first of them draws."""
+        if self.state is None:
+            self.state = share(state_of_generator(self.device), None, "agreeing on a seed", self.group)
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Inside the block ops draw from the shared state."""
+        assert self.state is not None
+        with from_state(self.state, self.device):
+            yield
+            self.state = state_of_generator(self.device)
+
+
+def is_random(graph: fx.Graph) -> bool:
+    return any(isinstance(node.target, torch._ops.OpOverload) and _may_draw(node.target) for node in graph.nodes)

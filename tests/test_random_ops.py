@@ -1,0 +1,211 @@
+"""Random ops on any mesh: the numbers of one device, or those of each shard alone; never the same on two shards nor others on replicas."""
+
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoshard
+from autoshard.capture import capture
+from autoshard.lower import verify_program
+from autoshard.lower.kernels import random
+from autoshard.lower.unsharded import materialized, run_unsharded
+from autoshard.strategies.candidates import candidates
+from tests.helpers import fast_mesh
+from tests.helpers_lower import mesh_of, random_layouts
+from tests.helpers_ranks import results
+
+D = torch.distributions
+ROWS, COLUMNS = 6, 8
+
+# h [6, 8] needs a gradient, t is h transposed, p are probabilities
+DRAWS = {
+    "rand": lambda h, t, p: torch.rand(ROWS, COLUMNS) * h,
+    "randn": lambda h, t, p: torch.randn(ROWS, COLUMNS, dtype=h.dtype) * h,
+    "randint": lambda h, t, p: torch.randint(2, 9, (ROWS, COLUMNS)) * h,
+    "randint high": lambda h, t, p: torch.randint(9, (ROWS, COLUMNS)) * h,
+    "normal of numbers": lambda h, t, p: torch.normal(1.0, 2.0, (ROWS, COLUMNS)) * h,
+    "rand_like": lambda h, t, p: torch.rand_like(h) * h,
+    "randn_like": lambda h, t, p: torch.randn_like(h) * h,
+    "randn_like, transposed": lambda h, t, p: torch.randn_like(t) * t,
+    "randint_like": lambda h, t, p: torch.randint_like(p, 7) * h,
+    "randint_like low": lambda h, t, p: torch.randint_like(p, 3, 7) * h,
+    "normal_": lambda h, t, p: torch.empty_like(h).normal_(1.0, 2.0) * h,
+    "normal_, transposed": lambda h, t, p: torch.empty_like(t).normal_() * t,
+    "uniform_": lambda h, t, p: torch.empty_like(h).uniform_(-1.0, 2.0) * h,
+    "exponential_": lambda h, t, p: torch.empty_like(h).exponential_(2.0) * h,
+    "cauchy_": lambda h, t, p: torch.empty_like(h).cauchy_() * h,
+    "log_normal_": lambda h, t, p: torch.empty_like(h).log_normal_() * h,
+    "geometric_": lambda h, t, p: torch.empty_like(h).geometric_(0.3) * h,
+    "random_": lambda h, t, p: torch.empty_like(h).random_(5) * h,
+    "bernoulli_": lambda h, t, p: torch.empty_like(h).bernoulli_(0.4) * h,
+    "bernoulli_ of probabilities": lambda h, t, p: torch.empty_like(h).bernoulli_(p) * h,
+    "bernoulli_ of a row": lambda h, t, p: torch.empty_like(h).bernoulli_(p[:1]) * h,
+    "bernoulli": lambda h, t, p: torch.bernoulli(p) * h,
+    "bernoulli.p": lambda h, t, p: torch.bernoulli(h.detach(), 0.4) * h,
+    "bernoulli, transposed": lambda h, t, p: torch.bernoulli(p.mT) * t,
+    "normal of means": lambda h, t, p: torch.normal(p, 2.0) * h,
+    "normal of deviations": lambda h, t, p: torch.normal(1.0, p) * h,
+    "normal of tensors": lambda h, t, p: torch.normal(p, p[:1]) * h,
+    "multinomial": lambda h, t, p: torch.multinomial(p, 3).float().mean() * h,
+    "multinomial with replacement": lambda h, t, p: torch.multinomial(p, 5, replacement=True).float().mean() * h,
+    "randperm": lambda h, t, p: h[torch.randperm(ROWS)],
+    "poisson": lambda h, t, p: torch.poisson(3 * p) * h,
+    "binomial": lambda h, t, p: torch.binomial(torch.full_like(p, 5.0), p) * h,
+    "gamma": lambda h, t, p: D.Gamma(h.exp(), 2.0, validate_args=False).rsample(),
+    "gumbel_softmax": lambda h, t, p: F.gumbel_softmax(h, tau=0.5),
+    "gumbel_softmax, hard": lambda h, t, p: F.gumbel_softmax(h, hard=True),
+    "drop path": lambda h, t, p: h * h.new_empty(ROWS, 1).bernoulli_(0.7) / 0.7,
+    "dropout": lambda h, t, p: F.dropout(h, 0.3),
+    "dropout, transposed": lambda h, t, p: F.dropout(t, 0.3),
+    "dropout of all": lambda h, t, p: F.dropout(h, 1.0) + F.dropout(h, 0.5),
+    "alpha_dropout": lambda h, t, p: F.alpha_dropout(h, 0.3, training=True),
+    "feature_dropout": lambda h, t, p: F.dropout2d(h[None].expand(4, -1, -1)[..., None], 0.3),
+    "feature_alpha_dropout": lambda h, t, p: F.feature_alpha_dropout(h[None].expand(4, -1, -1), 0.3, training=True),
+    "rrelu": lambda h, t, p: F.rrelu(h, training=True),
+    "normal rsample": lambda h, t, p: D.Normal(h, p, validate_args=False).rsample(),
+    "uniform rsample": lambda h, t, p: D.Uniform(h, h + 1.0, validate_args=False).rsample(),
+    "laplace rsample": lambda h, t, p: D.Laplace(h, p, validate_args=False).rsample(),
+    "exponential rsample": lambda h, t, p: D.Exponential(h.exp(), validate_args=False).rsample(),
+    "categorical sample": lambda h, t, p: D.Categorical(logits=h, validate_args=False).sample().float().mean() * h,
+    "in a slice": lambda h, t, p: torch.cat([torch.empty_like(h)[:3].uniform_(), h[3:]]) * h,
+}  # fmt: skip
+
+
+ASKING = ("poisson", "binomial", "gamma", "rrelu")  # drawn per shard at any size
+EXACT = tuple(name for name in DRAWS if name not in ASKING)
+
+
+class Drawing(nn.Module):
+    """Draws each of these twice, the second time from what came first."""
+
+    def __init__(self, names):
+        super().__init__()
+        self.names, self.linear, self.second = names, nn.Linear(COLUMNS, COLUMNS), nn.Linear(COLUMNS, COLUMNS)
+
+    def forward(self, x):
+        loss, h = 0.0, self.linear(x)
+        for linear in (self.second, self.linear):
+            with torch.no_grad():
+                p = torch.sigmoid(h)
+            for name in self.names:
+                y = DRAWS[name](h, h.mT, p)
+                loss = loss + y.square().mean()
+            h = linear(y.reshape(-1)[: ROWS * COLUMNS].reshape(ROWS, COLUMNS))
+        return loss
+
+
+@cache
+def built(*names):
+    torch.manual_seed(0)
+    model, x = Drawing(names), torch.randn(ROWS, COLUMNS)
+    return model, x, capture(model, (x,), training=True)
+
+
+def verified(names, sizes, seeds):
+    """The verifications of random layouts."""
+    model, x, graph = built(*names)
+    values, reference = run_unsharded(model, (x,), graph, training=True, seed=7)
+    mesh = mesh_of(*sizes)
+    possible = candidates(graph, mesh)
+    for seed in seeds:
+        layouts, results = random_layouts(graph, mesh, seed, possible)
+        yield verify_program(graph, layouts, results, mesh, values, reference, seed=7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("in_full", [random.IN_FULL, 0])
+def test_a_random_op_draws_what_one_device_or_one_shard_draws(name, in_full, monkeypatch):
+    monkeypatch.setattr(random, "IN_FULL", in_full)
+    for sizes in ((2, 2), (3,)):
+        for found in verified((name,), sizes, range(3)):
+            assert found.ok, found
+
+
+NAMES = ("randn_like, transposed", "dropout", "rrelu", "rand", "bernoulli_ of a row")
+
+
+@pytest.mark.parametrize("in_full", [random.IN_FULL, 0])
+def test_random_ops_draw_what_one_device_or_one_shard_draws(in_full, monkeypatch):
+    monkeypatch.setattr(random, "IN_FULL", in_full)
+    for found in verified(NAMES, (2, 2), range(2)):
+        assert found.ok, found
+
+
+def same_on_two_shards(self, rank):
+    return 0
+
+
+def other_on_two_replicas(self, rank):
+    return rank.number
+
+
+@pytest.mark.parametrize("fault", [same_on_two_shards, other_on_two_replicas])
+def test_a_shard_that_draws_for_another_is_found(fault, monkeypatch):
+    monkeypatch.setattr(random, "IN_FULL", 0)
+    assert all(found.ok for found in verified(NAMES, (2, 2), range(2)))
+    monkeypatch.setattr(random.Region, "first", fault)
+    for found in verified(NAMES, (2, 2), range(2)):
+        assert any("does not draw what belongs to its shard" in mismatch.actual for mismatch in found.placement_mismatches), found
+
+
+def alone(self, x, rank):
+    """A shard of the right shape that begins at 0 on every rank."""
+    for d, (lo, hi) in enumerate(self.bounds(rank)):
+        x = x.narrow(d, 0, hi - lo)
+    return x
+
+
+def with_its_own_seed(self, x, rank):
+    if rank.mesh.axes:
+        torch.manual_seed(rank.number)
+    for d, (lo, hi) in enumerate(self.bounds(rank)):
+        x = x.narrow(d, lo, hi - lo)
+    return x
+
+
+@pytest.mark.parametrize("fault", [alone, with_its_own_seed])
+def test_a_rank_that_keeps_another_shard_or_draws_on_from_its_own_seed_is_found(fault, monkeypatch):
+    monkeypatch.setattr(random.Region, "shard", fault)
+    for found in verified(NAMES[:2], (2, 2), range(2)):
+        assert found.placement_mismatches, found
+
+
+# -- on ranks ------------------------------------------------------------------------------------------------------------------------
+
+
+def trained(rank, names, solution, shape):
+    """Losses of three steps and one in eval mode; ranks come with different seeds of their own."""
+    module = materialized(Drawing(names), 0)
+    if shape is not None:
+        module = autoshard.parallelize(module, solution, init_device_mesh("cpu", shape))
+    torch.manual_seed(42 + rank)
+    optimizer, generator, losses = torch.optim.SGD(module.parameters(), lr=0.1), torch.Generator().manual_seed(3), []
+    for _ in range(3):
+        loss = module(torch.randn(ROWS, COLUMNS, generator=generator))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        losses.append(module(torch.randn(ROWS, COLUMNS, generator=generator)).item())
+    return losses
+
+
+def pinned(names, sizes):
+    model, x, _ = built(*names)
+    return autoshard.plan(model, (x,), fast_mesh(sizes), training=True, baselines=False)
+
+
+def test_ranks_train_on_the_numbers_of_one_process_whatever_their_seeds():
+    names = NAMES[:2] + NAMES[3:]
+    solution = pinned(names, (2, 2))
+    drawn = [placed.outputs[0] for name, placed in solution.layouts.items() if name.startswith(("rand", "native_dropout", "bernoulli"))]
+    assert sum("S" in layout for layout in drawn) > len(drawn) // 2, drawn
+    (expected,) = results(1, trained, names, None, None)
+    for losses in results(4, trained, names, solution, (2, 2)):
+        assert losses == pytest.approx(expected, rel=1e-5)
