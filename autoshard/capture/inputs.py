@@ -104,11 +104,26 @@ def stored_dtypes(module: nn.Module, example_inputs: Any) -> dict[str, str]:
     return {name: str(x.dtype).removeprefix("torch.") for name, x in held.items() if isinstance(x, torch.Tensor)}
 
 
+def apart(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments with a tensor object of its own in every place. One that is given twice, or is the module's as well, is an input in each
+    of these places: other calls may have different tensors there."""
+    seen = {id(tensor) for tensor in tensors_of(module)}
+
+    def own(leaf: Any) -> Any:
+        tensors = tensors_of(leaf)
+        is_new = seen.isdisjoint(map(id, tensors))
+        seen.update(map(id, tensors))
+        return leaf if is_new else copied(leaf, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
+
+    return pytree.tree_map(own, (args, kwargs))
+
+
 def to_fake(
     mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict, precision: Precision | None = None
 ) -> tuple[nn.Module, tuple, dict]:
     """A copy of the module whose tensors are fake CPU tensors (tied ones stay tied), and fake inputs, in the dtypes in which the model
     computes. Nothing is allocated."""
+    args, kwargs = apart(module, args, kwargs)
     dtypes = computed_in(module, args, kwargs, precision)
     parts = [(*part._parameters.values(), *part._buffers.values(), *vars(part).values()) for part in module.modules()]
     direct = {id(tensor) for tensors in parts for tensor in tensors}

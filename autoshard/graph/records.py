@@ -66,7 +66,8 @@ class Op:
     inputs: tuple[Value, ...]
     literals: tuple
     outputs: tuple[Tensor | None, ...]
-    # compute, random (graph.random), one of PLACEHOLDERS, kept or accumulated (graph.accumulation), or a gradient's cast: cast_then_reduce, reduce_then_cast
+    # compute, random (graph.random), one of PLACEHOLDERS, kept or accumulated (graph.accumulation), or a gradient's cast:
+    # cast_then_reduce, reduce_then_cast
     kind: str = "compute"
     module: str = ""  # the module that the op comes from, "h.0.attn"
     alias: int | None = None  # the input whose storage the output shares

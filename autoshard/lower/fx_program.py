@@ -110,10 +110,13 @@ def _check_reshapes(program: RankProgram) -> None:
                     raise ValueError(f"op {record.name} would reshape the uneven shard {shapes[0]} of rank {rank} to {shapes[1]}")
 
 
+MASKS = ("aten.bernoulli_.float", "aten.bernoulli.p", "autoshard.aten_bernoulli_p.default")
+
+
 def _keep_all(graph: fx.Graph) -> None:
     """Replaces dropout by one that keeps every element."""
     for node in graph.nodes:
-        if str(node.target) in ("aten.bernoulli_.float", "aten.bernoulli.p", "autoshard.aten_bernoulli_p.default"):  # the mask, before it is divided by p
+        if str(node.target) in MASKS:  # the mask, before it is divided by p
             node.target, node.args, node.kwargs = aten.full_like.default, node.args[-2:], {}
         elif node.target is aten.native_dropout.default:
             node.args, node.kwargs = (node.args[0], node.args[1], False), {}

@@ -64,11 +64,15 @@ def from_state(state: Tensor, device: str = "cpu") -> Iterator[None]:
 def for_shard(first: int, device: str) -> Iterator[None]:
     """Inside the block torch's generator draws for the shard whose first element has this place in the global tensor; afterwards it is
     one draw further than before, whatever shard it was."""
-    state = state_of_generator(device)
-    digest = hashlib.blake2b(state.numpy().tobytes() + first.to_bytes(8, "little"), digest_size=7).digest()
-    with from_state(first_state(int.from_bytes(digest, "little"), device), device):
+    seed = _mixed(state_of_generator(device), first)
+    with from_state(first_state(seed, device), device):
         yield
     torch.rand((), device=device)
+
+
+def _mixed(state: Tensor, number: int) -> int:
+    """A seed that belongs to a state and a number."""
+    return int.from_bytes(hashlib.blake2b(state.numpy().tobytes() + number.to_bytes(8, "little"), digest_size=7).digest(), "little")
 
 
 @cache
@@ -97,12 +101,17 @@ class SharedGenerator:
 
     device: str
     group: ProcessGroup | None = None  # of the ranks, where these are not all ranks
+    branch: int = 0  # of several that begin in one state
     state: Tensor | None = None
 
     def agree(self) -> None:
-        """All ranks call this before the first of them draws."""
-        if self.state is None:
-            self.state = share(state_of_generator(self.device), None, "agreeing on a seed", self.group)
+        """All ranks call this before the first of them draws. Their own generators go on by one draw: another module draws others."""
+        if self.state is not None:
+            return
+        self.state = share(state_of_generator(self.device), None, "agreeing on a seed", self.group)
+        torch.rand((), device=self.device)
+        if self.branch:
+            self.state = first_state(_mixed(self.state, self.branch), self.device)
 
     @contextmanager
     def drawing(self) -> Iterator[None]:

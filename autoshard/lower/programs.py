@@ -275,12 +275,23 @@ def parallelize_programs(
         own, group = (device_mesh, None) if numbers is None else _own_mesh(where, device_mesh.device_type)
         maker = _Maker(name, plan, held, main, everywhere, where, own, group, sent, from_first_rank, timeout, parallel_module)
         families[name] = maker.family(models[name], pad)
+    _share_generator(main, families, plan)
     main.__class__ = type(f"Programs{type(main).__name__}", (ProgramsModule, type(main)), {"__module__": type(main).__module__})
     main.__dict__["_programs"], main.__dict__["_digest"] = Programs(plan, families, sent, home), plan.digest
     for name, batch in (example_inputs or {}).items():
         for module in list(families[name].shapes.values())[:1]:
             module.__dict__["_runner"].prepare(module, batch)
     return main
+
+
+def _share_generator(main: nn.Module, families: Mapping[str, RunningProgram], plan: ProgramsSolution) -> None:
+    """Programs on all devices draw one after the other, as in one process; one on some devices has numbers of its own."""
+    for number, (name, family) in enumerate(families.items()):
+        for module in family.shapes.values():
+            if plan.devices.get(plan.shapes_of(name)[0]) is None:
+                module.__dict__["_runner"].random = main.__dict__["_runner"].random
+            else:
+                module.__dict__["_runner"].random.branch = number
 
 
 def _why_not(model: nn.Module | Mapping[str, nn.Module], plan: ProgramsSolution) -> str | None:

@@ -85,8 +85,9 @@ def seeded(
     module, args, kwargs = opened(materialized(model, seed, device), *arguments(example_inputs))
     leaves, spec = pytree.tree_flatten((args, kwargs))
     names = input_names(model, example_inputs)
+    first = {id(leaf): k for k, leaf in reversed(list(enumerate(leaves)))}
     leaves = [
-        _on(_input(leaf, bounds.get(name), seed + k), device) if isinstance(leaf, torch.Tensor) else leaf
+        _on(_input(leaf, bounds.get(name), seed + k, again=first[id(leaf)] < k), device) if isinstance(leaf, torch.Tensor) else leaf
         for k, (leaf, name) in enumerate(zip(leaves, names, strict=True))
     ]
     args, kwargs = pytree.tree_unflatten(leaves, spec)
@@ -188,10 +189,14 @@ def _random_weight(tensor: torch.Tensor, generator: torch.Generator) -> torch.Te
     return filled.to(tensor.dtype)
 
 
-def _input(example: torch.Tensor, bound: int | None, seed: int) -> torch.Tensor:
-    """The example itself where it has values, else seeded random ones; integers are below `bound`, the size of what they index."""
+def _input(example: torch.Tensor, bound: int | None, seed: int, *, again: bool = False) -> torch.Tensor:
+    """The example itself where it has values, else seeded random ones; integers are below `bound`, the size of what they index.
+
+    again: an earlier input has the same tensor as its example; this one has the rows in another order, to tell the two apart.
+    """
     if not example.is_meta:
-        return example.detach().cpu().clone()
+        values = example.detach().cpu().clone()
+        return values.roll(1, 0) if again and (values.dim() > 1 or values.is_floating_point()) and values.dim() else values
     generator = torch.Generator().manual_seed(1_000 + seed)
     if example.is_floating_point() or example.is_complex():
         real = torch.complex64 if example.is_complex() else torch.float32

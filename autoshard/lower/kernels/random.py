@@ -7,8 +7,8 @@ ways, after which the state is the same on all ranks:
     per shard   every shard is drawn alone, from a branch of the state that belongs to the shard's first element: shards differ,
                 replicas agree, and so do two meshes with the same shards. One device draws other numbers
 
-Sharded tensors of more than IN_FULL elements are drawn per shard, and so are those for which torch draws as often as the values of the inputs
-ask for (rrelu, poisson). torch draws in the order of memory, so that a tensor that isn't row-major in the model isn't here either.
+Sharded tensors of more than IN_FULL elements are drawn per shard, and so are those for which torch draws as often as the values of the
+inputs ask for (rrelu, poisson). torch draws in the order of memory, so that a tensor that isn't row-major in the model isn't here either.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The table of kernels: which ops have a local program that is not the op itself on local tensors, and for which layouts.
 
-All ops that draw random numbers have one. A row of KERNELS looks at the op's layouts (ShardedOp) and returns its kernel, or None where the plain op is right. A kernel is a
-generator (collectives.py) that computes the local outputs; its arguments come by the names of the op's schema, with local tensors.
+A row of KERNELS looks at the op's layouts (ShardedOp) and returns its kernel, or None where the plain op is right; every op that draws
+random numbers has one. A kernel is a generator (collectives.py) that computes the local outputs; its arguments come by the names of the
+op's schema, with local tensors.
 
 Ops whose kernel depends on the device, as torch 2.13 has them (`autoshard doctor MODEL --device cuda` looks them all up):
 
