@@ -3,7 +3,7 @@
 A rank's queries and a block of keys are split into pieces in which every query attends to every key, or query t to the keys up to t:
 
     O_i, L_i = attention of the queries to the keys of piece i, and its logsumexp
-    L = ln sum_i e^(L_i)        O = sum_i e^(L_i - L) O_i                                                        (`_Merged`)
+    L = ln sum_i e^(L_i)        O = sum_i e^(L_i - L) O_i                                                        (`merged`)
 
 The backward of attention needs no merging: with O and L of all keys, a piece's probabilities are e^(score - L), and gradients add up.
 
@@ -12,13 +12,16 @@ ring        keys are sharded like the queries: blocks go round the axis, and eac
             one is on its way. In the backward a block's gradients follow it, one step behind, and end where the block came from
             (`_around`, `_back_around`). Over several axes, the ring of the last axis runs inside each step of the axis before it
 
-Which positions a rank holds is known when its program is built (`Rank.place`), so that pieces without any score are left out.
+Which positions a rank holds is known when its program is built (`Rank.place`), so that pieces without any score are left out. In a traced
+graph all pieces of a block are one node (`autoshard::attention_block` and its backward), of which only numbers differ from rank to rank: a
+schedule that is derived from the graph (`lower.overlap`) is then the same on all ranks, as their collectives need it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -26,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from autoshard.capture.attention import ATTENTION, BACKWARD
 from autoshard.capture.order import reorder
@@ -141,29 +145,7 @@ def _in_order(x: Tensor, lengths: list[int], order: list[int]) -> Tensor:
     return torch.cat([shards[k] for k in order], SEQUENCE)
 
 
-# -- pieces of one block of keys -------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Merged:
-    """The output and logsumexp of the queries so far, per range of queries between two bounds."""
-
-    bounds: tuple[int, ...]
-    ranges: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    def add(self, piece: QueryKeyBlock, out: Tensor, logsumexp: Tensor) -> None:
-        for lo, hi in pairwise(self.bounds):
-            if piece.q_lo <= lo and hi <= piece.q_hi:
-                part = tuple(x.narrow(SEQUENCE, lo - piece.q_lo, hi - lo) for x in (out, logsumexp))
-                self.ranges[lo] = merged(self.ranges[lo], part) if lo in self.ranges else part  # type: ignore[arg-type, assignment]
-
-    def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        out, logsumexp = zip(*(self.ranges[lo] for lo in sorted(self.ranges)), strict=True)
-        return _cat(out).to(dtype), _cat(logsumexp)
-
-
-def _cat(parts: tuple[Tensor, ...]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, SEQUENCE)
+# -- one block of keys -----------------------------------------------------------------------------------------------------------------
 
 
 def merged(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -174,64 +156,116 @@ def merged(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, 
     return wide(a[0]) * weights[0] + wide(b[0]) * weights[1], logsumexp
 
 
-@dataclass
-class _Call:
-    """The queries of a rank with the arguments of its call, everything in ascending order of positions."""
+@dataclass(frozen=True)
+class Positions:
+    """The positions of a rank's queries and of a block of keys, as stored. of_queries, of_keys: `all_of` of `ascending`."""
 
-    sequence: Sequence
-    a: Arguments
-    queries: Runs  # ascending
-    stored: Runs  # the same as stored
+    queries: Runs
+    keys: Runs
+    of_queries: int
+    of_keys: int
+    is_causal: bool
+
+    def pieces(self) -> list[QueryKeyBlock]:
+        return pieces(tuple(sorted(self.queries)), tuple(sorted(self.keys)), is_causal=self.is_causal)
+
+    def ascending(self, tensors: Arguments) -> dict[str, Any]:
+        """Arguments of attention by name with every token in the order of positions."""
+        own = {name: ascending(tensors[name], self.queries, self.of_queries) for name in OF_QUERIES if name in tensors}
+        return {**tensors, **own, **{name: ascending(tensors[name], self.keys, self.of_keys) for name in ("key", "value")}}
+
+    def of_piece(self, a: Arguments, piece: QueryKeyBlock) -> dict[str, Any]:
+        """The arguments of attention for a piece. a: in ascending order."""
+        own = {name: a[name][:, :, piece.q_lo : piece.q_hi] for name in OF_QUERIES if name in a}
+        own |= {name: a[name][:, :, piece.k_lo : piece.k_hi] for name in ("key", "value")}
+        mask = a["attn_mask"]
+        if mask is not None and mask.shape[-1] > 1:  # attention with a mask is in the natural order, so that the keys are one run
+            mask = mask[..., self.keys[0][0] + piece.k_lo : self.keys[0][0] + piece.k_hi]
+        return {**own, "is_causal": piece.is_causal, "attn_mask": mask, "scale": a["scale"]}
+
+    def as_numbers(self) -> list[int]:
+        """The inverse of `of`."""
+        runs = (n for run in (*self.queries, *self.keys) for n in run)
+        return [len(self.queries), self.of_queries, self.of_keys, int(self.is_causal), *runs]
 
     @staticmethod
-    def of(sequence: Sequence, rank: Rank, a: Arguments) -> _Call:
-        stored = sequence.queries(rank.place if sequence.of_queries else ())
-        all_of = sequence.all_of(sequence.of_queries)
-        tensors = {name: ascending(a[name], stored, all_of) for name in ("query", "grad_out", "out", "logsumexp") if name in a}
-        return _Call(sequence, {**a, **tensors}, tuple(sorted(stored)), stored)
-
-    def pieces(self, keys: Runs) -> list[QueryKeyBlock]:
-        return pieces(self.queries, tuple(sorted(keys)), is_causal=self.sequence.is_causal)
-
-    def arguments(self, piece: QueryKeyBlock, key: Tensor, value: Tensor, first_key: int) -> dict[str, Any]:
-        """The arguments of attention for a piece. first_key: the position of the block's first key, where there is a mask."""
-        q = slice(piece.q_lo, piece.q_hi)
-        own = {name: self.a[name][:, :, q] for name in ("query", "grad_out", "out", "logsumexp") if name in self.a}
-        own |= {"key": key[:, :, piece.k_lo : piece.k_hi], "value": value[:, :, piece.k_lo : piece.k_hi], "is_causal": piece.is_causal}
-        mask = self.a.get("attn_mask")
-        if mask is not None and mask.shape[-1] > 1:
-            mask = mask[..., first_key + piece.k_lo : first_key + piece.k_hi]
-        return {**own, "attn_mask": mask, "scale": self.a.get("scale")}
-
-    def bounds(self, blocks: list[Runs]) -> tuple[int, ...]:
-        """Where the pieces of any of the blocks begin and end."""
-        ends = {end for keys in blocks for piece in self.pieces(keys) for end in (piece.q_lo, piece.q_hi)}
-        return tuple(sorted(ends))
+    def of(numbers: list[int]) -> Positions:
+        count, of_queries, of_keys, is_causal, *flat = numbers
+        runs = tuple(zip(flat[::2], flat[1::2], strict=True))
+        return Positions(runs[:count], runs[count:], of_queries, of_keys, bool(is_causal))
 
 
-def _forward(call: _Call, into: _Merged, key: Tensor, value: Tensor, keys: Runs) -> None:
-    all_of = call.sequence.all_of(call.sequence.of_keys)
-    key, value = (ascending(x, keys, all_of) for x in (key, value))
-    for piece in call.pieces(keys):
-        into.add(piece, *attention(**call.arguments(piece, key, value, keys[0][0])))
+OF_QUERIES = ("query", "grad_out", "out", "logsumexp")  # the tensors that are sharded as the queries are
 
 
-def _backward(call: _Call, grad_query: list[Tensor], key: Tensor, value: Tensor, keys: Runs) -> tuple[Tensor, Tensor]:
-    """The gradients of a block of keys and values; adds the queries' own to `grad_query`."""
-    all_of = call.sequence.all_of(call.sequence.of_keys)
-    key, value = (ascending(x, keys, all_of) for x in (key, value))
-    tokens, of_keys = sum(n for _, n in call.queries), sum(n for _, n in keys)
-    grads = [wide(torch.zeros_like(x)) for x in (key, value)]
-    for piece in call.pieces(keys):
-        own = attention_backward(**call.arguments(piece, key, value, keys[0][0]))
-        grad_query.append(_padded(own[0], piece.q_lo, tokens))
-        grads = [grad + _padded(one, piece.k_lo, of_keys) for grad, one in zip(grads, own[1:], strict=True)]
-    return as_stored(grads[0], keys, all_of), as_stored(grads[1], keys, all_of)
+def _block(query, key, value, attn_mask, scale, former, former_logsumexp, positions, is_last):  # type: ignore[no-untyped-def]
+    """Output and logsumexp over a block of keys and those before it (former). is_last: none follows; the output is in its own dtype."""
+    at = Positions.of(positions)
+    a = at.ascending({"query": query, "key": key, "value": value, "attn_mask": attn_mask, "scale": scale})
+    if former is None:
+        total = _of_no_key(query, value)
+    else:
+        total = tuple(ascending(x, at.queries, at.of_queries).clone() for x in (former, former_logsumexp))
+    for piece in at.pieces():
+        so_far = tuple(x.narrow(SEQUENCE, piece.q_lo, piece.q_hi - piece.q_lo) for x in total)
+        for x, both in zip(so_far, merged(so_far, attention(**at.of_piece(a, piece))), strict=True):
+            x.copy_(both)
+    out, logsumexp = (as_stored(x, at.queries, at.of_queries).contiguous() for x in total)
+    return out.to(query.dtype) if is_last else out, logsumexp
 
 
-def _padded(x: Tensor, start: int, size: int) -> Tensor:
-    """x as the tokens [start, ...) of a tensor of `size` tokens, which is 0 elsewhere."""
-    return wide(x) if x.shape[SEQUENCE] == size else F.pad(wide(x), (0, 0, start, size - start - x.shape[SEQUENCE]))
+def _of_no_key(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    out = wide(query.new_zeros((*query.shape[:3], value.shape[-1])))
+    return out, out.new_full(query.shape[:3], -torch.inf)
+
+
+def _block_backward(grad_out, query, key, value, out, logsumexp, attn_mask, scale, former, positions):  # type: ignore[no-untyped-def]
+    """The gradient of the queries by a block of keys and those before it (former), and the gradients of the block's keys and values."""
+    at = Positions.of(positions)
+    named = {"grad_out": grad_out, "query": query, "key": key, "value": value, "out": out, "logsumexp": logsumexp}
+    a = at.ascending({**named, "attn_mask": attn_mask, "scale": scale})
+    of_queries = wide(torch.zeros_like(query)) if former is None else ascending(former, at.queries, at.of_queries).clone()
+    grads = [of_queries, *(wide(torch.zeros_like(x)) for x in (key, value))]
+    for piece in at.pieces():
+        q, k = (piece.q_lo, piece.q_hi - piece.q_lo), (piece.k_lo, piece.k_hi - piece.k_lo)
+        for grad, part, where in zip(grads, attention_backward(**at.of_piece(a, piece)), (q, k, k), strict=True):
+            grad.narrow(SEQUENCE, *where).add_(part)
+    orders = ((at.queries, at.of_queries), (at.keys, at.of_keys), (at.keys, at.of_keys))
+    return tuple(as_stored(grad, *order).contiguous() for grad, order in zip(grads, orders, strict=True))
+
+
+OPERANDS = "Tensor query, Tensor key, Tensor value"
+torch.library.define(
+    "autoshard::attention_block",
+    f"({OPERANDS}, Tensor? attn_mask, float? scale, Tensor? former, Tensor? former_logsumexp, int[] positions, bool is_last) "
+    "-> (Tensor, Tensor)",
+)
+torch.library.define(
+    "autoshard::attention_block_backward",
+    f"(Tensor grad_out, {OPERANDS}, Tensor out, Tensor logsumexp, Tensor? attn_mask, float? scale, Tensor? former, int[] positions) "
+    "-> (Tensor, Tensor, Tensor)",
+)
+torch.library.impl("autoshard::attention_block", "CompositeExplicitAutograd", _block)
+torch.library.impl("autoshard::attention_block_backward", "CompositeExplicitAutograd", _block_backward)
+
+
+@torch.library.register_fake("autoshard::attention_block")
+def _(query, key, value, attn_mask, scale, former, former_logsumexp, positions, is_last):  # type: ignore[no-untyped-def]
+    out, logsumexp = _of_no_key(query, value)
+    return out.to(query.dtype) if is_last else out, logsumexp
+
+
+@torch.library.register_fake("autoshard::attention_block_backward")
+def _(grad_out, query, key, value, *rest):  # type: ignore[no-untyped-def]
+    return tuple(wide(x.new_empty(x.shape)) for x in (query, key, value))
+
+
+BLOCK, BLOCK_BACKWARD = torch.ops.autoshard.attention_block.default, torch.ops.autoshard.attention_block_backward.default
+
+
+def _one_node(function: Callable[..., Any], operator: Any, *args: Any) -> Any:
+    """The function's operator while a graph is traced, the function itself elsewhere (a dry run looks up what it calls)."""
+    return (function if get_proxy_mode() is None else operator)(*args)
 
 
 # -- blocks that go round --------------------------------------------------------------------------------------------------------------
@@ -276,38 +310,40 @@ def _pass_on(rank: Rank, axis: int, x: Tensor) -> Ask:
 
 def over_sequence(rank: Rank, a: Arguments, *, sequence: Sequence) -> Asks:
     """The op, forward or backward, of a rank's queries and all keys."""
-    call, axes, all_of = _Call.of(sequence, rank, a), sequence.of_keys, sequence.all_of(sequence.of_queries)
+    axes = sequence.of_keys
     where = {axis: rank.place[axis] for axis in axes}
     width, tokens = a["key"].shape[-1], a["key"].shape[SEQUENCE]
     packed = torch.cat([a["key"], a["value"]], -1)
-    block = F.pad(packed, (0, 0, 0, sequence.longest - tokens)) if axes else packed
+    own_block = F.pad(packed, (0, 0, 0, sequence.longest - tokens)) if axes else packed
+    stored, options = sequence.queries(rank.place if sequence.of_queries else ()), (a.get("attn_mask"), a.get("scale"))
+    waiting = math.prod(sequence.mesh.shape[axis] for axis in axes)  # blocks that are still to come
+    former: tuple[Tensor | None, ...] = (None, None)
 
-    def unpacked(block: Tensor, keys: Runs) -> tuple[Tensor, Tensor]:
+    def unpacked(block: Tensor, where: Where) -> tuple[Tensor, Tensor, list[int]]:
+        keys = sequence.keys(where)
+        all_of = sequence.all_of(sequence.of_queries), sequence.all_of(axes)
         block = block.narrow(SEQUENCE, 0, sum(n for _, n in keys))
-        return block[..., :width], block[..., width:]
+        return block[..., :width], block[..., width:], Positions(stored, keys, *all_of, sequence.is_causal).as_numbers()
 
-    if "grad_out" not in a:
-        into = _Merged(call.bounds(_all_blocks(sequence)))
-        yield from _around(rank, axes, block, where, lambda b, w: _forward(call, into, *unpacked(b, k := sequence.keys(w)), k))
-        return tuple(as_stored(x, call.stored, all_of) for x in into.result(a["query"].dtype))
-    grad_query: list[Tensor] = []
+    def use(block: Tensor, where: Where) -> None:
+        nonlocal former, waiting
+        *key_value, positions = unpacked(block, where)
+        waiting -= 1
+        former = _one_node(_block, BLOCK, a["query"], *key_value, *options, *former, positions, waiting == 0)
 
     def gradient(block: Tensor, where: Where) -> Tensor:
-        keys = sequence.keys(where)
-        own = torch.cat(_backward(call, grad_query, *unpacked(block, keys), keys), -1)
+        nonlocal former
+        *key_value, positions = unpacked(block, where)
+        tensors = a["grad_out"], a["query"], *key_value, a["out"], a["logsumexp"], *options, former[0], positions
+        former, *of_keys = _one_node(_block_backward, BLOCK_BACKWARD, *tensors)
+        former, own = (former,), torch.cat(of_keys, -1)
         return F.pad(own, (0, 0, 0, sequence.longest - own.shape[SEQUENCE])) if axes else own
 
-    of_keys = (yield from _back_around(rank, axes, block, where, gradient)).narrow(SEQUENCE, 0, tokens)
-    of_queries = as_stored(sum(grad_query[1:], start=grad_query[0]), call.stored, all_of)
-    return tuple(x.to(a["query"].dtype) for x in (of_queries, of_keys[..., :width], of_keys[..., width:]))
-
-
-def _all_blocks(sequence: Sequence) -> list[Runs]:
-    """The positions of every block of keys, as stored."""
-    wheres: list[Where] = [{}]
-    for axis in sequence.of_keys:
-        wheres = [{**where, axis: c} for where in wheres for c in range(sequence.mesh.shape[axis])]
-    return [sequence.keys(where) for where in wheres]
+    if "grad_out" not in a:
+        yield from _around(rank, axes, own_block, where, use)
+        return former
+    of_keys = (yield from _back_around(rank, axes, own_block, where, gradient)).narrow(SEQUENCE, 0, tokens)
+    return tuple(x.to(a["query"].dtype) for x in (former[0], of_keys[..., :width], of_keys[..., width:]))
 
 
 def with_key_heads(rank: Rank, a: Arguments, *, sequence: Sequence, **heads: Any) -> Asks:
