@@ -406,6 +406,26 @@ def test_the_offer_to_pad_is_what_the_padded_model_saves():
     assert not padded.padding
 
 
+class Reshaped(torch.nn.Module):
+    """The 3 channels of the weight are also those of an input that is used in another shape."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.linear, self.use = torch.nn.Linear(3, 8), use
+
+    def forward(self, x):
+        return self.linear(x).pow(2).mean() + self.use(x).pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    "use", [lambda x: x.reshape(16, 12), lambda x: x.reshape(-1), lambda x: x.cumsum(2)]
+)
+def test_a_dim_that_meets_one_which_stays_is_not_offered(use):
+    found = plan(Reshaped(use), (torch.empty(16, 4, 3, device="meta"),), fast_mesh((4,)), training=True)
+    assert found.status == "optimal" and found.padding == ()
+    assert plan(Reshaped(torch.sin), (torch.empty(16, 4, 3, device="meta"),), fast_mesh((4,)), training=True).padding
+
+
 def test_random_sizes_on_random_meshes_are_never_wrong():
     rng = random.Random(0)
     for _ in range(12):

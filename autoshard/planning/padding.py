@@ -11,6 +11,7 @@ of the graph is larger than that of the padded graph.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from autoshard.baselines.classes import dim_classes, number_slots
@@ -41,6 +42,8 @@ def padding_offers(context: Context, formulated: Formulation, cost: float) -> li
     offers = []
     for (name, dim, n), slots in _dims(formulated)[:TRIED]:
         larger = _with_sizes(graph, slots, _padded(n, p))
+        if any(_pattern(graph, i) != _pattern(larger, i) for i in range(len(graph.ops))):
+            continue  # the padded dim meets one that stays: a view merges it, or it is added to a dim of another class
         possible = candidates(larger, formulated.mesh)
         if context.lacks_time_to_formulate():
             break
@@ -107,3 +110,19 @@ def _with_sizes(graph: Graph, slots: set[tuple[int, int, int]], size: int) -> Gr
         )
         ops[i] = replace(ops[i], outputs=outputs)
     return replace(graph, ops=tuple(ops))
+
+
+def _pattern(graph: Graph, i: int) -> tuple[bool, bool]:
+    """Whether the op keeps the number of elements, as views do, and whether its inputs broadcast to its output."""
+    op, inputs = graph.ops[i], [t.shape for t in graph.input_tensors(i)]
+    if not inputs or op.outputs[0] is None:
+        return False, False
+    out = op.outputs[0].shape
+    padded = [(1,) * (len(out) - len(shape)) + shape for shape in inputs]
+    broadcasts = all(len(shape) == len(out) for shape in padded) and tuple(map(_broadcast, *padded)) == out
+    return len(inputs) == 1 and math.prod(inputs[0]) == math.prod(out), broadcasts
+
+
+def _broadcast(*sizes: int) -> int:
+    """The size to which these sizes broadcast; -1 where they don't."""
+    return max(sizes) if {*sizes} <= {1, max(sizes)} else -1
