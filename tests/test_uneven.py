@@ -417,9 +417,7 @@ class Reshaped(torch.nn.Module):
         return self.linear(x).pow(2).mean() + self.use(x).pow(2).mean()
 
 
-@pytest.mark.parametrize(
-    "use", [lambda x: x.reshape(16, 12), lambda x: x.reshape(-1), lambda x: x.cumsum(2)]
-)
+@pytest.mark.parametrize("use", [lambda x: x.reshape(16, 12), lambda x: x.reshape(-1), lambda x: x.cumsum(2)])
 def test_a_dim_that_meets_one_which_stays_is_not_offered(use):
     found = plan(Reshaped(use), (torch.empty(16, 4, 3, device="meta"),), fast_mesh((4,)), training=True)
     assert found.status == "optimal" and found.padding == ()
