@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 _CLOSED = (str, bytes, int, float, complex, type, type(None), types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 _PLAIN = (torch.Tensor, str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -92,10 +93,11 @@ def tensors_of(item: Any) -> list[torch.Tensor]:
     return [part for part in reachable(item) if isinstance(part, torch.Tensor)]
 
 
-def opened(module: nn.Module, args: tuple, kwargs: dict) -> tuple[nn.Module, tuple, dict]:
+def opened(module: nn.Module, args: tuple, kwargs: dict, templates: list[Any] | None = None) -> tuple[nn.Module, tuple, dict]:
     """The module and arguments, with each object that is neither tensor nor number replaced by the list of the tensors in it.
 
-    The module is changed in place: pass a copy. Its forward rebuilds copies of the objects from the tensors.
+    The module is changed in place: pass a copy. Its forward rebuilds copies of the objects from the tensors, and is
+    `listing`.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     objects = {k: leaf for k, leaf in enumerate(leaves) if not isinstance(leaf, _PLAIN)}
@@ -108,11 +110,29 @@ def opened(module: nn.Module, args: tuple, kwargs: dict) -> tuple[nn.Module, tup
             leaves[k] = copied(template, lambda tensor: tensors[id(tensor)])  # noqa: B023  (called at once)
         if objects:
             args, kwargs = pytree.tree_unflatten(leaves, spec)
-        result = original.forward(self, *args, **kwargs)
-        return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else tensors_of(leaf), result)
+        return original.forward(self, *args, **kwargs)
 
     module.__class__ = type(original.__name__, (original,), {"forward": forward, "__module__": original.__module__})
+    module.__dict__["forward"] = listing(module.forward, [] if templates is None else templates)
     return module, *in_lists(args, kwargs)
+
+
+def listing(function: Callable, templates: list[Any]) -> Callable:
+    """The function with the list of its tensors in place of each object that it returns. Where there are objects, what it would have
+    returned is added to the templates, with tensors on the meta device."""
+
+    def listed_results(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if has_objects(result):
+            templates.append(_on_meta(result))
+        return listed(result)
+
+    return listed_results
+
+
+def _on_meta(result: Any) -> Any:
+    with _disable_current_modes():  # these tensors are no part of the program that is traced
+        return copied(result, lambda tensor: torch.empty(tuple(map(int, tensor.shape)), dtype=tensor.dtype, device="meta"))
 
 
 def in_lists(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -155,5 +175,5 @@ def state_of(inputs: Any) -> tuple:
     return tuple(state)
 
 
-def has_objects(args: tuple, kwargs: dict) -> bool:
-    return not all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves((args, kwargs)))
+def has_objects(*trees: Any) -> bool:
+    return not all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(trees))

@@ -135,8 +135,24 @@ def to_fake(
         return tensor.detach().clone()  # in a list on a module: a constant of the program, whose value is needed
 
     module, args, kwargs = copied((module, args, kwargs), replacement)
+    without_process_groups(module)
     _register_attributes(module)
     return module, args, kwargs
+
+
+class _BatchNorm(nn.modules.batchnorm._BatchNorm):
+    """BatchNorm of inputs of any rank."""
+
+    _check_input_dim = nn.SyncBatchNorm._check_input_dim
+
+
+def without_process_groups(module: nn.Module) -> None:
+    """Makes each SyncBatchNorm a BatchNorm, in place: in a captured program the batch is that of all devices."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.SyncBatchNorm):
+            if part.process_group is not None:
+                raise ValueError(f"{name} normalizes over the batch of a process group; a plan has the batch of all devices: use BatchNorm")
+            part.__class__ = _BatchNorm
 
 
 def attributes(module: nn.Module) -> dict[str, torch.Tensor]:

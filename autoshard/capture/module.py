@@ -37,7 +37,7 @@ from autoshard.capture.experts import as_one_op as experts_as_one_op
 from autoshard.capture.explain import FLEX, explained, line_of
 from autoshard.capture.functional import functional, traced_tensor, without_equal_strides
 from autoshard.capture.grouped_mm import fake_grouped_mm
-from autoshard.capture.held import has_objects, in_lists, opened
+from autoshard.capture.held import filled, has_objects, in_lists, listing, opened
 from autoshard.capture.inputs import (
     CPU,
     Named,
@@ -64,11 +64,17 @@ from autoshard.precision import Precision
 
 @dataclass(frozen=True)
 class Returned:
-    """The structure of what a module returns: its leaf k is the graph's result `output k` where that has a value, else the constant
-    leaves[k]."""
+    """What a module returns: leaf k of its structure is the graph's result `output k` where that has a value, else the constant leaves[k].
+    template: where objects are among what it returns, and the structure has lists of their tensors, the same on the meta device."""
 
     structure: pytree.TreeSpec
     leaves: tuple[Any, ...]  # None in place of each tensor
+    template: Any = None
+
+    def packed(self, outputs: Mapping[int, torch.Tensor]) -> Any:
+        """The return value with these tensors, by leaf."""
+        lists = pytree.tree_unflatten([outputs.get(k, leaf) for k, leaf in enumerate(self.leaves)], self.structure)
+        return lists if self.template is None else filled(self.template, lists)
 
 
 @dataclass(frozen=True)
@@ -138,9 +144,10 @@ def capture_without_casts(module: nn.Module, example_inputs: Any, *, training: b
         if training:
             captured = _capture_training(mode, fake_module, fake_args, fake_kwargs)
         else:
-            program = _exported(mode, fake_module, fake_args, fake_kwargs, training=False)
+            templates: list[Any] = []
+            program = _exported(mode, fake_module, fake_args, fake_kwargs, templates, training=False)
             experts_as_one_op(program.graph_module)
-            captured = replace(_retraced(program), returned=_exported_results(program))
+            captured = replace(_retraced(program), returned=_exported_results(program, templates))
             if drawn := [op.name for op in captured.graph.ops if op.target in ("aten.bernoulli.p", str(DROPOUT))]:
                 raise ValueError(f"dropout is on (node {drawn[0]}), and inference has none: call model.eval() first")
     _check_returns(captured.graph, module)
@@ -315,16 +322,20 @@ def _inherit_modules(modules: dict[fx.Node, str], graph: fx.Graph, replaced: Map
             paths |= {source: paths[node] for source in node.all_input_nodes if source.op == "call_function" and source not in modules}
 
 
-def _exported(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict, *, training: bool) -> ExportedProgram:
-    """The program of the module by torch.export, which runs its Python code: locks, context managers and caches work, at any depth."""
-    module, args, kwargs = opened(module, args, kwargs)
+def _exported(
+    mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict, templates: list[Any], *, training: bool
+) -> ExportedProgram:
+    """The program of the module by torch.export, which runs its Python code: locks, context managers and caches work, at any depth.
+    templates: where those of its results go."""
+    module, args, kwargs = opened(module, args, kwargs, templates)
     with mode, torch.set_grad_enabled(training), redirect_stderr(io.StringIO()):  # when it fails, it prints the graph so far
         return torch.export.export(module, args, kwargs, strict=False)
 
 
 def _capture_training(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) -> Captured:
     with ExitStack() as stack, torch._dynamo.config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True):
-        captured = _forward(mode, module, args, kwargs)
+        templates: list[Any] = []
+        captured = _forward(mode, module, args, kwargs, templates)
         moved = autocast_on_cpu(captured)
         experts_as_one_op(captured)
         joint = aot_export_joint_with_descriptors(stack, captured, *in_lists(args, kwargs))
@@ -341,7 +352,8 @@ def _capture_training(mode: FakeTensorMode, module: nn.Module, args: tuple, kwar
     if not any(result.kind == "gradient" and result.value is not None for result in graph.results):
         raise ValueError("the module has no parameter that gets a gradient; plan it without training")
     mapped = {node: pytree.tree_map(lambda leaf: values.get(leaf), leaves_of(node)) for node in traced.graph.nodes if node.op != "output"}
-    returned = Returned(joint.out_spec, tuple(_constant(leaf) for (kind, _), leaf in results if kind == "output"))
+    constants = tuple(_constant(leaf) for (kind, _), leaf in results if kind == "output")
+    returned = Returned(joint.out_spec, constants, _last(templates))
     return Captured(graph, traced, mapped, returned, moved)
 
 
@@ -350,25 +362,33 @@ def _constant(leaf: Any) -> Any:
     return None if isinstance(leaf, fx.Node) else leaf
 
 
-def _exported_results(program: ExportedProgram) -> Returned:
+def _last(templates: Sequence[Any]) -> Any:
+    """The template of the last run of a forward, None where it returns no objects."""
+    return templates[-1] if templates else None
+
+
+def _exported_results(program: ExportedProgram, templates: Sequence[Any]) -> Returned:
     """`Captured.returned` of an exported program."""
     arguments = [spec.arg for spec in program.graph_signature.output_specs if spec.kind == OutputKind.USER_OUTPUT]
     constants = tuple(argument.value if isinstance(argument, ConstantArgument) else None for argument in arguments)
     assert program.call_spec.out_spec is not None
-    return Returned(program.call_spec.out_spec, constants)
+    return Returned(program.call_spec.out_spec, constants, _last(templates))
 
 
-def _forward(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) -> nn.Module:
+def _forward(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict, templates: list[Any]) -> nn.Module:
     """The module's forward as an fx graph, by dynamo; where dynamo can't read the code, by torch.export, which runs it."""
     if not has_objects(args, kwargs):
         try:
             with mode, warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "While compiling, we found certain side effects")
                 warnings.filterwarnings("ignore", "Dynamo detected a call to a")  # function with a cache, which dynamo reads nevertheless
-                return dynamo_graph_capture_for_export(module)(*args, **kwargs)
+                captured = dynamo_graph_capture_for_export(module)(*args, **kwargs)
+                returning = captured.graph._codegen  # type: ignore[attr-defined]
+                returning.process_outputs = listing(returning.process_outputs, templates)  # type: ignore[arg-type]
+                return captured  # type: ignore[return-value]
         except Exception:  # an error of the model is raised again by the export, with frames of the model
             torch._dynamo.reset()
-    return _exported(mode, module, args, kwargs, training=True).module(check_guards=False)
+    return _exported(mode, module, args, kwargs, templates, training=True).module(check_guards=False)
 
 
 def _logging_functions() -> set:

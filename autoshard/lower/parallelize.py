@@ -273,7 +273,7 @@ class _Builder:
         return _Captured(graph, plan.graph, captured.returned, constants_of(self.model, graph, held)), plan.misfits
 
     def _step(self, captured: _Captured) -> TracedCall:
-        graph, returned = captured.graph, captured.returned
+        graph = captured.graph
         solution, mesh, device = self.solution, self.solution.mesh, self.device_mesh.device_type
         program = lower(graph, *of_one_microbatch(solution), mesh, device=device)
         graphs = trace(program, graph, self.groups, self.where, device, drops=captured.drops)
@@ -297,7 +297,7 @@ class _Builder:
         where = (mesh, self.device_mesh, self.where)
         group = self.inputs.group
         return TracedCall(
-            graphs, inference, shapes, returned.structure, returned.leaves, shards, *where, timelines, self.patiently, moves, group
+            graphs, inference, shapes, captured.returned, shards, *where, timelines, self.patiently, moves, group
         )
 
 

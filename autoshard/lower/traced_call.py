@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.utils import _pytree as pytree
 
+from autoshard.capture import Returned
 from autoshard.layout import Layout, text
 from autoshard.lower.agreement import agree, rank_lost
 from autoshard.lower.distribute import as_dtensor, spec_of
@@ -38,8 +38,7 @@ class TracedCall:
     graphs: RankGraphs
     inference: fx.GraphModule  # as forward, without saved values
     shapes: dict[str, tuple[int, ...]]  # global shapes of the graphs' outputs
-    structure: pytree.TreeSpec  # of the model's return value
-    leaves: Sequence[Any]  # of the return value, in order; those that are no constants come from the graphs' outputs
+    returned: Returned  # the model's return value, whose tensors come from the graphs' outputs
     constants: dict[str, Tensor]  # this rank's shards of tensors that the program reads beside the module's and the inputs
     mesh: Mesh
     device_mesh: DeviceMesh
@@ -97,7 +96,8 @@ class TracedCall:
 
     def packed(self, results: Mapping[str, Tensor]) -> Any:
         """The model's return value."""
-        return pytree.tree_unflatten([results.get(f"output:{k}", leaf) for k, leaf in enumerate(self.leaves)], self.structure)
+        keys = {f"output:{k}": k for k in range(len(self.returned.leaves))}
+        return self.returned.packed({k: results[key] for key, k in keys.items() if key in results})
 
     def run(self, which: str, arguments: list[Tensor], random: SharedGenerator) -> Sequence[Tensor]:
         """One pass: "forward" and "backward" of a training step, or "inference". The graphs hold the casts that autocast would add."""

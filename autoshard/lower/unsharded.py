@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.capture import input_names
 from autoshard.capture.held import copied, opened
-from autoshard.capture.inputs import arguments, computed_in
+from autoshard.capture.inputs import arguments, computed_in, without_process_groups
 from autoshard.graph import Graph, Tensor, Value
 from autoshard.lower.generator import first_state, from_state
 from autoshard.lower.verify import Verification, verify_program
@@ -57,11 +57,11 @@ def run_unsharded(
         leaves, state = pytree.tree_leaves((args, kwargs)), _state(module)
     with torch.set_grad_enabled(training), from_state(first_state(seed, device), device):
         outputs = module(*args, **kwargs)
-        flat = [returned(leaf, precision) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        flat = {k: returned(y, precision) for k, y in enumerate(pytree.tree_leaves(outputs)) if isinstance(y, torch.Tensor)}
         if training:
-            differentiable = [leaf for leaf in flat if leaf.requires_grad]
+            differentiable = [leaf for leaf in flat.values() if leaf.requires_grad]
             torch.autograd.backward(differentiable, [torch.ones_like(leaf) for leaf in differentiable])
-    reference = {f"output:{k}": leaf.detach() for k, leaf in enumerate(flat)}
+    reference = {f"output:{k}": leaf.detach() for k, leaf in flat.items()}
     tangents = [name for name, i in graph.index.items() if graph.ops[i].kind == "tangent"]
     values |= {name: _on(_ones(graph.tensor((graph.index[name], 0))), device) for name in tangents}
     if training:
@@ -155,7 +155,9 @@ def materialized(model: nn.Module, seed: int, device: str = "cpu") -> nn.Module:
             if tensor is not None and id(tensor) not in memo:
                 filled = _on(_random_weight(tensor, generator) if tensor.is_meta else tensor.detach().cpu().clone(), device)
                 memo[id(tensor)] = nn.Parameter(filled, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else filled
-    return copied(model, lambda tensor: _on(tensor.detach().clone(), device), memo)
+    module = copied(model, lambda tensor: _on(tensor.detach().clone(), device), memo)
+    without_process_groups(module)
+    return module
 
 
 def _on(tensor: torch.Tensor, device: str) -> torch.Tensor:

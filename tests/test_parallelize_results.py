@@ -1,0 +1,225 @@
+"""What a model returns comes back from a parallel module in the same types; fine-tuning by adapters; BatchNorm over process groups."""
+
+import copy
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoshard
+from autoshard.capture.held import tensors_of
+from tests.helpers import fast_mesh
+from tests.helpers_ranks import results
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+    logits: torch.Tensor
+    note: object = None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    loss: torch.Tensor
+    inner: Output
+
+
+class Named(NamedTuple):
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+class Slotted:
+    __slots__ = ("logits", "loss")
+
+    def __init__(self, loss, logits):
+        self.loss, self.logits = loss, logits
+
+
+FORMS = {
+    "dataclass": lambda loss, y: Output(loss, y, note=("kept", 3)),
+    "frozen and nested": lambda loss, y: Frozen(loss, Output(loss * 2, y)),
+    "named tuple": Named,
+    "slots": Slotted,
+    "dict": lambda loss, y: {"loss": loss, "rest": [y, (y + 1, None)]},
+    "ordered dict": lambda loss, y: OrderedDict(loss=loss, y=y),
+    "constants and objects": lambda loss, y: (None, 3, Output(loss, y, note={"more": [y * 2, "text"]}), "name", y + 1),
+    "list of objects": lambda loss, y: [Output(loss, y), {"k": Named(loss, y + 1)}],
+}
+
+
+class Returning(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.form = nn.Linear(8, 16), nn.Linear(16, 8), form
+
+    def forward(self, x):
+        y = self.down(self.up(x).relu())
+        return FORMS[self.form](y.pow(2).mean(), y)
+
+
+def described(result):
+    """The result with shapes in place of its tensors."""
+    if isinstance(result, torch.Tensor):
+        return tuple(result.shape)
+    if isinstance(result, dict):
+        return type(result), [(key, described(part)) for key, part in result.items()]
+    if isinstance(result, (tuple, list)):
+        return type(result), [described(part) for part in result]
+    names = getattr(result, "__dict__", {}) or getattr(type(result), "__slots__", ())
+    return (type(result), [(name, described(getattr(result, name))) for name in names]) if names else result
+
+
+def values(result):
+    return [getattr(x, "full_tensor", lambda x=x: x)().detach() for x in tensors_of(result)]
+
+
+def returned(rank, plans, x):
+    mesh = init_device_mesh("cpu", (2,))
+    made = {}
+    for (form, training), solution in plans.items():
+        module = autoshard.parallelize(Returning(form), solution, mesh)
+        result = module(x)
+        if training:
+            tensors_of(result)[0].sum().backward()
+            assert all(p.grad is not None for p in module.parameters())
+        made[form, training] = described(result), values(result)
+    return made
+
+
+def test_results_come_back_as_what_the_model_returns():
+    x = torch.randn(16, 8)
+    cases = [*((form, False) for form in FORMS), *((form, True) for form in ("frozen and nested", "slots", "constants and objects"))]
+    plans = {(form, t): autoshard.plan(Returning(form), (x,), fast_mesh((2,)), training=t, baselines=False) for form, t in cases}
+    found = autoshard.verify(Returning("constants and objects"), (x,), plans["constants and objects", True])
+    assert found["ok"], found
+    for made in results(2, returned, plans, x):
+        for form, training in cases:
+            expected = Returning(form)(x)
+            shape, got = made[form, training]
+            assert shape == described(expected), (form, training)
+            pairs = zip(got, values(expected), strict=False)  # a tensor that is returned twice comes back as two
+            assert all(torch.allclose(a, b, atol=1e-6) for a, b in pairs) and got, (form, training)
+
+
+# -- steps of the optimizer ---------------------------------------------------------------------------------------------------------
+
+
+def loss_of(result):
+    loss = getattr(result, "loss", result)
+    return getattr(loss, "full_tensor", lambda: loss)()
+
+
+def steps(module, inputs, trained):
+    """Losses of three steps, and the trained parameters after them."""
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], 0.01)
+    losses = []
+    for _ in range(3):
+        loss = loss_of(module(**inputs))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    held = dict(module.named_parameters())
+    return losses, [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in (held[name] for name in trained)]
+
+
+def on_ranks(rank, model, inputs, solution, trained):
+    return steps(autoshard.parallelize(model, solution, autoshard.device_mesh(solution)), inputs, trained)
+
+
+def assert_trains_as_one_process(model, inputs, shape):
+    """In float64, and verified with layouts at random."""
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    solution = autoshard.plan(model, inputs, fast_mesh(shape), training=True, baselines=False)
+    found = autoshard.verify(model, inputs, solution, random=1)
+    assert found["ok"], found
+    assert {name.partition(":")[2] for name in solution.results if name.startswith("gradient:")} == set(trained)
+    losses, parameters = steps(copy.deepcopy(model), inputs, trained)
+    for found_losses, found_parameters in results(solution.mesh.num_devices, on_ranks, model, inputs, solution, trained):
+        assert found_losses == pytest.approx(losses, rel=1e-9)
+        assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(found_parameters, parameters, strict=True))
+    return solution
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4), nn.BatchNorm1d(4))
+        self.layers = nn.SyncBatchNorm.convert_sync_batchnorm(layers)
+
+    def forward(self, x):
+        return self.layers(x).pow(3).mean()
+
+
+def test_sync_batch_norm_normalizes_over_the_global_batch_on_any_ranks():
+    assert_trains_as_one_process(Normed().double(), {"x": torch.randn(8, 3, 8, 8, dtype=torch.float64)}, (2,))
+
+
+def test_a_norm_over_a_part_of_the_ranks_is_refused():
+    model = Normed()
+    model.layers[1].process_group = object()
+    with pytest.raises(ValueError, match=r"layers.1 normalizes over the batch of a process group; .* use BatchNorm"):
+        autoshard.plan(model, {"x": torch.empty(8, 3, 8, 8)}, fast_mesh((2,)), training=True)
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer beside one of low rank, as peft has it. magnitude: weights of unit length times a trained vector (DoRA)."""
+
+    def __init__(self, linear, magnitude):
+        super().__init__()
+        self.base, self.a, self.b = linear, nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+        nn.init.normal_(self.b.weight)
+        self.magnitude = nn.Parameter(linear.weight.norm(dim=1).detach()) if magnitude else None
+
+    def forward(self, x):
+        y = self.base(x) + self.b(self.a(x))
+        if self.magnitude is None:
+            return y
+        return y * self.magnitude / (self.base.weight + self.b.weight @ self.a.weight).norm(dim=1).detach()
+
+
+class Attention(nn.Module):
+    def __init__(self, magnitude):
+        super().__init__()
+        torch.manual_seed(0)
+        parts = [nn.Linear(8, 8).requires_grad_(False) for _ in range(4)]
+        self.q, self.v = (Adapted(part, magnitude) for part in parts[:2])
+        self.k, self.out = parts[2:]
+
+    def forward(self, x):
+        q, k, v = (part(x).unflatten(-1, (2, 4)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return Output(self.out(y.transpose(1, 2).flatten(2)).pow(2).mean(), y)
+
+
+@pytest.mark.parametrize("magnitude", [False, True], ids=["LoRA", "DoRA"])
+def test_only_the_adapters_are_trained(magnitude):
+    model = nn.Sequential(Attention(magnitude)).double()
+    assert_trains_as_one_process(model, {"input": torch.randn(4, 6, 8, dtype=torch.float64)}, (2,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["LoRA", "DoRA", "IA3", "prefix"])
+@pytest.mark.parametrize("heads", [2, 4], ids=["grouped", "single"])
+def test_peft_trains_as_in_one_process(method, heads):
+    peft = pytest.importorskip("peft", reason="the mechanism is covered above")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 32}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=heads, use_cache=False))
+    config = {
+        "LoRA": lambda: peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"]),
+        "DoRA": lambda: peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"], use_dora=True),
+        "IA3": lambda: peft.IA3Config(task_type="CAUSAL_LM", target_modules=["v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+    }[method]()
+    tokens = torch.randint(0, 32, (4, 8))
+    assert_trains_as_one_process(peft.get_peft_model(model, config).double(), {"input_ids": tokens, "labels": tokens.clone()}, (2, 2))
