@@ -1,9 +1,10 @@
 """Which models are understood: capture, plan on 8 and on 2x4 devices, run on 2 gloo ranks, verify on 2x2 with random layouts.
 
     python benchmarks/coverage.py [DIR] [--only NAME ...] [--mode training] [--random 3] [--limit 300] [--set experts=batched_mm] [--json]
+    python benchmarks/coverage.py --train [--only NAME ...] [--json]
 
 DIR holds one folder per Hugging Face model with its config.json (default: the two-layer ones that the tests use); ResNet, U-Net,
-DLRM and a mixture of experts come from models/, all others from strangers.py. Nothing is downloaded. One row per model and mode, each
+DLRM and a mixture of experts come from models/, all others from strangers.py and, by kind, from kinds/. Nothing is downloaded. One row per model and mode, each
 in a process of its own that ends after --limit seconds; what stops a model is its row. unknown: ops that no rule knows, by target.
 cpu: seconds for capture and both plans, baselines left out. run: the model through `parallelize` on 2 ranks against the model itself,
 outputs, gradients and state; what is off by no more than NOISE times as much as the model in float32 from itself in float64 is rounding.
@@ -17,6 +18,8 @@ all ranks; a misplaced tensor makes the row fail. The last line counts by verdic
     has no plan      the same, and rightly: weights without a shape yet, a tensor that is no dense one
     failed           `plan` ends in a traceback or does not end
     itself           the model does not run on this machine even without a plan; only its plan is looked at
+
+--train trains the models of kinds/ (or those of --only) for some steps instead: see trained_steps.py.
 """
 
 # ruff: noqa: E402  (the question of who is asking comes first)
@@ -49,6 +52,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import autoshard
+import benchmarks.kinds  # noqa: F401  (they add themselves to STRANGERS)
 from autoshard import api
 from autoshard.capture import capture, deep_enough, input_names
 from autoshard.cli.arguments import parse_settings
@@ -57,14 +61,13 @@ from autoshard.lower.unsharded import materialized, run_unsharded
 from autoshard.mesh import Mesh
 from benchmarks import strangers
 from benchmarks.strangers import STRANGERS
+from benchmarks.trained_steps import FAST, trained
 
 ROOT = Path(__file__).resolve().parent.parent
 HF = ROOT / "tests" / "data" / "hf"
 OWN = ("dlrm", "moe", "resnet", "unet")
 PLANNED, VERIFIED, RANKS = ("8", "2x4"), (2, 2), 2
 SHAPES = {"8": (8,), "2x4": (2, 4)}
-# links so fast that tiny models are sharded
-FAST = {"intra_node_bandwidth": 1e14, "inter_node_bandwidth": 1e14, "intra_node_latency": 1e-9, "inter_node_latency": 1e-9}
 TOLERANCE = {"float32": 1e-4, "float64": 1e-4, "complex64": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 NOISE = 4  # RWKV's norm of tiny embeddings: 1 % off, as the model itself; by the plan in float64 3e-9
 BEGIN = "row part: "  # of a line that holds one
@@ -311,6 +314,23 @@ def line(row: dict) -> str:
     return f"{head}{counts} {run} {worst}  {unknown}{no_cuda}{'  ' + said if said else ''}"
 
 
+def train(names: list[str], as_json: bool) -> int:
+    """--train: prints a row per model."""
+    rows = trained(names)
+    wrong = [row for row in rows if row["verdict"] != "ok"]
+    if as_json:
+        print(json.dumps({"rows": rows, "models": len(rows), "wrong": len(wrong)}, indent=1))
+        return bool(wrong)
+    print(f"{'model':24} {'kind':14} {'optimizer':9} {'verdict':14} {'sharded':>7} {'loss':>9} {'state':>9} {'cpu':>6}")
+    for row in rows:
+        head = f"{row['model']:24} {row['kind']:14} {row.get('optimizer', '-'):9} {row['verdict']:14}"
+        measured = "loss_error" in row
+        figures = f"{row['sharded']:7} {row['loss_error']:9.1e} {row['state_error']:9.1e} {row['cpu_seconds']:6.1f}" if measured else ""
+        print(f"{head} {figures}{row.get('stopped', '')}")
+    print(f"{len(rows)} models trained, {len(wrong)} of them not as in one process")
+    return bool(wrong)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=HF)
@@ -320,6 +340,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=300, help="seconds for one row")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--train", action="store_true", help="train the models of kinds/ on 2x2 ranks instead")
     parser.add_argument("--order", help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -329,6 +350,8 @@ def main() -> int:
     every = [*names(given.folder), *STRANGERS]
     if missing := [name for name in given.only or () if name not in every]:
         parser.error(f"there is no model {missing[0]!r}; there are {', '.join(every)}")
+    if given.train:
+        return train(given.only or [name for name, of in STRANGERS.items() if of.kind and not of.draws and True in of.modes], given.json)
     settings, rows = parse_settings(given.set), []
     if not given.json:
         counts = f"{'nodes':>6} {'signs':>6} {'8':>8} {'2x4':>8} {'cpu':>6}"

@@ -30,6 +30,7 @@ class Stranger:
     draws: bool = False  # two calls of the model itself differ
     refused: str = ""  # a word of the sentence with which it may be refused
     has_no_plan: bool = False  # the sentence is the right answer, not a gap
+    kind: str = ""  # of the models of benchmarks/kinds: vision, audio, ...
 
 
 STRANGERS: dict[str, Stranger] = {}
@@ -39,6 +40,19 @@ def stranger(name: str, **options: Any) -> Callable[[Callable[[bool], Built]], C
     def add(builder: Callable[[bool], Built]) -> Callable[[bool], Built]:
         STRANGERS[name] = Stranger(builder, **options)
         return builder
+
+    return add
+
+
+def stranger_class(name: str, inputs: Callable[[], tuple], targets: Callable[[], tuple] = tuple, **options: Any) -> Callable[[type], type]:
+    """A class without arguments whose call in training mode is a loss, which may need `targets` as further inputs."""
+
+    def add(of: type) -> type:
+        kind = of.__module__.rpartition(".")[2]
+        STRANGERS[name] = Stranger(
+            lambda training: (of().train(training), (*inputs(), *(targets() if training else ()))), kind=kind, **options
+        )
+        return of
 
     return add
 
