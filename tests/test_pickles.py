@@ -13,8 +13,9 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from autoshard.mesh import Mesh
 from autoshard.solution import load
-from autoshard.solution.files import PLACEMENT_MODULES, _placements
+from autoshard.solution.files import _placements
 from autoshard.solution.pickles import Inert, _Reader
+from autoshard.torch_private import PLACEMENT_MODULES
 from tests.helpers_mutations import bad_bytes
 from tests.helpers_solutions import MESH, linear_solution
 

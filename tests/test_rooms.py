@@ -17,20 +17,22 @@ PACKAGE = Path(__file__).parent.parent / "autoshard"
 
 # room: (rooms it may import, third-party packages it may import)
 PLANNER = (  # what planning and the rooms that plan again know
-    "mesh layout precision graph capture strategies cost routes problem solvers formulate baselines solution cycles reading units writing"
+    "mesh layout precision graph capture strategies cost routes problem solvers formulate baselines solution cycles reading units writing "
+    "torch_private"
 )
 TABLE = {
     "version": ("", ""),
     "cycles": ("", ""),
     "units": ("", ""),
+    "torch_private": ("", "torch"),
     "writing": ("", ""),
     "reading": ("", "jsonschema_rs"),
     "precision": ("", ""),
     "mesh": ("reading", ""),  # kinds of devices with the constants of their kernels, which are files
     "layout": ("mesh", "torch"),
     "graph": ("precision", "networkx"),
-    "capture": ("graph precision", "torch"),
-    "strategies": ("graph layout mesh", "torch"),
+    "capture": ("graph precision torch_private", "torch"),
+    "strategies": ("graph layout mesh torch_private", "torch"),
     "cost": ("graph layout mesh reading writing", "numpy scipy"),
     "routes": ("cost layout mesh", "numpy"),
     "recipes": ("cost", "numpy scipy"),
@@ -38,15 +40,15 @@ TABLE = {
     "solvers": ("problem", "numpy scipy highspy cvxpy networkx numba"),
     "formulate": ("cost graph layout mesh problem routes strategies", "numpy"),
     "baselines": ("graph layout mesh strategies", ""),
-    "solution": ("graph layout mesh precision reading writing", "dill"),
+    "solution": ("graph layout mesh precision reading torch_private writing", "dill"),
     "simulate": ("cost cycles formulate graph layout mesh problem routes solution strategies", "numpy"),
     "planning": (PLANNER + " simulate", "numpy torch"),  # the time line judges plans of the objective "overlapped"
     "pipeline": (PLANNER + " planning simulate", "numpy networkx torch"),
     "explain": (PLANNER + " planning simulate", "numpy torch"),
-    "lower": ("capture cost graph layout mesh precision reading routes solution", "torch"),
+    "lower": ("capture cost graph layout mesh precision reading routes solution torch_private", "torch"),
     "calibrate": ("cost mesh lower reading", "numpy scipy torch"),
     "launchers": ("cost reading recipes", "numpy yaml"),
-    "exports": ("graph layout mesh solution writing", "torch"),
+    "exports": ("graph layout mesh solution torch_private writing", "torch"),
     "relayout": ("cost layout mesh lower", "numpy torch"),
     "tables": (PLANNER + " planning", "numpy scipy numba torch torchrec"),
     "serving": (PLANNER + " planning", "torch transformers"),  # transformers: its caches and its table of attention functions
@@ -61,7 +63,7 @@ TABLE = {
 }
 
 LAZY_FACADE = ("__init__.py", "__main__.py")  # directly below autoshard: they name what is public
-LAZY_NAMES = ("api/__init__.py",)  # it loads the names that its imports for type checkers list: test_api_door.py
+LAZY_NAMES = ("api/__init__.py", "torch_private.py")  # they load the names that they list: test_api_door.py, test_torch_private.py
 # what comes from outside passes one door, which knows sizes, soundness and schemas; the shards of checkpoints are torch's own files
 READS_FILES = ("reading", "lower/checkpoint_files")
 OPENS_FILES = ("writing", "reading", "solution", "report", "cli", "lower/checkpoint_files")
@@ -174,7 +176,7 @@ def broken_rules(node: ast.AST, place_name: str) -> Iterator[str]:
         yield "no import *"
     if place_name != "strategies/torch_rules" and (
         (isinstance(node, ast.Attribute) and node.attr in PRIVATE_REGISTRIES)
-        or any(module.startswith(("torch.distributed.tensor._ops", "torch.distributed.tensor._sharding_prop")) for module in imported)
+        or imported & {f"autoshard.torch_private.{name}" for name in PRIVATE_REGISTRIES}
     ):
         yield "only strategies/torch_rules touches torch's private registries"
 
@@ -290,7 +292,7 @@ def test_an_import_that_the_table_allows_passes(tmp_path, place_name, source):
         ("cli.py", "try:\n    f()\nexcept ValueError:\n    pass", "except"),
         ("cli.py", "import contextlib\nwith contextlib.suppress(OSError):\n    f()", "except"),
         ("api.py", "from .mesh import *", "import *"),
-        ("strategies/matmuls_and_losses.py", "from torch.distributed.tensor._ops.utils import x", "private registries"),
+        ("strategies/matmuls_and_losses.py", "from autoshard.torch_private import sharding_propagator", "private registries"),
         ("formulate.py", "DTensor._op_dispatcher", "private registries"),
     ],
 )

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch.distributed.tensor import DeviceMesh
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.utils import _pytree as pytree
 
 from autoshard.capture import Captured
 from autoshard.exports.sharding_map import spec_of
@@ -23,6 +21,7 @@ from autoshard.mesh import Mesh
 from autoshard.planning.node_layouts import is_value
 from autoshard.solution import Solution
 from autoshard.strategies import KnownCandidates, candidates
+from autoshard.torch_private import DTensorSpec, pytree
 
 aten = torch.ops.aten
 REPEATING = {getattr(aten, name).default for name in ("unsqueeze", "expand", "clone", "reshape", "view", "_unsafe_view")}

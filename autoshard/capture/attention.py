@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses import FakeTensor
-from torch.utils import _pytree as pytree
 
 from autoshard.capture.dropout_attention import DROPOUT, DROPOUT_BACKWARD, heads_inside
+from autoshard.torch_private import FakeTensor, pytree
 
 aten = torch.ops.aten
 OPTIONS = "Tensor? attn_mask=None, bool is_causal=False, float? scale=None, int head_tail=0"

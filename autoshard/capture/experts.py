@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from autoshard.torch_private import OpOverload
+
 OPERANDS = "Tensor x, Tensor ids, Tensor weights, Tensor up, Tensor down"
 BIASES = "Tensor up_bias, Tensor down_bias"
 torch.library.define("autoshard::experts", f"({OPERANDS}, str activation) -> Tensor")
@@ -149,7 +151,7 @@ def _name(node: Any) -> str:
     if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method"):
         return ""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return target._schema.name.split("::")[1]
     return target if isinstance(target, str) else getattr(target, "__name__", "").rpartition(".")[2]
 

@@ -16,11 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch._dynamo
 from torch import nn
 
+from autoshard.torch_private import DYNAMO_ERRORS, FAKE_TENSOR_LOG
+
 _LOGS = (
-    "torch._subclasses.fake_tensor",
+    FAKE_TENSOR_LOG,
     "torch.fx.experimental.symbolic_shapes",
 )  # they print tracebacks of errors that we explain in a sentence
 _OWN, _TORCH, _LIBRARY = (
@@ -85,7 +86,7 @@ def _sentence(error: BaseException, frames: list[tuple[str, int, str]]) -> str:
         r"got (\w+Error\(['\"].+['\"]\))|raised exception (\w+\(.*\))", text
     )  # the first line of dynamo's message does not name this error
     first = next(filter(None, raised.groups())) if raised else text.splitlines()[0].strip() if text else ""
-    if isinstance(error, KeyError | SystemExit) or not first or type(error).__module__ not in ("builtins", "torch._dynamo.exc"):
+    if isinstance(error, KeyError | SystemExit) or not first or type(error).__module__ not in ("builtins", DYNAMO_ERRORS):
         first = f"{type(error).__name__}{f': {first}' if first else ''}"  # the message alone doesn't say what went wrong
     first = first.rstrip(".")
     through = " ".join([text, *(name for _, _, name in frames)])

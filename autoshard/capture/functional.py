@@ -13,8 +13,15 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.functional_utils import has_data_mutation
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, dispatch_functionalize
+
+from autoshard.torch_private import (
+    FunctionalTensor,
+    FunctionalTensorMode,
+    dispatch_functionalize,
+    from_functional_tensor,
+    has_data_mutation,
+    sync,
+)
 
 aten = torch.ops.aten
 
@@ -36,8 +43,8 @@ def traced_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that is traced while `functional` runs: without the wrapper that records pending writes."""
     if not isinstance(tensor, FunctionalTensor):
         return tensor
-    torch._sync(tensor)
-    return torch._from_functional_tensor(tensor.elem)
+    sync(tensor)
+    return from_functional_tensor(tensor.elem)
 
 
 def without_equal_strides(traced: fx.GraphModule) -> dict[fx.Node, fx.Node]:

@@ -14,11 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoshard.torch_private import DispatchKey
+
+aten = torch.ops.aten
+
 
 @contextmanager
 def fake_grouped_mm() -> Iterator[None]:
     """Inside the block fake grouped matmuls are of any float type."""
-    operator, key, library = torch.ops.aten._grouped_mm.default, torch._C.DispatchKey.Meta, torch.library.Library("aten", "IMPL")
+    operator, key, library = aten._grouped_mm.default, DispatchKey.Meta, torch.library.Library("aten", "IMPL")
     torchs = operator.py_kernels.get(key)  # which torch's dispatcher in Python calls, where that is on
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Overriding a previously registered kernel")

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+
+from autoshard.torch_private import disable_current_modes, pytree
 
 _CLOSED = (str, bytes, int, float, complex, type, type(None), types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 _PLAIN = (torch.Tensor, str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -131,7 +131,7 @@ def listing(function: Callable, templates: list[Any]) -> Callable:
 
 
 def _on_meta(result: Any) -> Any:
-    with _disable_current_modes():  # these tensors are no part of the program that is traced
+    with disable_current_modes():  # these tensors are no part of the program that is traced
         return copied(result, lambda tensor: torch.empty(tuple(map(int, tensor.shape)), dtype=tensor.dtype, device="meta"))
 
 

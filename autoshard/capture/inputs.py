@@ -8,15 +8,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._functorch._aot_autograd import descriptors
-from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils import _pytree as pytree
 
 from autoshard.capture.held import copied, in_lists, tensors_of, unsupported_kind
 from autoshard.precision import Precision
+from autoshard.torch_private import FakeTensor, FakeTensorMode, OpOverload, descriptors, enter_autocast, pytree
 
 CPU = torch.device("cpu")
 
@@ -105,8 +103,10 @@ def stored_dtypes(module: nn.Module, example_inputs: Any) -> dict[str, str]:
 
 
 def apart(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments with a tensor object of its own in every place. One that is given twice, or is the module's as well, is an input in each
-    of these places: other calls may have different tensors there."""
+    """The arguments with a tensor object of its own in every place.
+
+    A tensor that is given twice, or is the module's as well, is an input in each of these places: other calls may have different ones.
+    """
     seen = {id(tensor) for tensor in tensors_of(module)}
 
     def own(leaf: Any) -> Any:
@@ -140,10 +140,11 @@ def to_fake(
     return module, args, kwargs
 
 
-class _BatchNorm(nn.modules.batchnorm._BatchNorm):
+class _BatchNorm(nn.BatchNorm1d):
     """BatchNorm of inputs of any rank."""
 
-    _check_input_dim = nn.SyncBatchNorm._check_input_dim
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        """SyncBatchNorm takes two dims or more."""
 
 
 def without_process_groups(module: nn.Module) -> None:
@@ -178,7 +179,7 @@ def _register_attributes(module: nn.Module) -> None:
 
 
 def is_mutable(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def mode_of(fx_graph: fx.GraphModule | ExportedProgram) -> FakeTensorMode:
@@ -224,7 +225,7 @@ def autocast_on_cpu(forward: nn.Module) -> str:
     the name of the device, "" where there was none."""
     moved = ""
     for node in forward.graph.nodes if isinstance(forward, fx.GraphModule) else ():
-        if node.target is torch.amp.autocast_mode._enter_autocast and node.args[0] != "cpu" and node.args[2]:
+        if node.target is enter_autocast and node.args[0] != "cpu" and node.args[2]:
             moved, dtype, *rest = node.args
             node.args = ("cpu", dtype or torch.get_autocast_dtype(moved), *rest)
     if moved:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.torch_private import OpOverload
+
 aten = torch.ops.aten
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
@@ -41,7 +43,7 @@ def _before_expand(node: fx.Node) -> fx.Node | None:
 def _matmul(graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Node) -> fx.Node:
     batch, _, width = rows.meta["val"].shape
 
-    def add(function: torch._ops.OpOverload, *args: Any) -> fx.Node:
+    def add(function: OpOverload, *args: Any) -> fx.Node:
         added = graph.call_function(function, args)
         added.meta = {**node.meta, "val": function(*fx.map_arg(args, lambda arg: arg.meta["val"]))}
         return added

@@ -19,17 +19,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import fx, nn
-from torch._dynamo.functional_export import dynamo_graph_capture_for_export
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._ops import HigherOrderOperator
-from torch._subclasses import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, OutputKind
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils import _pytree as pytree
 
 from autoshard.capture.attention import as_one_op, canonical
 from autoshard.capture.dropout_attention import DROPOUT
@@ -60,6 +54,16 @@ from autoshard.capture.read import leaves_of, module_path, read
 from autoshard.capture.turns import in_turn
 from autoshard.graph import Graph, mixed
 from autoshard.precision import Precision
+from autoshard.torch_private import (
+    FakeTensorMode,
+    HigherOrderOperator,
+    aot_export_joint_with_descriptors,
+    dynamo_config,
+    dynamo_graph_capture_for_export,
+    dynamo_log,
+    pytree,
+    reparametrize_module,
+)
 
 
 @dataclass(frozen=True)
@@ -157,8 +161,8 @@ def capture_without_casts(module: nn.Module, example_inputs: Any, *, training: b
 
 
 def _static_shapes() -> AbstractContextManager:
-    """Shapes are numbers also in the second capture of a process; torch._dynamo.reset() would drop what the user has compiled."""
-    return torch._dynamo.config.patch(automatic_dynamic_shapes=False)  # type: ignore[attr-defined]
+    """Shapes are numbers also in the second capture of a process; torch.compiler.reset() would drop what the user has compiled."""
+    return dynamo_config.patch(automatic_dynamic_shapes=False)  # type: ignore[attr-defined]
 
 
 def _with_input_names(graph: Graph, names: Sequence[str]) -> Graph:
@@ -243,7 +247,7 @@ def _retraced(fx_graph: fx.GraphModule | ExportedProgram, example_inputs: Any = 
     recorder = _Recorder(module)
 
     def run(*flat: torch.Tensor) -> Any:
-        with nn.utils.stateless._reparametrize_module(module, dict(zip(params, flat, strict=False)), tie_weights=True, strict=False):
+        with reparametrize_module(module, dict(zip(params, flat, strict=False)), tie_weights=True, strict=False):
             return recorder.run(*flat[len(params) :], enable_io_processing=False)
 
     with mode, torch.no_grad():
@@ -333,7 +337,7 @@ def _exported(
 
 
 def _capture_training(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) -> Captured:
-    with ExitStack() as stack, torch._dynamo.config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True):
+    with ExitStack() as stack, dynamo_config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True):
         templates: list[Any] = []
         captured = _forward(mode, module, args, kwargs, templates)
         moved = autocast_on_cpu(captured)
@@ -387,11 +391,11 @@ def _forward(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict,
                 returning.process_outputs = listing(returning.process_outputs, templates)  # type: ignore[arg-type]
                 return captured  # type: ignore[return-value]
         except Exception:  # an error of the model is raised again by the export, with frames of the model
-            torch._dynamo.reset()
+            torch.compiler.reset()
     return _exported(mode, module, args, kwargs, templates, training=True).module(check_guards=False)
 
 
 def _logging_functions() -> set:
     """Logging functions that a model may call: dynamo stops at them unless they are ignored."""
-    logger = type(torch._dynamo.output_graph.log)
+    logger = type(dynamo_log)
     return {getattr(logger, name) for name in dir(logger) if name.split("_")[0] in ("debug", "info", "warning", "error", "critical", "log")}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from autoshard.torch_private import OpOverload
 
-def draws(function: torch._ops.OpOverload) -> bool:
+
+def draws(function: OpOverload) -> bool:
     """By torch's tag, which its kernels of attention have as well, for a dropout that `autoshard::dropout_attention` does."""
     return torch.Tag.nondeterministic_seeded in function.tags and not (function.namespace == "aten" and "attention" in function.name())
 

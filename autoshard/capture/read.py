@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensor
-from torch.utils import _pytree as pytree
 
 from autoshard.capture.inputs import Named
 from autoshard.capture.random_ops import draws, memory_order
 from autoshard.graph import Const, Graph, Op, Ref, Result, Tensor, Value
 from autoshard.graph.random import ORDER, PER_ELEMENT, RANDOM
+from autoshard.torch_private import FakeTensor, OpOverload, pytree
 
 # Norms whose statistics (outputs 1 and 2) are float32 for inputs of 16 bits on a GPU, but not in every case on a CPU; their kernels
 # (lower.kernels.norms) make them so everywhere.
@@ -123,7 +122,7 @@ def _alive(traced: fx.GraphModule, keep: Collection[fx.Node]) -> set[fx.Node]:
 
 
 def _op(node: fx.Node, values: Mapping[fx.Node, Value], module: str) -> Op:
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         raise ValueError(f"the captured program calls {node.target!r} (node {node.name}), which is not an ATen operator")
     if node.target._schema.is_mutable:
         rest = ", with dropout off (model.eval())" if "bernoulli" in str(node.target) else ""

@@ -18,15 +18,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.capture.explain import explained
 from autoshard.capture.inputs import arguments, to_fake
 from autoshard.graph.blocks import repetitions
 from autoshard.precision import Precision
+from autoshard.torch_private import FakeTensorMode, TorchDispatchMode, pytree
 
 Program = list[str]
 

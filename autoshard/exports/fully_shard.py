@@ -31,6 +31,7 @@ from autoshard.exports.record import Export, Left, with_cost
 from autoshard.exports.source import comments, literal, rows
 from autoshard.layout import parse
 from autoshard.solution import Solution
+from autoshard.torch_private import source_of
 
 
 def recipe(solution: Solution, axis: str | None = None) -> Export:
@@ -108,7 +109,7 @@ def apply(recipe: dict, model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         options = {"mp_policy": inner if name else policy, **_resharding(recipe)}
         fully_shard(model.get_submodule(name), mesh=_flat(device_mesh, axes), **options)
     if recipe["replicate"]["axes"]:
-        from torch.distributed._composable.replicate_with_fsdp import replicate  # here: only plans with replicated parameters need it
+        from autoshard.torch_private import replicate  # here: only plans with replicated parameters need it
 
         replicate(model, mesh=_flat(device_mesh, recipe["replicate"]["axes"]), mp_policy=policy)
     return model
@@ -147,7 +148,7 @@ def as_python(recipe: Any) -> str:
         options += "".join(f", {key}={value}" for key, value in _resharding(recipe).items())
         lines += [f"        fully_shard(model.get_submodule(name), mesh=data{options})"]
     if replicated:
-        lines += ["    from torch.distributed._composable.replicate_with_fsdp import replicate", ""]
+        lines += [f"    {source_of('replicate')}", ""]
         lines += [f"    replicate(model, mesh={_mesh_code(replicated)}{policy})"]
     return (
         f"{comments([head, *getattr(recipe, 'said', ())])}\n"

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import torch
 from torch.distributed.tensor import DeviceMesh
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
 from autoshard.exports.record import Export, Left, sent_tokens
 from autoshard.layout import Layout, parse, placement_text
 from autoshard.mesh import Mesh
 from autoshard.solution import Solution
+from autoshard.torch_private import DTensorSpec, TensorMeta
 
 LEFT = (Left("layouts of activations, and routes between them", "this speaks of parameters; whoever reads it decides the rest"),)
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from autoshard.torch_private import GlooOptions, get_default_store, set_pg_timeout
+
 
 class RankLost(RuntimeError):
     """Another rank of the mesh has died or doesn't answer."""
@@ -105,7 +107,7 @@ PREPARING = 1800.0  # seconds that one rank may need to capture or compile while
 def limit_waiting(device_mesh: DeviceMesh, seconds: float) -> None:
     """Sets how long a collective along an axis of the mesh waits for the other ranks before it fails."""
     for k in range(device_mesh.ndim):
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), device_mesh.get_group(k))
+        set_pg_timeout(timedelta(seconds=seconds), device_mesh.get_group(k))
 
 
 @contextmanager
@@ -131,8 +133,8 @@ def join(backend: str, timeout: float) -> bool:
         return False
     with rank_lost("waiting for the other ranks to start", absent(timeout)):
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-    dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=PREPARING))
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=PREPARING))
+    get_default_store().set_timeout(timedelta(seconds=PREPARING))
+    set_pg_timeout(timedelta(seconds=PREPARING))
     return True
 
 
@@ -146,7 +148,7 @@ def grouped(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], ti
     groups = {}
     for name, size in zip(names, shape, strict=True):
         if timeout is not None and size != dist.get_world_size():  # else the default group is the axis's
-            options = dist.ProcessGroupGloo._Options() if device_type == "cpu" else dist.ProcessGroupNCCL.Options()
+            options = GlooOptions() if device_type == "cpu" else dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=timeout)
             groups[name] = (BACKENDS[device_type], options)
     with rank_lost("making the groups of the mesh", LOST if timeout is None else absent(timeout)):

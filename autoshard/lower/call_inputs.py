@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from autoshard.layout import Layout, replicated, text
 from autoshard.lower.distribute import as_dtensor, spec_of
 from autoshard.lower.sharding import shard_of_rank
 from autoshard.mesh import Mesh
+from autoshard.torch_private import pytree
 
 Shape = tuple[int, ...]
 

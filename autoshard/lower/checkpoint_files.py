@@ -21,8 +21,6 @@ from typing import IO, Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._nested_dict import set_element
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -33,13 +31,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.checkpoint.utils import _ReaderView
 from torch.futures import Future
-from torch.utils import _pytree as pytree
 
 from autoshard.reading import content_of, data_of, file_facts
 from autoshard.solution.files import write
 from autoshard.solution.pickles import Inert, record, unpickled
+from autoshard.torch_private import INDEX_CALLS, ReaderView, StorageInfo, pytree, set_element
 
 INDEX, MANIFEST = ".metadata", "manifest.json"
 OURS = "autoshard"  # noted in the index of a folder that has a manifest
@@ -124,7 +121,7 @@ def why_broken(path: Path, of: Contents, rank: int, world: int) -> str | None:
     return None
 
 
-class View(_ReaderView):
+class View(ReaderView):
     """A part of a file as a file; torch's own counts from its end into the wrong direction."""
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
@@ -148,7 +145,7 @@ class Reader(dcp.FileSystemReader):
         stream.seek(0)
         return stream
 
-    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+    def _slice_file(self, file: Any, sinfo: StorageInfo) -> IO[bytes]:
         return cast("IO[bytes]", View(file, sinfo.offset, sinfo.length))
 
     def check(self, name: str) -> None:
@@ -236,12 +233,11 @@ class NotedCall:
 
 def _names() -> dict[str, object]:
     """What stands for the classes and functions of DCP's index."""
-    called = ("torch.Size", "torch.serialization._get_layout", f"{DCP}.metadata._MEM_FORMAT_ENCODING")
     paths = (f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath"))
     dtypes = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     records = {f"{module}.{name}": record(name) for name, module in RECORDS.items()}
     records[f"{DCP}.metadata.TensorProperties"] = record("TensorProperties", Stated)
-    return {**dict.fromkeys((*called, *paths), NotedCall()), **dtypes, **records}
+    return {**dict.fromkeys((*INDEX_CALLS, *paths), NotedCall()), **dtypes, **records}
 
 
 def index_of(path: Path) -> Metadata:
@@ -321,7 +317,7 @@ def _place(key: Any) -> tuple[str, tuple[int, ...] | None]:
     return key.fqn, None if offset is None else tuple(_size(offset))
 
 
-def _entry(key: Any, value: Any) -> tuple[MetadataIndex, _StorageInfo]:
+def _entry(key: Any, value: Any) -> tuple[MetadataIndex, StorageInfo]:
     _check(value, "_StorageInfo")
     name, offset = _place(key)
     path, begin, length = value.relative_path, value.offset, value.length
@@ -331,4 +327,4 @@ def _entry(key: Any, value: Any) -> tuple[MetadataIndex, _StorageInfo]:
         raise ValueError(f"an entry of {path[:40]} is {str(length)[:20]} bytes at {str(begin)[:20]}")
     if getattr(value, "transform_descriptors", None):
         raise ValueError("its entries are transformed by an extension, which load_checkpoint doesn't have")
-    return MetadataIndex(name, offset), _StorageInfo(path, begin, length)
+    return MetadataIndex(name, offset), StorageInfo(path, begin, length)

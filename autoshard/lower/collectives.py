@@ -35,6 +35,7 @@ from autoshard.layout import chunk_bounds, is_even, rank_shape
 from autoshard.lower.sharding import reduce_tensors
 from autoshard.mesh import Mesh
 from autoshard.routes import Step
+from autoshard.torch_private import c10d_functional
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,7 +275,7 @@ class Groups:
         if ask.tensor.is_complex():
             pairs = self.answer(replace(ask, tensor=torch.view_as_real(ask.tensor.contiguous())))
             return torch.view_as_complex(pairs.contiguous())
-        functional, name, n = torch.ops._c10d_functional, self.names[ask.axis], self.sizes[ask.axis]
+        functional, name, n = c10d_functional, self.names[ask.axis], self.sizes[ask.axis]
         x = ask.tensor.contiguous()
         mean = ask.reduce_op == "avg"  # gloo has no avg
         reduce_op = "sum" if mean else ask.reduce_op

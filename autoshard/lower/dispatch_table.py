@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from autoshard.reading import text_of
+from autoshard.torch_private import OpOverload, has_computed_kernel
 
 TABLE = Path(torch.__file__).parent.parent / "torchgen" / "packaged" / "ATen" / "native" / "native_functions.yaml"
 ANY_DEVICE = {"CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"}
@@ -36,13 +37,13 @@ class Entry:
     delegate: str
 
 
-def has_kernel(operator: torch._ops.OpOverload, key: str) -> bool:
+def has_kernel(operator: OpOverload, key: str) -> bool:
     """Whether an operator runs on the devices of a dispatch key ("CUDA")."""
     name = operator.name()
     if operator.namespace in NOT_ASKED:
         return True
     if operator.namespace != "aten" or (row := _entry(name.removeprefix("aten::"))) is None:
-        return torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, key)
+        return has_computed_kernel(name, key)
     return row.keys is None or bool(row.keys & {key, *ANY_DEVICE})
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from autoshard.layout import Layout, rank_shape
 from autoshard.lower.sharding import shard_of_rank
 from autoshard.mesh import Mesh
+from autoshard.torch_private import DTensorSpec, TensorMeta
 
 
 def spec_of(shape: Sequence[int], dtype: torch.dtype, layout: Layout, device_mesh: DeviceMesh) -> DTensorSpec:

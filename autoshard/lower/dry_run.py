@@ -17,10 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.capture.grouped_mm import fake_grouped_mm
 from autoshard.graph import Graph
@@ -28,6 +25,7 @@ from autoshard.lower.collectives import Ask, Asking, DataDependent, Rank, drive
 from autoshard.lower.dispatch_table import has_kernel
 from autoshard.lower.program import LoadPlaceholder, RankProgram, Redistribute, RunOp, Slot
 from autoshard.lower.run import check, local_program, run_route
+from autoshard.torch_private import FakeTensorMode, TorchDispatchMode, parse_to, pytree
 
 aten = torch.ops.aten
 NOT_LINKED = "not linked with support for"  # a fake kernel in Python asked this torch for a device that it was built without
@@ -150,7 +148,7 @@ class _WithoutDevice(TorchFunctionMode):
         if func in DTYPES:
             return _converted(args[0], DTYPES[func], None)
         if func is Tensor.to and not (len(args) > 1 and isinstance(args[1], Tensor)):
-            device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **kwargs)
+            device, dtype, *_ = parse_to(*args[1:], **kwargs)
             return _converted(args[0], dtype, device)
         if func is Tensor.__getitem__:
             return _selected(*args)

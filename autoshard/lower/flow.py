@@ -25,8 +25,9 @@ from torch import fx
 from autoshard.cost import ring_seconds
 from autoshard.lower.collectives import Groups
 from autoshard.mesh import Mesh
+from autoshard.torch_private import c10d_functional
 
-_c10d = torch.ops._c10d_functional
+_c10d = c10d_functional
 aten = torch.ops.aten
 
 STARTS = {

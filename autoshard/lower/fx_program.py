@@ -19,9 +19,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.fx.graph import _BoxedCodeGen
 
 from autoshard.capture.grouped_mm import fake_grouped_mm
 from autoshard.graph import Graph
@@ -31,8 +29,9 @@ from autoshard.lower.generator import is_random
 from autoshard.lower.kernels.offload import with_waits
 from autoshard.lower.program import RankProgram, Redistribute, ReturnResult, RunOp, Slot
 from autoshard.lower.run import run_rank
+from autoshard.torch_private import BoxedCodeGen, FakeTensorMode, c10d_functional
 
-_c10d = torch.ops._c10d_functional
+_c10d = c10d_functional
 aten = torch.ops.aten
 
 
@@ -214,14 +213,14 @@ def boxed(graph_module: fx.GraphModule) -> Boxed:
     """The graph as a function of one list, which it empties."""
     module = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     spare_gloo(module.graph)
-    module.graph.set_codegen(_BoxedCodeGen())
+    module.graph.set_codegen(BoxedCodeGen())
     module.recompile()
     return module.forward
 
 
 def compiled(graph_module: fx.GraphModule) -> Boxed:
     """The same, compiled by inductor, with the nodes in the graph's order."""
-    from torch._inductor.compile_fx import compile_fx  # here: the import takes seconds, and eager runs don't need it
+    from autoshard.torch_private import compile_fx  # here: the import takes seconds, and eager runs don't need it
 
     inputs = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
     own = copy.deepcopy(graph_module)  # inductor keeps the module that it compiles

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from autoshard.capture import random_ops
 from autoshard.lower.agreement import share
 from autoshard.lower.literals import overload
+from autoshard.torch_private import OpOverload
 
 OURS = ("aten", "prims", "autoshard", "_c10d_functional")  # namespaces whose operators have torch's tag if they draw
 
@@ -31,7 +32,7 @@ def draws(target: str) -> bool:
     return _may_draw(overload(target))
 
 
-def _may_draw(function: torch._ops.OpOverload) -> bool:
+def _may_draw(function: OpOverload) -> bool:
     return random_ops.draws(function) or function.namespace not in OURS
 
 
@@ -76,7 +77,7 @@ def _mixed(state: Tensor, number: int) -> int:
 
 
 @cache
-def per_shard(target: str) -> torch._ops.OpOverload:
+def per_shard(target: str) -> OpOverload:
     """The operator with one argument more, in front: `first` of `for_shard`. It is one node of a traced graph."""
     function, name = overload(target), target.replace(".", "_")
     arguments = str(function._schema).partition("(")[2].replace(", Generator? generator=None", "").replace(", *)", ")")
@@ -123,4 +124,4 @@ class SharedGenerator:
 
 
 def is_random(graph: fx.Graph) -> bool:
-    return any(isinstance(node.target, torch._ops.OpOverload) and _may_draw(node.target) for node in graph.nodes)
+    return any(isinstance(node.target, OpOverload) and _may_draw(node.target) for node in graph.nodes)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from autoshard.graph import Const, Op
+from autoshard.torch_private import OpOverload
 
 Shape = tuple[int, ...]
 
@@ -153,7 +154,7 @@ UNINITIALISED = frozenset(t for t in CONSTANTS if "empty" in t) | {"aten.empty_l
 
 
 @cache
-def overload(target: str) -> torch._ops.OpOverload:
+def overload(target: str) -> OpOverload:
     """The ATen function of a target. ValueError when this torch has none."""
     namespace, name, which = target.split(".", 2)
     try:

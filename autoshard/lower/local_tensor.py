@@ -13,14 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autoshard.lower.collectives import Asking, Groups
 from autoshard.lower.program import RankProgram, Redistribute, ReturnResult, RunOp
 from autoshard.lower.run import World, global_value, local_program, run_rank, run_route
 from autoshard.lower.sharding import assemble, local_tensors
+from autoshard.torch_private import FakeStore, LocalTensor, LocalTensorMode
 
 
 @torch.no_grad()

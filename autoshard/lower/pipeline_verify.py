@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from autoshard.capture import input_names
 from autoshard.layout import text
@@ -30,6 +29,7 @@ from autoshard.lower.transfers import simulated
 from autoshard.lower.unsharded import index_bounds, seeded
 from autoshard.lower.verify import NOISE, REAL, TOLERANCES, Mismatch, Verification
 from autoshard.solution.staged import RECEIVED, SENT, PipelineToRun
+from autoshard.torch_private import pytree
 
 Values = dict[str, list[Tensor]]  # by name, a local tensor for each device of a stage
 

@@ -18,13 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleMulti,
-    _Action,
-    _ComputationType,
-    _PipelineScheduleRuntime,
-    get_schedule_class,
-)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from autoshard.capture import input_names
 from autoshard.capture.held import filled, listed
@@ -44,6 +38,7 @@ from autoshard.lower.stages import LoweredStage, LoweredStages, lower_stages, wh
 from autoshard.mesh import Mesh
 from autoshard.solution import files
 from autoshard.solution.staged import PipelineToRun
+from autoshard.torch_private import Action, ComputationType, PipelineScheduleRuntime, set_pg_timeout
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +150,7 @@ def _device_meshes(stages: LoweredStages, device_type: str, timeout: float) -> d
                 ranks = torch.tensor(stage.devices).reshape(stage.mesh.shape)
                 mesh = meshes[_key(stage)] = DeviceMesh(device_type, ranks, mesh_dim_names=stage.mesh.axis_names)
                 for k in range(mesh.ndim if dist.get_rank() in stage.devices else 0):
-                    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), mesh.get_group(k))
+                    set_pg_timeout(timedelta(seconds=timeout), mesh.get_group(k))
     return meshes
 
 
@@ -275,7 +270,7 @@ def _schedule(runs: list[StageRun], plan: PipelineToRun, schedule: str | None) -
             raise ValueError("it is a class for one stage per rank; give its name here: gpipe, 1f1b")
         runtime = of_torch(runs, plan.microbatches, **options)
     else:
-        runtime = _PipelineScheduleRuntime(runs, plan.microbatches, backward_requires_autograd=False, **options)
+        runtime = PipelineScheduleRuntime(runs, plan.microbatches, backward_requires_autograd=False, **options)
         if schedule is None:
             runtime._prepare_schedule_with_comms(_actions(plan))
         else:
@@ -291,12 +286,12 @@ def _digest(torch_schedule: PipelineScheduleMulti) -> str:
     return files.digest({"schedule": {d: list(map(str, units)) for d, units in order.items()}})
 
 
-def _actions(plan: PipelineToRun) -> dict[int, list[_Action | None]]:
+def _actions(plan: PipelineToRun) -> dict[int, list[Action | None]]:
     """The plan's order as torch's actions."""
-    of = _ComputationType
+    of = ComputationType
     halved = any(kind == "W" for units in plan.order for kind, *_ in units)
     kinds = {"F": of.FORWARD, "B": of.BACKWARD_INPUT if halved else of.FULL_BACKWARD, "W": of.BACKWARD_WEIGHT}
-    return {d: [_Action(stage, kinds[kind], k) for kind, k, stage in units] for d, units in enumerate(plan.order)}
+    return {d: [Action(stage, kinds[kind], k) for kind, k, stage in units] for d, units in enumerate(plan.order)}
 
 
 def _inputs(model: nn.Module, example_inputs: Any, device_mesh: DeviceMesh) -> tuple[CallInputs, Any]:

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from autoshard.layout import Layout, parse, rank_shape
 from autoshard.lower.agreement import agree
@@ -37,6 +36,7 @@ from autoshard.lower.parameter_copies import Copies, Moved, Mover, Sent
 from autoshard.lower.traced_call import local
 from autoshard.routes import DeviceSet, Transfers
 from autoshard.solution import ProgramsSolution, Solution
+from autoshard.torch_private import pytree
 
 
 @dataclass(eq=False)

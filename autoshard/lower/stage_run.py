@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from autoshard.lower.collectives import Groups, Rank
 from autoshard.lower.generator import SharedGenerator
@@ -26,6 +25,7 @@ from autoshard.lower.stages import LoweredStage
 from autoshard.lower.traced_call import local
 from autoshard.lower.transfers import Incoming, exchange, outgoing
 from autoshard.solution.staged import RECEIVED, SENT
+from autoshard.torch_private import PipelineStageBase
 
 
 @dataclass(eq=False)
@@ -46,7 +46,7 @@ class StepInputs:
     weights: Mapping[int, float] = field(default_factory=dict)  # of each microbatch's loss
 
 
-class StageRun(_PipelineStageBase):
+class StageRun(PipelineStageBase):
     """The state of a stage during a step, and its passes."""
 
     def __init__(

@@ -16,7 +16,6 @@ from torch import Tensor, fx
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from autoshard.capture import Returned
 from autoshard.layout import Layout, text
@@ -29,6 +28,7 @@ from autoshard.lower.overlap import Overlapped
 from autoshard.lower.program import Slot
 from autoshard.lower.sharding import shard_of_rank
 from autoshard.mesh import Mesh
+from autoshard.torch_private import DTensorSpec
 
 
 @dataclass(eq=False)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from autoshard.capture import input_names
 from autoshard.capture.held import copied, opened
@@ -24,6 +23,7 @@ from autoshard.lower.generator import first_state, from_state
 from autoshard.lower.verify import Verification, verify_program
 from autoshard.precision import Precision
 from autoshard.solution import Solution
+from autoshard.torch_private import pytree
 
 
 def run_unsharded(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from autoshard.torch_private import pytree
 
 
 def batch_of(example_inputs: Any) -> int:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from autoshard.graph import Graph
 from autoshard.pipeline.layers import layers_of
@@ -16,6 +15,7 @@ from autoshard.pipeline.pipeline_record import Pipeline, PipelineStage
 from autoshard.pipeline.schedules import Schedule, schedule_of
 from autoshard.pipeline.stage_programs import StageProgram, stage_program
 from autoshard.solution.staged import SENT, PipelineToRun, StageToRun
+from autoshard.torch_private import pytree
 
 
 def to_run(pipeline: Pipeline, graph: Graph, names: Iterable[str], example_inputs: Any) -> PipelineToRun:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch.utils import _pytree as pytree
-
 from autoshard.capture import Captured
 from autoshard.graph import Graph
 from autoshard.layout import local_numel, parse, replicated, text, why_illegal
 from autoshard.mesh import Mesh
 from autoshard.solution import Placed, Solution
+from autoshard.torch_private import pytree
 
 
 def with_node_layouts(captured: Captured, old: Solution, path: str) -> Solution:

@@ -17,13 +17,13 @@ from typing import Any
 
 from autoshard.reading import MOST_VALUES, check_sound, content_of, parsed
 from autoshard.solution.pickles import Inert, record, unpickled
+from autoshard.torch_private import PLACEMENT_MODULES
 from autoshard.writing import write_atomically
 
 LINE = 140  # characters; a record that fits is written in one line
 
 PICKLE_SUFFIXES = (".pkl", ".pickle", ".dill")
 
-PLACEMENT_MODULES = ("torch.distributed.tensor.placement_types", "torch.distributed._tensor.placement_types")
 PLACEMENT_NAMES = ("Shard", "Replicate", "Partial", "_Partial", "_StridedShard")
 
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 from autoshard.graph import Op
 from autoshard.layout import parse
 from autoshard.strategies.rows import EVEN_ONLY, RULES, Inputs, Row, Rule, rule
+from autoshard.torch_private import OpOverload
 
 
 def register_rule(target: Any, *rows: str, replace: bool = False, uneven: bool = False) -> Callable[[Rule], Rule]:
@@ -47,7 +48,7 @@ def register_rule(target: Any, *rows: str, replace: bool = False, uneven: bool =
 
 
 def _name(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target)
     if isinstance(target, str) and len(parts := target.replace("::", ".").split(".")) == 3:
         packet = getattr(getattr(torch.ops, parts[0]), parts[1], None)

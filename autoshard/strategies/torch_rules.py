@@ -1,4 +1,4 @@
-"""Rows from torch's own sharding rules. Only this file uses torch's private registries (torch 2.13).
+"""Rows from torch's own sharding rules. Only this file uses torch's private registries.
 
 There are two registries: the functions of `op_single_dim_strategy_funcs` return rows for one axis; those of `op_strategy_funcs`
 need an OpSchema of input strategies, here all placements on an axis of size 1 (sizes are filtered later, so rows depend on no mesh).
@@ -10,29 +10,36 @@ from dataclasses import replace
 from functools import cache
 
 import torch
-from torch.distributed.tensor import DeviceMesh, DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
-from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
+from torch.distributed.tensor import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from autoshard.graph import Const, Op, Ref, Tensor
 from autoshard.layout import P, R, S
 from autoshard.strategies.rows import Inputs, Row
+from autoshard.torch_private import (
+    DTensorSpec,
+    OpOverload,
+    OpSchema,
+    OpSpec,
+    OpStrategy,
+    ShardingPlaceholder,
+    TensorMeta,
+    TupleStrategy,
+    sharding_propagator,
+)
 
 
 def rows(op: Op, inputs: Inputs) -> list[Row] | None:
     """torch's rows for the op on one axis; None if torch has no rule for it, or none that can be called this way."""
     overload = _overload(op.target)
     op = _with_counted_dims(op, inputs, overload)
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    if overload in propagator.op_single_dim_strategy_funcs:
+    if overload in sharding_propagator.op_single_dim_strategy_funcs:
         args, kwargs = _arguments(op, tuple(_meta(t) for t in inputs))
-        lines = propagator.op_single_dim_strategy_funcs[overload].func(overload, args, kwargs)
+        lines = sharding_propagator.op_single_dim_strategy_funcs[overload].func(overload, args, kwargs)
         num_outputs = len(op.outputs)
         return _clean(op, inputs, [(line[:num_outputs], line[num_outputs:]) for line in lines])
-    if overload in propagator.op_strategy_funcs:
-        return _clean(op, inputs, _from_strategies(propagator.op_strategy_funcs[overload], overload, op, inputs))
+    if overload in sharding_propagator.op_strategy_funcs:
+        return _clean(op, inputs, _from_strategies(sharding_propagator.op_strategy_funcs[overload], overload, op, inputs))
     return None
 
 
@@ -82,7 +89,7 @@ def _clean(op: Op, inputs: Inputs, lines: list[tuple[list, list]]) -> list[Row]:
 
 def _placement(p: object, tensor: Tensor) -> Placement | None:
     """The placement as ours, or None for one that rows can't have."""
-    if isinstance(p, (_ShardingPlaceholder, Shard)) and type(p).__name__ != "_StridedShard":
+    if isinstance(p, (ShardingPlaceholder, Shard)) and type(p).__name__ != "_StridedShard":
         dim = p.dim % max(len(tensor.shape), 1)
         return S(dim) if dim < len(tensor.shape) and tensor.shape[dim] > 1 else None
     if isinstance(p, Partial) and type(p) is Partial and p.reduce_op in ("sum", "max", "min"):
@@ -103,7 +110,7 @@ def _is_list_of_strategies(argument: object) -> bool:
     return isinstance(argument, list) and bool(argument) and all(isinstance(item, OpStrategy) for item in argument)
 
 
-def _overload(target: str) -> torch._ops.OpOverload | None:
+def _overload(target: str) -> OpOverload | None:
     namespace, name, overload = target.split(".", 2)
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 

@@ -32,6 +32,7 @@ from autoshard.lower.collectives import Ask, Asking, DataDependent, Groups, Rank
 from autoshard.lower.kernels.experts import aligned_grouped_mm
 from autoshard.lower.kernels.sharded_op import Arguments, Kernel, ShardedOp
 from autoshard.lower.literals import overload
+from autoshard.torch_private import resolve_process_group
 
 aten = torch.ops.aten
 
@@ -358,7 +359,7 @@ def _(tensors, activation, backward, *rest):  # type: ignore[no-untyped-def]
 def _(tensors, activation, backward, num_experts, axes, sizes, sent, groups):  # type: ignore[no-untyped-def]
     """This rank's part, by the process groups of the axes that shard the experts."""
     dispatch = Dispatch(tuple(axes), tuple(sizes), tuple(sent), num_experts)
-    where = [dist.get_rank(dist.distributed_c10d._resolve_process_group(name)) for name in groups]
+    where = [dist.get_rank(resolve_process_group(name)) for name in groups]
     names, counts = ([""] * (max(axes) + 1) for _ in range(2))
     for axis, size, name in zip(axes, sizes, groups, strict=True):
         names[axis], counts[axis] = name, size  # type: ignore[call-overload]

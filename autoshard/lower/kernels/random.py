@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from autoshard.capture import random_ops
 from autoshard.graph import Ref
@@ -32,6 +31,7 @@ from autoshard.lower.generator import per_shard
 from autoshard.lower.kernels.sharded_op import Arguments, Kernel, ShardedOp
 from autoshard.lower.literals import overload
 from autoshard.mesh import Mesh
+from autoshard.torch_private import pytree
 
 aten = torch.ops.aten
 IN_FULL = 1 << 24  # elements; 64 MB of float32 on every rank while the op runs
