@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from autoshard.capture.grouped_mm import fake_grouped_mm
 from autoshard.graph import Graph
 from autoshard.lower.collectives import Groups
-from autoshard.lower.flow import owners, size
+from autoshard.lower.flow import VIEWS, owners, size
 from autoshard.lower.generator import is_random
 from autoshard.lower.kernels.offload import with_waits
 from autoshard.lower.program import RankProgram, Redistribute, ReturnResult, RunOp, Slot
@@ -88,11 +89,27 @@ def trace(
 
     with mode, fake_grouped_mm():
         joint = make_fx(step)(*fakes, *position)
+    _check_writes(joint.graph)
     if not drops:
         _keep_all(joint.graph)
     kinds = {name: graph.ops[graph.index[name]].kind for name in names}
     slots = {r.name: r.slot for r in program.loads} | {r.key: r.slot for r in program.results}
     return _split(joint, names, kinds, keys, first_of_backward(program, graph), slots)
+
+
+def _check_writes(graph: fx.Graph) -> None:
+    """AssertionError where nodes read a tensor, or a view of it, after an op has written into it, and not the op's result: they could be
+    moved in front of it."""
+    views: dict[fx.Node, fx.Node] = {}  # of a tensor: the node that made it
+    written: set[fx.Node] = set()
+    for node in graph.nodes:
+        stale = [source.name for source in node.all_input_nodes if views.get(source, source) in written]
+        assert not stale, f"{node.name} reads {stale[0]}, which a kernel has changed in place"
+        is_write = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        if is_write:
+            written.add(views.get(node.args[0], node.args[0]))  # type: ignore[arg-type,call-overload]
+        elif node.target in VIEWS or node.target is operator.getitem:
+            views[node] = views.get(node.all_input_nodes[0], node.all_input_nodes[0])
 
 
 RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.view_copy.default", "aten.reshape.default")

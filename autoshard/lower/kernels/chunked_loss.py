@@ -61,9 +61,10 @@ def _gradients(a: Arguments, targets: _Targets) -> tuple[Tensor, Tensor]:
     scale = wide(a["grad"]) / a["total_weight"] if a["reduction"] == MEAN else wide(a["grad"])
     factors = targets.counts * scale
     of_x, of_weight = torch.empty_like(a["x"]), None
-    for x, *chunk, own_of_x in zip(*_chunks(a, targets, factors), of_x.split(a["rows"]), strict=True):
+    places = torch.arange(len(of_x), device=of_x.device).split(a["rows"])
+    for x, *chunk, place in zip(*_chunks(a, targets, factors), places, strict=True):
         g = _of_logits(x, a["weight"], *chunk)
-        own_of_x.copy_(g @ a["weight"].t())
+        of_x = of_x.index_copy_(0, place, g @ a["weight"].t())  # its result: in a traced graph, readers wait for it
         own = g.t() @ x
         del g  # before the next chunk's: `internal_bytes` counts two tensors of a chunk's logits
         of_weight = wide(own) if of_weight is None else of_weight.add_(own)
