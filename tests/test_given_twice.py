@@ -1,4 +1,4 @@
-"""One tensor object in several places of the example inputs is several inputs: graphs, plans and training are those of different tensors."""
+"""One tensor object in several places of the example inputs is several inputs: graphs, plans and ranks are those of different tensors."""
 
 from dataclasses import dataclass
 
@@ -135,7 +135,10 @@ def described(plan):
     return (plan.layouts, plan.results, plan.inputs, plan.assumptions, plan.cost) if hasattr(plan, "layouts") else plan.stages
 
 
-@pytest.mark.parametrize("mode", [name if name in ("natural", "head-tail") else pytest.param(name, marks=pytest.mark.slow) for name in MODES])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MODES if name != "head-tail"]
+
+
+@pytest.mark.parametrize("mode", ["head-tail", *SLOW])
 def test_the_plan_is_that_of_different_tensors(mode, every_sequence_is_long):  # noqa: F811
     model, (x, y) = lm()
     assert described(MODES[mode]((x,) * 2, model)) == described(MODES[mode]((x, y), model))
@@ -175,7 +178,8 @@ def trained(rank, plan, mode):
     return losses
 
 
-@pytest.mark.parametrize("mode", ["head-tail", *(pytest.param(name, marks=pytest.mark.slow) for name in MODES if name != "head-tail")])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
 def test_ranks_train_as_one_process_on_different_tensors_and_on_one(mode, every_sequence_is_long):  # noqa: F811
     batch = 2 if mode == "microbatches" else 4
     plan = MODES[mode]((torch.empty(batch, 16, dtype=torch.int64, device="meta"),) * 2, lm(batch)[0])

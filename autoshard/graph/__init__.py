@@ -12,6 +12,7 @@ from autoshard.graph.casts import pending as pending
 from autoshard.graph.checkpointing import checkpointed as checkpointed
 from autoshard.graph.checkpointing import forward_blocks as forward_blocks
 from autoshard.graph.chunked_loss import chunked_loss as chunked_loss
+from autoshard.graph.evaluation import is_without_dropout as is_without_dropout
 from autoshard.graph.ordered import SequenceOrder as SequenceOrder
 from autoshard.graph.ordered import in_order as in_order
 from autoshard.graph.recompute import recompute as recompute

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.capture import Returned, capture_module, constants, deep_enough, input_names
 from autoshard.capture.held import filled, listed, state_of
-from autoshard.graph import Graph
+from autoshard.graph import Graph, is_without_dropout
 from autoshard.layout import Layout, parse
 from autoshard.lower.agreement import absent, agree, grouped, join, limit_waiting, patiently, share
 from autoshard.lower.call_inputs import CallInputs
@@ -207,6 +207,9 @@ class _Captured:
     drops: bool = True  # False: it is a training mode's program, to be run without dropout
 
 
+UNLIKE = "its eval mode is not its training mode without dropout, so that it is another program: plan both as programs (docs/programs.md)"
+
+
 class _Builder:
     """Builds the graphs for one kind of call."""
 
@@ -240,11 +243,13 @@ class _Builder:
         program, complaint = None, None
         if dist.get_rank(self.inputs.group) == 0:
             try:
-                program, reasons = self._captured(inputs, modes)
+                program, reasons, graph = self._captured(inputs, modes)
                 if reasons and not modes[0]:
-                    other, rest = self._captured(inputs, [True] * len(modes))
-                    if not rest and not any("batch_norm" in op.target for op in other.graph.ops):
+                    other, rest, with_dropout = self._captured(inputs, [True] * len(modes))
+                    if not rest and is_without_dropout(graph, with_dropout):
                         program, reasons = replace(other, drops=False), ()
+                    elif not rest:
+                        reasons = (*reasons, UNLIKE)
                 _check_shareable(program.returned)
                 complaint = self._misfit("; ".join(reasons), resized) if reasons else None
             except ValueError as error:
@@ -261,8 +266,8 @@ class _Builder:
             reasons += "; this call is made under torch.autocast, so the plan must be, too"
         return f"the solution is of another model: {reasons}; plan this model"
 
-    def _captured(self, inputs: Any, modes: Sequence[bool]) -> tuple[_Captured, tuple[str, ...]]:
-        """The program with the modules of the model in these modes, and the reasons why the plan does not fit it."""
+    def _captured(self, inputs: Any, modes: Sequence[bool]) -> tuple[_Captured, tuple[str, ...], Graph]:
+        """The program with the modules of the model in these modes, the reasons why the plan does not fit it, and the model's graph."""
         for part, mode in zip(self.model.modules(), modes, strict=True):
             part.training = mode
         with torch.enable_grad():  # also where the call itself is made without gradients
@@ -270,7 +275,7 @@ class _Builder:
         assert captured.returned is not None, "a module was captured, not a graph"
         plan = replay(self.solution, captured.graph)
         graph, held = plan.microbatch or plan.graph, constants(captured.fx_graph)
-        return _Captured(graph, plan.graph, captured.returned, constants_of(self.model, graph, held)), plan.misfits
+        return _Captured(graph, plan.graph, captured.returned, constants_of(self.model, graph, held)), plan.misfits, captured.graph
 
     def _step(self, captured: _Captured) -> TracedCall:
         graph = captured.graph
