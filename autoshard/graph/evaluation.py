@@ -1,7 +1,7 @@
 """Whether a model computes in eval mode what it computes in training mode without dropout, so that one program serves both modes.
 
-Dropout is native_dropout, attention with dropout, and x * m where m is drawn by bernoulli and divided by a number; without it, x is what was
-multiplied. All other ops must be the same, on the same values.
+Dropout is native_dropout, attention with dropout, and x * m where m is drawn by bernoulli and divided by a number; without it, such a
+product is x. All other ops must be the same, on the same values.
 """
 
 from __future__ import annotations

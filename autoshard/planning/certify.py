@@ -11,7 +11,7 @@ import torch
 from autoshard.formulate import Formulation
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
-from autoshard.planning.describe import breakdown, layouts_of, parameters_of, peak_of, replicated_ops, results_of
+from autoshard.planning.describe import breakdown, drawn_per_shard, layouts_of, parameters_of, peak_of, replicated_ops, results_of
 from autoshard.planning.keeping import packed
 from autoshard.planning.options import Options
 from autoshard.solution import VERSION, Solution, price_errors
@@ -31,6 +31,7 @@ def describe(formulated: Formulation, answer: Answer, options: Options, baseline
         "device": mesh.device.name,
         "inputs": {op.name: list(op.output.shape) for op in graph.ops if op.kind == "input"},  # global shapes
         **({"expert_imbalance": mesh.expert_imbalance} if any(map(is_experts, graph.ops)) else {}),
+        **({"random_numbers_per_shard": drawn} if (drawn := drawn_per_shard(formulated, choice)) else {}),
         **assumptions,
     }
     layouts, results = layouts_of(formulated, choice), results_of(formulated, choice)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
 
 from autoshard.formulate import KINDS, Formulation, op_collectives
 from autoshard.graph import ACCUMULATED, KEPT
+from autoshard.graph.random import is_drawn_in_full, is_random
 from autoshard.layout import Layout, local_numel, parse, text
 from autoshard.problem import evaluate
 from autoshard.solution import Placed, Solution
@@ -132,6 +133,16 @@ def replicated_ops(formulated: Formulation, choice: Choice) -> tuple[dict, ...]:
         row["seconds"] += float(formulated.problem.node_costs[i][choice[i]])
         row["bytes"] += sum(t.bytes for t in op.outputs if t is not None)
     return tuple(rows.values())
+
+
+def drawn_per_shard(formulated: Formulation, choice: Choice) -> dict[str, int]:
+    """By target, how many ops draw other random numbers than one device does (`graph.random.is_drawn_in_full`)."""
+    alone = [(i, op) for i, op in enumerate(formulated.graph.ops) if is_random(op) and not is_drawn_in_full(op)]
+    return dict(Counter(op.target for i, op in alone if _is_sharded(formulated.candidate(i, choice).outputs[0])))
+
+
+def _is_sharded(layout: Layout | None) -> bool:
+    return layout is not None and any(placement.is_shard() for placement in layout)
 
 
 def breakdown(formulated: Formulation, choice: Choice) -> dict:

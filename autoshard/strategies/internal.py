@@ -12,6 +12,7 @@ import math
 
 from autoshard.graph import Op
 from autoshard.graph.chunked_loss import BACKWARD, FORWARD
+from autoshard.graph.random import drawn_by, is_drawn_in_full, is_random
 from autoshard.layout import Layout, local_shape
 from autoshard.mesh import Mesh
 from autoshard.strategies.chunked_loss import loss_bytes, loss_collectives
@@ -68,6 +69,9 @@ def internal_bytes(op: Op, inputs: Inputs, layouts: tuple[Layout, ...], mesh: Me
         return expert_bytes(op, inputs, layouts, mesh)
     if op.target in CHUNKED:
         return loss_bytes(op, inputs, layouts, mesh)
+    if is_random(op):  # the numbers of all ranks, and a mask scaled
+        is_sharded = any(p.is_shard() for layout in layouts for p in layout)
+        return 2 * drawn_by(op).numel * inputs[0].itemsize if is_sharded and is_drawn_in_full(op) else 0
     if op.target in WIDE_TENSORS:
         position, dim, tensors, widened = WIDE_TENSORS[op.target]
         dim = dim if position is None else int(argument(op, position, "dim")) % len(inputs[0].shape)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from autoshard.capture import random_ops
 from autoshard.graph import Ref
-from autoshard.graph.random import AS_VALUES_ASK, FACTORIES, ORDER, PER_ELEMENT, SHAPED
+from autoshard.graph.random import FACTORIES, ORDER, SHAPED, drawn_by, is_drawn_in_full
 from autoshard.layout import Layout, rank_bounds
 from autoshard.lower.collectives import Asking, Rank
 from autoshard.lower.generator import per_shard
@@ -34,7 +34,6 @@ from autoshard.mesh import Mesh
 from autoshard.torch_private import pytree
 
 aten = torch.ops.aten
-IN_FULL = 1 << 24  # elements; 64 MB of float32 on every rank while the op runs
 
 
 @dataclass(frozen=True)
@@ -162,10 +161,10 @@ def factors(x: Tensor, p: float, region: Region, rank: Rank, first: int | None) 
     return region.shard(aten.native_dropout(aten.ones_like(full), p, True)[0], rank)  # torch's dropout is one kernel there
 
 
-def region_of(sharded: ShardedOp, shape: tuple[int, ...], layout: Layout) -> tuple[Region, bool]:
+def region_of(sharded: ShardedOp, layout: Layout) -> tuple[Region, bool]:
     """What an op draws, and whether it is drawn in full."""
-    region = Region(shape, layout, sharded.mesh, sharded.arguments.get(ORDER, ()))
-    return region, not region.is_sharded or math.prod(shape) <= IN_FULL
+    region = Region(drawn_by(sharded.op).shape, layout, sharded.mesh, sharded.arguments.get(ORDER, ()))
+    return region, not region.is_sharded or is_drawn_in_full(sharded.op)
 
 
 def kernel_of(sharded: ShardedOp) -> Kernel | None:
@@ -173,10 +172,9 @@ def kernel_of(sharded: ShardedOp) -> Kernel | None:
     op = sharded.op
     if op.outputs[0] is None or not random_ops.draws(overload(op.target)):
         return None
-    region, in_full = region_of(sharded, op.output.shape, sharded.outputs[0] or ())
+    region, in_full = region_of(sharded, sharded.outputs[0] or ())
     if op.target == "aten.native_dropout.default":
         return NativeDropout(region, in_full)
     tensors = {name: argument.index for name, argument in sharded.arguments.items() if isinstance(argument, Ref)}
     inputs = {name: (sharded.shapes[k], sharded.inputs[k]) for name, k in tensors.items()}
-    is_separable = op.target in PER_ELEMENT - AS_VALUES_ASK
-    return Draw(op.target, region, not region.is_sharded or (is_separable and in_full), inputs)
+    return Draw(op.target, region, in_full, inputs)
