@@ -5,22 +5,24 @@
     y      of the stages: programs on simulated ranks, values in the pieces that the ranks would send, sums reduced once per step
     error = max |y - x| / max(max |x|, 8 max |x~ - x| / tolerance)                                          as in lower.verify
 
-A stage that fails to run is a placement mismatch; there is nothing to compare then.
+Random ops draw from a state of their stage, as on ranks (lower.pipelines); the unsharded model draws each of its numbers from the state of
+the stage that the op is in. A stage that fails to run is a placement mismatch; there is nothing to compare then.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autoshard.capture import input_names
+from autoshard.capture import input_names, random_ops
+from autoshard.graph.random import is_drawn_in_full, is_random
 from autoshard.layout import text
 from autoshard.lower.fx_program import first_of_backward
-from autoshard.lower.generator import draws
+from autoshard.lower.generator import first_state, from_state, state_of_generator
 from autoshard.lower.program import LoadPlaceholder, ReturnResult
 from autoshard.lower.run import World
 from autoshard.lower.sharding import assemble, gap, largest, reduced
@@ -29,7 +31,7 @@ from autoshard.lower.transfers import simulated
 from autoshard.lower.unsharded import index_bounds, seeded
 from autoshard.lower.verify import NOISE, REAL, TOLERANCES, Mismatch, Verification
 from autoshard.solution.staged import RECEIVED, SENT, PipelineToRun
-from autoshard.torch_private import pytree
+from autoshard.torch_private import TorchDispatchMode, pytree
 
 Values = dict[str, list[Tensor]]  # by name, a local tensor for each device of a stage
 
@@ -40,10 +42,12 @@ def verify_stages(
 ) -> Verification:
     """Loss and gradients of the stages against the unsharded model, on seeded values where the model has none.
 
-    ValueError where a stage can't be lowered or draws random numbers, and for a model that doesn't return its loss.
+    ValueError where a stage can't be lowered, or draws numbers that the unsharded model can't draw, and for a model that doesn't return its
+    loss.
     """
-    if any(draws(op.target) for stage in plan.stages for op in stage.graph.ops if not op.is_placeholder):
-        raise ValueError("the model draws random numbers (dropout), which a pipeline draws in another order; plan and verify model.eval()")
+    drawing = [[op for op in stage.graph.ops if is_random(op)] for stage in plan.stages]
+    if odd := [op.name for ops in drawing for op in ops if op.backward or not is_drawn_in_full(op)]:
+        raise ValueError(f"{odd[0]} draws per shard or in the backward pass, as the unsharded model does not; plan and verify model.eval()")
     if (why := why_no_loss(plan)) is not None:
         raise ValueError(why)
     stages = lower_stages(plan)
@@ -60,11 +64,13 @@ def verify_stages(
     tolerance, devices = TOLERANCES[dtype][0], len({device for stage in plan.stages for device in stage.devices})
     moved = sum(stage.program.redistributes for stage in stages.of)
     try:
-        results = _Simulation(stages, plan, values, inputs).run()
+        results = _Simulation(stages, plan, values, inputs, seed).run()
     except _Failed as failure:
         return Verification(devices, 0.0, 0.0, 0.0, (failure.mismatch,), moved, tolerance)
-    expected = _reference(module, args, kwargs, plan, inputs)
-    perturbed = _reference(_perturbed(module, torch.finfo(getattr(torch, dtype)).eps, seed), args, kwargs, plan, inputs)
+    draws = [len(ops) for ops in drawing]
+    expected = _reference(module, args, kwargs, plan, inputs, DrawsOfStages(draws, seed))
+    changed = _perturbed(module, torch.finfo(getattr(torch, dtype)).eps, seed)
+    perturbed = _reference(changed, args, kwargs, plan, inputs, DrawsOfStages(draws, seed))
     worst = {"output": 0.0, "gradient": 0.0}
     for key, y in results.items():
         x, kind = expected[key], key.split(":")[0]
@@ -84,8 +90,35 @@ def _part(plan: PipelineToRun, inputs: Mapping[str, Tensor], k: int) -> dict[str
     return {name: x.chunk(plan.microbatches)[k] if name in plan.split else x for name, x in inputs.items()}
 
 
+class DrawsOfStages(TorchDispatchMode):
+    """In a block, a microbatch's forward pass, each random op draws from the state of its stage. counts: random ops of each stage."""
+
+    def __init__(self, counts: Sequence[int], seed: int):
+        super().__init__()
+        self.stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
+        self.states = [first_state(seed + stage) for stage in range(len(counts))]
+        self.waiting: list[int] = []
+
+    def __enter__(self) -> Any:
+        self.waiting = list(self.stages)
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if not random_ops.draws(func):
+            return func(*args, **(kwargs or {}))
+        if not self.waiting:
+            raise ValueError(f"the model draws random numbers ({func}) more often than its captured program; plan and verify model.eval()")
+        stage = self.waiting.pop(0)
+        with from_state(self.states[stage]):
+            result = func(*args, **(kwargs or {}))
+            self.states[stage] = state_of_generator()
+        return result
+
+
 @torch.enable_grad()
-def _reference(module: nn.Module, args: tuple, kwargs: dict, plan: PipelineToRun, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _reference(
+    module: nn.Module, args: tuple, kwargs: dict, plan: PipelineToRun, inputs: Mapping[str, Tensor], draws: DrawsOfStages
+) -> dict[str, Tensor]:
     """The model's mean loss over the microbatches, and its gradients."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     by_id = {id(x): name for name, x in inputs.items()}
@@ -94,7 +127,8 @@ def _reference(module: nn.Module, args: tuple, kwargs: dict, plan: PipelineToRun
     for k in range(plan.microbatches):
         part = _part(plan, inputs, k)
         one, named = pytree.tree_unflatten([part[by_id[id(x)]] if id(x) in by_id else x for x in leaves], spec)
-        returned = module(*one, **named)
+        with draws:
+            returned = module(*one, **named)
         loss = next(x for x in pytree.tree_leaves(returned) if isinstance(x, Tensor)) / plan.microbatches
         if plan.training:
             loss.backward()
@@ -124,7 +158,10 @@ class _Failed(Exception):
 class _Simulation:
     """A step: for each microbatch all forward passes, then all backward passes from the last stage."""
 
-    def __init__(self, stages: LoweredStages, plan: PipelineToRun, values: Mapping[str, Tensor], inputs: Mapping[str, Tensor]):
+    def __init__(
+        self, stages: LoweredStages, plan: PipelineToRun, values: Mapping[str, Tensor], inputs: Mapping[str, Tensor], seed: int
+    ):
+        self.random = [first_state(seed + stage.index) for stage in stages.of]
         self.stages, self.plan, self.values, self.inputs = stages.of, plan, values, inputs
         self.loss: Tensor | float = 0.0
         self.sums: list[Values] = [{} for _ in stages.of]
@@ -152,7 +189,9 @@ class _Simulation:
             senders = self.stages[stage.index + (-1 if forward else 1)].devices
             arrived = simulated(transfer, dict(zip(senders, held[transfer.name], strict=True)))
             received[transfer.name] = [arrived[device] for device in stage.devices]
+        one.world.random = self.random[stage.index]
         results = one.run(forward, received)
+        self.random[stage.index] = one.world.random
         for key, tensors in results.items():
             kind, name = key.split(":", 1)
             if key == "output:0":
