@@ -203,7 +203,11 @@ def captured(name):
 
 def scheme(name, mode, sizes, head_tail):
     """A baseline's plan of a tiny model."""
-    mesh, graph = Mesh.from_bandwidths(sizes), captured(name)
+    return scheme_of(captured(name), mode, sizes, head_tail)
+
+
+def scheme_of(graph, mode, sizes, head_tail):
+    mesh = Mesh.from_bandwidths(sizes)
     order = order_for(graph, mesh) if head_tail else None
     noted = {"sequence_order": order.to_dict()} if order else {}
     return baseline_only(Context(in_order(graph, order), mesh, Options(training=True), Stopwatch(None), noted), f"context_parallel_{mode}")

@@ -8,7 +8,7 @@ verify_program     every rank's program against the reference, one comparison pe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ from torch import nn
 from autoshard.capture import capture_module, constants, in_turn
 from autoshard.formulate import Training, formulate
 from autoshard.graph import Graph
-from autoshard.lower import Verification, faults, lower, run_local_tensor, verify_program
+from autoshard.lower import RankProgram, Verification, faults, lower, run_local_tensor, verify_program
+from autoshard.lower.dry_run import CannotRun
 from autoshard.lower.dry_run import dry_run as lower_dry_run
 from autoshard.lower.generator import draws
+from autoshard.lower.issue_order import op_of, out_of_step
 from autoshard.lower.unsharded import run_unsharded, with_errors_of
 from autoshard.mesh import Mesh
 from autoshard.planning.describe import layouts_of, results_of
@@ -96,7 +98,7 @@ def dry_run(
     model: nn.Module, example_inputs: Any, solution: Solution | None = None, *, training: bool = False, device: str = "cuda"
 ) -> dict:
     """Which ops of a model (or of a plan for it) can't run on a device, without having one: each operator that the lowered program
-    calls is looked up in torch's own table of kernels, on fake tensors.
+    calls is looked up in torch's own table of kernels, on fake tensors; and whether ranks would issue collectives in different orders.
 
     training: of a model without a plan. Returns `ok`, `device`, `ops` (their number) and `cannot_run` [{op, module, target, why, line}],
     with the line of the model's code where it is known. ValueError when the solution is of another model.
@@ -111,9 +113,17 @@ def dry_run(
     else:
         graph, mesh, results = replay(solution, captured.graph).checked(), solution.mesh, dict(solution.results)
         layouts = dict(solution.layouts)
-    problems = lower_dry_run(lower(graph, layouts, results, mesh, device=device), graph, device)
+    program = lower(graph, layouts, results, mesh)
+    problems = (*lower_dry_run(lower(graph, layouts, results, mesh, device=device), graph, device), *_out_of_order(program, graph))
     rows = [{**problem.as_json(), "line": captured.line_of(problem.op)} for problem in problems]
     return {"ok": not rows, "device": device, "ops": sum(not op.is_placeholder for op in graph.ops), "cannot_run": rows}
+
+
+def _out_of_order(program: RankProgram, graph: Graph) -> Iterator[CannotRun]:
+    """Collectives that ranks of a group would issue in different orders, and then wait for each other."""
+    for one in out_of_step(program):
+        op = graph.ops[op_of(program, one.record)]
+        yield CannotRun(op.name, op.module, op.target, ", but ".join(one.said(program)))
 
 
 def _replicated(inputs: Sequence[Any], outputs: Sequence[Any]) -> Placed:

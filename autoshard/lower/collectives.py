@@ -56,6 +56,11 @@ class DataDependent(ABC):
     Ranks in one process run it where they are. A rank of many runs it as one operator, since no size in a traced graph depends on data.
     """
 
+    @property
+    @abstractmethod
+    def axes(self) -> Sequence[int]:
+        """The mesh axes along which it communicates."""
+
     @abstractmethod
     def program(self, rank: Rank) -> Asking:
         """Its generator."""
@@ -187,6 +192,12 @@ def _split(x: Tensor, dim: int, n: int) -> Tensor:
 def _joined(shards: Tensor, dim: int) -> Tensor:
     """(n, ..., s, ...) -> (..., n s, ...)"""
     return shards.movedim(0, dim).flatten(dim, dim + 1).contiguous()  # flatten alone may return a view whose strides are not dense
+
+
+def answer_shape(ask: Ask, mesh: Mesh) -> Shape:
+    """The shape of a rank's answer."""
+    shape = tuple(ask.tensor.shape)
+    return {"all_gather": (mesh.shape[ask.axis], *shape), "reduce_scatter": shape[1:]}.get(ask.collective, shape)
 
 
 def check_step(step: Step) -> None:

@@ -21,8 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 from autoshard.capture.grouped_mm import fake_grouped_mm
 from autoshard.graph import Graph
-from autoshard.lower.collectives import Ask, Asking, DataDependent, Rank, drive
+from autoshard.lower.collectives import Ask, Asking, DataDependent, Rank, answer_shape, drive
 from autoshard.lower.dispatch_table import has_kernel
+from autoshard.lower.kernels.table import FUNCTIONS
 from autoshard.lower.program import LoadPlaceholder, RankProgram, Redistribute, RunOp, Slot
 from autoshard.lower.run import check, local_program, run_route
 from autoshard.torch_private import FakeTensorMode, TorchDispatchMode, parse_to, pytree
@@ -102,12 +103,7 @@ class _DryRun:
     def _answer(self, ask: Ask | DataDependent) -> Any:
         if isinstance(ask, DataDependent):
             return ask.call([""] * len(self.program.mesh.axes))
-        return ask.tensor.new_empty(self._answer_shape(ask))
-
-    def _answer_shape(self, ask: Ask) -> tuple[int, ...]:
-        shape = tuple(ask.tensor.shape)
-        sizes = {"all_gather": (self.program.mesh.shape[ask.axis], *shape), "reduce_scatter": shape[1:]}
-        return sizes.get(ask.collective, shape)
+        return ask.tensor.new_empty(answer_shape(ask, self.program.mesh))
 
 
 def _outputs(record: Redistribute | RunOp) -> Sequence[Slot | None]:
@@ -124,6 +120,9 @@ class _Called(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func.namespace == "prim":  # a question about a tensor
             return NotImplemented
+        if str(func) in FUNCTIONS:  # it chooses a kernel for the device
+            with self:
+                return FUNCTIONS[str(func)](*args, **(kwargs or {}))
         if not has_kernel(func, self.device.upper()):
             self.whys.append(f"{func} has no kernel for {self.device}")
         result = func(*args, **(kwargs or {}))

@@ -32,6 +32,7 @@ from autoshard.lower.distribute import copy_with, distributed, on_meta
 from autoshard.lower.flow import Pace
 from autoshard.lower.fx_program import trace
 from autoshard.lower.gpus import check_gpus, use_gpu
+from autoshard.lower.issue_order import compare, of_graph
 from autoshard.lower.microbatches import step_moves, with_sums
 from autoshard.lower.module import Runner, parallel_class, refuse_parts
 from autoshard.lower.overlap import scheduled
@@ -231,7 +232,10 @@ class _Builder:
             except ValueError as error:
                 complaint = _too_odd(resized, str(error)) if resized else str(error)
             agree(complaint, "lowering the plan", self.inputs.group)
-        assert step is not None
+            assert step is not None
+            passes = {"forward": step.graphs.forward, "backward": step.graphs.backward, "inference": step.inference}
+            own = {which: (self.where, of_graph(one.graph, self.groups.names)) for which, one in passes.items() if one is not None}
+            compare(own, self.inputs.group)
         return step
 
     def _shared(self, inputs: Any, modes: Sequence[bool], resized: str) -> _Captured:

@@ -29,7 +29,7 @@ from autoshard.lower.sharding import assemble, gap, largest, reduced
 from autoshard.lower.stages import LoweredStage, LoweredStages, lower_stages, why_no_loss
 from autoshard.lower.transfers import simulated
 from autoshard.lower.unsharded import index_bounds, seeded
-from autoshard.lower.verify import NOISE, REAL, TOLERANCES, Mismatch, Verification
+from autoshard.lower.verify import NOISE, REAL, TOLERANCES, Mismatch, Verification, out_of_order
 from autoshard.solution.staged import RECEIVED, SENT, PipelineToRun
 from autoshard.torch_private import TorchDispatchMode, pytree
 
@@ -76,7 +76,8 @@ def verify_stages(
         x, kind = expected[key], key.split(":")[0]
         scale = max(largest(x), NOISE * gap(x, perturbed[key]) / tolerance)
         worst[kind] = max(worst[kind], gap(y.to(x.dtype), x) / scale if scale else gap(y, x))
-    return Verification(devices, worst["output"], worst["gradient"], 0.0, (), moved, tolerance)
+    mismatches = tuple(one for stage in stages.of for one in out_of_order(stage.program))
+    return Verification(devices, worst["output"], worst["gradient"], 0.0, mismatches, moved, tolerance)
 
 
 def _least_precise(plan: PipelineToRun) -> str:

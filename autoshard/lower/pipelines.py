@@ -29,6 +29,7 @@ from autoshard.lower.collectives import Groups
 from autoshard.lower.distribute import copy_with, distributed, on_meta
 from autoshard.lower.generator import first_state
 from autoshard.lower.gpus import check_gpus
+from autoshard.lower.issue_order import Issued, compare, of_graph
 from autoshard.lower.module import refuse_parts
 from autoshard.lower.pipeline_module import PipelineModule, PipelineRunner
 from autoshard.lower.sharding import shard_of_rank
@@ -85,6 +86,7 @@ def parallel_pipeline(
     module, held_on = _module(model, stages, mine, meshes, place, from_first_rank=from_first_rank)
     halved = schedule is not None or any(kind == "W" for units in plan.order for kind, *_ in units)
     runs = [_run(stage, module, meshes[_key(stage)], program, place, halved=halved) for stage in mine]
+    compare({which: sequence for run in runs for which, sequence in _collectives(run, meshes[_key(run.stage)])})
     for before, run in zip(runs, runs[1:]):
         run.before = before
     torch_schedule, complaint = None, None
@@ -252,6 +254,13 @@ def _run(
     run = StageRun(stage, graphs, module, shards, place, where, groups, len(program.plan.stages))
     run.random.state = first_state(program.seed + stage.index, place.device.type)
     return run
+
+
+def _collectives(run: StageRun, device_mesh: DeviceMesh) -> Iterator[tuple[str, tuple[tuple[int, ...], list[Issued]]]]:
+    """The collectives of a stage's passes in their order, with this rank's coordinate."""
+    for which, one in (("forward", run.graphs.of.forward), ("backward", run.graphs.of.backward)):
+        if one is not None:
+            yield f"{which} of stage {run.stage.index}", (run.where, of_graph(one.graph, Groups.of(device_mesh).names))
 
 
 SPARE = 5e5  # bytes by which overlapping collectives with compute may raise the peak of a stage

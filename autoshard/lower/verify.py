@@ -17,7 +17,7 @@ for its first element in the global tensor; then the unsharded op's output repla
 
 An op whose error is above `op_tolerance`, whose local shape differs or which fails is a placement mismatch. Its output is then
 replaced by the right one, so that the next mismatch shows by itself, and a wrong rule is located even where the end result happens
-to be right.
+to be right. So is a collective that two ranks of a group would issue at different points of their programs (issue_order.py).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from torch import Tensor
 from autoshard.graph import Graph, Op, Value
 from autoshard.layout import Layout, P, R, S, is_legal, rank_bounds, rank_shape, text
 from autoshard.lower.generator import draws, first_state, from_state, state_of_generator
+from autoshard.lower.issue_order import name_of, out_of_step
 from autoshard.lower.kernels.random import RandomKernel
 from autoshard.lower.literals import UNINITIALISED
 from autoshard.lower.program import FreeTensors, LoadPlaceholder, RankProgram, Redistribute, ReturnResult, RunOp, Slot, lower, run_record
@@ -219,6 +220,7 @@ class _Comparison:
                     self._compare_result(record)
                 case FreeTensors():
                     self.world.do(record, self.values)
+        self.mismatches += out_of_order(self.program)
         return Verification(
             self.mesh.num_devices,
             self.worst["output"],
@@ -336,6 +338,11 @@ class _Comparison:
 
 def _is_per_shard(record: RunOp) -> bool:
     return isinstance(record.kernel, RandomKernel) and not record.kernel.in_full
+
+
+def out_of_order(program: RankProgram) -> list[Mismatch]:
+    """Collectives that ranks of a group would issue in different orders."""
+    return [Mismatch(name_of(program, one.record), 0, *one.said(program)) for one in out_of_step(program)]
 
 
 def _step(x: Tensor) -> float:

@@ -12,9 +12,9 @@ ring        keys are sharded like the queries: blocks go round the axis, and eac
             one is on its way. In the backward a block's gradients follow it, one step behind, and end where the block came from
             (`_around`, `_back_around`). Over several axes, the ring of the last axis runs inside each step of the axis before it
 
-Which positions a rank holds is known when its program is built (`Rank.place`), so that pieces without any score are left out. In a traced
-graph all pieces of a block are one node (`autoshard::attention_block` and its backward), of which only numbers differ from rank to rank: a
-schedule that is derived from the graph (`lower.overlap`) is then the same on all ranks, as their collectives need it.
+Which positions a rank holds is known when its program is built (`Rank.place`), so that pieces without any score are left out. All pieces
+of a block are one operator (`autoshard::attention_block` and its backward), of which only numbers differ from rank to rank: the order of
+collectives that is derived from a graph (`lower.overlap`) is then the same on all ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from autoshard.capture.attention import ATTENTION, BACKWARD
 from autoshard.capture.order import reorder
@@ -251,21 +250,18 @@ torch.library.impl("autoshard::attention_block_backward", "CompositeExplicitAuto
 
 @torch.library.register_fake("autoshard::attention_block")
 def _(query, key, value, attn_mask, scale, former, former_logsumexp, positions, is_last):  # type: ignore[no-untyped-def]
-    out, logsumexp = _of_no_key(query, value)
-    return out.to(query.dtype) if is_last else out, logsumexp
+    exact = torch.float64 if query.dtype == torch.float64 else torch.float32
+    out = query.new_empty((*query.shape[:3], value.shape[-1]), dtype=query.dtype if is_last else exact)
+    return out, query.new_empty(query.shape[:3], dtype=exact)
 
 
 @torch.library.register_fake("autoshard::attention_block_backward")
 def _(grad_out, query, key, value, *rest):  # type: ignore[no-untyped-def]
-    return tuple(wide(x.new_empty(x.shape)) for x in (query, key, value))
+    exact = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return tuple(x.new_empty(x.shape, dtype=exact) for x in (query, key, value))
 
 
 BLOCK, BLOCK_BACKWARD = torch.ops.autoshard.attention_block.default, torch.ops.autoshard.attention_block_backward.default
-
-
-def _one_node(function: Callable[..., Any], operator: Any, *args: Any) -> Any:
-    """The function's operator while a graph is traced, the function itself elsewhere (a dry run looks up what it calls)."""
-    return (function if get_proxy_mode() is None else operator)(*args)
 
 
 # -- blocks that go round --------------------------------------------------------------------------------------------------------------
@@ -314,35 +310,39 @@ def over_sequence(rank: Rank, a: Arguments, *, sequence: Sequence) -> Asks:
     where = {axis: rank.place[axis] for axis in axes}
     width, tokens = a["key"].shape[-1], a["key"].shape[SEQUENCE]
     packed = torch.cat([a["key"], a["value"]], -1)
-    own_block = F.pad(packed, (0, 0, 0, sequence.longest - tokens)) if axes else packed
     stored, options = sequence.queries(rank.place if sequence.of_queries else ()), (a.get("attn_mask"), a.get("scale"))
     waiting = math.prod(sequence.mesh.shape[axis] for axis in axes)  # blocks that are still to come
-    former: tuple[Tensor | None, ...] = (None, None)
+    former: tuple[Any, ...] = (None, None)
+
+    def padded(x: Tensor) -> Tensor:
+        missing = sequence.longest - x.shape[SEQUENCE] if axes else 0
+        return F.pad(x, (0, 0, 0, missing)) if missing else x
 
     def unpacked(block: Tensor, where: Where) -> tuple[Tensor, Tensor, list[int]]:
         keys = sequence.keys(where)
         all_of = sequence.all_of(sequence.of_queries), sequence.all_of(axes)
-        block = block.narrow(SEQUENCE, 0, sum(n for _, n in keys))
+        if (count := sum(n for _, n in keys)) < block.shape[SEQUENCE]:
+            block = block.narrow(SEQUENCE, 0, count)
         return block[..., :width], block[..., width:], Positions(stored, keys, *all_of, sequence.is_causal).as_numbers()
 
     def use(block: Tensor, where: Where) -> None:
         nonlocal former, waiting
         *key_value, positions = unpacked(block, where)
         waiting -= 1
-        former = _one_node(_block, BLOCK, a["query"], *key_value, *options, *former, positions, waiting == 0)
+        former = BLOCK(a["query"], *key_value, *options, *former, positions, waiting == 0)
 
     def gradient(block: Tensor, where: Where) -> Tensor:
         nonlocal former
         *key_value, positions = unpacked(block, where)
         tensors = a["grad_out"], a["query"], *key_value, a["out"], a["logsumexp"], *options, former[0], positions
-        former, *of_keys = _one_node(_block_backward, BLOCK_BACKWARD, *tensors)
+        former, *of_keys = BLOCK_BACKWARD(*tensors)
         former, own = (former,), torch.cat(of_keys, -1)
-        return F.pad(own, (0, 0, 0, sequence.longest - own.shape[SEQUENCE])) if axes else own
+        return padded(own)
 
     if "grad_out" not in a:
-        yield from _around(rank, axes, own_block, where, use)
+        yield from _around(rank, axes, padded(packed), where, use)
         return former
-    of_keys = (yield from _back_around(rank, axes, own_block, where, gradient)).narrow(SEQUENCE, 0, tokens)
+    of_keys = (yield from _back_around(rank, axes, padded(packed), where, gradient)).narrow(SEQUENCE, 0, tokens)
     return tuple(x.to(a["query"].dtype) for x in (former[0], of_keys[..., :width], of_keys[..., width:]))
 
 
@@ -374,3 +374,4 @@ def _attention(sharded: ShardedOp) -> Kernel | None:
 
 
 KERNELS = {str(ATTENTION): _attention, str(BACKWARD): _attention}
+FUNCTIONS: dict[str, Callable[..., Any]] = {str(BLOCK): _block, str(BLOCK_BACKWARD): _block_backward}

@@ -377,6 +377,10 @@ class RunExperts(DataDependent):
     activation: str
     backward: bool
 
+    @property
+    def axes(self) -> Sequence[int]:
+        return self.dispatch.axes
+
     def program(self, rank: Rank) -> Asking:
         where = [rank.place[axis] for axis in self.dispatch.axes]
         return (experts_backward if self.backward else experts)(self.dispatch, where, self.tensors, self.activation)  # type: ignore

@@ -63,6 +63,7 @@ KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
 # Functions that run in place of an operator: they choose the kernel for the device, or arrange what a kernel needs.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **attention.FUNCTIONS,
+    **attention_over_sequence.FUNCTIONS,
     **dropout_attention.FUNCTIONS,
     **experts.FUNCTIONS,
     **expert_parallel.FUNCTIONS,

@@ -1,0 +1,286 @@
+"""The order in which ranks issue their collectives: members of a group that issue them in different orders wait for each other forever.
+
+    issued          what each rank's program does, record by record: its collectives, and the operators between them
+    disagreements   where a member of a group issues another collective than the group's first member
+    compare         the same on running ranks, of the graphs that they are about to run
+
+Ranks whose shards are even join and move collectives (`lower.overlap`), each by its own graph. All do the same where their graphs are
+equal but for numbers, so there the operators of a record must be the same on every rank, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoshard.capture.grouped_mm import fake_grouped_mm
+from autoshard.lower.agreement import rank_lost
+from autoshard.lower.collectives import Ask, Asking, DataDependent, Rank, answer_shape, drive
+from autoshard.lower.flow import STARTS
+from autoshard.lower.program import RankProgram, Redistribute, RunOp, Slot
+from autoshard.lower.run import local_program, run_route
+from autoshard.lower.sharding import groups
+from autoshard.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A collective as a rank issues it. records: of the program to which it belongs; axes: of the mesh; shape, dtype: of its input."""
+
+    records: tuple[int, ...]
+    collective: str
+    axes: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    reduce_op: str = ""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator that a rank runs. inputs: by which operator or collective of the record they are made; outputs: shapes and strides."""
+
+    target: str
+    inputs: tuple[int, ...]
+    outputs: tuple
+
+
+Did = tuple[Issued | Operator, ...]
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """What two ranks of a group do at the same point; None where one of them has ended. ranks: their numbers on the mesh."""
+
+    axis: int
+    ranks: tuple[int, int]
+    does: tuple[Issued | None, Issued | None]
+
+    @property
+    def record(self) -> int:
+        """One that is concerned."""
+        return next(one.records[0] for one in self.does if one is not None)
+
+    def said(self, program: RankProgram) -> tuple[str, str]:
+        """What each of the two ranks does, in words."""
+        return tuple(f"rank {rank} issues {_said(one, program)}" for rank, one in zip(self.ranks, self.does, strict=True))  # type: ignore
+
+
+def _said(one: Issued | None, program: RankProgram) -> str:
+    if one is None:
+        return "no further collective"
+    of = ", ".join(dict.fromkeys(name_of(program, k) for k in one.records))
+    return f"{one.collective} of {one.dtype} {one.shape} for {of}, then"
+
+
+def name_of(program: RankProgram, k: int) -> str:
+    record = program.records[k]
+    return record.name if isinstance(record, RunOp) else record.target.name if isinstance(record, Redistribute) else str(k)
+
+
+def op_of(program: RankProgram, k: int) -> int:
+    """The number of the op of the graph from which a record that issues collectives stems."""
+    record = program.records[k]
+    assert isinstance(record, (RunOp, Redistribute))
+    return record.op if isinstance(record, RunOp) else record.source.value[0]
+
+
+def out_of_step(program: RankProgram) -> list[Disagreement]:
+    """Where ranks of a program would issue different collectives, the first one of each group."""
+    did = issued(program)
+    if found := disagreements([[one for record in of_rank for one in record if isinstance(one, Issued)] for of_rank in did], program.mesh):
+        return found
+    return _unlike(did) if program.is_even else []
+
+
+def disagreements(sequences: Sequence[Sequence[Issued]], mesh: Mesh) -> list[Disagreement]:
+    """sequences: the collectives of each rank of the mesh. Of each group the first difference between a member and its first member."""
+    found = []
+    for axis in range(len(mesh.axes)):
+        along = [[one for one in sequence if axis in one.axes] for sequence in sequences]
+        for first, *others in groups(mesh, axis):
+            pairs = ((rank, pair) for rank in others if along[rank] != along[first] for pair in zip_longest(along[first], along[rank]))
+            apart = next(((rank, pair) for rank, pair in pairs if pair[0] != pair[1]), None)
+            if apart is not None:
+                found.append(Disagreement(axis, (first, apart[0]), apart[1]))
+    return found
+
+
+def _unlike(did: Sequence[Sequence[Did]]) -> list[Disagreement]:
+    """Records with collectives whose operators are others on some rank than on the first one."""
+    found = []
+    for of_ranks in zip(*did, strict=True):
+        own = next((one for one in of_ranks[0] if isinstance(one, Issued)), None)
+        rank = next((rank for rank, other in enumerate(of_ranks) if other is not of_ranks[0] and other != of_ranks[0]), None)
+        if own is not None and rank is not None:
+            found.append(Disagreement(own.axes[0], (0, rank), (own, replace(own, collective=f"{own.collective} amid other operators"))))
+    return found
+
+
+# -- of a program ----------------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def issued(program: RankProgram) -> list[tuple[Did, ...]]:
+    """What each rank does in each record that may issue collectives; ranks that do the same share it.
+
+    Kernels and routes run on meta tensors, once for all ranks where neither shapes nor the rank's place make a difference. A record that
+    fails issues nothing.
+    """
+    mesh, known = program.mesh, dict[Any, _Known]()
+    moving = [(k, r) for k, r in enumerate(program.records) if isinstance(r, Redistribute) or (isinstance(r, RunOp) and r.kernel)]
+    with torch.device("meta"), fake_grouped_mm():
+        position = tuple(torch.zeros((), dtype=torch.int64) for _ in mesh.axes)
+        columns = [_of_record(k, [_did(r, Rank(mesh, position, where), known) for where in mesh.coordinates()]) for k, r in moving]
+    return list(zip(*columns, strict=True)) if columns else [()] * mesh.num_devices
+
+
+def _of_record(k: int, by_rank: Sequence[Did]) -> list[Did]:
+    numbered = {id(did): tuple(replace(one, records=(k,)) if isinstance(one, Issued) else one for one in did) for did in by_rank}
+    return [numbered[id(did)] for did in by_rank]
+
+
+@dataclass
+class _Known:
+    """What records of one content did, by the coordinates on these axes, on which it depends."""
+
+    axes: set[int]
+    did: dict[tuple[int, ...], Did]
+
+
+class _Place(tuple[int, ...]):
+    """A coordinate that notes which of its axes are read."""
+
+    read: set[int]
+
+    def __getitem__(self, axis: Any) -> Any:
+        self.read.add(axis)
+        return super().__getitem__(axis)
+
+    def __iter__(self) -> Iterator[int]:
+        self.read.update(range(len(self)))
+        return super().__iter__()
+
+
+def _did(record: Redistribute | RunOp, rank: Rank, known: dict[Any, _Known]) -> Did:
+    number = rank.number
+    slots: tuple[Slot, ...]
+    if isinstance(record, Redistribute):
+        slots, content = (record.source,), (record.steps, record.global_shape, None)
+    else:
+        slots, content = record.inputs, (record.target, repr(record.kernel), repr(record.arguments_on(number)))  # type: ignore[assignment]
+    key = (content, tuple((slot.layout, slot.shape_on(number), slot.dtype) for slot in slots))
+    of = known.setdefault(key, _Known(set(), {}))
+    if (did := of.did.get(tuple(rank.place[axis] for axis in sorted(of.axes)))) is None:
+        where = _Place(rank.place)
+        where.read = set()
+        inputs = [torch.empty(slot.shape_on(number), dtype=getattr(torch, slot.dtype)) for slot in slots]
+        did = _run(record, replace(rank, where=where), inputs)
+        if not where.read <= of.axes:
+            of.axes, of.did = of.axes | where.read, {}
+        of.did[tuple(rank.place[axis] for axis in sorted(of.axes))] = did
+    return did
+
+
+def _run(record: Redistribute | RunOp, rank: Rank, inputs: list[Tensor]) -> Did:
+    with _Recorder(rank.mesh) as recorder:
+        try:
+            if isinstance(record, Redistribute):
+                recorder.drive(run_route(record.steps, rank, inputs[0], record.global_shape))
+            else:
+                recorder.drive(local_program(_on_meta(record), rank, inputs))
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return ()
+    return tuple(recorder.did)
+
+
+def _on_meta(record: RunOp) -> RunOp:
+    """With meta for the devices among its arguments."""
+    arguments, by_rank = pytree.tree_map_only(torch.device, lambda _: torch.device("meta"), (record.arguments, record.by_rank))
+    return replace(record, arguments=arguments, by_rank=by_rank)
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down which operators are called inside, and which collectives a generator asks for."""
+
+    def __init__(self, mesh: Mesh):
+        super().__init__()
+        self.mesh, self.did = mesh, list[Issued | Operator]()
+        self.made: dict[int, tuple[int, Tensor]] = {}  # by id: the number of what has made the tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        inputs = tuple(self.made.get(id(x), (-1,))[0] for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        self._write(Operator(str(func), inputs, tuple((tuple(x.shape), x.stride()) for x in outputs)), outputs)
+        return result
+
+    def _write(self, one: Issued | Operator, outputs: Sequence[Tensor]) -> None:
+        self.made |= {id(x): (len(self.did), x) for x in outputs}
+        self.did.append(one)
+
+    def drive(self, asking: Asking) -> Any:
+        return drive(asking, self._answer)
+
+    def _answer(self, ask: Ask | DataDependent) -> Any:
+        if isinstance(ask, DataDependent):
+            self._write(Issued((), type(ask).__name__, tuple(ask.axes), (), ""), ())
+            return ask.call([""] * len(self.mesh.axes))
+        shape, dtype = tuple(ask.tensor.shape), str(ask.tensor.dtype).removeprefix("torch.")
+        answer = ask.tensor.new_empty(answer_shape(ask, self.mesh))
+        reduce_op = ask.reduce_op if "reduce" in ask.collective else ""
+        self._write(Issued((), ask.collective, (ask.axis,), shape, dtype, reduce_op), (answer,))
+        return answer
+
+
+# -- of running ranks ------------------------------------------------------------------------------------------------------------------
+
+
+def of_graph(graph: fx.Graph, names: Sequence[str]) -> list[Issued]:
+    """The collectives of a rank's graph in their order. names: of the process groups of the mesh axes."""
+    found = []
+    for node in graph.nodes:
+        if node.op != "call_function" or not (used := _groups_of(node, names)):
+            continue
+        source = next((x.meta["val"] for x in node.all_input_nodes), torch.empty(0))
+        reduce_op = str(node.args[1]) if "reduce" in STARTS.get(node.target, "") else ""
+        records = tuple(node.meta.get("members", (node.meta.get("record"),)))
+        found.append(Issued(records, str(node.target), used, tuple(source.shape), str(source.dtype), reduce_op))
+    return found
+
+
+def _groups_of(node: fx.Node, names: Sequence[str]) -> tuple[int, ...]:
+    """The mesh axes whose groups a node is given."""
+    given = {x for x in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(x, str)}
+    return tuple(k for k, name in enumerate(names) if name in given)
+
+
+def compare(own: Mapping[str, tuple[tuple[int, ...], Sequence[Issued]]], group: dist.ProcessGroup | None = None) -> None:
+    """ValueError on every rank where two ranks are about to issue other collectives along an axis that they share.
+
+    own: by the name of a pass, this rank's coordinate on the pass's mesh and its collectives. Every rank of the group calls this.
+    """
+    digests = {}
+    for which, (where, sequence) in own.items():
+        for axis in range(len(where)):
+            along = repr([one for one in sequence if axis in one.axes])
+            digests[which, axis, where] = hashlib.sha256(along.encode()).digest()
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    with rank_lost("comparing the order of collectives"):
+        dist.all_gather_object(gathered, digests, group=group)
+    first: dict[tuple, tuple[tuple[int, ...], bytes]] = {}
+    for (which, axis, where), digest in (row for of_rank in gathered for row in of_rank.items()):
+        other, expected = first.setdefault((which, axis, where[:axis], where[axis + 1 :]), (where, digest))
+        if digest != expected:
+            raise ValueError(
+                f"the ranks at {other} and {where} of the mesh would issue other collectives along axis {axis} in the {which}, and wait "
+                "for each other forever; plan with other layouts (pins), and report this: ranks of a group must have one order"
+            )
