@@ -48,6 +48,7 @@ FULL = torch.tensor([0, 5, 9, 16], dtype=torch.int32)
 UNIQUE = torch.randperm(8, generator=g)[:4]
 
 T2, NEAR = f(4, 8), f(8, 8, 16)
+CTC = (f(12, 8, 7).log_softmax(-1), ids(6, 8, 5) + 1, ids(4, 8) + 9, ids(4, 8) + 1)  # scores, targets and how many of each count
 NORMED, GAIN = f(8, 4, 4), f(8, 1, 1)
 GRADIENTS = {"softplus": (1.0, 20.0), "hardtanh": (-1.0, 1.0), "hardsigmoid": (), "hardswish": (), "leaky_relu": (0.1, False), "mish": ()}
 
@@ -178,6 +179,15 @@ _CASES = [
     ("affine_grid_generator.default", (f(4, 2, 3), [4, 3, 8, 8], False)),
     ("_cdist_forward.default", (T8, f(8, 8, 16), 2.0, 2)),
     ("_cdist_backward.default", (f(8, 4, 8), T8, NEAR, 2.0, aten._cdist_forward.default(T8, NEAR, 2.0, 2))),
+    ("_euclidean_dist.default", (T8, NEAR)),
+    ("_trilinear.default, bilinear", (f(8, 4), f(16, 4, 4), f(8, 4), [1, 3], [0], [1, 2], [2, 3])),
+    ("_trilinear.default, gradient", (f(8, 16), f(8, 4), f(8, 12), [2, 3], [1, 3], [1, 2], [0])),
+    ("_trilinear.default, more dims", (f(4, 8, 1), f(4, 6), f(6, 8, 2), [1], [2, 3], [0], [3], 0)),
+    ("embedding_renorm.default", (f(16, 8), ids(16, 4, 3), 1.5, 2.0)),
+    ("embedding_renorm.default, sums", (f(16, 8), ids(16, 7), 3.0, 1.0)),
+    ("autoshard.ctc_loss.default", CTC),
+    ("autoshard.ctc_loss.default, flat targets", (CTC[0], ids(6, 16) + 1, CTC[2], torch.full((8,), 2))),
+    ("autoshard.ctc_loss_backward.default", (f(8), *CTC, *torch.ops.autoshard.ctc_loss(*CTC))),
     ("diagonal_backward.default", (f(4, 8), [4, 8, 8], 0, 1, 2)),
     ("diagonal_backward.default, apart", (f(8, 4), [4, 8, 4], 0, 0, -1)),
     ("unfold_backward.default", (f(4, 3, 8, 4), [4, 8, 8], 1, 4, 2)),
@@ -269,7 +279,7 @@ _CASES = [
 
 def _case(name, arguments, keywords=None):
     target = name.split(",")[0]
-    return (target if target.startswith("transformers.") else f"aten.{target}", arguments, keywords or {})
+    return (target if target.startswith(("transformers.", "autoshard.")) else f"aten.{target}", arguments, keywords or {})
 
 
 CASES = {case[0]: _case(*case) for case in _CASES}
@@ -278,6 +288,7 @@ WHOLE = {  # name: why no row cuts it
     "repeat_interleave.self_int, flat": "all dims become one",
     "histc.default, no range": "each part would have its own range",
     "sort.default, ids": "one dim, sorted along it",
+    "autoshard.ctc_loss.default, flat targets": "where those of an example start depends on the lengths",
     "tril_indices.default": "made from numbers",
 }
 
@@ -310,6 +321,11 @@ WRONG = {  # name: how many candidates there are at least beside the replicated 
     "_weight_norm_interface_backward.default": 3,
     "polar.default": 3,
     "_cdist_backward.default": 4,
+    "_euclidean_dist.default": 3,
+    "_trilinear.default, bilinear": 5,
+    "embedding_renorm.default": 1,
+    "autoshard.ctc_loss.default": 1,
+    "autoshard.ctc_loss_backward.default": 2,
 }
 
 

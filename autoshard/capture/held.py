@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ _CLOSED = (str, bytes, int, float, complex, type, type(None), types.ModuleType, 
 _PLAIN = (torch.Tensor, str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-def reachable(*roots: Any) -> Iterator[Any]:
-    """Tensors and other objects, depth first in the order of attributes and items."""
-    seen: set[int] = set()
+def reachable(*roots: Any, seen: Collection[int] = ()) -> Iterator[Any]:
+    """Tensors and other objects, depth first in the order of attributes and items. seen: the ids of objects that are left out."""
+    seen = set(seen)
     waiting = [*reversed(roots)]
     while waiting:
         item = waiting.pop()
@@ -101,7 +102,7 @@ def opened(module: nn.Module, args: tuple, kwargs: dict, templates: list[Any] | 
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     objects = {k: leaf for k, leaf in enumerate(leaves) if not isinstance(leaf, _PLAIN)}
-    original = type(module)
+    original, holding = type(module), _with_state(module)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         leaves: list[Any] = spec.flatten_up_to((args, kwargs)) if objects else []
@@ -110,11 +111,45 @@ def opened(module: nn.Module, args: tuple, kwargs: dict, templates: list[Any] | 
             leaves[k] = copied(template, lambda tensor: tensors[id(tensor)])  # noqa: B023  (called at once)
         if objects:
             args, kwargs = pytree.tree_unflatten(leaves, spec)
-        return original.forward(self, *args, **kwargs)
+        with holding():
+            return original.forward(self, *args, **kwargs)
 
     module.__class__ = type(original.__name__, (original,), {"forward": forward, "__module__": original.__module__})
     module.__dict__["forward"] = listing(module.forward, [] if templates is None else templates)
     return module, *in_lists(args, kwargs)
+
+
+def _with_state(module: nn.Module) -> Callable[[], AbstractContextManager]:
+    """A context in which objects that modules hold (a static cache) have the module's parameters and buffers of the moment in the place
+    of those of now: a trace replaces these, but not what else refers to them."""
+    names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    attributes = [(part, key, item) for part in module.modules() for key, item in vars(part).items()]
+    held = [row for row in attributes if not isinstance(row[2], (nn.Module, *_PLAIN))]
+    inner = {id(part): part for part in module.modules()}
+    held = [row for row in held if row[1] not in _OF_MODULES and any(id(t) in names for t in _tensors_outside(row[2], inner))]
+
+    @contextmanager
+    def holding() -> Iterator[None]:
+        state = {name: tensor for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+        items = [item for _, _, item in held]
+        current = copied(items, lambda t: state[names[id(t)]] if id(t) in names else t, inner) if held else []
+        for (part, key, _), item in zip(held, current, strict=True):
+            part.__dict__[key] = item
+        try:
+            yield
+        finally:
+            for part, key, item in held:
+                part.__dict__[key] = item
+
+    return holding
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
+
+
+def _tensors_outside(item: Any, modules: Mapping[int, Any]) -> list[torch.Tensor]:
+    """The tensors of an object that it does not reach through a module alone."""
+    return [part for part in reachable(item, seen=set(modules)) if isinstance(part, torch.Tensor)]
 
 
 def listing(function: Callable, templates: list[Any]) -> Callable:

@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoshard.capture.attention import as_one_op, canonical
+from autoshard.capture.ctc_loss import ctc_as_one_op
 from autoshard.capture.dropout_attention import DROPOUT
 from autoshard.capture.experts import as_one_op as experts_as_one_op
 from autoshard.capture.explain import FLEX, explained, line_of
@@ -58,6 +59,7 @@ from autoshard.torch_private import (
     FakeTensorMode,
     HigherOrderOperator,
     aot_export_joint_with_descriptors,
+    disable_current_modes,
     dynamo_config,
     dynamo_graph_capture_for_export,
     dynamo_log,
@@ -141,7 +143,7 @@ def capture_without_casts(module: nn.Module, example_inputs: Any, *, training: b
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         raise ValueError(f"{type(module).__name__} is compiled by torch.jit, or a part of it is: give the module that was compiled")
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
-    with explained(module), as_one_op(), fake_grouped_mm(), _static_shapes():
+    with explained(module), as_one_op(), ctc_as_one_op(), fake_grouped_mm(), _static_shapes():
         if not module._forward_pre_hooks:  # they may change the arguments
             inspect.signature(module.forward).bind(*args, **kwargs)
         fake_module, fake_args, fake_kwargs = to_fake(mode, module, args, kwargs, precision)
@@ -221,7 +223,8 @@ def capture_fx(fx_graph: fx.GraphModule | ExportedProgram, example_inputs: Any =
     fx_graph: an ExportedProgram, a GraphModule of ATen nodes, or one from torch.fx.symbolic_trace. example_inputs: needed when
     the placeholders carry no `meta["val"]`.
     """
-    with explained(fx_graph.graph_module if isinstance(fx_graph, ExportedProgram) else fx_graph), as_one_op(), fake_grouped_mm():
+    module = fx_graph.graph_module if isinstance(fx_graph, ExportedProgram) else fx_graph
+    with explained(module), as_one_op(), ctc_as_one_op(), fake_grouped_mm():
         return _retraced(fx_graph, example_inputs)
 
 
@@ -298,6 +301,12 @@ class _Recorder(fx.Interpreter):
         args, kwargs = pytree.tree_map(lambda leaf: CPU if isinstance(leaf, torch.device) else leaf, (args, kwargs))
         return args, {key: CPU if key == "device" and isinstance(item, str) else item for key, item in kwargs.items()}
 
+    def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        """A view that the strides no longer allow copies: kernels that became one operator (attention) may have left other strides."""
+        if target is torch.ops.aten.view.default and not _is_viewable(*args):
+            target = torch.ops.aten.reshape.default
+        return super().call_function(target, args, kwargs)
+
     def run_node(self, n: fx.Node) -> Any:
         mode = get_proxy_mode()
         assert mode is not None
@@ -315,6 +324,17 @@ class _Recorder(fx.Interpreter):
                 break
             self.modules[node] = path
         return result
+
+
+def _is_viewable(x: torch.Tensor, shape: Sequence[int]) -> bool:
+    if x.is_contiguous():
+        return True
+    with disable_current_modes():
+        try:
+            torch.empty_strided(tuple(map(int, x.shape)), x.stride(), device="meta").view(shape)
+        except RuntimeError:
+            return False
+    return True
 
 
 def _inherit_modules(modules: dict[fx.Node, str], graph: fx.Graph, replaced: Mapping[fx.Node, fx.Node]) -> None:

@@ -19,8 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.capture.grouped_mm import fake_grouped_mm
 from autoshard.lower.agreement import rank_lost
@@ -30,6 +28,7 @@ from autoshard.lower.program import RankProgram, Redistribute, RunOp, Slot
 from autoshard.lower.run import local_program, run_route
 from autoshard.lower.sharding import groups
 from autoshard.mesh import Mesh
+from autoshard.torch_private import TorchDispatchMode, pytree
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ def affine_grid(op: Op, inputs: Inputs) -> list[Row]:
     return [row(S(0), S(0)), *linear_rows(1, 1)]
 
 
-@rule("aten._cdist_forward.default")
+@rule("aten._cdist_forward.default", "aten._euclidean_dist.default")
 def distances(op: Op, inputs: Inputs) -> list[Row]:
     """out[b, p, r] = |x[b, p] - y[b, r]|, where both have the same batch dims"""
     (x, y), rank = inputs, len(op.output.shape)

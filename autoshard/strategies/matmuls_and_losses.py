@@ -61,6 +61,26 @@ def _of_bias(bias: Tensor, dim: int) -> Placement:
     return S(len(bias.shape) + dim) if has else R
 
 
+@rule("aten._trilinear.default")
+def trilinear(op: Op, inputs: Inputs) -> list[Row]:
+    """The product of three tensors, each with dims of size 1 inserted at its places, summed along some dims, which are removed."""
+    inserted, summed = op.literals[0][3:6], op.literals[0][6]
+    rank = len(inputs[0].shape) + len(inserted[0])
+    rows = [Row((P(),), tuple(P() if k == linear else R for k in range(3))) for linear in range(3)]
+    for d in range(rank):
+        places = [None if d in new else d - sum(e < d for e in new) for new in inserted]
+        sizes = [1 if k is None else t.shape[k] for k, t in zip(places, inputs, strict=True)]
+        out = P() if d in summed else S(d - sum(e < d for e in summed))
+        rows.append(Row((out,), tuple(S(k) if k is not None and n > 1 else R for k, n in zip(places, sizes, strict=True))))
+    return [r for r in rows if any(p != R for p in r.inputs)]
+
+
+@rule("aten.embedding_renorm.default")
+def embedding_renorm(op: Op, inputs: Inputs) -> list[Row]:
+    """weight with the rows that indices name scaled down to a norm."""
+    return [row(S(0), S(0), R)]
+
+
 @rule("aten.embedding.default")
 def embedding(op: Op, inputs: Inputs) -> list[Row]:
     """out[..., h] = weight[ids[...], h]; with the vocabulary sharded, the results of masked look-ups add up."""
@@ -158,6 +178,19 @@ def binary_cross_entropy(op: Op, inputs: Inputs) -> list[Row]:
         of_loss = (S(d) if none else R,) if backward else ()
         rows.append(Row((S(d) if none or backward else P(),), (*of_loss, S(d), S(d))))
     return rows
+
+
+@rule("autoshard.ctc_loss.default")
+def ctc_loss(op: Op, inputs: Inputs) -> list[Row]:
+    """log_probs [T, N, C], targets, lengths -> losses, log_alpha: the batch, where targets are padded."""
+    return [row((S(0), S(0)), S(1), *[S(0)] * 3)] if len(inputs[1].shape) == 2 else []
+
+
+@rule("autoshard.ctc_loss_backward.default")
+def ctc_loss_backward(op: Op, inputs: Inputs) -> list[Row]:
+    """Gradient of the losses, then as above, losses, log_alpha -> gradient of log_probs."""
+    batch = [row(S(1), S(0), S(1), *[S(0)] * 5)] if len(inputs[2].shape) == 2 else []
+    return [*batch, row(P(), P(), *[R] * 6)]
 
 
 WEIGHT_NORM, WEIGHT_NORM_BACKWARD = "aten._weight_norm_interface.default", "aten._weight_norm_interface_backward.default"

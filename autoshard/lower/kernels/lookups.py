@@ -4,6 +4,7 @@ With s where the rank's shard begins (sharded_op.py):
 
     embedding           out = w[id - s], 0 for ids of other ranks                                  -> Partial
     embedding backward  rows of ids of other ranks are dropped                                     -> Shard
+    embedding renorm    ids of other ranks name no row                                             -> Shard
     index               out = x[i - s], 0 for indices of other ranks                               -> Partial
     index_put (+)       the value is 0 for indices of other ranks                                  -> Shard
     index_copy          values for indices of other ranks are dropped                              -> Shard
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from autoshard.graph import Ref
 from autoshard.lower.collectives import Asking, Rank
-from autoshard.lower.kernels.sharded_op import Arguments, Axes, Kernel, ShardedOp, local, localised
+from autoshard.lower.kernels.sharded_op import Arguments, Axes, Kernel, ShardedOp, local, localised, wide
 from autoshard.lower.literals import overload
 
 aten = torch.ops.aten
@@ -41,6 +42,16 @@ def embedding_backward(rank: Rank, a: Arguments, *, axes: Axes, words: int) -> T
     ids, outside = localised(a["indices"], rank, axes, words, size)
     dropped = ids.masked_fill(outside | (a["indices"] == a["padding_idx"]), size)  # row `size` is sliced away again
     return aten.embedding_dense_backward.default(a["grad_output"], dropped, size + 1, -1, a["scale_grad_by_freq"])[:size]
+
+
+@local
+def embedding_renorm(rank: Rank, a: Arguments, *, axes: Axes, words: int) -> Tensor:
+    x = a["self"]
+    ids, outside = localised(a["indices"].reshape(-1), rank, axes, words, x.shape[0])
+    kept = x.new_ones(x.shape[0] + 1).scatter(0, ids.masked_fill(outside, x.shape[0]), 0)[:-1]  # 0: the row is looked up
+    norms = wide(x).norm(a["norm_type"], dim=1)
+    scales = torch.where((kept == 0) & (norms > a["max_norm"]), a["max_norm"] / (norms + 1e-7), 1.0)  # as torch's kernels
+    return (x * scales.unsqueeze(1)).to(x.dtype)
 
 
 def _localised_from_end(ids: Tensor, rank: Rank, axes: Axes, global_size: int, size: int) -> tuple[Tensor, Tensor]:
@@ -163,6 +174,11 @@ def _index_put(sharded: ShardedOp) -> Kernel | None:
     return partial(index_put, axes=axes, dim=dim, global_size=sharded.shape("self")[dim], once=once)
 
 
+def _embedding_renorm(sharded: ShardedOp) -> Kernel | None:
+    axes = sharded.axes_of("self", 0)
+    return partial(embedding_renorm, axes=axes, words=sharded.shape("self")[0]) if axes else None
+
+
 def _embedding_bag(sharded: ShardedOp) -> Kernel | None:
     axes = sharded.axes_of("weight", 0)
     if axes and sharded.arguments.get("mode", 0) != 0:
@@ -178,6 +194,7 @@ def _embedding_bag_backward(sharded: ShardedOp) -> Kernel | None:
 KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
     "aten.embedding.default": _embedding,
     "aten.embedding_dense_backward.default": _embedding_backward,
+    "aten.embedding_renorm.default": _embedding_renorm,
     "aten.index.Tensor": _index,
     "aten._unsafe_index.Tensor": _index,
     "aten.index_select.default": partial(_along_dim, kernel=index_select),

@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from autoshard.lower.collectives import Asking, Rank, all_reduce
 from autoshard.lower.kernels.sharded_op import Arguments, Axes, Kernel, ShardedOp, local, localised, wide
 from autoshard.lower.literals import overload
 
+aten = torch.ops.aten
 MEAN = 1  # of torch's reduction argument: 0 none, 1 mean, 2 sum
 
 
@@ -112,3 +115,26 @@ KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
     "aten.nll_loss2d_forward.default": _nll_loss,
     "aten.nll_loss2d_backward.default": _nll_loss_backward,
 }
+
+
+# -- the captured loss of connectionist temporal classification, whose results have the widths that were captured -----------------------
+
+
+def ctc_loss(log_probs, targets, input_lengths, target_lengths, blank=0, zero_infinity=False) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+    """losses [N] and log_alpha [N, T, 2 S + 1]."""
+    losses, alpha = aten._ctc_loss.Tensor(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
+    alpha = F.pad(alpha, (0, 2 * targets.shape[-1] + 1 - alpha.shape[-1]))
+    times, places = (torch.arange(n, device=alpha.device) for n in alpha.shape[1:])
+    never = (times >= input_lengths.reshape(-1, 1)).unsqueeze(2) | (places > 2 * target_lengths.reshape(-1, 1)).unsqueeze(1)
+    return losses, alpha.masked_fill(never.to(alpha.device), 0.0)  # torch leaves them uninitialised
+
+
+def ctc_loss_backward(grad, log_probs, targets, input_lengths, target_lengths, losses, log_alpha, blank=0, zero_infinity=False) -> Tensor:  # type: ignore[no-untyped-def]
+    """The gradient of log_probs."""
+    lengths = (input_lengths, target_lengths)
+    return aten._ctc_loss_backward.Tensor(grad, log_probs, targets, *lengths, losses, log_alpha, blank, zero_infinity)
+
+
+for _device in ("CPU", "CUDA"):
+    torch.library.impl("autoshard::ctc_loss", _device, ctc_loss)
+    torch.library.impl("autoshard::ctc_loss_backward", _device, ctc_loss_backward)
