@@ -1,9 +1,14 @@
 """Small graphs and plans, made by hand, for the tests of what is done with a plan."""
 
+import math
+from functools import partial
+
+from autoshard import exports
 from autoshard.graph import Graph, Op, Result, Tensor
 from autoshard.mesh import Mesh
 from autoshard.solution import Placed, Solution
 
+export_anyway = partial(exports.export, within=math.inf)  # steps of tiny plans take much longer as exported
 MESH = Mesh.from_bandwidths((2, 4))
 
 

@@ -14,8 +14,10 @@ RIGHT = {
     "out": "new", "microbatch": "1", "global_batch": "8", "device": "a100", "per_node": "4", "memory": "80GB", "mesh": "2x4",
     "settings": "layers=2",
     "switches": "2", "gap": "0.01", "devices_per_node": "4", "schedule": "gpipe", "chunks": "2", "scheme": "fsdp", "prices": "h100",
+    "model": MODEL,
     "intra_node_bandwidth": "9GB/s", "inter_node_bandwidth": "9GB/s", "optimizer": "sgd", "recompute": "all",
 }  # fmt: skip
+SPREAD = ("--data", "2", "--pipeline", "2")  # several devices in a node, and several nodes
 OWN = {("check", "within"): "5%", ("pipeline", "recompute"): "always"}
 # per rule, by its first words: a command line that ignores its options, and one that doesn't
 LINES = {
@@ -24,22 +26,42 @@ LINES = {
     "beside --prices, ": (["VERB", MODEL, "--mesh", "2x4", "--prices", "h100"], ["VERB", MODEL, "--mesh", "2x4"]),
     "beside --cluster": (["VERB", MODEL, "--cluster", "CLUSTER"], ["VERB", MODEL, *"--mesh 2x4".split()]),
     "on the mesh of the plan": (["plan", MODEL, "--keep", PLAN], ["plan", MODEL, "--keep", PLAN, "--mesh", "2x4"]),
+    "on mlp": (["simulate", "mlp", "--constants", "distir_3386edc"], ["simulate", MODEL, *SPREAD]),
+    "on one stage": (["simulate", MODEL], ["simulate", MODEL, "--pipeline", "2"]),
+    "on a model, which": (["simulate", MODEL], ["simulate", PLAN]),
+    "without NAME or": (["explain", PLAN], ["explain", PLAN, "--robust"]),
     "without --robust": (["explain", PLAN], ["explain", PLAN, "--robust"]),
     "without the NAME": (["explain", PLAN], ["explain", PLAN, "w"]),
     "on a plan; ": (["check", PLAN], ["check", HERE, "--launcher", "torchtitan"]),
     "on a launcher's": (["check", HERE, "--launcher", "torchtitan"], ["check", PLAN]),
     "without a model": (["doctor"], ["doctor", f"{ROOT}/models/gpt2.py:tiny", "--device", "cuda"]),
     "on a plan that is made": (["programs", PLAN], ["programs", MODEL]),
-    "on a plan, which": (["simulate", PLAN], ["simulate", MODEL]),
+    "on a plan, which": (["simulate", PLAN], ["simulate", MODEL, *SPREAD]),
     "beside --prices tensorcraft": (["redistribute", HERE, "--prices", "tensorcraft"], ["redistribute", HERE]),
     "beside --nodes": (["pipeline", MODEL, "--nodes", "2x8"], ["pipeline", MODEL, "--devices", "8"]),
     "on a forward pass; leave": (["pipeline", MODEL, "--devices", "8", "--inference"], ["pipeline", MODEL, "--devices", "8"]),
     "beside --no-bound": (["degrees", MODEL, "--devices", "8", "--no-bound"], ["degrees", MODEL, "--devices", "8"]),
 }
 
+ACROSS = {verb: (["--mesh", "4"], ["--mesh", "2x4"]) for verb in ("plan", "frontier", "programs")} | {
+    "simulate": ([], ["--pipeline", "2"]), "pipeline": (["--devices", "8"], ["--devices", "16"]),
+    "degrees": (["--devices", "8"], ["--devices", "16"]), "check": (["--devices", "8"], ["--devices", "16"]),
+    "tables": (["--devices", "8"], ["--devices", "2x8"]),
+}  # fmt: skip
+WITHIN = {verb: (["--mesh", "4x1"], ["--mesh", "2x4"]) for verb in ("plan", "frontier", "programs")} | {
+    "simulate": (["--pipeline", "2"], ["--data", "2"]), "pipeline": (["--devices", "8", "--devices-per-node", "1"], ["--devices", "8"]),
+    "degrees": (["--devices", "8", "--per-node", "1"], ["--devices", "8"]), "tables": (["--devices", "8x1"], ["--devices", "8"]),
+}  # fmt: skip
+ABOUT = {"tables": [HERE], "check": [HERE, "--launcher", "torchtitan"]}
+TRUSTED = {"explain": (["explain", PLAN, "w", "--model", MODEL], ["explain", PLAN, "w"])}
 
-def lines_of(rule) -> tuple[list[str], list[str]]:
+
+def lines_of(rule, verb: str) -> tuple[list[str], list[str]]:
     """The line of the longest name that fits: the rule's sentence begins with it."""
+    if of := {("inter_node_bandwidth",): ACROSS, ("intra_node_bandwidth",): WITHIN}.get(rule.options):
+        return tuple([verb, *ABOUT.get(verb, [MODEL]), *words] for words in of[verb])
+    if rule.why.startswith("beside a model"):
+        return TRUSTED.get(verb) or ([verb, PLAN, MODEL], [verb, PLAN])
     said = f"{rule.why}; {rule.cure or 'leave'}"
     return LINES[max((key for key in LINES if said.startswith(key)), key=len)]
 
@@ -63,10 +85,13 @@ def cluster() -> str:
     return path
 
 
+RIGHT |= {"prefetch": "2"}
+
+
 def filled(words: list[str], verb: str, option: list[str]) -> list[str]:
     words = [{"VERB": verb, "CLUSTER": cluster()}.get(word, word) for word in words] if "CLUSTER" in words or "VERB" in words else words
     if verb == "simulate" and "--mesh" in words:
-        words = words[: words.index("--mesh")]
+        words = [*words[: words.index("--mesh")], *SPREAD]
     return words if option[0] in words else [*words, *option]
 
 
@@ -75,7 +100,7 @@ PAIRS = [(rule, verb, name) for rule in RULES for verb in rule.verbs for name in
 
 @cache
 def answers() -> list:
-    commands = [filled(words, verb, option_of(verb, name)) for rule, verb, name in PAIRS for words in lines_of(rule)]
+    commands = [filled(words, verb, option_of(verb, name)) for rule, verb, name in PAIRS for words in lines_of(rule, verb)]
     return list(zip(commands, run_all(commands)[0], strict=True))
 
 

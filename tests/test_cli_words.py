@@ -75,6 +75,7 @@ WRONG = {
 OWN = {
     ("tables", "devices"): [*SHAPES, *COUNTS[:3]],
     ("check", "within"): ["-1", "nan%", "five"],
+    ("export", "within"): ["-1", "nan%", "five"],
     ("show-prices", "name"): ["tpu"],
 }
 

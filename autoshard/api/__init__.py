@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from autoshard.explain.robustness import robustness as robustness
     from autoshard.explain.staleness import check as check
     from autoshard.explain.why import explain as explain
+    from autoshard.exports import NotHeld as NotHeld
     from autoshard.exports import as_plain as as_plain
     from autoshard.exports import export as export
     from autoshard.lower.agreement import RankLost as RankLost
@@ -75,7 +76,7 @@ _NAMES = {  # by the module, below autoshard, that defines them
     "explain.robustness": "robustness",
     "explain.staleness": "check",
     "explain.why": "explain",
-    "exports": "as_plain export",
+    "exports": "NotHeld as_plain export",
     "lower.agreement": "RankLost",
     "lower.checkpoints": "load_checkpoint save_checkpoint",
     "lower.parallelize": "device_mesh",

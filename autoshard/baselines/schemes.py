@@ -38,12 +38,14 @@ from autoshard.baselines.pins import FIRST, SECOND, Coder, Pin, Priorities, sett
 from autoshard.graph import ACCUMULATED, KEPT, REDUCE_THEN_CAST, Graph, Op, Value
 from autoshard.layout import Layout, replicated, shards_of
 from autoshard.mesh import Mesh
-from autoshard.strategies import Candidate, Candidates
+from autoshard.strategies import Candidate, Candidates, is_experts
 
 NOTHING: frozenset[int] = frozenset()
 SCHEMES = ("data_parallel", "fsdp", "megatron", "megatron_sp")
 ZERO = ("zero1", "zero2", "zero3", "hsdp")
 SHARDED_MEGATRON = "megatron_fsdp"
+MEGATRON_EXPERTS = "megatron_experts"  # megatron with the experts over the last axis too
+MEGATRON_EXPERT_PARALLEL = "megatron_expert_parallel"  # over all axes: tokens are sent by all_to_all over those that shard the batch
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ def baselines(graph: Graph, mesh: Mesh, candidates: Candidates) -> tuple[Baselin
 
 
 def baseline(graph: Graph, mesh: Mesh, candidates: Candidates, name: str) -> Baseline:
-    """One of the baselines, or megatron_fsdp: megatron_sp with parameters that are sharded over the other axes too, as torchtitan does.
+    """One of the baselines; megatron_fsdp: megatron_sp with parameters that are sharded over the other axes too, as torchtitan does; or
+    megatron_experts, megatron_expert_parallel: megatron with sharded experts, as engines serve them.
 
     ValueError for another name.
     """
@@ -117,9 +120,10 @@ def _schemes(graph: Graph, mesh: Mesh, candidates: Candidates) -> dict[str, Call
     data = partial(scheme, "data_parallel", words, sharding, copies)
     fsdp = partial(scheme, "fsdp", f"{words}; {_sharded_in_words(mesh, shards)}", sharding, shards, views)
     if not axes:
-        return _named(data, fsdp, *(partial(scheme, name, "one device", {}, {}) for name in SCHEMES[2:]))
+        names = (*SCHEMES[2:], MEGATRON_EXPERTS, MEGATRON_EXPERT_PARALLEL)
+        return {"data_parallel": data, "fsdp": fsdp, **{name: partial(scheme, name, "one device", {}, {}) for name in names}}
 
-    last, size = axes[-1], mesh.axes[axes[-1]].size
+    of_batch_alone, last, size = sharding, axes[-1], mesh.axes[axes[-1]].size
     sharding, words = shard_batch(mesh, axes[:-1], batch)
     narrow = dim_classes(slots, size)
     of_batch = frozenset(narrow.roots[slot] for slot, of in enumerate(classes.roots) if of == batch.root)
@@ -128,10 +132,16 @@ def _schemes(graph: Graph, mesh: Mesh, candidates: Candidates) -> dict[str, Call
     words = f"{_recognised_in_words(graph, recognised, undivided, last, size)}; {words}"
     tensor = {c: FIRST for c in recognised.classes}
     megatron = cache(partial(scheme, "megatron", words, {**sharding, last: AxisSharding(narrow, tensor)}, {}))
+    by_tensor = {**sharding, last: AxisSharding(narrow, tensor)}
+    over_all = of_batch_alone if mesh.shape[-1] == 1 else by_tensor  # whose tensor axis is the last one, of one device perhaps
+    served = {
+        MEGATRON_EXPERTS: partial(scheme, MEGATRON_EXPERTS, words, _with_experts(graph, by_tensor, (last,)), {}),
+        MEGATRON_EXPERT_PARALLEL: partial(scheme, MEGATRON_EXPERT_PARALLEL, words, _with_experts(graph, over_all, axes), {}),
+    }
     sequence = sequence_class(graph, classes, narrow, recognised, batch.root, size)
     if sequence is None:
         note = f"{words}; no sequence dim that divides by {size} in the residual stream: as megatron"
-        return _named(data, fsdp, megatron, lambda: Baseline("megatron_sp", megatron().pins, note))
+        return {**_named(data, fsdp, megatron, lambda: Baseline("megatron_sp", megatron().pins, note)), **served}
     both = {**sharding, last: AxisSharding(narrow, {sequence: SECOND, **tensor})}
     words = f"{words}; residual sequence sharded over axis {last}"
     with_sequence = cache(partial(scheme, "megatron_sp", words, both, {}))
@@ -141,7 +151,18 @@ def _schemes(graph: Graph, mesh: Mesh, candidates: Candidates) -> dict[str, Call
         fixed = {i: fully_sharded(candidates, i, last, outputs[0]) for i, outputs in pinned.items() if outputs and outputs[0] is not None}
         return scheme(SHARDED_MEGATRON, f"{words}; parameters sharded over the other axes", both, fixed, views)
 
-    return {**_named(data, fsdp, megatron, with_sequence), SHARDED_MEGATRON: sharded}
+    return {**_named(data, fsdp, megatron, with_sequence), SHARDED_MEGATRON: sharded, **served}
+
+
+def _with_experts(graph: Graph, sharding: AxisShardings, axes: Sequence[int]) -> AxisShardings:
+    """The classes, and on these axes also those of the dims of parameters that number the experts."""
+    parameters = [value for op in graph.ops if is_experts(op) and "backward" not in op.target for value in op.inputs[3:]]
+
+    def of(axis: int, one: AxisSharding) -> AxisSharding:
+        experts = {one.classes.of(value, 0): FIRST for value in parameters if axis in axes}
+        return AxisSharding(one.classes, {**one.priority, **experts})
+
+    return {axis: of(axis, one) for axis, one in sharding.items()}
 
 
 def _named(*schemes: Callable[[], Baseline]) -> dict[str, Callable[[], Baseline]]:

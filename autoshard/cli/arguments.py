@@ -159,3 +159,9 @@ def model_file(path: str) -> Path:
         if place.is_file():
             return place
     raise ValueError(f"there is no file {path}; MODEL is file.py:function, for example models/gpt2.py:small")
+
+
+def parse_share(written: str) -> float:
+    """`5%` or `0.05` -> 0.05."""
+    number = written.strip()
+    return float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)

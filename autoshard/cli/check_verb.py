@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from autoshard.cli.app import NO, OK, app
-from autoshard.cli.arguments import parse_settings
+from autoshard.cli.arguments import parse_settings, parse_share
 from autoshard.cli.launchers import GlobalBatch, LauncherOut, Memory, PerNode, Seq, SiteDevice, load_launchers, site_of, sizes_of
 from autoshard.cli.model import load_model
 from autoshard.cli.options import (
@@ -90,7 +90,7 @@ def check(
         site = site_of(device, per_node, memory, inter_node_bandwidth)
         with Output(as_json=as_json, quiet=quiet) as output:
             return _check_launch(output, launcher, solution, model, parse_settings(settings), known, site, out)
-    options: dict[str, Any] = {"within": _share(within), "solve": not no_solve, "same_graph": not any_graph, "time_limit": time_limit}
+    options: dict[str, Any] = {"within": parse_share(within), "solve": not no_solve, "same_graph": not any_graph, "time_limit": time_limit}
     with Output(as_json=as_json, quiet=quiet) as output:
         _refuse_configuration(solution)
         loaded = load_any_plan(solution, mesh)
@@ -161,9 +161,3 @@ def _table(record: dict, sentence: str):
     from autoshard.report.explained import check_table  # here: as in options
 
     return check_table(record, sentence)
-
-
-def _share(written: str) -> float:
-    """`5%` or `0.05` -> 0.05."""
-    number = written.strip()
-    return float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)

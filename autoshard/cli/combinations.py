@@ -9,11 +9,15 @@ RULES has a row per reason. A rule holds for a command line where `when` is true
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
+
+from autoshard.mesh import DEVICES_PER_NODE, MOST_DEVICES, Axis, Mesh, parse_shape
 
 Given = frozenset[str]
 LINKS = ("intra_node_bandwidth", "inter_node_bandwidth")
@@ -48,12 +52,53 @@ def _is_plan(given: Given, values: Mapping[str, Any]) -> bool:
     return not target.startswith("hf:") and ".py:" not in target and target != "mlp"
 
 
+def _one_stage(given: Given, values: Mapping[str, Any]) -> bool:
+    return {values.get("pipeline"), values.get("microbatches")} == {"1"}
+
+
+def _has_no(link: str) -> Callable[[Given, Mapping[str, Any]], bool]:
+    """True where no axis of the mesh that the options describe uses this link: one whose bandwidth changes nothing."""
+
+    def when(given: Given, values: Mapping[str, Any]) -> bool:
+        meshes = [(shape, per_node) for shape, per_node in _meshes(values) if math.prod(shape) <= MOST_DEVICES]
+        try:
+            return bool(meshes) and all(_axes(*mesh, **{link: 1.0}) == _axes(*mesh, **{link: 2.0}) for mesh in meshes)
+        except ValueError:
+            return False  # what is wrong is said by what reads it
+
+    return when
+
+
+def _axes(shape: tuple[int, ...], per_node: int | None, **link: float) -> list[Axis]:
+    return [axis for axis in Mesh.from_bandwidths(shape, devices_per_node=per_node, **link).axes if axis.size > 1]  # type: ignore[arg-type]
+
+
+def _meshes(values: Mapping[str, Any]) -> list[tuple[tuple[int, ...], int | None]]:
+    """The meshes that a command line is about, and how many devices each has in a node (None: all axes but the first)."""
+    mesh, devices = values.get("mesh"), values.get("devices")
+    if mesh == "auto":
+        return [((devices,), values.get("devices_per_node") or DEVICES_PER_NODE)] if devices else []
+    if mesh is not None:
+        return [(parse_shape(mesh), values.get("devices_per_node"))]
+    if isinstance(devices, str):  # of tables
+        return [(parse_shape(devices), None)]
+    if isinstance(devices, int):
+        return [((devices,), min(values.get("per_node") or values.get("devices_per_node") or DEVICES_PER_NODE, devices))]
+    degrees = [values.get(name) for name in ("pipeline", "data", "tensor")]
+    if not all(isinstance(one, str) for one in degrees):
+        return []
+    grid = product(*(map(int, one.split(",")) for one in degrees))  # type: ignore[union-attr]
+    return [(shape, values.get("devices_per_node") or math.prod(shape[1:])) for shape in grid]
+
+
 LAUNCH = ("devices", "seq", "microbatch", "global_batch", "device", "per_node", "memory", "inter_node_bandwidth", "out")
 STALE = ("trust", "within", "no_solve", "any_graph", "cluster", "time_limit", "mesh")
 OF_MODEL = ("train", "settings", "batch", "seq", "dtype")
 OF_PROGRAMS = ("mesh", "settings", "switches", "memory", "out", "time_limit", "gap", *LINKS, "device", "devices_per_node")
 OF_SIMULATED_MODEL = ("schedule", "chunks", "scheme", "inference", "device", "devices_per_node", *LINKS)
 
+OF_PHYSICAL = ("model", "scheme", "inference", "no_overlap", "prefetch", "device", "devices_per_node", *LINKS)
+LINKED = ("plan", "frontier", "programs", "simulate", "pipeline", "degrees", "tables", "check")
 RULES = (
     Ineffective(("plan",), ("price_pins",), without("pin", "forbid"), "without --pin or --forbid", "add what it is to price"),
     Ineffective(("plan",), ("master_weights", "optimizer", "recompute"), without("train", "keep"), "on a forward pass", "add --train"),
@@ -65,12 +110,28 @@ RULES = (
         ("plan",), ("device", "devices_per_node", "prices", "tf32", *LINKS),
         lambda given, values: "keep" in given and not given & {"mesh", "cluster"}, "on the mesh of the plan to keep", "add --mesh",
     ),
+    Ineffective(("plan", "frontier"), ("global_batch",), without("train", "keep"), "on a forward pass", "add --train"),
+    Ineffective(("simulate",), ("schedule", "chunks"), _one_stage, "on one stage and one microbatch", "add --pipeline or --microbatches"),
+    Ineffective(("simulate",), ("trust",), lambda given, values: not _is_plan(given, values), "on a model, which is run anyway"),
+    Ineffective(("check", "verify", "report", "explain", "simulate"), ("trust",), beside("model"), "beside a model that is named"),
+    Ineffective(
+        ("explain",), ("model", "settings", "trust", "time_limit"), without("name", "robust"), "without NAME or --robust", "add one"
+    ),
+    Ineffective(
+        LINKED, ("inter_node_bandwidth",), _has_no("inter_node_bandwidth"), "where no two nodes talk to each other", "give more nodes"
+    ),
+    Ineffective(
+        LINKED[:-1], ("intra_node_bandwidth",), _has_no("intra_node_bandwidth"), "where no two devices are in one node", "give larger nodes"
+    ),
     Ineffective(("explain",), ("within",), without("robust"), "without --robust", "add it"),
     Ineffective(("explain",), ("alternatives",), without("name"), "without the NAME of what to explain", "add it"),
     Ineffective(("check",), LAUNCH, without("launcher"), "on a plan", "add --launcher for a launcher's configuration"),
     Ineffective(("check",), STALE, beside("launcher"), "on a launcher's configuration, but only on a plan"),
     Ineffective(("doctor",), OF_MODEL, without("model"), "without a model", "add one, with --device"),
     Ineffective(("programs",), OF_PROGRAMS, _is_plan, "on a plan that is made", "give file.py:function to plan anew"),
+    Ineffective(
+        ("simulate",), OF_PHYSICAL, lambda given, values: values.get("target") == "mlp", "on mlp, the model of a published simulator"
+    ),
     Ineffective(("simulate",), OF_SIMULATED_MODEL, _is_plan, "on a plan, which says it itself"),
     Ineffective(
         ("redistribute",), LINKS, lambda given, values: values.get("prices") == "tensorcraft",

@@ -20,7 +20,7 @@ from autoshard.cli.launchers import (
     site_of,
     sizes_of,
 )
-from autoshard.cli.options import DEVICE, INTER, INTRA, InterNodeBandwidth, IntraNodeBandwidth, Json, Model, Quiet, Settings, load_api
+from autoshard.cli.options import DEVICE, INTER, INTRA, InterNodeBandwidth, Json, Model, Quiet, Settings, load_api
 from autoshard.cli.output import Output
 from autoshard.writing import write_atomically
 
@@ -40,7 +40,9 @@ def degrees(
     device: SiteDevice = DEVICE,
     per_node: PerNode = 8,
     memory: Memory = None,
-    intra_node_bandwidth: IntraNodeBandwidth = INTRA,
+    intra_node_bandwidth: Annotated[
+        str | None, typer.Option(help="Bytes per second per device, inside a node. Default: the device's own.", show_default=False)
+    ] = None,
     inter_node_bandwidth: InterNodeBandwidth = INTER,
     no_bound: Annotated[bool, typer.Option("--no-bound", help="Leave out the bound of an unrestricted plan.")] = False,
     time_limit: Annotated[float, typer.Option(help="Seconds for that bound.")] = 30.0,
@@ -60,8 +62,8 @@ def degrees(
     autoshard degrees hf:Llama-3.1-8B --devices 64 --seq 8192 --global-batch 512 --out best.toml
     autoshard degrees models/llama.py:llama3_70b --devices 512 --launcher megatron --no-bound --json
     """
-    site = site_of(device, per_node, memory, inter_node_bandwidth)
-    links = bandwidths(intra_node_bandwidth, inter_node_bandwidth)
+    site = site_of(device, per_node, memory, inter_node_bandwidth, intra_node_bandwidth)
+    links = bandwidths(intra_node_bandwidth or INTRA, inter_node_bandwidth)
     keywords = parse_settings(settings)
     assert seq is not None and global_batch is not None
     room = load_launchers()

@@ -16,7 +16,7 @@ from rich.console import Group, RenderableType
 
 from autoshard.cli.app import OK, app
 from autoshard.cli.arguments import parse_settings
-from autoshard.cli.model import load_model
+from autoshard.cli.model import check_sizes, load_model
 from autoshard.cli.options import Json, OldMesh, Plan, Quiet, Settings, Trust, load_any_plan, load_api, model_of
 from autoshard.cli.output import Output
 
@@ -77,6 +77,7 @@ def explain(
             written, keywords = model_of(loaded, model, parse_settings(settings), solution, trust, option="--model")
             output.progress("building the model", 0.0)
             module, example_inputs = load_model(written, keywords, training=loaded.training)
+            check_sizes(module, example_inputs, loaded, solution)
             options: dict[str, Any] = {"time_limit": time_limit, "progress": output.progress}
         if name is not None:
             explained = load_api().explain(module, example_inputs, loaded, name, why_not=why_not, most=alternatives, **options).to_dict()

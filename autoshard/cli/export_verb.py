@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from autoshard.cli.app import OK, app
+from autoshard.cli.app import OK, app, say_no
+from autoshard.cli.arguments import parse_share
 from autoshard.cli.options import OldMesh, Plan, Quiet, load_api, load_plan, load_report
 from autoshard.cli.output import Output
 
@@ -26,6 +27,7 @@ def export(
     axis: Annotated[
         str | None, typer.Option(help="Mesh axis that module styles shard over. Default: where the plan shards most.", show_default=False)
     ] = None,
+    within: Annotated[str, typer.Option(help="How much longer than the plan a step may take as exported: 5%, or 0.05.")] = "5%",
     mesh: OldMesh = None,
     out: Annotated[
         str | None,
@@ -36,6 +38,9 @@ def export(
 ) -> int:
     """Write a plan in the format of another tool: printed as JSON, or written with --out. What it can't carry is said on stderr.
 
+    Exit code 1 where a step takes longer as exported than --within allows, or needs more memory than the plan's limit; the sentence names
+    the formats that hold the plan. Of formats whose seconds the reader decides (sharding_map, json, distribute_module) nothing is known.
+
     \b
     autoshard export gpt2.json --format tp_plan --out tp_plan.json
     autoshard export gpt2.json --format fully_shard --out recipe.py
@@ -43,7 +48,10 @@ def export(
     with Output(as_json=as_json, quiet=quiet) as output:
         output.progress("reading the plan", 0.0)
         api, loaded = load_api(), load_plan(solution, mesh)
-        value = api.export(loaded, kind, out, axis=axis)
+        try:
+            value = api.export(loaded, kind, out, axis=axis, within=parse_share(within))
+        except api.NotHeld as error:
+            return say_no(output, error, {"format": kind})
         if out is not None:
             output.note(f"wrote {out}")
         for line in value.said:

@@ -1,5 +1,7 @@
 """MODEL as `hf:DIR`: builds a Hugging Face model from the config.json in a folder, on the meta device, without downloads.
 
+`hf:ORG/NAME` is the config of a repository that the hub's cache on this machine has.
+
     settings    batch, seq        sizes of the example inputs       image_size    where the config has none, or to override it
                 layers            how many layers the model gets instead of the config's
                 loss              the module returns its loss (default: when a training step is planned), else its first output
@@ -19,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from autoshard.cli.model_source import config_folder
 from autoshard.reading import data_of
 
 SETTINGS = ("batch", "seq", "image_size", "layers", "loss", "attention", "experts", "dtype", "cache")
@@ -45,7 +48,7 @@ def load_huggingface(folder: str, settings: Mapping[str, Any], *, training: bool
             raise ValueError(f"{name} is {value!r}; expected a whole number of 1 or more")
     loss = settings.get("loss")
     try:
-        config = _config(transformers, Path(folder), settings)
+        config = _config(transformers, config_folder(folder), settings)
         module = _build(transformers, config, folder, settings)
         try:
             return module, _example_inputs(module, config, settings, loss=training if loss is None else bool(loss))
@@ -67,8 +70,6 @@ def _transformers() -> Any:
 
 def _config(transformers: Any, folder: Path, settings: Mapping[str, Any]) -> Any:
     file = folder / "config.json"
-    if not file.is_file():
-        raise ValueError(f"there is no file {file}; hf:DIR names a folder that holds a Hugging Face config.json")
     written = data_of(file, "config")
     from huggingface_hub.errors import StrictDataclassError  # here: as transformers, which needs it
 

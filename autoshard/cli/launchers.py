@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -11,6 +10,7 @@ import typer
 
 from autoshard.cli.arguments import parse_bytes
 from autoshard.cli.model import load_model
+from autoshard.cli.model_source import config_folder
 from autoshard.mesh import DEVICES
 from autoshard.reading import data_of
 
@@ -28,16 +28,17 @@ def load_launchers() -> ModuleType:
     return launchers
 
 
-def site_of(device: str, per_node: int, memory: str | None, inter_node_bandwidth: str) -> Any:
+def site_of(device: str, per_node: int, memory: str | None, inter_node_bandwidth: str, intra_node_bandwidth: str | None = None) -> Any:
     """The site; a node's link to the others is shared by its devices."""
+    inside = None if intra_node_bandwidth is None else parse_bytes(intra_node_bandwidth, "--intra-node-bandwidth")
     limit = parse_bytes(memory) if memory is not None else DEVICES[device].memory
-    return load_launchers().Site(device, per_node, limit, parse_bytes(inter_node_bandwidth, "--inter-node-bandwidth") / per_node)
+    return load_launchers().Site(device, per_node, limit, parse_bytes(inter_node_bandwidth, "--inter-node-bandwidth") / per_node, inside)
 
 
 def sizes_of(model: str, settings: Mapping[str, Any], *, training: bool = True) -> Any:
     """The sizes of MODEL: of hf:DIR from its config alone, else from the module's shapes on the meta device."""
     if model.startswith("hf:"):
-        file = Path(model.removeprefix("hf:")) / "config.json"
+        file = config_folder(model.removeprefix("hf:")) / "config.json"
         config = data_of(file, "config")
         layers = settings.get("layers")
         of_layers = {} if layers is None else {"num_hidden_layers": layers, "n_layer": layers}

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +27,29 @@ def load_model(written: str, settings: Mapping[str, Any], *, training: bool = Fa
     written, _, program = written.partition("#")
     returned = _returned(written, settings)
     return _checked(_program(returned, program, written) if program else returned, written)
+
+
+def check_sizes(module: Any, example_inputs: Any, solution: Any, path: str) -> None:
+    """ValueError where parameters or inputs of the model are not those that the plan was made for: its seconds would be others."""
+    from torch.utils._pytree import tree_leaves  # here: torch takes seconds to import
+
+    for name, parameter in module.named_parameters():
+        row = solution.parameters.get(name, {})
+        found = {"shape": list(parameter.shape), "dtype": str(parameter.dtype).removeprefix("torch.")}
+        if other := [key for key in found if key in row and (list(row[key]) if key == "shape" else row[key]) != found[key]]:
+            planned = row[other[0]]
+            raise ValueError(_other_sizes(f"parameter {name} with {other[0]} {planned}, here it is {found[other[0]]}", path))
+    planned_shapes = Counter(shape for shape in solution.inputs.values() if shape is not None)
+    given = Counter(tuple(leaf.shape) for leaf in tree_leaves(example_inputs) if hasattr(leaf, "shape"))
+    if missing := planned_shapes - given:
+        raise ValueError(_other_sizes(f"inputs of shape {list(next(iter(missing)))}, here they are {list(map(list, given))}", path))
+
+
+def _other_sizes(what: str, path: str) -> str:
+    return (
+        f"{path} was planned for {what}; leave out the --set, --batch, --seq or --dtype that changes it, or plan again; "
+        "`autoshard check --any-graph` says what the plan is worth at other sizes"
+    )
 
 
 def _program(programs: object, name: str, written: str) -> tuple[Any, Any]:

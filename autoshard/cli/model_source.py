@@ -1,15 +1,46 @@
-"""What the source of a model's file says of its function, read without running it; imports nothing slow."""
+"""What a model is named after: the folder of a Hugging Face config; what the source of a file says of its function, without running it.
+
+Imports nothing slow, but what looks a folder up that isn't there.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from autoshard.cli.arguments import model_file
 from autoshard.reading import content_of
 
 HUGGING_FACE = ("batch", "seq", "image_size", "layers", "loss", "attention", "experts", "dtype", "cache")  # settings of hf: models
+HUB_NAME = r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?"  # of a repository: ORG/NAME, or NAME of an old one
+
+
+def config_folder(written: str) -> Path:
+    """The folder that holds the config.json of hf:`written`: itself, or that of a repository in the local cache of the Hugging Face hub.
+
+    Nothing is downloaded. ValueError where there is none, which says how to get it.
+    """
+    folder = Path(written)
+    if (folder / "config.json").is_file():
+        return folder
+    sentence = f"there is no file {folder / 'config.json'}; hf:DIR names a folder that holds a Hugging Face config.json"
+    if folder.exists() or not re.fullmatch(HUB_NAME, written):
+        raise ValueError(sentence)
+    try:
+        from huggingface_hub import try_to_load_from_cache  # here: it takes half a second, and only names of the hub need it
+    except ImportError:
+        cached = None
+    else:
+        cached = try_to_load_from_cache(written, "config.json")
+    if not isinstance(cached, str):
+        raise ValueError(
+            f"{sentence}, and the hub's cache on this machine has no {written}; run `hf download {written} config.json`, after which "
+            f"hf:{written} is found; or with --local-dir DIR, and give hf:DIR"
+        )
+    return Path(cached).parent
 
 
 def may_have(path: str, function: str) -> None:

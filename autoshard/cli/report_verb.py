@@ -10,7 +10,7 @@ from rich.text import Text
 
 from autoshard.cli.app import OK, app
 from autoshard.cli.arguments import parse_settings
-from autoshard.cli.model import load_model
+from autoshard.cli.model import check_sizes, load_model
 from autoshard.cli.options import Json, OldMesh, OptionalModel, Plan, Quiet, Settings, Trust, load_any_plan, load_api, model_of
 from autoshard.cli.output import Output
 from autoshard.reading import text_of
@@ -99,6 +99,7 @@ def _page(
     try:
         output.progress("building the model", 0.0)
         module, inputs = load_model(written, keywords, training=loaded.training)
+        check_sizes(module, inputs, loaded, path)
         return api.html_report(loaded, module, inputs, frontier=points, progress=output.progress), ""
     except (ValueError, OSError) as error:
         if named:

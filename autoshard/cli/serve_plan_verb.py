@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import typer
@@ -32,6 +33,9 @@ def serve_plan(
     device: Annotated[str, typer.Option(help="One of `show-prices`: a100, h100, h200, b200, mi300x, ...")] = DEVICE,
     devices_per_node: Annotated[int, typer.Option(help="How many devices a node has.", min=1)] = DEVICES_PER_NODE,
     memory: Annotated[str | None, typer.Option(help="Memory of a device: 72GB. Default: all it has.", show_default=False)] = None,
+    expert_parallel: Annotated[
+        bool, typer.Option("--expert-parallel", help="Experts over the devices of all replicas: vLLM's --enable-expert-parallel.")
+    ] = False,
     eager: Annotated[bool, typer.Option("--eager", help="Every kernel is launched from the host: no CUDA graphs.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -57,7 +61,7 @@ def serve_plan(
 
         plan = planned(
             module, devices, max_tokens=max_tokens, batch=batch, prompt=prompt, device=device, memory_limit=limit,
-            devices_per_node=devices_per_node, eager=eager, progress=output.progress,
+            devices_per_node=devices_per_node, expert_parallel=expert_parallel, eager=eager, progress=output.progress,
         )  # fmt: skip
         record = plan.to_dict() | {"model": model, "styles": _styles(plan.solution)}
         from autoshard.report.serving import serving_report  # here: rich takes a while to import
@@ -67,7 +71,8 @@ def serve_plan(
 
 
 def _styles(solution) -> dict[str, dict[str, str]]:
-    """The style of every module as each launcher writes it; empty where no row that fits shards modules without copies of heads."""
+    """The style of every module as each launcher writes it, whatever else the priced step does; empty where no row that fits shards
+    modules without copies of heads."""
     if solution is None:
         return {}
-    return {kind: dict(load_api().export(solution, kind)) for kind in ("tp_plan", "vllm", "sglang")}
+    return {kind: dict(load_api().export(solution, kind, within=math.inf)) for kind in ("tp_plan", "vllm", "sglang")}

@@ -13,7 +13,7 @@ import typer
 
 from autoshard.cli.app import OK, app
 from autoshard.cli.arguments import bandwidths, model_settings
-from autoshard.cli.model import load_model
+from autoshard.cli.model import check_sizes, load_model
 from autoshard.cli.options import (
     DEVICE,
     INTER,
@@ -165,6 +165,7 @@ def _of_plan(
     written, keywords = model_of(solution, model, keywords, target, trust)
     output.progress("building the model", 0.0)
     module, inputs = load_model(written, keywords, training=solution.training)
+    check_sizes(module, inputs, solution, target)
     timeline = load_api().simulate(module, inputs, solution, mesh=measured, progress=output.progress, **how)
     return Simulated(record_of_plan(solution, timeline, measured=measured is not None), timeline)
 

@@ -27,7 +27,7 @@ from autoshard.cli.arguments import (
     parse_recompute,
     parse_settings,
 )
-from autoshard.cli.model_source import may_have, settings_of
+from autoshard.cli.model_source import config_folder, may_have, settings_of
 from autoshard.mesh import DEVICES, MOST_DEVICES, parse_shape
 from autoshard.precision import Precision
 from autoshard.reading import content_of, data_of, parsed, refuse_other
@@ -249,9 +249,7 @@ def folder(name: str, value: str) -> None:
 def model(name: str, value: str) -> None:
     """The file exists, and something in it may have the function's name."""
     if value.startswith("hf:"):
-        file = Path(value.removeprefix("hf:")) / "config.json"
-        if not file.is_file():
-            raise ValueError(f"there is no file {file}; hf:DIR names a folder that holds a Hugging Face config.json")
+        config_folder(value.removeprefix("hf:"))
         return
     value = value.partition("#")[0]  # one of several programs follows
     path, _, function = value.rpartition(":")
@@ -377,6 +375,7 @@ OWN: dict[tuple[str, str], Check] = {
     ("redistribute", "problem"): partial(readable, "one or a list of shape, mesh, src, src_bs, dst, dst_bs"),
     ("redistribute", "prices"): partial(one_of, ("mesh", "tensorcraft")),
     ("check", "within"): percent,
+    ("export", "within"): percent,
     ("check", "solution"): partial(plan, expected="a plan's file, as `autoshard plan --out` writes it, or a launcher's configuration"),
     ("check", "device"): device_with_constants,
     ("report", "solution"): partial(plan, also=("pipeline",)),

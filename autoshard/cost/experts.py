@@ -28,7 +28,8 @@ def expert_kernels(inputs: Sequence[Described], *, backward: bool) -> list[Kerne
     def elementwise(inputs: Sequence[Described], output: Described) -> Kernel:
         return "elementwise", tuple(inputs), (output,)
 
-    up_by_rows, down_by_rows = ((up[0], H, F), dtype), ((up[0], N, H), dtype)
+    e = min(up[0], r)  # experts without a row are not read
+    up_by_rows, down_by_rows = ((e, H, F), dtype), ((e, N, H), dtype)
     to_hidden: Kernel = ("_grouped_mm", (rows(H), up_by_rows, ends), (rows(F),))
     activation = [elementwise([rows(F - N or N)], rows(N)), elementwise([rows(N), rows(N)], rows(N))]
     take, put = elementwise([rows(H)], rows(H)), elementwise([rows(H)], rows(H))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from autoshard.writing import write_atomically
 from . import checkpoint_policy, engines, fully_shard, modules, partition
 from .record import Export as Export
 from .record import Left as Left
+from .record import why_not_held
 from .sharding_map import as_text, portable
 from .sharding_map import sharding_map as sharding_map
 
@@ -43,9 +45,21 @@ FORMATS = {
 apply_recipe = fully_shard.apply
 checkpoint_contexts = checkpoint_policy.contexts_of
 BY_MODULES = ("parallelize_module", "tp_plan", "vllm", "sglang", "fully_shard")
+HOLDS_WITHIN = 0.05  # of the plan's seconds: what takes longer is another plan
 
 
-def export(solution: Solution, kind: str, path: str | os.PathLike[str] | None = None, *, axis: str | None = None) -> Any:
+class NotHeld(ValueError):
+    """A format that can't hold the plan; the message says what it would take, and which formats can."""
+
+
+def export(
+    solution: Solution,
+    kind: str,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    axis: str | None = None,
+    within: float = HOLDS_WITHIN,
+) -> Any:
     """The plan in the format `kind`; also written to `path`, in one atomic step, where there is one.
 
     sharding_map        {module: {"node", "sharding": {attribute: DTensorSpec}}}; a `.pkl` file holds the specs
@@ -53,26 +67,55 @@ def export(solution: Solution, kind: str, path: str | os.PathLike[str] | None = 
     parallelize_module  {module: ParallelStyle} for `parallelize_module(model, device_mesh[axis], plan)`
     tp_plan             {"layers.*.mlp.up_proj": "colwise"} for Hugging Face's `DistributedConfig(tp_plan=...)`
     vllm, sglang        {"layers\\.\\d+\\.mlp\\.up_proj$": "colwise"}, the `base_model_tp_plan` of a config for their Transformers backends
-    fully_shard         a recipe: parallelize_module over one axis, fully_shard over the others; `exports.apply_recipe` does it
+    fully_shard         a recipe: parallelize_module over an axis where that pays, checkpoint and fully_shard on blocks over the other axes;
+                        `exports.apply_recipe` does it
     checkpoint_policy   {module: {operator: "MUST_SAVE", ...}} of what a plan with recompute="auto" saves; `exports.checkpoint_contexts`
                         makes the context_fn of torch.utils.checkpoint of it
     distribute_module   the partition function for `distribute_module(model, device_mesh, partition_fn)`
 
     axis: the mesh axis on which the module styles shard; by default the one on which the plan shards most weights. Each value has `said`,
-    `left`, `cost_seconds` and `extra_seconds`: what it leaves out of the plan, and what that costs. Files are JSON; formats that are
-    code for a launcher can also be written to a `.py` file. ValueError on an unknown kind, axis or file ending, and on a plan whose
-    parameters lack shape, dtype or bytes.
+    `left`, `cost_seconds` and `extra_seconds`: what it leaves out of the plan, and what that costs. within: the share of the plan's
+    seconds by which a step may take longer as exported. Files are JSON; formats that are code for a launcher can also be written to a
+    `.py` file. `NotHeld`, a ValueError, where a step takes longer or needs more than the plan's memory limit; formats whose seconds the
+    reader decides (cost_seconds is inf) are never refused. ValueError on an unknown kind, axis or file ending, on a plan whose
+    parameters lack shape, dtype or bytes, and on a negative `within`.
     """
     if kind not in FORMATS:
         raise ValueError(f"there is no export {kind!r}; expected one of {', '.join(FORMATS)}")
     if axis is not None and kind not in BY_MODULES:
         raise ValueError(f"{kind} carries every axis; leave axis={axis!r} out")
+    if not within >= 0:
+        raise ValueError(f"within is {within}; expected a share of 0 or more, for example 0.05")
     content = None if path is None else _content(kind, Path(path))
     _check_parameters(solution)
-    value = FORMATS[kind].make(solution, axis)
+    value = _made(solution, kind, axis, within)
+    if why := _why_not_held(solution, value, within):
+        raise NotHeld(f"{kind} can't hold this plan: {why}; {_others(solution, kind, within)}")
     if path is not None and content is not None:
         write_atomically(content(value), path)
     return value
+
+
+def _made(solution: Solution, kind: str, axis: str | None, within: float) -> Any:
+    return fully_shard.recipe(solution, axis, within) if kind == "fully_shard" else FORMATS[kind].make(solution, axis)
+
+
+def _why_not_held(solution: Solution, value: Any, within: float) -> str:
+    return why_not_held(solution, value.cost_seconds, getattr(value, "peak_bytes", None), within)
+
+
+def _others(solution: Solution, kind: str, within: float) -> str:
+    """The formats that hold the plan, as advice."""
+    held, layouts = [], []
+    for other in FORMATS:
+        try:
+            value = _made(solution, other, None, within)
+        except ValueError:
+            continue  # it has nothing of this plan
+        if other != kind and not _why_not_held(solution, value, within):
+            (held if value.cost_seconds < math.inf else layouts).append(other)
+    seconds = f"{' and '.join(held)} can" if held else "no format of modules can"
+    return f"{seconds}; {', '.join(layouts)} carry its layouts or choices without the routes between them, and `parallelize` runs all of it"
 
 
 def _check_parameters(solution: Solution) -> None:

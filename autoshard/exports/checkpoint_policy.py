@@ -48,13 +48,17 @@ def policy_of(solution: Solution, _: str | None = None) -> Export:
 
 def contexts_of(policy: Mapping[str, Mapping[str, str]], module: str) -> Callable[[], Any]:
     """`context_fn` for torch.utils.checkpoint of the block `module` ("layers.3"): the policy of the operators of all modules in it."""
+    return partial(create_selective_checkpoint_contexts, partial(_policy, of_block(policy, module)))
+
+
+def of_block(policy: Mapping[str, Mapping[str, str]], module: str) -> dict[str, str]:
+    """The policy of a block: how each operator of all modules in it is treated."""
     ways: dict[str, set[str]] = {}
     for name, targets in policy.items():
         if name == module or name.startswith(module + "."):
             for target, way in targets.items():
                 ways.setdefault(target, set()).add(way)
-    chosen = {target: way.pop() if len(way) == 1 else SAVE for target, way in ways.items()}
-    return partial(create_selective_checkpoint_contexts, partial(_policy, chosen))
+    return {target: way.pop() if len(way) == 1 else SAVE for target, way in ways.items()}
 
 
 def _policy(chosen: Mapping[str, str], _: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -33,6 +33,8 @@ TP_STYLES = {
     "inside": "replicated_with_grad_allreduce",
 }
 PRECISION = "mixed precision"  # of a plan, which module styles leave out
+RECOMPUTED = "recomputation"  # too
+NO_AXIS = ""  # the entry of `Solution.modules` without tensor parallelism
 
 
 def style(name: str) -> ParallelStyle:
@@ -98,7 +100,7 @@ def as_python(plan: Export) -> str:
 
 def on_axis(solution: Solution, axis: str | None) -> tuple[str, dict]:
     """The axis of the module styles and its entry of `Solution.modules`; by default the axis on which the plan shards most weights."""
-    names, known = solution.mesh.axis_names, solution.modules
+    names, known = solution.mesh.axis_names, {name: row for name, row in solution.modules.items() if name != NO_AXIS}
     if axis is not None and axis not in names:
         raise ValueError(f"the mesh has no axis {axis!r}; its axes are {', '.join(names)}")
     if solution.mesh.num_devices == 1:
@@ -125,6 +127,8 @@ def left_on(solution: Solution, axis: str, known: dict) -> tuple[Left, ...]:
         left.append(Left(f"inputs sharded on {axis}", f"under module styles all ranks of {axis} see the same inputs"))
     if solution.precision is not None:
         left.append(Left(PRECISION, f"{solution.precision}; the module runs in its own dtypes: use fully_shard's mp_policy, or autocast"))
+    if solution.training and (solution.recompute or solution.saved):
+        left.append(Left(RECOMPUTED, "the seconds and bytes are those with it: switch the tool's own activation checkpointing on"))
     left += sent_tokens(solution)
     left.append(Left("layouts of activations, and routes between them", "a module's style fixes them"))
     return tuple(left)

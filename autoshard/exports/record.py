@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, NamedTuple
 
 from autoshard.layout import parse
 from autoshard.solution import Solution
+from autoshard.units import seconds, size
 
 
 class Left(NamedTuple):
@@ -21,12 +23,16 @@ class Export(dict):
     """The export as a dict in its tool's format, with a list of what it leaves out.
 
     left: the parts of the plan that the format can't carry. cost_seconds: the time of a step under the export, at the plan's prices,
-    inf where it isn't known; extra_seconds: how much longer it is than under the plan.
+    inf where it isn't known; extra_seconds: how much longer it is than under the plan. peak_bytes: of a device under the export; None
+    where it isn't known.
     """
 
-    def __init__(self, value: Any = (), *, left: tuple[Left, ...] = (), cost_seconds: float = float("inf"), plan_seconds: float = 0.0):
+    def __init__(
+        self, value: Any = (), *, left: tuple[Left, ...] = (), cost_seconds: float = float("inf"), plan_seconds: float = 0.0,
+        peak_bytes: float | None = None,
+    ):  # fmt: skip
         super().__init__(value)
-        self.left, self.cost_seconds, self.plan_seconds = left, cost_seconds, plan_seconds
+        self.left, self.cost_seconds, self.plan_seconds, self.peak_bytes = left, cost_seconds, plan_seconds, peak_bytes
 
     @property
     def extra_seconds(self) -> float:
@@ -71,8 +77,14 @@ def sent_tokens(solution: Solution) -> tuple[Left, ...]:
 def with_cost(solution: Solution, value: dict, left: tuple[Left, ...], known: dict, scheme: str) -> Export:
     """The export with the cost of `scheme`, which planning computed. known: the axis' entry of `Solution.modules`."""
     cost, peak = known["seconds"].get(scheme), known.get("peak_bytes", {}).get(scheme)
-    left, limit = (*left, *_of_sequence(solution), *_of_loss(solution)), solution.memory_limit
-    if peak is not None and limit is not None and peak > limit:
-        why = f"a device needs {peak / 1e6:.4g} MB as exported, the plan was made for {limit / 1e6:.4g} MB"
-        left = (*left, Left("the memory limit", why))
-    return Export(value, left=left, cost_seconds=float("inf") if cost is None else cost, plan_seconds=solution.cost)
+    left = (*left, *_of_sequence(solution), *_of_loss(solution))
+    return Export(value, left=left, cost_seconds=math.inf if cost is None else cost, plan_seconds=solution.cost, peak_bytes=peak)
+
+
+def why_not_held(solution: Solution, cost: float, peak: float | None, within: float) -> str:
+    """Why something of this cost is not the plan any more; "" where it is, within this share of its seconds, or where nothing is known."""
+    if (limit := solution.memory_limit) is not None and peak is not None and peak > limit:
+        return f"a device needs {size(peak)} as exported, the plan was made for {size(limit)}"
+    if cost < math.inf and cost > solution.cost * (1 + within):
+        return f"a step takes {seconds(cost)} as exported and {seconds(solution.cost)} as planned, more than {within:.0%} longer"
+    return ""

@@ -16,6 +16,7 @@ from autoshard.graph.evaluation import is_without_dropout as is_without_dropout
 from autoshard.graph.ordered import SequenceOrder as SequenceOrder
 from autoshard.graph.ordered import in_order as in_order
 from autoshard.graph.recompute import recompute as recompute
+from autoshard.graph.recompute import recomputed_names as recomputed_names
 from autoshard.graph.records import ITEMSIZE as ITEMSIZE
 from autoshard.graph.records import PLACEHOLDERS as PLACEHOLDERS
 from autoshard.graph.records import Const as Const

@@ -37,6 +37,11 @@ def recompute(graph: Graph, blocks: Sequence[Collection[int]]) -> Graph:
     return with_shared_casts(_with_copies(graph, before))
 
 
+def recomputed_names(graph: Graph) -> set[str]:
+    """Names of the forward ops that run again in the backward pass."""
+    return {op.name.removesuffix(SUFFIX) for op in graph.ops if op.backward and op.name.endswith(SUFFIX)}
+
+
 def _is_kept(graph: Graph, members: frozenset[int], value: Value) -> bool:
     if value[0] not in members or is_random(graph.ops[value[0]]):
         return True

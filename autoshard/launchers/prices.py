@@ -35,6 +35,7 @@ class Site:
     per_node: int = 8
     memory: float = 80e9  # bytes of a device
     network: float = 50e9  # bytes/s of one device's adapter
+    inside: float | None = None  # bytes/s of one device to the others of its node; None: as its constants have it
 
     @property
     def usable(self) -> float:
@@ -86,7 +87,10 @@ def prices_of(columns: Columns, sizes: ModelSizes, site: Site, launcher: str) ->
     if (columns.precision == "fp32").any():
         raise ValueError("matmuls in float32 have no prices; expected a run in bf16, fp16, fp8 or nvfp4")
     runs = recipes_of(columns, sizes, site, launcher)
-    machine = Machine(device_constants([site.device]), stack_constants([STACKS[launcher]]))
+    device = device_constants([site.device])
+    if site.inside is not None:
+        device = replace(device, link_bandwidth=np.array([site.inside]))
+    machine = Machine(device, stack_constants([STACKS[launcher]]))
     split = _stages(runs, machine)
     seconds, bytes = step_seconds(runs, machine, split), peak_bytes(runs, memory_constants([STACKS[launcher]]), split)
     if sizes.experts:

@@ -134,6 +134,11 @@ def simulate_grid(
         if key not in programs:
             programs[key] = _stage_plan(graph, stage, scheme, training, overlap, prefetch, options)
         solution, timeline = programs[key]
+        if one.tensor > 1 and scheme != "planned" and not _shards(solution, -1):
+            raise ValueError(
+                f"tensor is {one.tensor}, but nothing of the model can be sharded so ({solution.matched}); expected a divisor of its heads "
+                "and features"
+            )
         if one.pipeline == 1 and K == 1:
             simulations.append(Simulation(one, stage, solution, timeline, "sequential"))
             continue
@@ -146,6 +151,12 @@ def simulate_grid(
         chains = min(one.data, groups_on_link(axis, one.tensor))  # tensor parallel ranks are synchronous
         simulations.append(Simulation(one, stage, solution, timeline, schedule, parts, silent, run_stages(parts, order, axis, chains)))
     return simulations
+
+
+def _shards(solution: Solution, axis: int) -> bool:
+    """Whether any op gives a tensor that isn't replicated on this axis of the mesh."""
+    outputs = (written for placed in solution.layouts.values() for written in placed.outputs if written is not None)
+    return any(written.split(",")[axis] != "R" for written in outputs)
 
 
 def _stage_plan(

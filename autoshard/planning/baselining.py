@@ -13,6 +13,8 @@ import numpy as np
 
 from autoshard.baselines import (
     CONTEXT_PARALLEL,
+    MEGATRON_EXPERT_PARALLEL,
+    MEGATRON_EXPERTS,
     SHARDED_MEGATRON,
     ZERO,
     Baseline,
@@ -106,7 +108,7 @@ def baseline_called(name: str, formulated: Formulation) -> Baseline:
             f"{name} shards the sequence of attention over axes that the batch doesn't divide; there is no such axis, or no attention of "
             f"at least {LONG} tokens; use fsdp"
         )
-    if name == SHARDED_MEGATRON:
+    if name in (SHARDED_MEGATRON, MEGATRON_EXPERTS, MEGATRON_EXPERT_PARALLEL):
         return scheme_called(graph, mesh, candidates, name)
     if name not in ZERO:
         return next(b for b in (*baselines(graph, mesh, candidates), *expert_parallel(graph, mesh, candidates)) if b.name == name)

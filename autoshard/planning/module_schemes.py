@@ -3,6 +3,10 @@
     styles   {weight: column | row | column_gathered | vocabulary | features | inside}, over one mesh axis; other weights are replicated
     dropped  [{"weights", "why", "plan"}]: weights that the plan shards on that axis and the launchers can't
     seconds, peak_bytes  of a step under these styles: other axes shard the batch; parameters are replicated there, or sharded (fully_shard)
+    recomputed           modules of the blocks that the backward pass computes again
+    gathered_again       whether parameters are gathered for the backward pass again
+
+The entry of NO_AXIS has no styles: all axes shard the batch, parameters are as in data_parallel or a stage of ZeRO (baselines/schemes.py).
 
 A group of weights (baselines/uses.py) is sharded where the plan shards it in more than half of the layers. Equal layers get equal styles,
 because a launcher's plan says `layers.*`. The styles are worked out while planning, because a saved plan no longer has the graph.
@@ -11,17 +15,23 @@ because a launcher's plan says `layers.*`. The styles are worked out while plann
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autoshard.baselines import ZERO, zero_stages
+from autoshard.baselines import baseline as scheme_called
 from autoshard.baselines.launched import launched
+from autoshard.baselines.megatron import from_parameters
 from autoshard.baselines.uses import Group, Use, Uses, parameter_uses
 from autoshard.formulate import Formulation
+from autoshard.graph import Graph, forward_blocks, recomputed_names
 from autoshard.layout import text
 from autoshard.planning.baselining import scheme_price
 from autoshard.planning.context import Context, Instance
 
 Choice = Sequence[int]
+NO_AXIS = ""  # the entry of schemes that shard the batch alone
 
 
 def modules_of(context: Context, instance: Instance, choice: Choice) -> dict[str, dict]:
@@ -40,7 +50,55 @@ def modules_of(context: Context, instance: Instance, choice: Choice) -> dict[str
         modes = {use: _mode(formulated, choice, use, k) for use in uses.uses}
         if any(modes.values()) or k == axes[-1]:
             rows[mesh.axes[k].name] = _on_axis(context, instance, choice, k, uses, modes)
-    return rows
+    return {**rows, NO_AXIS: _on_no_axis(context, instance, choice)} if axes else rows
+
+
+def _on_no_axis(context: Context, instance: Instance, choice: Choice) -> dict[str, Any]:
+    """What launchers can do that shard the batch over all axes: replicate parameters, or shard them as a stage of ZeRO."""
+    graph, mesh, candidates = instance.formulated.graph, instance.formulated.mesh, instance.formulated.candidates
+    schemes = (scheme_called(graph, mesh, candidates, "data_parallel"), *zero_stages(graph, mesh, candidates, ZERO))
+    prices = {scheme.name: scheme_price(context, instance, scheme) for scheme in schemes}
+    facts = {"gathered_again": _gathered_again(instance.formulated, choice), "recomputed": _recomputed(graph)}
+    return {"styles": {}, "dropped": [], **_priced(prices), **facts}
+
+
+def _priced(prices: Mapping[str, tuple[float, float] | None]) -> dict[str, dict[str, float]]:
+    known = {name: price for name, price in prices.items() if price is not None}
+    seconds = {name: seconds for name, (seconds, _) in known.items()}
+    return {"seconds": seconds, "peak_bytes": {name: peak for name, (_, peak) in known.items()}}
+
+
+def _gathered_again(formulated: Formulation, choice: Choice) -> bool:
+    """Whether most bytes of the sharded parameters with several readers are gathered for every reader, not once for all of them."""
+    graph, views, sum_of = formulated.graph, from_parameters(formulated.graph), 0
+    for i in graph.parameters.values():
+        value, stored = (i, 0), formulated.candidate(i, choice).outputs[0]
+        while len(users := graph.users.get(value, ())) == 1 and (j := users[0][0]) in views and len(graph.ops[j].inputs) == 1:
+            value = (j, 0)
+        if stored is None or len(users) < 2 or all(p.is_replicate() for p in stored):
+            continue
+        shared = formulated.candidate(value[0], choice).outputs[0]
+        if value in formulated.hubs:
+            shared = formulated.hub_layouts[value][choice[formulated.hubs[value]]]
+        sharded = shared is not None and any(p.is_shard() for p in shared)
+        sum_of += graph.ops[i].output.bytes * (1 if sharded else -1)
+    return sum_of > 0
+
+
+def _recomputed(graph: Graph) -> list[str]:
+    """The modules of the repeated blocks of which ops run again."""
+    again = recomputed_names(graph)
+    names = []
+    for block in forward_blocks(graph):
+        counted = Counter(layer_of(graph.ops[i].module) for i in block if graph.ops[i].name in again)
+        names += [name for name, _ in counted.most_common(1) if name]  # a block may end with an op of the next layer
+    return names
+
+
+def layer_of(module: str) -> str:
+    """`model.layers.3.mlp.up_proj` -> `model.layers.3`; empty outside of repeated modules."""
+    match = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", module)
+    return match[0] if match else ""
 
 
 def _on_axis(
@@ -71,13 +129,7 @@ def _on_axis(
         if not fully_shard or len([a for a in formulated.mesh.axes if a.size > 1]) > 1:
             scheme = launched(graph, formulated.mesh, formulated.candidates, axis, uses, roots, lone, fully_shard=fully_shard)
             prices[name] = scheme_price(context, instance, scheme)
-    known = {name: price for name, price in prices.items() if price is not None}
-    return {
-        "styles": styles,
-        "dropped": _dropped(formulated, choice, axis, uses, modes, styles),
-        "seconds": {name: seconds for name, (seconds, _) in known.items()},
-        "peak_bytes": {name: peak for name, (_, peak) in known.items()},
-    }
+    return {"styles": styles, "dropped": _dropped(formulated, choice, axis, uses, modes, styles), **_priced(prices)}
 
 
 def _mode(formulated: Formulation, choice: Choice, use: Use, axis: int) -> str:

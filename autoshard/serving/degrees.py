@@ -9,6 +9,10 @@ transfer between stages:
     tokens per second      r b n / ( b max_k (prefill s_k + x) + n * time per output token ),      n = max_tokens - prompt
     memory                 weights + b sum over the stage's layers of CachedLayer.bytes(max_tokens, t) + activations, of the fullest device
 
+Experts are sharded over the t devices: whole experts where t divides their number e, else g = t / gcd(e, t) parts of each, along the
+features; either way a device has 1 / t of their bytes and of their work. With expert parallelism they are sharded over all r t devices of a
+stage, whole ones; the replicas then take their steps together and send tokens to each other.
+
 A decode step reads (prompt + max_tokens) / 2 stored tokens per sequence: the mean over the answer. Kernels are replayed from CUDA
 graphs, so launching them takes no time, unless `eager`. More tensor parallel devices than key-value heads hold copies of the heads.
 """
@@ -27,7 +31,7 @@ from autoshard.mesh import DEVICES_PER_NODE, Axis, Device, Mesh
 from autoshard.planning.options import Progress
 from autoshard.serving.kv_cache import text_config
 from autoshard.serving.step_prices import StepPrice, price_of
-from autoshard.serving.steps import Steps, steps_of
+from autoshard.serving.steps import Steps, expert_fields, steps_of
 from autoshard.solution import Solution
 
 MeshMaker = Callable[[tuple[int, int, int]], Mesh]  # of (replicas, pipeline, tensor)
@@ -52,6 +56,7 @@ class ServeRow:
     most_sequences: int = 0  # that fit in memory, of all replicas
     copies: int = 1  # of every key-value head
     replicated_bytes: float = 0.0  # of the layers' matrices that every device has, all stages together
+    expert_bytes: float = 0.0  # of the weights: those of experts
 
     @property
     def fits(self) -> bool:
@@ -97,6 +102,7 @@ def serve_plan(
     memory_limit: float | None = None,
     devices_per_node: int = DEVICES_PER_NODE,
     mesh_of: MeshMaker | None = None,
+    expert_parallel: bool = False,
     eager: bool = False,
     progress: Progress | None = None,
 ) -> ServePlan:
@@ -104,8 +110,9 @@ def serve_plan(
 
     max_tokens: of a sequence, prompt and answer, for which the cache has room. prompt: its tokens (default: half of them). device: one
     of `autoshard show-prices`. memory_limit: bytes per device (default: all it has). mesh_of: other prices, a function of
-    (replicas, pipeline, tensor). eager: every kernel is launched from the host. The model may be on the meta device, and never runs.
-    ValueError on numbers below 1, and for models whose steps can't be priced.
+    (replicas, pipeline, tensor). expert_parallel: experts are sharded over the devices of all replicas, as vLLM's --enable-expert-parallel
+    and SGLang's --ep-size do it. eager: every kernel is launched from the host. The model may be on the meta device, and never runs.
+    ValueError on numbers below 1, for models whose steps can't be priced, and on expert_parallel for a model without experts.
     """
     asked = {"devices": devices, "max_tokens": max_tokens, "batch": batch, "devices_per_node": devices_per_node}
     for name, value in asked.items():
@@ -116,7 +123,7 @@ def serve_plan(
         raise ValueError(f"prompt is {prompt!r} tokens; expected at least 1 and fewer than max_tokens, {max_tokens}")
     make = mesh_of or (lambda shape: presets.mesh(device, shape, min(devices_per_node, devices)))
     limit = make((devices, 1, 1)).device.memory if memory_limit is None else memory_limit
-    pricer = _Pricer(model, make, eager)
+    pricer = _Pricer(model, make, eager, expert_parallel)
     pairs = [(t, p) for t in _divisors(devices) for p in _divisors(devices // t)]
     rows = []
     for k, (t, p) in enumerate(pairs):
@@ -125,7 +132,7 @@ def serve_plan(
         rows.append(_row(pricer, ServeRow(t, p, devices // (t * p)), batch, prompt, max_tokens, limit))
     rows.sort(key=lambda row: (not row.fits, -row.tokens_per_second, row.memory_bytes, row.tensor, row.pipeline))
     sharded = next((row.tensor for row in rows if row.tensor > 1 and row.fits and row.copies == 1), None)
-    solution = None if sharded is None else pricer.prefill(sharded, prompt).solution
+    solution = None if sharded is None else pricer.styled(sharded, prompt)
     return ServePlan(tuple(rows), devices, make((devices, 1, 1)).device.name, batch, max_tokens, prompt, limit, solution)
 
 
@@ -142,29 +149,47 @@ def _replayed(device: Device) -> Device:
 class _Pricer:
     """Prices of steps; each is worked out once."""
 
-    def __init__(self, model: nn.Module, make: MeshMaker, eager: bool):
-        self.config, self.make, self.eager = text_config(model), make, eager
-        self.steps = cache(lambda heads: steps_of(model, heads))
-        self.prefill_graph = cache(lambda heads, tokens: self.steps(heads).prefill(tokens))
-        self.decode_graph = cache(lambda heads, batch, tokens: self.steps(heads).decode(batch, tokens))
-        self.prefill = cache(lambda t, tokens: self._price(t, self.prefill_graph(self.repeated(t), tokens)))
-        self.decode = cache(lambda t, batch, tokens: self._price(t, self.decode_graph(self.repeated(t), batch, tokens)))
+    def __init__(self, model: nn.Module, make: MeshMaker, eager: bool, expert_parallel: bool):
+        self.config, self.make, self.eager, self.expert_parallel = text_config(model), make, eager, expert_parallel
+        self.fields = expert_fields(self.config)
+        if expert_parallel and self.fields is None:
+            raise ValueError(f"expert_parallel is for mixtures of experts, but {type(model).__name__} has no experts; leave it out")
+        self.steps = cache(lambda heads, parts: steps_of(model, heads, parts))
+        self.prefill_graph = cache(lambda of, batch, tokens: self.steps(*of).prefill(tokens, batch))
+        self.decode_graph = cache(lambda of, batch, tokens: self.steps(*of).decode(batch, tokens))
+        self.prefill = cache(lambda t, r, tokens: self._price(t, r, self.prefill_graph(self.built(t), r, tokens)))
+        self.decode = cache(lambda t, r, batch, tokens: self._price(t, r, self.decode_graph(self.built(t), r * batch, tokens)))
 
-    def repeated(self, tensor: int) -> int | None:
-        """The number of key-value heads with copies, where there are fewer than devices."""
-        return tensor if any(layer.copies(tensor) > 1 for layer in self.steps(None).cache) else None
+    def built(self, tensor: int) -> tuple[int | None, int]:
+        """The number of key-value heads with copies, where there are fewer than devices; and in how many parts an expert is."""
+        heads = tensor if any(layer.copies(tensor) > 1 for layer in self.steps(None, 1).cache) else None
+        parts = 1 if self.fields is None or self.expert_parallel else tensor // math.gcd(tensor, getattr(self.config, self.fields.number))
+        return heads, parts
 
-    def _price(self, tensor: int, graph) -> StepPrice:
-        mesh = self.make((1, 1, tensor))
+    def styled(self, tensor: int, tokens: int) -> Solution:
+        """A prefill in few layers, of one replica."""
+        return self.prefill(tensor, 1, tokens).solution
+
+    def together(self, replicas: int) -> int:
+        """How many replicas take a step together."""
+        return replicas if self.expert_parallel else 1
+
+    def _price(self, tensor: int, replicas: int, graph) -> StepPrice:
+        mesh = self.make((replicas, 1, tensor))
         device = mesh.device if self.eager else _replayed(mesh.device)
-        return price_of(self.steps(self.repeated(tensor)), graph, Mesh(mesh.axes[2:], device))
+        axes = (mesh.axes[0], mesh.axes[2]) if replicas > 1 else mesh.axes[2:]
+        return price_of(self.steps(*self.built(tensor)), graph, Mesh(axes, device))
 
-    def why_not(self, tensor: int, pipeline: int) -> str:
+    def why_not(self, tensor: int, pipeline: int, replicas: int) -> str:
         """Why the model can't be shared out like this; "" where it can."""
-        steps: Steps = self.steps(None)
+        steps: Steps = self.steps(None, 1)
+        if self.fields is not None and self.expert_parallel and getattr(self.config, self.fields.number) % (tensor * replicas):
+            return f"{getattr(self.config, self.fields.number)} experts don't divide by {tensor * replicas}"
         if pipeline > len(steps.cache):
             return f"{len(steps.cache)} layers for {pipeline} stages"
-        for name in ("num_attention_heads", "intermediate_size"):
+        of_experts = self.fields.features if self.fields is not None else None
+        names = dict.fromkeys(("num_attention_heads", "intermediate_size", of_experts))
+        for name in (one for one in names if one is not None and not (self.expert_parallel and one == of_experts)):
             size = getattr(self.config, name, None)
             if isinstance(size, int) and size % tensor:
                 return f"{name} {size} doesn't divide by {tensor}"
@@ -174,14 +199,15 @@ class _Pricer:
 
 def _row(pricer: _Pricer, row: ServeRow, batch: int, prompt: int, max_tokens: int, limit: float) -> ServeRow:
     t, p, r = row.tensor, row.pipeline, row.replicas
-    if why := pricer.why_not(t, p):
+    if why := pricer.why_not(t, p, r):
         return replace(row, why=why)
     sequences = -(-batch // r)
     groups = min(p, sequences)
     size = -(-sequences // groups)
-    steps: Steps = pricer.steps(None)
+    steps: Steps = pricer.steps(None, 1)
     axis = pricer.make((r, p, t)).axes[1] if p > 1 else None
-    prefill, decode = pricer.prefill(t, prompt), pricer.decode(t, size, (prompt + max_tokens) // 2)
+    together = pricer.together(r)
+    prefill, decode = pricer.prefill(t, together, prompt), pricer.decode(t, together, size, (prompt + max_tokens) // 2)
     of_prompt, of_token = (
         _stage_seconds(price, p, axis, tokens * steps.hidden * steps.itemsize) for price, tokens in ((prefill, prompt), (decode, size))
     )
@@ -199,7 +225,7 @@ def _row(pricer: _Pricer, row: ServeRow, batch: int, prompt: int, max_tokens: in
         tokens_per_second=r * sequences * answer / (sequences * max(of_prompt) + answer * token) * batch / (r * sequences),
         weight_bytes=weights, cache_bytes=sequences * stored, activation_bytes=activations, memory_bytes=memory,
         most_sequences=max(most, 0) * r, copies=max(layer.copies(t) for layer in steps.cache),
-        replicated_bytes=prefill.replicated,
+        replicated_bytes=prefill.replicated, expert_bytes=prefill.experts,
     )  # fmt: skip
 
 

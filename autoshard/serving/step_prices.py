@@ -1,14 +1,17 @@
 """Seconds and bytes of a step on the devices of one tensor parallel group, per layer: Megatron's layouts at the prices of the mesh.
 
 The layouts are those of the baseline `megatron`: weights of heads and hidden features by columns and rows, the vocabulary sharded, the
-cache sharded by key-value heads. What the step costs in a layer is read from the plan's breakdown, and the layers of the model cost
-what their corresponding layers do.
+cache sharded by key-value heads, experts over the same devices. With expert parallelism the mesh has the replicas as a first axis:
+they shard the sequences, and the experts are sharded over all devices. What the step costs in a layer is read from the plan's
+breakdown, and the layers of the model cost what their corresponding layers do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from autoshard.baselines import MEGATRON_EXPERT_PARALLEL, MEGATRON_EXPERTS
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
 from autoshard.planning.context import Context
@@ -16,6 +19,7 @@ from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.plan import baseline_only
 from autoshard.serving.steps import Steps, block_of_layer
 from autoshard.solution import Solution
+from autoshard.strategies import is_experts
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class StepPrice:
     last_weights: float  # and after them
     shared_weights: float  # bytes that the two have in common: tied embeddings
     activations: float  # bytes at the fullest moment
+    experts: float  # bytes of the experts of all layers, on a device of each stage
     replicated: float  # bytes of matrices of all layers that every device has: those that the layouts leave whole
     solution: Solution  # of the few layers
 
@@ -53,8 +58,9 @@ class StepPrice:
 
 
 def price_of(steps: Steps, graph: Graph, mesh: Mesh) -> StepPrice:
-    """The price of a step. mesh: one axis, of the tensor parallel devices."""
-    solution = baseline_only(Context(graph, mesh, Options(baselines=False), Stopwatch(None)), "megatron")
+    """The price of a step. mesh: one axis, of the tensor parallel devices; or two, of replicas that share experts and these."""
+    scheme = MEGATRON_EXPERTS if len(mesh.axes) == 1 else MEGATRON_EXPERT_PARALLEL
+    solution = baseline_only(Context(graph, mesh, Options(baselines=False), Stopwatch(None)), scheme)
     few, rest = [0.0] * len(steps.blocks), 0.0
     for name, row in solution.breakdown["blocks"].items():
         seconds = row["compute"] + row["communication"]
@@ -68,18 +74,34 @@ def price_of(steps: Steps, graph: Graph, mesh: Mesh) -> StepPrice:
     return StepPrice(
         tuple(few[k] for k in steps.corresponding), rest, tuple(weights[k] for k in steps.corresponding), first, last, shared,
         sum(held for kind, held in parts.items() if kind not in ("parameters", "inputs")),
-        _replicated(steps, solution), solution,
+        _of_layers(steps, solution, _experts(graph)), _of_layers(steps, solution, _replicated(solution)), solution,
     )  # fmt: skip
 
 
-def _replicated(steps: Steps, solution: Solution) -> float:
-    rows = [
-        (block_of_layer(name, steps.blocks), row)
-        for name, row in solution.parameters.items()
-        if len(row["shape"]) > 1 and row["layout"] == "R" and solution.mesh.num_devices > 1
-    ]
-    few = [sum(row["local_bytes"] for layer, row in rows if layer == k) for k in range(len(steps.blocks))]
+def _of_layers(steps: Steps, solution: Solution, names: Collection[str]) -> float:
+    """Bytes of these parameters on a device, of all layers of the model."""
+    few = [0.0] * len(steps.blocks)
+    for name in names:
+        if (layer := block_of_layer(name, steps.blocks)) is not None:
+            few[layer] += solution.parameters[name]["local_bytes"]
     return sum(few[k] for k in steps.corresponding)
+
+
+def _experts(graph: Graph) -> set[str]:
+    """The parameters of experts."""
+    names = set()
+    for op in graph.ops:
+        for i, _ in op.inputs[3:] if is_experts(op) else ():
+            while len(graph.ops[i].inputs) == 1:  # views
+                i = graph.ops[i].inputs[0][0]
+            names.add(graph.ops[i].name)
+    return names
+
+
+def _replicated(solution: Solution) -> list[str]:
+    """The matrices that every tensor parallel device has."""
+    alike = {name: set(row["layout"].split(",")) == {"R"} for name, row in solution.parameters.items() if len(row["shape"]) > 1}
+    return [name for name, same in alike.items() if same and solution.mesh.shape[-1] > 1]
 
 
 def _weights(steps: Steps, solution: Solution) -> tuple[list[float], float, float, float]:

@@ -75,9 +75,9 @@ class Steps:
     hidden: int  # elements that a layer hands to the next one, per token
     itemsize: int
 
-    def prefill(self, tokens: int) -> Graph:
-        """One prompt of so many tokens."""
-        return self._captured({"input_ids": torch.empty(1, tokens, dtype=torch.int64, device="meta")})
+    def prefill(self, tokens: int, prompts: int = 1) -> Graph:
+        """Prompts of so many tokens; one for each replica."""
+        return self._captured({"input_ids": torch.empty(prompts, tokens, dtype=torch.int64, device="meta")})
 
     def decode(self, batch: int, tokens: int) -> Graph:
         """One token for each of `batch` sequences, of which so many tokens are stored."""
@@ -97,8 +97,9 @@ class Steps:
         return capture_module(self.few, inputs, training=False).graph
 
 
-def steps_of(model: nn.Module, key_value_heads: int | None = None) -> Steps:
-    """The steps of a Hugging Face model. key_value_heads: so many instead of the config's, with every head repeated.
+def steps_of(model: nn.Module, key_value_heads: int | None = None, parts: int = 1) -> Steps:
+    """The steps of a Hugging Face model. key_value_heads: so many instead of the config's, with every head repeated. parts: an expert's
+    features in so many parts, each as an expert of its own: what tensor parallel devices have of experts, whose number they don't divide.
 
     ValueError for a model that isn't of transformers, or whose attention is not looked up in transformers' AttentionInterface.
     """
@@ -113,8 +114,8 @@ def steps_of(model: nn.Module, key_value_heads: int | None = None) -> Steps:
             f"{_published(model).__name__} keeps compressed keys (multi-head latent attention), which engines read with kernels of their "
             "own that are not priced; plan its steps as they are: autoshard plan hf:DIR --set cache=dynamic"
         )
-    if key_value_heads is not None:
-        model = _with_heads(model, key_value_heads)
+    if key_value_heads is not None or parts > 1:
+        model = _rebuilt(model, key_value_heads, parts)
     name = _layers_of(model)
     total = len(model.get_submodule(name))  # type: ignore[arg-type]
     container = next((c for c in containers(model) if c.name == name), None)
@@ -155,13 +156,41 @@ def _corresponding(total: int, depth: int, container: Container | None) -> tuple
     return (*range(head + period), *between, *range(depth - last, depth))
 
 
-def _with_heads(model: nn.Module, heads: int) -> nn.Module:
-    """The model with so many key-value heads, on the meta device."""
+class ExpertFields(NamedTuple):
+    """How a config names its experts: their number, how many a token chooses, their features, and numbers that grow with the first."""
+
+    number: str
+    chosen: str
+    features: str
+    shared: str | None = None
+
+
+def expert_fields(config: Any) -> ExpertFields | None:
+    """The config's names; None where the model has no experts. ValueError where the names are others."""
+    number = next((name for name in ("num_local_experts", "num_experts", "n_routed_experts") if getattr(config, name, None)), None)
+    if number is None:
+        return None
+    features = "moe_intermediate_size" if getattr(config, "moe_intermediate_size", None) else "intermediate_size"
+    if not isinstance(getattr(config, "num_experts_per_tok", None), int) or not isinstance(getattr(config, features, None), int):
+        raise ValueError(f"the config has {number} but not num_experts_per_tok and {features} as numbers, so its experts can't be priced")
+    return ExpertFields(number, "num_experts_per_tok", features, "n_shared_experts" if getattr(config, "n_shared_experts", None) else None)
+
+
+def _rebuilt(model: nn.Module, heads: int | None, parts: int) -> nn.Module:
+    """The model with so many key-value heads, and its experts in parts, on the meta device."""
     config = copy.deepcopy(model.config)
     text = config.get_text_config(decoder=True)
-    if not hasattr(text, "num_key_value_heads"):
-        raise ValueError(f"{type(model).__name__} has no num_key_value_heads in its config, so its heads can't be repeated")
-    text.num_key_value_heads = heads
+    if heads is not None:
+        if not hasattr(text, "num_key_value_heads"):
+            raise ValueError(f"{type(model).__name__} has no num_key_value_heads in its config, so its heads can't be repeated")
+        text.num_key_value_heads = heads
+    if parts > 1:
+        fields = expert_fields(text)
+        assert fields is not None
+        for name in (fields.number, fields.chosen, fields.shared):
+            if name is not None:
+                setattr(text, name, getattr(text, name) * parts)
+        setattr(text, fields.features, getattr(text, fields.features) // parts)
     with torch.device("meta"):
         return type(model)._from_config(config, dtype=model.dtype).eval()  # type: ignore[attr-defined]
 

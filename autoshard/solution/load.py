@@ -29,9 +29,12 @@ def load(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Solution:
 def load_any(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Solution | ProgramsSolution:
     """As `load`; a plan of several programs as it is."""
     file, _, program = str(path).rpartition("#")
-    if file and not os.path.exists(path) and os.path.exists(file):
+    one_of_several = file and not os.path.exists(path) and os.path.exists(file)
+    data = {} if one_of_several else read(path)
+    if mesh is not None and (one_of_several or ("programs" in data and "weights" in data)):
+        raise ValueError(f"{path} says itself for which mesh it was planned; leave out the mesh")
+    if one_of_several:
         return load_programs(file)[program]
-    data = read(path)
     if "programs" in data and "weights" in data:
         return programs_of(data, path)
     if _is_old(data):

@@ -1,0 +1,250 @@
+"""Every option of every verb beside what the verb is given: command lines that differ in one option, and what changes with it."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+from autoshard.cli import main
+
+ROOT = Path(__file__).parent.parent
+DATA = f"{ROOT}/tests/data"
+MLP, TINY, GPT2, MOE = (f"{ROOT}/models/{name}" for name in ("mlp.py:mlp", "mlp.py:tiny", "gpt2.py:tiny", "moe.py:tiny"))
+LLAMA, MIXTRAL = f"hf:{DATA}/hf/llama", f"hf:{DATA}/hf/mixtral"
+TITAN = "job.toml"
+TABLES = "name,rows,columns,pooling,skew\n" + "".join(f"t{k},{1000 * 4**k},{32 * (k + 1)},{3 + k},0\n" for k in range(6))
+TITAN_TEXT = """[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 1
+seq_len = 4096
+[parallelism]
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 2
+"""
+PROGRAMS = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from autoshard import Program
+from models import mlp
+
+def programs(batch: int = 32):
+    return {{"train": Program(*mlp.mlp(batch=batch), training=True), "use": Program(*mlp.mlp(batch=8, loss=False), weight=4)}}
+
+def train(batch: int = 32):
+    return mlp.mlp(batch=batch)
+"""
+SERVED = ["--devices", "4", "--max-tokens", "64", "--batch", "4"]
+
+# verb: {situation: what it is given}; every option of the verb is added to each of them
+SITUATIONS = {
+    "plan": {
+        "forward": [MLP, "--mesh", "2x2"],
+        "train": [MLP, "--mesh", "2x2", "--train"],
+        "steps": [MLP, "--mesh", "2x2", "--train", "--microbatches", "2"],
+        "auto": [MLP, "--mesh", "auto", "--devices", "4"],
+        "keep": [MLP, "--keep", "edited.json"],
+        "prices": [MLP, "--mesh", "2x2", "--prices", "h100"],
+        "cluster": [MLP, "--cluster", "cluster.json"],
+        "pinned": [MLP, "--mesh", "2x2", "--pin", "layers.0.up.weight=R,R"],
+        "experts": [MOE, "--mesh", "4", "--train"],
+        "causal": [GPT2, "--mesh", "4", "--seq", "64", "--batch", "1"],
+        "alone": [MLP, "--mesh", "1"],
+    },
+    "frontier": {
+        "forward": [TINY, "--mesh", "2x2", "--points", "1"],
+        "train": [TINY, "--mesh", "2x2", "--train", "--points", "1"],
+        "prices": [TINY, "--mesh", "2x2", "--prices", "h100", "--points", "1"],
+        "cluster": [TINY, "--cluster", "cluster.json", "--points", "1"],
+    },
+    "pipeline": {
+        "devices": [MLP, "--devices", "4", "--layers", "4", "--set", "layers=4"],
+        "nodes": [MLP, "--nodes", "1x2:h100", "--nodes", "1x2:a100", "--set", "layers=4"],
+        "inference": [MLP, "--devices", "4", "--set", "layers=4", "--inference"],
+    },
+    "simulate": {
+        "model": [MLP, "--data", "2"],
+        "tensor": [MLP, "--tensor", "2", "--data", "2"],
+        "stages": [MLP, "--pipeline", "2", "--microbatches", "4", "--set", "layers=4"],
+        "alone": [MLP],
+        "plan": ["plan.json", "--trust"],
+        "cluster": [MLP, "--cluster", "cluster.json", "--data", "2"],
+        "mlp": ["mlp", "--constants", "distir_3386edc", "--data", "2"],
+    },
+    "show": {"plan": ["plan.json"], "programs": ["programs.json"]},
+    "verify": {"plan": ["tiny.json", "--trust"]},
+    "explain": {
+        "name": ["plan.json", "layers.0.up.weight", "--trust"],
+        "why not": ["plan.json", "layers.0.up.weight", "--trust", "--why-not", "R,R"],
+        "robust": ["plan.json", "--robust", "--trust"],
+        "all": ["plan.json"],
+    },
+    "check": {"plan": ["plan.json", "--trust"], "launcher": [TITAN, "--launcher", "torchtitan", "--devices", "8"]},
+    "degrees": {
+        "bound": [LLAMA, "--devices", "8", "--seq", "64", "--global-batch", "16"],
+        "no bound": [LLAMA, "--devices", "8", "--no-bound", "--seq", "64", "--global-batch", "16"],
+        "megatron": [LLAMA, "--devices", "8", "--no-bound", "--launcher", "megatron", "--seq", "64", "--global-batch", "16"],
+    },
+    "diff": {"equal": ["plan.json", "plan.json"], "other": ["plan.json", "edited.json"]},
+    "doctor": {"model": [GPT2, "--device", "cpu"], "alone": []},
+    "export": {
+        "map": ["plan.json"], "tp_plan": ["plan.json", "--format", "tp_plan"], "fully_shard": ["plan.json", "--format", "fully_shard"]
+    },
+    "report": {"model": ["plan.json", "--trust"], "no model": ["plan.json", "--no-model"]},
+    "programs": {"model": ["rl.py:programs", "--mesh", "2"], "plan": ["programs.json"]},
+    "redistribute": {"mesh": ["problems.json"], "tensorcraft": ["problems.json", "--prices", "tensorcraft"]},
+    "serve-plan": {"dense": [LLAMA, *SERVED], "experts": [MIXTRAL, *SERVED]},
+    "solve": {"plain": [f"{DATA}/iopddl/example.json"]},
+    "tables": {"one": ["tables.csv", "--devices", "4"], "two": ["tables.csv", "--devices", "2x2"]},
+    "show-prices": {"all": [], "one": ["h100"]},
+    "demo": {"": []},
+    "calibrate fit": {"csv": [f"{DATA}/collectives/measured.csv"], "json": [f"{DATA}/collectives/intra_2.json"]},
+    "calibrate measure": {"": ["--mesh", "1", "--seconds", "1"]},
+}  # fmt: skip
+
+# a value other than the default; per verb where it needs its own
+VALUES = {
+    "mesh": "4", "settings": "width=256", "batch": "16", "seq": "8", "dtype": "bfloat16", "cluster": "cluster.json", "devices": "2",
+    "memory": "70GB", "out": "new.json", "time_limit": "77", "gap": "0.3", "solver": "ilp", "intra_node_bandwidth": "9GB/s",
+    "inter_node_bandwidth": "7GB/s", "device": "a100", "prices": "a100", "devices_per_node": "1", "optimizer": "sgd",
+    "precision": "bf16", "microbatches": "4", "expert_imbalance": "3.0", "global_batch": "128", "objective": "overlapped",
+    "recompute": "all", "sequence_order": "natural", "pin": "layers.*.up.weight=R,R", "forbid": "layers.*.up.weight=R,R",
+    "keep": "edited.json", "free": "layers.1.*", "points": "2", "csv": "new.csv", "plot": "new.svg", "save_dir": "plans",
+    "nodes": "1x2:a100", "schedules": "gpipe", "layers": "2", "stages": "2", "workers": "1", "dask": "tcp://127.0.0.1:1",
+    "data": "4", "tensor": "4", "pipeline": "2", "schedule": "gpipe", "chunks": "2", "scheme": "fsdp", "prefetch": "0",
+    "constants": "distir_83d7fc3", "trace": "new.json", "picture": "new.svg", "random": "1", "seed": "5", "why_not": "S(0),R",
+    "alternatives": "1", "within": "0.4", "launcher": "megatron", "microbatch": "2", "per_node": "2", "top": "1", "kind": "json",
+    "axis": "a", "frontier": "frontier.json", "switches": "9", "planner": "naive", "memory_limit": "1GB", "count": "buffers",
+    "max_depth": "1", "top_k": "1", "draw": "new.svg", "max_tokens": "128", "prompt": "9", "hbm": "1GB", "host_memory": "1GB",
+    "host_bandwidth": "1GB/s", "reserve": "0.5", "effort": "0.1", "method": "p_norm", "collective": "all_reduce", "system": "b",
+    "seconds": "2", "largest": "1MB", "backend": "gloo", "name": "h100", "model": MLP,
+}  # fmt: skip
+OWN = {
+    ("check", "within"): "0%", ("check", "out"): "new.toml", ("degrees", "out"): "new.toml", ("report", "out"): "new.html",
+    ("explain", "name"): "layers.0.down.weight", ("pipeline", "recompute"): "always", ("tables", "devices"): "2",
+    ("degrees", "precision"): "fp8", ("verify", "device"): "cuda", ("doctor", "device"): "cuda", ("doctor", "model"): MLP,
+    ("verify", "model"): f"{ROOT}/models/mlp.py:tiny", ("degrees", "settings"): "layers=1", ("serve-plan", "settings"): "layers=1",
+    ("simulate", "microbatches"): "2", ("redistribute", "prices"): "tensorcraft", ("programs", "settings"): "batch=64",
+    ("calibrate fit", "devices"): "2", ("doctor", "settings"): "layers=1", ("check", "devices"): "16",
+}  # fmt: skip
+HOST = ("cpu_seconds", "wall_seconds", "seconds_of_host", "autosharding_time", "imports")  # of the planning host
+RESULTS = ("out", "csv", "plot", "trace", "picture", "draw", "save_dir")
+
+
+def prepared(folder: Path) -> None:
+    """The files that the command lines name."""
+    from tests.test_schemas import measured
+
+    (folder / "rl.py").write_text(PROGRAMS)
+    (folder / "tables.csv").write_text(TABLES)
+    (folder / TITAN).write_text(TITAN_TEXT)
+    measured(folder / "cluster.json")
+    (folder / "problems.json").write_text(Path(f"{DATA}/redistribution/problems.json").read_text())
+    for argv in (
+        ["plan", MLP, "--mesh", "2x2", "--train", "--out", "plan.json"],
+        ["plan", f"{ROOT}/models/mlp.py:tiny", "--mesh", "2", "--train", "--out", "tiny.json"],
+        ["programs", "rl.py:programs", "--mesh", "2", "--out", "programs.json"],
+        ["frontier", MLP, "--mesh", "2x2", "--train", "--points", "2", "--out", "frontier.json"],
+    ):
+        assert run(argv)[0] == 0, argv
+    plan = json.loads((folder / "plan.json").read_text())
+    plan["parameters"]["layers.0.up.weight"]["layout"] = "R,R"
+    (folder / "edited.json").write_text(json.dumps(plan))
+
+
+def run(argv: list[str]) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(argv)
+    return code, out.getvalue(), err.getvalue()
+
+
+@cache
+def verbs() -> dict[str, list]:
+    """The parameters of every verb, by its words."""
+    from typer.main import get_command
+
+    from autoshard.cli.app import app
+
+    found = {}
+    for name, command in get_command(app).commands.items():
+        inner = getattr(command, "commands", None)
+        found.update({f"{name} {key}": one.params for key, one in inner.items()} if inner else {name: command.params})
+    return found
+
+
+def without(words: list[str], names: list[str], flag: bool) -> list[str]:
+    at = next((k for k, word in enumerate(words) if word in names), None)
+    return words if at is None else [*words[:at], *words[at + (1 if flag else 2) :]]
+
+
+def lines(verb: str, situation: str) -> dict[str, list[str]]:
+    """Per parameter of the verb the situation's command line with another value of it; under "" the line itself."""
+    begin = SITUATIONS[verb][situation]
+    found = {"": [*verb.split(), *begin, "--json"]}
+    for p in verbs()[verb]:
+        if p.name == "as_json":
+            found[p.name] = [*verb.split(), *begin]
+            continue
+        flag = bool(getattr(p, "is_flag", False))
+        if flag and p.opts[0] in begin:
+            continue
+        if p.param_type_name == "argument":
+            place = [q.name for q in verbs()[verb] if q.param_type_name == "argument"].index(p.name)
+            given = next((k for k, word in enumerate(begin) if word.startswith("--")), len(begin))
+            if place != given:
+                continue  # what a verb is about is not an option
+            words = [*begin[:place], OWN.get((verb, p.name), VALUES[p.name]), *begin[place:]]
+        else:
+            rest = begin if p.multiple else without(begin, p.opts, flag)
+            words = [*rest, p.opts[0]] if flag else [*rest, p.opts[0], OWN.get((verb, p.name)) or VALUES[p.name]]
+        found[p.name] = [*verb.split(), *words, "--json"]
+    return found
+
+
+def answer(argv: list[str], folder: Path) -> tuple:
+    """What a command line says and writes, without what the host's clock adds; and its exit code."""
+    for path in folder.glob("new.*"):
+        path.unlink()
+    code, out, err = run(argv)
+    try:
+        said = json.dumps(timeless(json.loads(out)))
+    except ValueError:
+        said = re.sub(r"\d+\.?\d* s\b", "", out)
+    return code, said, err, sorted(path.name for path in folder.iterdir() if path.name.startswith(("new.", "plans")))
+
+
+def timeless(record):
+    if isinstance(record, dict):
+        return {key: timeless(value) for key, value in record.items() if key not in HOST}
+    return [timeless(value) for value in record] if isinstance(record, list) else record
+
+
+def explore(verb: str, folder: Path) -> None:
+    for situation in SITUATIONS[verb]:
+        every = lines(verb, situation)
+        base = answer(every[""], folder)
+        print(f"== {verb} [{situation}] {base[0]} {base[2][-200:]!r}", flush=True)
+        for name, argv in every.items():
+            if name:
+                began = time.process_time()
+                got = answer(argv, folder)
+                what = "refused" if got[0] == 2 else "SAME" if got == base else "acts"
+                more = got[2].strip()[-230:] if what == "refused" else "stderr/files only" if got[:2] == base[:2] else ""
+                print(f"   {what:8} {name:22} {time.process_time() - began:5.2f}  {more}", flush=True)
+
+
+if __name__ == "__main__":
+    import tempfile
+    import time
+
+    here = Path(tempfile.mkdtemp())
+    os.chdir(here)
+    prepared(here)
+    for verb in sys.argv[1:] or SITUATIONS:
+        explore(verb, here)

@@ -1,0 +1,178 @@
+"""The emitted recipes run: each trains on gloo ranks as one process does; and each is a scheme that was priced."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import autoshard
+from autoshard.capture import capture_deep
+from autoshard.cli import main
+from autoshard.exports import FORMATS, HOLDS_WITHIN, NotHeld, fully_shard
+from autoshard.lower.unsharded import materialized
+from autoshard.mesh import Mesh
+from autoshard.planning.context import Context
+from autoshard.planning.options import Options, Stopwatch
+from autoshard.planning.plan import baseline_only
+from autoshard.planning.recomputing import as_asked
+from autoshard.precision import Precision
+from models import gpt2, llama, moe
+from tests.helpers_ranks import results
+from tests.helpers_solutions import export_anyway
+
+STEPS, BATCH, SEQ, VOCAB = 3, 8, 16, 128
+MODELS = {"gpt2": gpt2.tiny, "llama": llama.tiny}
+
+
+def model_of(name, microbatches=1):
+    if name == "moe":
+        return moe.tiny()
+    return MODELS[name](batch=BATCH // microbatches, seq=SEQ, vocab=VOCAB, dtype="float64")
+
+
+def planned(name, shape, scheme=None, microbatches=1, precision=None, **options):
+    module, inputs = model_of(name, microbatches)
+    mesh = Mesh.from_bandwidths(shape)
+    if scheme is None:
+        return autoshard.plan(module, inputs, mesh, training=True, microbatches=microbatches, **options)
+    precision = None if precision is None else Precision.parse(precision)
+    graph = capture_deep(module, inputs, training=True, precision=precision)[0]
+    chosen = Options(training=True, microbatches=microbatches, precision=precision, baselines=False, **options)
+    context = Context(graph, mesh, chosen, Stopwatch(None))
+    return baseline_only(as_asked(context), scheme)
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(VOCAB, (BATCH, SEQ), generator=generator) for _ in range(2)]
+
+
+def trained(rank, name, recipe, source):
+    """The losses of a few steps, of one process and of the emitted module's model; its parameters that are DTensors; blocks recomputed."""
+    alone, model = (materialized(model_of(name)[0], 0) for _ in range(2))
+    shape, names = recipe["mesh"]["shape"], recipe["mesh"]["axis_names"]
+    device_mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(names))
+    emitted = {}
+    exec(compile(source, "recipe.py", "exec"), emitted)
+    emitted["apply"](model, device_mesh)
+    tensor, place = recipe["parallelize_module"]["axis"], device_mesh.get_coordinate()
+    row, rows = 0, 1
+    for k, axis in enumerate(names):
+        if axis != tensor or not recipe["parallelize_module"]["plan"]:
+            row, rows = row * shape[k] + place[k], rows * shape[k]
+    m = recipe.get("microbatches", {}).get("number", 1)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (alone, model)]
+    losses = []
+    for x, y in [batch()] * STEPS:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = alone(x, y)
+        loss.backward()
+        mine = 0.0
+        for k, parts in enumerate(zip(x.chunk(m), y.chunk(m))):
+            if m > 1:
+                emitted["begin_microbatch"](model, k)
+            one = model(*(part.chunk(rows)[row] for part in parts)) / m
+            one.backward()
+            mine += one.detach()
+        for optimizer in optimizers:
+            optimizer.step()
+        torch.distributed.all_reduce(mine, torch.distributed.ReduceOp.SUM)
+        losses.append((loss.item(), mine.item() / torch.distributed.get_world_size()))
+    parameters, recomputing = sum(isinstance(p, DTensor) for p in model.parameters()), sum("forward" in vars(m) for m in model.modules())
+    return losses, parameters, recomputing
+
+
+CASES = {  # model, mesh, scheme, what more; and what the recipe does: axes of fully_shard, of replicate, reshard_after_forward
+    "zero3": ("gpt2", (2,), "zero3", {}, ["axis0"], [], True),
+    "zero1": ("gpt2", (2, 2), "zero1", {}, ["axis0", "axis1"], [], False),
+    "hsdp": ("gpt2", (2, 2), "hsdp", {}, ["axis1"], ["axis0"], True),
+    "data_parallel": ("gpt2", (2, 2), "data_parallel", {}, [], ["axis0", "axis1"], None),
+    "megatron": ("llama", (2, 2), "megatron", {}, [], ["axis0"], None),
+    "megatron_fsdp": ("llama", (2, 2), "megatron_fsdp", {}, ["axis0"], [], True),
+    "recomputed": ("llama", (2, 2), "zero3", {"recompute": 1}, ["axis0", "axis1"], [], True),
+    "microbatches": ("gpt2", (2,), "zero3", {"microbatches": 4}, ["axis0"], [], True),
+    "precision": ("llama", (2,), "fsdp", {"precision": "bf16"}, ["axis0"], [], True),
+}
+QUICK = ("zero1", "recomputed")
+
+
+@pytest.mark.parametrize("case", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+def test_the_emitted_module_trains_as_one_process_does(case):
+    name, shape, scheme, more, sharded, replicated, reshards = CASES[case]
+    solution = planned(name, shape, scheme, **more)
+    recipe = export_anyway(solution, "fully_shard")
+    shard = recipe["fully_shard"]
+    assert (shard["axes"], recipe["replicate"]["axes"], shard.get("reshard_after_forward")) == (sharded, replicated, reshards)
+    assert recipe.cost_seconds == pytest.approx(solution.cost, rel=0.05)
+    assert recipe.get("checkpoint", {}).get("modules", []) == [f"layers.{k}" for k in range(more.get("recompute", 0))]
+    source = fully_shard.as_python(recipe)
+    assert source.count("fully_shard(model") == bool(sharded) and source.count("checkpoint(") == 0
+    found = results(math.prod(shape), trained, name, dict(recipe), source)
+    tolerance = 2e-3 if "precision" in more else 2e-6  # the loss is float32
+    for losses, sharded_parameters, recomputing in found:
+        assert sharded_parameters > 0 and recomputing == more.get("recompute", 0)
+        assert all(alone == pytest.approx(ours, abs=tolerance) for alone, ours in losses)
+        assert losses[0][0] - losses[-1][0] > 1e-2  # it does learn, so that losses after a step say something of gradients
+
+
+def test_the_comparison_sees_gradients_that_are_not_reduced():
+    """The control: a recipe that replicates parameters and never reduces their gradients."""
+    recipe = export_anyway(planned("gpt2", (2,), "zero3"), "fully_shard")
+    source = fully_shard.as_python(recipe).replace("fully_shard(model", "str(model")
+    found = results(2, trained, "gpt2", dict(recipe), source)
+    assert any(abs(alone - ours) > 1e-3 for alone, ours in found[0][0])
+
+
+# -- formats that hold a plan, and those that don't -----------------------------------------------------------------------------------
+
+PLANS = {
+    "fsdp": ("gpt2", (4,), "fsdp", {}), "megatron": ("llama", (2, 2), "megatron", {}), "free": ("gpt2", (2, 4), None, {}),
+    "experts": ("moe", (4,), None, {}), "recomputed": ("llama", (4,), "zero3", {"recompute": "all"}),
+    "limited": ("gpt2", (4,), None, {"memory_limit": 1.6e6}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name if name in ("fsdp", "limited") else pytest.param(name, marks=pytest.mark.slow) for name in PLANS])
+def test_a_format_holds_the_plan_or_is_refused_with_those_that_do(name, tmp_path, capsys):
+    model, shape, scheme, more = PLANS[name]
+    solution, path = planned(model, shape, scheme, **more), tmp_path / "plan.json"
+    solution.save(path)
+    held, refused = set(), {}
+    for kind in FORMATS:
+        if kind == "checkpoint_policy":
+            continue  # it is of plans that choose per tensor
+        try:
+            value = autoshard.export(solution, kind)
+        except NotHeld as error:
+            refused[kind] = str(error)
+        else:
+            held.add(kind)
+            assert value.cost_seconds == math.inf or value.cost_seconds <= solution.cost * (1 + HOLDS_WITHIN)
+            assert getattr(value, "peak_bytes", None) is None or value.peak_bytes <= (solution.memory_limit or math.inf)
+    assert {"sharding_map", "json", "distribute_module"} <= held
+    for kind, sentence in refused.items():
+        assert sentence.startswith(f"{kind} can't hold this plan: ") and all(other in sentence for other in held)
+        assert main(["export", str(path), "--to", kind, "--json", "--out", str(tmp_path / "a.json")]) == 1
+        told = json.loads(capsys.readouterr().out)
+        assert told["status"] == "infeasible" and told["message"] == sentence and not (tmp_path / "a.json").exists()
+    if name == "fsdp":
+        assert "fully_shard" in held and {"tp_plan", "vllm"} <= set(refused)
+    if name == "megatron":
+        assert {"tp_plan", "fully_shard"} <= held
+
+
+def test_what_is_held_is_a_share_of_the_seconds_that_can_be_chosen(capsys, tmp_path):
+    solution = planned("gpt2", (4,), "fsdp")
+    longer = export_anyway(solution, "tp_plan").cost_seconds / solution.cost - 1
+    assert longer > HOLDS_WITHIN
+    autoshard.export(solution, "tp_plan", within=longer * 1.01)
+    with pytest.raises(NotHeld, match="longer"):
+        autoshard.export(solution, "tp_plan", within=longer * 0.99)
+    solution.save(tmp_path / "plan.json")
+    assert main(["export", str(tmp_path / "plan.json"), "--to", "tp_plan", "--within", f"{100 * longer * 1.01}%"]) == 0
+    with pytest.raises(ValueError, match="within is -1; expected a share of 0 or more"):
+        autoshard.export(solution, "json", within=-1)
