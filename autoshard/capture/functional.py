@@ -4,10 +4,12 @@ functional              wraps a function such that its traced operators write in
                         adaptive_avg_pool2d do); writing into an INPUT stays an error, which a traced graph can't represent
 without_equal_strides   replaces an as_strided that reads all elements of its input in place by that input, and one that reads the
                         elements which an as_strided_scatter wrote by the tensor that was scattered
+with_dense_factors      makes the backward of determinants and linear solves that of a matrix with dense rows
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,6 +63,23 @@ def without_equal_strides(traced: fx.GraphModule) -> dict[fx.Node, fx.Node]:
             node.replace_all_uses_with(same)
             traced.graph.erase_node(node)
     return replaced
+
+
+FACTORING = (aten._linalg_slogdet.default, aten._linalg_det.default, aten._linalg_solve_ex.default)
+
+
+def with_dense_factors(traced: fx.GraphModule) -> None:
+    """Of a real matrix with dense rows FACTORING factors the transpose, of another one the matrix itself, and their backward, traced,
+    solves with the factors of the one or the other. All run on dense
+    matrices (`lower.kernels.strides`), so the backward does, too."""
+    for node in traced.graph.find_nodes(op="call_function", target=aten.linalg_lu_solve.default):
+        pivots = node.args[1]
+        factored = pivots.args[0] if pivots.target is operator.getitem else None
+        if factored is None or factored.target not in FACTORING:
+            continue
+        matrix = factored.args[0].meta["val"]
+        if not matrix.is_contiguous() and not matrix.is_complex():
+            node.kwargs = {**node.kwargs, "adjoint": not node.kwargs.get("adjoint", False)}
 
 
 def _source(graph: fx.Graph, node: fx.Node) -> fx.Node | None:

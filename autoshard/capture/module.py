@@ -30,7 +30,7 @@ from autoshard.capture.ctc_loss import ctc_as_one_op
 from autoshard.capture.dropout_attention import DROPOUT
 from autoshard.capture.experts import as_one_op as experts_as_one_op
 from autoshard.capture.explain import FLEX, explained, line_of
-from autoshard.capture.functional import functional, traced_tensor, without_equal_strides
+from autoshard.capture.functional import functional, traced_tensor, with_dense_factors, without_equal_strides
 from autoshard.capture.grouped_mm import fake_grouped_mm
 from autoshard.capture.held import filled, has_objects, in_lists, listing, opened
 from autoshard.capture.inputs import (
@@ -256,6 +256,7 @@ def _retraced(fx_graph: fx.GraphModule | ExportedProgram, example_inputs: Any = 
     with mode, torch.no_grad():
         traced = make_fx(functional(run, [name.name for name in names]))(*fakes)
     _check_operators(traced)
+    with_dense_factors(traced)
     replaced = without_equal_strides(traced) | without_expanded_matrices(traced) | canonical(traced)
     recorder.became = pytree.tree_map(lambda leaf: replaced.get(leaf, leaf), recorder.became)
     _inherit_modules(recorder.modules, traced.graph, replaced)
@@ -365,6 +366,7 @@ def _capture_training(mode: FakeTensorMode, module: nn.Module, args: tuple, kwar
         joint = aot_export_joint_with_descriptors(stack, captured, *in_lists(args, kwargs))
     traced: fx.GraphModule = joint.graph_module
     _check_operators(traced)
+    with_dense_factors(traced)
     without_equal_strides(traced)
     canonical(traced)
     names = [named(node.meta["desc"]) for node in traced.graph.nodes if node.op == "placeholder"]

@@ -111,6 +111,7 @@ ROWS: dict[str, dict[str, Rule]] = {
     "aten.expand_copy.default": SIZE,
     "aten.full.default": SIZE,
     "aten.zeros.default": SIZE,
+    "aten._efficientzerotensor.default": SIZE,
     "aten.ones.default": SIZE,
     "aten.empty.memory_format": SIZE,
     "aten.empty_strided.default": {"size": out_shape, "stride": out_strides},
@@ -142,6 +143,8 @@ INSTEAD = {
     "aten._unsafe_view.default": ("aten.reshape.default", {"self": "self", "size": "shape"}),
     "aten.view_copy.default": ("aten.reshape.default", {"self": "self", "size": "shape"}),
     "aten._reshape_alias.default": ("aten.reshape.default", {"self": "self", "size": "shape"}),
+    # The tangent of a constant in forward mode has no storage: no kernel of another operator may read it.
+    "aten._efficientzerotensor.default": ("aten.zeros.default", {n: n for n in ("size", "dtype", "layout", "device", "pin_memory")}),
     # Uninitialised tensors hold arbitrary values, and verify compares them: all ranks and the unsharded program hold zeros.
     "aten.empty.memory_format": ("aten.zeros.default", {name: name for name in ("size", "dtype", "layout", "device", "pin_memory")}),
     "aten.new_empty.default": ("aten.new_zeros.default", {n: n for n in ("self", "size", "dtype", "layout", "device", "pin_memory")}),
@@ -149,7 +152,8 @@ INSTEAD = {
 }
 
 # Factories: a constant comes from the op's literals alone, so that every output layout is right for it.
-CONSTANTS = frozenset(t for t in ROWS if t.split(".")[1].removeprefix("new_") in ("full", "zeros", "ones", "empty", "empty_strided"))
+MADE = ("full", "zeros", "ones", "empty", "empty_strided", "_efficientzerotensor")
+CONSTANTS = frozenset(t for t in ROWS if t.split(".")[1].removeprefix("new_") in MADE)
 UNINITIALISED = frozenset(t for t in CONSTANTS if "empty" in t) | {"aten.empty_like.default"}
 
 

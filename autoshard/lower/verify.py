@@ -172,7 +172,7 @@ class _Unsharded:
             return x
         eps, seed = self.noise
         random = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed * 1_000_003 + i), dtype=x.dtype.to_real())
-        return x * (1 + (2 * random.to(x.device) - 1) * 2 * eps)
+        return x * (1 - random.to(x.device) * 4 * eps)  # towards zero: a probability or a label stays within [0, 1]
 
     def _slot(self, value: Value) -> Slot | None:
         tensor = self.graph.ops[value[0]].outputs[value[1]]

@@ -196,7 +196,7 @@ def reduce(op: Op, inputs: Inputs) -> list[Row]:
 @rule(
     "aten.full.default", "aten.zeros.default", "aten.ones.default", "aten.empty.memory_format", "aten.zeros_like.default",
     "aten.ones_like.default", "aten.full_like.default", "aten.empty_like.default", "aten.new_zeros.default", "aten.new_ones.default",
-    "aten.new_full.default", "aten.new_empty.default", "aten.fill.Scalar", "aten.zero.default",
+    "aten.new_full.default", "aten.new_empty.default", "aten.fill.Scalar", "aten.zero.default", "aten._efficientzerotensor.default",
 )  # fmt: skip
 def constant(op: Op, inputs: Inputs) -> list[Row]:
     """A constant may have any layout. A template of the same shape has the same layout; another one is replicated."""

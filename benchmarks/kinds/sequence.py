@@ -13,6 +13,11 @@ def sequence():
     return (torch.randn(8, 16, 32),)
 
 
+def short():
+    """For those that loop over the steps."""
+    return (torch.randn(8, 6, 32),)
+
+
 class Mixer(nn.Module):
     """Its loss is the error of the next step."""
 
@@ -21,7 +26,7 @@ class Mixer(nn.Module):
         return F.mse_loss(y[:, :-1], x[:, 1:]) if self.training else y
 
 
-@stranger_class("selective_scan", sequence)
+@stranger_class("selective_scan", short)
 class SelectiveScan(Mixer):
     """Mamba by a loop over the steps."""
 
@@ -92,7 +97,7 @@ class Hyena(Mixer):
         return self.out((q * y).transpose(1, 2))
 
 
-@stranger_class("rwkv_own", sequence)
+@stranger_class("rwkv_own", short)
 class TimeMix(Mixer):
     """RWKV's weighted sum with its running maximum."""
 
@@ -150,7 +155,7 @@ class MLSTM(Mixer):
         return self.out(y)
 
 
-@stranger_class("slstm", sequence)
+@stranger_class("slstm", short)
 class SLSTM(Mixer):
     """xLSTM's scalar memory with exponential gates: heads with recurrent weights of their own."""
 
@@ -236,7 +241,7 @@ class Retention(Mixer):
         return self.o(F.silu(self.g(x)) * self.norm(y).view(B, T, W))
 
 
-@stranger_class("delta_net", sequence)
+@stranger_class("delta_net", short)
 class DeltaNet(Mixer):
     """A memory that each step corrects by what it predicted."""
 

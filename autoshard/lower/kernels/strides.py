@@ -1,14 +1,20 @@
-"""Local programs of as_strided and as_strided_scatter, which address a tensor's storage by strides.
+"""Local programs of operators whose results depend on strides: as_strided and as_strided_scatter, which address a tensor's storage,
+and those that factor a matrix or, as its strides are, its transpose.
 
 A tensor that came from another rank, or that is a view of a larger one, has another storage than the captured program's. So elements
-are addressed by their position in the tensor, in row-major order.
+are addressed by their position in the tensor, in row-major order, and matrices are factored with dense rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from autoshard.capture.functional import FACTORING
 from autoshard.graph import is_dense
 from autoshard.lower.collectives import Rank
 from autoshard.lower.kernels.sharded_op import Arguments, Kernel, ShardedOp, local
@@ -54,3 +60,10 @@ def _covers_all(sharded: ShardedOp) -> bool:
 
 
 KERNELS = {"aten.as_strided.default": _as_strided, "aten.as_strided_scatter.default": _as_strided_scatter}
+
+
+def _of_dense(operator: Callable[..., Any], A: Tensor, **rest: Any) -> Any:
+    return operator(A.contiguous(), **rest)
+
+
+FUNCTIONS = {str(operator): partial(_of_dense, operator) for operator in FACTORING}

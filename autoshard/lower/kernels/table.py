@@ -68,6 +68,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **experts.FUNCTIONS,
     **expert_parallel.FUNCTIONS,
     **chunked_loss.FUNCTIONS,
+    **strides.FUNCTIONS,
     str(REORDER): reorder,
 }
 

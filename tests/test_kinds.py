@@ -1,0 +1,122 @@
+"""What the models of benchmarks/kinds found, each as a product of lists; and that they are what they are said to be."""
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard import api
+from autoshard.capture import module as capturing
+from autoshard.mesh import Mesh
+from benchmarks import coverage, kinds, trained_steps
+from benchmarks.strangers import STRANGERS
+
+FAST = Mesh.from_bandwidths((2,), intra_node_bandwidth=1e14, intra_node_latency=1e-9)
+ADDED = {name: row for name, row in STRANGERS.items() if row.kind}
+
+
+def verified(module, inputs, training=True, random=1):
+    solution = api.plan(module, inputs, FAST, training=training, baselines=False)
+    return solution, api.verify(module, inputs, solution, random=random)
+
+
+def test_there_are_60_models_and_more_of_every_kind():
+    assert len(ADDED) >= 60 and {row.kind for row in ADDED.values()} == set(kinds.__all__)
+    assert sum(True in row.modes and not row.draws for row in ADDED.values()) >= 20
+
+
+# -- matrices that are factored -----------------------------------------------------------------------------------------------------
+
+
+class Determined(nn.Module):
+    """A determinant of a matrix whose columns are dense, because the parameter's are or because it is a view."""
+
+    def __init__(self, of, columns, batch):
+        super().__init__()
+        weight = torch.randn(*batch, 4, 4) + 2 * torch.eye(4)
+        self.weight = nn.Parameter(weight.mT.contiguous().mT if columns == "parameter" else weight)
+        self.of, self.columns = of, columns
+
+    def forward(self, x):
+        matrix = {"parameter": lambda w: w, "view": lambda w: w.mT, "result": lambda w: (w.mT * x).mT}[self.columns](self.weight)
+        found = torch.linalg.det(matrix) if self.of == "det" else torch.linalg.slogdet(matrix)[1]
+        return (found * x).sum()
+
+
+@pytest.mark.parametrize("batch", [(), (4,)], ids=["one", "batch"])
+@pytest.mark.parametrize("columns", ["parameter", "view", "result"])
+@pytest.mark.parametrize("of", ["det", "slogdet"])
+def test_the_gradient_of_a_determinant_is_right_whatever_the_strides(of, columns, batch):
+    torch.manual_seed(0)
+    _, found = verified(Determined(of, columns, batch), (torch.tensor(1.5),))
+    assert found["ok"], found
+
+
+def test_a_backward_for_other_strides_is_found(monkeypatch):
+    """The negative control: factors of the transpose, and a backward that solves with those of the matrix."""
+    monkeypatch.setattr(capturing, "with_dense_factors", lambda traced: None)
+    torch.manual_seed(0)
+    assert not verified(Determined("slogdet", "parameter", ()), (torch.tensor(1.5),))[1]["ok"]
+
+
+# -- values at the border of a domain -------------------------------------------------------------------------------------------------
+
+
+class Likelihood(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, label):
+        return nn.functional.binary_cross_entropy(self.linear(x).sigmoid(), label)
+
+
+@pytest.mark.parametrize("label", [0.0, 1.0])
+def test_labels_at_the_end_of_their_domain_are_verified(label):
+    _, found = verified(Likelihood(), (torch.randn(4, 8), torch.full((4, 8), label)))
+    assert found["ok"], found
+
+
+# -- forward mode -------------------------------------------------------------------------------------------------------------------
+
+
+class Along(nn.Module):
+    """The derivative of a net along a direction, part of which is a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Softplus(), nn.Linear(16, 4))
+
+    def forward(self, x, v):
+        value, slope = torch.func.jvp(lambda x: torch.cat([self.net(x), torch.ones_like(x[:, :1])], -1), (x,), (v,))
+        return value.square().mean() + slope.square().mean()
+
+
+def test_a_derivative_in_forward_mode_has_rows_and_is_right():
+    solution, found = verified(Along(), (torch.randn(4, 8), torch.randn(4, 8)))
+    assert found["ok"], found
+    assert solution.replicated_ops == ()
+
+
+# -- steps on ranks -------------------------------------------------------------------------------------------------------------------
+
+
+def test_differences_are_measured_and_none_is_overlooked():
+    x = torch.tensor([2.0, 4.0], dtype=torch.float64)
+    assert trained_steps.off(x, x.clone()) == 0
+    assert trained_steps.off(x + 1, x) == pytest.approx(1 / 4)
+    assert trained_steps.off(x[:1], x) == trained_steps.off(x * float("nan"), x) == float("inf")
+    assert trained_steps.off(torch.tensor([True]), torch.tensor([False])) == 1
+
+
+@pytest.mark.slow
+def test_models_are_trained_on_ranks_as_in_one_process():
+    rows = trained_steps.trained(["vae_given_noise", "lora_qv", "moco"])
+    assert [row["verdict"] for row in rows] == ["ok"] * 3, rows
+    assert all(row["sharded"] for row in rows)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_not_captured_is_a_row_and_the_others_go_on():
+    rows = trained_steps.trained(["lazy_linear", "made"])
+    assert [row["verdict"] for row in rows] == ["not capturable", "ok"]
+    assert coverage.train(["made"], as_json=True) == 0
