@@ -3,12 +3,12 @@
     python benchmarks/coverage.py [DIR] [--only NAME ...] [--mode training] [--random 3] [--limit 300] [--set experts=batched_mm] [--json]
     python benchmarks/coverage.py --train [--only NAME ...] [--json]
 
-DIR holds one folder per Hugging Face model with its config.json (default: the two-layer ones that the tests use); ResNet, U-Net,
-DLRM and a mixture of experts come from models/, all others from strangers.py and, by kind, from kinds/. Nothing is downloaded.
-One row per model and mode, each in a process of its own that ends after --limit seconds; what stops a model is its row.
-unknown: ops that no rule knows, by target.
-cpu: seconds for capture and both plans, baselines left out. run: the model through `parallelize` on 2 ranks against the model itself,
-outputs, gradients and state; what is off by no more than NOISE times as much as the model in float32 from itself in float64 is rounding.
+DIR holds one folder per Hugging Face model with its config.json (default: the two-layer ones that the tests use); ResNet, U-Net, DLRM
+and a mixture of experts come from models/, all others from strangers.py and, by kind, from kinds/. Nothing is downloaded. One row per
+model and mode, each in a process of its own that ends after --limit seconds; what stops a model is its row. unknown: ops that no rule
+knows, by target. cpu: seconds for capture and both plans, baselines left out. run: the model through `parallelize` on 2 ranks against
+the model itself, outputs, gradients and state; what is off by no more than NOISE times as much as the model in float32 from itself in
+float64 is rounding.
 not on cuda: ops without a kernel for GPUs, by a dry run.
 verify, worst: the largest relative error of any output or gradient over the plan and the random layouts,
 all ranks; a misplaced tensor makes the row fail. The last line counts by verdict:

@@ -8,7 +8,7 @@ from autoshard import api
 from autoshard.capture import module as capturing
 from autoshard.mesh import Mesh
 from benchmarks import coverage, kinds, trained_steps
-from benchmarks.strangers import STRANGERS
+from benchmarks.strangers import STRANGERS, build
 
 FAST = Mesh.from_bandwidths((2,), intra_node_bandwidth=1e14, intra_node_latency=1e-9)
 ADDED = {name: row for name, row in STRANGERS.items() if row.kind}
@@ -22,6 +22,16 @@ def verified(module, inputs, training=True, random=1):
 def test_there_are_60_models_and_more_of_every_kind():
     assert len(ADDED) >= 60 and {row.kind for row in ADDED.values()} == set(kinds.__all__)
     assert sum(True in row.modes and not row.draws for row in ADDED.values()) >= 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "training"), [(name, mode) for name, row in ADDED.items() for mode in row.modes])
+def test_a_plan_and_a_random_layout_are_right(name, training):
+    module, inputs = build(name, training)
+    solution = api.plan(module, inputs, Mesh.from_bandwidths((2, 2), **trained_steps.FAST), training=training, baselines=False)
+    found = api.verify(module, inputs, solution, random=1)
+    assert found["ok"], found
+    assert solution.replicated_ops == ()
 
 
 # -- matrices that are factored -----------------------------------------------------------------------------------------------------
