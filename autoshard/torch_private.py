@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-OLDEST, NEWEST = (2, 11), (2, 15)  # the versions of torch that the tests ran with
+OLDEST, NEWEST = (2, 12), (2, 15)  # the versions of torch that the tests ran with
 VERSION: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
 
 

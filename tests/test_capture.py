@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from autoshard import torch_private
 from autoshard.capture import capture, capture_fx, input_names
 from autoshard.graph import Graph, Op, Value
 from autoshard.lower import run_global
@@ -311,7 +312,9 @@ VIEWS = [
 def test_an_op_is_a_view_of_the_input_whose_memory_it_shares(target, args):
     graph, tensors, _ = one_op(target, *args)
     function = lambda *xs: overload(target)(*replaced(args, xs))  # noqa: E731
-    traced = next(op for op in capture_fx(make_fx(function)(*tensors)).graph.ops if op.target == target)
+    traced = next((op for op in capture_fx(make_fx(function)(*tensors)).graph.ops if op.target == target), None)
+    if traced is None and target == "aten.detach.default" and torch_private.VERSION >= (2, 14):
+        pytest.skip("make_fx traces no detach from torch 2.14 on")
     assert len(traced.inputs) == len(tensors) == len(graph.ops) - 1
     result = function(*tensors)
     owners = [x.untyped_storage().data_ptr() for x in tensors]
@@ -478,6 +481,21 @@ class Named(nn.Module):
 
     def forward(self, mul, weight, masks, input_0=None):
         return (mul * self.weight * weight * masks["full"] * input_0).sum()
+
+
+class Flagged(nn.Linear):
+    def forward(self, x, flag=True, times=3, scale=1.0):
+        y = super().forward(x)
+        return (y.relu() if flag else y).sum() * times * scale
+
+
+@pytest.mark.parametrize("training", BOTH)
+@pytest.mark.parametrize("rest", [(True,), (False, 2), (True, 2, 0.5), (False, 3, 2.5)], ids=str)
+def test_flags_and_numbers_among_the_inputs_are_no_inputs_of_the_graph(rest, training):
+    module = filled(Flagged(8, 2))
+    graph = capture(module, (X, *rest), training=training)
+    assert [op.name for op in graph.ops if op.kind == "input"] == ["input_0"]
+    assert_equal(run_global(graph, values_for(graph, module, (X,))), eager(module, (X, *rest), training))
 
 
 @pytest.mark.parametrize("training", BOTH)

@@ -30,15 +30,15 @@ def test_a_name_that_torch_moved_is_reported_with_version_and_cure():
     first, second = check_all(forms=moved)
     assert f"torch {torch.__version__} has no torch.distributed.tensor._op_schema.OpSpecification, autoshard's OpSpec" in first
     assert "has no torch.utils._trees, autoshard's pytree" in second
-    assert first.endswith("tested with torch 2.11 to 2.15: install one of these, or a newer autoshard")
+    assert first.endswith("tested with torch 2.12 to 2.15: install one of these, or a newer autoshard")
     with pytest.raises(ValueError, match="_trees"):  # which the command line answers in a sentence
         private("pytree", forms=moved)
 
 
 def test_a_name_with_two_forms_is_looked_up_in_that_of_the_version():
-    forms = {"pytree": [Form("torch.utils._trees", until=(2, 12)), Form("torch.utils._pytree", since=(2, 13))]}
-    assert private("pytree", (2, 13), forms) is private("pytree", (2, 99), forms) is torch_private.pytree
-    (error,) = check_all((2, 12), forms)
+    forms = {"pytree": [Form("torch.utils._trees", until=(2, 13)), Form("torch.utils._pytree", since=(2, 14))]}
+    assert private("pytree", (2, 14), forms) is private("pytree", (2, 99), forms) is torch_private.pytree
+    (error,) = check_all((2, 13), forms)
     assert "torch.utils._trees" in error
 
 
@@ -158,8 +158,8 @@ def test_operators_and_listed_attributes_pass(source):
 
 
 def test_versions_that_were_not_tested_are_named():
-    assert untested((2, 11)) == untested((2, 15)) == ""
-    assert untested((2, 99), "2.99.1") == "torch 2.99.1 is not among the versions that autoshard is tested with, 2.11 to 2.15"
+    assert untested((2, 12)) == untested((2, 15)) == ""
+    assert untested((2, 99), "2.99.1") == "torch 2.99.1 is not among the versions that autoshard is tested with, 2.12 to 2.15"
 
 
 def test_a_newer_torch_is_warned_about_once_and_works():

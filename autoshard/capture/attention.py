@@ -57,7 +57,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 
 def _differentiate(ctx: Any, grad_out: Tensor, _: Any) -> tuple:
     query, key, value, attn_mask, out, logsumexp = ctx.saved_tensors
-    return *BACKWARD(grad_out, query, key, value, out, logsumexp, attn_mask, ctx.is_causal, ctx.scale), None, None, None
+    return *BACKWARD(grad_out, query, key, value, out, logsumexp, attn_mask, ctx.is_causal, ctx.scale), None, None, None, None
 
 
 torch.library.register_autograd("autoshard::attention", _differentiate, setup_context=_save)
@@ -115,6 +115,8 @@ def canonical(traced: fx.GraphModule) -> dict[fx.Node, fx.Node | None]:
     """Replaces torch's kernels and undoes repeated keys and values; returns what replaces each node that is no longer there."""
     gone: dict[fx.Node, fx.Node | None] = {}
     for forward in [node for node in traced.graph.nodes if node.target in FORWARDS]:
+        for item in _items(forward).values():
+            _without_detach(item)
         backwards = _backwards_of(forward)
         if _are_replaceable(forward, backwards):
             gone |= {node: _as_operator(traced.graph, node) for node in (forward, *backwards)}
@@ -125,7 +127,7 @@ def canonical(traced: fx.GraphModule) -> dict[fx.Node, fx.Node | None]:
         for name, index in (("key", 1), ("value", 2)):
             _ungroup(forward, backwards, name, index)
     before = set(traced.graph.nodes)
-    if any(node.target in (ATTENTION, DROPOUT) for node in before):
+    if any(node.target in (ATTENTION, DROPOUT, *FORWARDS) for node in before):
         traced.graph.eliminate_dead_code()
         gone |= {node: None for node in before - set(traced.graph.nodes)}
     _renumber(traced.graph, {_stem(node) for node in gone})
@@ -164,8 +166,8 @@ def _backwards_of(forward: fx.Node) -> list[fx.Node]:
 
 
 def _without_detach(node: fx.Node) -> None:
-    """Its readers read the node itself: a function of Python has its outputs detached before they are kept for the backward."""
-    for user in [user for user in node.users if user.target is aten.detach.default]:
+    """Its readers read the node itself: outputs may be detached before they are kept for the backward."""
+    for user in [user for user in node.users if user.target in (aten.detach.default, aten.alias.default)]:
         _without_detach(user)
         user.replace_all_uses_with(node)
 

@@ -311,7 +311,7 @@ class _Recorder(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         mode = get_proxy_mode()
         assert mode is not None
-        before = next(reversed(mode.tracer.graph.nodes), None)
+        before = next(iter(reversed(mode.tracer.graph.nodes)), None)
         result = super().run_node(n)
 
         def traced(leaf: Any) -> fx.Node | None:

@@ -44,7 +44,7 @@ def read(
     for node, named in constants:
         first.setdefault(named.name, node)
     for node, named in [*zip(placeholders, names, strict=True), *(row for row in constants if row[0] is first[row[1].name])]:
-        if node.meta.get("val") is None and not node.users:  # a flag among the inputs, which the capture has decided
+        if not isinstance(node.meta.get("val"), torch.Tensor) and not node.users:  # a flag or a number, which the capture has decided
             continue
         filled = _filled(named, node.meta["val"])
         if filled is not None:

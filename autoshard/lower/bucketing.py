@@ -145,7 +145,7 @@ def _join(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     first, group = members[0], members[0].args[1:]
     kind, inputs = STARTS[first.target], [start.args[0] for start in members]  # type: ignore[index]
     n = 1 if kind in ("all_reduce", "all_gather") else inputs[0].meta["val"].shape[0]  # type: ignore[union-attr]
-    with graph.inserting_before(next(reversed(graph.nodes))):
+    with graph.inserting_before(next(iter(reversed(graph.nodes)))):
         flat = [_node(graph, aten.reshape.default, (x, [n, -1]), start) for x, start in zip(inputs, members, strict=True)]
         joined = _node(graph, first.target, (_node(graph, aten.cat.default, (flat, 1), first), *group), first)
         joined.meta["members"] = [start.meta.get("record") for start in members]

@@ -142,14 +142,14 @@ class _Marks:
     """Writes into every new node's meta the index of its record."""
 
     def __init__(self, graph: fx.Graph):
-        self.graph, self.last = graph, next(reversed(graph.nodes))
+        self.graph, self.last = graph, next(iter(reversed(graph.nodes)))
 
     def __call__(self, i: int) -> None:
         for node in reversed(self.graph.nodes):
             if node is self.last:
                 break
             node.meta["record"] = i
-        self.last = next(reversed(self.graph.nodes))
+        self.last = next(iter(reversed(self.graph.nodes)))
 
 
 def first_of_backward(program: RankProgram, graph: Graph) -> int:
