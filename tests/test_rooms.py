@@ -50,7 +50,7 @@ TABLE = {
     "launchers": ("cost reading recipes", "numpy yaml"),
     "exports": ("graph layout mesh solution torch_private units writing", "torch"),
     "relayout": ("cost layout mesh lower", "numpy torch"),
-    "tables": (PLANNER + " planning", "numpy scipy numba torch torchrec"),
+    "tables": (PLANNER + " planning", "numpy scipy torch torchrec"),
     "serving": (PLANNER + " planning", "torch transformers"),  # transformers: its caches and its table of attention functions
     "report": ("graph layout mesh pipeline problem reading serving simulate solution units writing", "rich jinja2 matplotlib"),
     "api": (PLANNER + " planning simulate pipeline explain lower calibrate exports relayout tables report launchers", "torch numpy"),

@@ -12,8 +12,9 @@ doesn't fit, the prices of the rows that it exceeds are raised and the block is 
 import math
 from typing import NamedTuple
 
-import numba
 import numpy as np
+
+from .compiling import compiled
 
 ATTEMPTS = 5  # at raising prices until a block fits
 RAISE = 1.5  # of the price of a row that is exceeded
@@ -34,7 +35,7 @@ class EdgeGraph(NamedTuple):
     bytes: np.ndarray
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def total_cost(g, x):  # pragma: no cover
     cost = 0.0
     for v in range(len(x)):
@@ -46,7 +47,7 @@ def total_cost(g, x):  # pragma: no cover
     return cost
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def add_bytes(g, v, choice, sign, load):  # pragma: no cover
     n = g.row_start[v + 1] - g.row_start[v]
     at = g.byte_start[v] + choice * n
@@ -54,22 +55,22 @@ def add_bytes(g, v, choice, sign, load):  # pragma: no cover
         load[g.row[g.row_start[v] + k]] += sign * g.bytes[at + k]
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def root_of(parent, v):  # pragma: no cover
     while parent[v] >= 0:
         v = parent[v]
     return v
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def grow(g, rng, size, stamp, seen, inside, touched, parent, block, queue):  # pragma: no cover
     """Fill block with nodes around a random one, each with its parent; returns how many."""
     waiting, count = 1, 0
-    centre = numba.int64(rng.random() * len(parent))
+    centre = int(rng.random() * len(parent))
     queue[0] = centre
     seen[centre] = stamp
     while waiting > 0 and count < size:
-        k = numba.int64(rng.random() * waiting)
+        k = int(rng.random() * waiting)
         v = queue[k]
         waiting -= 1
         queue[k] = queue[waiting]
@@ -98,7 +99,7 @@ def grow(g, rng, size, stamp, seen, inside, touched, parent, block, queue):  # p
     return count
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def parents_first(g, block, count, inside, parent, order, link):  # pragma: no cover
     """Order the block from the roots; link[v] is the half-edge from v to its parent."""
     done = 0
@@ -121,7 +122,7 @@ def parents_first(g, block, count, inside, parent, order, link):  # pragma: no c
                 link[v] = h
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def price_alone(g, rng, order, count, inside, x, temperature, alone, noise):  # pragma: no cover
     """Costs of the block's choices while the nodes outside keep theirs, and the noise that makes the minimiser a sample."""
     operations = 0
@@ -141,7 +142,7 @@ def price_alone(g, rng, order, count, inside, x, temperature, alone, noise):  # 
     return operations
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def decide(g, order, count, parent, link, price, alone, noise, total, y):  # pragma: no cover
     """Set y to the cheapest choices of the block, noise and priced bytes included."""
     operations = 0
@@ -184,7 +185,7 @@ def decide(g, order, count, parent, link, price, alone, noise, total, y):  # pra
     return operations
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def difference(g, order, count, parent, link, alone, x, y):  # pragma: no cover
     """The extra cost of the block's choices y over x."""
     more = 0.0
@@ -198,7 +199,7 @@ def difference(g, order, count, parent, link, alone, x, y):  # pragma: no cover
     return more
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def walk(g, limit, prices, x, best, hot, cold, largest, spread, operations, rng):  # pragma: no cover
     """Cool from hot to cold within `operations`. x moves, best keeps the cheapest; returns its cost and the number of moves."""
     num_nodes, num_rows = len(x), len(prices)
@@ -217,7 +218,7 @@ def walk(g, limit, prices, x, best, hot, cold, largest, spread, operations, rng)
     while used < operations:
         stamp += 1
         temperature = hot * (cold / hot) ** (used / operations)
-        size = numba.int64(math.exp(rng.random() * math.log(largest + 1.0)))
+        size = int(math.exp(rng.random() * math.log(largest + 1.0)))
         count = grow(g, rng, size, stamp, seen, inside, touched, parent, block, queue)
         parents_first(g, block, count, inside, parent, order, link)
         used += 100 + num_rows + 4 * count + price_alone(g, rng, order, count, inside, x, temperature, alone, noise)

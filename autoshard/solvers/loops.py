@@ -9,24 +9,24 @@ from collections.abc import Callable
 
 import numpy as np
 
+from . import compiling
+
 LOADING = 120_000_000  # entries that numpy passes over, in three operations, while numba and its loops are loaded
 CALL = 5_000  # entries for which a call of numpy with three operations takes as long as for the entries themselves
 INTERPRETED = 200  # entries for which the interpreter takes one
 
 _left = LOADING
-_compiled: dict[Callable, Callable] = {}
+_compiled: dict[Callable, Callable | None] = {}
 
 
 def compiled(loop: Callable, entries: int) -> Callable | None:
-    """The loop compiled, or None while compiling it would not pay; `entries` is the work of this call, in entries of numpy's."""
+    """The loop compiled; None while that would not pay, and without numba. entries: the work of this call, in entries of numpy's."""
     global _left
     _left -= entries
     if _left > 0:
         return None
     if loop not in _compiled:
-        import numba  # here: see above
-
-        _compiled[loop] = numba.njit(cache=True, nogil=True)(loop)
+        _compiled[loop] = compiling.compiled(loop) if compiling.numba() else None
     return _compiled[loop]
 
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numba
 import numpy as np
+
+from autoshard.solvers.compiling import compiled
 
 Lists = Sequence[Sequence[float]]
 
@@ -103,7 +104,7 @@ def _code_type(first: np.ndarray, bins: int) -> type:
     return np.int32 if bins * int(np.diff(first).max()) < 2**31 else np.int64
 
 
-@numba.njit(cache=True)
+@compiled
 def fill(first, a, b, bins, back):  # pragma: no cover
     """back[i, m] = previous bin * (most options of a table) + option; -1 where there is no state."""
     width = 0
@@ -141,7 +142,7 @@ def _walk_back(back: np.ndarray, width: int) -> list[list[int]]:
     return chosen.tolist()
 
 
-@numba.njit(cache=True)
+@compiled
 def step_2d(seconds, memory, host, a, h, b, bins, host_bins, width):  # pragma: no cover
     """The states after one more table, ascending by cell = device bin * host_bins + host bin, and their codes (previous state, option)."""
     size = bins * host_bins

@@ -11,9 +11,9 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
+from autoshard.solvers.compiling import compiled
 from autoshard.tables.arrays import Arrays, Devices, Spots
 from autoshard.tables.bound import Bound, rows_at, solve_weights
 
@@ -117,7 +117,7 @@ def _prices(arrays: Arrays, devices: Devices, bound: Bound, best: float) -> tupl
     return weights.y @ a, float(weights.y @ b) * (1 + 1e-9)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def descend(  # pragma: no cover
     first, add_seconds, add_hbm, add_host, alone, equivalent, priced, remaining, budget, limit, host_limit, best, branches, chosen
 ):

@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
+from autoshard.solvers.compiling import compiled
 from autoshard.tables.arrays import Arrays, Devices, Spots
 
 NEAR = 3  # places that are drawn for a part, at most; the one of least E is chosen
@@ -41,7 +41,7 @@ class Scale(NamedTuple):
     host: float
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def size_of(arrays, devices, option):  # pragma: no cover
     """The number of devices of a part of the option."""
     if arrays.scope[option] == 0:
@@ -49,7 +49,7 @@ def size_of(arrays, devices, option):  # pragma: no cover
     return devices.per_node if arrays.scope[option] == 1 else len(devices.hbm_limit)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def part_change(arrays, devices, scale, state, part, place, size, sign):  # pragma: no cover
     """The change of E when a part is added at a place (sign 1) or removed from it (-1)."""
     delta, more, first = 0.0, 0.0, arrays.first_shard[part]
@@ -71,7 +71,7 @@ def part_change(arrays, devices, scale, state, part, place, size, sign):  # prag
     return delta
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def add_part(arrays, devices, state, part, place, size, sign):  # pragma: no cover
     first = arrays.first_shard[part]
     for s in range(size):
@@ -81,7 +81,7 @@ def add_part(arrays, devices, state, part, place, size, sign):  # pragma: no cov
         state.host[devices.host_of[d]] += sign * arrays.host[first + s]
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def recount(arrays, devices, state):  # pragma: no cover
     """Recompute the sums, table by table as in `rate`; returns the slowest device's seconds, inf where a limit is exceeded."""
     state.seconds[:] = 0.0
@@ -97,7 +97,7 @@ def recount(arrays, devices, state):  # pragma: no cover
     return np.inf
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def fits(devices, state):  # pragma: no cover
     for d in range(len(state.hbm)):
         if state.hbm[d] > devices.hbm_limit[d]:
@@ -108,7 +108,7 @@ def fits(devices, state):  # pragma: no cover
     return True
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def best_place(arrays, devices, scale, state, part, size, draws, rng):  # pragma: no cover
     """The place with the least change of E among `draws` random ones, or among all if there are no more; (place, change of E)."""
     places = len(devices.hbm_limit) // size
@@ -122,7 +122,7 @@ def best_place(arrays, devices, scale, state, part, size, draws, rng):  # pragma
     return chosen, best
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def add_table(arrays, devices, scale, state, table, option, draws, rng):  # pragma: no cover
     """Place a table that has no place, with an option, part by part; returns the change of E."""
     state.option[table] = option
@@ -137,7 +137,7 @@ def add_table(arrays, devices, scale, state, table, option, draws, rng):  # prag
     return delta
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def remove_table(arrays, devices, scale, state, table):  # pragma: no cover
     """Remove a table from its places; returns the change of E."""
     option, delta = state.option[table], 0.0
@@ -149,7 +149,7 @@ def remove_table(arrays, devices, scale, state, table):  # pragma: no cover
     return delta
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def change_option(arrays, devices, scale, state, table, option, threshold, old, rng):  # pragma: no cover
     """Place a table again with another option; undone, and 0 returned, where E grows by more than the threshold."""
     before = state.option[table]
@@ -167,7 +167,7 @@ def change_option(arrays, devices, scale, state, table, option, threshold, old, 
     return 0.0
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def move_part(arrays, devices, scale, state, table, threshold, rng):  # pragma: no cover
     """Move one part of a table to another place; undone like `change_option`."""
     option = state.option[table]
@@ -187,7 +187,7 @@ def move_part(arrays, devices, scale, state, table, threshold, rng):  # pragma: 
     return delta + change
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def swap_parts(arrays, devices, scale, state, a, b, threshold, rng):  # pragma: no cover
     """Exchange the places of a part of table a and a part of table b on as many devices; undone like `change_option`."""
     option_a, option_b = state.option[a], state.option[b]
@@ -217,7 +217,7 @@ def swap_parts(arrays, devices, scale, state, a, b, threshold, rng):  # pragma: 
     return delta
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def anneal(arrays, devices, scale, allowed, start, state, best, slowest, low, hot, cold, moves, rng):  # pragma: no cover
     """Make `moves` moves while the temperature falls from hot to cold; `best` receives every plan that takes less than `slowest`.
 
@@ -261,7 +261,7 @@ def anneal(arrays, devices, scale, allowed, start, state, best, slowest, low, ho
     return slowest
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def pack(arrays, devices, scale, state, order, option):  # pragma: no cover
     """Place every table with its option, in the given order, each part where E grows least, and among equals where the load is least."""
     state.seconds[:] = 0.0
