@@ -5,6 +5,7 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import autoshard
 from autoshard.mesh import Device
@@ -83,3 +84,23 @@ def whole(model):
 def apart(rows, others):
     """The largest relative difference of losses and norms."""
     return max(abs(a - b) / abs(a) for row, other in zip(rows, others, strict=True) for a, b in zip(row, other, strict=True))
+
+
+class Drops(nn.Module):
+    """Layers with dropout and noise."""
+
+    def __init__(self, layers=4, width=8):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.3)) for _ in range(layers))
+
+    def forward(self, x, target):
+        for layer in self.layers:
+            x = x + layer(x) * torch.rand_like(x)
+        return nn.functional.mse_loss(x, target)
+
+
+@cache
+def dropping():
+    torch.manual_seed(0)
+    model, inputs = Drops(), (torch.randn(8, 8), torch.randn(8, 8))
+    return model, inputs, autoshard.pipeline(model, inputs, CLUSTER, microbatches=(2,), schedules=("1f1b",), stages=2, grid=False)

@@ -1,14 +1,17 @@
 """Pipelines on gloo ranks train as the model does in one process: losses, norms of gradients, parameters, checkpoints."""
 
+import copy
 import os
 import time
 
 import pytest
 import torch
-from helpers_pipelines import apart, as_pipeline, batch_of, in_one_process, model_of, planned, train, whole
+from helpers_pipelines import apart, as_pipeline, batch_of, dropping, in_one_process, model_of, planned, train, whole
 from helpers_ranks import results, run_ranks
 
 import autoshard
+from autoshard.api.running import captured_pipeline
+from autoshard.lower.pipeline_verify import DrawsOfStages
 
 LOSSES = 1e-5  # relative
 
@@ -148,3 +151,36 @@ def test_a_rank_that_dies_ends_the_others():
     model, inputs = model_of("gpt2", 2)
     waited = run_ranks(4, _one_dies, model, inputs, planned("gpt2", 2, stages=2, microbatches=2), dies=3)
     assert all(seconds is not None and seconds < 60 for seconds in waited[:3])  # the limit that is promised
+
+
+def _train_dropping(rank):
+    model, inputs, plan = dropping()
+    torch.manual_seed(5 + rank)
+    device_mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (4,))
+    sharded = autoshard.parallelize(model, plan, device_mesh, example_inputs=inputs)
+    optimizer, losses = torch.optim.SGD(sharded.parameters(), lr=0.1), []
+    for _ in range(3):
+        losses.append(sharded.step(*inputs).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.slow
+def test_stages_draw_from_states_of_their_own_whatever_the_seeds_of_the_ranks():
+    model, inputs, plan = dropping()
+    model = copy.deepcopy(model)
+    counts = [sum(op.kind == "random" for op in stage.graph.ops) for stage in captured_pipeline(model, inputs, plan).plan.stages]
+    draws, optimizer, expected = DrawsOfStages(counts, 5), torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(3):
+        loss = 0.0
+        for part in zip(*(x.chunk(plan.microbatches) for x in inputs)):
+            with draws:
+                one = model(*part) / plan.microbatches
+            one.backward()
+            loss += one.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss)
+    for losses in results(4, _train_dropping):
+        assert losses == pytest.approx(expected, rel=1e-5)

@@ -1,12 +1,10 @@
 """Pipelines on simulated ranks: the same loss and gradients as the unsharded model, and a falsified layout is noticed."""
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
-from helpers_pipelines import CLUSTER, MODELS, planned
-from torch import nn
+from helpers_pipelines import CLUSTER, MODELS, dropping, planned
 
 import autoshard
 from autoshard.layout import R, S
@@ -86,26 +84,6 @@ def test_values_arrive_sharded_where_their_dims_divide():
     assert sharded_further((8, 6), (R, R), mesh) == (S(1), S(0))  # the first dim that divides, of the last axis first
     assert sharded_further((8, 6), (R, S(0)), mesh) == (S(1), S(0))
     assert sharded_further((3, 5), (R, R), mesh) == (R, R)
-
-
-class Drops(nn.Module):
-    """Layers with dropout and noise."""
-
-    def __init__(self, layers=4, width=8):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.3)) for _ in range(layers))
-
-    def forward(self, x, target):
-        for layer in self.layers:
-            x = x + layer(x) * torch.rand_like(x)
-        return nn.functional.mse_loss(x, target)
-
-
-@cache
-def dropping():
-    torch.manual_seed(0)
-    model, inputs = Drops(), (torch.randn(8, 8), torch.randn(8, 8))
-    return model, inputs, autoshard.pipeline(model, inputs, CLUSTER, microbatches=(2,), schedules=("1f1b",), stages=2, grid=False)
 
 
 def test_random_ops_draw_from_the_states_of_their_stages():

@@ -158,11 +158,12 @@ class ParallelModule(nn.Module):
 
     @property
     def random_state(self) -> Tensor | None:
-        """The state of the generator from which random ops draw, the same on every rank; None before the first draw."""
+        """The state of the generator from which random ops draw, the same on every rank; None before the first draw. Set to None, the
+        first rank's generator counts again."""
         return self.__dict__["_runner"].random.state
 
     @random_state.setter
-    def random_state(self, state: Tensor) -> None:
+    def random_state(self, state: Tensor | None) -> None:
         self.__dict__["_runner"].random.state = state
 
     def generator_has(self, state: Tensor) -> bool:
