@@ -123,9 +123,7 @@ def canonical(traced: fx.GraphModule) -> dict[fx.Node, fx.Node | None]:
     for forward in [node for node in traced.graph.nodes if node.target in (ATTENTION, DROPOUT)]:
         for item in _items(forward).values():
             _without_detach(item)
-        backwards = _backwards_of(forward)
-        for name, index in (("key", 1), ("value", 2)):
-            _ungroup(forward, backwards, name, index)
+        _ungroup(forward, _backwards_of(forward))
     before = set(traced.graph.nodes)
     if any(node.target in (ATTENTION, DROPOUT, *FORWARDS) for node in before):
         traced.graph.eliminate_dead_code()
@@ -202,21 +200,27 @@ def _as_operator(graph: fx.Graph, node: fx.Node) -> fx.Node:
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
-def _ungroup(forward: fx.Node, backwards: list[fx.Node], name: str, index: int) -> None:
-    """Keys or values as they were before they were repeated, where the gradient can be had of those as well."""
-    repeated = _arguments(forward)[name]
-    source = _before_repeat(repeated)
-    sums = [_sum_over_groups(node, index, source) for node in backwards] if source is not None else []
-    if source is None or None in sums or any(_arguments(node)[name] is not repeated for node in backwards):
+def _ungroup(forward: fx.Node, backwards: list[fx.Node]) -> None:
+    """Keys and values as they were before they were repeated, where the gradients can be had of those as well."""
+    repeated = [_arguments(forward)[name] for name in ("key", "value")]
+    sources = [_before_repeat(node) for node in repeated]
+    if any([_arguments(node)[name] for name in ("key", "value")] != repeated for node in backwards):
         return
+    if None in sources or _shape(sources[0])[:3] != _shape(sources[1])[:3]:  # type: ignore[arg-type]
+        return
+    sums = {(node, k): _sum_over_groups(node, k, sources[k - 1]) for node in backwards for k in (1, 2)}  # type: ignore[arg-type]
+    if None in sums.values():
+        return
+    of = dict(zip(repeated, sources, strict=True))
     for node in (forward, *backwards):
-        node.args = tuple(source if arg is repeated else arg for arg in node.args)
-    for node, summed in zip(backwards, sums, strict=True):
-        item = _items(node).get(index)
-        if item is not None and summed is not None:
-            summed.replace_all_uses_with(item)
-            item.meta["val"] = summed.meta["val"]
-            node.meta["val"] = (*node.meta["val"][:index], summed.meta["val"], *node.meta["val"][index + 1 :])
+        node.args = tuple(of.get(arg, arg) if isinstance(arg, fx.Node) else arg for arg in node.args)
+    for (node, k), summed in sums.items():
+        is_read = summed is not node
+        value = summed.meta["val"] if is_read else sources[k - 1].meta["val"]  # type: ignore[union-attr]
+        node.meta["val"] = (*node.meta["val"][:k], value, *node.meta["val"][k + 1 :])
+        if is_read:
+            summed.replace_all_uses_with(_items(node)[k])  # type: ignore[union-attr]
+            _items(node)[k].meta["val"] = value
 
 
 def _before_repeat(node: fx.Node) -> fx.Node | None:

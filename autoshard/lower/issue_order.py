@@ -95,33 +95,34 @@ def op_of(program: RankProgram, k: int) -> int:
 def out_of_step(program: RankProgram) -> list[Disagreement]:
     """Where ranks of a program would issue different collectives, the first one of each group."""
     did = issued(program)
-    if found := disagreements([[one for record in of_rank for one in record if isinstance(one, Issued)] for of_rank in did], program.mesh):
-        return found
+    sequences = [[one for record in of_rank for one in record if isinstance(one, Issued)] for of_rank in did]
+    if differences := disagreements(sequences, program.mesh):
+        return differences
     return _unlike(did) if program.is_even else []
 
 
 def disagreements(sequences: Sequence[Sequence[Issued]], mesh: Mesh) -> list[Disagreement]:
     """sequences: the collectives of each rank of the mesh. Of each group the first difference between a member and its first member."""
-    found = []
+    differences = []
     for axis in range(len(mesh.axes)):
         along = [[one for one in sequence if axis in one.axes] for sequence in sequences]
         for first, *others in groups(mesh, axis):
             pairs = ((rank, pair) for rank in others if along[rank] != along[first] for pair in zip_longest(along[first], along[rank]))
             apart = next(((rank, pair) for rank, pair in pairs if pair[0] != pair[1]), None)
             if apart is not None:
-                found.append(Disagreement(axis, (first, apart[0]), apart[1]))
-    return found
+                differences.append(Disagreement(axis, (first, apart[0]), apart[1]))
+    return differences
 
 
 def _unlike(did: Sequence[Sequence[Did]]) -> list[Disagreement]:
     """Records with collectives whose operators are others on some rank than on the first one."""
-    found = []
+    unlike = []
     for of_ranks in zip(*did, strict=True):
         own = next((one for one in of_ranks[0] if isinstance(one, Issued)), None)
         rank = next((rank for rank, other in enumerate(of_ranks) if other is not of_ranks[0] and other != of_ranks[0]), None)
         if own is not None and rank is not None:
-            found.append(Disagreement(own.axes[0], (0, rank), (own, replace(own, collective=f"{own.collective} amid other operators"))))
-    return found
+            unlike.append(Disagreement(own.axes[0], (0, rank), (own, replace(own, collective=f"{own.collective} amid other operators"))))
+    return unlike
 
 
 # -- of a program ----------------------------------------------------------------------------------------------------------------------
@@ -213,17 +214,17 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, mesh: Mesh):
         super().__init__()
         self.mesh, self.did = mesh, list[Issued | Operator]()
-        self.made: dict[int, tuple[int, Tensor]] = {}  # by id: the number of what has made the tensor
+        self.makers: dict[int, tuple[int, Tensor]] = {}  # by id: the number of what has made the tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
-        inputs = tuple(self.made.get(id(x), (-1,))[0] for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        inputs = tuple(self.makers.get(id(x), (-1,))[0] for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
         self._write(Operator(str(func), inputs, tuple((tuple(x.shape), x.stride()) for x in outputs)), outputs)
         return result
 
     def _write(self, one: Issued | Operator, outputs: Sequence[Tensor]) -> None:
-        self.made |= {id(x): (len(self.did), x) for x in outputs}
+        self.makers |= {id(x): (len(self.did), x) for x in outputs}
         self.did.append(one)
 
     def drive(self, asking: Asking) -> Any:
@@ -245,15 +246,15 @@ class _Recorder(TorchDispatchMode):
 
 def of_graph(graph: fx.Graph, names: Sequence[str]) -> list[Issued]:
     """The collectives of a rank's graph in their order. names: of the process groups of the mesh axes."""
-    found = []
+    collectives = []
     for node in graph.nodes:
         if node.op != "call_function" or not (used := _groups_of(node, names)):
             continue
         source = next((x.meta["val"] for x in node.all_input_nodes), torch.empty(0))
         reduce_op = str(node.args[1]) if "reduce" in STARTS.get(node.target, "") else ""
         records = tuple(node.meta.get("members", (node.meta.get("record"),)))
-        found.append(Issued(records, str(node.target), used, tuple(source.shape), str(source.dtype), reduce_op))
-    return found
+        collectives.append(Issued(records, str(node.target), used, tuple(source.shape), str(source.dtype), reduce_op))
+    return collectives
 
 
 def _groups_of(node: fx.Node, names: Sequence[str]) -> tuple[int, ...]:

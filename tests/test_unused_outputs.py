@@ -1,0 +1,98 @@
+"""Backward ops of which any subset of outputs is unused, because parameters are frozen: planned, verified, on layouts drawn at random."""
+
+from itertools import chain, combinations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autoshard
+from autoshard import api
+from autoshard.capture import capture, experts
+from tests.helpers_lower import mesh_of
+
+
+class Trained(nn.Module):
+    """A module whose inputs are scaled by parameters, so that their gradients can be wanted or not."""
+
+    def __init__(self, inner, num_inputs=1):
+        super().__init__()
+        self.inner, self.scales = inner, nn.ParameterList(torch.rand(1) for _ in range(num_inputs))
+
+    def forward(self, *inputs):
+        count = len(self.scales)
+        y = self.inner(*(x * s for x, s in zip(inputs, self.scales)), *inputs[count:])
+        return (y[0] if isinstance(y, tuple) else y).square().mean()
+
+
+class Function(nn.Module):
+    def __init__(self, function, *parameters):
+        super().__init__()
+        self.function, self.held = function, nn.ParameterList(parameters)
+
+    def forward(self, *inputs):
+        return self.function(*inputs, *self.held)
+
+
+def repeated(q, k, v, **options):
+    """Grouped queries as transformers repeats keys and values for them."""
+    k, v = (x[:, :, None].expand(-1, -1, q.shape[1] // x.shape[1], -1, -1).reshape(x.shape[0], q.shape[1], *x.shape[2:]) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+def attended(heads, function, **options):
+    tensors = [torch.rand(4, n, 8, 4) for n in (4, heads, heads)]
+    return Trained(Function(lambda q, k, v: function(q, k, v, **options)), 3), tensors
+
+
+def of_experts():
+    """x, weights, up, down as parameters or scaled inputs; which expert a token goes to is no float."""
+    ids = torch.arange(16).reshape(8, 2) % 4
+
+    def run(x, weights, ids, gate, up, down):
+        return torch.ops.autoshard.experts(x, ids, weights, gate, up, down, "silu")
+
+    return run, ids
+
+
+sdpa = F.scaled_dot_product_attention
+x = torch.rand(8, 4, 8)
+image = torch.rand(8, 4, 8, 8)
+CASES = {
+    "linear": lambda: (Trained(nn.Linear(8, 4)), [x]),
+    "matmul": lambda: (Trained(Function(torch.matmul), 2), [torch.rand(4, 8, 8), torch.rand(4, 8, 4)]),
+    "baddbmm": lambda: (Trained(Function(torch.baddbmm), 3), [torch.rand(4, 8, 4), torch.rand(4, 8, 8), torch.rand(4, 8, 4)]),
+    "bilinear products": lambda: (Trained(Function(lambda a, b, w: torch.einsum("bi,bj,oij->bo", a, b, w), torch.rand(4, 8, 8)), 2),
+                                  [torch.rand(8, 8), torch.rand(8, 8)]),
+    "attention": lambda: attended(4, sdpa),
+    "causal attention": lambda: attended(4, sdpa, is_causal=True),
+    "masked attention": lambda: attended(4, sdpa, attn_mask=torch.rand(8, 8) > 0.3),
+    "grouped attention": lambda: attended(2, sdpa, is_causal=True, enable_gqa=True),
+    "repeated keys and values": lambda: attended(2, repeated, is_causal=True),
+    "one repeated head": lambda: attended(1, repeated),
+    "attention with dropout": lambda: attended(4, sdpa, dropout_p=0.5),
+    "layer norm": lambda: (Trained(nn.LayerNorm(8)), [x]),
+    "rms norm": lambda: (Trained(nn.RMSNorm(8)), [x]),
+    "group norm": lambda: (Trained(nn.GroupNorm(2, 4)), [x]),
+    "instance norm": lambda: (Trained(nn.InstanceNorm2d(4, affine=True)), [image]),
+    "batch norm": lambda: (Trained(nn.BatchNorm2d(4)), [image]),
+    "batch norm in inference": lambda: (Trained(nn.BatchNorm2d(4).eval()), [image]),
+    "weight norm": lambda: (Trained(nn.utils.parametrizations.weight_norm(nn.Linear(8, 4))), [x]),
+    "conv1d": lambda: (Trained(nn.Conv1d(4, 8, 3)), [x]),
+    "conv2d": lambda: (Trained(nn.Conv2d(4, 8, 3, stride=2)), [image]),
+    "grouped conv2d": lambda: (Trained(nn.Conv2d(4, 8, 3, groups=2)), [image]),
+    "transposed conv2d": lambda: (Trained(nn.ConvTranspose2d(4, 8, 3)), [image]),
+    "conv3d": lambda: (Trained(nn.Conv3d(2, 4, 3)), [torch.rand(4, 2, 4, 4, 4)]),
+    "lstm": lambda: (Trained(nn.LSTM(8, 8, batch_first=True)), [x]),
+    "gru": lambda: (Trained(nn.GRU(8, 8, batch_first=True)), [x]),
+    "embedding bag": lambda: (Trained(Function(lambda w, table, ids: F.embedding_bag(ids.long(), table, per_sample_weights=w, mode="sum"),
+                                               torch.rand(16, 8)), 1), [torch.rand(8, 4)]),
+    "prelu": lambda: (Trained(nn.PReLU(4)), [x]),
+    "where": lambda: (Trained(Function(lambda a, b: torch.where(a > b, a * b, b)), 2), [x, x.flip(0)]),
+}  # fmt: skip
+
+
+def subsets(items):
+    """Those of at least one and, beside all, of at most all but one."""
+    return chain.from_iterable(combinations(items, n) for n in range(1, len(items) + 1))
