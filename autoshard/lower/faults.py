@@ -63,4 +63,5 @@ def _is_sure(layouts: Mapping[str, Placed], graph: Graph, value: Value, layout: 
     hub = layouts[graph.ops[value[0]].name].hubs[value[1]]
     readers += [parse(hub)[axis]] if hub else []
     asked = any(isinstance(p, Partial) for p in readers)
-    return not asked and (isinstance(claimed[axis], Shard) or graph.ops[value[0]].target in MATMULS)
+    is_read = bool(readers) or any(result.value == value for result in graph.results)
+    return not asked and (isinstance(claimed[axis], Shard) or (is_read and graph.ops[value[0]].target in MATMULS))

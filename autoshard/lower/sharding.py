@@ -150,6 +150,11 @@ def assemble(tensors: Sequence[Tensor], layout: Layout, mesh: Mesh, *, tolerance
     return tensor
 
 
+def joined(tensors: Sequence[Tensor], layout: Layout, mesh: Mesh) -> Tensor:
+    """The global tensor by the first of its replicas."""
+    return _concatenate(reduced(tensors, layout, mesh), layout, mesh)
+
+
 def _without_partial(layout: Layout) -> Layout:
     return tuple(R if isinstance(p, Partial) else p for p in layout)
 
