@@ -62,6 +62,9 @@ FORMS = {  # by the name here: one form for each range of versions
     "dynamo_graph_capture_for_export": [Form("torch._dynamo.functional_export:dynamo_graph_capture_for_export")],
     "dynamo_log": [Form("torch._dynamo:output_graph.log")],
     "reparametrize_module": [Form("torch.nn.utils.stateless:_reparametrize_module")],
+    "EffectType": [Form("torch._library.effects:EffectType")],
+    "functorch": [Form("torch._C:_functorch")],
+    "register_effectful_op": [Form("torch._higher_order_ops.effects:_register_effectful_op")],
     # DTensors and their rules
     "DTensorSpec": [Form("torch.distributed.tensor._dtensor_spec:DTensorSpec")],
     "OpSchema": [Form("torch.distributed.tensor._op_schema:OpSchema")],

@@ -2,6 +2,7 @@
 
 import builtins
 import copy
+import importlib
 import json
 
 import pytest
@@ -152,12 +153,33 @@ def test_transformers_missing_is_one_sentence(monkeypatch):
 
     def missing(name, *args, **kwargs):
         if name == "transformers":
-            raise ImportError(name)
+            raise ModuleNotFoundError(f"No module named {name!r}", name=missed)
         return original(name, *args, **kwargs)
 
+    missed = "transformers"
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ValueError, match="hf: models need the package transformers, which is not installed; run: pip install"):
         load_huggingface(folder("llama"), {})
+    missed = "tokenizers"
+    with pytest.raises(ValueError, match="transformers is installed, but it can't be imported .*; install what it names"):
+        load_huggingface(folder("llama"), {})
+
+
+@pytest.mark.parametrize("error", [ImportError("libcudart.so.12: cannot open"), RuntimeError("operator torchvision::nms does not exist")])
+def test_a_broken_import_inside_transformers_is_not_blamed_on_the_config(error, monkeypatch, tmp_path):
+    """The module of a model fails while transformers imports it."""
+    (tmp_path / "broken_for_test.py").write_text(f"raise {type(error).__name__}({str(error)!r})")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    class Config:
+        @staticmethod
+        def for_model(**written):
+            importlib.import_module("broken_for_test")
+
+    monkeypatch.setattr(transformers, "AutoConfig", Config)
+    with pytest.raises(ValueError, match="a package that it needs, is missing or broken") as refused:
+        load_huggingface(folder("llama"), {})
+    assert str(error) in str(refused.value) and "correct" not in str(refused.value)
 
 
 def test_experts_in_a_loop_are_refused_with_their_line():

@@ -2,15 +2,9 @@
 
 from itertools import chain, combinations
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-import autoshard
-from autoshard import api
-from autoshard.capture import capture, experts
-from tests.helpers_lower import mesh_of
 
 
 class Trained(nn.Module):

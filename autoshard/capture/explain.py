@@ -2,7 +2,8 @@
 
 line    the deepest frame in a file that defines one of the module's classes (other than torch's), else the deepest frame outside
         of torch, autoshard and the standard library
-change  what to change in the model: the first row of CHANGES that matches the error's text or a function that it went through
+change  what to change in the model: the first row of CHANGES that matches the error's text, a function or a file of torch that it went
+        through
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import re
 import sysconfig
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from autoshard.torch_private import DYNAMO_ERRORS, FAKE_TENSOR_LOG
 
@@ -38,12 +41,32 @@ CHANGES = (
     ),
     (r"(?i)flex_?attention|create_block_mask", "", FLEX),
     (
+        r"torch\.autograd\.(grad|backward)|Mixing fake modes|does not require grad and does not have a grad_fn",
+        "the forward differentiates, and autograd can't be captured within a program",
+        "call torch.func.grad (or vjp, jacrev, hessian) there",
+    ),
+    (
+        r"(?is)data.dependent.*/distributions/(distribution|constraints|kl)\.py",
+        "torch.distributions checks the values of its arguments",
+        "pass validate_args=False to the distribution",
+    ),
+    (
+        r"(?is)(pack|pad)_(padded|packed)?_?sequence|(data.dependent|failed to unpack the object).*/nn/modules/rnn\.py",
+        "the shapes of packed sequences depend on their lengths",
+        "pad the sequences, run the layer on the padded batch, and mask what is behind each end",
+    ),
+    (
+        r"_nested_|nested_tensor|/torch/nested/",
+        "a nested tensor has no one shape to shard",
+        "pad it (torch.nested.to_padded_tensor) and give a mask",
+    ),
+    (
         r"missing a required argument|too many positional arguments|got an unexpected keyword argument",
         "",
         "give example inputs that its forward accepts, one for each argument without a default",
     ),
     (
-        r"memo disaster|(?i:data.dependent)",
+        r"memo disaster|DynamicOutputShape|(?i:data.dependent)",
         "its shapes or its control flow depend on the data",
         "compute the whole with masks, experts with batched or grouped matmuls",
     ),
@@ -58,6 +81,16 @@ CHANGES = (
         "register it with register_buffer, or pass it (or the cache that holds it) as an input",
     ),
 )
+
+
+class WithoutAutograd(TorchFunctionMode):
+    """Refuses autograd inside a forward, where its result would be a constant of the program; torch.func may call it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        is_alone = torch._C._functorch.peek_interpreter_stack() is None
+        if is_alone and func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
+            raise RuntimeError(f"torch.autograd.{func.__name__} is called")
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -89,7 +122,8 @@ def _sentence(error: BaseException, frames: list[tuple[str, int, str]]) -> str:
     if isinstance(error, KeyError | SystemExit) or not first or type(error).__module__ not in ("builtins", DYNAMO_ERRORS):
         first = f"{type(error).__name__}{f': {first}' if first else ''}"  # the message alone doesn't say what went wrong
     first = first.rstrip(".")
-    through = " ".join([text, *(name for _, _, name in frames)])
+    files = (file for file, _, _ in frames if file.startswith(_TORCH))
+    through = " ".join([type(error).__name__, text, *(name for _, _, name in frames), *files])
     for pattern, means, change in CHANGES:
         if re.search(pattern, through):
             return f"{means} ({first}); {change}" if means else f"{first}; {change}"

@@ -123,10 +123,9 @@ def _with_state(module: nn.Module) -> Callable[[], AbstractContextManager]:
     """A context in which objects that modules hold (a static cache) have the module's parameters and buffers of the moment in the place
     of those of now: a trace replaces these, but not what else refers to them."""
     names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    attributes = [(part, key, item) for part in module.modules() for key, item in vars(part).items()]
-    held = [row for row in attributes if not isinstance(row[2], (nn.Module, *_PLAIN))]
     inner = {id(part): part for part in module.modules()}
-    held = [row for row in held if row[1] not in _OF_MODULES and any(id(t) in names for t in _tensors_outside(row[2], inner))]
+    own = [(part, key, item) for part in module.modules() for key, item in vars(part).items() if key not in _OF_MODULES]
+    held = [(part, key, item) for part, key, item in own if any(id(t) in names for t in _tensors_outside(item, inner))]
 
     @contextmanager
     def holding() -> Iterator[None]:
@@ -149,7 +148,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
 
 def _tensors_outside(item: Any, modules: Mapping[int, Any]) -> list[torch.Tensor]:
     """The tensors of an object that it does not reach through a module alone."""
-    return [part for part in reachable(item, seen=set(modules)) if isinstance(part, torch.Tensor)]
+    return [] if isinstance(item, _PLAIN) else [part for part in reachable(item, seen=set(modules)) if isinstance(part, torch.Tensor)]
 
 
 def listing(function: Callable, templates: list[Any]) -> Callable:

@@ -10,11 +10,12 @@ can be written onto the nodes of the graph that the caller passed.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import io
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, redirect_stderr
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +30,7 @@ from autoshard.capture.attention import as_one_op, canonical
 from autoshard.capture.ctc_loss import ctc_as_one_op
 from autoshard.capture.dropout_attention import DROPOUT
 from autoshard.capture.experts import as_one_op as experts_as_one_op
-from autoshard.capture.explain import FLEX, explained, line_of
+from autoshard.capture.explain import FLEX, WithoutAutograd, explained, line_of
 from autoshard.capture.functional import functional, traced_tensor, with_dense_factors, without_equal_strides
 from autoshard.capture.grouped_mm import fake_grouped_mm
 from autoshard.capture.held import filled, has_objects, in_lists, listing, opened
@@ -56,6 +57,7 @@ from autoshard.capture.turns import in_turn
 from autoshard.graph import Graph, mixed
 from autoshard.precision import Precision
 from autoshard.torch_private import (
+    EffectType,
     FakeTensorMode,
     HigherOrderOperator,
     aot_export_joint_with_descriptors,
@@ -63,7 +65,9 @@ from autoshard.torch_private import (
     dynamo_config,
     dynamo_graph_capture_for_export,
     dynamo_log,
+    functorch,
     pytree,
+    register_effectful_op,
     reparametrize_module,
 )
 
@@ -143,23 +147,32 @@ def capture_without_casts(module: nn.Module, example_inputs: Any, *, training: b
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         raise ValueError(f"{type(module).__name__} is compiled by torch.jit, or a part of it is: give the module that was compiled")
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
-    with explained(module), as_one_op(), ctc_as_one_op(), fake_grouped_mm(), _static_shapes():
+    with explained(module), _replaced_operators(), _static_shapes():
         if not module._forward_pre_hooks:  # they may change the arguments
             inspect.signature(module.forward).bind(*args, **kwargs)
         fake_module, fake_args, fake_kwargs = to_fake(mode, module, args, kwargs, precision)
         if training:
             captured = _capture_training(mode, fake_module, fake_args, fake_kwargs)
         else:
-            templates: list[Any] = []
-            program = _exported(mode, fake_module, fake_args, fake_kwargs, templates, training=False)
-            experts_as_one_op(program.graph_module)
-            captured = replace(_retraced(program), returned=_exported_results(program, templates))
+            captured = _capture_inference(mode, fake_module, fake_args, fake_kwargs)
             if drawn := [op.name for op in captured.graph.ops if op.target in ("aten.bernoulli.p", str(DROPOUT))]:
                 raise ValueError(f"dropout is on (node {drawn[0]}), and inference has none: call model.eval() first")
     _check_returns(captured.graph, module)
     _check_writes(captured.graph, module)
     graph = _with_input_names(captured.graph, input_names(module, example_inputs))
     return replace(captured, graph=_merge_tied(graph, tied_parameters(module)))
+
+
+@contextmanager
+def _replaced_operators() -> Iterator[None]:
+    """What torch does otherwise while a model is captured."""
+    checks = "aten::_linalg_check_errors"  # of cholesky, inv, solve: a captured program has no assertions
+    with as_one_op(), ctc_as_one_op(), fake_grouped_mm():
+        register_effectful_op(checks, None)
+        try:
+            yield
+        finally:
+            register_effectful_op(checks, EffectType.ORDERED)
 
 
 def _static_shapes() -> AbstractContextManager:
@@ -224,7 +237,7 @@ def capture_fx(fx_graph: fx.GraphModule | ExportedProgram, example_inputs: Any =
     the placeholders carry no `meta["val"]`.
     """
     module = fx_graph.graph_module if isinstance(fx_graph, ExportedProgram) else fx_graph
-    with explained(module), as_one_op(), ctc_as_one_op(), fake_grouped_mm():
+    with explained(module), _replaced_operators():
         return _retraced(fx_graph, example_inputs)
 
 
@@ -353,11 +366,39 @@ def _exported(
     """The program of the module by torch.export, which runs its Python code: locks, context managers and caches work, at any depth.
     templates: where those of its results go."""
     module, args, kwargs = opened(module, args, kwargs, templates)
+    depth = functorch.get_dynamic_layer_stack_depth()
     with mode, torch.set_grad_enabled(training), redirect_stderr(io.StringIO()):  # when it fails, it prints the graph so far
-        return torch.export.export(module, args, kwargs, strict=False)
+        try:
+            with WithoutAutograd():
+                return torch.export.export(module, args, kwargs, strict=False)
+        finally:  # torch 2.13: a failure inside vmap leaves its level behind
+            functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+
+
+def _capture_inference(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) -> Captured:
+    """By torch.export, or as for training where only dynamo can read the forward (torch.func, comparisons of constants)."""
+    templates: list[Any] = []
+    try:
+        program = _exported(mode, copy.copy(module), args, kwargs, templates, training=False)
+        experts_as_one_op(program.graph_module)
+        return replace(_retraced(program), returned=_exported_results(program, templates))
+    except Exception:
+        if not has_objects(args, kwargs):
+            with suppress(Exception), torch.no_grad():  # the first error says more
+                return _capture_joint(mode, module.requires_grad_(False), args, kwargs)
+        raise
 
 
 def _capture_training(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) -> Captured:
+    captured = _capture_joint(mode, module, args, kwargs)
+    _check_returns(captured.graph, module)
+    if not any(result.kind == "gradient" and result.value is not None for result in captured.graph.results):
+        raise ValueError("the module has no parameter that gets a gradient; plan it without training")
+    return captured
+
+
+def _capture_joint(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) -> Captured:
+    """Forward and backward; the forward alone where no parameter requires a gradient."""
     with ExitStack() as stack, dynamo_config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True):
         templates: list[Any] = []
         captured = _forward(mode, module, args, kwargs, templates)
@@ -374,9 +415,6 @@ def _capture_training(mode: FakeTensorMode, module: nn.Module, args: tuple, kwar
     results = [(result_name(desc), leaf) for desc, leaf in zip(output.meta["desc"], output.args[0], strict=True) if desc is not None]
     modules = {node: module_path(node) for node in traced.graph.nodes}
     graph, values = read(traced, names, results, modules)
-    _check_returns(graph, module)
-    if not any(result.kind == "gradient" and result.value is not None for result in graph.results):
-        raise ValueError("the module has no parameter that gets a gradient; plan it without training")
     mapped = {node: pytree.tree_map(lambda leaf: values.get(leaf), leaves_of(node)) for node in traced.graph.nodes if node.op != "output"}
     constants = tuple(_constant(leaf) for (kind, _), leaf in results if kind == "output")
     returned = Returned(joint.out_spec, constants, _last(templates))

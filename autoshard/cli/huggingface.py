@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ OTHER_INPUTS = (
 )
 # A config's values reach all of transformers and torch unchecked: what arithmetic, lookups and calls with them raise.
 UNCHECKED = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError)
+REINSTALL = "install what it names, or run: pip install --force-reinstall 'autoshard[hf]'"
 PER_EXAMPLE = ("Classification", "NextSentencePrediction")  # classes with one label for each example
 
 
@@ -48,22 +50,47 @@ def load_huggingface(folder: str, settings: Mapping[str, Any], *, training: bool
             raise ValueError(f"{name} is {value!r}; expected a whole number of 1 or more")
     loss = settings.get("loss")
     try:
+        return _loaded(transformers, folder, settings, loss=training if loss is None else bool(loss))
+    except ValueError as error:
+        if (broken := _broken_import(error)) is None:
+            raise
+        raise ValueError(f"transformers, or a package that it needs, is missing or broken ({_said(broken)}); {REINSTALL}") from error
+
+
+def _loaded(transformers: Any, folder: str, settings: Mapping[str, Any], *, loss: bool) -> tuple[Any, dict[str, Any]]:
+    try:
         config = _config(transformers, config_folder(folder), settings)
         module = _build(transformers, config, folder, settings)
         try:
-            return module, _example_inputs(module, config, settings, loss=training if loss is None else bool(loss))
+            return module, _example_inputs(module, config, settings, loss=loss)
         except AttributeError as error:  # the sizes of its inputs are written elsewhere, or nowhere
             name = type(module).__name__
             raise ValueError(f"{name} needs inputs whose sizes its config doesn't tell ({error}): {OTHER_INPUTS}") from error
     except UNCHECKED as error:
-        what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".rstrip(": ")
-        raise ValueError(f"transformers can't use a value in {folder}/config.json ({what}); correct the config") from error
+        raise ValueError(f"transformers can't use a value in {folder}/config.json ({_said(error)}); correct the config") from error
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".rstrip(": ")
+
+
+def _broken_import(error: BaseException | None) -> BaseException | None:
+    """The first of an error and its causes that is an ImportError, or was raised while a module was imported: transformers imports its
+    models when they are needed."""
+    while error is not None:
+        files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+        if isinstance(error, ImportError) or any(file.startswith("<frozen importlib") for file in files):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _transformers() -> Any:
     try:
         import transformers  # here: it takes seconds, and only hf: models need it
-    except ImportError:
+    except Exception as error:  # whatever a broken installation raises
+        if not isinstance(error, ModuleNotFoundError) or error.name != "transformers":
+            raise ValueError(f"transformers is installed, but it can't be imported ({_said(error)}); {REINSTALL}") from error
         raise ValueError("hf: models need the package transformers, which is not installed; run: pip install 'autoshard[hf]'") from None
     return transformers
 

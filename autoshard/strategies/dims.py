@@ -177,7 +177,10 @@ def histogram(op: Op, inputs: Inputs) -> list[Row]:
     return [row(P(), S(d)) for d in range(len(inputs[0].shape))] if ranged else []
 
 
-@rule("aten.tril_indices.default", "aten.triu_indices.default", "aten.eye.default", "aten.linspace.default")
+WINDOWS = tuple(f"aten.{name}_window.{kind}" for name in ("hann", "hamming", "blackman", "bartlett") for kind in ("default", "periodic"))
+
+
+@rule("aten.tril_indices.default", "aten.triu_indices.default", "aten.eye.default", "aten.linspace.default", *WINDOWS)
 def counted(op: Op, inputs: Inputs) -> list[Row]:
     """Ops that create a tensor from numbers, each part differently."""
     return []
