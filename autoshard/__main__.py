@@ -1,4 +1,4 @@
-"""The entry point of the command line. It handles Ctrl-C before anything slow is imported."""
+"""The entry point of the command line. It handles Ctrl-C, and SIGTERM in the same way, before anything slow is imported."""
 
 import gc
 import os
@@ -14,14 +14,17 @@ def main() -> int:
     """Run one verb and return its exit code."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # in the background it is ignored
         signal.signal(signal.SIGINT, _interrupted)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _interrupted)
     from autoshard.cycles import search_cycles_rarely  # here, as what follows: it takes a moment
 
     search_cycles_rarely()
     from autoshard.cli import main as run
 
     code = run()
-    if signal.getsignal(signal.SIGINT) is _interrupted:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the answer is out; what is left is to end
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is _interrupted:
+            signal.signal(number, signal.SIG_IGN)  # the answer is out; what is left is to end
     gc.freeze()  # the interpreter's last search for cycles looks through all that is alive otherwise, up to 2 s
     return code
 

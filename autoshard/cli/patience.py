@@ -15,6 +15,7 @@ INTERRUPT_EFFECTS = {
     "solving": "ends the search: the best plan so far, if there is one, is the answer",
     "solving the baselines": "ends it without an answer",
     "mesh ": "ends the search on this mesh, or all of it where nothing is found yet",
+    **dict.fromkeys(("searching", "improving", "proving", "bounding again"), "ends the search: the best plan so far is the answer"),
     "measuring": "ends it: what was measured so far is written",
     "found a plan": "leaves out what is beside it",
     "pricing schemes of modules": "leaves this out: the plan is known",

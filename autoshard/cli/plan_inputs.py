@@ -7,7 +7,7 @@ from typing import Any
 
 from autoshard.cli.arguments import parse_bytes, parse_forbidden, parse_optimizer, parse_pins, parse_recompute
 from autoshard.cli.options import load_cluster, load_device
-from autoshard.mesh import Mesh, parse_shape
+from autoshard.mesh import MOST_DEVICES, Mesh, parse_shape
 
 AUTO = "auto"  # the --mesh that compares all shapes
 # options that come from a kept plan where the command line does not set them
@@ -32,6 +32,8 @@ def check_mesh_words(mesh: str | None, cluster: str | None, keep: str | None, de
         raise ValueError(f"--prices {prices} and --cluster {cluster} both say what links cost; leave one out")
     if mesh == AUTO and devices is None:
         raise ValueError("--mesh auto compares the meshes of how many devices? Add for example --devices 16")
+    if devices is not None and devices > MOST_DEVICES:
+        raise ValueError(f"--devices is {devices}; expected {MOST_DEVICES} at most: make the cluster smaller")
     if mesh != AUTO and devices is not None:
         raise ValueError(f"--devices {devices} is for --mesh auto, the mesh here is {mesh}; leave one out")
     if mesh == AUTO and (cluster is not None or keep is not None):

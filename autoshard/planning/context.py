@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -18,6 +18,7 @@ from autoshard.planning.homes import homes
 from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.shallow import Shallow, correspondence
 from autoshard.problem import Problem
+from autoshard.solution import Solution
 from autoshard.strategies import Candidates, candidates
 
 LEAST_SECONDS = 1.0  # of search, at most the time limit, where capture and pricing leave less
@@ -35,6 +36,7 @@ class Context:
     shallow: Graph | None = None  # the same model with fewer layers; the search starts from its plan
     recomputable: Graph | None = None  # the graph without recomputation, where a refusal may advise to recompute every block
     explains: bool = True  # a refusal names the demands that conflict
+    found: Callable[[Solution], None] | None = None  # called with the plan before what is beside it is worked out
 
     def __post_init__(self) -> None:
         if (imbalance := self.options.expert_imbalance) is not None:

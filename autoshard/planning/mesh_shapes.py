@@ -10,7 +10,7 @@ them, to show the speedup. The meshes must describe one cluster: give all of the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 
 from autoshard.capture import capture_deep, in_turn
 from autoshard.cycles import no_search_for_cycles
-from autoshard.mesh import DEVICES_PER_NODE, Mesh
+from autoshard.mesh import DEVICES_PER_NODE, MOST_DEVICES, Mesh
 from autoshard.planning.context import Context
 from autoshard.planning.options import Infeasible, Options, Progress, Stopwatch, checked_options
 from autoshard.planning.plan import plan_captured
@@ -39,21 +39,23 @@ def mesh_shapes(devices: int, devices_per_node: int = DEVICES_PER_NODE) -> list[
     for name, value in (("devices", devices), ("devices_per_node", devices_per_node)):
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} is {value!r}; expected a positive whole number")
+    if devices > MOST_DEVICES:
+        raise ValueError(f"devices is {devices}; expected {MOST_DEVICES} at most: make the cluster smaller")
     per_node = min(devices, devices_per_node)
     if devices % per_node:
         raise ValueError(f"{devices} devices do not fill nodes of {per_node}; give a devices_per_node that divides {devices}")
-    pairs = product(_ordered(devices // per_node), _ordered(per_node))
+    pairs = product(_ordered(devices // per_node, MOST_AXES), _ordered(per_node, MOST_AXES))
     shapes = [outer + inner for outer, inner in pairs if 1 <= len(outer + inner) <= MOST_AXES]
     return sorted({(devices,), *shapes} - {(1,)}, key=lambda shape: (len(shape), shape)) + [(1,)]
 
 
-def _ordered(n: int) -> Iterator[tuple[int, ...]]:
-    """Ordered factorizations of n into factors of 2 or more; () of 1."""
+def _ordered(n: int, most: int) -> Iterator[tuple[int, ...]]:
+    """Ordered factorizations of n into at most so many factors of 2 or more; () of 1."""
     if n == 1:
         yield ()
-    for first in range(2, n + 1):
+    for first in range(2, n + 1 if most else 2):
         if n % first == 0:
-            yield from ((first, *rest) for rest in _ordered(n // first))
+            yield from ((first, *rest) for rest in _ordered(n // first, most - 1))
 
 
 @dataclass(frozen=True)
@@ -109,12 +111,14 @@ def plan_meshes(
     *,
     progress: Progress | None = None,
     assumptions: Mapping | None = None,
+    found: Callable[[Solution], None] | None = None,
     **options: Any,
 ) -> MeshPlans:
     """`plan` on each of the meshes; the model is captured once, and they share the time limit.
 
-    The other arguments are those of `plan`. With pins, kept or forbidden layouts only meshes with as many axes as these are planned, and
-    no single device. ValueError on bad input, `Infeasible` where nothing fits on any mesh.
+    The other arguments are those of `plan`; found: called with every plan that is better than those of the meshes before. With pins, kept
+    or forbidden layouts only meshes with as many axes as these are planned, and no single device. ValueError on bad input, `Infeasible`
+    where nothing fits on any mesh.
 
         meshes = [Mesh.from_bandwidths(shape, devices_per_node=8) for shape in mesh_shapes(16)]
         best = plan_meshes(module, (tokens, targets), meshes, training=True, memory_limit=80e9).best
@@ -143,8 +147,15 @@ def plan_meshes(
         left = checked.time_limit - clock.elapsed
         under = replace(checked, time_limit=max(left / (len(chosen) - k), 0.1))
         mesh_clock = Stopwatch(_progress_of_one(progress, mesh, k, len(chosen)))
-        plans.append(_mesh_plan(Context(graph, mesh, under, mesh_clock, noted, depth.shallow)))
+        better = None if found is None else _if_better(found, plans)
+        plans.append(_mesh_plan(Context(graph, mesh, under, mesh_clock, noted, depth.shallow, found=better)))
     return MeshPlans(tuple(plans), _best(plans))
+
+
+def _if_better(found: Callable[[Solution], None], plans: Sequence[MeshPlan]) -> Callable[[Solution], None]:
+    """`found`, but only for a plan that is better than those of other meshes."""
+    best = min((plan.solution.objective_seconds for plan in plans if plan.solution is not None), default=math.inf)
+    return lambda plan: found(plan) if plan.objective_seconds < best * (1 - EQUAL) else None
 
 
 def _mesh_plan(context: Context) -> MeshPlan:

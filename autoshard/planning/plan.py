@@ -22,7 +22,7 @@ All of them read one value, `Context`: the graph, the mesh, the options and the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,6 +71,7 @@ def plan(
     progress: Progress | None = None,
     assumptions: Mapping | None = None,
     watch: Stopwatch | None = None,
+    found: Callable[[Solution], None] | None = None,
     **options: Any,
 ) -> Solution:
     """The fastest layout of every tensor of `model` on `mesh` that fits in memory, with its proof.
@@ -78,8 +79,9 @@ def plan(
     model, example_inputs: a module and the inputs of its forward (a tuple, or a dict of keyword arguments); the meta device
     costs no memory. options: the fields of `Options` (training, optimizer, memory_limit in bytes per device, pins, forbid, keep,
     price_pins, solver, time_limit in seconds, gap, baselines, recompute, tie_blocks). progress: called with (what is being done,
-    fraction done). assumptions: more facts to note in the solution. watch: the clock, by default of wall seconds. Threads plan in turn.
-    ValueError on bad input; `Infeasible` when nothing fits, with the demands that conflict.
+    fraction done). assumptions: more facts to note in the solution. watch: the clock, by default of wall seconds. found: called with
+    the plan before what is beside it is worked out (schemes of modules, padding, prices of pins). Threads plan in turn. ValueError on bad
+    input; `Infeasible` when nothing fits, with the demands that conflict.
 
     time_limit is for all of planning: the search ends then, and what is worked out beside the plan. Capture and pricing can't be cut
     short; where they take longer, the answer is the first plan that is found within three seconds more.
@@ -94,7 +96,7 @@ def plan(
     clock = watch or Stopwatch(progress)
     with clock.phase("capture", "capturing the model", 0.0), no_search_for_cycles():
         graph, depth = capture_deep(model, example_inputs, training=checked.training, precision=checked.precision, witness=checked.witness)
-    return plan_captured(Context(graph, mesh, checked, clock, {**(assumptions or {}), **depth.noted}, depth.shallow))
+    return plan_captured(Context(graph, mesh, checked, clock, {**(assumptions or {}), **depth.noted}, depth.shallow, found=found))
 
 
 def plan_captured(context: Context) -> Solution:
@@ -147,7 +149,8 @@ def _plan_with_cheapest_recomputation(context: Context) -> Solution:
     quick = replace(careful, baselines=False, objective="serial", solver="prices" if careful.solver == "auto" else careful.solver)
 
     def plan_with(k: int, options: Options) -> Solution:
-        context_k = with_blocks_recomputed(replace(context, options=options), k, num_blocks)
+        found = None if options is not careful else context.found
+        context_k = with_blocks_recomputed(replace(context, options=options, found=found), k, num_blocks)
         return plan_graph(replace(context_k, explains=k == num_blocks))
 
     quick_plans: dict[int, Solution] = {}
@@ -222,6 +225,8 @@ def _with_advice(context: Context, instance: Instance, answer: Answer, choice: t
     if options.baselines or options.keep or options.price_pins:
         gap = f"within {solution.objective_gap:.2%} of the best" if solution.objective_gap < 1 else "with no useful bound"
         clock.say(f"{KNOWN} of {seconds(solution.objective_seconds)}{', overlapped' if solution.overlapped else ''}, {gap}", 0.95)
+        if context.found is not None:
+            context.found(replace(solution, seconds=clock.seconds()))
     try:
         if options.baselines:
             with clock.phase("describe", "pricing schemes of modules", 0.96), no_search_for_cycles():

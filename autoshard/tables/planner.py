@@ -17,7 +17,7 @@ from autoshard.tables.arrays import Arrays, Devices, Spots, rate
 from autoshard.tables.bound import Bound, rows_at, solve_weights
 from autoshard.tables.dp import bins_of, dp_proposals
 from autoshard.tables.exact import search_all
-from autoshard.tables.search import Scale, State, anneal, copy_of, empty_state, pack, recount
+from autoshard.tables.search import Annealed, Scale, State, anneal, copy_of, empty_state, pack, recount
 
 Progress = Callable[[str, float], None]  # (description of the step, fraction done)
 
@@ -138,11 +138,8 @@ class Planner:
             if self.best is not None:
                 return
             hot = max(float(np.mean(totals.largest[option])) / max(self.devices.hbm_limit.max(), 1.0), 1e-9)
-            slowest = anneal(
-                self.arrays, self.devices, scale, usable, first, state, best, math.inf, math.inf, hot, hot * COOLING, moves, self.rng
-            )  # fmt: skip
-            if math.isfinite(slowest):
-                self.offer(copy_of(best), "annealing")
+            self.anneal(Annealed(scale, math.inf, hot, False, 0), usable, first, state, best, math.inf, hot, hot * COOLING, moves)
+            if self.best is not None:
                 return
 
     # -- search ------------------------------------------------------------------------------------------------------------------
@@ -156,12 +153,20 @@ class Planner:
         first = np.searchsorted(allowed, self.arrays.first_option)
         z = float(np.mean(self.bound.totals.longest[start.option])) / T
         best = empty_state(self.arrays, self.devices)
-        slowest = anneal(
-            self.arrays, self.devices, self.scale(T, 1.0), allowed, first, start, best,
-            self.slowest, self.bound.value, max(hot * z * z, 1e-12), max(hot * z * z * COOLING, 1e-15), moves, self.rng,
-        )  # fmt: skip
-        if slowest < self.slowest:
-            self.offer(copy_of(best), "annealing")
+        hottest, coldest = max(hot * z * z, 1e-12), max(hot * z * z * COOLING, 1e-15)
+        begun = Annealed(self.scale(T, 1.0), self.slowest, hottest, False, 0)
+        self.anneal(begun, allowed, first, start, best, self.bound.value, hottest, coldest, moves)
+
+    def anneal(
+        self, so_far: Annealed, allowed: np.ndarray, first: np.ndarray, state: State, best: State, low: float, hot: float, cold: float,
+        moves: int,
+    ) -> None:  # fmt: skip
+        """Make all moves, slice by slice, and keep every better plan at once: Ctrl-C may end this at any time."""
+        while so_far.moves < moves:
+            known = so_far.slowest
+            so_far = anneal(self.arrays, self.devices, so_far, allowed, first, state, best, low, hot, cold, moves, self.rng)
+            if so_far.slowest < known:
+                self.offer(copy_of(best), "annealing")
 
     @property
     def done(self) -> bool:
@@ -173,7 +178,15 @@ class Planner:
         return state
 
     def solve(self, effort: float) -> None:
-        """Raise the bound and improve the plan until they meet or all moves are used."""
+        """Raise the bound and improve the plan until they meet or all moves are used; Ctrl-C ends it with the best plan so far, if any."""
+        try:
+            self.search(effort)
+        except KeyboardInterrupt:
+            if self.best is None:
+                raise
+
+    def search(self, effort: float) -> None:
+        """As `solve`, all steps in their order."""
         self.say("bounding", 0.0)
         self.bound.raise_to(self.high, packing=False)
         starts = self.starts()

@@ -19,6 +19,7 @@ from autoshard.tables.arrays import Arrays, Devices, Spots
 
 NEAR = 3  # places that are drawn for a part, at most; the one of least E is chosen
 SWAPS, OPTIONS = 0.45, 0.2  # of the moves; the others move one part
+SLICE = 2**17  # moves between looks for Ctrl-C: a fraction of a second
 RECOUNT = 8192  # moves between recomputations of the sums, which accumulate rounding errors
 STRICTER = 1.15  # factor of w after RECOUNT moves without a plan that fits
 
@@ -39,6 +40,16 @@ class Scale(NamedTuple):
     T: float  # seconds
     hbm: float  # bytes, over w
     host: float
+
+
+class Annealed(NamedTuple):
+    """How far annealing is."""
+
+    scale: Scale
+    slowest: float  # seconds of the best plan
+    temperature: float
+    fitted: bool  # whether a plan fit since the sums were last recomputed
+    moves: int  # that have been made
 
 
 @compiled
@@ -218,17 +229,21 @@ def swap_parts(arrays, devices, scale, state, a, b, threshold, rng):  # pragma: 
 
 
 @compiled
-def anneal(arrays, devices, scale, allowed, start, state, best, slowest, low, hot, cold, moves, rng):  # pragma: no cover
-    """Make `moves` moves while the temperature falls from hot to cold; `best` receives every plan that takes less than `slowest`.
+def anneal(arrays, devices, so_far, allowed, start, state, best, low, hot, cold, moves, rng):  # pragma: no cover
+    """Make the next SLICE of `moves` moves, while the temperature falls from hot to cold; `best` receives every plan that takes less than
+    all before it.
 
-    allowed[start[t]:start[t + 1]] = the options of table t. low: a lower bound on any plan's seconds. Returns the best plan's seconds.
+    allowed[start[t]:start[t + 1]] = the options of table t. low: a lower bound on any plan's seconds. Returns how far this came.
     """
+    scale, slowest, temperature, fitted, done = so_far
     num_tables = len(state.option)
     old = np.empty(state.place.shape[1], dtype=np.int64)
-    cooling, temperature = (cold / hot) ** (1.0 / max(moves, 1)), hot
-    recount(arrays, devices, state)
-    fitted = False
-    for move in range(moves):
+    cooling = (cold / hot) ** (1.0 / max(moves, 1))
+    if done == 0:
+        recount(arrays, devices, state)
+        temperature = hot
+    end = min(done + SLICE, moves)
+    for move in range(done, end):
         temperature *= cooling
         if move % RECOUNT == RECOUNT - 1:
             recount(arrays, devices, state)
@@ -255,10 +270,11 @@ def anneal(arrays, devices, scale, allowed, start, state, best, slowest, low, ho
                 best.option[:] = state.option
                 best.place[:] = state.place
                 if seconds <= low:
+                    end = moves
                     break
         elif delta != 0.0 and not fitted and move % 64 == 0:
             fitted = fits(devices, state)
-    return slowest
+    return Annealed(scale, slowest, temperature, fitted, end)
 
 
 @compiled
