@@ -1,6 +1,7 @@
 """Reads files from outside: it checks them once, so that the rest of autoshard can rely on the types of their values.
 
-    content    a regular file, no larger than its format allows; gzip is unpacked up to the same size  (`content_of`)
+    content    a regular file, no larger than its format allows; gzip is unpacked up to the same size,
+               and to no more than 100 times its own                                                   (`content_of`)
     text       UTF-8 without NUL; CSV as rows                                                          (`text_of`, `rows_of`)
     data       JSON, checked in this order:                                                            (`data_of`)
                sound      at most 64 levels deep, every number finite and within 64 bits, no text with NUL or half a character
@@ -48,6 +49,9 @@ class Format:
 # keys by which a file shows what it is, where its format alone doesn't say it
 MARKS = {"programs": {"programs", "weights"}, "pipeline": {"stages", "configurations"}}
 MB = 10**6
+MOST_RATIO = 100  # of unpacked to packed bytes; plans and problems have 10 to 30, gzip makes up to 1,032 of repetitions
+SMALL = 4 * MB  # any gzip file may unpack to so much
+PIECE = 2**14  # packed bytes
 FORMATS = {
     # 10 kB per layer of GPT-2
     "plan": Format("a plan", "a plan's file, as `autoshard plan --out` writes it", 64 * MB, "solution.1"),
@@ -71,7 +75,7 @@ FORMATS = {
     "measurements": Format("a file of measurements", "the output of nccl-tests or PARAM, nnscaler JSON, or CSV", 64 * MB),
     "operators": Format("torch's table of operators", "the native_functions.yaml of an installed torch", 16 * MB),
     "model": Format("a model's file", "Python source with a function that returns (module, example_inputs)", 16 * MB),
-    "launch": Format("a launcher's configuration", "TOML, YAML, JSON, or arguments, as the launcher reads them", MB),
+    "launch": Format("a launcher's configuration", "TOML, YAML, JSON, or arguments, as the launcher reads them", 64_000),
     "checkpoint": Format("a checkpoint's manifest", "the manifest.json that save_checkpoint wrote", 256 * MB, "checkpoint.1"),
     # 100 bytes per part of a tensor
     "index": Format("a checkpoint's index", "the .metadata that save_checkpoint or torch.distributed.checkpoint wrote", 1000 * MB),
@@ -94,9 +98,9 @@ def content_of(path: str | os.PathLike[str], kind: str) -> bytes:
     if not stat.S_ISREG(mode):
         raise ValueError(f"{path} is {_kind_of_file(mode)}; expected {form.expected}, in a regular file")
     with open(path, "rb") as file:
-        content = file.read(form.most_bytes + 1)
+        content = file.read(min(max(os.fstat(file.fileno()).st_size, MB), form.most_bytes) + 1)  # as much memory is taken at once
     if len(content) > form.most_bytes:
-        raise ValueError(f"{path} is larger than {form.most_bytes // MB} MB, which {form.name} never is; expected {form.expected}")
+        raise ValueError(f"{path} is larger than {form.most_bytes / MB:g} MB, which {form.name} never is; expected {form.expected}")
     return _unpacked(content, path, form) if Path(path).suffix == ".gz" else content
 
 
@@ -114,22 +118,30 @@ def _kind_of_file(mode: int) -> str:
 
 
 def _unpacked(content: bytes, path: str | os.PathLike[str], form: Format) -> bytes:
-    """The content of all members of a gzip file; never more than the format allows is unpacked."""
-    parts, left = [], form.most_bytes + 1
-    while content.strip(b"\0"):  # gzip may be padded with zeros
-        stream = zlib.decompressobj(wbits=31)
+    """The content of all members of a gzip file, unpacked piece by piece: it ends as soon as it is larger than the format allows, or
+    much larger than such files are for the bytes that were read."""
+    parts, unpacked, used = [b""], 0, 0
+    stream = None  # of the member that is being read
+    while used < len(content) or (stream is not None and parts[-1]):
+        if stream is None:
+            if not content[used] and not content[used:].strip(b"\0"):
+                break  # gzip may be padded with zeros
+            stream = zlib.decompressobj(wbits=31)
+        piece = content[used : used + PIECE]
         try:
-            part = stream.decompress(content, left)
+            parts.append(stream.decompress(piece, SMALL))
         except zlib.error as error:
             raise ValueError(f"{path} is named .gz but is no sound gzip file ({error}); drop the .gz or download it again") from None
-        parts.append(part)
-        left -= len(part)
-        if left <= 0:
-            more = f"more than {form.most_bytes // MB} MB"
+        used += len(piece) - len(stream.unconsumed_tail) - len(stream.unused_data)
+        unpacked += len(parts[-1])
+        if unpacked > form.most_bytes:
+            more = f"more than {form.most_bytes / MB:g} MB"
             raise ValueError(f"{path} unpacks to {more}, which {form.name} never is; expected {form.expected}")
-        if not stream.eof:
-            raise ValueError(f"{path} ends early: the gzip stream is truncated; copy or download the file again")
-        content = stream.unused_data
+        if unpacked > SMALL + MOST_RATIO * used:
+            raise ValueError(f"{path} unpacks to more than {MOST_RATIO} times its size, which {form.name} never does; give it unpacked")
+        stream = None if stream.eof else stream
+    if stream is not None:
+        raise ValueError(f"{path} ends early: the gzip stream is truncated; copy or download the file again")
     return b"".join(parts)
 
 
@@ -190,18 +202,20 @@ def _refuse_constant(name: str) -> object:
     raise ValueError(f"it holds {name}")
 
 
-def check_sound(data: object, path: str | os.PathLike[str], also: type | tuple[type, ...] = ()) -> None:
+def check_sound(
+    data: object, path: str | os.PathLike[str], also: type | tuple[type, ...] = (), most: int | None = None
+) -> None:  # fmt: skip
     """ValueError where the data is too deep or too large, or holds a number or a text that JSON files in UTF-8 can't hold. A value counts
     once per reference: a pickle can refer to one value a thousand times.
 
-    also: a type of objects that are allowed; their fields are checked like those of a JSON object.
+    also: a type of objects that are allowed; their fields are checked like those of a JSON object. most: values, by default MOST_VALUES.
     """
-    count = 0
+    count, most = 0, most or MOST_VALUES
     for item, depth in _values(data, also):
         count += 1
-        if count > MOST_VALUES or depth > DEEPEST:
-            most = f"{DEEPEST} levels" if depth > DEEPEST else f"{MOST_VALUES} values"
-            raise ValueError(f"{path} holds more than {most} of lists and objects; expected fewer, so write the file again")
+        if count > most or depth > DEEPEST:
+            much = f"{DEEPEST} levels" if depth > DEEPEST else f"{most} values"
+            raise ValueError(f"{path} holds more than {much} of lists and objects; expected fewer, so write the file again")
         why = _why_unsound(item, also)
         if why:
             raise ValueError(f"{path} holds {why}, so write the file again")

@@ -13,7 +13,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -59,10 +59,19 @@ def replacement(path: str | os.PathLike[str]) -> Iterator[Path]:
             beside.unlink(missing_ok=True)
 
 
-def write_atomically(content: str | bytes, path: str | os.PathLike[str]) -> None:
-    """Write text (UTF-8) or bytes, completely or not at all; OSError where that is impossible."""
+def write_atomically(content: str | bytes, path: str | os.PathLike[str], check: Callable[[bytes], object] | None = None) -> None:
+    """Write text (UTF-8) or bytes, completely or not at all; OSError where that is impossible.
+
+    check: the parser of the content's format, which reads it before it replaces anything. ValueError where it can't.
+    """
+    try:
+        encoded = content.encode() if isinstance(content, str) else content
+        if check is not None:
+            check(encoded)
+    except (ValueError, SyntaxError, RecursionError) as error:
+        raise ValueError(f"{path} was not written: it could not be read back ({' '.join(str(error).split())[:200]})") from None
     with replacement(path) as beside:
-        beside.write_bytes(content.encode() if isinstance(content, str) else content)
+        beside.write_bytes(encoded)
 
 
 def destination(path: str | os.PathLike[str]) -> Path:

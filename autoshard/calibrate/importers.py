@@ -15,12 +15,14 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autoshard.calibrate.sigmoid import EPSILON
 from autoshard.cost.curves.records import Series
 from autoshard.reading import parsed, rows_of
 
 MIB = 2**20
+LONGEST = 1000  # characters of a line that are looked at for words about ranks
 MOST_DEVICES = 10**8  # more is a number that stands in the wrong column
 NAMES = {  # as others write them, without separators -> ours
     "allreduce": "all_reduce", "allgather": "all_gather", "allgatherbase": "all_gather", "allgatherintotensor": "all_gather",
@@ -76,7 +78,7 @@ def sniff(text: str, name: str):
         return nnscaler
     if "COMMS-RES" in text:
         return param
-    if re.search(r"^#.*\balgbw\b.*\bbusbw\b", text, re.MULTILINE):
+    if any(line.startswith("#") and {"algbw", "busbw"} <= set(line.split()) for line in text.splitlines()):
         return nccl_tests
     return table
 
@@ -147,14 +149,17 @@ def nccl_tests(text: str, name: str, collective: str | None, devices: int | None
     rows: list[MeasuredRow] = []
     columns: list[str] = []
     hosts: list[str] = []
+    nodes: set[str] = set()
     stated, finished = None, False
     for line, words in _lines(text):
-        rest = " ".join(words)
+        rest = " ".join(words)[:LONGEST]
         if starting := re.search(r"Collective test starting:\s*(\S+)", rest):
-            stated, hosts, finished = known(starting[1], f"{name}:{line}: the collective"), [], False
+            stated, hosts, nodes, finished = known(starting[1], f"{name}:{line}: the collective"), [], set(), False
         elif rank := re.search(r"\bRank\s+\d+.*\bon\s+(\S+)\s+device\b", rest):
-            hosts = [] if finished else hosts
-            hosts, finished = [*hosts, rank[1]], False
+            hosts, nodes = ([], set()) if finished else (hosts, nodes)
+            hosts.append(rank[1])
+            nodes.add(rank[1])
+            finished = False
         elif words[0].startswith("#"):
             header = [word for word in rest.lstrip("#").split() if word]
             columns = header if {"size", "time", "busbw"} <= set(header) else columns
@@ -167,11 +172,11 @@ def nccl_tests(text: str, name: str, collective: str | None, devices: int | None
             if size == 0:
                 continue
             num = len(hosts) or _needed(devices, "its number of devices", name)
-            nodes = len(set(hosts)) or 1
             what = stated or _needed(collective, "its collective", name)
             dtype = words[columns.index("type")] if "type" in columns else ""
             seconds = time * 1e-6
-            rows.append(MeasuredRow(line, what, num, size, seconds, nodes=nodes, dtype=dtype, source="nccl-tests", bus_bandwidth=bus * 1e9))
+            facts: dict[str, Any] = {"nodes": len(nodes) or 1, "dtype": dtype, "source": "nccl-tests", "bus_bandwidth": bus * 1e9}
+            rows.append(MeasuredRow(line, what, num, size, seconds, **facts))
     return rows
 
 

@@ -139,7 +139,7 @@ def _check_launch(
     checked = load_api().check_launch(described, launcher, site)
     if out is not None:
         kept = room.kept_settings(launcher, text, path)
-        write_atomically(room.configuration_text(launcher, checked.better(), kept).encode(), out)
+        write_atomically(room.configuration_text(launcher, checked.better(), kept), out)
         rest = f"other settings are those of {path}" if kept else f"it holds what a launch decides, so take the rest from {path}"
         output.note(f"wrote {out}: {checked.changes[0].what}; {rest}")
     record = checked.to_dict()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import math
 import os
 import pickle
@@ -92,7 +94,7 @@ def export(
     if why := _why_not_held(solution, value, within):
         raise NotHeld(f"{kind} can't hold this plan: {why}; {_others(solution, kind, within)}")
     if path is not None and content is not None:
-        write_atomically(content(value), path)
+        write_atomically(content(value), path, {".py": ast.parse, **dict.fromkeys(PICKLE_SUFFIXES)}.get(Path(path).suffix, json.loads))
     return value
 
 
@@ -130,7 +132,7 @@ def as_plain(value: Any, kind: str) -> Any:
     return FORMATS[kind].plain(value)
 
 
-def _content(kind: str, path: Path) -> Callable[[Any], bytes]:
+def _content(kind: str, path: Path) -> Callable[[Any], str | bytes]:
     """The function that writes the file's content, chosen (or refused) before the export is computed."""
     python = FORMATS[kind].python
     if path.suffix in PICKLE_SUFFIXES:
@@ -140,5 +142,5 @@ def _content(kind: str, path: Path) -> Callable[[Any], bytes]:
     if path.suffix == ".py":
         if python is None:
             raise ValueError(f"{path} asks for Python, but {kind} is data; name a file that ends in .json")
-        return lambda value: python(value).encode()
-    return lambda value: (json_text(as_plain(value, kind)) + "\n").encode()
+        return python
+    return lambda value: json_text(as_plain(value, kind)) + "\n"

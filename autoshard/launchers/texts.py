@@ -2,28 +2,38 @@
 
 TOML, YAML, JSON    nested dicts; looked up by dotted names (`Nested`)
 arguments           words as a shell script has them, with its assignments of variables replaced: {"num-layers": ["32"], "bf16": []}
+
+A text may be hostile: what its variables, aliases and merges stand for is counted before it is made, and no step takes more than time
+proportional to the text. What is written is compared with what the format's own parser reads of it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 import yaml
 
-from autoshard.reading import check_sound
+from autoshard.reading import DEEPEST, check_sound
 
 from .sizes import integer
 
-ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=([^\s(][^\n]*?)?\s*(?:#.*)?$", re.M)
-DEFAULT = re.compile(r"\$\{\w+:-([^}]*)\}")  # ${NAME:-value}
+NAME = re.compile(r"[A-Za-z_]\w*")
+DEFAULT = re.compile(r"\$\{\w+:-")  # ${NAME:-value}
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+PART = r"""(?:"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|(?<![\w-])[\w-]++)"""  # of a dotted key
+DEEP_KEY = re.compile(rf"(?:{PART}[ \t]*\.[ \t]*){{{DEEPEST}}}")  # tomllib takes time that grows with the square of the parts
+MOST_EXPANDED = 10**6  # characters
+MOST_VALUES = 10**5  # of a file with its aliases and merges written out
+MOST_KEYS = 1000  # of a section
 NEAR = 0.85  # difflib's ratio from which on a key that nobody knows is a misspelling
 
 
@@ -31,21 +41,45 @@ def parsed(text: str, path: str) -> dict[str, Any]:
     """The mapping in a TOML, YAML or JSON text, told by the ending of its file. ValueError in one sentence where it is none."""
     try:
         if path.endswith(".toml"):
-            data = tomllib.loads(text)
+            data = _toml(text)
         elif path.endswith(".json"):
             data = json.loads(text)
         else:
             data = yaml.load(text, Loader=PlainLoader)
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"{path} can't be read: {' '.join(str(error).split())[:200]}") from None
+    except Exception as error:  # YAML's tags raise anything: a KeyError for `!!bool maybe`
+        why = " ".join(str(error).split())[:200] if isinstance(error, (ValueError, yaml.YAMLError, RecursionError)) else repr(error)[:80]
+        raise ValueError(f"{path} can't be read: {why}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path} holds a {type(data).__name__}; expected keys with values")
-    check_sound(data, path)
+    check_sound(data, path, most=MOST_VALUES)
     return data
 
 
-class PlainLoader(yaml.SafeLoader):
-    """YAML's safe loader, which leaves dates as text."""
+def _toml(text: str) -> dict[str, Any]:
+    if DEEP_KEY.search(text):
+        raise ValueError(f"a key has more than {DEEPEST} parts")
+    return tomllib.loads(text)
+
+
+class PlainLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # not every system has libyaml
+    """YAML's safe loader, which leaves dates as text, and makes nothing that is much larger than the text."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None and _count(node, {}) > MOST_VALUES:
+            raise ValueError(f"its aliases and merges stand for more than {MOST_VALUES} values")
+        return node
+
+
+def _count(node: yaml.Node, known: dict[int, float]) -> float:
+    """Values of a node with all aliases written out; inf where it holds itself. known: those of other nodes, by id."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        pairs = isinstance(node, yaml.MappingNode)
+        known[id(node)] = 1 + sum(_count(part, known) for item in node.value for part in (item if pairs else (item,)))
+    return known[id(node)]
 
 
 PlainLoader.yaml_implicit_resolvers = {
@@ -78,9 +112,10 @@ class Nested:
 
     def _check_spelling(self, keys: Mapping[str, Any], section: str, missing: str) -> None:
         """ValueError where one of the section's keys is unknown, and nearer to the missing one than to any known."""
-        for key in keys:
-            if not isinstance(key, str) or key in self.known or not get_close_matches(key, [missing], 1, NEAR):
-                continue
+        if len(keys) > MOST_KEYS:
+            raise ValueError(f"{self.path} has {len(keys)} keys in {section or 'its first section'}; expected {MOST_KEYS} at most")
+        unknown = [key for key in keys if isinstance(key, str) and key not in self.known]
+        for key in get_close_matches(missing, unknown, len(unknown) or 1, NEAR):
             if get_close_matches(key, {missing, *self.known}, 1, NEAR) == [missing]:
                 raise ValueError(f"{self.path}: there is no {section}{key}; near is {missing}")
 
@@ -103,15 +138,13 @@ class Nested:
 
 def arguments_of(text: str) -> dict[str, list[str]]:
     """The options in a shell script or a list of arguments, each with its words; an option that comes twice counts as its last."""
-    text = DEFAULT.sub(lambda match: match[1], text)
-    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    text = "\n".join(lines)
-    known: dict[str, str] = {}
-    for name, value in ASSIGNMENT.findall(text):
-        known[name] = _replaced(value.strip().strip("\"'"), known)
+    lines = [line for line in _with_defaults(text).splitlines() if not line.lstrip().startswith("#")]
+    variables = Variables({})
+    for line in lines:
+        variables.note(line)
     words = []
     for line in lines:
-        for word in re.split(r"\s+", re.sub(r"\s#.*$", "", _replaced(line, known))):
+        for word in re.split(r"\s+", re.sub(r"\s#.*$", "", variables.replaced(line))):
             words.append(word.strip("\"'()\\,"))
     options: dict[str, list[str]] = {}
     name = ""
@@ -125,20 +158,76 @@ def arguments_of(text: str) -> dict[str, list[str]]:
     return options
 
 
-def _replaced(text: str, known: Mapping[str, str]) -> str:
-    return VARIABLE.sub(lambda match: known.get(match[1] or match[2], match[0]), text)
+def _with_defaults(text: str) -> str:
+    """`${NAME:-value}` as the value."""
+    pieces, begin = [], 0
+    for match in DEFAULT.finditer(text):
+        end = text.find("}", match.end())
+        if end == -1:
+            break
+        if match.start() >= begin:
+            pieces += [text[begin : match.start()], text[match.end() : end]]
+            begin = end + 1
+    return "".join([*pieces, text[begin:]])
 
 
-def toml_text(data: Mapping[str, Any], section: str = "") -> str:
-    """Plain values and sections of them as TOML."""
+@dataclass
+class Variables:
+    """The variables of a shell script, by name, and how many characters they may still stand for."""
+
+    known: dict[str, str]
+    left: int = MOST_EXPANDED
+
+    def note(self, line: str) -> None:
+        """The variable that a line sets, if it does: [export] NAME=value # comment."""
+        name, is_one, rest = re.sub(r"^export\s+", "", line.strip()).partition("=")
+        value = rest[:1] + rest[1:].partition("#")[0]
+        if is_one and NAME.fullmatch(name) and not (value.strip() and value[0].isspace()) and value[:1] != "(":
+            self.known[name] = self.replaced(value.strip().strip("\"'"))
+
+    def replaced(self, text: str) -> str:
+        """The text with the variables' values. ValueError, before it is made, where it would be too long."""
+
+        def value(match: re.Match) -> str:
+            meant = self.known.get(match[1] or match[2], match[0])
+            self.left -= len(meant)
+            if self.left < 0:
+                raise ValueError(f"the variables of the script stand for more than {MOST_EXPANDED} characters; write their values out")
+            return meant
+
+        return VARIABLE.sub(value, text)
+
+
+def toml_text(data: Mapping[str, Any]) -> str:
+    """Plain values and sections of them as TOML. ValueError where TOML can't hold them."""
+    return _as_written(_toml_text(data), data, tomllib.loads)
+
+
+def _as_written(text: str, data: object, parser: Callable[[str], object]) -> str:
+    """The text. ValueError where its format's parser doesn't read the data in it."""
+    try:
+        if parser(text) == data and text.encode():
+            return text
+        why = "other values are read"
+    except (ValueError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())[:200]
+    raise ValueError(f"the configuration can't be written: {why} in the text of it; give its odd values another form")
+
+
+def _toml_text(data: Mapping[str, Any], section: str = "") -> str:
     rows = "".join(f"{_key(key)} = {_value(value)}\n" for key, value in data.items() if not isinstance(value, Mapping))
     inner = {f"{section}.{_key(key)}".lstrip("."): value for key, value in data.items() if isinstance(value, Mapping)}
     head = f"[{section}]\n" if section and (rows or not inner) else ""
-    return "\n".join(filter(None, [head + rows, *(toml_text(value, name) for name, value in inner.items())]))
+    return "\n".join(filter(None, [head + rows, *(_toml_text(value, name) for name, value in inner.items())]))
 
 
 def _key(key: str) -> str:
-    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key)
+    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else _quoted(key)
+
+
+def _quoted(text: str) -> str:
+    """TOML's strings are JSON's, but that characters are not written as two halves, and DEL is escaped."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _value(value: Any) -> str:
@@ -147,11 +236,12 @@ def _value(value: Any) -> str:
         return f"[{', '.join(map(_value, value))}]"
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{_key(key)} = {_value(inner)}' for key, inner in value.items())}}}"
-    return json.dumps(value)
+    return _quoted(value) if isinstance(value, str) else json.dumps(value)
 
 
 def yaml_text(data: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(dict(data), sort_keys=False)
+    """Plain values as YAML. ValueError where YAML can't hold them."""
+    return _as_written(yaml.safe_dump(dict(data), sort_keys=False), data, partial(yaml.load, Loader=PlainLoader))
 
 
 def arguments_text(options: Mapping[str, Any]) -> str:
@@ -161,4 +251,5 @@ def arguments_text(options: Mapping[str, Any]) -> str:
         for name, value in options.items()
         if value not in (None, False)
     ]
-    return " \\\n".join(rows) + "\n"
+    words = [word for row in rows for word in shlex.split(row)]
+    return _as_written(" \\\n".join(rows) + "\n", words, lambda text: shlex.split(text.replace("\\\n", "")))

@@ -30,8 +30,10 @@ PLACEMENT_NAMES = ("Shard", "Replicate", "Partial", "_Partial", "_StridedShard")
 def write(data: dict, path: str | os.PathLike[str]) -> None:
     """Write plain data, by suffix as a pickle or as JSON, through a temporary file in the same folder."""
     path = Path(path)
-    content = pickle.dumps(data, protocol=4) if path.suffix in PICKLE_SUFFIXES else (json_text(data) + "\n").encode()
-    write_atomically(content, path)
+    if path.suffix in PICKLE_SUFFIXES:
+        write_atomically(pickle.dumps(data, protocol=4), path)
+    else:
+        write_atomically(json_text(data) + "\n", path, json.loads)
 
 
 # what decides what the ranks of a plan run; the rest of a plan says how it was found and what it costs
