@@ -89,7 +89,7 @@ def _compared(name: str, optimizer: Any, mesh: Any) -> dict[str, Any]:
     message: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            message = [api.plan(module, inputs, Mesh.from_bandwidths(SHAPE, device="cpu", **FAST), training=True, baselines=False)]
+            message = [api.plan(module, inputs, Mesh.from_bandwidths(SHAPE, device="cpu", **FAST), training=True, gap=0.01, baselines=False)]
         except Exception as error:  # all ranks raise it
             message = [error if isinstance(error, ValueError) else RuntimeError(f"{type(error).__name__}: {error}")]
     dist.broadcast_object_list(message)
