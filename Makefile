@@ -1,10 +1,12 @@
 # `make demo` plans GPT-2 small on 2x4 and verifies the plan; `make test` and `make lint` check the project, `make docs` builds its site.
-# Every target makes .venv and installs into it when pyproject.toml is newer than the last install.
+# Every target makes .venv and installs into it when pyproject.toml or constraints.txt is newer than the last install.
+# `make matrix` runs the tests with other versions of torch and of the rest, `make gpu` measures a GPU.
 
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PYTHON_OR_NONE := $(or $(PYTHON),false)
 TORCH ?= torch==2.13.0
+CELLS ?=
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
@@ -15,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 PLAN := solutions/gpt2-small-2x4.json
 GPT2 := models/gpt2.py:small --set vocab=50304
 
-.PHONY: demo test test-all lint bench docs docs-serve
+.PHONY: demo test test-all lint bench docs docs-serve matrix gpu
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -35,7 +37,7 @@ lint: $(INSTALLED)
 
 # The site in build/site; a broken link or anchor ends it.
 docs: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet -e '.[docs]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs-serve: docs
@@ -45,11 +47,20 @@ docs-serve: docs
 bench: $(INSTALLED)
 	@set -e; for script in $(wildcard benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script $(DATA); done
 
-# torch first and pinned: a range without an upper bound would pull a newer build and its CUDA packages.
-$(INSTALLED): pyproject.toml
+# A third of the quick tests in each of {oldest, 2.13, 2.14.1, newest torch} x {oldest, newest of the rest}; CELLS=torch2.15-newest for one.
+matrix: $(INSTALLED)
+	$(BIN)/python benchmarks/matrix.py $(CELLS)
+
+# On a machine with a GPU and a CUDA build of torch (PYTHON_GPU); parts that are done are not done again.
+PYTHON_GPU ?= $(BIN)/python
+gpu:
+	$(PYTHON_GPU) benchmarks/gpu.py
+
+# torch first and pinned: the newest build would bring its CUDA packages.
+$(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON_OR_NONE) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "autoshard needs Python 3.11 or newer, found $$($(PYTHON_OR_NONE) --version 2>/dev/null || echo none): make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@

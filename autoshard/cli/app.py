@@ -23,6 +23,7 @@ OK, NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 LONG_WORD, LONG_SENTENCE = 300, 2000  # letters; what is longer is shortened
 # package: the extra that installs it
 EXTRAS = {"matplotlib": "plots", "jinja2": "plots", "cvxpy": "cvxpy", "transformers": "hf", "accelerate": "hf"}
+USAGE = typer.BadParameter.__mro__[-4]  # what all errors of a command line are: TyperException; until typer 0.27 ClickException
 NO_WORDS: tuple[list[str], ...] = ([], ["calibrate"])  # a command line that names no verb asks which there are
 
 
@@ -106,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = [*arguments, "--help"]
     try:
         code = app(args=arguments, prog_name="autoshard", standalone_mode=False)
-    except typer.TyperException as error:  # arguments that are no command line
+    except USAGE as error:  # arguments that are no command line
         return _refuse(_usage_sentence(error))
     except (typer.Abort, KeyboardInterrupt):
         return _refuse("interrupted", INTERRUPTED)
@@ -150,7 +151,7 @@ def _shortened(sentence: str) -> str:
     return sentence
 
 
-def _usage_sentence(error: typer.TyperException) -> str:
+def _usage_sentence(error: Exception) -> str:
     message = " ".join(error.format_message().split()).rstrip(".") if hasattr(error, "format_message") else str(error)
     context = getattr(error, "ctx", None)
     where = context.command_path if context is not None else "autoshard"
