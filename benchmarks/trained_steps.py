@@ -89,7 +89,8 @@ def _compared(name: str, optimizer: Any, mesh: Any) -> dict[str, Any]:
     message: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            message = [api.plan(module, inputs, Mesh.from_bandwidths(SHAPE, device="cpu", **FAST), training=True, gap=0.01, baselines=False)]
+            planned_on = Mesh.from_bandwidths(SHAPE, device="cpu", **FAST)
+            message = [api.plan(module, inputs, planned_on, training=True, gap=0.01, baselines=False)]
         except Exception as error:  # all ranks raise it
             message = [error if isinstance(error, ValueError) else RuntimeError(f"{type(error).__name__}: {error}")]
     dist.broadcast_object_list(message)

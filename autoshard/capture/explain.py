@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autoshard.torch_private import DYNAMO_ERRORS, FAKE_TENSOR_LOG
+from autoshard.torch_private import DYNAMO_ERRORS, FAKE_TENSOR_LOG, functorch
 
 _LOGS = (
     FAKE_TENSOR_LOG,
@@ -87,7 +87,7 @@ class WithoutAutograd(TorchFunctionMode):
     """Refuses autograd inside a forward, where its result would be a constant of the program; torch.func may call it."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        is_alone = torch._C._functorch.peek_interpreter_stack() is None
+        is_alone = functorch.peek_interpreter_stack() is None
         if is_alone and func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
             raise RuntimeError(f"torch.autograd.{func.__name__} is called")
         return func(*args, **(kwargs or {}))

@@ -31,7 +31,7 @@ def load_model(written: str, settings: Mapping[str, Any], *, training: bool = Fa
 
 def check_sizes(module: Any, example_inputs: Any, solution: Any, path: str) -> None:
     """ValueError where parameters or inputs of the model are not those that the plan was made for: its seconds would be others."""
-    from torch.utils._pytree import tree_leaves  # here: torch takes seconds to import
+    from autoshard.torch_private import pytree  # here: torch takes seconds to import
 
     for name, parameter in module.named_parameters():
         row = solution.parameters.get(name, {})
@@ -40,7 +40,7 @@ def check_sizes(module: Any, example_inputs: Any, solution: Any, path: str) -> N
             planned = row[other[0]]
             raise ValueError(_other_sizes(f"parameter {name} with {other[0]} {planned}, here it is {found[other[0]]}", path))
     planned_shapes = Counter(shape for shape in solution.inputs.values() if shape is not None)
-    given = Counter(tuple(leaf.shape) for leaf in tree_leaves(example_inputs) if hasattr(leaf, "shape"))
+    given = Counter(tuple(leaf.shape) for leaf in pytree.tree_leaves(example_inputs) if hasattr(leaf, "shape"))
     if missing := planned_shapes - given:
         raise ValueError(_other_sizes(f"inputs of shape {list(next(iter(missing)))}, here they are {list(map(list, given))}", path))
 

@@ -30,7 +30,7 @@ from autoshard.lower.generator import is_random
 from autoshard.lower.kernels.offload import with_waits
 from autoshard.lower.program import RankProgram, Redistribute, ReturnResult, RunOp, Slot
 from autoshard.lower.run import run_rank
-from autoshard.torch_private import BoxedCodeGen, FakeTensorMode, c10d_functional
+from autoshard.torch_private import BoxedCodeGen, FakeTensorMode, OpOverload, c10d_functional
 
 _c10d = c10d_functional
 aten = torch.ops.aten
@@ -105,7 +105,7 @@ def _check_writes(graph: fx.Graph) -> None:
     for node in graph.nodes:
         stale = [source.name for source in node.all_input_nodes if views.get(source, source) in written]
         assert not stale, f"{node.name} reads {stale[0]}, which a kernel has changed in place"
-        is_write = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        is_write = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
         if is_write:
             written.add(views.get(node.args[0], node.args[0]))  # type: ignore[arg-type,call-overload]
         elif node.target in VIEWS or node.target is operator.getitem:
