@@ -12,7 +12,7 @@ import autoshard
 from autoshard.capture import capture
 from autoshard.graph import is_without_dropout
 from autoshard.graph import random as random_ops
-from autoshard.lower import verify_program
+from autoshard.lower import generator, verify_program
 from autoshard.lower.kernels import random
 from autoshard.lower.unsharded import materialized, run_unsharded
 from autoshard.strategies.candidates import candidates
@@ -73,6 +73,7 @@ DRAWS = {
     "laplace rsample": lambda h, t, p: D.Laplace(h, p, validate_args=False).rsample(),
     "exponential rsample": lambda h, t, p: D.Exponential(h.exp(), validate_args=False).rsample(),
     "categorical sample": lambda h, t, p: D.Categorical(logits=h, validate_args=False).sample().float().mean() * h,
+    "unused": lambda h, t, p: (torch.randn_like(h), torch.randn_like(h) * h)[1],
     "in a slice": lambda h, t, p: torch.cat([torch.empty_like(h)[:3].uniform_(), h[3:]]) * h,
 }  # fmt: skip
 
@@ -316,7 +317,7 @@ def planned(model, sizes, **options):
 
 EXACT = tuple(name for name in DRAWS if name not in ASKING)
 ON_RANKS = {
-    "ops": Drawing(("randn_like, transposed", "dropout", "rand", "bernoulli_ of a row")),
+    "ops": Drawing(("randn_like, transposed", "dropout", "rand", "bernoulli_ of a row", "unused")),
     "all ops": Drawing(EXACT),
     "custom": Custom(),
     "a draw in the backward pass": Backward(),
@@ -332,3 +333,69 @@ def test_ranks_train_on_the_numbers_of_one_process_whatever_their_seeds(name):
     (expected,) = results(1, trained, model, None, None)
     for losses in results(4, trained, model, solution, (2, 2)):
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def of_own_seeds(self):
+    self.state = self.state if self.state is not None else generator.state_of_generator(self.device)
+
+
+@pytest.mark.slow
+def test_ranks_that_draw_from_their_own_seeds_are_noticed(monkeypatch):
+    """The negative control of the test above."""
+    model = ON_RANKS["ops"]
+    (expected,) = results(1, trained, model, None, None)
+    monkeypatch.setattr(generator.SharedGenerator, "agree", of_own_seeds)
+    assert any(losses != pytest.approx(expected, rel=1e-5) for losses in results(4, trained, model, planned(model, (2, 2)), (2, 2)))
+
+
+def in_microbatches(rank, solution):
+    """Losses of the microbatches of two steps."""
+    model = materialized(Drawing(("randn_like", "dropout")), 0)
+    module = model if solution is None else autoshard.parallelize(model, solution, init_device_mesh("cpu", (2,)))
+    torch.manual_seed(42 + rank)
+    x, losses = torch.ones(2 * ROWS, COLUMNS), []
+    for _ in range(2):
+        for (part,) in zip(x.chunk(2)) if solution is None else module.microbatches((x,)):
+            loss = module(part)
+            (loss / 2).backward()
+            losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+def test_every_microbatch_draws_what_one_process_draws_for_it():
+    model = Drawing(("randn_like", "dropout"))
+    (expected,) = results(1, in_microbatches, None)
+    assert len(set(expected)) == 4  # of equal rows
+    for losses in results(2, in_microbatches, planned(model, (2,), microbatches=2)):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def two_programs(rank, plan):
+    """Losses of training, then of the other program, in turn."""
+    model = materialized(Drawing(("randn_like", "rand")), 0)
+    module = model if plan is None else autoshard.parallelize(model, plan, init_device_mesh("cpu", (4,)))
+    torch.manual_seed(42 + rank)
+    x, losses = torch.ones(ROWS, COLUMNS), []
+    other = model if plan is None else module.program("other")
+    for _ in range(2):
+        losses += [module(x).item(), None if (loss := other(x)) is None else loss.item()]
+    if plan is not None:
+        module.random_state = None
+    torch.manual_seed(42 + rank)
+    return [*losses, module(x).item()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [None, (0, 1)])
+def test_programs_draw_one_after_the_other_or_numbers_of_their_own(devices):
+    model, inputs = Drawing(("randn_like", "rand")), (torch.empty(ROWS, COLUMNS),)
+    other = autoshard.Program(model, inputs, training=devices is None, devices=devices)
+    plan = autoshard.plan_programs({"train": autoshard.Program(model, inputs, training=True), "other": other}, fast_mesh((4,)))
+    (expected,) = results(1, two_programs, None)
+    assert len(set(expected[:4])) == 4 and expected[4] == expected[0]
+    for losses in results(4, two_programs, plan):
+        if devices is None:
+            assert losses == pytest.approx(expected, rel=1e-5)
+        else:
+            assert losses[0] == pytest.approx(expected[0], rel=1e-5) == losses[4] and len(set(losses[:4])) == 4 - (losses[1] is None)

@@ -80,6 +80,7 @@ CHANGES = (
         "the forward writes into a tensor that is no buffer of the module",
         "register it with register_buffer, or pass it (or the cache that holds it) as an input",
     ),
+    (r"^invalid syntax \(proxy_tensor", "torch can't write a call of random_ with two bounds", "use torch.randint"),
 )
 
 

@@ -155,7 +155,8 @@ def capture_without_casts(module: nn.Module, example_inputs: Any, *, training: b
             captured = _capture_training(mode, fake_module, fake_args, fake_kwargs)
         else:
             captured = _capture_inference(mode, fake_module, fake_args, fake_kwargs)
-            if drawn := [op.name for op in captured.graph.ops if op.target in ("aten.bernoulli.p", str(DROPOUT))]:
+            is_training = any(part.training for part in module.modules())
+            if is_training and (drawn := [op.name for op in captured.graph.ops if op.target in ("aten.bernoulli.p", str(DROPOUT))]):
                 raise ValueError(f"dropout is on (node {drawn[0]}), and inference has none: call model.eval() first")
     _check_returns(captured.graph, module)
     _check_writes(captured.graph, module)

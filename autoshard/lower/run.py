@@ -186,6 +186,9 @@ class World:
             with from_state(self.random, self.device):
                 outputs += run_together([local_program(record, rank, own)], [(0,)])
                 states.append(state_of_generator(self.device))
+        is_sharded = any(p.is_shard() for slot in record.outputs if slot is not None for p in slot.layout)
+        if record.kernel is None and is_sharded and not torch.equal(self.random, states[0]):
+            raise ValueError(f"{record.target} draws the same on each shard: give it torch's tag nondeterministic_seeded, as it is random")
         if not all(torch.equal(state, states[0]) for state in states):
             raise ValueError("ranks draw different amounts of random numbers, so that from here on replicas would differ")
         self.random = states[0]
