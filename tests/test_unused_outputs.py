@@ -1,10 +1,15 @@
 """Backward ops of which any subset of outputs is unused, because parameters are frozen: planned, verified, on layouts drawn at random."""
 
-from itertools import chain, combinations
+from itertools import combinations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from autoshard import api
+from autoshard.capture import attention
+from tests.helpers_lower import mesh_of
 
 
 class Trained(nn.Module):
@@ -41,13 +46,12 @@ def attended(heads, function, **options):
 
 
 def of_experts():
-    """x, weights, up, down as parameters or scaled inputs; which expert a token goes to is no float."""
+    """Tokens and weights as scaled inputs, the experts' matrices as parameters."""
     ids = torch.arange(16).reshape(8, 2) % 4
-
-    def run(x, weights, ids, gate, up, down):
-        return torch.ops.autoshard.experts(x, ids, weights, gate, up, down, "silu")
-
-    return run, ids
+    inner = Function(
+        lambda x, w, up, down: torch.ops.autoshard.experts(x, ids, w, up, down, "silu"), torch.rand(4, 8, 16), torch.rand(4, 8, 8)
+    )
+    return Trained(inner, 2), [torch.rand(8, 8), torch.rand(8, 2)]
 
 
 sdpa = F.scaled_dot_product_attention
@@ -82,11 +86,58 @@ CASES = {
     "gru": lambda: (Trained(nn.GRU(8, 8, batch_first=True)), [x]),
     "embedding bag": lambda: (Trained(Function(lambda w, table, ids: F.embedding_bag(ids.long(), table, per_sample_weights=w, mode="sum"),
                                                torch.rand(16, 8)), 1), [torch.rand(8, 4)]),
+    "experts": of_experts,
     "prelu": lambda: (Trained(nn.PReLU(4)), [x]),
     "where": lambda: (Trained(Function(lambda a, b: torch.where(a > b, a * b, b)), 2), [x, x.flip(0)]),
 }  # fmt: skip
 
 
-def subsets(items):
-    """Those of at least one and, beside all, of at most all but one."""
-    return chain.from_iterable(combinations(items, n) for n in range(1, len(items) + 1))
+FEW = ["grouped attention", "repeated keys and values", "layer norm", "conv2d", "batch norm", "lstm"]
+
+
+def wrong_plans(name, sizes, subsets):
+    """Of a case with these subsets of its parameters trained: what can't be planned, doesn't verify or has other gradients."""
+    wrong = {}
+    for trained in subsets:
+        torch.manual_seed(0)
+        model, inputs = CASES[name]()
+        for parameter, number in zip(model.parameters(), range(99)):
+            parameter.requires_grad_(number in trained)
+        solution = api.plan(model, tuple(inputs), mesh_of(*sizes), training=True, baselines=False)
+        assert sum(key.startswith("gradient:") for key in solution.results) == len(trained)
+        report = api.verify(model, tuple(inputs), solution, random=2)
+        if not report["ok"]:
+            wrong[trained] = [row for plan in report["plans"] for row in plan["placement_mismatches"]][:2] or report
+    return wrong
+
+
+def numbers(name):
+    return range(len(list(CASES[name]()[0].parameters())))
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_backward_op_runs_with_one_gradient_alone(name):
+    """The last parameter alone, and all but the first."""
+    assert not wrong_plans(name, (2,), [(numbers(name)[-1],), tuple(numbers(name)[1:])])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_a_backward_op_runs_with_any_subset_of_its_gradients(name, sizes):
+    every = [some for n in range(1, len(numbers(name)) + 1) for some in combinations(numbers(name), n)]
+    assert not wrong_plans(name, sizes, every)
+
+
+def test_shapes_of_unused_outputs_that_are_those_of_repeated_keys_are_found(monkeypatch):
+    """As they were before keys and values were undone together."""
+    right = attention._ungroup
+
+    def wrong(forward, backwards):
+        values = {node: node.meta["val"] for node in backwards}
+        right(forward, backwards)
+        for node, value in values.items():
+            node.meta["val"] = (*node.meta["val"][:1], value[1], *node.meta["val"][2:])
+
+    monkeypatch.setattr(attention, "_ungroup", wrong)
+    assert wrong_plans("repeated keys and values", (2,), [(2,)])

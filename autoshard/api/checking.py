@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from autoshard.capture import capture_module, constants, in_turn
+from autoshard.capture import capture_module, constants, in_turn, input_names
 from autoshard.formulate import Training, formulate
 from autoshard.graph import Graph
 from autoshard.lower import RankProgram, Verification, faults, lower, run_local_tensor, verify_program
@@ -54,8 +55,8 @@ def verify(
     random: so many more layouts, each drawn from the candidates. plant_fault: the negative control, one layout is falsified
     and the answer must be no. local_tensor_mode: run the rank program once more under torch's LocalTensorMode, and compare its
     results too. device: cpu, or cuda for the kernels and numbers of a GPU. Returns `ok`, `ranks`, `plans` [{seed,
-    max_relative_error_outputs, max_relative_error_gradients, placement_mismatches, redistributes}]. ValueError when the solution is of
-    another model.
+    max_relative_error_outputs, max_relative_error_gradients, placement_mismatches, redistributes}], and `device`, `torch` and
+    `inputs`, which `solution.marked(report)` keeps with the plan. ValueError when the solution is of another model.
     """
     report, mesh = progress or (lambda message, fraction: None), solution.mesh
     _check_device(device, local_tensor_mode)
@@ -82,7 +83,15 @@ def verify(
             again = run_local_tensor(lower(graph, layouts, results, mesh, routes=routes), values)
             verification = with_errors_of(verification, again, reference)
         rows.append(_row(drawn, verification))
-    return {"ok": all(row.pop("ok") for row in rows), "ranks": mesh.num_devices, "plans": rows}
+    return {"ok": all(row.pop("ok") for row in rows), "ranks": mesh.num_devices, "plans": rows, **ran_on(model, example_inputs, device)}
+
+
+def ran_on(model: nn.Module, example_inputs: Any, device: str) -> dict[str, Any]:
+    """Where and with which sizes a plan was run: `device`, `torch` (its version), `inputs` (global shapes by name)."""
+    leaves = pytree.tree_leaves(example_inputs)
+    named = zip(input_names(model, example_inputs), leaves, strict=False)
+    shapes = {name: list(x.shape) for name, x in named if isinstance(x, torch.Tensor)}
+    return {"device": device, "torch": torch.__version__, "inputs": shapes}
 
 
 def _check_device(device: str, local_tensor_mode: bool) -> None:

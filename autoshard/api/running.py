@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.api.checking import ran_on
 from autoshard.capture import capture_module, constants, deep_enough, in_turn, input_names
 from autoshard.lower import faults
 from autoshard.lower import parallelize as plans
@@ -20,6 +23,8 @@ from autoshard.pipeline.pipeline_record import Pipeline
 from autoshard.pipeline.schedules import SCHEDULES
 from autoshard.pipeline.to_run import to_run, with_schedule
 from autoshard.solution import ProgramsSolution, Solution
+
+log = logging.getLogger("autoshard")
 
 
 def parallelize(
@@ -59,6 +64,11 @@ def parallelize(
     ValueError, the same on every rank, where mesh, model and plan don't belong together; RankLost (a RuntimeError) when a rank dies.
     """
     options: dict[str, Any] = {"from_first_rank": from_first_rank, "timeout": timeout}
+    if dist.is_initialized() and dist.get_rank() == 0 and (unverified := _unverified(solution)):
+        log.warning(
+            "%s was never verified: check on simulated ranks that it computes what the model computes, and keep that in its file, by "
+            "`autoshard verify PLAN MODEL --mark` or plan.marked(autoshard.verify(model, inputs, plan))", unverified
+        )  # fmt: skip
     if not isinstance(solution, Pipeline):
         if schedule is not None:
             raise ValueError(f"schedule is {schedule!r}, but the plan has no stages; only a pipeline has a schedule")
@@ -79,6 +89,14 @@ def parallelize(
         return parallel_pipeline(
             model, captured, device_mesh, number, example_inputs, digest=pipeline.digest, schedule=schedule, **options
         )
+
+
+def _unverified(solution: Solution | ProgramsSolution | Pipeline) -> str:
+    """What of a plan is not marked as verified, in words; empty where everything is."""
+    if not isinstance(solution, ProgramsSolution):
+        return "" if solution.verified else "the pipeline" if isinstance(solution, Pipeline) else "the plan"
+    names = [name for name, plan in solution.programs.items() if not plan.verified]
+    return f"the plan of {', '.join(names)}" if names else ""
 
 
 def captured_pipeline(model: nn.Module, example_inputs: Any, pipeline: Pipeline) -> CapturedPipeline:
@@ -102,7 +120,8 @@ def verify_pipeline(
 
     example_inputs: those of the full batch; on the meta device they get seeded values, and so does the model. plant_fault: the negative
     control, one layout is falsified and the answer must be no. Returns `ok`, `ranks`, `max_relative_error_outputs`,
-    `max_relative_error_gradients`, `placement_mismatches` and `redistributes`. ValueError where the pipeline is of another model.
+    `max_relative_error_gradients`, `placement_mismatches`, `redistributes`, `device`, `torch` and `inputs`, which
+    `pipeline.marked(report)` keeps with it. ValueError where the pipeline is of another model.
     """
     captured = captured_pipeline(model, example_inputs, pipeline)
     plan = captured.plan
@@ -114,6 +133,7 @@ def verify_pipeline(
     return {
         "ok": verification.ok,
         "ranks": verification.ranks,
+        **ran_on(model, example_inputs, "cpu"),
         "max_relative_error_outputs": verification.max_relative_error_outputs,
         "max_relative_error_gradients": verification.max_relative_error_gradients,
         "placement_mismatches": [mismatch.as_json() for mismatch in verification.placement_mismatches],

@@ -212,6 +212,7 @@ def verify(
         bool, typer.Option("--local-tensor-mode", help="Run the rank program under torch's LocalTensorMode as well (slower).")
     ] = False,
     device: Annotated[str, typer.Option("--device", help="Where all ranks run: cpu or cuda.")] = "cpu",
+    mark: Annotated[bool, typer.Option("--mark", help="Where the answer is ok, note that in the plan's file.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> int:
@@ -238,5 +239,7 @@ def verify(
             device=device,
             progress=output.progress,
         )
+        if mark and record["ok"]:
+            loaded.marked(record).save(solution)
         output.answer(record, lambda: load_report().verify_report(record))
     return OK if record["ok"] else NO

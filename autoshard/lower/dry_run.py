@@ -120,7 +120,7 @@ class _Called(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func.namespace == "prim":  # a question about a tensor
             return NotImplemented
-        if str(func) in FUNCTIONS:  # it chooses a kernel for the device
+        if func.namespace == "autoshard" and str(func) in FUNCTIONS:  # it chooses a kernel for the device
             with self:
                 return FUNCTIONS[str(func)](*args, **(kwargs or {}))
         if not has_kernel(func, self.device.upper()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from autoshard.pipeline.schedules import Schedule, schedule_of
 from autoshard.reading import data_of
 from autoshard.solution import Placed
 from autoshard.solution.files import digest, write
+from autoshard.solution.verified import Verified, marking, verified_of
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,18 @@ class Pipeline:
     def digest(self) -> str:
         """A hash of what ranks run of this plan, by which they see that they have the same one."""
         return digest(self.to_dict(layouts=True))
+
+    @property
+    def verified(self) -> Verified | None:
+        """With what `verify_pipeline` found it to be right; None where it was never marked so, or has other layouts now."""
+        return verified_of(self.assumptions, self._layouts())
+
+    def marked(self, report: Mapping[str, Any]) -> Pipeline:
+        """The same pipeline, marked as verified by a report of `verify_pipeline`. ValueError where that says no."""
+        return replace(self, assumptions={**self.assumptions, **marking(report, self._layouts())})
+
+    def _layouts(self) -> list:
+        return [{name: placed.to_dict() for name, placed in stage.layouts.items()} for stage in self.stages]
 
     def to_dict(self, *, layouts: bool = False) -> dict[str, Any]:
         """Plain data: the keys of `autoshard pipeline --json`. layouts: include those of every op."""

@@ -36,6 +36,7 @@ def write(data: dict, path: str | os.PathLike[str]) -> None:
         write_atomically(json_text(data) + "\n", path, json.loads)
 
 
+VERIFIED = "verified"  # the assumption that says with what a plan was verified (solution.verified)
 # what decides what the ranks of a plan run; the rest of a plan says how it was found and what it costs
 RUN = frozenset(
     "mesh layouts results training parameters peak_bytes assumptions home families switches devices keeps_state copies stages schedule "
@@ -46,6 +47,7 @@ RUN = frozenset(
 def digest(data: Mapping[str, Any]) -> str:
     """A hash of what is run of a plan's plain data: equal for equal plans, whenever and wherever they were made."""
     kept: dict[str, Any] = {key: value for key, value in data.items() if key in RUN}
+    kept["assumptions"] = {key: value for key, value in kept.get("assumptions", {}).items() if key != VERIFIED}
     kept["programs"] = {name: digest(program) for name, program in data.get("programs", {}).items()}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 

@@ -24,6 +24,7 @@ from autoshard.precision import Precision
 from autoshard.solution.files import digest, write
 from autoshard.solution.interval import interval, price_errors
 from autoshard.solution.provided import provided
+from autoshard.solution.verified import Verified, marking, verified_of
 
 VERSION = "0.1.0"  # of autoshard; pyproject.toml reads it from here
 ROUNDING = 1e-9  # relative: a bound this near the cost differs by rounding only
@@ -228,6 +229,19 @@ class Solution:
         """What each pin costs: kind, name, layout, costs_seconds, proven; None where nobody asked."""
         rows = self.assumptions.get("pin_prices")
         return None if rows is None else tuple(rows)
+
+    @property
+    def verified(self) -> Verified | None:
+        """With what and where `verify` found that the plan computes what the model does; None where it was never marked so, or has other
+        layouts now."""
+        return verified_of(self.assumptions, self._run_layouts())
+
+    def marked(self, report: Mapping[str, Any]) -> Solution:
+        """The same plan, marked as verified by a report of `verify`. ValueError where that says no."""
+        return self.noting(**marking(report, self._run_layouts()))
+
+    def _run_layouts(self) -> list:
+        return [{name: placed.to_dict() for name, placed in self.layouts.items()}, self.results]
 
     def noted(self, *keys: str) -> dict[str, Any]:
         """Those of these assumptions that the plan has, by key: options of another plan, for example."""

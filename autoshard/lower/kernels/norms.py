@@ -6,6 +6,9 @@ x'   = w / sqrt(var + eps) * (y' - (b' + z w') / N),   z = (x - mean) / sqrt(var
 
 weight norm of v[o, i] sharded on i:     n = sqrt(sum over ranks of sum v^2),  w = v g / n
 s = sum over ranks of sum w' v:          g' = s / n,   v' = g / n (w' - v s / n^2)
+
+torch 2.13's norms on a CPU refuse some strides of their inputs, and read others as if they were dense: wrong numbers, and no error. So
+norms run on dense tensors, with one row-major order of dims for all of them (`on_dense`), which other devices want as well.
 """
 
 from __future__ import annotations
@@ -61,10 +64,15 @@ def batch_norm_backward(rank: Rank, a: Arguments, *, axes: Axes) -> Asking:
     return tuple(gradient if asked else None for gradient, asked in zip(gradients, wanted, strict=True))  # type: ignore[return-value]
 
 
+def on_dense(op: Callable, **a: Any) -> Any:
+    """The op on contiguous tensors; those that are contiguous are not copied."""
+    return op(**{name: x.contiguous() if isinstance(x, Tensor) else x for name, x in a.items()})
+
+
 @local
 def float_statistics(rank: Rank, a: Arguments, *, op: Callable) -> tuple[Tensor, ...]:
     """A norm of an input of 16 bits, its mean and deviation in float32 on every device."""
-    y, mean, deviation, *rest = op(**a)
+    y, mean, deviation, *rest = on_dense(op, **a)
     return y, mean.float(), deviation.float(), *rest
 
 
@@ -75,7 +83,7 @@ def from_float_statistics(rank: Rank, a: Arguments, *, op: Callable, names: tupl
     x, weight = a["input"], a.get("weight")
     plain = weight is None or weight.dtype == x.dtype
     dtype = x.dtype if plain and (x.device.type == "cpu" or op is aten.native_group_norm_backward.default) else torch.float32
-    return op(**{**a, **{name: a[name].to(dtype) for name in names}})
+    return on_dense(op, **{**a, **{name: a[name].to(dtype) for name in names}})
 
 
 def _statistics(sharded: ShardedOp, kernel: Callable, **options: Any) -> Kernel | None:
@@ -135,4 +143,8 @@ KERNELS: dict[str, Callable[[ShardedOp], Kernel | None]] = {
         f"aten.native_{kind}_norm_backward.default": partial(_statistics, kernel=from_float_statistics, names=("mean", "rstd"))
         for kind in ("layer", "group")
     },
+}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    f"aten.native_{name}.default": partial(on_dense, getattr(aten, f"native_{name}").default)
+    for name in ("layer_norm", "layer_norm_backward", "group_norm", "group_norm_backward")
 }

@@ -8,6 +8,7 @@ Ops whose kernel depends on the device, as torch 2.13 has them (`autoshard docto
 
     attention                          one op, kernels by device, dtype, mask and head dim: attention.py;
                                        over a sharded sequence: attention_over_sequence.py
+    layer norm, group norm             one op everywhere, on dense tensors: norms.py
     batch norm, log_sigmoid            one op everywhere; what a device's kernel leaves out is filled in: run.py
     bags of embeddings                 the same; their backward finds the bag of each index itself where the forward left it out
     grouped matmul                     float32, float16, bfloat16 on CPU and CUDA; rows are padded to 16 bytes: experts.py
@@ -65,6 +66,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **attention.FUNCTIONS,
     **attention_over_sequence.FUNCTIONS,
     **dropout_attention.FUNCTIONS,
+    **norms.FUNCTIONS,
     **experts.FUNCTIONS,
     **expert_parallel.FUNCTIONS,
     **chunked_loss.FUNCTIONS,
