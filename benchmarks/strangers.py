@@ -351,7 +351,7 @@ class Flex(nn.Module):
         return self.out(y.transpose(1, 2).reshape(B, T, H))
 
 
-@stranger("flex_attention", refused="flex_attention")
+@stranger("flex_attention")
 def flex_attention(training: bool) -> Built:
     return wrapped(Flex(), training), (features(BATCH, 16, 64),)
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from autoshard.api import plan, verify
@@ -259,15 +258,6 @@ def test_as_strided_goes_where_it_moves_no_element(function, left):
 # -- what is refused -----------------------------------------------------------------------------------------------------------------
 
 
-def attend(layer, x):
-    q = layer(x).view(2, 2, 1, 8).transpose(1, 2)
-    return flex_attention(q, q, q).reshape(4, 8)
-
-
-def flex_masked(layer, x):
-    return attend(layer, x).sum()
-
-
 def endless(layer, x):
     return endless(layer, layer(x))
 
@@ -288,10 +278,8 @@ def script():
     return torch.jit.script(nn.Linear(8, 8)), (torch.randn(4, 8),)
 
 
-FLEX = "no rule shards flex_attention: call F.scaled_dot_product_attention, with is_causal=True or an attn_mask"
 HERE = rf"at {__file__}:\d+"
 REFUSED = {
-    "flex_attention": (linear(attend), FLEX),
     "a mask": (decoder, rf"{HERE}: torch compares the values of the mask with a causal one .*say what it is: tgt_is_causal=True"),
     "a lazy layer": (lambda: (nn.LazyLinear(8), (torch.randn(4, 8),)), "a parameter has no shape yet .*run the model on one batch first"),
     "nested": (lambda: (nn.Linear(8, 8), (torch.nested.nested_tensor([torch.randn(2, 8)]),)), "a nested tensor .*pad it"),

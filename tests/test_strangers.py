@@ -22,7 +22,7 @@ QUICK = [
     ("lstm", True),
 ]
 KNOWN = ["mamba", "fnet", "detr"]
-MAY_BE_REFUSED = {"transformer_decoder_mask", "flex_attention"}  # with a sentence each, which names the cure
+MAY_BE_REFUSED = {"transformer_decoder_mask"}  # with a sentence, which names the cure
 
 
 def test_there_are_60_strangers_and_more():

@@ -31,7 +31,7 @@ _OWN, _TORCH, _LIBRARY = (
     f"{path}{os.sep}" for path in (Path(__file__).parent.parent, Path(torch.__file__).parent, sysconfig.get_path("stdlib"))
 )
 
-FLEX = "no rule shards flex_attention: call F.scaled_dot_product_attention, with is_causal=True or an attn_mask"
+FLEX = "give the module itself, in which flex_attention becomes attention with a mask, or call F.scaled_dot_product_attention"
 # (pattern, what the error means or "", what to change)
 CHANGES = (
     (
@@ -39,7 +39,6 @@ CHANGES = (
         "torch compares the values of the mask with a causal one",
         "say what it is: tgt_is_causal=True for a TransformerDecoder, is_causal=True for a TransformerEncoder (or False)",
     ),
-    (r"(?i)flex_?attention|create_block_mask", "", FLEX),
     (
         r"torch\.autograd\.(grad|backward)|Mixing fake modes|does not require grad and does not have a grad_fn",
         "the forward differentiates, and autograd can't be captured within a program",
@@ -94,6 +93,11 @@ class WithoutAutograd(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def leave_transforms() -> None:
+    """Ends the levels of vmap and grad that an error inside them has left open."""
+    functorch.pop_dynamic_layer_stack_and_undo_to_depth(0)
+
+
 @contextmanager
 def explained(module: nn.Module):
     """Raises an error of the capture as ValueError: one sentence with the line of the model, where the error went through one."""
@@ -109,6 +113,7 @@ def explained(module: nn.Module):
             raise  # it is one sentence already
         raise ValueError(f"{type(module).__name__} can't be captured{_at(frames, module)}: {_sentence(error, frames)}") from error
     finally:
+        leave_transforms()
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
 

@@ -30,7 +30,8 @@ from autoshard.capture.attention import as_one_op, canonical
 from autoshard.capture.ctc_loss import ctc_as_one_op
 from autoshard.capture.dropout_attention import DROPOUT
 from autoshard.capture.experts import as_one_op as experts_as_one_op
-from autoshard.capture.explain import FLEX, WithoutAutograd, explained, line_of
+from autoshard.capture.explain import FLEX, WithoutAutograd, explained, leave_transforms, line_of
+from autoshard.capture.flex_attention import flex_as_attention
 from autoshard.capture.functional import functional, traced_tensor, with_dense_factors, without_equal_strides
 from autoshard.capture.grouped_mm import fake_grouped_mm
 from autoshard.capture.held import filled, has_objects, in_lists, listing, opened
@@ -65,7 +66,6 @@ from autoshard.torch_private import (
     dynamo_config,
     dynamo_graph_capture_for_export,
     dynamo_log,
-    functorch,
     pytree,
     register_effectful_op,
     reparametrize_module,
@@ -168,7 +168,7 @@ def capture_without_casts(module: nn.Module, example_inputs: Any, *, training: b
 def _replaced_operators() -> Iterator[None]:
     """What torch does otherwise while a model is captured."""
     checks = "aten::_linalg_check_errors"  # of cholesky, inv, solve: a captured program has no assertions
-    with as_one_op(), ctc_as_one_op(), fake_grouped_mm():
+    with as_one_op(), ctc_as_one_op(), flex_as_attention(), fake_grouped_mm():
         register_effectful_op(checks, None)
         try:
             yield
@@ -367,13 +367,8 @@ def _exported(
     """The program of the module by torch.export, which runs its Python code: locks, context managers and caches work, at any depth.
     templates: where those of its results go."""
     module, args, kwargs = opened(module, args, kwargs, templates)
-    depth = functorch.get_dynamic_layer_stack_depth()
-    with mode, torch.set_grad_enabled(training), redirect_stderr(io.StringIO()):  # when it fails, it prints the graph so far
-        try:
-            with WithoutAutograd():
-                return torch.export.export(module, args, kwargs, strict=False)
-        finally:  # torch 2.13: a failure inside vmap leaves its level behind
-            functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+    with mode, torch.set_grad_enabled(training), redirect_stderr(io.StringIO()), WithoutAutograd():  # it prints the graph where it fails
+        return torch.export.export(module, args, kwargs, strict=False)
 
 
 def _capture_inference(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) -> Captured:
@@ -384,6 +379,7 @@ def _capture_inference(mode: FakeTensorMode, module: nn.Module, args: tuple, kwa
         experts_as_one_op(program.graph_module)
         return replace(_retraced(program), returned=_exported_results(program, templates))
     except Exception:
+        _forget(mode)
         if not has_objects(args, kwargs):
             with suppress(Exception), torch.no_grad():  # the first error says more
                 return _capture_joint(mode, module.requires_grad_(False), args, kwargs)
@@ -453,7 +449,16 @@ def _forward(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict,
                 return captured  # type: ignore[return-value]
         except Exception:  # an error of the model is raised again by the export, with frames of the model
             torch.compiler.reset()
+            _forget(mode)
+            mode.allow_non_fake_inputs = True  # of an exported program's constants
     return _exported(mode, module, args, kwargs, templates, training=True).module(check_guards=False)
+
+
+def _forget(mode: FakeTensorMode) -> None:
+    """What a capture that failed leaves behind (torch 2.13), which the next one would meet."""
+    leave_transforms()
+    if mode.shape_env is not None:
+        mode.shape_env.pending_fresh_unbacked_symbols.clear()
 
 
 def _logging_functions() -> set:

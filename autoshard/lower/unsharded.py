@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from autoshard.capture import input_names
+from autoshard.capture.flex_attention import flex_as_attention
 from autoshard.capture.held import copied, opened
 from autoshard.capture.inputs import arguments, computed_in, without_process_groups
 from autoshard.graph import Graph, Tensor, Value
@@ -80,11 +81,13 @@ def run_unsharded(
 
 @contextmanager
 def _as_captured() -> Iterator[None]:
-    """Without the fast path of torch's TransformerEncoder in inference: no program has it, and it returns 0 where a mask hides a token."""
+    """flex_attention as it is captured, and without the fast path of torch's TransformerEncoder in inference: no program has it, and it
+    returns 0 where a mask hides a token."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with flex_as_attention(), torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
