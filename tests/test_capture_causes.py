@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.effects import _get_effect
 from torch.nn.utils import rnn
 
 import autoshard
@@ -113,9 +114,10 @@ def test_what_is_planned_for_training_is_planned_for_inference_and_right(name, t
 
 
 def test_torch_checks_matrices_again_once_no_model_is_captured():
+    check = "aten::_linalg_check_errors"
+    assert _get_effect(check) is not None
     capture(Model(lambda m, x: torch.linalg.inv(gram(m, x))), (X,), training=False)
-    exported = torch.export.export(Model(lambda m, x: torch.linalg.inv(gram(m, x))), (X,), strict=False)
-    assert "_linalg_check_errors" in exported.graph_module.code
+    assert _get_effect(check) is not None
 
 
 # -- one operator for several kernels -----------------------------------------------------------------------------------------------

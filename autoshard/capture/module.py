@@ -15,7 +15,7 @@ import inspect
 import io
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -378,12 +378,15 @@ def _capture_inference(mode: FakeTensorMode, module: nn.Module, args: tuple, kwa
         program = _exported(mode, copy.copy(module), args, kwargs, templates, training=False)
         experts_as_one_op(program.graph_module)
         return replace(_retraced(program), returned=_exported_results(program, templates))
-    except Exception:
+    except Exception as error:
         _forget(mode)
-        if not has_objects(args, kwargs):
-            with suppress(Exception), torch.no_grad():  # the first error says more
+        if has_objects(args, kwargs):
+            raise
+        try:
+            with torch.no_grad():
                 return _capture_joint(mode, module.requires_grad_(False), args, kwargs)
-        raise
+        except Exception:
+            raise error from None  # it says more than the second one
 
 
 def _capture_training(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict) -> Captured:

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -320,12 +319,12 @@ class _Comparison:
             if draws(record.target) or self._error(held, source, right, self.op_tolerance) > self.op_tolerance:
                 return False
             inputs.append(joined(held, source.layout, self.mesh).to(right.dtype))
-        made, other = (
+        output, other = (
             self.unsharded.apply(record.op, ins)[slot.value[1]]
             for ins in (inputs, [_perturbed(x, self.eps, self.seed + k) for k, x in enumerate(inputs)])
         )
-        noise = gap(made, other) if made.is_floating_point() or made.is_complex() else 0.0
-        return distance(tensors, slot.layout, self.mesh, made) <= max(self.op_tolerance * largest(made), NOISE * noise)
+        noise = gap(output, other) if output.is_floating_point() or output.is_complex() else 0.0
+        return distance(tensors, slot.layout, self.mesh, output) <= max(self.op_tolerance * largest(output), NOISE * noise)
 
     def _error(self, tensors: list[Tensor], slot: Slot, expected: Tensor, tolerance: float) -> float:
         apart = distance(tensors, slot.layout, self.mesh, expected)
@@ -386,10 +385,13 @@ class _Comparison:
         random numbers draws others in float64."""
         programs = [_Unsharded(self.graph, self.values, (self.eps, self.seed + k), self.seed, self.device) for k in range(3)]
         results = [_results(program) for program in programs]
-        if not self.is_random:
-            with suppress(RuntimeError, TypeError, ValueError):
-                results.append(_results(_Unsharded(in_float64(self.graph), wide_values(self.values), None, self.seed, self.device)))
-        return results
+        if self.is_random:
+            return results
+        try:
+            wide = _results(_Unsharded(in_float64(self.graph), wide_values(self.values), None, self.seed, self.device))
+        except (RuntimeError, TypeError, ValueError):
+            return results
+        return [*results, wide]
 
     def _check_draws(self, record: ReturnResult, expected: Tensor) -> None:
         """ValueError when the unsharded program does not compute the reference."""
