@@ -17,7 +17,7 @@ from autoshard.tables.arrays import Arrays, Devices, Spots, rate
 from autoshard.tables.bound import Bound, rows_at, solve_weights
 from autoshard.tables.dp import bins_of, dp_proposals
 from autoshard.tables.exact import search_all
-from autoshard.tables.search import Annealed, Scale, State, anneal, copy_of, empty_state, pack, recount
+from autoshard.tables.search import Annealed, Scale, State, anneal_slice, copy_of, empty_state, pack, recount
 
 Progress = Callable[[str, float], None]  # (description of the step, fraction done)
 
@@ -138,7 +138,7 @@ class Planner:
             if self.best is not None:
                 return
             hot = max(float(np.mean(totals.largest[option])) / max(self.devices.hbm_limit.max(), 1.0), 1e-9)
-            self.anneal(Annealed(scale, math.inf, hot, False, 0), usable, first, state, best, math.inf, hot, hot * COOLING, moves)
+            self.anneal(scale, math.inf, usable, first, state, best, math.inf, hot, hot * COOLING, moves)
             if self.best is not None:
                 return
 
@@ -154,18 +154,18 @@ class Planner:
         z = float(np.mean(self.bound.totals.longest[start.option])) / T
         best = empty_state(self.arrays, self.devices)
         hottest, coldest = max(hot * z * z, 1e-12), max(hot * z * z * COOLING, 1e-15)
-        begun = Annealed(self.scale(T, 1.0), self.slowest, hottest, False, 0)
-        self.anneal(begun, allowed, first, start, best, self.bound.value, hottest, coldest, moves)
+        self.anneal(self.scale(T, 1.0), self.slowest, allowed, first, start, best, self.bound.value, hottest, coldest, moves)
 
     def anneal(
-        self, so_far: Annealed, allowed: np.ndarray, first: np.ndarray, state: State, best: State, low: float, hot: float, cold: float,
-        moves: int,
+        self, scale: Scale, slowest: float, allowed: np.ndarray, first: np.ndarray, state: State, best: State, low: float, hot: float,
+        cold: float, moves: int,
     ) -> None:  # fmt: skip
         """Make all moves, slice by slice, and keep every better plan at once: Ctrl-C may end this at any time."""
-        while so_far.moves < moves:
-            known = so_far.slowest
-            so_far = anneal(self.arrays, self.devices, so_far, allowed, first, state, best, low, hot, cold, moves, self.rng)
-            if so_far.slowest < known:
+        now, given = Annealed(scale.hbm, scale.host, slowest, hot, False, 0), (allowed, first, state, best, low, hot, cold, moves, self.rng)
+        while now.moves < moves:
+            known = now.slowest
+            now = Annealed(*anneal_slice(self.arrays, self.devices, scale.T, tuple(now), *given))
+            if now.slowest < known:
                 self.offer(copy_of(best), "annealing")
 
     @property

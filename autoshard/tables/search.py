@@ -45,7 +45,8 @@ class Scale(NamedTuple):
 class Annealed(NamedTuple):
     """How far annealing is."""
 
-    scale: Scale
+    hbm: float  # bytes, over w: of the scale
+    host: float
     slowest: float  # seconds of the best plan
     temperature: float
     fitted: bool  # whether a plan fit since the sums were last recomputed
@@ -229,13 +230,15 @@ def swap_parts(arrays, devices, scale, state, a, b, threshold, rng):  # pragma: 
 
 
 @compiled
-def anneal(arrays, devices, so_far, allowed, start, state, best, low, hot, cold, moves, rng):  # pragma: no cover
+def anneal_slice(arrays, devices, T, so_far, allowed, start, state, best, low, hot, cold, moves, rng):  # pragma: no cover
     """Make the next SLICE of `moves` moves, while the temperature falls from hot to cold; `best` receives every plan that takes less than
     all before it.
 
-    allowed[start[t]:start[t + 1]] = the options of table t. low: a lower bound on any plan's seconds. Returns how far this came.
+    allowed[start[t]:start[t + 1]] = the options of table t. low: a lower bound on any plan's seconds. so_far and the result: the fields of
+    `Annealed`. (A named tuple is created by Python code, in which Ctrl-C may arrive: compiled code dies of that.)
     """
-    scale, slowest, temperature, fitted, done = so_far
+    hbm, host, slowest, temperature, fitted, done = so_far
+    scale = Scale(T, hbm, host)
     num_tables = len(state.option)
     old = np.empty(state.place.shape[1], dtype=np.int64)
     cooling = (cold / hot) ** (1.0 / max(moves, 1))
@@ -274,7 +277,7 @@ def anneal(arrays, devices, so_far, allowed, start, state, best, low, hot, cold,
                     break
         elif delta != 0.0 and not fitted and move % 64 == 0:
             fitted = fits(devices, state)
-    return Annealed(scale, slowest, temperature, fitted, end)
+    return scale.hbm, scale.host, slowest, temperature, fitted, end
 
 
 @compiled
