@@ -13,7 +13,9 @@ from autoshard import api
 from autoshard.cli import main, pipeline_verb
 from autoshard.cli.patience import INTERRUPT_EFFECTS, SILENCE, Patience, interrupt_effect
 from autoshard.planning import plan as planning
+from autoshard.solution import Solution
 from autoshard.solvers import Answer, Status
+from autoshard.tables import Table, plan_tables, planner
 from models import mlp
 from tests.helpers import fast_mesh
 
@@ -174,3 +176,64 @@ def test_each_stage_says_what_ctrl_c_gives():
     assert interrupt_effect("solving: best 3 ms") == INTERRUPT_EFFECTS["solving"] != interrupt_effect("solving the baselines")
     assert interrupt_effect("solving the baselines") == interrupt_effect("capturing the model")
     assert interrupt_effect("mesh 2x4, 1 of 5: solving") == INTERRUPT_EFFECTS["mesh "]
+
+
+# -- what a process that ends early leaves ----------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_on_disk_before_what_is_beside_it_is_worked_out(tmp_path, monkeypatch):
+    out = tmp_path / "plan.json"
+
+    def killed(*_) -> None:
+        known = api.load(out)
+        assert known.status == "optimal" and known.cost > 0
+        raise SystemExit(137)
+
+    monkeypatch.setattr(planning, "modules_of", killed)
+    with pytest.raises(SystemExit):
+        main(["plan", TINY, "--mesh", "2", "--out", str(out), "--quiet"])
+    assert api.load(out).status == "optimal"
+
+
+def test_of_several_meshes_the_file_always_has_the_best_plan_so_far(tmp_path, monkeypatch):
+    written: list[float] = []
+    monkeypatch.setattr(Solution, "save", lambda plan, _: written.append(plan.objective_seconds))
+    words = ["plan", TINY, "--mesh", "auto", "--devices", "4", "--devices-per-node", "2", "--out", str(tmp_path / "p.json"), "--quiet"]
+    assert main(words) == 0
+    assert written[:-1] == sorted(written[:-1], reverse=True) and written[-1] == min(written) and len(written) > 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_sigterm_is_as_good_as_ctrl_c(number):
+    script = (
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from autoshard.planning import plan\n"
+        f"plan.solve_baselines = lambda *_: os.kill(os.getpid(), {int(number)})\n"
+        "from autoshard.__main__ import main\n"
+        "sys.exit(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, "plan", TINY, "--mesh", "2", "--quiet"], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "autoshard: interrupted\n")
+
+
+def test_ctrl_c_in_the_search_for_places_of_tables_gives_the_best_plan_so_far(monkeypatch):
+    real, slices = planner.anneal_slice, []
+
+    def third(*args):
+        slices.append(args)
+        if len(slices) == 3:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(planner, "anneal_slice", third)
+    monkeypatch.setattr(planner.Planner, "done", False)
+    tables = [Table(f"t{i}", 10**5 + 7919 * i, 32 << i % 3, pooling=1 + i) for i in range(12)]
+    plan = plan_tables(tables, 4, hbm=8e9, effort=1e9)
+    assert len(slices) == 3 and len(plan.tables) == 12 and plan.bound_seconds <= plan.slowest_device_seconds
+
+
+def test_ctrl_c_before_any_place_of_tables_is_known_ends_it(monkeypatch):
+    monkeypatch.setattr(planner.Planner, "search", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        plan_tables([Table("t", 10**5, 32)], 2)

@@ -57,6 +57,7 @@ def test_the_shapes_are_all_that_respect_the_nodes(devices, per_node):
         ((0,), "devices is 0; expected a positive whole number"),
         ((True,), "devices is True; expected a positive whole number"),
         ((16, 0), "devices_per_node is 0; expected a positive whole number"),
+        ((10**9,), "devices is 1000000000; expected 262144 at most: make the cluster smaller"),
         ((12,), "12 devices do not fill nodes of 8; give a devices_per_node that divides 12"),
     ],
 )
