@@ -8,10 +8,13 @@ import zlib
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 import autoshard
 from autoshard.cli import main
 from autoshard.cost import curves
+from autoshard.lower.checkpoint_files import Writer, contents, why_broken
 from autoshard.reading import FORMATS
 from tests.helpers_mutations import bad_bytes, bad_csv, bad_json
 from tests.test_schemas import MADE
@@ -63,9 +66,12 @@ GOOD = {
     "megatron.sh": (".sh", lambda: launch("megatron/llama3_8b_fp8.sh"), lambda good, rng: bad_words(good, rng)),
     "accelerate.yaml": (".yaml", lambda: launch("accelerate/fsdp2.yaml"), lambda good, rng: bad_words(good, rng)),
     "nanotron.yaml": (".yaml", lambda: launch("nanotron/tiny_llama.yaml"), lambda good, rng: bad_words(good, rng)),
+    "checkpoint": (".json", lambda: saved("manifest.json").decode(), bad_json),
+    "index": (".metadata", lambda: saved(".metadata").decode("latin-1"), lambda good, rng: bad_bytes(good.encode("latin-1"), rng)),
     "config": (".json", lambda: (DATA / "hf" / "gpt2" / "config.json").read_text(), bad_json),
 }  # fmt: skip
 
+ENCODINGS = {"index": "latin-1"}  # of what is no text
 KINDS = ("sharding_map", "json", "parallelize_module", "tp_plan", "fully_shard", "distribute_module")
 # what reads it: (format, words, FILE in the place of the bad file and PLAN in that of a good plan)
 QUICK = {
@@ -92,6 +98,8 @@ QUICK = {
     "load curves": ("curves", ""),
     "load a cluster": ("cluster", ""),
     "load a pipeline": ("pipeline", ""),
+    "load a checkpoint": ("checkpoint", ""),
+    "load a checkpoint's index": ("index", ""),
 }
 SLOW = {
     **{f"export {kind}": ("plan", f"export FILE --format {kind}") for kind in KINDS},
@@ -126,6 +134,26 @@ def written(kind: str, known: dict = {}) -> str:  # noqa: B006 (made once)
             data["curves"] = data["curves"][:3]
         known[kind] = json.dumps(data)
     return known[kind]
+
+
+def saved(name: str) -> bytes:
+    """A file of a small checkpoint."""
+    folder = Path(written.__defaults__[0].setdefault("folder", _folder())) / "saved"
+    if not folder.exists():
+        state = {"model": {"w": torch.zeros(4, 3), "b": torch.zeros((), dtype=torch.bfloat16)}, "extra": ({"step": 7},)}
+        dcp.save(state, storage_writer=Writer(folder, "0123"), no_dist=True)
+    return (folder / name).read_bytes()
+
+
+def load_checkpoint(path: str) -> None:
+    """What load_checkpoint reads of a folder before it loads anything."""
+    folder = Path(path).with_suffix(".folder")
+    folder.mkdir(exist_ok=True)
+    for name in ("__0_0.distcp", ".metadata", "manifest.json"):
+        (folder / name).write_bytes(saved(name))
+    (folder / (".metadata" if path.endswith(".metadata") else "manifest.json")).write_bytes(Path(path).read_bytes())
+    if (why := why_broken(folder, contents(folder), 0, 1)) is not None:
+        raise ValueError(why)
 
 
 def _folder() -> str:
@@ -174,7 +202,10 @@ def run(verb: str, content: bytes, folder: Path, plan_path: Path, capsys) -> tup
     return code, capsys.readouterr().err
 
 
-LOADERS = {"load curves": curves.load, "load a cluster": curves.load_cluster, "load a pipeline": autoshard.load_pipeline}
+LOADERS = {
+    "load curves": curves.load, "load a cluster": curves.load_cluster, "load a pipeline": autoshard.load_pipeline,
+    "load a checkpoint": load_checkpoint, "load a checkpoint's index": load_checkpoint,
+}  # fmt: skip
 
 
 def loaded(verb: str, path: Path) -> int:
@@ -225,7 +256,7 @@ def faults(verb: str, num: int, folder: Path, plan_path: Path, capsys) -> list[s
 @pytest.mark.parametrize("verb", [*QUICK, *(pytest.param(verb, marks=pytest.mark.slow) for verb in VERBS if verb not in QUICK)])
 def test_the_good_file_is_read(verb, tmp_path, plan_path, capsys):
     text = GOOD[VERBS[verb][0]][1]()
-    content = pickle.dumps(json.loads(text)) if "pickle" in VERBS[verb][0] else text.encode()
+    content = pickle.dumps(json.loads(text)) if "pickle" in VERBS[verb][0] else text.encode(ENCODINGS.get(VERBS[verb][0], "utf-8"))
     code, said = run(verb, content, tmp_path, plan_path, capsys)
     assert code in (0, 1) and (code == 0 or "autoshard:" in said or "--launcher" in VERBS[verb][1])  # a launch that doesn't fit is no error
 
