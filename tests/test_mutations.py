@@ -5,6 +5,7 @@ import pickle
 import random
 import signal
 import zlib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -127,7 +128,7 @@ NUM_QUICK, NUM_SLOW, NUM_WITH_MODEL = 6, 110, 20
 
 def written(kind: str, known: dict = {}) -> str:  # noqa: B006 (made once)
     if kind not in known:
-        path = Path(known.setdefault("folder", _folder())) / f"{kind}.json"
+        path = Path(_folder()) / f"{kind}.json"
         MADE[kind](path)
         data = json.loads(path.read_text())
         if kind == "curves.1":
@@ -138,7 +139,7 @@ def written(kind: str, known: dict = {}) -> str:  # noqa: B006 (made once)
 
 def saved(name: str) -> bytes:
     """A file of a small checkpoint."""
-    folder = Path(written.__defaults__[0].setdefault("folder", _folder())) / "saved"
+    folder = Path(_folder()) / "saved"
     if not folder.exists():
         state = {"model": {"w": torch.zeros(4, 3), "b": torch.zeros((), dtype=torch.bfloat16)}, "extra": ({"step": 7},)}
         dcp.save(state, storage_writer=Writer(folder, "0123"), no_dist=True)
@@ -156,6 +157,7 @@ def load_checkpoint(path: str) -> None:
         raise ValueError(why)
 
 
+@cache
 def _folder() -> str:
     import tempfile
 

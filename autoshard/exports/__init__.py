@@ -94,7 +94,8 @@ def export(
     if why := _why_not_held(solution, value, within):
         raise NotHeld(f"{kind} can't hold this plan: {why}; {_others(solution, kind, within)}")
     if path is not None and content is not None:
-        write_atomically(content(value), path, {".py": ast.parse, **dict.fromkeys(PICKLE_SUFFIXES)}.get(Path(path).suffix, json.loads))
+        parser: Callable[[bytes], object] = ast.parse if Path(path).suffix == ".py" else json.loads
+        write_atomically(content(value), path, None if Path(path).suffix in PICKLE_SUFFIXES else parser)
     return value
 
 

@@ -26,8 +26,8 @@ RECOMPUTED = {"full": "full", "selective": "attn"}
 class Arguments(dict[str, list[str]]):
     """Options with their words, read as numbers, text and flags."""
 
-    def number(self, name: str, default: int) -> int:
-        return integer(self[name][0], f"--{name}") if self.get(name) else default
+    def number(self, name: str, default: int, least: int | None = None) -> int:
+        return integer(self[name][0], f"--{name}", least) if self.get(name) else default
 
     def text(self, name: str, default: str = "") -> str:
         return self[name][0] if self.get(name) else default
@@ -49,8 +49,8 @@ def of_data(data: Mapping[str, Any]) -> Arguments:
 
 
 def read(a: Arguments, path: str, known: Known) -> Described:
-    tensor, pipeline = a.number("tensor-model-parallel-size", 1), a.number("pipeline-model-parallel-size", 1)
-    context, expert = a.number("context-parallel-size", 1), a.number("expert-model-parallel-size", 1)
+    tensor, pipeline = a.number("tensor-model-parallel-size", 1, 1), a.number("pipeline-model-parallel-size", 1, 1)
+    context, expert = a.number("context-parallel-size", 1, 1), a.number("expert-model-parallel-size", 1, 1)
     devices = known.devices
     if devices is None and ("nproc-per-node" in a or "nnodes" in a or "world-size" in a):
         devices = a.number("world-size", a.number("nproc-per-node", known.per_node) * a.number("nnodes", 1))

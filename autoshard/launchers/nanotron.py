@@ -15,14 +15,13 @@ RESEMBLING = frozenset({"expert_parallel_size", "expert_tensor_parallel_size", "
 
 def read(data: dict[str, Any], path: str, known: Known) -> Described:
     section = Nested(data, path, RESEMBLING)
-    dp, tp, pp = (section.number(f"parallelism.{name}") for name in ("dp", "tp", "pp"))
+    dp, tp, pp = (section.number(f"parallelism.{name}", least=1) for name in ("dp", "tp", "pp"))
     context = section.number("parallelism.context_parallel_size", default=1)
     expert = section.number("parallelism.expert_parallel_size", default=1)
     engine = section.text("parallelism.pp_engine", default="1f1b").lower()
     if engine not in ENGINES:
         raise ValueError(f"{path}: pp_engine is {engine!r}; expected one of {', '.join(ENGINES)}")
-    config = section.value("model.model_config") or {}
-    moe = config.get("moe_config") or {}
+    config, moe = section.section("model.model_config"), section.section("model.model_config.moe_config")
     named = {"num_local_experts": moe.get("num_experts"), "num_experts_per_tok": moe.get("top_k"),
              "moe_intermediate_size": moe.get("moe_intermediate_size")} if moe else {}  # fmt: skip
     sizes = known.sizes or sizes_of_config({**config, **{key: value for key, value in named.items() if value}}, f"{path}: model_config")

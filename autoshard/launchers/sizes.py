@@ -97,6 +97,8 @@ class ModelSizes:
         return 6 * multiplied + 12 * self.layers * self.heads * self.head_dim * seq
 
     def with_padded_vocab(self, multiple: int) -> ModelSizes:
+        if multiple < 1:
+            raise ValueError(f"the vocabulary is padded to a multiple of {multiple}; expected 1 or more")
         return replace(self, vocab=-(-self.vocab // multiple) * multiple)
 
 
@@ -177,14 +179,16 @@ def sizes_of_config(config: Mapping[str, Any], what: str = "the config") -> Mode
 LARGEST = 2**31  # products of sizes stay within 64 bits
 
 
-def integer(value: Any, what: str) -> int:
-    """A whole number from a configuration, which may be text. ValueError for anything else."""
+def integer(value: Any, what: str, least: int | None = None) -> int:
+    """A whole number from a configuration, which may be text. ValueError for anything else, and for a smaller one than `least`."""
     try:
         number = int(value) if isinstance(value, str) else value
     except ValueError:
         number = None
     if isinstance(number, bool) or not isinstance(number, int) or abs(number) >= LARGEST:
         raise ValueError(f"{what} is {str(value)[:60]!r}; expected a whole number below 2^31")
+    if least is not None and number < least:
+        raise ValueError(f"{what} is {number}; expected a whole number of {least} or more")
     return number
 
 

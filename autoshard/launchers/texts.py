@@ -119,13 +119,20 @@ class Nested:
             if get_close_matches(key, {missing, *self.known}, 1, NEAR) == [missing]:
                 raise ValueError(f"{self.path}: there is no {section}{key}; near is {missing}")
 
-    def number(self, *names: str, default: int | None = None) -> int:
+    def number(self, *names: str, default: int | None = None, least: int | None = None) -> int:
         value = self.value(*names)
         if value is None:
             if default is None:
                 raise ValueError(f"{self.path} has no {names[0]}; expected a whole number")
             return default
-        return integer(value, f"{self.path}: {names[0]}")
+        return integer(value, f"{self.path}: {names[0]}", least)
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """A section of the data, empty where it is not there. ValueError where something else is there."""
+        value = self.value(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(f"{self.path}: {name} is {str(value)[:40]!r}; expected a section of keys")
+        return value or {}
 
     def flag(self, *names: str) -> bool:
         value = self.value(*names)

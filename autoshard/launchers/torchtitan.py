@@ -64,12 +64,12 @@ def read(data: dict[str, Any], path: str, known: Known) -> Described:
     section = Nested(data, path, RESEMBLING)
     sizes = known.sizes or _flavor(section)
 
-    def degree(name: str, default: int = 1) -> int:
-        return section.number(*(f"{part}.{name}" for part in SECTIONS), default=default)
+    def degree(name: str, default: int = 1, least: int | None = 1) -> int:
+        return section.number(*(f"{part}.{name}" for part in SECTIONS), default=default, least=least)
 
     tensor, context, pipeline = degree("tensor_parallel_degree"), degree("context_parallel_degree"), degree("pipeline_parallel_degree")
     replicate = degree("data_parallel_replicate_degree")
-    shard = degree("data_parallel_shard_degree", degree("data_parallel_degree", -1))
+    shard = degree("data_parallel_shard_degree", degree("data_parallel_degree", -1, None), None)
     model = replicate * tensor * context * pipeline
     if shard == -1:
         devices = known.need("devices", path, "--devices: data_parallel_shard_degree is -1, the rest")
@@ -87,7 +87,7 @@ def read(data: dict[str, Any], path: str, known: Known) -> Described:
         devices, known.seq or section.number("training.seq_len", default=2048), local * data_parallel if global_batch < 1 else global_batch,
         microbatch, data_parallel, shard, (3 if gathers_again else 2) if shard * context > 1 else 0, tensor, context,
         degree("expert_parallel_degree"), degree("expert_tensor_parallel_degree", tensor if "expert_tensor_parallel_degree" in
-        data.get("parallelism", {}) else 1), pipeline, virtual, schedule, _recompute(section), precision, tensor > 1,
+        section.section("parallelism") else 1), pipeline, virtual, schedule, _recompute(section), precision, tensor > 1,
         section.flag("compile.enable", "training.compile") and "model" in section.text("compile.components", default="model"),
         section.flag("parallelism.enable_async_tensor_parallel", "experimental.enable_async_tensor_parallel"), rowwise,
     )  # fmt: skip
@@ -111,11 +111,13 @@ def _stages(section: Nested, sizes: ModelSizes, pipeline: int) -> tuple[str, int
     if pipeline == 1:
         return "1F1B", 1
     parts = section.value("parallelism.module_fqns_per_model_part")
-    per_stage = section.value("parallelism.pipeline_parallel_layers_per_stage")
+    per_stage = section.number("parallelism.pipeline_parallel_layers_per_stage", default=0, least=0)
+    if parts and not isinstance(parts, list):
+        raise ValueError(f"{section.path}: module_fqns_per_model_part is {str(parts)[:40]!r}; expected a list of the modules of each stage")
     if parts:
         return schedule, max(len(parts) // pipeline, 1)
     if per_stage:
-        return schedule, max(math.ceil((sizes.layers + 2) / int(per_stage)) // pipeline, 1)
+        return schedule, max(math.ceil((sizes.layers + 2) / per_stage) // pipeline, 1)
     return schedule, 1 if schedule in SINGLE else 2
 
 

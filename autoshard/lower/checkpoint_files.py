@@ -88,8 +88,8 @@ class Contents:
     @property
     def names(self) -> list[str]:
         """Of all files, in an order in which their sizes fall."""
-        if self.files is not None:
-            return sorted(self.files, key=lambda name: (-self.files[name]["bytes"], name))
+        if (files := self.files) is not None:
+            return sorted(files, key=lambda name: (-files[name]["bytes"], name))
         return sorted({entry.relative_path for entry in self.index.storage_data.values()})
 
 
@@ -107,11 +107,12 @@ def contents(path: Path) -> Contents:
 def why_broken(path: Path, of: Contents, rank: int, world: int) -> str | None:
     """The first of this rank's share of the files that is missing, truncated or changed, in words."""
     reader = Reader(path, of.index)
+    files = of.files
     for name in of.names[rank::world]:
         try:
-            if of.files is None:
+            if files is None:
                 reader.check(name)
-            elif (actual := file_facts(path / name)) != (saved := of.files[name]):
+            elif (actual := file_facts(path / name)) != (saved := files[name]):
                 changed = f"has {actual['bytes']} bytes" if actual["bytes"] != saved["bytes"] else "has changed since it was saved"
                 return f"{path / name} {changed}, the manifest says {saved['bytes']} bytes with another SHA-256"
         except FileNotFoundError:
@@ -254,7 +255,9 @@ def _index(data: Any) -> Metadata:
     _check(data, "Metadata")
     tensors = {name: _tensor(entry) for name, entry in _items(data.state_dict_metadata, "names of tensors", str)}
     places = {_place(key): _entry(key, value) for key, value in _items(data.storage_data, "places of entries", Inert)}
-    parts = {name: [tuple(part.offsets) for part in getattr(entry, "chunks", ())] or [None] for name, entry in tensors.items()}
+    parts: dict[str, list] = {
+        name: [tuple(part.offsets) for part in getattr(entry, "chunks", ())] or [None] for name, entry in tensors.items()
+    }
     for name, offsets in parts.items():
         for k, offset in enumerate(offsets):
             if (name, offset) not in places:

@@ -122,8 +122,8 @@ def load_checkpoint(path: str | os.PathLike[str], module: nn.Module, optimizer: 
     sizes = {name: getattr(entry, "size", None) for name, entry in entries.items()}
     flat = {key.removeprefix("extra."): None for key in sizes if key.startswith("extra.")}  # of older versions
     state = _state(module, optimizer, None if isinstance(entries.get("extra"), BytesStorageMetadata) else flat)
-    if sizes.get("random"):
-        state["random"] = torch.empty(min(sizes["random"][0], MOST_RANDOM), dtype=torch.uint8)
+    if shape := sizes.get("random"):
+        state["random"] = torch.empty(min(shape[0], MOST_RANDOM), dtype=torch.uint8)
     broken = why_broken(path, held, dist.get_rank(), dist.get_world_size())
     agree(broken and f"{path} is not a complete checkpoint: {broken}; copy it again or load another one", f"reading the checkpoint {path}")
     agree(_misfit(path, state, sizes), f"reading the checkpoint {path}")

@@ -78,8 +78,8 @@ class Table:
             raise ValueError(f"a table's name is {self.name!r}; expected a text that is not empty")
         for key in ("rows", "columns", "item_size", "features"):
             value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"table {self.name!r}: {key} is {value!r}; expected a whole number of 1 or more")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**63:
+                raise ValueError(f"table {self.name!r}: {key} is {str(value)[:40]}; expected a whole number of 1 or more, of 64 bits at most")
         for key in ("pooling", "skew"):
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
