@@ -35,7 +35,8 @@ SHAPE, STEPS, ALLOWED = (2, 2), 5, 1e-9
 # links so fast that tiny models are sharded
 FAST = {"intra_node_bandwidth": 1e14, "inter_node_bandwidth": 1e14, "intra_node_latency": 1e-9, "inter_node_latency": 1e-9}
 OPTIMIZERS = {
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    # eps: a gradient that is zero but for rounding, as of a bias before a norm, would be divided by about its own size
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-6),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
 }
 
@@ -89,8 +90,8 @@ def _compared(name: str, optimizer: Any, mesh: Any) -> dict[str, Any]:
     message: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            planned_on = Mesh.from_bandwidths(SHAPE, device="cpu", **FAST)
-            message = [api.plan(module, inputs, planned_on, training=True, gap=0.01, baselines=False)]
+            planned_for = Mesh.from_bandwidths(SHAPE, device="cpu", **FAST)
+            message = [api.plan(module, inputs, planned_for, training=True, gap=0.01, baselines=False)]
         except Exception as error:  # all ranks raise it
             message = [error if isinstance(error, ValueError) else RuntimeError(f"{type(error).__name__}: {error}")]
     dist.broadcast_object_list(message)

@@ -47,6 +47,7 @@ class LM(nn.Module):
         super().__init__()
         self.embed, self.blocks, self.norm = nn.Embedding(WORDS, WIDTH), nn.ModuleList(Block() for _ in range(layers)), nn.RMSNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        nn.init.normal_(self.embed.weight, std=0.02)
         self.head.weight = self.embed.weight
 
     def hidden(self, x):
