@@ -171,6 +171,13 @@ def untested(version: tuple[int, int], spelling: str = torch.__version__) -> str
     return f"torch {spelling} is not among the versions that autoshard is tested with, {spelled(OLDEST)} to {spelled(NEWEST)}"
 
 
+def without_connecting(schedule: Any) -> Any:
+    """The pipeline schedule, told that its stages are connected: from 2.15 on it would connect them in their own groups, and ours send in
+    another one."""
+    schedule._p2p_initialized = True
+    return schedule
+
+
 if sentence := untested(VERSION):  # once: a module is imported once
     warnings.warn(sentence, stacklevel=2)
 

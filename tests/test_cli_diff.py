@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from autoshard import torch_private
 from autoshard.cli import doctor_verb, main
 from autoshard.solution import Placed
 from autoshard.solution.changes import changes
@@ -50,9 +51,28 @@ def test_a_plan_is_the_same_as_itself(plans, capsys):
     assert name in capsys.readouterr().out
 
 
+def test_doctor_says_which_features_are_left(monkeypatch):
+    versions = {name: "1" for name in (*doctor_verb.NEEDED, *doctor_verb.OPTIONAL)}
+    gpus = doctor_verb.TorchHere("13.0", 8, "", ())
+    assert all(state.startswith("yes") for state in doctor_verb._features(versions, [], gpus).values())
+    for here, why in ((replace(gpus, gpus=0), "no GPU is visible"), (replace(gpus, gpus=0, cuda=None), "this torch is built without CUDA")):
+        assert doctor_verb._features(versions, [], here)["verify --device cuda, and ranks on GPUs"] == why
+    left = doctor_verb._features(versions | {"numba": None, "scipy": None}, ["scipy"], replace(gpus, moved=("torch 9 has no x",)))
+    assert list(left.values())[:3] == ["scipy is missing; torch 9 has no x"] * 2 + ["numba is missing"]
+
+
+def test_doctor_names_a_torch_that_was_not_tested_and_what_it_moved(capsys, monkeypatch):
+    monkeypatch.setattr(torch_private, "VERSION", (2, 99))
+    moved = {"pytree": [torch_private.Form("torch.utils._trees")]}
+    monkeypatch.setattr(torch_private.check_all, "__defaults__", ((2, 99), moved))
+    assert main(["doctor", "--json"]) == 1
+    record = json.loads(capsys.readouterr().out)
+    assert "not among the versions" in record["torch"]["untested"] and "torch.utils._trees" in record["torch"]["moved"][0]
+
+
 def test_doctor_tries_every_solver(capsys, monkeypatch):
     assert main(["doctor", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
-    assert record["ok"] and record["versions"]["torch"].startswith("2.13") and set(record["solvers"].values()) == {"ok"}
+    assert record["ok"] and record["versions"]["torch"] and set(record["solvers"].values()) == {"ok"}
     monkeypatch.setattr(doctor_verb, "_selftest", lambda: selftest.selftest(8.0))  # negative control: 8 is not the optimum
     assert main(["doctor"]) == 1 and "wrong" in capsys.readouterr().out

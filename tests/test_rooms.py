@@ -56,7 +56,7 @@ TABLE = {
     "api": (PLANNER + " planning simulate pipeline explain lower calibrate exports relayout tables report launchers", "torch numpy"),
     "cli": (
         "api calibrate cost launchers mesh pipeline precision problem reading relayout report serving simulate solvers tables units "
-        "version writing",
+        "torch_private version writing",
         "typer rich torch transformers huggingface_hub distributed",
     ),
     "pytest_plugin": ("api", "pytest"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -16,11 +17,13 @@ from autoshard.cli.model import load_model
 from autoshard.cli.options import BatchSize, DType, Json, SeqLength, Settings, load_api
 from autoshard.cli.output import Output
 
-NEEDED = ("torch", "numpy", "scipy", "highspy", "numba", "networkx", "dill", "typer", "rich", "jsonschema-rs")
-OPTIONAL = {
-    "matplotlib": "--plot and report", "jinja2": "report", "cvxpy": "--solver cvxpy", "transformers": "models given as hf:DIR",
+NEEDED = ("torch", "numpy", "scipy", "highspy", "networkx", "dill", "typer", "rich", "jsonschema-rs", "pyyaml")
+OPTIONAL = {  # what each is for
+    "numba": "compiled loops: without them large plans take longer", "matplotlib": "--plot and report", "jinja2": "report",
+    "cvxpy": "--solver cvxpy", "transformers": "models given as hf:DIR", "accelerate": "tp_plan in transformers",
     "torchrec": "its planner with our proposer",
 }  # fmt: skip
+NEIGHBOURS = ("torchtitan", "vllm", "sglang", "deepspeed", "peft", "megatron-core", "nanotron")  # named where they are installed
 
 
 @app.command()
@@ -36,7 +39,8 @@ def doctor(
     dtype: DType = None,
     as_json: Json = False,
 ) -> int:
-    """Print versions of what autoshard depends on, what is missing, and whether each solver answers a problem of known optimum.
+    """Print versions of what autoshard depends on, what is missing, which features that leaves, and whether solvers answer a problem of
+    known optimum.
 
     With a model and a device: which ops of the model can't run there, with the line of the model's code.
 
@@ -57,8 +61,9 @@ def doctor(
         output.progress("trying the solvers", 0.0)
         versions = {name: _version(name) for name in ("autoshard", *NEEDED, *OPTIONAL)}
         missing = [name for name in NEEDED if versions[name] is None]
-        solvers = {} if {"numpy", "scipy", "highspy", "numba"} & set(missing) else _selftest()
-        ok = not missing and all(state == "ok" for state in solvers.values())
+        solvers = {} if {"numpy", "scipy", "highspy"} & set(missing) else _selftest()
+        here = _torch_here() if versions["torch"] else TorchHere(None, 0, "", ("torch is not installed",))
+        ok = not missing and not here.moved and all(state == "ok" for state in solvers.values())
         record = {
             "ok": ok,
             "python": platform.python_version(),
@@ -66,6 +71,9 @@ def doctor(
             "versions": versions,
             "missing": missing,
             "solvers": solvers,
+            "torch": {"cuda": here.cuda, "gpus": here.gpus, "untested": here.untested or None, "moved": list(here.moved)},
+            "neighbours": {name: version for name in NEIGHBOURS if (version := _version(name))},
+            "features": _features(versions, missing, here),
         }
         output.answer(record, lambda: _table(record))
     return OK if ok else NO
@@ -76,6 +84,38 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+@dataclass(frozen=True)
+class TorchHere:
+    """What this torch has."""
+
+    cuda: str | None  # the version that it was built for
+    gpus: int
+    untested: str  # a sentence about a version that the tests did not run with
+    moved: tuple[str, ...]  # a sentence for each name that it has no more
+
+
+def _torch_here() -> TorchHere:
+    try:
+        import torch  # here, as what follows: an installation that lacks something is to be told so
+
+        from autoshard.torch_private import VERSION, check_all, untested
+    except ImportError as error:
+        return TorchHere(None, 0, "", (f"torch can't be imported: {error}",))
+    new = untested(VERSION)
+    return TorchHere(torch.version.cuda, torch.cuda.device_count(), new, tuple(check_all()) if new else ())
+
+
+def _features(versions: dict[str, str | None], missing: list[str], here: TorchHere) -> dict[str, str]:
+    """By feature: "yes", or what it waits for."""
+    stopped = "; ".join([*(f"{name} is missing" for name in missing), *here.moved])
+    features = {"plan, show, check, explain, simulate, export, verify, and ranks on CPUs": stopped or "yes"}
+    gpus = f"yes: {here.gpus} visible" if here.gpus else "no GPU is visible" if here.cuda else "this torch is built without CUDA"
+    features["verify --device cuda, and ranks on GPUs"] = stopped or gpus
+    for name, use in OPTIONAL.items():
+        features[use.partition(": ")[0]] = "yes" if versions[name] else f"{name} is missing"
+    return features
 
 
 def _selftest() -> dict[str, str]:
@@ -100,7 +140,13 @@ def _table(record: dict) -> Table:
     for name, version in record["versions"].items():
         why = f" (only for {OPTIONAL[name]})" if name in OPTIONAL else "; run `pip install -e .` in autoshard's folder"
         table.add_row(name, version or f"missing{why}")
+    for name, version in record["neighbours"].items():
+        table.add_row(name, version)
     for name, state in record["solvers"].items():
         table.add_row(f"solver {name}", state)
+    if record["torch"]["untested"]:
+        table.add_row("torch", record["torch"]["untested"])
+    for name, state in record["features"].items():
+        table.add_row(name, state)
     table.add_row("", "all is well" if record["ok"] else "something is missing or wrong: see above")
     return table

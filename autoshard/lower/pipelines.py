@@ -39,7 +39,7 @@ from autoshard.lower.stages import LoweredStage, LoweredStages, lower_stages, wh
 from autoshard.mesh import Mesh
 from autoshard.solution import files
 from autoshard.solution.staged import PipelineToRun
-from autoshard.torch_private import Action, ComputationType, PipelineScheduleRuntime, set_pg_timeout
+from autoshard.torch_private import Action, ComputationType, PipelineScheduleRuntime, set_pg_timeout, without_connecting
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,7 +286,7 @@ def _schedule(runs: list[StageRun], plan: PipelineToRun, schedule: str | None) -
             runtime._load_csv(schedule)
     if dict(runtime.stage_index_to_group_rank) != groups:
         raise ValueError(f"it has stages on groups {dict(runtime.stage_index_to_group_rank)}, the plan {groups}")
-    return runtime
+    return without_connecting(runtime)
 
 
 def _digest(torch_schedule: PipelineScheduleMulti) -> str:
