@@ -25,7 +25,8 @@ def tp_plan(folder: str, ranks: int) -> dict[str, str]:
         tokens = torch.empty(1, 32, dtype=torch.int64)
     mesh = autoshard.Mesh.from_bandwidths((ranks,), device="cpu", intra_node_latency=1e-7)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    return autoshard.export(autoshard.plan(model, {"input_ids": tokens}, mesh, memory_limit=0.8 * weights + 2e5), "tp_plan")
+    solution = autoshard.plan(model, {"input_ids": tokens}, mesh, memory_limit=0.8 * weights + 2e5)
+    return autoshard.export(solution, "tp_plan", within=float("inf"))  # a tiny model's step may take much longer in these styles
 
 
 def tiny_llama() -> str:

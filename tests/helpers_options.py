@@ -3,9 +3,7 @@
 import contextlib
 import io
 import json
-import os
 import re
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -15,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 DATA = f"{ROOT}/tests/data"
 MLP, TINY, GPT2, MOE = (f"{ROOT}/models/{name}" for name in ("mlp.py:mlp", "mlp.py:tiny", "gpt2.py:tiny", "moe.py:tiny"))
 LLAMA, MIXTRAL = f"hf:{DATA}/hf/llama", f"hf:{DATA}/hf/mixtral"
-TITAN = "job.toml"
+TITAN, PROBLEMS = "job.toml", "problems.json"
 TABLES = "name,rows,columns,pooling,skew\n" + "".join(f"t{k},{1000 * 4**k},{32 * (k + 1)},{3 + k},0\n" for k in range(6))
 TITAN_TEXT = """[model]
 name = "llama3"
@@ -39,34 +37,20 @@ def programs(batch: int = 32):
 def train(batch: int = 32):
     return mlp.mlp(batch=batch)
 """
-SERVED = ["--devices", "4", "--max-tokens", "64", "--batch", "4"]
+ROUTES = Path(f"{DATA}/redistribution/problems.json").read_text()
+SERVED = ["--set", "layers=1", "--devices", "2", "--max-tokens", "64", "--batch", "4"]
 
 # verb: {situation: what it is given}; every option of the verb is added to each of them
 SITUATIONS = {
     "plan": {
-        "forward": [MLP, "--mesh", "2x2"],
         "train": [MLP, "--mesh", "2x2", "--train"],
-        "steps": [MLP, "--mesh", "2x2", "--train", "--microbatches", "2"],
-        "auto": [MLP, "--mesh", "auto", "--devices", "4"],
+        "forward": [TINY, "--mesh", "1"],
+        "auto": [TINY, "--mesh", "auto", "--devices", "4"],
         "keep": [MLP, "--keep", "edited.json"],
-        "prices": [MLP, "--mesh", "2x2", "--prices", "h100"],
-        "cluster": [MLP, "--cluster", "cluster.json"],
-        "pinned": [MLP, "--mesh", "2x2", "--pin", "layers.0.up.weight=R,R"],
-        "experts": [MOE, "--mesh", "4", "--train"],
-        "causal": [GPT2, "--mesh", "4", "--seq", "64", "--batch", "1"],
-        "alone": [MLP, "--mesh", "1"],
+        "experts": [MIXTRAL, "--mesh", "2", "--set", "layers=1", "--batch", "4", "--seq", "8"],
     },
-    "frontier": {
-        "forward": [TINY, "--mesh", "2x2", "--points", "1"],
-        "train": [TINY, "--mesh", "2x2", "--train", "--points", "1"],
-        "prices": [TINY, "--mesh", "2x2", "--prices", "h100", "--points", "1"],
-        "cluster": [TINY, "--cluster", "cluster.json", "--points", "1"],
-    },
-    "pipeline": {
-        "devices": [MLP, "--devices", "4", "--layers", "4", "--set", "layers=4"],
-        "nodes": [MLP, "--nodes", "1x2:h100", "--nodes", "1x2:a100", "--set", "layers=4"],
-        "inference": [MLP, "--devices", "4", "--set", "layers=4", "--inference"],
-    },
+    "frontier": {"train": [TINY, "--mesh", "2x2", "--train", "--points", "1"]},
+    "pipeline": {"train": [TINY, "--devices", "4", "--no-grid", "--schedules", "1f1b", "--microbatches", "2", "--workers", "1"]},
     "simulate": {
         "model": [MLP, "--data", "2"],
         "tensor": [MLP, "--tensor", "2", "--data", "2"],
@@ -74,6 +58,7 @@ SITUATIONS = {
         "alone": [MLP],
         "plan": ["plan.json", "--trust"],
         "cluster": [MLP, "--cluster", "cluster.json", "--data", "2"],
+        "fsdp": [MLP, "--data", "2", "--scheme", "fsdp"],
         "mlp": ["mlp", "--constants", "distir_3386edc", "--data", "2"],
     },
     "show": {"plan": ["plan.json"], "programs": ["programs.json"]},
@@ -86,7 +71,7 @@ SITUATIONS = {
     },
     "check": {"plan": ["plan.json", "--trust"], "launcher": [TITAN, "--launcher", "torchtitan", "--devices", "8"]},
     "degrees": {
-        "bound": [LLAMA, "--devices", "8", "--seq", "64", "--global-batch", "16"],
+        "bound": [LLAMA, "--devices", "2", "--seq", "16", "--global-batch", "4", "--launcher", "megatron"],
         "no bound": [LLAMA, "--devices", "8", "--no-bound", "--seq", "64", "--global-batch", "16"],
         "megatron": [LLAMA, "--devices", "8", "--no-bound", "--launcher", "megatron", "--seq", "64", "--global-batch", "16"],
     },
@@ -98,7 +83,7 @@ SITUATIONS = {
     "report": {"model": ["plan.json", "--trust"], "no model": ["plan.json", "--no-model"]},
     "programs": {"model": ["rl.py:programs", "--mesh", "2"], "plan": ["programs.json"]},
     "redistribute": {"mesh": ["problems.json"], "tensorcraft": ["problems.json", "--prices", "tensorcraft"]},
-    "serve-plan": {"dense": [LLAMA, *SERVED], "experts": [MIXTRAL, *SERVED]},
+    "serve-plan": {"experts": [MIXTRAL, *SERVED]},
     "solve": {"plain": [f"{DATA}/iopddl/example.json"]},
     "tables": {"one": ["tables.csv", "--devices", "4"], "two": ["tables.csv", "--devices", "2x2"]},
     "show-prices": {"all": [], "one": ["h100"]},
@@ -128,33 +113,47 @@ OWN = {
     ("check", "within"): "0%", ("check", "out"): "new.toml", ("degrees", "out"): "new.toml", ("report", "out"): "new.html",
     ("explain", "name"): "layers.0.down.weight", ("pipeline", "recompute"): "always", ("tables", "devices"): "2",
     ("degrees", "precision"): "fp8", ("verify", "device"): "cuda", ("doctor", "device"): "cuda", ("doctor", "model"): MLP,
-    ("verify", "model"): f"{ROOT}/models/mlp.py:tiny", ("degrees", "settings"): "layers=1", ("serve-plan", "settings"): "layers=1",
+    ("verify", "model"): f"{ROOT}/models/mlp.py:tiny", ("degrees", "settings"): "layers=1",
     ("simulate", "microbatches"): "2", ("redistribute", "prices"): "tensorcraft", ("programs", "settings"): "batch=64",
-    ("calibrate fit", "devices"): "2", ("doctor", "settings"): "layers=1", ("check", "devices"): "16",
+    ("calibrate fit", "devices"): "2", ("degrees", "memory"): "500MB", ("pipeline", "microbatches"): "4", ("pipeline", "devices"): "2",
+    ("serve-plan", "settings"): "layers=2", ("serve-plan", "memory"): "1MB", ("frontier", "settings"): "width=64",
+    ("serve-plan", "devices"): "4",
+    ("programs", "mesh"): "4", ("doctor", "settings"): "layers=1", ("check", "devices"): "16",
 }  # fmt: skip
 HOST = ("cpu_seconds", "wall_seconds", "seconds_of_host", "autosharding_time", "imports")  # of the planning host
 RESULTS = ("out", "csv", "plot", "trace", "picture", "draw", "save_dir")
 
 
-def prepared(folder: Path) -> None:
-    """The files that the command lines name."""
-    from tests.test_schemas import measured
+# files that the command lines name: made when one does; {name: the command line that writes it}
+WRITES = {
+    "plan.json": ["plan", MLP, "--mesh", "2x2", "--train"],
+    "tiny.json": ["plan", TINY, "--mesh", "2", "--train"],
+    "programs.json": ["programs", "rl.py:programs", "--mesh", "2"],
+    "frontier.json": ["frontier", TINY, "--mesh", "2x2", "--train", "--points", "1"],
+}
 
-    (folder / "rl.py").write_text(PROGRAMS)
-    (folder / "tables.csv").write_text(TABLES)
-    (folder / TITAN).write_text(TITAN_TEXT)
-    measured(folder / "cluster.json")
-    (folder / "problems.json").write_text(Path(f"{DATA}/redistribution/problems.json").read_text())
-    for argv in (
-        ["plan", MLP, "--mesh", "2x2", "--train", "--out", "plan.json"],
-        ["plan", f"{ROOT}/models/mlp.py:tiny", "--mesh", "2", "--train", "--out", "tiny.json"],
-        ["programs", "rl.py:programs", "--mesh", "2", "--out", "programs.json"],
-        ["frontier", MLP, "--mesh", "2x2", "--train", "--points", "2", "--out", "frontier.json"],
-    ):
-        assert run(argv)[0] == 0, argv
-    plan = json.loads((folder / "plan.json").read_text())
-    plan["parameters"]["layers.0.up.weight"]["layout"] = "R,R"
-    (folder / "edited.json").write_text(json.dumps(plan))
+
+def prepare(argv: list[str], folder: Path) -> None:
+    """The files that a command line names, in the folder where it runs."""
+    words = {word.partition(":")[0] for word in argv}
+    for name in (*WRITES, "rl.py", "edited.json", "cluster.json", "tables.csv", TITAN, PROBLEMS):
+        path = folder / name
+        if name not in words or path.exists():
+            continue
+        if name in WRITES:
+            prepare(WRITES[name], folder)
+            assert run([*WRITES[name], "--out", name])[0] == 0
+        elif name == "edited.json":
+            prepare(["plan.json"], folder)
+            plan = json.loads((folder / "plan.json").read_text())
+            plan["parameters"]["layers.0.up.weight"]["layout"] = "R,R"
+            path.write_text(json.dumps(plan))
+        elif name == "cluster.json":
+            from tests.test_schemas import measured
+
+            measured(path)
+        else:
+            path.write_text({"rl.py": PROGRAMS, "tables.csv": TABLES, TITAN: TITAN_TEXT, PROBLEMS: ROUTES}[name])
 
 
 def run(argv: list[str]) -> tuple[int, str, str]:
@@ -184,7 +183,7 @@ def without(words: list[str], names: list[str], flag: bool) -> list[str]:
 
 
 def lines(verb: str, situation: str) -> dict[str, list[str]]:
-    """Per parameter of the verb the situation's command line with another value of it; under "" the line itself."""
+    """Per parameter of the verb the situation's command line with another value of it, or without the flag; under "" the line itself."""
     begin = SITUATIONS[verb][situation]
     found = {"": [*verb.split(), *begin, "--json"]}
     for p in verbs()[verb]:
@@ -193,6 +192,7 @@ def lines(verb: str, situation: str) -> dict[str, list[str]]:
             continue
         flag = bool(getattr(p, "is_flag", False))
         if flag and p.opts[0] in begin:
+            found[p.name] = [*verb.split(), *without(begin, p.opts, True), "--json"]
             continue
         if p.param_type_name == "argument":
             place = [q.name for q in verbs()[verb] if q.param_type_name == "argument"].index(p.name)
@@ -209,6 +209,7 @@ def lines(verb: str, situation: str) -> dict[str, list[str]]:
 
 def answer(argv: list[str], folder: Path) -> tuple:
     """What a command line says and writes, without what the host's clock adds; and its exit code."""
+    prepare(argv, folder)
     for path in folder.glob("new.*"):
         path.unlink()
     code, out, err = run(argv)
@@ -225,26 +226,13 @@ def timeless(record):
     return [timeless(value) for value in record] if isinstance(record, list) else record
 
 
-def explore(verb: str, folder: Path) -> None:
-    for situation in SITUATIONS[verb]:
-        every = lines(verb, situation)
-        base = answer(every[""], folder)
-        print(f"== {verb} [{situation}] {base[0]} {base[2][-200:]!r}", flush=True)
-        for name, argv in every.items():
-            if name:
-                began = time.process_time()
-                got = answer(argv, folder)
-                what = "refused" if got[0] == 2 else "SAME" if got == base else "acts"
-                more = got[2].strip()[-230:] if what == "refused" else "stderr/files only" if got[:2] == base[:2] else ""
-                print(f"   {what:8} {name:22} {time.process_time() - began:5.2f}  {more}", flush=True)
-
-
-if __name__ == "__main__":
-    import tempfile
-    import time
-
-    here = Path(tempfile.mkdtemp())
-    os.chdir(here)
-    prepared(here)
-    for verb in sys.argv[1:] or SITUATIONS:
-        explore(verb, here)
+def outcomes(verb: str, situation: str, folder: Path) -> dict[str, str]:
+    """What each option does to the answer of a situation: acts, refused or same."""
+    every = lines(verb, situation)
+    base, found = answer(every.pop(""), folder), {}
+    assert base[0] in (0, 1), base
+    for name, argv in every.items():
+        code, *rest = answer(argv, folder)
+        found[name] = "refused" if code == 2 else "same" if (code, *rest) == base else "acts"
+        assert code != 2 or rest[1].count("\n") == 1, rest
+    return found

@@ -18,7 +18,7 @@ RIGHT = {
     "intra_node_bandwidth": "9GB/s", "inter_node_bandwidth": "9GB/s", "optimizer": "sgd", "recompute": "all",
 }  # fmt: skip
 SPREAD = ("--data", "2", "--pipeline", "2")  # several devices in a node, and several nodes
-OWN = {("check", "within"): "5%", ("pipeline", "recompute"): "always"}
+OWN = {("check", "within"): "5%", ("export", "within"): "5%", ("pipeline", "recompute"): "always"}
 # per rule, by its first words: a command line that ignores its options, and one that doesn't
 LINES = {
     "without --pin": (["plan", MODEL, "--mesh", "2x4"], ["plan", MODEL, "--mesh", "2x4", "--pin", "w=R,R"]),
@@ -26,6 +26,9 @@ LINES = {
     "beside --prices, ": (["VERB", MODEL, "--mesh", "2x4", "--prices", "h100"], ["VERB", MODEL, "--mesh", "2x4"]),
     "beside --cluster": (["VERB", MODEL, "--cluster", "CLUSTER"], ["VERB", MODEL, *"--mesh 2x4".split()]),
     "on the mesh of the plan": (["plan", MODEL, "--keep", PLAN], ["plan", MODEL, "--keep", PLAN, "--mesh", "2x4"]),
+    "without MODEL": (["check", HERE, "--launcher", "torchtitan"], ["check", HERE, MODEL, "--launcher", "torchtitan"]),
+    "beside --no-model": (["report", PLAN, "--no-model"], ["report", PLAN]),
+    "on a format": (["export", PLAN], ["export", PLAN, "--format", "tp_plan"]),
     "on mlp": (["simulate", "mlp", "--constants", "distir_3386edc"], ["simulate", MODEL, *SPREAD]),
     "on one stage": (["simulate", MODEL], ["simulate", MODEL, "--pipeline", "2"]),
     "on a model, which": (["simulate", MODEL], ["simulate", PLAN]),

@@ -238,10 +238,16 @@ def bytes_by_kind(model):
     return kinds
 
 
-@pytest.mark.parametrize("together", [False, True], ids=["tensor parallel", "expert parallel"])
 @pytest.mark.parametrize(
-    ("name", "devices"),
-    [("mixtral", 4), *(pytest.param(n, d, marks=pytest.mark.slow) for n, d in (("qwen3_moe", 2), ("qwen3_moe", 4), ("six experts", 4)))],
+    ("name", "devices", "together"),
+    [
+        ("mixtral", 2, False),
+        *(
+            pytest.param(name, devices, together, marks=pytest.mark.slow)
+            for name, devices in (("mixtral", 4), ("qwen3_moe", 2), ("qwen3_moe", 4), ("six experts", 4))
+            for together in (False, True)
+        ),
+    ],
 )
 def test_the_bytes_of_experts_are_shared_by_the_devices(name, devices, together):
     model = mixture(name)
@@ -258,6 +264,7 @@ def test_the_bytes_of_experts_are_shared_by_the_devices(name, devices, together)
         assert row.weight_bytes == held["experts"] / ranks + held["norms"] + parts * held["routers"] + held["shared"] / t
 
 
+@pytest.mark.slow
 def test_experts_that_no_scheme_shards_would_be_seen(monkeypatch):
     """The control: Megatron without experts has all of them on every device."""
     monkeypatch.setattr("autoshard.serving.step_prices.MEGATRON_EXPERTS", "megatron")

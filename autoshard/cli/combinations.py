@@ -97,6 +97,7 @@ OF_MODEL = ("train", "settings", "batch", "seq", "dtype")
 OF_PROGRAMS = ("mesh", "settings", "switches", "memory", "out", "time_limit", "gap", *LINKS, "device", "devices_per_node")
 OF_SIMULATED_MODEL = ("schedule", "chunks", "scheme", "inference", "device", "devices_per_node", *LINKS)
 
+UNPRICED = ("sharding_map", "json", "distribute_module", "checkpoint_policy")  # exports
 OF_PHYSICAL = ("model", "scheme", "inference", "no_overlap", "prefetch", "device", "devices_per_node", *LINKS)
 LINKED = ("plan", "frontier", "programs", "simulate", "pipeline", "degrees", "tables", "check")
 RULES = (
@@ -115,6 +116,10 @@ RULES = (
     Ineffective(("simulate",), ("trust",), lambda given, values: not _is_plan(given, values), "on a model, which is run anyway"),
     Ineffective(("check", "verify", "report", "explain", "simulate"), ("trust",), beside("model"), "beside a model that is named"),
     Ineffective(
+        ("export",), ("within",), lambda given, values: values.get("kind") in UNPRICED, "on a format whose reader decides what a step takes"
+    ),
+    Ineffective(("report",), ("trust",), beside("no_model"), "beside --no-model"),
+    Ineffective(
         ("explain",), ("model", "settings", "trust", "time_limit"), without("name", "robust"), "without NAME or --robust", "add one"
     ),
     Ineffective(
@@ -125,6 +130,9 @@ RULES = (
     ),
     Ineffective(("explain",), ("within",), without("robust"), "without --robust", "add it"),
     Ineffective(("explain",), ("alternatives",), without("name"), "without the NAME of what to explain", "add it"),
+    Ineffective(
+        ("check",), ("settings",), lambda given, values: "launcher" in given and "model" not in given, "without MODEL", "name it"
+    ),
     Ineffective(("check",), LAUNCH, without("launcher"), "on a plan", "add --launcher for a launcher's configuration"),
     Ineffective(("check",), STALE, beside("launcher"), "on a launcher's configuration, but only on a plan"),
     Ineffective(("doctor",), OF_MODEL, without("model"), "without a model", "add one, with --device"),

@@ -118,6 +118,8 @@ def _others(solution: Solution, kind: str, within: float) -> str:
         if other != kind and not _why_not_held(solution, value, within):
             (held if value.cost_seconds < math.inf else layouts).append(other)
     seconds = f"{' and '.join(held)} can" if held else "no format of modules can"
+    if modules.NO_AXIS not in solution.modules:
+        seconds += ", as far as this file has prices of them: plan again for those of fully_shard alone"
     return f"{seconds}; {', '.join(layouts)} carry its layouts or choices without the routes between them, and `parallelize` runs all of it"
 
 

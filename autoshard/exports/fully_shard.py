@@ -106,7 +106,8 @@ def _scheme(solution: Solution, axis: str | None, within: float) -> Scheme:
         for scheme in row["seconds"]
         if _runs(solution, scheme) or (name != NO_AXIS and (_used(solution, name) or axis is not None))
     ]
-    if not other or (own in other and not why_not_held(solution, *_price(solution, own), within)):
+    known = own.name in solution.modules.get(own.axis, {}).get("seconds", {})
+    if not other or (known and not why_not_held(solution, *_price(solution, own), within)):
         return own
     return min(other, key=lambda one: _order(solution, *_price(solution, one)))
 
@@ -242,7 +243,7 @@ def apply(recipe: dict, model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
     if shard["modules"]:
         data = device_mesh[(*replicated, *shard["axes"])] if replicated else _flat(device_mesh, shard["axes"])
         for name in shard["modules"]:
-            options = {"mp_policy": inner if name else policy, "reshard_after_forward": shard["reshard_after_forward"]}
+            options = {"mp_policy": inner if name else policy, "reshard_after_forward": shard.get("reshard_after_forward")}
             fully_shard(model.get_submodule(name), mesh=data, **options)
     elif replicated:
         from autoshard.torch_private import replicate  # here: only plans with replicated parameters need it
@@ -293,7 +294,7 @@ def as_python(recipe: Any) -> str:
         lines += [f"        block.forward = partial(checkpoint, block.forward, use_reentrant=False{saved})"]
     if shard["modules"]:
         both = f"device_mesh[tuple({literal([*replicated, *shard['axes']])})]" if replicated else _mesh_code(shard["axes"])
-        options = f"{policy and ', mp_policy=INNER if name else POLICY'}, reshard_after_forward={bool(shard['reshard_after_forward'])}"
+        options = f"{policy and ', mp_policy=INNER if name else POLICY'}, reshard_after_forward={shard.get('reshard_after_forward')!r}"
         lines += [f"    data = {both}", f"    for name in {literal(shard['modules'])}:"]
         lines += [f"        fully_shard(model.get_submodule(name), mesh=data{options})"]
     elif replicated:

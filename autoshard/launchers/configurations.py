@@ -24,6 +24,14 @@ def read_configuration(launcher: str, text: str, path: str, known: Known | None 
     known = known or Known()
     if launcher not in LAUNCHERS:
         raise ValueError(f"there is no launcher {launcher!r}; expected one of {', '.join(LAUNCHERS)}")
+    described = _read(launcher, text, path, known)
+    written = described.launch.microbatch
+    if known.microbatch not in (None, written):
+        raise ValueError(f"{path} says that a microbatch is {written} sequences, not {known.microbatch}; change it there or leave it out")
+    return described
+
+
+def _read(launcher: str, text: str, path: str, known: Known) -> Described:
     if launcher == "megatron":
         is_data = path.endswith((".json", ".yaml", ".yml"))
         return megatron.read(megatron.of_data(parsed(text, path)) if is_data else megatron.of_text(text), path, known)

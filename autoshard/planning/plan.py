@@ -59,6 +59,7 @@ from autoshard.units import seconds
 KNOWN = "found a plan"  # what is said then; the command line keeps it on the screen
 RECOMPUTE_GAP = 0.01  # relative: how well `auto` plans at least, the numbers of blocks that it compares and the one that it chooses
 
+OF_TRAINING = ("optimizer", "master_weights", "recompute", "accumulation_dtype")  # options that a forward pass has no use for
 BLOCKWISE = "blocks: single tensors are chosen for objective=serial without tie_blocks"
 
 
@@ -104,6 +105,9 @@ def plan_captured(context: Context) -> Solution:
     with "auto" per tensor. ValueError where an option has nothing in the model that it is about."""
     if (context.options.expert_imbalance or 1) > 1 and not any(map(is_experts, context.graph.ops)):
         raise ValueError(f"expert_imbalance is {context.options.expert_imbalance:g}, but the model has no experts; leave it out")
+    for name in OF_TRAINING if not context.options.training else ():
+        if (value := getattr(context.options, name)) != getattr(Options, name):
+            raise ValueError(f"{name} is {value!r}, which has no effect on a forward pass; add training=True, or leave it out")
     return planned_in_order(with_number_of_microbatches(context), lambda ordered: planned_in_chunks(ordered, _plan_recomputing))
 
 
