@@ -8,6 +8,7 @@ verify_program     every rank's program against the reference, one comparison pe
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from autoshard.planning.describe import layouts_of, results_of
 from autoshard.planning.options import Progress
 from autoshard.planning.random_choice import random_choice
 from autoshard.routes import Routes
-from autoshard.solution import Placed, Solution, replay
+from autoshard.solution import Placed, Solution, replay, save_over
 from autoshard.strategies import candidates
 
 DEVICES = ("cpu", "cuda")
@@ -47,6 +48,7 @@ def verify(
     plant_fault: bool = False,
     local_tensor_mode: bool = False,
     device: str = "cpu",
+    mark: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> dict:
     """Run the plan on all ranks of its mesh, in one process on one device, and compare outputs and every gradient.
@@ -56,7 +58,8 @@ def verify(
     and the answer must be no. local_tensor_mode: run the rank program once more under torch's LocalTensorMode, and compare its
     results too. device: cpu, or cuda for the kernels and numbers of a GPU. Returns `ok`, `ranks`, `plans` [{seed,
     max_relative_error_outputs, max_relative_error_gradients, placement_mismatches, redistributes}], and `device`, `torch` and
-    `inputs`, which `solution.marked(report)` keeps with the plan. ValueError when the solution is of another model.
+    `inputs`, which `solution.marked(report)` keeps with the plan. mark: a file to which the plan is written with these where the answer is
+    ok, `FILE#NAME` for one program of several. ValueError when the solution is of another model.
     """
     report, mesh = progress or (lambda message, fraction: None), solution.mesh
     _check_device(device, local_tensor_mode)
@@ -83,7 +86,11 @@ def verify(
             again = run_local_tensor(lower(graph, layouts, results, mesh, routes=routes), values)
             verification = with_errors_of(verification, again, reference)
         rows.append(_row(drawn, verification))
-    return {"ok": all(row.pop("ok") for row in rows), "ranks": mesh.num_devices, "plans": rows, **ran_on(model, example_inputs, device)}
+    ok = all([row.pop("ok") for row in rows])
+    answer = {"ok": ok, "ranks": mesh.num_devices, "plans": rows, **ran_on(model, example_inputs, device)}
+    if ok and mark is not None:
+        save_over(solution.marked(answer), mark)
+    return answer
 
 
 def ran_on(model: nn.Module, example_inputs: Any, device: str) -> dict[str, Any]:

@@ -237,9 +237,8 @@ def verify(
             plant_fault=plant_fault,
             local_tensor_mode=local_tensor_mode,
             device=device,
+            mark=solution if mark else None,
             progress=output.progress,
         )
-        if mark and record["ok"]:
-            loaded.marked(record).save(solution)
         output.answer(record, lambda: load_report().verify_report(record))
     return OK if record["ok"] else NO

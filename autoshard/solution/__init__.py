@@ -6,6 +6,7 @@ from .interval import parts as parts
 from .interval import price_errors as price_errors
 from .load import load as load
 from .load import load_any as load_any
+from .load import save_over as save_over
 from .programs import ProgramsSolution as ProgramsSolution
 from .programs import load_programs as load_programs
 from .record import FORMAT as FORMAT

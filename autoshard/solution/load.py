@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 
 from autoshard.mesh import Mesh
 from autoshard.reading import checked, refuse_other
@@ -24,6 +25,16 @@ def load(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Solution:
         first = next(iter(solution), "NAME")
         raise ValueError(f"{path} is a plan of several programs; load it with autoshard.load_programs, or one of them as {path}#{first}")
     return solution
+
+
+def save_over(solution: Solution, path: str | os.PathLike[str]) -> None:
+    """Writes a plan to where `load` read it: with `FILE#NAME` as that program of the plan in FILE."""
+    file, _, program = str(path).rpartition("#")
+    if not file or os.path.exists(path) or not os.path.exists(file):
+        solution.save(path)
+        return
+    several = load_programs(file)
+    replace(several, programs={**several.programs, program: solution}).save(file)
 
 
 def load_any(path: str | os.PathLike[str], mesh: Mesh | None = None) -> Solution | ProgramsSolution:
