@@ -305,9 +305,7 @@ class _Builder:
         }
         where = (mesh, self.device_mesh, self.where)
         group = self.inputs.group
-        return TracedCall(
-            graphs, inference, shapes, captured.returned, shards, *where, timelines, self.patiently, moves, group
-        )
+        return TracedCall(graphs, inference, shapes, captured.returned, shards, *where, timelines, self.patiently, moves, group)
 
 
 def constants_of(model: nn.Module, graph: Graph, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
