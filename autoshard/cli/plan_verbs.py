@@ -154,7 +154,7 @@ def _plan(
 ) -> int:
     """Plan on the one mesh, or without one on each of several, and print the result."""
     api, compared = load_api(), None
-    options["found"] = None if out is None else lambda plan: plan.save(out)  # what comes beside it may take minutes
+    options["on_plan"] = None if out is None else lambda plan: plan.save(out)  # what comes beside it may take minutes
     try:
         if mesh is not None:
             solution = api.plan(module, example_inputs, mesh, progress=output.progress, **options)

@@ -36,7 +36,7 @@ class Context:
     shallow: Graph | None = None  # the same model with fewer layers; the search starts from its plan
     recomputable: Graph | None = None  # the graph without recomputation, where a refusal may advise to recompute every block
     explains: bool = True  # a refusal names the demands that conflict
-    found: Callable[[Solution], None] | None = None  # called with the plan before what is beside it is worked out
+    on_plan: Callable[[Solution], None] | None = None  # called with the plan before what is beside it is worked out
 
     def __post_init__(self) -> None:
         if (imbalance := self.options.expert_imbalance) is not None:

@@ -111,12 +111,12 @@ def plan_meshes(
     *,
     progress: Progress | None = None,
     assumptions: Mapping | None = None,
-    found: Callable[[Solution], None] | None = None,
+    on_plan: Callable[[Solution], None] | None = None,
     **options: Any,
 ) -> MeshPlans:
     """`plan` on each of the meshes; the model is captured once, and they share the time limit.
 
-    The other arguments are those of `plan`; found: called with every plan that is better than those of the meshes before. With pins, kept
+    The other arguments are those of `plan`; on_plan: called with every plan that is better than those of the meshes before. With pins, kept
     or forbidden layouts only meshes with as many axes as these are planned, and no single device. ValueError on bad input, `Infeasible`
     where nothing fits on any mesh.
 
@@ -147,15 +147,15 @@ def plan_meshes(
         left = checked.time_limit - clock.elapsed
         under = replace(checked, time_limit=max(left / (len(chosen) - k), 0.1))
         mesh_clock = Stopwatch(_progress_of_one(progress, mesh, k, len(chosen)))
-        better = None if found is None else _if_better(found, plans)
-        plans.append(_mesh_plan(Context(graph, mesh, under, mesh_clock, noted, depth.shallow, found=better)))
+        better = None if on_plan is None else _if_better(on_plan, plans)
+        plans.append(_mesh_plan(Context(graph, mesh, under, mesh_clock, noted, depth.shallow, on_plan=better)))
     return MeshPlans(tuple(plans), _best(plans))
 
 
-def _if_better(found: Callable[[Solution], None], plans: Sequence[MeshPlan]) -> Callable[[Solution], None]:
-    """`found`, but only for a plan that is better than those of other meshes."""
+def _if_better(on_plan: Callable[[Solution], None], plans: Sequence[MeshPlan]) -> Callable[[Solution], None]:
+    """`on_plan`, but only for a plan that is better than those of other meshes."""
     best = min((plan.solution.objective_seconds for plan in plans if plan.solution is not None), default=math.inf)
-    return lambda plan: found(plan) if plan.objective_seconds < best * (1 - EQUAL) else None
+    return lambda plan: on_plan(plan) if plan.objective_seconds < best * (1 - EQUAL) else None
 
 
 def _mesh_plan(context: Context) -> MeshPlan:

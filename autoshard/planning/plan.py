@@ -72,7 +72,7 @@ def plan(
     progress: Progress | None = None,
     assumptions: Mapping | None = None,
     watch: Stopwatch | None = None,
-    found: Callable[[Solution], None] | None = None,
+    on_plan: Callable[[Solution], None] | None = None,
     **options: Any,
 ) -> Solution:
     """The fastest layout of every tensor of `model` on `mesh` that fits in memory, with its proof.
@@ -80,12 +80,12 @@ def plan(
     model, example_inputs: a module and the inputs of its forward (a tuple, or a dict of keyword arguments); the meta device
     costs no memory. options: the fields of `Options` (training, optimizer, memory_limit in bytes per device, pins, forbid, keep,
     price_pins, solver, time_limit in seconds, gap, baselines, recompute, tie_blocks). progress: called with (what is being done,
-    fraction done). assumptions: more facts to note in the solution. watch: the clock, by default of wall seconds. found: called with
+    fraction done). assumptions: more facts to note in the solution. watch: the clock, by default of wall seconds. on_plan: called with
     the plan before what is beside it is worked out (schemes of modules, padding, prices of pins). Threads plan in turn. ValueError on bad
     input; `Infeasible` when nothing fits, with the demands that conflict.
 
-    time_limit is for all of planning: the search ends then, and what is worked out beside the plan. Capture and pricing can't be cut
-    short; where they take longer, the answer is the first plan that is found within three seconds more.
+    time_limit is for all of planning: the search ends then, and what is worked out beside the plan. Capture and pricing can't be
+    shortened; where they take longer, the answer is the first plan that is found within three seconds more.
 
         solution = plan(module, (tokens, targets), Mesh.from_bandwidths((2, 4)), training=True, memory_limit=80e9)
     """
@@ -97,7 +97,7 @@ def plan(
     clock = watch or Stopwatch(progress)
     with clock.phase("capture", "capturing the model", 0.0), no_search_for_cycles():
         graph, depth = capture_deep(model, example_inputs, training=checked.training, precision=checked.precision, witness=checked.witness)
-    return plan_captured(Context(graph, mesh, checked, clock, {**(assumptions or {}), **depth.noted}, depth.shallow, found=found))
+    return plan_captured(Context(graph, mesh, checked, clock, {**(assumptions or {}), **depth.noted}, depth.shallow, on_plan=on_plan))
 
 
 def plan_captured(context: Context) -> Solution:
@@ -153,8 +153,8 @@ def _plan_with_cheapest_recomputation(context: Context) -> Solution:
     quick = replace(careful, baselines=False, objective="serial", solver="prices" if careful.solver == "auto" else careful.solver)
 
     def plan_with(k: int, options: Options) -> Solution:
-        found = None if options is not careful else context.found
-        context_k = with_blocks_recomputed(replace(context, options=options, found=found), k, num_blocks)
+        on_plan = None if options is not careful else context.on_plan
+        context_k = with_blocks_recomputed(replace(context, options=options, on_plan=on_plan), k, num_blocks)
         return plan_graph(replace(context_k, explains=k == num_blocks))
 
     quick_plans: dict[int, Solution] = {}
@@ -229,8 +229,8 @@ def _with_advice(context: Context, instance: Instance, answer: Answer, choice: t
     if options.baselines or options.keep or options.price_pins:
         gap = f"within {solution.objective_gap:.2%} of the best" if solution.objective_gap < 1 else "with no useful bound"
         clock.say(f"{KNOWN} of {seconds(solution.objective_seconds)}{', overlapped' if solution.overlapped else ''}, {gap}", 0.95)
-        if context.found is not None:
-            context.found(replace(solution, seconds=clock.seconds()))
+        if context.on_plan is not None:
+            context.on_plan(replace(solution, seconds=clock.seconds()))
     try:
         if options.baselines:
             with clock.phase("describe", "pricing schemes of modules", 0.96), no_search_for_cycles():
