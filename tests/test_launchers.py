@@ -309,7 +309,7 @@ BROKEN = [  # launcher, file's name, text, sentence
     ("torchtitan", "a.toml", '[model]\nname = "llama3"\nflavor = "8B"\n[parallelism]\ntensor_parallel_degree = "many"\n',
      "is 'many'; expected a whole"),
     ("torchtitan", "a.toml",
-     '[model]\nname="llama3"\nflavor="8B"\n[parallelism]\ntensor_parallel_degree=0\ndata_parallel_shard_degree=1', "tensor_parallel_degree is 0"),
+     '[model]\nname="llama3"\nflavor="8B"\n[parallelism]\ntensor_parallel_degree=0\ndata_parallel_shard_degree=1', "_degree is 0"),
     ("torchtitan", "a.json", "[1]", "a.json holds a list; expected keys with values"),
     ("nanotron", "a.yaml", "a: [", "a.yaml can't be read"),
     ("nanotron", "a.yaml", "model: {}\n", "a.yaml has no parallelism.dp"),

@@ -79,7 +79,7 @@ class Table:
         for key in ("rows", "columns", "item_size", "features"):
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**63:
-                raise ValueError(f"table {self.name!r}: {key} is {str(value)[:40]}; expected a whole number of 1 or more, of 64 bits at most")
+                raise ValueError(f"table {self.name!r}: {key} is {str(value)[:40]}; expected a whole number of 1 or more, in 64 bits")
         for key in ("pooling", "skew"):
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
