@@ -28,8 +28,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import autoshard
+from autoshard.launchers import Known, read_configuration
+from autoshard.launchers.torchtitan import FLAVORS
+from autoshard.problem import read_contest
+from autoshard.reading import text_of
 from tests.helpers_mutations import FIELDS, HOSTILE, MARK, parent_of
-from tests.test_mutations import ENCODINGS, GOOD, QUICK, VERBS, loaded, written
+from tests.test_mutations import ENCODINGS, GOOD, LOADERS, QUICK, VERBS, loaded, written
 
 MOST_SECONDS, MOST_MB = 1.0, 300.0
 TEXT = (".toml", ".yaml", ".sh", ".txt", ".csv")
@@ -39,6 +44,21 @@ RUNS = (
 )  # fmt: skip
 SPECIAL = ("[" * 5000, "*a", "&a", "!!bool x", "${a:-", "$a", "\U0001f600")
 CHECKED = {"on": False, "ran": ""}
+
+
+def launch(launcher: str) -> Callable[[str], object]:
+    known = Known(devices=64, sizes=FLAVORS["llama3", "8B"], seq=64, microbatch=1)
+    return lambda path: read_configuration(launcher, text_of(path, "launch"), path, known)
+
+
+# what reads a file and does nothing else; most mutants go there, some to the verbs
+READERS = {
+    "plan": autoshard.load, "plan as a pickle": autoshard.load, "programs": autoshard.load_programs, "problem": read_contest,
+    "torchtitan.toml": launch("torchtitan"), "megatron.sh": launch("megatron"), "nanotron.yaml": launch("nanotron"),
+    "accelerate.yaml": launch("accelerate"),
+}  # fmt: skip
+for form, reader in READERS.items():
+    VERBS[f"read {form}"], LOADERS[f"read {form}"] = (form, ""), reader
 
 
 def watch(event: str, arguments: tuple) -> None:
@@ -157,9 +177,9 @@ def tried(verb: str, content: bytes, folder: Path) -> tuple[object, str, float, 
 
 def mutants_of(form: str, verbs: list[str], num_random: int, num_systematic: int, seed: int) -> Iterator[tuple[str, str, bytes]]:
     """What it is called, the verb that reads it, and the mutant."""
-    light = [verb for verb in verbs if verb not in HEAVY] or verbs
+    light = [f"read {form}"] if form in READERS else [verb for verb in verbs if verb not in HEAVY] or verbs
     chosen = evenly(list(systematic(form)), num_systematic)
-    turns = [*light * 9, *verbs]
+    turns = [*light * (9 * len(verbs)), *verbs]
     for k, content in enumerate(chosen):
         yield f"systematic {k}", turns[k % len(turns)], content()
     _, good, plant = GOOD[form]
