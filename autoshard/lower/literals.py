@@ -152,8 +152,8 @@ INSTEAD = {
 }
 
 # Factories: a constant comes from the op's literals alone, so that every output layout is right for it.
-MADE = ("full", "zeros", "ones", "empty", "empty_strided", "_efficientzerotensor")
-CONSTANTS = frozenset(t for t in ROWS if t.split(".")[1].removeprefix("new_") in MADE)
+FACTORIES = ("full", "zeros", "ones", "empty", "empty_strided", "_efficientzerotensor")
+CONSTANTS = frozenset(t for t in ROWS if t.split(".")[1].removeprefix("new_") in FACTORIES)
 UNINITIALISED = frozenset(t for t in CONSTANTS if "empty" in t) | {"aten.empty_like.default"}
 
 
