@@ -5,11 +5,16 @@ import re
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import settings
 
 settings.register_profile("autoshard", derandomize=True, deadline=None, database=None, print_blob=True)
 settings.load_profile("autoshard")
 gc.set_threshold(100_000, 50, 100)  # most objects of a test process live as long as it does: an eighth of its time went into looking
+
+# Ranks are forked. Where torch is built for CUDA and there is no GPU, autograd would start threads for one at the first backward among fake
+# tensors, and then no child can run backward; it starts none at a first one like this.
+torch.ones(1, requires_grad=True).sum().backward()
 
 CAPTURING = ("test_capture", "test_depth", "test_tile", "test_graph", "test_threads", "test_chunked_loss")
 

@@ -1,8 +1,4 @@
-"""Work on real processes: gloo ranks, what each of them returns or raises.
-
-They are forked. A CUDA build of torch starts autograd's threads at the first backward, also that of a capture, and a process that was
-forked from one with such threads can't run backward: there they are forked from a server that imports and does nothing else.
-"""
+"""Work on real processes: gloo ranks started by fork, what each of them returns or raises."""
 
 import datetime
 import os
@@ -10,27 +6,14 @@ import pickle
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
-import dill
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT = datetime.timedelta(seconds=120)
-
-
-START = "fork" if torch.version.cuda is None else "forkserver"
-
-
-def rank_context() -> BaseContext:
-    """Where processes of ranks come from."""
-    context = mp.get_context(START)
-    if START == "forkserver":
-        context.set_forkserver_preload(["torch._dynamo", "torch.distributed.tensor", "autoshard.capture.module", "autoshard.lower.module"])
-    return context
 
 
 def run_ranks(world: int, work: Callable, *args: Any, dies: int | None = None) -> list[Any]:
@@ -39,11 +22,8 @@ def run_ranks(world: int, work: Callable, *args: Any, dies: int | None = None) -
     dies: a rank that is expected to end without a result.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context, pickled = rank_context(), None
-        if START != "fork":
-            pickled = dill.dumps((work, args), recurse=True)
-        rows = [(rank, world, folder, partial(work, rank, *args) if pickled is None else pickled) for rank in range(world)]
-        processes = [context.Process(target=_rank, args=row) for row in rows]
+        context = mp.get_context("fork")
+        processes = [context.Process(target=_rank, args=(rank, world, folder, partial(work, rank, *args))) for rank in range(world)]
         for process in processes:
             process.start()
         for process in processes:
@@ -86,11 +66,8 @@ def trained_on(inputs: tuple, module: Callable, optimizer: torch.optim.Optimizer
     return loss.item()
 
 
-def _rank(rank: int, world: int, folder: str, work: Callable | bytes) -> None:
+def _rank(rank: int, world: int, folder: str, work: Callable) -> None:
     torch.set_num_threads(1)
-    if isinstance(work, bytes):
-        function, args = dill.loads(work)
-        work = partial(function, rank, *args)
     store = dist.FileStore(os.path.join(folder, "store"), world)
     dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=TIMEOUT)
     try:
