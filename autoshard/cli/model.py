@@ -35,10 +35,10 @@ def check_sizes(module: Any, example_inputs: Any, solution: Any, path: str) -> N
 
     for name, parameter in module.named_parameters():
         row = solution.parameters.get(name, {})
-        found = {"shape": list(parameter.shape), "dtype": str(parameter.dtype).removeprefix("torch.")}
-        if other := [key for key in found if key in row and (list(row[key]) if key == "shape" else row[key]) != found[key]]:
+        here = {"shape": list(parameter.shape), "dtype": str(parameter.dtype).removeprefix("torch.")}
+        if other := [key for key in here if key in row and (list(row[key]) if key == "shape" else row[key]) != here[key]]:
             planned = row[other[0]]
-            raise ValueError(_other_sizes(f"parameter {name} with {other[0]} {planned}, here it is {found[other[0]]}", path))
+            raise ValueError(_other_sizes(f"parameter {name} with {other[0]} {planned}, here it is {here[other[0]]}", path))
     planned_shapes = Counter(shape for shape in solution.inputs.values() if shape is not None)
     given = Counter(tuple(leaf.shape) for leaf in pytree.tree_leaves(example_inputs) if hasattr(leaf, "shape"))
     if missing := planned_shapes - given:

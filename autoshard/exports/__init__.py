@@ -90,7 +90,7 @@ def export(
         raise ValueError(f"within is {within}; expected a share of 0 or more, for example 0.05")
     content = None if path is None else _content(kind, Path(path))
     _check_parameters(solution)
-    value = _made(solution, kind, axis, within)
+    value = _exported(solution, kind, axis, within)
     if why := _why_not_held(solution, value, within):
         raise NotHeld(f"{kind} can't hold this plan: {why}; {_others(solution, kind, within)}")
     if path is not None and content is not None:
@@ -99,7 +99,7 @@ def export(
     return value
 
 
-def _made(solution: Solution, kind: str, axis: str | None, within: float) -> Any:
+def _exported(solution: Solution, kind: str, axis: str | None, within: float) -> Any:
     return fully_shard.recipe(solution, axis, within) if kind == "fully_shard" else FORMATS[kind].make(solution, axis)
 
 
@@ -112,7 +112,7 @@ def _others(solution: Solution, kind: str, within: float) -> str:
     held, layouts = [], []
     for other in FORMATS:
         try:
-            value = _made(solution, other, None, within)
+            value = _exported(solution, other, None, within)
         except ValueError:
             continue  # it has nothing of this plan
         if other != kind and not _why_not_held(solution, value, within):
