@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from autoshard.capture import capture_module, constants, in_turn, input_names
 from autoshard.formulate import Training, formulate
@@ -32,6 +31,7 @@ from autoshard.planning.random_choice import random_choice
 from autoshard.routes import Routes
 from autoshard.solution import Placed, Solution, replay, save_over
 from autoshard.strategies import candidates
+from autoshard.torch_private import pytree
 
 DEVICES = ("cpu", "cuda")
 Layouts = tuple[int | None, dict[str, Placed], dict[str, str]]  # the seed of drawn ones, layouts by op, layouts of results

@@ -115,7 +115,7 @@ def _check_names(ops: list[Op]) -> None:
 def _alive(traced: fx.GraphModule, keep: Collection[fx.Node]) -> set[fx.Node]:
     """The kept nodes and those that results or kept nodes depend on, without assertions and other effects, which a plan doesn't need; and
     random ops, since the numbers of the next one depend on them."""
-    alive = {*keep, *(node for node in traced.graph.nodes if isinstance(node.target, torch._ops.OpOverload) and draws(node.target))}
+    alive = {*keep, *(node for node in traced.graph.nodes if isinstance(node.target, OpOverload) and draws(node.target))}
     for node in reversed(traced.graph.nodes):
         if node.op == "output" or node in alive:
             alive.update(node.all_input_nodes)

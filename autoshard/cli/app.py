@@ -23,7 +23,8 @@ OK, NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 LONG_WORD, LONG_SENTENCE = 300, 2000  # letters; what is longer is shortened
 # package: the extra that installs it
 EXTRAS = {"matplotlib": "plots", "jinja2": "plots", "cvxpy": "cvxpy", "transformers": "hf", "accelerate": "hf"}
-USAGE = typer.BadParameter.__mro__[-4]  # what all errors of a command line are: TyperException; until typer 0.27 ClickException
+# what all errors of a command line are: TyperException, until typer 0.27 ClickException
+USAGE: type[Exception] = typer.BadParameter.__mro__[-4]
 NO_WORDS: tuple[list[str], ...] = ([], ["calibrate"])  # a command line that names no verb asks which there are
 
 

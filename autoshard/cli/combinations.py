@@ -62,15 +62,16 @@ def _has_no(link: str) -> Callable[[Given, Mapping[str, Any]], bool]:
     def when(given: Given, values: Mapping[str, Any]) -> bool:
         meshes = [(shape, per_node) for shape, per_node in _meshes(values) if math.prod(shape) <= MOST_DEVICES]
         try:
-            return bool(meshes) and all(_axes(*mesh, **{link: 1.0}) == _axes(*mesh, **{link: 2.0}) for mesh in meshes)
+            return bool(meshes) and all(_axes(*mesh, link, 1.0) == _axes(*mesh, link, 2.0) for mesh in meshes)
         except ValueError:
             return False  # what is wrong is said by what reads it
 
     return when
 
 
-def _axes(shape: tuple[int, ...], per_node: int | None, **link: float) -> list[Axis]:
-    return [axis for axis in Mesh.from_bandwidths(shape, devices_per_node=per_node, **link).axes if axis.size > 1]  # type: ignore[arg-type]
+def _axes(shape: tuple[int, ...], per_node: int | None, link: str, bandwidth: float) -> list[Axis]:
+    options: dict[str, Any] = {"devices_per_node": per_node, link: bandwidth}
+    return [axis for axis in Mesh.from_bandwidths(shape, **options).axes if axis.size > 1]
 
 
 def _meshes(values: Mapping[str, Any]) -> list[tuple[tuple[int, ...], int | None]]:

@@ -109,7 +109,8 @@ def _why_not_held(solution: Solution, value: Any, within: float) -> str:
 
 def _others(solution: Solution, kind: str, within: float) -> str:
     """The formats that hold the plan, as advice."""
-    held, layouts = [], []
+    held: list[str] = []
+    layouts: list[str] = []
     for other in FORMATS:
         try:
             value = _exported(solution, other, None, within)

@@ -71,7 +71,7 @@ def recipe(solution: Solution, axis: str | None = None, within: float = math.inf
     known = solution.modules.get(scheme.axis) or on_axis(solution, scheme.axis or None)[1]
     styles = parallelize_plan(solution, scheme.axis) if scheme.axis else Export()
     replicated = [name for name in scheme.data if name not in scheme.sharded]
-    value = {
+    value: dict[str, Any] = {
         "mesh": {"shape": list(solution.mesh.shape), "axis_names": list(solution.mesh.axis_names)},
         "parallelize_module": {"axis": scheme.axis or None, "plan": dict(styles)},
         "fully_shard": {"axes": list(scheme.sharded), "modules": [*_blocks(solution), ""] if scheme.sharded else []},
@@ -87,8 +87,8 @@ def recipe(solution: Solution, axis: str | None = None, within: float = math.inf
         value["checkpoint"], lost = again
         left += lost
     if solution.microbatches > 1:
-        value["microbatches"], lost = _microbatches(solution, scheme)
-        left += lost
+        value["microbatches"], unequal = _microbatches(solution, scheme)
+        left += unequal
     if scheme.data:
         left.append(Left("which dim of each parameter is sharded on the data axes", "fully_shard shards dim 0 of all of them"))
     return with_cost(solution, value, tuple(left), known, scheme.name)
