@@ -19,7 +19,7 @@ import torch
 
 def load_device_rates():
     """autoshard/calibrate/device_rates.py by its path: the package around it imports more than this machine may have."""
-    path = Path(__file__).parent.parent / "autoshard" / "lower" / "device_rates.py"
+    path = Path(__file__).parent.parent / "autoshard" / "calibrate" / "device_rates.py"
     spec = importlib.util.spec_from_file_location("device_rates", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules["device_rates"] = module

@@ -22,7 +22,7 @@ from autoshard.version import VERSION
 OK, NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 LONG_WORD, LONG_SENTENCE = 300, 2000  # letters; what is longer is shortened
 # package: the extra that installs it
-EXTRAS = {"matplotlib": "plots", "jinja2": "plots", "cvxpy": "cvxpy", "transformers": "hf", "accelerate": "hf"}
+EXTRAS = {"numba": "fast", "matplotlib": "plots", "jinja2": "plots", "cvxpy": "cvxpy", "transformers": "hf", "accelerate": "hf"}
 # what all errors of a command line are: TyperException, until typer 0.27 ClickException
 USAGE: type[Exception] = typer.BadParameter.__mro__[-4]
 NO_WORDS: tuple[list[str], ...] = ([], ["calibrate"])  # a command line that names no verb asks which there are
