@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import nn
+from torch.export.passes import move_to_device_pass
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoshard.capture import capture_fx
@@ -72,7 +73,7 @@ def traced(device: str, module: nn.Module, example_inputs, training: bool, real:
         with mode:
             program = torch.export.export(module, args, kwargs, strict=False)
         if not training or not real:
-            return capture_fx(program).graph
+            return capture_fx(program if device == "cpu" else move_to_device_pass(program, "cpu")).graph  # nested graphs name devices too
         with ExitStack() as stack, mode:
             joint = aot_export_joint_with_descriptors(stack, program.module(check_guards=False), *in_lists(args, kwargs))
     return capture_fx(joint.graph_module).graph

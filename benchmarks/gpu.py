@@ -185,7 +185,7 @@ STEPS = {  # file:function and settings; small ones for the stand-in
         {"layers": 4, "batch": 1, "seq": 2048, "loss": True},
         ("models/llama.py:tiny", {"loss": True}),
     ),
-    "ViT-Base": ("benchmarks/gpu.py:vit", {}, ("benchmarks/gpu.py:vit", {"layers": 1, "batch": 2, "width": 32})),
+    "ViT-Base": ("vit", {}, ("vit", {"layers": 1, "batch": 2, "width": 32})),
     "a mixture of experts": ("models/moe.py:moe", {}, ("models/moe.py:tiny", {})),
 }
 
@@ -199,7 +199,8 @@ def step_of(device: Device, name: str):
     from autoshard.lower.unsharded import materialized
 
     large, settings, small = STEPS[name]
-    module, inputs = load_model(f"{ROOT}/{(small[0] if device.stand_in else large)}", small[1] if device.stand_in else settings)
+    path, options = small if device.stand_in else (large, settings)
+    module, inputs = vit(**options) if path == "vit" else load_model(f"{ROOT}/{path}", options)
     solution = autoshard.plan(module, inputs, device.mesh(), training=True, baselines=False)
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

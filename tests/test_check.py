@@ -111,6 +111,22 @@ def test_another_depth_is_stale_and_cannot_be_judged(solution):
     assert found.sentence("x.json").startswith("x.json is not good any more: ") and found.sentence().endswith("; plan again")
 
 
+def test_ops_of_another_torch_are_named_and_planned_anew_with_the_same_pins(solution):
+    """As if an older torch had traced the plan's program, with another op in place of addmm."""
+
+    def older(name: str) -> str:
+        return name.replace("addmm", "linear_of_old")
+
+    layouts = {older(name): placed for name, placed in solution.layouts.items()}
+    pinned = {**solution.assumptions, "torch_version": "2.12.1", "pins": {UP: "R,R"}}
+    found = check(*model(), replace(solution, layouts=layouts, assumptions=pinned), time_limit=30)
+    (said,) = [reason for reason in found.reasons if "traced it" in reason]
+    assert re.fullmatch(r"torch 2\.12\.1 traced it then and torch \S+ now, with (\d) more addmm, \1 fewer linear_of_old", said)
+    assert not found.ok and found.best == pytest.approx(planned(pins={UP: "R,R"}).cost)
+    same = check(*model(), replace(solution, layouts=layouts), time_limit=30)  # the same torch: another model
+    assert not any("traced it" in reason for reason in same.reasons) and math.isinf(same.best)
+
+
 def test_another_mesh_is_stale(solution):
     found = check(*model(), solution, mesh=Mesh.from_bandwidths((4,)))
     assert found.reasons == ("planned for mesh 2x2, but this mesh is 4",)

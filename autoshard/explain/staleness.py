@@ -14,7 +14,9 @@ only tied plans were asked for.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,9 +24,12 @@ from torch import nn
 
 from autoshard.capture import in_turn
 from autoshard.explain.reopened import Reopened, captured, options_of, reopened
+from autoshard.graph import Graph
 from autoshard.mesh import Mesh
 from autoshard.planning.certify import fingerprint
-from autoshard.planning.options import Progress, Stopwatch
+from autoshard.planning.context import Context
+from autoshard.planning.options import Infeasible, Progress, Stopwatch
+from autoshard.planning.plan import plan_captured
 from autoshard.problem import evaluate
 from autoshard.solution import VERSION, Replay, Solution, differences
 from autoshard.solution.record import plain
@@ -106,6 +111,10 @@ def check(
         notes = (*(changes.graph if forgiven else ()), *changes.around)
         return Checked(reasons, notes, cost, solution.cost, best, bound, within, peak, limit)
 
+    if changes.misfits and changes.traced and solve:  # the same model, in the ops of another torch: a plan with the same pins
+        with watch.phase("solve", "planning anew", 0.5):
+            again, *reason = _anew(now.graph, solution, today, time_limit)
+        return answer(*reason, best=again)
     if changes.misfits:
         return answer()
     with watch.phase("formulate", "pricing layouts", 0.3):
@@ -141,6 +150,7 @@ class Changes:
     graph: tuple[str, ...]  # the layouts fit it, but it is not the one that was planned
     constants_only: bool  # names, wiring and the shapes of parameters are unchanged
     around: tuple[str, ...]  # prices and versions
+    traced: tuple[str, ...] = ()  # which ops another version of torch has in place of those that were planned
 
 
 def changes_since(now: Replay, mesh: Mesh) -> Changes:
@@ -153,9 +163,37 @@ def changes_since(now: Replay, mesh: Mesh) -> Changes:
     versions = {"torch_version": torch.__version__.split("+")[0], "autoshard_version": VERSION}
     since = {**solution.assumptions, **{key: value for key, value in versions.items() if key in solution.assumptions}}
     around = tuple(line for line in differences(solution, graph, mesh, assumptions=since) if line not in (*fatal, *sizes))
+    traced = _traced(solution, graph, versions["torch_version"]) if fatal or other else ()
     if not solution.fingerprint.get("graph"):
         around = ("the plan does not say which graph it was made for", *around)
-    return Changes(fatal, other, not sizes and solution.fingerprint.get("structure") == hashes["structure"], around)
+    constants_only = not sizes and solution.fingerprint.get("structure") == hashes["structure"]
+    return Changes((*fatal, *(traced if fatal else ())), other, constants_only, (*around, *(() if fatal else traced)), traced)
+
+
+def _traced(solution: Solution, graph: Graph, torch_version: str) -> tuple[str, ...]:
+    """One sentence about the kinds of ops of which another version of torch makes more or fewer; none where the version is the same."""
+    planned = solution.assumptions.get("torch_version")
+    if planned in (None, torch_version):
+        return ()
+    placeholders = {op.name for op in graph.ops if op.is_placeholder} | set(solution.parameters)
+    more = Counter(_kind(op.name) for op in graph.ops if op.name not in placeholders)
+    more.subtract(_kind(name) for name in solution.layouts if name not in placeholders)
+    listed = [f"{abs(count)} {'more' if count > 0 else 'fewer'} {kind}" for kind, count in sorted(more.items()) if count]
+    return (f"torch {planned} traced it then and torch {torch_version} now, with {', '.join(listed)}",) if listed else ()
+
+
+def _kind(name: str) -> str:
+    """`view` of view_12: torch names an op after its operator and counts."""
+    return re.sub(r"_\d+$", "", name)
+
+
+def _anew(graph: Graph, solution: Solution, mesh: Mesh, time_limit: float) -> tuple:
+    """The cost of the best plan of the graph under the plan's own options and pins; inf, and why, where there is none."""
+    try:
+        options = replace(options_of(solution), time_limit=time_limit)
+        return (plan_captured(Context(graph, mesh, options, Stopwatch(None))).cost,)
+    except (ValueError, Infeasible) as error:
+        return math.inf, f"and its options allow no plan now: {error}"
 
 
 def _best(plan: Reopened, solve: bool, time_limit: float) -> tuple[float, float]:
