@@ -287,7 +287,7 @@ def test_repeated_keys_that_are_read_elsewhere_too_keep_their_gradient():
 
     graph = captured(Attends(attend, groups=2), training=True)
     op = next(i for i, op in enumerate(graph.ops) if op.target == FORWARD)
-    assert [t.shape[1] for t in graph.input_tensors(op)] == [4, 4, 2]  # keys as they were, values of two groups
+    assert [t.shape[1] for t in graph.input_tensors(op)] == [4, 4, 4]  # as they were: keys and values have one number of heads
 
 
 def test_outside_of_a_capture_attention_is_torchs():

@@ -74,7 +74,8 @@ def option_of(verb: str, name: str) -> list[str]:
     written = max(parameter.opts, key=len)
     if getattr(parameter, "is_flag", False):
         return [written]
-    return [written, cluster() if name == "cluster" else OWN.get((verb, name)) or RIGHT[name]]
+    value = cluster() if name == "cluster" else OWN.get((verb, name)) or RIGHT[name]
+    return [written, value] if written.startswith("-") else [value]
 
 
 @cache

@@ -1,6 +1,7 @@
 """What a user misspells in a configuration, or on the command line of `check --launcher`, is refused in a sentence."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,10 @@ def test_a_misspelled_key_is_refused_with_the_one_that_is_near(file, old, new, s
     path, launcher = DATA / file, file.split("/")[0]
     text = path.read_text()
     assert old in text
-    read_configuration(launcher, text, path.name, KNOWN)
+    known = KNOWN if launcher == "accelerate" else replace(KNOWN, microbatch=None)  # the others have it in the file
+    read_configuration(launcher, text, path.name, known)
     with pytest.raises(ValueError, match=f"^{path.name}: there is no ") as refusal:
-        read_configuration(launcher, text.replace(old, new), path.name, KNOWN)
+        read_configuration(launcher, text.replace(old, new), path.name, known)
     assert sentence in str(refusal.value) and "\n" not in str(refusal.value)
 
 

@@ -29,6 +29,7 @@ CASES = {
     "aten.expand_copy.default": ((x(4, 1), [8, 4, 4]), ["R -> S0", "S0 -> S1", "R -> S2"]),
     "aten.full.default": (([8, 12], 3.0), ["-> S0", "-> S1"]),
     "aten.zeros.default": (([8, 12],), ["-> S0", "-> S1"]),
+    "aten._efficientzerotensor.default": (([8, 12],), ["-> S0", "-> S1"]),
     "aten.ones.default": (([8, 12],), ["-> S0", "-> S1"]),
     "aten.empty.memory_format": (([8, 12],), ["-> S0", "-> S1"]),
     "aten.empty_strided.default": (([8, 12], [1, 8]), ["-> S0", "-> S1"]),

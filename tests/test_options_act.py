@@ -61,7 +61,7 @@ def test_an_option_that_is_ignored_would_be_seen(folder, monkeypatch):
     """The control: without the rules."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(combinations, "RULES", ())
-    assert {"scheme", "prefetch", "device"} <= set(ignored("simulate", "mlp", folder))
+    assert {"scheme", "device"} <= set(ignored("simulate", "mlp", folder))
 
 
 @pytest.mark.parametrize("scheme", ["auto", pytest.param("data_parallel", marks=pytest.mark.slow)])

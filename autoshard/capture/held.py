@@ -102,7 +102,7 @@ def opened(module: nn.Module, args: tuple, kwargs: dict, templates: list[Any] | 
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     objects = {k: leaf for k, leaf in enumerate(leaves) if not isinstance(leaf, _PLAIN)}
-    original, holding = type(module), _with_state(module)
+    original, holding, noted = type(module), _with_state(module), [] if templates is None else templates
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         leaves: list[Any] = spec.flatten_up_to((args, kwargs)) if objects else []
@@ -112,10 +112,11 @@ def opened(module: nn.Module, args: tuple, kwargs: dict, templates: list[Any] | 
         if objects:
             args, kwargs = pytree.tree_unflatten(leaves, spec)
         with holding():
-            return original.forward(self, *args, **kwargs)
+            return listing(original.forward, noted)(self, *args, **kwargs)
 
     module.__class__ = type(original.__name__, (original,), {"forward": forward, "__module__": original.__module__})
-    module.__dict__["forward"] = listing(module.forward, [] if templates is None else templates)
+    if "forward" in vars(module):  # a method of the class, as above, is that of a copy, too; this one isn't
+        module.__dict__["forward"] = listing(module.forward, noted)
     return module, *in_lists(args, kwargs)
 
 

@@ -189,11 +189,12 @@ class _Unsharded:
 
 
 def _perturbed(x: Tensor, eps: float, seed: int) -> Tensor:
-    """x with its rounding: each element smaller by up to 4 eps of itself, so that a probability or a label stays within [0, 1]."""
+    """x with its rounding: each element by up to 2 eps of itself; no more than 1 where it wasn't, so that a label stays in [0, 1]."""
     if not (x.is_floating_point() or x.is_complex()):
         return x
     random = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed), dtype=x.dtype.to_real())
-    return x * (1 - random.to(x.device) * 4 * eps)
+    changed = x * (1 + (2 * random.to(x.device) - 1) * 2 * eps)
+    return changed if x.is_complex() else torch.where(x.abs() <= 1, changed.clamp(-1, 1), changed)
 
 
 ONE_DEVICE = Mesh(())
