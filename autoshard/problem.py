@@ -78,6 +78,40 @@ def EdgeUsage(edge: int, start: int, end: int, bytes: np.ndarray) -> Usage:
     return Usage((), start, end, bytes, edge)
 
 
+class Usages(tuple[Usage, ...]):
+    """The usages of a problem, and what is derived of them: problems that differ in costs alone share both."""
+
+    @cached_property
+    def spans(self) -> np.ndarray:
+        """Start and end of every usage: two rows."""
+        return np.array([[u.start for u in self], [u.end for u in self]], dtype=np.int64)
+
+    @cached_property
+    def times(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Times at which a nonempty usage begins or ends; the index of each usage's begin, then of each usage's end; and those usages."""
+        live = np.flatnonzero(self.spans[0] < self.spans[1])
+        times, index = np.unique(self.spans[:, live].ravel(), return_inverse=True)
+        return times, index, live
+
+    @cached_property
+    def flat(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The bytes of all usages in one array, equal arrays once; per usage where its bytes begin, its two ends, and a row's length.
+
+        An end that a usage lacks is -1: its choice counts as 0.
+        """
+        place: dict[int, int] = {}
+        arrays, rows, size = [np.zeros(0)], [], 0
+        for u in self:
+            if id(u.bytes) not in place:
+                place[id(u.bytes)] = size
+                arrays.append(u.bytes.ravel())
+                size += u.bytes.size
+            a, b = (-1, -1, *u.ends)[-2:]
+            rows.append((place[id(u.bytes)], a, b, u.bytes.shape[-1] if a >= 0 else 0))
+        begins, a_ends, b_ends, widths = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+        return np.concatenate(arrays), begins, np.stack([a_ends, b_ends]), widths
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
     """Nodes with choices, pairwise costs, and memory over time; `usage_limit` None means no limit."""
@@ -92,7 +126,8 @@ class Problem:
         object.__setattr__(self, "names", tuple(self.names))
         object.__setattr__(self, "node_costs", tuple(np.asarray(c, dtype=np.float64) for c in self.node_costs))
         object.__setattr__(self, "edges", tuple(self.edges))
-        object.__setattr__(self, "usages", tuple([u if u.ends else self._with_ends(u) for u in self.usages]))
+        if type(self.usages) is not Usages:
+            object.__setattr__(self, "usages", Usages([u if u.ends else self._with_ends(u) for u in self.usages]))
         _validate(self)
 
     def _with_ends(self, usage: Usage) -> Usage:
@@ -100,36 +135,6 @@ class Problem:
             return usage
         edge = self.edges[usage.edge]
         return replace(usage, ends=(edge.a, edge.b))
-
-    @cached_property
-    def spans(self) -> np.ndarray:
-        """Start and end of every usage: two rows."""
-        return np.array([[u.start for u in self.usages], [u.end for u in self.usages]], dtype=np.int64)
-
-    @cached_property
-    def _times(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Times at which a nonempty usage begins or ends; the index of each usage's begin, then of each usage's end; and those usages."""
-        live = np.flatnonzero(self.spans[0] < self.spans[1])
-        times, index = np.unique(self.spans[:, live].ravel(), return_inverse=True)
-        return times, index, live
-
-    @cached_property
-    def _flat_usages(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The bytes of all usages in one array, equal arrays once; per usage where its bytes begin, its two ends, and a row's length.
-
-        An end that a usage lacks is -1: its choice counts as 0.
-        """
-        place: dict[int, int] = {}
-        arrays, rows, size = [np.zeros(0)], [], 0
-        for u in self.usages:
-            if id(u.bytes) not in place:
-                place[id(u.bytes)] = size
-                arrays.append(u.bytes.ravel())
-                size += u.bytes.size
-            a, b = (-1, -1, *u.ends)[-2:]
-            rows.append((place[id(u.bytes)], a, b, u.bytes.shape[-1] if a >= 0 else 0))
-        begins, a_ends, b_ends, widths = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-        return np.concatenate(arrays), begins, np.stack([a_ends, b_ends]), widths
 
 
 def _validate(problem: Problem) -> None:
@@ -234,7 +239,7 @@ def usage_profile(problem: Problem, choice: Sequence[int] | np.ndarray) -> tuple
 
 
 def _profile(problem: Problem, choice: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    times, index, live = problem._times
+    times, index, live = problem.usages.times
     amounts = held(problem, choice)[live]
     delta = np.zeros(len(times))
     np.add.at(delta, index, np.concatenate([amounts, -amounts]))
@@ -243,7 +248,7 @@ def _profile(problem: Problem, choice: Sequence[int]) -> tuple[np.ndarray, np.nd
 
 def held(problem: Problem, choice: Sequence[int] | np.ndarray) -> np.ndarray:
     """Bytes of every usage under a choice of valid indices."""
-    flat, begins, ends, widths = problem._flat_usages
+    flat, begins, ends, widths = problem.usages.flat
     a, b = np.append(choice, 0).astype(np.int64)[ends]  # the last entry is the choice of an end that is missing
     return flat[begins + a * widths + b]
 
