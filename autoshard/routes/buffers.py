@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autoshard.layout import Layout
-from autoshard.routes.shortest import BLOCK, Routes, _Space, attaining_moves
+from autoshard.routes.shortest import Routes, _Space, attaining_moves
 from autoshard.routes.steps import STEPS
 
 
@@ -24,27 +24,20 @@ def buffer_table(routes: Routes, shape: tuple[int, ...], itemsize: int, sources:
     from_states, _ = routes._encode(sources, len(shape))
     to_states, _ = routes._encode(targets, len(shape))
     space = routes._space(shape, itemsize)
-    missing = sorted(set(from_states) - space.needs.keys())
-    block = max(1, BLOCK // max(1, len(space.seconds)))
-    for start in range(0, len(missing), block):
-        some = missing[start : start + block]
+    for some in space.blocks(set(from_states) - space.needs.keys()):
         space.needs.update(zip(some, np.ascontiguousarray(_needed(space, some).T)))
     return np.array([space.needs[s] for s in from_states]).reshape(len(sources), len(space.local_bytes))[:, to_states]
 
 
 def _needed(space: _Space, sources: list[int]) -> np.ndarray:
     """The largest need on the cheapest route from each source (column) to every state (row)."""
-    moves, local, columns = space.moves, space.local_bytes, np.arange(len(sources))
+    moves, local, source = space.moves, space.local_bytes, np.array(sources)
     needed = np.zeros((len(local), len(sources)))
-    if not len(moves.before):
-        return needed
-    arrives, held = (local[moves.after] + _temporary(space))[:, None], local[moves.before][:, None]
-    step = np.where(moves.before[:, None] == np.array(sources), arrives, arrives + held)
-    heads, _ = moves.heads
-    for better, move in attaining_moves(space, sources):
-        through = np.maximum(needed[moves.before[move], columns], step[move, columns])
-        needed = needed.copy()
-        needed[heads] = np.where(better, through, needed[heads])
+    arrives, held = local[moves.after] + _temporary(space), local[moves.before]
+    for states, columns, move in attaining_moves(space, sources):
+        before = moves.before[move]
+        step = arrives[move] + np.where(before == source[columns], 0.0, held[move])
+        needed[states, columns] = np.maximum(needed[before, columns], step)
     return needed
 
 

@@ -18,9 +18,11 @@ empty=True)` only.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -30,7 +32,7 @@ from autoshard.mesh import Mesh
 from autoshard.routes.steps import STEPS, Moves, all_moves, decode, encode
 
 TIE = 1e-12  # relative; rounding of sums of a few prices is below 1e-15
-BLOCK = 4_000_000  # numbers in one temporary array of `_costs`
+BLOCK = 65_536  # numbers in an array of `_costs`, which a cache holds
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,20 @@ class _Space:
     padded: bool = False  # shards may be uneven
     rows: dict[int, np.ndarray] = field(default_factory=dict)  # source -> (states,) seconds
     needs: dict[int, np.ndarray] = field(default_factory=dict)  # source -> (states,) bytes, of buffers.py
+
+    @cached_property
+    def into(self) -> tuple[np.ndarray, list[np.ndarray]]:
+        """The states that moves of finite seconds reach, most moves first; and the first move into each, the second where there is one, ..."""
+        finite = np.flatnonzero(np.isfinite(self.seconds))
+        heads, first, count = np.unique(self.moves.after[finite], return_index=True, return_counts=True)
+        order = np.argsort(-count, kind="stable")
+        heads, first, count = heads[order], first[order], count[order]
+        return heads, [finite[first[count > k] + k] for k in range(max(count, default=0))]
+
+    def blocks(self, sources: Iterable[int], size: int = BLOCK) -> Iterator[list[int]]:
+        """The distinct sources, in order, as many at once as arrays of a number per state and source have that size."""
+        distinct, width = sorted(set(sources)), max(1, size // len(self.local_bytes))
+        return (distinct[k : k + width] for k in range(0, len(distinct), width))
 
 
 class Routes:
@@ -171,10 +187,7 @@ class Routes:
         return self._spaces[key]
 
     def _rows(self, space: _Space, sources: list[int]) -> dict[int, np.ndarray]:
-        missing = sorted(set(sources) - space.rows.keys())
-        block = max(1, BLOCK // max(1, len(space.seconds)))
-        for start in range(0, len(missing), block):
-            some = missing[start : start + block]
+        for some in space.blocks(set(sources) - space.rows.keys()):
             *_, cheapest = _costs(space, some)
             space.rows.update(zip(some, np.ascontiguousarray(cheapest.T)))
         return space.rows
@@ -205,13 +218,18 @@ def _buffer(collective: str, n: int, input_bytes: np.ndarray, output_bytes: np.n
 
 def _costs(space: _Space, sources: list[int]) -> Iterator[np.ndarray]:
     """c_0, c_1, ... until no entry changes: arrays (states, sources)."""
-    before, w = space.moves.before, space.seconds[:, None]
-    heads, first = space.moves.heads
+    before, w = space.moves.before, space.seconds
+    heads, into = space.into
     c = np.full((len(space.local_bytes), len(sources)), math.inf)
     c[sources, range(len(sources))] = 0.0
     yield c
     while len(heads):
-        old, new = c[heads], np.minimum.reduceat(c[before] + w, first, axis=0)
+        new = np.full((len(heads), len(sources)), math.inf)
+        for some in into:
+            tried = c[before[some]]
+            tried += w[some][:, None]
+            np.minimum(new[: len(some)], tried, out=new[: len(some)])
+        old = c[heads]
         better = new < old * (1 - TIE)
         if not better.any():
             return
@@ -220,23 +238,17 @@ def _costs(space: _Space, sources: list[int]) -> Iterator[np.ndarray]:
         yield c
 
 
-def attaining_moves(space: _Space, sources: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Per iteration of `_costs`: which heads a longer route reaches more cheaply (heads, sources), and the last move of that route."""
-    moves, w = space.moves, space.seconds[:, None]
-    heads, first = moves.heads
-    c = np.full((len(space.local_bytes), len(sources)), math.inf)
-    c[sources, range(len(sources))] = 0.0
-    number, segment = np.arange(len(moves.before))[:, None], np.repeat(np.arange(len(heads)), np.diff([*first, len(moves.before)]))
-    while len(heads):
-        tried = c[moves.before] + w
-        new = np.minimum.reduceat(tried, first, axis=0)
-        better = new < c[heads] * (1 - TIE)
-        if not better.any():
-            return
-        move = np.minimum.reduceat(np.where(tried == new[segment], number, len(number)), first, axis=0)
-        yield better, np.minimum(move, len(number) - 1)
-        c = c.copy()
-        c[heads] = np.where(better, new, c[heads])
+def attaining_moves(space: _Space, sources: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Per iteration of `_costs`: the states that a longer route reaches more cheaply, the index of its source, and its last move."""
+    before, w, (heads, into) = space.moves.before, space.seconds, space.into
+    for c, cheaper in itertools.pairwise(_costs(space, sources)):
+        at, column = np.nonzero(cheaper[heads] < c[heads])
+        attained, move = cheaper[heads[at], column], np.zeros(len(at), dtype=int)
+        for some in into[::-1]:  # the first of several moves is the one that stays
+            have = np.searchsorted(at, len(some))
+            tried = some[at[:have]]
+            move[:have] = np.where(c[before[tried], column[:have]] + w[tried] == attained[:have], tried, move[:have])
+        yield heads[at], column, move
 
 
 def _walk_back(space: _Space, costs: list[np.ndarray], target: int) -> list[int]:

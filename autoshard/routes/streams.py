@@ -14,7 +14,7 @@ import numpy as np
 from autoshard.cost import least_joined_seconds
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
-from autoshard.routes.shortest import BLOCK, Routes, _buffer, _Space, attaining_moves
+from autoshard.routes.shortest import Routes, _buffer, _Space, attaining_moves
 
 
 def stream_table(
@@ -27,26 +27,18 @@ def stream_table(
     from_states, _ = routes._encode(sources, len(shape))
     to_states, _ = routes._encode(targets, len(shape))
     space, num = routes._space(shape, itemsize), 1 + len(routes.mesh.axes)
-    distinct = sorted(set(from_states))
     parts: dict[int, np.ndarray] = {}
-    block = max(1, BLOCK // max(1, num * len(space.seconds)))
-    for start in range(0, len(distinct), block):
-        some = distinct[start : start + block]
+    for some in space.blocks(from_states):
         parts.update(zip(some, np.moveaxis(_parts(space, some, routes.mesh, joined), 1, 0)))
     return np.array([parts[s][to_states] for s in from_states]).reshape(len(sources), len(targets), num)
 
 
 def _parts(space: _Space, sources: list[int], mesh: Mesh, joined: bool) -> np.ndarray:
     """Seconds by stream of the cheapest route to every state from each source: (states, sources, streams)."""
-    moves, columns = space.moves, np.arange(len(sources))
+    moves, step = space.moves, _steps(space, mesh, joined)
     parts = np.zeros((len(space.local_bytes), len(sources), 1 + len(mesh.axes)))
-    if not len(moves.before):
-        return parts
-    step, (heads, _) = _steps(space, mesh, joined), moves.heads
-    for better, move in attaining_moves(space, sources):
-        through = parts[moves.before[move], columns] + step[move]
-        parts = parts.copy()
-        parts[heads] = np.where(better[..., None], through, parts[heads])
+    for states, columns, move in attaining_moves(space, sources):
+        parts[states, columns] = parts[moves.before[move], columns] + step[move]
     return parts
 
 
