@@ -78,7 +78,7 @@ def EdgeUsage(edge: int, start: int, end: int, bytes: np.ndarray) -> Usage:
     return Usage((), start, end, bytes, edge)
 
 
-class Usages(tuple[Usage, ...]):
+class UsageList(tuple[Usage, ...]):
     """The usages of a problem, and what is derived of them: problems that differ in costs alone share both."""
 
     @cached_property
@@ -126,8 +126,8 @@ class Problem:
         object.__setattr__(self, "names", tuple(self.names))
         object.__setattr__(self, "node_costs", tuple(np.asarray(c, dtype=np.float64) for c in self.node_costs))
         object.__setattr__(self, "edges", tuple(self.edges))
-        if type(self.usages) is not Usages:
-            object.__setattr__(self, "usages", Usages([u if u.ends else self._with_ends(u) for u in self.usages]))
+        if type(self.usages) is not UsageList:
+            object.__setattr__(self, "usages", UsageList([u if u.ends else self._with_ends(u) for u in self.usages]))
         _validate(self)
 
     def _with_ends(self, usage: Usage) -> Usage:

@@ -69,7 +69,7 @@ class _Space:
 
     @cached_property
     def into(self) -> tuple[np.ndarray, list[np.ndarray]]:
-        """The states that moves of finite seconds reach, most moves first; and the first move into each, the second where there is one, ..."""
+        """States that moves of finite seconds reach, most moves first; the first move into each, the second where there is one, ..."""
         finite = np.flatnonzero(np.isfinite(self.seconds))
         heads, first, count = np.unique(self.moves.after[finite], return_index=True, return_counts=True)
         order = np.argsort(-count, kind="stable")
