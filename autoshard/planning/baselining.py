@@ -6,6 +6,7 @@ A baseline that obeys the pins and the memory limit is also a choice that the se
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,8 +28,8 @@ from autoshard.baselines import (
 from autoshard.baselines import baseline as scheme_called
 from autoshard.formulate import Formulation, with_pins
 from autoshard.planning.context import Context, Instance
-from autoshard.problem import Problem, evaluate
-from autoshard.solvers import Answer, solve
+from autoshard.problem import evaluate
+from autoshard.solvers import Answer, Status, solve
 from autoshard.strategies.ring import LONG
 
 BASELINE_SECONDS = 30.0  # at most, each
@@ -75,18 +76,25 @@ def scheme_price(
 
 
 def _completed(context: Context, instance: Instance, baseline: Baseline, seconds: float, gap: float = BASELINE_GAP) -> Answer:
-    """The best plan that follows a baseline's pins, without a memory limit."""
-    pinned = replace(pinned_to(instance.formulated, baseline), usage_limit=None)
+    """The best plan that follows a baseline's pins, without a memory limit; equal pins are completed once."""
+    masks = masks_of(instance.formulated, baseline)
+    key = (gap, *((node, mask.tobytes()) for node, mask in sorted(masks.items())))
+    if key not in instance.completed:
+        answer = _solved(context, instance, masks, seconds, gap)
+        if answer.status is not Status.OPTIMAL:  # more seconds may find a better one
+            return answer
+        instance.completed[key] = answer
+    return instance.completed[key]
+
+
+def _solved(context: Context, instance: Instance, masks: Mapping[int, np.ndarray], seconds: float, gap: float) -> Answer:
+    """The best plan of choices that the masks leave, without a memory limit."""
+    pinned = replace(with_pins(instance.formulated, masks), usage_limit=None)
     limits: dict[str, Any] = {"gap": gap, "time_limit": min(seconds, context.seconds_left()), "homes": instance.homes}
     limits["clock"] = context.clock.now
     if instance.shallow is None:
         return solve(pinned, **limits).in_passing()
     return instance.shallow.solve(pinned, preferred=False, **limits).in_passing()
-
-
-def pinned_to(formulated: Formulation, baseline: Baseline) -> Problem:
-    """The problem with a baseline's pins alone."""
-    return with_pins(formulated, masks_of(formulated, baseline))
 
 
 def masks_of(formulated: Formulation, baseline: Baseline) -> dict[int, np.ndarray]:

@@ -1,7 +1,7 @@
 """The two values that every step of planning reads. Each is created once, and no step changes it.
 
-    Context     the question: a graph, a mesh, the options, the clock, and what else is known about the model
-    Instance    the same question in numbers: the formulation of the graph, and the problem that obeys the pins
+Context     the question: a graph, a mesh, the options, the clock, and what else is known about the model
+Instance    the same question in numbers: the formulation of the graph, and the problem that obeys the pins
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.shallow import Shallow, correspondence
 from autoshard.problem import Problem
 from autoshard.solution import Solution
+from autoshard.solvers import Answer
 from autoshard.strategies import Candidates, candidates
 
 LEAST_SECONDS = 1.0  # of search, at most the time limit, where capture and pricing leave less
@@ -90,6 +91,7 @@ class Instance:
     problem: Problem  # without the choices that pins, kept and forbidden layouts exclude
     shallow: Shallow | None = None  # the same model with fewer layers, and how its answers extend to this one
     scheme: Demanded | None = None  # a baseline that the plan has to follow
+    completed: dict[tuple, Answer] = field(default_factory=dict, init=False)  # proven answers of baselines: several have the same pins
 
     @cached_property
     def homes(self) -> list[int]:
