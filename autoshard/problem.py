@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -130,6 +130,11 @@ class Problem:
             object.__setattr__(self, "usages", UsageList([u if u.ends else self._with_ends(u) for u in self.usages]))
         _validate(self)
 
+    @property
+    def usage_list(self) -> UsageList:
+        """The usages, with what is derived of them."""
+        return cast(UsageList, self.usages)
+
     def _with_ends(self, usage: Usage) -> Usage:
         if usage.edge is None or not 0 <= usage.edge < len(self.edges):
             return usage
@@ -239,7 +244,7 @@ def usage_profile(problem: Problem, choice: Sequence[int] | np.ndarray) -> tuple
 
 
 def _profile(problem: Problem, choice: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    times, index, live = problem.usages.times
+    times, index, live = problem.usage_list.times
     amounts = held(problem, choice)[live]
     delta = np.zeros(len(times))
     np.add.at(delta, index, np.concatenate([amounts, -amounts]))
@@ -248,7 +253,7 @@ def _profile(problem: Problem, choice: Sequence[int]) -> tuple[np.ndarray, np.nd
 
 def held(problem: Problem, choice: Sequence[int] | np.ndarray) -> np.ndarray:
     """Bytes of every usage under a choice of valid indices."""
-    flat, begins, ends, widths = problem.usages.flat
+    flat, begins, ends, widths = problem.usage_list.flat
     a, b = np.append(choice, 0).astype(np.int64)[ends]  # the last entry is the choice of an end that is missing
     return flat[begins + a * widths + b]
 

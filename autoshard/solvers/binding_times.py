@@ -31,7 +31,7 @@ class Rows:
 
 def maximal_rows(problem: Problem, counts: np.ndarray) -> Rows:
     """The rows of all maximal live sets of the usages that count."""
-    starts, ends = problem.usages.spans
+    starts, ends = problem.usage_list.spans
     counts = counts & (starts < ends)
     s, e = np.unique(starts[counts]), np.unique(ends[counts])
     nothing = np.zeros(len(starts), np.int64)
