@@ -73,6 +73,13 @@ REFUSED = {
 }
 
 
+@pytest.fixture
+def distributions_check_their_arguments(monkeypatch):
+    """As in a new process: what compiles turns it off for all that comes after (torch._dynamo)."""
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+
+
+@pytest.mark.usefixtures("distributions_check_their_arguments")
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_the_cause_is_named_with_its_line_and_what_to_do(name, training):

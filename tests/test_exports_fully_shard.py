@@ -137,7 +137,7 @@ PLANS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name if name in ("fsdp", "limited") else pytest.param(name, marks=pytest.mark.slow) for name in PLANS])
+@pytest.mark.parametrize("name", [name if name == "fsdp" else pytest.param(name, marks=pytest.mark.slow) for name in PLANS])
 def test_a_format_holds_the_plan_or_is_refused_with_those_that_do(name, tmp_path, capsys):
     model, shape, scheme, more = PLANS[name]
     solution, path = planned(model, shape, scheme, **more), tmp_path / "plan.json"
