@@ -185,3 +185,14 @@ def random_inputs(example_inputs, bound: int = 2, seed: int = 1) -> tuple[Tensor
 
 def rng(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
+
+
+class Ticking:
+    """A clock on which every look takes a second."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now

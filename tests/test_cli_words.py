@@ -7,10 +7,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
 
 from autoshard.cli import model_source, words
-from autoshard.cli.app import app
+from tests.helpers_options import verbs
 
 ROOT = Path(__file__).parent.parent
 MODEL, HERE, PLAN = f"{ROOT}/models/mlp.py:tiny", __file__, f"{ROOT}/solutions/gpt2-small-2x4.json"
@@ -102,16 +101,6 @@ json.dump([found, [name for name in ("torch", "scipy", "numba", "autoshard.api",
 def run_all(commands: list[list[str]]) -> tuple[list, list[str]]:
     done = subprocess.run([sys.executable, "-c", HARNESS], input=json.dumps(commands), capture_output=True, text=True, cwd=ROOT, check=True)
     return json.loads(done.stdout)
-
-
-@cache
-def verbs() -> dict[str, list]:
-    """The parameters of every verb, by its words."""
-    found = {}
-    for name, command in get_command(app).commands.items():
-        inner = getattr(command, "commands", None)
-        found.update({f"{name} {key}": one.params for key, one in inner.items()} if inner else {name: command.params})
-    return found
 
 
 def takes_text(parameter) -> bool:

@@ -22,7 +22,7 @@ from autoshard.tables import plan_tables
 from autoshard.tables.plan import MOST_DEVICES as MOST_OF_TABLES
 from autoshard.tables.records import Table
 from models import mlp
-from tests.helpers import fast_mesh
+from tests.helpers import Ticking, fast_mesh
 from tests.helpers_problems import random_problem
 
 
@@ -113,17 +113,6 @@ def test_tables_are_laid_over_no_more_devices_than_a_search_can_move_them_on():
 
 
 # -- patience --------------------------------------------------------------------------------------------------------------------------
-
-
-class Ticking:
-    """A clock on which every look takes a second."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
 
 
 def test_a_search_without_an_answer_ends_when_patience_does_and_one_with_an_answer_goes_on():

@@ -8,20 +8,9 @@ from autoshard.planning import solving
 from autoshard.planning.options import Infeasible, Stopwatch
 from autoshard.planning.plan import plan
 from models import gpt2
-from tests.helpers import fast_mesh
+from tests.helpers import Ticking, fast_mesh
 
 FEW = 40  # looks: to find that the time is over in each of the searches, and to judge what is known
-
-
-class Ticking:
-    """A clock on which every look takes a second."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
 
 
 def looks(limit: float, **options) -> float:
