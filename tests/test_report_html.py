@@ -349,6 +349,7 @@ def test_a_frontier_is_drawn_with_this_plan_on_it():
         ({"format": "autoshard.frontier/9", "points": []}, "has format 'autoshard.frontier/9'"),
         ({"format": "autoshard.frontier/1", "points": [3]}, "has a point '3'"),
         ({"format": "autoshard.frontier/1", "points": [{"seconds": "x"}]}, "seconds is 'x'"),
+        ({"format": "autoshard.frontier/1", "points": [{"seconds": 1e308}]}, "seconds is 1e+308"),
     ],
 )
 def test_a_file_that_is_no_frontier_is_refused(data, said):

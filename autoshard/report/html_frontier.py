@@ -9,6 +9,7 @@ from typing import Any
 from autoshard.reading import data_of
 
 FORMAT = "autoshard.frontier/1"
+MOST = 1e30  # of anything in a frontier: sums and margins of it are finite
 
 
 def load_frontier(path: str) -> dict:
@@ -59,4 +60,6 @@ def _number(value: Any, what: str) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{what} is {str(value)[:40]!r}; expected a number or null")
+    if MOST < abs(value) < math.inf:
+        raise ValueError(f"{what} is {str(value)[:40]}; expected seconds or bytes, {MOST:g} at most")
     return float(value) if math.isfinite(value) else None
