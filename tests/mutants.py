@@ -61,9 +61,17 @@ for form, reader in READERS.items():
     VERBS[f"read {form}"], LOADERS[f"read {form}"] = (form, ""), reader
 
 
+def is_of_numba() -> bool:
+    """Whether numba reads the pickles in which it keeps compiled code."""
+    frame = sys._getframe()
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith("numba."):
+        frame = frame.f_back
+    return frame is not None
+
+
 def watch(event: str, arguments: tuple) -> None:
     """Notes what a file must not make the reader do."""
-    if CHECKED["on"] and event in RUNS and not str(arguments[0]).startswith("numba"):  # it keeps compiled code in pickles of its own
+    if CHECKED["on"] and event in RUNS and not is_of_numba():
         CHECKED["ran"] = f"{event} {str(arguments)[:80]}"
 
 

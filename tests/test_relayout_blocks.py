@@ -218,6 +218,7 @@ def test_problems_are_read_in_all_their_forms():
         ({"dst": [[2], []]}, "target: the layout uses mesh axis 2, the mesh .2, 2. has 2 axes; use 0 to 1"),
         ({"src_bs": [8, 2]}, "source: dim 0 of size 8 on 2 parts has block size 8; expected 1 to 7"),
         ({"src_bs": [0, 2]}, "expected a block size of at least 1"),
+        ({"src_bs": 0.5}, "src_bs is '0.5'; expected a block size per dim"),
         ({"src_bs": [4]}, "src_bs has 1 block sizes, src 2 dims"),
         ({"shape": [8, 1]}, "source: dim 1 of size 1 is sharded into 2 parts; expected at most 1"),
         ({"src": [[0]], "src_bs": [4]}, "source: the layout has 1 dims, the tensor 2"),

@@ -183,6 +183,8 @@ TABLE = Table("t", options=(Option("x", (1.0,), (1.0,)),))
         (lambda: plan_tables([TABLE], 6, devices_per_node=4), "devices_per_node is 4; expected a whole number that divides the 6"),
         (lambda: Option("x", (-1.0,), (1.0,)), "seconds of option 'x' is -1.0"),
         (lambda: Option("x", (1.0,), (math.nan,)), "hbm_bytes of option 'x' is nan"),
+        (lambda: Option("x", (1e308,), (1.0,)), "seconds of option 'x' is 1e.308; expected a number of 0 to"),
+        (lambda: Table("t", pooling=1e308), "pooling is 1e.308; expected a number of 0 to"),
         (lambda: Option("x", (1.0, 1.0), (1.0,)), "option 'x' has 2 seconds, 1 hbm_bytes"),
         (lambda: plan_tables([Table("t", options=(Option("x", (1.0,), (1.0,), scope="mesh"),))], 2), "scope mesh has 1 shards; expected 2"),
         (lambda: Table("t", rows=0), "rows is 0"),

@@ -23,6 +23,7 @@ from autoshard.reading import parsed, rows_of
 
 MIB = 2**20
 LONGEST = 1000  # characters of a line that are looked at for words about ranks
+LEAST, MOST = 1e-15, 1e15  # of seconds and bytes that were measured; others stand in the wrong column, and their errors have no squares
 MOST_DEVICES = 10**8  # more is a number that stands in the wrong column
 NAMES = {  # as others write them, without separators -> ours
     "allreduce": "all_reduce", "allgather": "all_gather", "allgatherbase": "all_gather", "allgatherintotensor": "all_gather",
@@ -99,10 +100,11 @@ def series(rows: Iterable[MeasuredRow]) -> list[Series]:
 
 def _check(row: MeasuredRow, name: str) -> None:
     at = f"{name}:{row.line}"
-    if not (math.isfinite(row.size) and row.size > 0):
-        raise ValueError(f"{at}: size is {row.size:g} bytes; expected a positive number: leave the row out")
-    if not (math.isfinite(row.seconds) and row.seconds > 0):
-        raise ValueError(f"{at}: time is {row.seconds:g} s; expected a positive number: leave the row out, or measure it again")
+    between = f"expected a number from {LEAST:g} to {MOST:g}: leave the row out"
+    if not LEAST <= row.size <= MOST:
+        raise ValueError(f"{at}: size is {row.size:g} bytes; {between}")
+    if not LEAST <= row.seconds <= MOST:
+        raise ValueError(f"{at}: time is {row.seconds:g} s; {between}, or measure it again")
     if not 1 <= row.nodes <= row.devices <= MOST_DEVICES or row.devices % row.nodes:
         raise ValueError(f"{at}: {row.devices:g} devices on {row.nodes:g} nodes can't be; expected as many on each node")
 

@@ -43,7 +43,7 @@ def read(data: dict[str, Any], path: str, known: Known) -> Described:
     accumulated = section.number("gradient_accumulation_steps", "deepspeed_config.gradient_accumulation_steps", default=1)
     precision = section.text("mixed_precision", default="no").lower()
     if precision not in PRECISIONS:
-        raise ValueError(f"{path}: mixed_precision is {precision!r}; expected no, fp16, bf16 or fp8")
+        raise ValueError(f"{path}: mixed_precision is {str(precision)[:40]!r}; expected no, fp16, bf16 or fp8")
     launch = Launch(
         processes, known.need("seq", path, OPTION.format("seq")), known.global_batch or data_parallel * microbatch * accumulated,
         microbatch, data_parallel, shard, zero, tensor, context,
@@ -64,7 +64,7 @@ def _sharding(section: Nested, ranks: int, per_node: int) -> tuple[int, int]:
         written = section.text("fsdp_config.fsdp_sharding_strategy", default="FULL_SHARD")
         strategy = NUMBERED.get(written, written)
         if strategy not in STRATEGIES:
-            raise ValueError(f"{section.path}: fsdp_sharding_strategy is {written!r}; expected one of {', '.join(STRATEGIES)}")
+            raise ValueError(f"{section.path}: fsdp_sharding_strategy is {str(written)[:40]!r}; expected one of {', '.join(STRATEGIES)}")
         hybrid = strategy.startswith("HYBRID") and ranks % per_node == 0
         return (per_node if hybrid else ranks if STRATEGIES[strategy] else 1), STRATEGIES[strategy]
     if kind == "DEEPSPEED":
@@ -72,7 +72,7 @@ def _sharding(section: Nested, ranks: int, per_node: int) -> tuple[int, int]:
         return (ranks if zero else 1), zero
     if kind in ("MULTI_GPU", "NO"):
         return 1, 0
-    raise ValueError(f"{section.path}: distributed_type is {kind}; expected FSDP, MULTI_GPU or DEEPSPEED")
+    raise ValueError(f"{section.path}: distributed_type is {str(kind)[:40]}; expected FSDP, MULTI_GPU or DEEPSPEED")
 
 
 def write(described: Described) -> str:

@@ -188,6 +188,8 @@ def _layout(item: Mapping, end: str, mesh: Sizes, op: str, what: str) -> BlockLa
     sizes = item.get(f"{end}_bs")
     if sizes is None:
         return BlockLayout(axes, (CHUNKS,) * len(axes), tuple(sorted(_numbers(item.get(f"{end}_partial", []), f"{what}_partial"))), op)
+    if not isinstance(sizes, (int, Sequence)) or isinstance(sizes, str):
+        raise ValueError(f"{what}_bs is {str(sizes)[:40]!r}; expected a block size per dim, or one for all")
     sizes = [sizes] * len(axes) if isinstance(sizes, int) else list(sizes)
     if len(sizes) != len(axes):
         raise ValueError(f"{what}_bs has {len(sizes)} block sizes, {end} {len(axes)} dims; give one per dim, -1 where no axis shards it")

@@ -26,6 +26,8 @@ STATE_BYTES = {  # optimizer: (bytes per row, bytes per element) of its state, i
     "rowwise_adam": (4, 4),
 }
 
+MOST = 1e30  # seconds, bytes, ids of anything: sums and products of several are finite
+
 
 @dataclass(frozen=True)
 class Option:
@@ -82,8 +84,8 @@ class Table:
                 raise ValueError(f"table {self.name!r}: {key} is {str(value)[:40]}; expected a whole number of 1 or more, in 64 bits")
         for key in ("pooling", "skew"):
             value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                raise ValueError(f"table {self.name!r}: {key} is {value!r}; expected a number of 0 or more")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MOST:
+                raise ValueError(f"table {self.name!r}: {key} is {str(value)[:40]}; expected a number of 0 to {MOST:g}")
         if self.optimizer not in STATE_BYTES:
             raise ValueError(f"table {self.name!r}: unknown optimizer {self.optimizer!r}; known are {', '.join(STATE_BYTES)}")
         if self.options is not None:
@@ -189,6 +191,6 @@ def _numbers(value: object, what: str) -> tuple[float, ...]:
     """A number or a sequence of numbers of 0 or more (inf forbids) as a tuple."""
     items: Sequence = value if isinstance(value, (tuple, list)) else (value,)
     for item in items:
-        if isinstance(item, bool) or not isinstance(item, (int, float)) or not item >= 0:
-            raise ValueError(f"{what} is {item!r}; expected a number of 0 or more (inf forbids the option)")
+        if isinstance(item, bool) or not isinstance(item, (int, float)) or not (0 <= item <= MOST or item == math.inf):
+            raise ValueError(f"{what} is {str(item)[:40]}; expected a number of 0 to {MOST:g}, or inf, which forbids the option")
     return tuple(map(float, items))
