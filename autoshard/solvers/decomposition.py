@@ -22,7 +22,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from ..problem import Problem, evaluate
-from .dual_ascent import Messages, ascend
+from .dual_ascent import SLOW, Messages, ascend
 from .incumbent import Incumbent, Record
 from .linprog import linprog
 from .parts import Parts, divide
@@ -84,6 +84,7 @@ class PartSolver:
     outer: Incumbent
     settle: Settle
     known: dict[tuple[int, ...], None] = field(default_factory=dict)  # choices of the reduced problem
+    last: list[np.ndarray] = field(default_factory=list)  # the messages of dual ascent on one of the parts: a class begins with another's
 
     def __post_init__(self) -> None:
         self.reduced: Reduced = reduce(self.problem, kept=self.boundary)
@@ -117,22 +118,30 @@ class PartSolver:
         return PartAnswer(choice, evaluate(self.problem, choice).cost, bound)
 
     def _solved(self, priced: Problem, message: list[np.ndarray] | None) -> Incumbent:
-        inner = Incumbent(priced, Record(priced, self.outer.until, PART_GAP * self.outer.gap, self.outer.record.clock))
+        outer = self.outer.record
+        record = Record(priced, self.outer.until, PART_GAP * outer.gap, outer.clock, most_work=outer.most_work - outer.work)
+        inner = Incumbent(priced, record)
         if message is None:
             self.settle(inner, None)
-            return inner
+        else:
+            self._continued(inner, message)
+        outer.work += record.work
+        return inner
+
+    def _continued(self, inner: Incumbent, message: list[np.ndarray]) -> None:
+        """Settle a part from the message of dual ascent at other multipliers."""
         for choice in self.known:
             inner.offer(choice)
-        messages = Messages(priced)
-        if message:
-            messages.message[:] = message.pop()
-        ascend(messages, inner, SWEEPS)
+        messages = Messages(inner.problem)
+        if start := message or self.last:
+            messages.message[:] = start.pop()
+        ascend(messages, inner, SWEEPS, SLOW)
         message.append(messages.message)
+        self.last = [messages.message]
         if not inner.proven:
             self.settle(inner, messages)
         if inner.record.choice is not None:
             self.known[inner.record.choice] = None
-        return inner
 
 
 class Decomposition:

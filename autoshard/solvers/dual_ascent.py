@@ -27,6 +27,7 @@ from .incumbent import Incumbent
 ROUNDING = 2e-13  # relative to the sum of sizes: floats are rounded to 1.1e-16, a thousand times over
 PATIENCE = 20  # sweeps without progress before the loop gives up
 PROGRESS = 1e-3  # of the gap, within PATIENCE sweeps
+SLOW = 0.01  # the same, where parts or branching close it sooner
 CONVERGED = 600  # sweeps at most; Llama blocks on 8x8 are proven in 300
 FIRST_LOOKS, RESUMED = 4, 40  # sweeps
 OFFER_EVERY = 10  # sweeps: to evaluate an answer of the original problem takes as long as a sweep
@@ -86,7 +87,8 @@ class Messages:
         counts = _integers(map(len, problem.node_costs))
         m, n = counts[a], counts[b]
         self._message_size = int((m + n).sum())
-        self._entries = loops.INTERPRETED * (int((m * n).sum()) + len(self.costs))  # of a sweep
+        self.cells = int((m * n).sum()) + len(self.costs)  # of a sweep
+        self._entries = loops.INTERPRETED * self.cells
         into_a = np.cumsum(m + n) - (m + n)
         half = [(a, b), (b, a), (forth, forth + m * n), (into_a, into_a + m), (into_a + m, into_a)]
         table = np.stack([np.concatenate(both) for both in half], axis=1)  # node, neighbour, table, message into node, into neighbour
@@ -162,19 +164,20 @@ def _integers(values: Iterable[int]) -> np.ndarray:
     return np.fromiter(values, np.int64)
 
 
-def ascend(messages: Messages, incumbent: Incumbent, sweeps: int) -> None:
+def ascend(messages: Messages, incumbent: Incumbent, sweeps: int, progress: float = PROGRESS) -> None:
     """Sweep in alternating directions until the incumbent is proven, the bound no longer rises, or time is up."""
     best_bound, best_energy, best_choice = -math.inf, math.inf, None
     recent: list[float] = []
     for k in range(sweeps):
         bound, choice, energy = messages.sweep(forward=k % 2 == 0)
+        incumbent.record.work += messages.cells
         best_bound = max(best_bound, bound)
         if energy < best_energy:
             best_energy, best_choice = energy, choice
         incumbent.raise_bound(best_bound)
         close = best_energy - best_bound <= max(incumbent.gap, incumbent.record.tolerance) * abs(best_bound)
         recent.append(best_bound)
-        stuck = len(recent) > PATIENCE and best_bound - recent[-PATIENCE] <= PROGRESS * (min(best_energy, incumbent.cost) - best_bound)
+        stuck = len(recent) > PATIENCE and best_bound - recent[-PATIENCE] <= progress * (min(best_energy, incumbent.cost) - best_bound)
         if best_choice is not None and (close or stuck or k % OFFER_EVERY == OFFER_EVERY - 1):
             incumbent.offer(best_choice)
             best_choice = None

@@ -56,6 +56,7 @@ class Elimination:
     cells: int  # of all tables together
     largest: int  # of one table
     widest: tuple[int, ...]  # its nodes
+    steps: int  # of finding the order: neighbours of eliminated nodes
 
 
 def elimination(problem: Problem, single: int | None = None) -> Elimination:
@@ -69,7 +70,7 @@ def elimination(problem: Problem, single: int | None = None) -> Elimination:
     waiting = [(size, v) for v, size in enumerate(cells)]
     heapq.heapify(waiting)
     order: list[int] = []
-    total = largest = 0
+    total = largest = steps = 0
     widest: tuple[int, ...] = ()
     while waiting:
         size, v = heapq.heappop(waiting)
@@ -78,6 +79,7 @@ def elimination(problem: Problem, single: int | None = None) -> Elimination:
         order.append(v)
         cells[v] = -1
         total += size
+        steps += len(near[v])
         if size > largest:
             largest, widest = size, (v, *sorted(near[v]))
         for n in near[v]:
@@ -88,7 +90,7 @@ def elimination(problem: Problem, single: int | None = None) -> Elimination:
             if size != cells[n]:
                 cells[n] = size
                 heapq.heappush(waiting, (size, n))
-    return Elimination(tuple(order), total, largest, widest)
+    return Elimination(tuple(order), total, largest, widest, steps)
 
 
 def lowered(bound: float) -> float:

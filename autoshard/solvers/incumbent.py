@@ -31,6 +31,8 @@ class Record:
     patience: float = math.inf  # seconds on the clock: the deadline while there is no answer, if finite; it may be later than the other
     accepted_gap: float = 0.0  # relative: enough from `accepted_from` on
     accepted_from: float = math.inf  # seconds on the clock
+    work: float = 0.0  # of dual ascent so far: cells of tables
+    most_work: float = math.inf  # after which the search ends
     worst: float = math.inf  # no answer costs more, so a bound above it proves that none exists
     messages: np.ndarray | None = None  # of dual ascent on a similar problem
     prices: Mapping[int, float] | None = None  # seconds per byte, by time: where a search over prices begins
@@ -133,6 +135,8 @@ class Incumbent:
     def until(self) -> float:
         """When the search has to end, in seconds on the clock."""
         record, until = self.record, self.deadline
+        if record.work >= record.most_work:
+            return -math.inf
         if record.choice is None and math.isfinite(record.patience):
             until = record.patience if until == record.deadline else min(until, record.patience)
         if record.cost - record.bound <= record.accepted_gap * abs(record.cost):

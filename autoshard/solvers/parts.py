@@ -17,6 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from ..problem import Edge, Problem
+from .interning import Pool
 
 DISTANCE = 3  # parts
 
@@ -129,12 +130,8 @@ def divide(problem: Problem, homes: Sequence[int] | np.ndarray) -> Parts:
 
 def _numbers(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """A number per array, the same for arrays of equal values."""
-    by_value: dict[tuple, int] = {}
-    by_id: dict[int, int] = {}
-    for x in arrays:
-        if id(x) not in by_id:
-            by_id[id(x)] = by_value.setdefault((x.shape, np.ascontiguousarray(x).tobytes()), len(by_value))
-    return np.array([by_id[id(x)] for x in arrays], dtype=np.int64)
+    pool, numbers = Pool(), {}  # type: ignore[var-annotated]
+    return np.array([numbers.setdefault(id(pool.original(x)), len(numbers)) for x in arrays], dtype=np.int64)
 
 
 def _refined(class_of: np.ndarray, start: np.ndarray, nodes: np.ndarray, is_boundary: np.ndarray) -> np.ndarray:

@@ -14,6 +14,7 @@ Repeated tables are handled once (interning.py). The lift replays the steps back
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -59,10 +60,18 @@ class Reduced:
     def choices_left(self, v: int, num_choices: int) -> np.ndarray:
         """Which of its choices a node of the original problem still has in the reduced one."""
         index = np.arange(num_choices)
-        for step in self.steps:
-            if step[0] == "kept" and step[1] == v:
-                index = index[step[2]]
+        for kept in self._kept.get(v, ()):
+            index = index[kept]
         return index
+
+    @cached_property
+    def _kept(self) -> dict[int, list[np.ndarray]]:
+        """By node, which of its choices were kept, step after step."""
+        kept: dict[int, list[np.ndarray]] = {}
+        for step in self.steps:
+            if step[0] == "kept":
+                kept.setdefault(step[1], []).append(step[2])
+        return kept
 
 
 def _undo(step: tuple, x: list[int]) -> None:

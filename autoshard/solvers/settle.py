@@ -16,7 +16,7 @@ import numpy as np
 from ..problem import Edge, Problem
 from .cutting_planes import PriceAscent
 from .decomposition import decompose
-from .dual_ascent import RESUMED, Messages, ascend, look
+from .dual_ascent import RESUMED, SLOW, Messages, ascend, look
 from .elimination import Elimination, eliminate, elimination, lowered
 from .ilp import branch, relax
 from .incumbent import Choice, Incumbent
@@ -41,14 +41,18 @@ EXPLORED_NODES = 200  # of branch and bound among those
 NEAR_SHARES = (0.001, 0.01, 0.03, 0.1, 0.3)  # of the gap: elimination over the choices within it seeks a better answer
 LARGEST_TABLE, ALL_TABLES = 10**7, 10**8  # cells: 80 MB; about a second
 THOROUGH, QUICK = 6 * 10**8, 10**8  # cells worth of work (Work), before branch and bound takes over or a gap is accepted
-SWEPT, RESTRICTED = 100, 10**4  # cells worth of work: dual ascent per cell of the tables, a restriction per node and edge
+SWEPT, RESTRICTED, ORDERED = 100, 10**4, 10**3  # cells worth of work: an ascent per cell, a restriction per node or edge, a step of an order
 
 
 def reduce_and_settle(problem: Problem, incumbent: Incumbent) -> None:
     """Reduce the problem, then settle what is left; the incumbent's record notes the size and the seconds."""
     record = incumbent.record
     began = record.clock()
-    inner = shrink(problem, incumbent)
+    possible = [np.isfinite(c) for c in problem.node_costs]
+    if _cells(possible, problem) < WORTH_RESTRICTING * sum(e.table.size for e in problem.edges):
+        inner = restrict(problem, incumbent, possible)  # a scheme's pins leave few choices: small tables are reduced quickly
+    else:
+        inner = shrink(problem, incumbent)
     record.seconds["reduce"] = record.clock() - began
     if inner is None:
         incumbent.raise_bound(math.inf)
@@ -102,12 +106,11 @@ def settle(incumbent: Incumbent, *, thorough: bool = True) -> None:
         return  # the result of the price search (price_search.py) stays
     messages = Messages(problem)
     homes = incumbent.homes if not problem.usages else None
-    quick = homes is not None and not thorough
-    if quick and homes is not None:
-        ascend(messages, incumbent, FIRST_SWEEPS)
+    if homes is not None:
+        ascend(messages, incumbent, SWEEPS if thorough else FIRST_SWEEPS, SLOW)
         if not incumbent.done:
             decompose(problem, homes, incumbent, messages.message, settle_part)
-    if not quick or not incumbent.done:
+    if homes is None or not incumbent.done:
         ascend(messages, incumbent, SWEEPS)
     if homes is not None and not incumbent.done:
         decompose(problem, homes, incumbent, messages.message, settle_part)
@@ -203,6 +206,8 @@ def _exhaust(messages: Messages, incumbent: Incumbent, work: Work) -> bool:
         return part.proven
     if _cells(again.affordable(part), part.problem) < WORTH_RESTRICTING * cells:
         return _exhaust(again, part, work)
+    if not work.spend(ORDERED * way.steps * len(way.widest)):  # as many orders are tried
+        return False
     for half in _halves(part, again, way):
         first = Messages(half.problem)
         ascend(first, half, SWEEPS)

@@ -3,6 +3,7 @@
 Among answers of equal cost a preference p (one array per node) decides: the problem is solved again with the costs c + s p, where s p is
 below 1e-6 of the optimum C in total, and the answer is accepted if `evaluate` gives it a cost of at most (1 + 1e-9) C; else once more with
 1e-9. The preference never enters cost or bound. Large problems whose memory limit binds ignore it: it would take as long as the proof.
+Elsewhere its dual ascent may do a tenth of the work that the search did, which is counted, not timed: beyond it the answer so far stays.
 """
 
 import math
@@ -25,11 +26,12 @@ from .ilp import ILP
 from .incumbent import Fixed, Incumbent, Record
 from .infeasibility import explain_infeasible, hopeless
 from .price_search import PriceSearch
-from .settle import continue_from, polish
+from .settle import FIRST_SWEEPS, continue_from, polish
 
 TIME_LIMIT = 10000.0  # seconds
 EXPLAIN_SECONDS = 1.0  # which at least have to be left to look for the smallest limit that works
 PREFERENCE_SHARES = (1e-6, 1e-9)  # of the cost, for all preferences together
+PREFERENCE_WORK, LEAST_WORK = 0.1, 8e9  # of the search's; cells, which take two seconds
 PREFERENCE_TOLERANCE = 1e-12  # the first share over the nodes of a large problem
 
 
@@ -183,14 +185,18 @@ def _prefer(record: Record, preference: Sequence[np.ndarray]) -> None:
     if spread == 0.0 or record.cost == 0.0:
         return
     assert record.choice is not None
+    work = max(PREFERENCE_WORK * record.work, LEAST_WORK)
+    if FIRST_SWEEPS * record.size.get("cells", 0) > work:  # nothing would come of it
+        return
     for share in PREFERENCE_SHARES:
         scale = share * abs(record.cost) / spread
         costs = tuple(c + scale * (np.asarray(p) - np.min(p)) for c, p in zip(problem.node_costs, preference))
         perturbed = replace(problem, node_costs=costs)
-        inner = Record(perturbed, record.deadline, 0.0, record.clock, tolerance=PREFERENCE_TOLERANCE)
+        inner = Record(perturbed, record.deadline, 0.0, record.clock, tolerance=PREFERENCE_TOLERANCE, most_work=work)
         incumbent = Incumbent(perturbed, inner)
         incumbent.offer(record.choice)
         polish(perturbed, incumbent)
+        work -= inner.work
         assert inner.choice is not None
         cost = evaluate(problem, inner.choice).cost
         if cost <= allowed:
