@@ -2,19 +2,20 @@
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from autoshard.baselines import Pin, allowed, baselines, matches
+from autoshard.baselines import Pin, allowed, baselines
 from autoshard.capture import capture
 from autoshard.formulate import Training, formulate, with_pins
 from autoshard.graph import Graph
 from autoshard.layout import parse, replicated, text
 from autoshard.mesh import Mesh
 from autoshard.solvers import Status, solve
-from autoshard.strategies import Candidate, candidates
+from autoshard.strategies import Candidate, Candidates, candidates
 from models import bert, gpt2, llama, mlp
 
 MODELS = {"gpt2": gpt2.tiny, "llama": llama.tiny, "bert": bert.tiny, "mlp": mlp.tiny}
@@ -280,10 +281,16 @@ def test_other_structures_get_plans_too(module, sizes, words, shape):
 
 def test_a_pin_matches_what_it_names_and_leaves_the_rest_open():
     cut, whole = parse("S(0),R"), parse("R,R")
-    candidate = Candidate(inputs=(cut, whole), outputs=(cut, None))
-    assert matches(Pin(), candidate)
-    assert matches(Pin(outputs=(cut, None)), candidate)
-    assert matches(Pin(inputs=(None, whole)), candidate)
-    assert not matches(Pin(inputs=(None, cut)), candidate)
-    assert not matches(Pin(outputs=(whole, None), inputs=(cut, whole)), candidate)
-    assert not matches(Pin(outputs=(cut,)), candidate)
+    candidates = Candidates(((Candidate(inputs=(cut, whole), outputs=(cut, None)), Candidate(inputs=(whole, whole), outputs=(whole, None))),), (), 1)
+
+    def kept(pin):
+        return allowed({"op": pin}, SimpleNamespace(index={"op": 0}), candidates)[0].tolist()
+
+    assert kept(Pin()) == [True, True]
+    assert kept(Pin(outputs=(cut, None))) == [True, False]
+    assert kept(Pin(inputs=(None, whole))) == [True, True]
+    assert kept(Pin(inputs=(None, cut))) == [False, False]
+    assert kept(Pin(outputs=(whole, None), inputs=(cut, whole))) == [False, False]
+    assert kept(Pin(outputs=(cut,))) == [False, False]  # of another op
+    assert kept(Pin(outputs=(parse("S(0)"), None))) == [False, False]  # of another mesh
+    assert kept(Pin(inputs=(parse("P(max),R"), None))) == [False, False]

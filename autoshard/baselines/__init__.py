@@ -5,7 +5,6 @@ from autoshard.baselines.context_parallel import context_parallel as context_par
 from autoshard.baselines.expert_parallel import expert_parallel as expert_parallel
 from autoshard.baselines.pins import Pin as Pin
 from autoshard.baselines.pins import allowed as allowed
-from autoshard.baselines.pins import matches as matches
 from autoshard.baselines.schemes import MEGATRON_EXPERT_PARALLEL as MEGATRON_EXPERT_PARALLEL
 from autoshard.baselines.schemes import MEGATRON_EXPERTS as MEGATRON_EXPERTS
 from autoshard.baselines.schemes import SHARDED_MEGATRON as SHARDED_MEGATRON

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 from autoshard.baselines.classes import dim_classes, number_slots
 from autoshard.baselines.megatron import from_parameters
-from autoshard.baselines.pins import FIRST, Coder, Pin, settle
+from autoshard.baselines.pins import FIRST, Pin, settle
 from autoshard.baselines.schemes import (
     AxisSharding,
     Baseline,
@@ -56,7 +56,7 @@ def context_parallel(graph: Graph, mesh: Mesh, candidates: Candidates, names: tu
     shards = {i: most_sharded(candidates.of[i], mesh, range(len(mesh.axes))) for i in graph.parameters.values()}
     fixed = {**shards, **{cast: shards[i] for cast, i in reduced_before(graph).items()}}
     views = frozenset(i for i in from_parameters(graph) if len(graph.ops[i].inputs) == 1)
-    ring = settle(graph, Coder(candidates), wanted_priorities(graph, mesh, sharding), fixed, views)
+    ring = settle(graph, candidates, wanted_priorities(graph, mesh, sharding), fixed, views)
     words = f"{words}; sequence sharded over {'axis' if len(axes) == 1 else 'axes'} {','.join(map(str, axes))}"
     return tuple(Baseline(name, {**ring, **_attention(graph, mesh, candidates, attention, ring, axes, name)}, words) for name in names)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from autoshard.baselines.classes import dim_classes, number_slots
 from autoshard.baselines.megatron import from_parameters
-from autoshard.baselines.pins import Coder, settle
+from autoshard.baselines.pins import settle
 from autoshard.baselines.schemes import Baseline, Batch, most_sharded, reduced_before, shard_batch, used_axes, wanted_priorities
 from autoshard.graph import ACCUMULATED, KEPT, Graph, Op
 from autoshard.layout import Layout
@@ -43,7 +43,7 @@ def expert_parallel(graph: Graph, mesh: Mesh, candidates: Candidates) -> tuple[B
             fixed[i] = by_name[op.name.removesuffix(f".{KEPT}")]
     fixed |= {cast: fixed[i] for cast, i in reduced_before(graph).items()}
     carried = _carried(graph, set(of_experts)) - set(fixed)
-    pins = settle(graph, Coder(candidates), wanted_priorities(graph, mesh, sharding), fixed, frozenset(carried), choices)
+    pins = settle(graph, candidates, wanted_priorities(graph, mesh, sharding), fixed, frozenset(carried), choices)
     axes = sorted(set().union(*over.values()))
     words = f"{words}; experts sharded over {', '.join(mesh.axes[k].name for k in axes)}, tokens sent by all_to_all"
     return (Baseline("expert_parallel", pins, words),)

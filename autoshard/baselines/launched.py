@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from autoshard.baselines.classes import dim_classes
 from autoshard.baselines.megatron import from_parameters
-from autoshard.baselines.pins import FIRST, Coder, Priorities, settle
+from autoshard.baselines.pins import FIRST, Priorities, settle
 from autoshard.baselines.schemes import AxisSharding, Baseline, Batch, fully_sharded, shard_batch, used_axes, wanted_priorities
 from autoshard.baselines.uses import Use, Uses
 from autoshard.graph import Graph, Value
@@ -42,17 +42,16 @@ def launched(
             return rows
         return tuple(tuple(FIRST if k == axis and d == lone_dims[value] else p for d, p in enumerate(row)) for k, row in enumerate(rows))
 
-    coder = Coder(candidates)
     if not fully_shard:
-        return Baseline("modules", settle(graph, coder, wanted, {}, frozenset()), words)
-    pins = settle(graph, coder, wanted, {}, frozenset())
+        return Baseline("modules", settle(graph, candidates, wanted, {}, frozenset()), words)
+    pins = settle(graph, candidates, wanted, {}, frozenset())
     fixed = {}
     for i in graph.parameters.values():
         pinned = pins[graph.ops[i].name].outputs
         assert pinned is not None and pinned[0] is not None
         fixed[i] = fully_sharded(candidates, i, axis, pinned[0])
     views = frozenset(i for i in from_parameters(graph) if len(graph.ops[i].inputs) == 1 and graph.ops[i].kind == "compute")
-    return Baseline("modules", settle(graph, coder, wanted, fixed, views), f"{words}; parameters sharded over the other axes")
+    return Baseline("modules", settle(graph, candidates, wanted, fixed, views), f"{words}; parameters sharded over the other axes")
 
 
 def _lone_dims(graph: Graph, lone: Sequence[tuple[Use, int]]) -> list[tuple[Value, int]]:

@@ -10,18 +10,18 @@ additions up to the op that needs them replicated or sharded. If several ops rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from autoshard.graph import Graph, Value
 from autoshard.layout import Layout
-from autoshard.strategies import Candidate, Candidates
+from autoshard.strategies import REPLICATED, Candidates, code
 
-Code = tuple[int, ...]  # a layout as numbers: per axis the sharded dim, REPLICATED, SUM or OTHER_PARTIAL
-Coded = tuple[tuple[Code, ...], tuple[Code | None, ...]]  # inputs, outputs of a candidate
+Code = tuple[int, ...]  # a layout as numbers: strategies.code of every placement
 Priorities = tuple[tuple[int, ...], ...]  # per axis, per dim: the priority with which it is to be sharded, 0 not at all
 Source = tuple[Code, bool]  # the output layout of an input's producer, and whether it has no other reader
-REPLICATED, SUM, OTHER_PARTIAL = -1, -2, -3
 SECOND, STAYS_PARTIAL, FIRST = 1, 2, 3  # priorities: of a sequence, of sums that are reduced later, of batch and tensor parallel classes
 
 
@@ -33,59 +33,35 @@ class Pin:
     inputs: tuple[Layout | None, ...] | None = None
 
 
-def matches(pin: Pin, candidate: Candidate) -> bool:
-    return _fits(pin.outputs, candidate.outputs) and _fits(pin.inputs, candidate.inputs)
-
-
-def _fits(pinned: tuple[Layout | None, ...] | None, layouts: tuple[Layout | None, ...]) -> bool:
-    if pinned is None:
-        return True
-    return len(pinned) == len(layouts) and all(p is None or p == layout for p, layout in zip(pinned, layouts, strict=True))
-
-
-def allowed(pins: Mapping[str, Pin], graph: Graph, candidates: Candidates) -> dict[int, tuple[bool, ...]]:
+def allowed(pins: Mapping[str, Pin], graph: Graph, candidates: Candidates) -> dict[int, np.ndarray]:
     """For every pinned op, by index, which of its candidates match; computed once for ops that share candidates and pin."""
-    masks: dict[tuple[int, int], tuple[bool, ...]] = {}
+    masks: dict[tuple[int, int], np.ndarray] = {}
     by_op = {}
     for name, pin in pins.items():
-        options = candidates.of[graph.index[name]]
-        key = (id(pin), id(options))
+        i = graph.index[name]
+        key = (id(pin), id(candidates.of[i]))
         if key not in masks:
-            masks[key] = tuple(matches(pin, c) for c in options)
-        by_op[graph.index[name]] = masks[key]
+            masks[key] = _matching(pin, candidates, i)
+        by_op[i] = masks[key]
     return by_op
 
 
-class Coder:
-    """Candidates as numbers, computed once per signature: comparing torch's placements would take most of the time."""
-
-    def __init__(self, candidates: Candidates):
-        self.candidates = candidates
-        self.coded: dict[int, list[Coded]] = {}
-
-    def __getitem__(self, index: int) -> list[Coded]:
-        options = self.candidates.of[index]
-        if id(options) not in self.coded:
-            self.coded[id(options)] = [
-                (tuple(map(code, c.inputs)), tuple(None if out is None else code(out) for out in c.outputs)) for c in options
-            ]
-        return self.coded[id(options)]
-
-
-def code(layout: Layout) -> Code:
-    def one(p: object) -> int:
-        if p.is_shard():  # type: ignore[attr-defined]
-            return p.dim  # type: ignore[attr-defined]
-        if p.is_replicate():  # type: ignore[attr-defined]
-            return REPLICATED
-        return SUM if p.reduce_op == "sum" else OTHER_PARTIAL  # type: ignore[attr-defined]
-
-    return tuple(map(one, layout))
+def _matching(pin: Pin, candidates: Candidates, i: int) -> np.ndarray:
+    """Which candidates of an op have the pin's layouts, compared as numbers: torch's placements would take most of the time."""
+    inputs, outputs = candidates.coded(i)
+    match = np.ones(len(outputs), dtype=bool)
+    for layouts, coded in ((pin.inputs, inputs), (pin.outputs, outputs)):
+        if layouts is not None:
+            match &= len(layouts) == coded.shape[1]
+            for k, layout in enumerate(layouts[: coded.shape[1]]):
+                if layout is not None:
+                    match &= len(layout) == coded.shape[2] and (coded[:, k] == [code(p) for p in layout]).all(axis=1)
+    return match
 
 
 def settle(
     graph: Graph,
-    coder: Coder,
+    candidates: Candidates,
     wanted: Callable[[Value], Priorities],
     fixed: Mapping[int, Layout],
     carried: frozenset[int],
@@ -99,21 +75,20 @@ def settle(
     pins: dict[str, Pin] = {}
     shared: dict[tuple[int, int], Pin] = {}
     for i, op in enumerate(graph.ops):
-        options = coder.candidates.of[i]
+        options = candidates.of[i]
+        inputs, outputs = candidates.coded(i)
         if choices and i in choices:
             chosen = choices[i]
         elif i in fixed:
             chosen = next(j for j, c in enumerate(options) if c.outputs[0] == fixed[i])
         else:
             sources = tuple((produced[v], readers[v] == 1) for v in op.inputs)
-            priorities = tuple(map(wanted, op.inputs)), tuple(None if t is None else wanted((i, k)) for k, t in enumerate(op.outputs))
+            priorities = tuple(map(wanted, op.inputs)), tuple(() if t is None else wanted((i, k)) for k, t in enumerate(op.outputs))
             key = (id(options), sources, priorities, i in carried)
             if key not in best:
-                best[key] = _best(coder[i], priorities, sources, i in carried)
+                best[key] = _best(inputs, outputs, (*priorities[0], *priorities[1]), sources, i in carried)
             chosen = best[key]
-        for k, out in enumerate(coder[i][chosen][1]):
-            if out is not None:
-                produced[i, k] = out
+        produced |= {(i, k): tuple(row) for k, row in enumerate(outputs[chosen].tolist()) if op.outputs[k] is not None}
         pins[op.name] = shared.setdefault((id(options), chosen), Pin(options[chosen].outputs, options[chosen].inputs))
     return pins
 
@@ -126,32 +101,27 @@ def _count_readers(graph: Graph) -> dict[Value, int]:
     return readers
 
 
-def _best(options: list[Coded], priorities: tuple, sources: tuple[Source, ...], carried: bool) -> int:
-    """The best admissible candidate; the fully replicated one is always admissible."""
-    if carried:
-        for j, (inputs, _) in enumerate(options):
-            if inputs[0] == sources[0][0]:
-                return j
-    scored = ((_score(option, priorities, sources), -j) for j, option in enumerate(options))
-    return -max((score, j) for score, j in scored if score is not None)[1]
-
-
-def _score(option: Coded, priorities: tuple, sources: tuple[Source, ...]) -> tuple[int, int] | None:
-    """(sum of priorities, -inputs that are resharded); None where the candidate is not admissible."""
-    inputs, outputs = option
-    resharded = 0
-    for layout, (source, alone) in zip(inputs, sources, strict=True):
-        for placed, produced in zip(layout, source, strict=True):
-            if placed != produced or not alone and placed < REPLICATED:
-                if placed < REPLICATED:
-                    return None
-                resharded += 1
-    priority = 0
-    layouts = [layout for layout in (*inputs, *outputs) if layout is not None]
-    wanted = [rows for rows in (*priorities[0], *priorities[1]) if rows is not None]
-    for placed_on_axis, of_dims in zip(zip(*layouts, strict=True), zip(*wanted, strict=True), strict=True):
-        reached = [of_dim[p] for p, of_dim in zip(placed_on_axis, of_dims, strict=True) if p >= 0]
-        if 0 in reached:
-            return None
-        priority += max(reached, default=STAYS_PARTIAL if all(p < REPLICATED for p in placed_on_axis) else 0)
-    return priority, -resharded
+def _best(inputs: np.ndarray, outputs: np.ndarray, priorities: Sequence[Priorities], sources: tuple[Source, ...], carried: bool) -> int:
+    """The first of the best admissible candidates: of the highest sum of priorities, then of the fewest inputs that are resharded; the
+    fully replicated one is always admissible."""
+    if carried and len(same := np.flatnonzero((inputs[:, 0] == sources[0][0]).all(axis=1))):
+        return int(same[0])
+    admissible, resharded = np.ones(len(outputs), dtype=bool), np.zeros(len(outputs), dtype=np.int64)
+    for k, (source, alone) in enumerate(sources):
+        partial = inputs[:, k] < REPLICATED
+        other = (inputs[:, k] != source) | (partial & (not alone))
+        admissible &= ~(other & partial).any(axis=1)
+        resharded += other.sum(axis=1)
+    shape = (len(outputs), outputs.shape[2])
+    reached, partial = np.zeros(shape, dtype=np.int64), np.ones(shape, dtype=bool)
+    for placed, rows in zip([*inputs.swapaxes(0, 1), *outputs.swapaxes(0, 1)], priorities, strict=True):
+        if not rows:  # an output that is no tensor
+            continue
+        for a, of_dim in enumerate(rows):
+            of_axis = np.array([*of_dim, STAYS_PARTIAL])[np.where(placed[:, a] >= 0, placed[:, a], -1)]
+            admissible &= of_axis != 0
+            reached[:, a] = np.maximum(reached[:, a], np.where(placed[:, a] >= 0, of_axis, 0))
+        partial &= placed < REPLICATED
+    priority = np.where(partial, STAYS_PARTIAL, reached).sum(axis=1)
+    scores = np.where(admissible, priority * (1 + resharded.max()) - resharded, np.iinfo(np.int64).min)
+    return int(scores.argmax())

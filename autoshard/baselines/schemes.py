@@ -34,7 +34,7 @@ from itertools import combinations
 
 from autoshard.baselines.classes import DimClasses, Slots, dim_classes, number_slots
 from autoshard.baselines.megatron import Recognised, from_parameters, recognise, sequence_class, token_tables
-from autoshard.baselines.pins import FIRST, SECOND, Coder, Pin, Priorities, settle
+from autoshard.baselines.pins import FIRST, SECOND, Pin, Priorities, settle
 from autoshard.graph import ACCUMULATED, KEPT, REDUCE_THEN_CAST, Graph, Op, Value
 from autoshard.layout import Layout, replicated, shards_of
 from autoshard.mesh import Mesh
@@ -106,11 +106,10 @@ def _schemes(graph: Graph, mesh: Mesh, candidates: Candidates) -> dict[str, Call
     slots = number_slots(graph, candidates)
     classes = dim_classes(slots)
     batch = Batch.of(graph, slots, classes)
-    coder = Coder(candidates)
 
     def scheme(name: str, words: str, sharding: AxisShardings, fixed: Mapping[int, Layout], carried: frozenset[int] = NOTHING) -> Baseline:
         fixed = {**fixed, **{cast: fixed[i] for cast, i in reduced_before(graph).items() if i in fixed}}
-        return Baseline(name, settle(graph, coder, wanted_priorities(graph, mesh, sharding), fixed, carried), words)
+        return Baseline(name, settle(graph, candidates, wanted_priorities(graph, mesh, sharding), fixed, carried), words)
 
     axes = used_axes(mesh)
     sharding, words = shard_batch(mesh, axes, batch)
@@ -185,11 +184,11 @@ def fully_sharded(candidates: Candidates, index: int, axis: int, layout: Layout)
 def zero_stages(graph: Graph, mesh: Mesh, candidates: Candidates, names: Sequence[str] = ZERO) -> tuple[Baseline, ...]:
     """zero1, zero2, zero3 and hsdp, or some of them; the last one only where the mesh has several axes."""
     slots = number_slots(graph, candidates)
-    axes, coder = used_axes(mesh), Coder(candidates)
+    axes = used_axes(mesh)
     sharding, words = shard_batch(mesh, axes, Batch.of(graph, slots, dim_classes(slots)))
     wanted = wanted_priorities(graph, mesh, sharding)
     return tuple(
-        _zero_stage(name, graph, mesh, candidates, coder, wanted, words)
+        _zero_stage(name, graph, mesh, candidates, wanted, words)
         for name in names
         if name != "hsdp" or len(axes) > 1
     )
@@ -200,7 +199,6 @@ def _zero_stage(
     graph: Graph,
     mesh: Mesh,
     candidates: Candidates,
-    coder: Coder,
     wanted: Callable[[Value], Priorities],
     words: str,
 ) -> Baseline:
@@ -213,7 +211,7 @@ def _zero_stage(
         if op.kind == ACCUMULATED and name in ("zero2", "zero3"):
             fixed[i] = shards[_parameter_of(graph, op)]
     views = frozenset(i for i in from_parameters(graph) if len(graph.ops[i].inputs) == 1)
-    pins = settle(graph, coder, wanted, fixed, views if gathered_at_use else NOTHING)
+    pins = settle(graph, candidates, wanted, fixed, views if gathered_at_use else NOTHING)
     if name == "hsdp":
         pins |= _summed_within_groups(graph, pins, shards, axes[-1])
     stored = (*shards, *views) if gathered_at_use else (*shards, *(i for i, op in enumerate(graph.ops) if op.kind == KEPT))

@@ -7,7 +7,6 @@ included. Where an op and a block have one name, the name means the op; with a d
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,14 +77,10 @@ def ways(formulated: Formulation, about: Subject) -> list[Way]:
         inside = {formulated.graph.ops[i].name for i in about.nodes}
         schemes = baselines(formulated.graph, formulated.mesh, formulated.candidates)
         pins = {scheme.name: {name: pin for name, pin in scheme.pins.items() if name in inside} for scheme in schemes}
-        return [Way(name, _masks(allowed(of, formulated.graph, formulated.candidates))) for name, of in pins.items()]
+        return [Way(name, allowed(of, formulated.graph, formulated.candidates)) for name, of in pins.items()]
     i = about.nodes[0]
     layouts = dict.fromkeys(c.outputs[0] for c in formulated.candidates.of[i])
     return [Way(_said(layout), {i: _with_output(formulated, i, layout)}, {about.name: _said(layout)}) for layout in layouts]
-
-
-def _masks(kept: Mapping[int, tuple[bool, ...]]) -> dict[int, np.ndarray]:
-    return {i: np.array(keep, dtype=bool) for i, keep in kept.items()}
 
 
 def _with_output(formulated: Formulation, i: int, layout: Layout | None) -> np.ndarray:

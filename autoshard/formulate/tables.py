@@ -67,6 +67,7 @@ class MoveTables:
     @cached_property
     def seconds(self) -> np.ndarray:
         """Seconds of the cheapest route."""
+        _ = self._needed  # the search for the routes' buffers finds their seconds too; the other way round there are two searches
         sources, targets, cells = self._distinct
         return np.ascontiguousarray(self.tables.routes.table(self.tensor.shape, self.tensor.itemsize, sources, targets)[cells])
 
@@ -102,9 +103,12 @@ class MoveTables:
     @cached_property
     def buffers(self) -> np.ndarray:
         """Bytes that the route needs besides the tensor at its start and the copy at its end."""
-        sources, targets, cells = self._distinct
-        needed = buffer_table(self.tables.routes, self.tensor.shape, self.tensor.itemsize, sources, targets)[cells]
-        return np.maximum(needed - self.copy, 0.0)
+        return np.maximum(self._needed[self._distinct[2]] - self.copy, 0.0)
+
+    @cached_property
+    def _needed(self) -> np.ndarray:
+        sources, targets, _ = self._distinct
+        return buffer_table(self.tables.routes, self.tensor.shape, self.tensor.itemsize, sources, targets)
 
     def fetched(self, allocated: np.ndarray) -> np.ndarray:
         """Bytes of the copy while its reader runs, or of the buffers before, whichever is more.

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from autoshard.baselines import ZERO, zero_stages
@@ -40,6 +41,7 @@ def modules_of(context: Context, instance: Instance, choice: Choice) -> dict[str
     graph, mesh = formulated.graph, formulated.mesh
     axes = [k for k, axis in enumerate(mesh.axes) if axis.size > 1]
     uses_by_size: dict[int, Uses] = {}
+    priced: dict[tuple, Any] = {}
     rows = {}
     for k in axes:
         size = mesh.axes[k].size
@@ -49,7 +51,7 @@ def modules_of(context: Context, instance: Instance, choice: Choice) -> dict[str
         uses = uses_by_size[size]
         modes = {use: _mode(formulated, choice, use, k) for use in uses.uses}
         if any(modes.values()) or k == axes[-1]:
-            rows[mesh.axes[k].name] = _on_axis(context, instance, choice, k, uses, modes)
+            rows[mesh.axes[k].name] = _on_axis(context, instance, choice, k, uses, modes, priced)
     return {**rows, NO_AXIS: _on_no_axis(context, instance, choice)} if axes else rows
 
 
@@ -102,8 +104,9 @@ def layer_of(module: str) -> str:
 
 
 def _on_axis(
-    context: Context, instance: Instance, choice: Choice, axis: int, uses: Uses, modes: dict[Use, str]
+    context: Context, instance: Instance, choice: Choice, axis: int, uses: Uses, modes: dict[Use, str], priced: dict[tuple, Any]
 ) -> dict[str, Any]:
+    """priced: the prices so far, by kind of axis and styles: on another axis of that size and link the launcher runs the same."""
     formulated = instance.formulated
     graph = formulated.graph
     tied = {name for pair in graph.tied for name in pair}
@@ -124,12 +127,15 @@ def _on_axis(
     styles = _equal_in_all_layers(styles, uses)
     lone = [(use, dim) for use, dim in lone if use.parameter in styles]
     roots = [g.root for g in chosen]
-    prices = {}
-    for name, fully_shard in (("modules", False), ("fully_shard", True)):
-        if not fully_shard or len([a for a in formulated.mesh.axes if a.size > 1]) > 1:
-            scheme = launched(graph, formulated.mesh, formulated.candidates, axis, uses, roots, lone, fully_shard=fully_shard)
-            prices[name] = scheme_price(context, instance, scheme)
-    return {"styles": styles, "dropped": _dropped(formulated, choice, axis, uses, modes, styles), **_priced(prices)}
+    kind = (replace(formulated.mesh.axes[axis], name=""), *sorted(styles.items()))
+    if kind not in priced:
+        prices = {}
+        for name, fully_shard in (("modules", False), ("fully_shard", True)):
+            if not fully_shard or len([a for a in formulated.mesh.axes if a.size > 1]) > 1:
+                scheme = launched(graph, formulated.mesh, formulated.candidates, axis, uses, roots, lone, fully_shard=fully_shard)
+                prices[name] = scheme_price(context, instance, scheme)
+        priced[kind] = _priced(prices)
+    return {"styles": styles, "dropped": _dropped(formulated, choice, axis, uses, modes, styles), **priced[kind]}
 
 
 def _mode(formulated: Formulation, choice: Choice, use: Use, axis: int) -> str:

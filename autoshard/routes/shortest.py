@@ -106,7 +106,8 @@ class Routes:
         rows = self._rows(space, from_states)
         table = np.array([rows[s] for s in from_states]).reshape(len(sources), len(space.local_bytes))[:, to_states]
         if sources and any(to_ops):  # states don't tell P(sum) from P(max)
-            table[[[b != "" and a != b for b in to_ops] for a in from_ops]] = math.inf
+            before, after = np.array(from_ops)[:, None], np.array(to_ops)[None, :]
+            table[(after != "") & (before != after)] = math.inf
         return table
 
     def route(self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout) -> Route | None:
@@ -239,8 +240,11 @@ def _costs(space: _Space, sources: list[int]) -> Iterator[np.ndarray]:
 
 
 def attaining_moves(space: _Space, sources: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Per iteration of `_costs`: the states that a longer route reaches more cheaply, the index of its source, and its last move."""
-    before, w, (heads, into) = space.moves.before, space.seconds, space.into
+    """Per iteration of `_costs`: the states that a longer route reaches more cheaply, the index of its source, and its last move.
+
+    The last costs are kept, so that a table of the same sources needs no second search.
+    """
+    before, w, (heads, into), last = space.moves.before, space.seconds, space.into, next(_costs(space, sources))
     for c, cheaper in itertools.pairwise(_costs(space, sources)):
         at, column = np.nonzero(cheaper[heads] < c[heads])
         attained, move = cheaper[heads[at], column], np.zeros(len(at), dtype=int)
@@ -249,6 +253,8 @@ def attaining_moves(space: _Space, sources: list[int]) -> Iterator[tuple[np.ndar
             tried = some[at[:have]]
             move[:have] = np.where(c[before[tried], column[:have]] + w[tried] == attained[:have], tried, move[:have])
         yield heads[at], column, move
+        last = cheaper
+    space.rows.update(zip(sources, np.ascontiguousarray(last.T)))
 
 
 def _walk_back(space: _Space, costs: list[np.ndarray], target: int) -> list[int]:

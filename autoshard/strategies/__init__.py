@@ -1,9 +1,11 @@
 """The layouts that each op may have on its inputs and outputs: rows for one mesh axis, crossed over all axes."""
 
+from autoshard.strategies.candidates import REPLICATED as REPLICATED
 from autoshard.strategies.candidates import Candidate as Candidate
 from autoshard.strategies.candidates import Candidates as Candidates
 from autoshard.strategies.candidates import KnownCandidates as KnownCandidates
 from autoshard.strategies.candidates import candidates as candidates
+from autoshard.strategies.candidates import code as code
 from autoshard.strategies.candidates import one_axis_rows as one_axis_rows
 from autoshard.strategies.expert_traffic import is_experts as is_experts
 from autoshard.strategies.expert_traffic import worked_shapes as worked_shapes

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
 
+import numpy as np
 from torch.distributed.tensor.placement_types import Placement
 
 from autoshard.graph import KEPT, OFFLOADED, REDUCE_THEN_CAST, RELOADED, SELECTED, Graph, Op, Tensor
@@ -56,6 +57,18 @@ class Candidates:
     of: tuple[tuple[Candidate, ...], ...]
     unknown: tuple[int, ...]  # ops without any rule; they are replicated
     num_signatures: int
+    _coded: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
+
+    def coded(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """The candidates of op i as numbers (`code`), [candidate, tensor, axis] of inputs and of outputs; replicated for no tensor."""
+        options = self.of[i]
+        if id(options) not in self._coded:
+            axes = max((len(layout) for layout in (*options[0].inputs, *options[0].outputs) if layout is not None), default=0)
+            both = ([c.inputs for c in options], [c.outputs for c in options])
+            codes = {layout: tuple(map(code, layout or (None,) * axes)) for side in both for one in side for layout in one}
+            arrays = [np.array([codes[layout] for one in side for layout in one], dtype=np.int64) for side in both]
+            self._coded[id(options)] = (arrays[0].reshape(len(options), -1, axes), arrays[1].reshape(len(options), -1, axes))
+        return self._coded[id(options)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,17 +138,17 @@ def cross(op: Op, inputs: Inputs, rows: Sequence[Row], mesh: Mesh, *, even: bool
     units = max((r.units for r in rows), default=0)
     tensors = (*inputs, *op.outputs, *((Tensor((units,), "bool"),) if units else ()))  # units: as one more sharded tensor
     present = [k for k, t in enumerate(tensors) if t is not None]
-    coded = [(placements, tuple(map(_code, placements))) for placements in (_placements(r, units) for r in rows)]
+    coded = [(placements, tuple(map(code, placements))) for placements in (_placements(r, units) for r in rows)]
     sizes = mesh.shape
     per_axis = [[c for c in coded if _fills(c[1], tensors, n, even)] if n > 1 else coded[:1] for n in sizes]
     known: list[dict[tuple[int, ...], tuple[Layout, bool, bool]]] = [{} for _ in tensors]
     combines = COMBINES.get(op.target)
-    crossed: dict[Candidate, None] = {}
+    crossed: dict[tuple, Candidate] = {}
     for combination in product(*per_axis):
         layouts: list[Layout | None] = [None] * len(tensors)
-        uneven = False
+        uneven, keys = False, list(zip(*[codes for _, codes in combination]))
         for k in present:
-            key = tuple([codes[k] for _, codes in combination])
+            key = keys[k]
             if key not in known[k]:
                 layout = tuple([placements[k] for placements, _ in combination])
                 known[k][key] = (layout, *_judged(tensors[k].shape, key, layout, mesh))  # type: ignore[union-attr]
@@ -147,16 +160,16 @@ def cross(op: Op, inputs: Inputs, rows: Sequence[Row], mesh: Mesh, *, even: bool
             if not uneven or (not even and _match([(tensors[k], layouts[k]) for k in present], mesh)):  # type: ignore[misc]
                 ins, outs = layouts[: len(inputs)], layouts[len(inputs) : len(inputs) + len(op.outputs)]
                 if combines is None or combines(op, ins):  # type: ignore[arg-type]
-                    crossed[Candidate(tuple(ins), tuple(outs))] = None  # type: ignore[arg-type]
-    return tuple(crossed)
+                    crossed.setdefault(tuple(keys[: len(inputs) + len(op.outputs)]), Candidate(tuple(ins), tuple(outs)))  # type: ignore[arg-type]
+    return tuple(crossed.values())
 
 
 def _judged(shape: tuple[int, ...], codes: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[bool, bool]:
     """Whether a layout is legal, and whether its shards are equal. Equal shards without Partial are legal, which saves time."""
     parts = [1] * len(shape)
-    for code, n in zip(codes, mesh.shape, strict=True):
-        if code >= 0:
-            parts[code] *= n
+    for dim, n in zip(codes, mesh.shape, strict=True):
+        if dim >= 0:
+            parts[dim] *= n
     is_even = not any([size % n for size, n in zip(shape, parts, strict=True)])
     return (is_even and min(codes) >= -1) or is_legal(shape, layout, mesh), is_even
 
@@ -165,17 +178,18 @@ def _placements(row: Row, units: int) -> tuple[Placement | None, ...]:
     return (*row.inputs, *row.outputs, *((S(0) if row.units else R,) if units else ()))
 
 
-OTHERS = {"R": -1, "P": -2, "P(max)": -3, "P(min)": -4, "P(avg)": -5}
+REPLICATED = -1
+OTHERS = {"R": REPLICATED, "P": -2, "P(max)": -3, "P(min)": -4, "P(avg)": -5}
 
 
-def _code(p: Placement | None) -> int:
+def code(p: Placement | None) -> int:
     """A placement as a number, which is faster to compare: the dim of S, -1 for R, less for the others."""
-    return -1 if p is None else p.dim if p.is_shard() else OTHERS[placement_text(p)]  # type: ignore[attr-defined]
+    return REPLICATED if p is None else p.dim if p.is_shard() else OTHERS[placement_text(p)]  # type: ignore[attr-defined]
 
 
 def _fills(codes: tuple[int, ...], tensors: tuple[Tensor | None, ...], size: int, even: bool) -> bool:
     """Whether every rank gets a shard that isn't empty, as far as one axis of this size can tell. even: and all shards are equal."""
-    sizes = [t.shape[code] for code, t in zip(codes, tensors, strict=True) if code >= 0 and t is not None]
+    sizes = [t.shape[dim] for dim, t in zip(codes, tensors, strict=True) if dim >= 0 and t is not None]
     return all([n % size == 0 or (not even and n > size) for n in sizes])
 
 
