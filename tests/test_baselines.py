@@ -281,7 +281,8 @@ def test_other_structures_get_plans_too(module, sizes, words, shape):
 
 def test_a_pin_matches_what_it_names_and_leaves_the_rest_open():
     cut, whole = parse("S(0),R"), parse("R,R")
-    candidates = Candidates(((Candidate(inputs=(cut, whole), outputs=(cut, None)), Candidate(inputs=(whole, whole), outputs=(whole, None))),), (), 1)
+    options = (Candidate(inputs=(cut, whole), outputs=(cut, None)), Candidate(inputs=(whole, whole), outputs=(whole, None)))
+    candidates = Candidates((options,), (), 1)
 
     def kept(pin):
         return allowed({"op": pin}, SimpleNamespace(index={"op": 0}), candidates)[0].tolist()

@@ -41,7 +41,8 @@ EXPLORED_NODES = 200  # of branch and bound among those
 NEAR_SHARES = (0.001, 0.01, 0.03, 0.1, 0.3)  # of the gap: elimination over the choices within it seeks a better answer
 LARGEST_TABLE, ALL_TABLES = 10**7, 10**8  # cells: 80 MB; about a second
 THOROUGH, QUICK = 6 * 10**8, 10**8  # cells worth of work (Work), before branch and bound takes over or a gap is accepted
-SWEPT, RESTRICTED, ORDERED = 100, 10**4, 10**3  # cells worth of work: an ascent per cell, a restriction per node or edge, a step of an order
+SWEPT, RESTRICTED = 100, 10**4  # cells worth of work: dual ascent per cell of the tables, a restriction per node and edge
+ORDERED = 10**3  # the same: a step of finding an order of elimination
 
 
 def reduce_and_settle(problem: Problem, incumbent: Incumbent) -> None:
