@@ -1,14 +1,19 @@
 """Models whose forward does something that is seldom captured: they are planned alike for inference and training, or the cause is named."""
 
+import copy
+import warnings
+
 import pytest
 import torch
 from torch import nn
 from torch._higher_order_ops.effects import _get_effect
 from torch.nn.utils import rnn
+from torch.utils import _pytree as pytree
 
 import autoshard
 from autoshard.capture import capture
 from autoshard.torch_private import VERSION
+from models import mlp
 from tests.helpers import fast_mesh
 
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
@@ -216,3 +221,19 @@ def test_a_cache_beside_the_buffers_is_what_the_program_writes():
     found = autoshard.verify(model, inputs, solution, random=2)
     assert found["ok"], found
     assert model.inner.caches[0] is model.cache and model.cache.rows is model.rows
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_no_warning_of_torch_about_its_own_code_reaches_a_user(training):
+    def about_torch(seen):
+        return [str(one.message) for one in seen if one.category is FutureWarning]
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        autoshard.plan(*mlp.tiny(), fast_mesh((2,)), training=training, baselines=False)
+        assert not about_torch(seen)
+        if VERSION < (2, 14):
+            copy.deepcopy(pytree.tree_structure([torch.ones(1)]))  # as torch does while it exports
+            assert about_torch(seen)
+        warnings.warn("of the user's own", FutureWarning)
+        assert "of the user's own" in about_torch(seen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -26,7 +27,9 @@ def in_turn(function: Callable[P, T]) -> Callable[P, T]:
     @wraps(function)
     def waiting(*args: P.args, **kwargs: P.kwargs) -> T:
         first = args[0] if args else None
-        with _TURN, deep_enough(first if isinstance(first, nn.Module) else nn.Module()):
+        with _TURN, warnings.catch_warnings(), deep_enough(first if isinstance(first, nn.Module) else nn.Module()):
+            for caller in (r"torch(\.|$)", "copyreg"):  # torch's own calls of what it deprecates; its TreeSpecs warn when they are copied
+                warnings.filterwarnings("ignore", category=FutureWarning, module=caller)
             return function(*args, **kwargs)
 
     return waiting
