@@ -235,5 +235,5 @@ def test_no_warning_of_torch_about_its_own_code_reaches_a_user(training):
         if VERSION < (2, 14):
             copy.deepcopy(pytree.tree_structure([torch.ones(1)]))  # as torch does while it exports
             assert about_torch(seen)
-        warnings.warn("of the user's own", FutureWarning)
+        warnings.warn("of the user's own", FutureWarning, stacklevel=1)
         assert "of the user's own" in about_torch(seen)
