@@ -5,8 +5,10 @@ from itertools import combinations, product
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoshard import api
+from autoshard.lower.fx_program import boxed
 from autoshard.lower.kernels.table import function_of
 from autoshard.lower.literals import overload
 from autoshard.torch_private import VERSION
@@ -111,6 +113,15 @@ INNER = {
 }
 QUICK = [("group norm", "transposed", False, (2,)), ("group norm", "channels_last", True, (2,))]
 SLOW = [case for case in product(INNER, FORMS, (False, True), [(2,), (2, 2)]) if case not in QUICK]
+
+
+def test_a_traced_view_takes_values_of_other_strides_than_those_it_was_traced_with():
+    traced = make_fx(lambda x: x.transpose(1, 2).reshape(6, 4))(random(2, 4, 3).transpose(1, 2).contiguous().transpose(1, 2))
+    assert traced.graph.find_nodes(op="call_function", target=aten.view.default)  # fake kernels' strides make it a view
+    x = random(2, 4, 3)
+    with pytest.raises(RuntimeError, match="view size"):
+        traced(x)
+    assert torch.equal(boxed(traced)([x]), x.transpose(1, 2).reshape(6, 4))
 
 
 @pytest.mark.parametrize(

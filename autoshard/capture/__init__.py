@@ -15,3 +15,4 @@ from autoshard.capture.module import capture_module as capture_module
 from autoshard.capture.module import tied_parameters as tied_parameters
 from autoshard.capture.turns import deep_enough as deep_enough
 from autoshard.capture.turns import in_turn as in_turn
+from autoshard.capture.turns import no_warnings_about_torch as no_warnings_about_torch

@@ -27,12 +27,19 @@ def in_turn(function: Callable[P, T]) -> Callable[P, T]:
     @wraps(function)
     def waiting(*args: P.args, **kwargs: P.kwargs) -> T:
         first = args[0] if args else None
-        with _TURN, warnings.catch_warnings(), deep_enough(first if isinstance(first, nn.Module) else nn.Module()):
-            for caller in (r"torch(\.|$)", "copyreg"):  # torch's own calls of what it deprecates; its TreeSpecs warn when they are copied
-                warnings.filterwarnings("ignore", category=FutureWarning, module=caller)
+        with _TURN, no_warnings_about_torch(), deep_enough(first if isinstance(first, nn.Module) else nn.Module()):
             return function(*args, **kwargs)
 
     return waiting
+
+
+@contextmanager
+def no_warnings_about_torch() -> Iterator[None]:
+    """Without FutureWarnings about torch's own calls of what it deprecates: its TreeSpecs warn where they are copied or unpickled."""
+    with warnings.catch_warnings():
+        for caller in (r"torch(\.|$)", "copyreg"):
+            warnings.filterwarnings("ignore", category=FutureWarning, module=caller)
+        yield
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from autoshard.capture import no_warnings_about_torch
 from autoshard.torch_private import GlooOptions, get_default_store, set_pg_timeout
 
 
@@ -67,7 +68,7 @@ def share(value: Any, complaint: str | None, what: str, group: dist.ProcessGroup
     """The first rank's value, on every rank of the group; ValueError on all of them when the first one complains."""
     if dist.get_world_size(group) > 1:
         message = [(value, complaint)]
-        with rank_lost(what):
+        with rank_lost(what), no_warnings_about_torch():
             dist.broadcast_object_list(message, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
         value, complaint = message[0]
     if complaint is not None:
