@@ -51,7 +51,7 @@ def interrupted_at(module: str, *argv: str) -> subprocess.CompletedProcess:
         ("torch", ("plan", TINY, "--mesh", "2x4")),
         ("torch", ("redistribute", __file__)),
         ("torch.nn", ("plan", TINY, "--mesh", "2x4")),
-        ("scipy", ("show-prices",)),
+        ("autoshard.cost.curves", ("show-prices",)),
     ],
 )
 def test_ctrl_c_during_an_import_is_one_line(module, argv):
