@@ -28,6 +28,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoshard.capture import capture_fx
 from autoshard.capture.attention import as_one_op
+from autoshard.capture.experts import as_one_op as experts_as_one_op
 from autoshard.capture.held import in_lists
 from autoshard.torch_private import FakeTensorMode, aot_export_joint_with_descriptors, pytree
 from benchmarks import coverage
@@ -72,6 +73,7 @@ def traced(device: str, module: nn.Module, example_inputs, training: bool, real:
     with torch.set_grad_enabled(training), as_one_op():
         with mode:
             program = torch.export.export(module, args, kwargs, strict=False)
+        experts_as_one_op(program.graph_module)
         if not training or not real:
             return capture_fx(program if device == "cpu" else move_to_device_pass(program, "cpu")).graph  # nested graphs name devices too
         with ExitStack() as stack, mode:
