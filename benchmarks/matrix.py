@@ -69,19 +69,8 @@ def run(cell: str, every: bool) -> dict:
     paths = folders(packages)
     tests = sorted((ROOT / "tests").glob("test_*.py"))[:: 1 if every else 3]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONNOUSERSITE": "1"}
-    command = [
-        str(interpreter(cell, paths)),
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "2",
-        "--dist",
-        "loadfile",
-        "-p",
-        "no:cacheprovider",
-        *map(str, tests),
-    ]
+    options = ["-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
+    command = [str(interpreter(cell, paths)), "-m", "pytest", *options, *map(str, tests)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr.strip()[-300:]
