@@ -4,7 +4,8 @@
 
 For each model (the bundled ones, the two-layer Hugging Face ones that the tests use and strangers.py) and mode: torch.export and, for
 training, AOTAutograd trace it with parameters and inputs on the device, and autoshard reads the graph. It has to be, op by op, the graph
-that is read from the same trace on the CPU: target, inputs, literals, shapes and dtypes. What differs is listed by target.
+that is read from the same trace on the CPU: target, inputs, literals, shapes and dtypes. What differs is listed by target. `view` and
+`_unsafe_view` count as equal and are listed: a plan of the one is applied to the other.
 With fake tensors a training row is the forward of the module in training, with its loss: autograd of fake CUDA tensors asks a driver for
 streams. Equal forwards have equal backwards. --real: tensors with memory, backward included, which needs a GPU.
 """
@@ -82,10 +83,8 @@ def traced(device: str, module: nn.Module, example_inputs, training: bool, real:
 
 
 def rows_of(graph) -> list[str]:
-    return [
-        repr((op.target, op.inputs, op.literals, op.outputs, op.kind)).replace("cuda:0", "cpu").replace("'cuda'", "'cpu'")
-        for op in graph.ops
-    ]
+    rows = [repr((op.target, op.inputs, op.literals, op.outputs, op.kind)) for op in graph.ops]
+    return [row.replace("cuda:0", "cpu").replace("'cuda'", "'cpu'").replace("aten._unsafe_view.", "aten.view.") for row in rows]
 
 
 def compared(name: str, training: bool, device: str, real: bool = False) -> dict:
