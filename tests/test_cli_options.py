@@ -7,7 +7,7 @@ import typer
 from typer.main import get_command
 
 from autoshard.cli import main
-from autoshard.cli.app import Verb, Verbs, app
+from autoshard.cli.app import USAGE, Verb, Verbs, app
 from tests.test_cli import check_refused, run
 
 
@@ -94,7 +94,7 @@ def test_the_check_is_what_refuses(capsys):
         def other() -> None: ...
 
         get_command(tiny)(["go", "--n=3"], standalone_mode=False)
-        with pytest.raises(typer.TyperException, match="0.25"):
+        with pytest.raises(USAGE, match="0.25"):
             get_command(tiny)(["go", "--share=0.1"], standalone_mode=False)
         if kind is Verbs:
             with pytest.raises(ValueError, match="--n is -1; expected 0 or more"):
