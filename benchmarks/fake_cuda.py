@@ -4,7 +4,8 @@
 
 For each model (the bundled ones, the two-layer Hugging Face ones that the tests use and strangers.py) and mode: torch.export and, for
 training, AOTAutograd trace it with parameters and inputs on the device, and autoshard reads the graph. It has to be, op by op, the graph
-that is read from the same trace on the CPU: target, inputs, literals, shapes and dtypes. What differs is listed by target.
+that is read from the same trace on the CPU: target, inputs, literals, shapes and dtypes. What differs is listed by target. `view` and
+`_unsafe_view` count as equal and are listed: a plan of the one is applied to the other.
 With fake tensors a training row is the forward of the module in training, with its loss: autograd of fake CUDA tensors asks a driver for
 streams. Equal forwards have equal backwards. --real: tensors with memory, backward included, which needs a GPU.
 """
@@ -28,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoshard.capture import capture_fx
 from autoshard.capture.attention import as_one_op
+from autoshard.capture.experts import as_one_op as experts_as_one_op
 from autoshard.capture.held import in_lists
 from autoshard.torch_private import FakeTensorMode, aot_export_joint_with_descriptors, pytree
 from benchmarks import coverage
@@ -72,6 +74,7 @@ def traced(device: str, module: nn.Module, example_inputs, training: bool, real:
     with torch.set_grad_enabled(training), as_one_op():
         with mode:
             program = torch.export.export(module, args, kwargs, strict=False)
+        experts_as_one_op(program.graph_module)
         if not training or not real:
             return capture_fx(program if device == "cpu" else move_to_device_pass(program, "cpu")).graph  # nested graphs name devices too
         with ExitStack() as stack, mode:
@@ -80,10 +83,8 @@ def traced(device: str, module: nn.Module, example_inputs, training: bool, real:
 
 
 def rows_of(graph) -> list[str]:
-    return [
-        repr((op.target, op.inputs, op.literals, op.outputs, op.kind)).replace("cuda:0", "cpu").replace("'cuda'", "'cpu'")
-        for op in graph.ops
-    ]
+    rows = [repr((op.target, op.inputs, op.literals, op.outputs, op.kind)) for op in graph.ops]
+    return [row.replace("cuda:0", "cpu").replace("'cuda'", "'cpu'").replace("aten._unsafe_view.", "aten.view.") for row in rows]
 
 
 def compared(name: str, training: bool, device: str, real: bool = False) -> dict:

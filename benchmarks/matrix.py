@@ -4,7 +4,7 @@
 
 oldest is the floor of every range in pyproject.toml. Without --all a third of the files of tests are run, those at places 0, 3, 6 ... of
 their sorted list. What pip resolves is installed under build/matrix/, torch and CUDA's packages once for all cells (about 15 GB for all);
-a cell whose result is there for this commit is not run again.
+a cell whose result is there for this commit is not run again. build/matrix/CELL/python is the interpreter of a cell.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ def requirements(rest: str) -> list[str]:
     """Our own requirements and those of the tests, at their floors or as they are."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    ranges = [*project["dependencies"], *(row for name in ("fast", "hf", "plots", "cvxpy") for row in extras[name])]
+    ranges = [*project["dependencies"], *(row for name in ("fast", "calibrate", "hf", "plots", "cvxpy") for row in extras[name])]
     ranges = [row for row in ranges if not row.startswith("torch")]
     tools = [row for row in extras["dev"] if re.split("[<>=]", row)[0] in TOOLS]
     return [*(re.sub(">=", "==", row.split(",")[0]) if rest == "oldest" else row for row in ranges), *tools]
@@ -68,13 +68,22 @@ def run(cell: str, every: bool) -> dict:
     packages = resolved(*CELLS[cell])
     paths = folders(packages)
     tests = sorted((ROOT / "tests").glob("test_*.py"))[:: 1 if every else 3]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, *paths])), "OMP_NUM_THREADS": "1", "PYTHONNOUSERSITE": "1"}
-    python = bare_python()
-    command = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider", *map(str, tests)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONNOUSERSITE": "1"}
+    options = ["-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
+    command = [str(interpreter(cell, paths)), "-m", "pytest", *options, *map(str, tests)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr.strip()[-300:]
     return {"cell": cell, "said": last.strip("= "), "failed": failed, "versions": packages, "every": every, "code": done.returncode}
+
+
+def interpreter(cell: str, paths: list[Path]) -> Path:
+    """A Python that has what the cell has, and what PYTHONPATH names before it."""
+    path = STORE / cell / "python"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{os.pathsep.join(map(str, paths))}" exec "{bare_python()}" "$@"\n')
+    path.chmod(0o755)
+    return path
 
 
 def bare_python() -> str:

@@ -57,8 +57,8 @@ def test_doctor_says_which_features_are_left(monkeypatch):
     assert all(state.startswith("yes") for state in doctor_verb._features(versions, [], gpus).values())
     for here, why in ((replace(gpus, gpus=0), "no GPU is visible"), (replace(gpus, gpus=0, cuda=None), "this torch is built without CUDA")):
         assert doctor_verb._features(versions, [], here)["verify --device cuda, and ranks on GPUs"] == why
-    left = doctor_verb._features(versions | {"numba": None, "scipy": None}, ["scipy"], replace(gpus, moved=("torch 9 has no x",)))
-    assert list(left.values())[:3] == ["scipy is missing; torch 9 has no x"] * 2 + ["numba is missing"]
+    left = doctor_verb._features(versions | {"numba": None, "highspy": None}, ["highspy"], replace(gpus, moved=("torch 9 has no x",)))
+    assert list(left.values())[:3] == ["highspy is missing; torch 9 has no x"] * 2 + ["numba is missing"]
 
 
 def test_doctor_names_a_torch_that_was_not_tested_and_what_it_moved(capsys, monkeypatch):

@@ -9,8 +9,10 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from autoshard import api
+from autoshard.capture import grouped_mm
 from autoshard.capture.grouped_mm import fake_grouped_mm
 from autoshard.lower.kernels.experts import aligned_grouped_mm
+from autoshard.torch_private import DispatchKey
 from tests.helpers_lower import mesh_of
 
 aten = torch.ops.aten
@@ -35,10 +37,20 @@ def test_the_fake_kernel_has_the_shapes_and_strides_of_the_real_one(name, dtype)
 def test_torchs_own_fake_kernel_is_back_afterwards():
     tensors = [torch.empty(shape, device="meta") for shape in ((16, 8), (4, 8, 16))]
     ends = torch.empty(4, dtype=torch.int32, device="meta")
+
+    def answer() -> tuple:
+        """What this torch says of float32: until 2.14 that it wants BF16."""
+        try:
+            return tuple(aten._grouped_mm.default(*tensors, ends).shape)
+        except RuntimeError as error:
+            return str(error).splitlines()[0], aten._grouped_mm.default.py_kernels.get(DispatchKey.Meta)
+
+    before = answer()
     with fake_grouped_mm():
-        assert aten._grouped_mm.default(*tensors, ends).shape == (16, 16)
-    with pytest.raises(RuntimeError, match="BF16"):
-        aten._grouped_mm.default(*tensors, ends)
+        assert answer() == (16, 16)
+        assert aten._grouped_mm.default.py_kernels[DispatchKey.Meta] is grouped_mm._fake
+    assert answer() == before
+    assert aten._grouped_mm.default.py_kernels.get(DispatchKey.Meta) is not grouped_mm._fake
 
 
 def test_narrow_rows_are_padded():

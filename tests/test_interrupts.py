@@ -51,7 +51,7 @@ def interrupted_at(module: str, *argv: str) -> subprocess.CompletedProcess:
         ("torch", ("plan", TINY, "--mesh", "2x4")),
         ("torch", ("redistribute", __file__)),
         ("torch.nn", ("plan", TINY, "--mesh", "2x4")),
-        ("scipy", ("show-prices",)),
+        ("autoshard.cost.curves", ("show-prices",)),
     ],
 )
 def test_ctrl_c_during_an_import_is_one_line(module, argv):
@@ -214,7 +214,8 @@ def test_sigterm_is_as_good_as_ctrl_c(number):
         "sys.exit(main())\n"
     )
     done = subprocess.run([sys.executable, "-c", script, "plan", TINY, "--mesh", "2", "--quiet"], capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "autoshard: interrupted\n")
+    said = [line for line in done.stderr.splitlines() if "triton not found" not in line]  # torch's CUDA builds log it
+    assert (done.returncode, done.stdout, said) == (130, "", ["autoshard: interrupted"])
 
 
 def test_ctrl_c_in_the_search_for_places_of_tables_gives_the_best_plan_so_far(monkeypatch):

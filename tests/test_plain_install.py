@@ -18,6 +18,31 @@ except ModuleNotFoundError as error:
     print(error.name.partition(".")[0])
 """
 
+CALIBRATION = """
+import importlib, pkgutil, sys
+sys.modules["scipy"] = None
+import autoshard
+import autoshard.cli.app
+from models import mlp
+for module in pkgutil.walk_packages(autoshard.__path__, "autoshard."):
+    if not module.name.startswith(("autoshard.calibrate", "autoshard.__main__", "autoshard.tables.torchrec", "autoshard.pytest_plugin")):
+        importlib.import_module(module.name)
+mesh = autoshard.Mesh.from_bandwidths((2, 2), intra_node_bandwidth=1e9, inter_node_bandwidth=1e9)
+model, inputs = mlp.tiny()
+plan = autoshard.plan(model, inputs, mesh, training=True)
+assert len(autoshard.frontier(model, inputs, mesh, training=True).points) > 1
+assert autoshard.plan(model, inputs, mesh, training=True, memory_limit=0.7 * plan.peak_bytes).cost >= plan.cost
+sys.exit(autoshard.cli.app.main(["calibrate", "fit", sys.argv[1]]))
+"""
+
+
+def test_all_but_calibration_works_where_scipy_is_not_installed():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", CALIBRATION, str(ROOT / "README.md")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.splitlines()[-1] == "autoshard: scipy is not installed; run: pip install 'autoshard[calibrate]'"
+
 
 def test_tables_are_printed_where_matplotlib_is_not_installed():
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

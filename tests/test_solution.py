@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.graph import Graph
+from autoshard.graph import Graph, Op
 from autoshard.mesh import Axis, Device, Mesh
-from autoshard.solution import Placed, Solution, differences, load, misfits
+from autoshard.solution import Placed, Solution, differences, load, misfits, replay
 from tests.helpers_solutions import MESH, linear_graph, linear_solution
 
 SUFFIXES = (".json", ".pkl", ".dill", "")
@@ -190,6 +190,27 @@ def test_missing_ops_are_counted_and_the_first_few_named():
         "2 ops of the model have no layout in the plan: w, x",
         "5 ops of the plan are not in the model: h.0, h.1, h.2 and 2 more",
     )
+
+
+def test_a_view_that_another_torch_calls_otherwise_is_the_planned_one():
+    """As torch 2.13 and 2.15 trace GPT-2: views of matmuls are one operator or the other, and numbered apart."""
+
+    def graph(*views: str) -> Graph:
+        ops, square = [linear_graph().ops[0]], linear_graph().ops[0].outputs
+        for k, name in enumerate(views):
+            target = f"aten.{name.rpartition('_')[0] if name[-1].isdigit() else name}.default"
+            ops.append(Op(name, target, ((k, 0),), ((), ()), square))
+        return Graph(tuple(ops), ())
+
+    names = ("view", "view_1", "view_2")
+    then, now = graph(*names), graph("view", "_unsafe_view", "view_1")
+    layouts = {name: Placed(("R,S(0)",), ("R,S(0)",)) for name in names}
+    solution = linear_solution(layouts={"w": linear_solution().layouts["w"], **layouts})
+    again = replay(solution, now)
+    assert again.graph.fingerprint() == then.fingerprint() != now.fingerprint() and again.misfits == ()
+    assert replay(solution, then).graph == then
+    fewer, other = replay(solution, graph("view", "_unsafe_view")), replay(solution, graph("view", "_unsafe_view", "relu"))
+    assert "_unsafe_view" in fewer.misfits[0] and "relu" in other.misfits[0]  # it is another model
 
 
 def test_other_prices_are_no_misfit():

@@ -402,6 +402,7 @@ def _capture_joint(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs:
     with ExitStack() as stack, dynamo_config.patch(ignore_logging_functions=_logging_functions(), allow_rnn=True):
         templates: list[Any] = []
         captured = _forward(mode, module, args, kwargs, templates)
+        mode.allow_non_fake_inputs = True  # constants, which torch 2.12 leaves in the graph
         moved = autocast_on_cpu(captured)
         experts_as_one_op(captured)
         joint = aot_export_joint_with_descriptors(stack, captured, *in_lists(args, kwargs))
@@ -453,7 +454,6 @@ def _forward(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict,
         except Exception:  # an error of the model is raised again by the export, with frames of the model
             torch.compiler.reset()
             _forget(mode)
-            mode.allow_non_fake_inputs = True  # of an exported program's constants
     return _exported(mode, module, args, kwargs, templates, training=True).module(check_guards=False)
 
 

@@ -22,7 +22,10 @@ from autoshard.version import VERSION
 OK, NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 LONG_WORD, LONG_SENTENCE = 300, 2000  # letters; what is longer is shortened
 # package: the extra that installs it
-EXTRAS = {"numba": "fast", "matplotlib": "plots", "jinja2": "plots", "cvxpy": "cvxpy", "transformers": "hf", "accelerate": "hf"}
+EXTRAS = {
+    "numba": "fast", "scipy": "calibrate", "matplotlib": "plots", "jinja2": "plots", "cvxpy": "cvxpy", "transformers": "hf",
+    "accelerate": "hf",
+}  # fmt: skip
 # what all errors of a command line are: TyperException, until typer 0.27 ClickException
 USAGE: type[Exception] = typer.BadParameter.__mro__[-4]
 NO_WORDS: tuple[list[str], ...] = ([], ["calibrate"])  # a command line that names no verb asks which there are
@@ -113,9 +116,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (typer.Abort, KeyboardInterrupt):
         return _refuse("interrupted", INTERRUPTED)
     except ModuleNotFoundError as error:
-        if (extra := EXTRAS.get(error.name or "")) is None:
+        package = (error.name or "").partition(".")[0]
+        if (extra := EXTRAS.get(package)) is None:
             raise
-        return _refuse(f"{error.name} is not installed; run: pip install 'autoshard[{extra}]'")
+        return _refuse(f"{package} is not installed; run: pip install 'autoshard[{extra}]'")
     except (ValueError, OSError) as error:
         if arguments[:1] == ["--traceback"]:
             raise

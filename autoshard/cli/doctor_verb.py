@@ -17,11 +17,11 @@ from autoshard.cli.model import load_model
 from autoshard.cli.options import BatchSize, DType, Json, SeqLength, Settings, load_api
 from autoshard.cli.output import Output
 
-NEEDED = ("torch", "numpy", "scipy", "highspy", "networkx", "dill", "typer", "rich", "jsonschema-rs", "pyyaml")
+NEEDED = ("torch", "numpy", "highspy", "networkx", "dill", "typer", "rich", "jsonschema-rs", "pyyaml")
 OPTIONAL = {  # what each is for
-    "numba": "compiled loops: without them large plans take longer", "matplotlib": "--plot and report", "jinja2": "report",
-    "cvxpy": "--solver cvxpy", "transformers": "models given as hf:DIR", "accelerate": "tp_plan in transformers",
-    "torchrec": "its planner with our proposer",
+    "numba": "compiled loops: without them large plans take longer", "scipy": "calibrate, curves of pchip",
+    "matplotlib": "--plot and report", "jinja2": "report", "cvxpy": "--solver cvxpy", "transformers": "models given as hf:DIR",
+    "accelerate": "tp_plan in transformers", "torchrec": "its planner with our proposer",
 }  # fmt: skip
 NEIGHBOURS = ("torchtitan", "vllm", "sglang", "deepspeed", "peft", "megatron-core", "nanotron")  # named where they are installed
 
@@ -61,7 +61,7 @@ def doctor(
         output.progress("trying the solvers", 0.0)
         versions = {name: _version(name) for name in ("autoshard", *NEEDED, *OPTIONAL)}
         missing = [name for name in NEEDED if versions[name] is None]
-        solvers = {} if {"numpy", "scipy", "highspy"} & set(missing) else _selftest()
+        solvers = {} if {"numpy", "highspy"} & set(missing) else _selftest()
         here = _torch_here() if versions["torch"] else TorchHere(None, 0, "", ("torch is not installed",))
         ok = not missing and not here.moved and all(state == "ok" for state in solvers.values())
         record = {

@@ -183,8 +183,8 @@ def _traced(solution: Solution, graph: Graph, torch_version: str) -> tuple[str, 
 
 
 def _kind(name: str) -> str:
-    """`view` of view_12: torch names an op after its operator and counts."""
-    return re.sub(r"_\d+$", "", name)
+    """`view` of view_12, `view_recomputed` of view_12_recomputed: torch names an op after its operator and counts."""
+    return re.sub(r"_\d+(?=_recomputed$|$)", "", name)
 
 
 def _anew(graph: Graph, solution: Solution, mesh: Mesh, time_limit: float) -> tuple:

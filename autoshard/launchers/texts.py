@@ -45,7 +45,7 @@ def parsed(text: str, path: str) -> dict[str, Any]:
         elif path.endswith(".json"):
             data = json.loads(text)
         else:
-            data = yaml.load(text, Loader=PlainLoader)
+            data = _yaml(text)
     except Exception as error:  # YAML's tags raise anything: a KeyError for `!!bool maybe`
         why = " ".join(str(error).split())[:200] if isinstance(error, (ValueError, yaml.YAMLError, RecursionError)) else repr(error)[:80]
         raise ValueError(f"{path} can't be read: {why}") from None
@@ -59,6 +59,15 @@ def _toml(text: str) -> dict[str, Any]:
     if DEEP_KEY.search(text):
         raise ValueError(f"a key has more than {DEEPEST} parts")
     return tomllib.loads(text)
+
+
+def _yaml(text: str) -> Any:
+    depth = 0
+    for event in yaml.parse(text, Loader=PlainLoader):  # yaml.load recurses in C, which pyyaml 6.0.1 does not survive
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise ValueError(f"it is nested more than {DEEPEST} deep")
+    return yaml.load(text, Loader=PlainLoader)
 
 
 class PlainLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # not every system has libyaml

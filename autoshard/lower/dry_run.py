@@ -58,7 +58,8 @@ class _DryRun:
 
     def run(self) -> list[CannotRun]:
         mesh, problems = self.program.mesh, []
-        with FakeTensorMode(), _WithoutDevice(), fake_grouped_mm():
+        without_driver = torch.backends.cudnn.flags(enabled=False)  # which torch.lstm would ask, to choose cuDNN's kernel or its own
+        with FakeTensorMode(), _WithoutDevice(), fake_grouped_mm(), without_driver:
             rank = Rank(mesh, tuple(torch.zeros((), dtype=torch.int64, device=self.device) for _ in mesh.axes), (0,) * len(mesh.axes))
             for record in self.program.records:
                 if isinstance(record, LoadPlaceholder):

@@ -14,8 +14,9 @@ The factors are of a software stack: what autograd saves and allocators keep.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
-from scipy.special import ndtr
 
 from autoshard.cost.devices import MemoryConstants, memory_constants, stack_constants
 
@@ -49,7 +50,8 @@ def fits(runs: Recipes, memory: MemoryConstants | None = None, split: Stages | N
 def chance_to_fit(runs: Recipes, bytes: np.ndarray) -> np.ndarray:
     """The probability that a run with predicted `bytes` per device does not crash: the error of their logarithm is taken as normal."""
     known = (np.log(MOST * np.maximum(runs.memory, 1.0)) - np.log(bytes)) / ERROR
-    return np.where(runs.pipeline < runs.layers, ndtr(known), 0.0)
+    below = np.vectorize(math.erfc, otypes=[float])(-known / math.sqrt(2)) / 2
+    return np.where(runs.pipeline < runs.layers, below, 0.0)
 
 
 def state_bytes(runs: Recipes, parameters: np.ndarray) -> np.ndarray:

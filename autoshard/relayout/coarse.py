@@ -97,6 +97,7 @@ def distances(space: Space, limit: float, buffers: bool) -> list[float] | None:
     after, w = after[order], w[order]
     heads, first = np.unique(before[order], return_index=True)
     distinct, groups = np.unique(np.vstack([parts, unreduced]), axis=1, return_inverse=True)
+    groups = groups.ravel()  # numpy 2.0 gives it the rank of what it sorted
     swap = _cheapest_permute(space, least)
     h = np.full(len(where), inf)
     h[target] = 0.0

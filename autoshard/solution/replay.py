@@ -9,13 +9,17 @@ Verifying, simulating, running, explaining and checking a plan all begin here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoshard.graph import ACCUMULATED, KEPT, Graph, checkpointed, chunked_loss, in_order, selective, with_microbatches
 from autoshard.mesh import Mesh
 from autoshard.solution.compare import misfits
 from autoshard.solution.record import Placed, Solution
+
+VIEWS = ("aten.view.default", "aten._unsafe_view.default")  # torch's version and the device decide which of them a program has
+VIEW_NAME = re.compile(r"(_unsafe_)?view(_\d+)?")
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,13 +46,24 @@ class Replay:
 def replay(solution: Solution, graph: Graph, mesh: Mesh | None = None) -> Replay:
     """A plan on the captured graph of a model, with its sequence in the plan's order, its losses in chunks, the blocks and values
     recomputed that the plan recomputes, and the copies and sums of its microbatches where it has several."""
-    graph = in_order(graph, solution.sequence_order)
+    graph = in_order(_with_planned_views(graph, solution), solution.sequence_order)
     if solution.chunked_loss:
         graph = chunked_loss(graph, solution.chunked_loss)
     graph = selective(checkpointed(graph, solution.recompute), solution.chosen)
     if solution.microbatches == 1:
         return Replay(solution, graph, mesh)
     return Replay(solution, with_microbatches(graph, solution.accumulation_dtype), mesh, graph)
+
+
+def _with_planned_views(graph: Graph, solution: Solution) -> Graph:
+    """The graph in which views are called as in the plan, and are the operator of that name, where it has as many."""
+    planned = [name for name in solution.layouts if VIEW_NAME.fullmatch(name)]
+    views = [op.name for op in graph.ops if op.target in VIEWS]
+    if len(planned) != len(views) or set(planned) == set(views):
+        return graph
+    names = dict(zip(views, planned))
+    ops = (replace(op, name=name, target=VIEWS[name.startswith("_")]) if (name := names.get(op.name)) else op for op in graph.ops)
+    return replace(graph, ops=tuple(ops))
 
 
 def of_one_microbatch(solution: Solution) -> tuple[dict[str, Placed], dict[str, str]]:

@@ -15,7 +15,7 @@ from ..problem import Problem
 from .dual_ascent import Messages, ascend
 from .incumbent import Incumbent
 from .linear_program import worst_of_runs
-from .linprog import linprog
+from .linprog import SparseRows, linprog
 
 SETTLED = 1e-4  # of the gap: sweeps at one price end when ten of them raise the bound by less
 MOST_SWEEPS = 300  # at one price
@@ -108,11 +108,11 @@ class PriceAscent:
         self.largest = self.largest or LARGEST_PRICE
         excess = np.array([g[self.rows] for _, g in self.planes]) / limit
         costs = np.array([c for c, _ in self.planes]) / scale
-        matrix = np.hstack([np.ones((len(costs), 1)), -excess])  # value - y . excess <= cost
+        matrix = SparseRows.dense(np.hstack([np.ones((len(costs), 1)), -excess]))  # value - y . excess <= cost
         objective = np.concatenate([[-1.0], np.zeros(len(self.rows))])
-        bounds = [(None, None)] + [(0.0, self.largest)] * len(self.rows)
-        solved = linprog(objective, A_ub=matrix, b_ub=costs, bounds=bounds)
-        if solved.x is None:
+        least, most = np.append(-np.inf, np.zeros(len(self.rows))), np.append(np.inf, np.full(len(self.rows), self.largest))
+        solved = linprog(objective, matrix, np.full(len(costs), -np.inf), costs, least, most)
+        if solved is None:
             return self.prices, self.bound
         if (solved.x[1:] > 0.99 * self.largest).any():
             self.largest *= 2

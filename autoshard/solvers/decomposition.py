@@ -19,12 +19,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import scipy.sparse as sp
 
 from ..problem import Problem, evaluate
 from .dual_ascent import SLOW, Messages, ascend
 from .incumbent import Incumbent, Record
-from .linprog import linprog
+from .linprog import SparseRows, linprog
 from .parts import Parts, divide
 from .reduce import Reduced, reduce
 
@@ -267,13 +266,13 @@ class Decomposition:
         columns = [entries for joint in slots for entries in joint]
         equal = _sparse(columns, [np.ones(len(entries)) for entries in columns], n + len(levels))
         objective = np.concatenate([np.zeros(n), -self.count.astype(float)])
-        bounds = [(-1.0, 1.0)] * n + [(None, None)] * len(levels)
-        solved = linprog(
-            objective, A_ub=planes, b_ub=rhs - levels[classes], A_eq=equal, b_eq=np.zeros(len(columns)), bounds=bounds
-        )  # fmt: skip
-        if solved.x is None or not np.isfinite(levels).all():
+        most = np.concatenate([np.ones(n), np.full(len(levels), np.inf)])
+        high, even = rhs - levels[classes], np.zeros(len(columns))
+        low = np.append(np.full(len(high), -np.inf), even)
+        solved = linprog(objective, planes.below(equal), low, np.append(high, even), -most, most)
+        if solved is None or not np.isfinite(levels).all():
             return self.multipliers, self.best
-        return self.multipliers + width * solved.x[:n], float((self.count @ levels - solved.fun) * width)
+        return self.multipliers + width * solved.x[:n], float((self.count @ levels - solved.value) * width)
 
     # -- answers
 
@@ -339,8 +338,8 @@ def _only(costs: np.ndarray, i: int) -> np.ndarray:
     return costs if i < 0 else np.where(np.arange(len(costs)) == i, costs, np.inf)
 
 
-def _sparse(columns: list[np.ndarray], values: list[np.ndarray], width: int) -> sp.csr_matrix:
+def _sparse(columns: list[np.ndarray], values: list[np.ndarray], width: int) -> SparseRows:
     """The matrix whose row k has these values in these columns; values of equal columns add up."""
-    ends = np.cumsum([0, *map(len, columns)])
-    data = (np.concatenate([np.zeros(0), *values]), np.concatenate([np.zeros(0, np.int64), *columns]), ends)
-    return sp.csr_matrix(data, shape=(len(columns), width))
+    rows = np.repeat(np.arange(len(columns)), [len(entries) for entries in columns])
+    index = np.concatenate([np.zeros(0, np.int64), *columns])
+    return SparseRows.of(rows, index, np.concatenate([np.zeros(0), *values]), (len(columns), width))

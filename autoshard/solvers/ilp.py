@@ -17,6 +17,7 @@ from ..problem import Problem
 from .answer import TOLERANCE
 from .incumbent import Incumbent
 from .linear_program import LinearProgram
+from .linprog import SparseRows
 
 OBJECTIVE = 1e5  # costs are scaled so that answers cost about this: HiGHS's tolerances are absolute
 FEASIBILITY = 1e-9  # HiGHS's tolerances; its defaults of 1e-6 and 1e-7 are too loose for proofs to 1e-9
@@ -127,12 +128,11 @@ class Model:
         lp.col_upper_ = np.ones(program.num_columns)
         lp.row_lower_ = np.concatenate([program.rhs, np.full(len(rows), -highspy.kHighsInf)])
         lp.row_upper_ = np.concatenate([program.rhs, np.full(len(rows), program.scaled_limit)])
-        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        lp.a_matrix_.start_ = np.concatenate(
-            [program.matrix.indptr, program.matrix.nnz + np.cumsum([len(c) for c, _ in rows], dtype=np.int64)]
+        ends = np.cumsum([0, *(len(columns) for columns, _ in rows)])
+        memory_rows = SparseRows(
+            ends, np.concatenate([ends[:0], *(c for c, _ in rows)]), np.concatenate([np.zeros(0), *(a for _, a in rows)])
         )
-        lp.a_matrix_.index_ = np.concatenate([program.matrix.indices, *(c for c, _ in rows)])
-        lp.a_matrix_.value_ = np.concatenate([program.matrix.data, *(a for _, a in rows)])
+        program.matrix.below(memory_rows).put_into(lp.a_matrix_)
         if integer:
             kinds = [highspy.HighsVarType.kInteger] * program.num_x
             lp.integrality_ = kinds + [highspy.HighsVarType.kContinuous] * (program.num_columns - program.num_x)

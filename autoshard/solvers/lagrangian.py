@@ -24,7 +24,7 @@ from .binding_times import binding_rows, load
 from .dual_ascent import look
 from .incumbent import Incumbent, Record
 from .infeasibility import priced
-from .linprog import linprog
+from .linprog import SparseRows, linprog
 from .settle import polish, reduce_and_settle
 
 AGREED = 1e-9  # relative: answers and bound agree
@@ -168,12 +168,12 @@ def best_shares(costs: np.ndarray, loads: np.ndarray) -> np.ndarray:
     """The shares, of sum 1, at which the smallest of costs + loads @ shares is largest."""
     scale = max(float(np.abs(costs).max()), float(loads.max())) or 1.0
     count = loads.shape[1]
-    matrix = np.hstack([np.ones((len(costs), 1)), -loads / scale])  # z - loads . shares <= costs
+    below = np.hstack([np.ones((len(costs), 1)), -loads / scale])  # z - loads . shares <= costs
+    matrix = SparseRows.dense(np.vstack([below, [0.0] + [1.0] * count]))  # and the shares add up to 1
     objective = np.concatenate([[-1.0], np.zeros(count)])
-    sums = np.concatenate([[0.0], np.ones(count)])[None]
-    bounds = [(None, None)] + [(0.0, None)] * count
-    solved = linprog(objective, A_ub=matrix, b_ub=costs / scale, A_eq=sums, b_eq=[1.0], bounds=bounds)
-    return np.full(count, 1.0 / count) if solved.x is None else np.maximum(solved.x[1:], 0.0)  # any prices give a bound
+    low, high = np.append(np.full(len(costs), -np.inf), 1.0), np.append(costs / scale, 1.0)
+    solved = linprog(objective, matrix, low, high, np.append(-np.inf, np.zeros(count)), np.full(count + 1, np.inf))
+    return np.full(count, 1.0 / count) if solved is None else np.maximum(solved.x[1:], 0.0)  # any prices give a bound
 
 
 def corners(answers: Sequence[KnownAnswer]) -> list[KnownAnswer]:

@@ -14,10 +14,10 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import scipy.sparse as sp
 
 from ..problem import Problem, held
 from .binding_times import binding_rows, load
+from .linprog import SparseRows
 
 FRACTIONAL_EXCESS = 1e-7  # relative to the limit: what counts as violated by a fractional point
 
@@ -46,17 +46,18 @@ class LinearProgram:
         for column, i, first in zip(self._column, choices, self.first_x, strict=False):
             column[i] = first + np.arange(len(i))
         nodes, edges = self._node_rows(), self._edge_rows()
-        self.matrix = sp.vstack([nodes, edges], format="csr")
-        self.rhs = np.concatenate([np.ones(nodes.shape[0]), np.zeros(edges.shape[0])])
+        self.matrix = nodes.below(edges)
+        self.rhs = np.concatenate([np.ones(len(nodes.start) - 1), np.zeros(len(edges.start) - 1)])
         self.priced = -math.inf, self.cost  # the last bound, and the reduced costs of the columns
         self.rows = binding_rows(problem)
         self.limit = math.inf if problem.usage_limit is None else problem.usage_limit
 
-    def _node_rows(self) -> sp.csr_matrix:
-        return sp.csr_matrix((np.ones(self.num_x), np.arange(self.num_x), self.first_x), shape=(len(self.first_x) - 1, self.num_columns))
+    def _node_rows(self) -> SparseRows:
+        return SparseRows(self.first_x, np.arange(self.num_x), np.ones(self.num_x))
 
-    def _edge_rows(self) -> sp.csr_matrix:
-        rows, columns, signs, count = [], [], [], 0
+    def _edge_rows(self) -> SparseRows:
+        none, count = np.zeros(0, np.int64), 0
+        rows, columns, signs = [none], [none], [np.zeros(0)]
         for e, p, first in zip(self.problem.edges, self._cells, self.first_e, strict=False):
             m, n = e.table.shape
             i, j = np.divmod(p, n)
@@ -66,10 +67,7 @@ class LinearProgram:
             columns += [np.tile(first + np.arange(len(p)), 2), ends[kept]]
             signs += [np.ones(2 * len(p)), -np.ones(len(kept))]
             count += m + n
-        if not rows:
-            return sp.csr_matrix((0, self.num_columns))
-        entries = (np.concatenate(signs), (np.concatenate(rows), np.concatenate(columns)))
-        return sp.csr_matrix(entries, shape=(count, self.num_columns))
+        return SparseRows.of(np.concatenate(rows), np.concatenate(columns), np.concatenate(signs), (count, self.num_columns))
 
     def memory_row(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Columns and bytes of the usages at a binding time, divided by the limit (so that a tolerance is a relative one)."""
@@ -94,7 +92,8 @@ class LinearProgram:
     def bound(self, prices: np.ndarray, memory: Sequence[int], memory_prices: np.ndarray) -> float:
         """A lower bound on the cost of every answer, for a price per row of the matrix and per memory row."""
         y = np.minimum(memory_prices, 0.0)
-        reduced = self.cost - self.matrix[len(self.first_x) - 1 :].T @ prices[len(self.first_x) - 1 :]
+        of_edges = np.append(np.zeros(len(self.first_x) - 1), prices[len(self.first_x) - 1 :])  # those of nodes add nothing
+        reduced = self.cost - self.matrix.priced(of_edges, self.num_columns)
         for row, price in zip(memory, y, strict=True):
             columns, amounts = self.memory_row(row)
             reduced[columns] -= price * amounts

@@ -1,10 +1,71 @@
-"""Linear programs by scipy's HiGHS, which is loaded when the first is solved: it takes a tenth of a second."""
+"""Linear programs by HiGHS, and sparse matrices by rows as it takes them.
 
-from typing import Any
+minimise  cost . x      where  low <= matrix x <= high,  least <= x <= most                                  -> linprog
+"""
+
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
 
 
-def linprog(objective: Any, **constraints: Any) -> Any:
-    """scipy.optimize.linprog by HiGHS: `x` is None where it finds no answer."""
-    from scipy.optimize import linprog as solve  # here: see above
+@dataclass(frozen=True)
+class SparseRows:
+    """A sparse matrix: row k has `values[start[k] : start[k + 1]]` in the columns `index[...]`, which ascend."""
 
-    return solve(objective, **constraints, method="highs")
+    start: np.ndarray
+    index: np.ndarray
+    values: np.ndarray
+
+    @classmethod
+    def of(cls, rows: np.ndarray, columns: np.ndarray, values: np.ndarray, shape: tuple[int, int]) -> "SparseRows":
+        """The matrix of these entries; entries at the same place add up."""
+        place = rows * shape[1] + columns
+        order = np.argsort(place, kind="stable")  # entries come in a few ascending runs, which a stable sort merges
+        place = place[order]
+        first = np.flatnonzero(np.diff(place, prepend=-1))
+        row, index = np.divmod(place[first], shape[1])
+        values = np.add.reduceat(values[order], first) if len(first) else np.zeros(0)
+        return cls(np.searchsorted(row, np.arange(shape[0] + 1)), index, values)
+
+    @classmethod
+    def dense(cls, matrix: np.ndarray) -> "SparseRows":
+        rows, columns = np.nonzero(matrix)
+        return cls.of(rows, columns, matrix[rows, columns], matrix.shape)
+
+    def below(self, other: "SparseRows") -> "SparseRows":
+        """Our rows and after them those of the other."""
+        start = np.concatenate([self.start, self.start[-1] + other.start[1:]])
+        return SparseRows(start, np.concatenate([self.index, other.index]), np.concatenate([self.values, other.values]))
+
+    def priced(self, prices: np.ndarray, num_columns: int) -> np.ndarray:
+        """Per column, the sum of its entries times the prices of their rows."""
+        return np.bincount(self.index, self.values * np.repeat(prices, np.diff(self.start)), num_columns)
+
+    def put_into(self, matrix: highspy.HighsSparseMatrix) -> None:
+        matrix.format_ = highspy.MatrixFormat.kRowwise
+        matrix.start_, matrix.index_, matrix.value_ = self.start, self.index, self.values
+
+
+@dataclass(frozen=True)
+class Optimum:
+    x: np.ndarray
+    value: float
+    prices: np.ndarray  # per row: what its bound adds to the value, per unit
+
+
+def linprog(cost: np.ndarray, matrix: SparseRows, low: np.ndarray, high: np.ndarray, least: np.ndarray, most: np.ndarray) -> Optimum | None:
+    """The optimum; None where HiGHS finds none. Bounds may be infinite."""
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = len(cost), len(low)
+    lp.col_cost_, lp.col_lower_, lp.col_upper_, lp.row_lower_, lp.row_upper_ = cost, least, most, low, high
+    matrix.put_into(lp.a_matrix_)
+    highs = highspy.Highs()
+    for name, value in {"output_flag": False, "threads": 1, "random_seed": 0}.items():
+        highs.setOptionValue(name, value)
+    highs.passModel(lp)
+    highs.run()
+    if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+        return None
+    solution = highs.getSolution()
+    return Optimum(np.array(solution.col_value), highs.getObjectiveValue(), np.array(solution.row_dual))

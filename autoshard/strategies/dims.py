@@ -234,8 +234,14 @@ def put_part(op: Op, inputs: Inputs) -> list[Row]:
 
 # -- all but the last dims ----------------------------------------------------------------------------------------------------------
 
+UPSAMPLED = {  # how many last dims
+    "upsample_nearest1d": 1, "_upsample_nearest_exact1d": 1, "upsample_linear1d": 1, "upsample_nearest2d": 2,
+    "_upsample_nearest_exact2d": 2, "upsample_bilinear2d": 2, "upsample_bicubic2d": 2, "_upsample_bilinear2d_aa": 2,
+    "_upsample_bicubic2d_aa": 2, "upsample_nearest3d": 3, "_upsample_nearest_exact3d": 3, "upsample_trilinear3d": 3,
+}  # fmt: skip
 # target: (how many last dims it works on, whether it is linear)
 LAST_DIMS = {
+    **{f"aten.{name}_backward.default": (n, True) for name, n in UPSAMPLED.items()},
     "aten.max_pool2d_with_indices.default": (2, False),
     "aten.max_pool2d_with_indices_backward.default": (2, False),
     "aten.max_pool3d_with_indices.default": (3, False),
@@ -264,11 +270,9 @@ LAST_DIMS = {
     "aten.upsample_bicubic2d.vec": (2, True),
     "aten._upsample_bilinear2d_aa.vec": (2, True),
     "aten._upsample_bicubic2d_aa.vec": (2, True),
-    "aten.upsample_nearest2d_backward.default": (2, True),
     "aten._upsample_nearest_exact2d.default": (2, True),
     "aten.upsample_bilinear2d.default": (2, True),
     "aten.upsample_bilinear2d.vec": (2, True),
-    "aten.upsample_bilinear2d_backward.default": (2, True),
     "aten.upsample_bicubic2d.default": (2, True),
     "aten._upsample_bilinear2d_aa.default": (2, True),
     **{f"aten.{kind}_pad{n}d.default": (n, True) for kind in ("reflection", "replication") for n in (1, 2, 3)},

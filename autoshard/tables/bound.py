@@ -22,9 +22,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import csr_array
 
+from autoshard.solvers.linprog import SparseRows, linprog
 from autoshard.tables.arrays import Arrays, Devices
 
 STEPS = tuple(range(1, 13))  # k of u_k
@@ -109,15 +108,13 @@ def solve_weights(a: np.ndarray, b: np.ndarray, allowed: np.ndarray, totals: Tot
         return None
     n = len(open_)
     used = np.flatnonzero(a[:, open_].any(axis=1) | (b == 0))
-    pick = csr_array((np.ones(n), (totals.table_of[open_], np.arange(n))), shape=(num_tables, n + 1))
-    upper = np.hstack([a[np.ix_(used, open_)], -np.ones((len(used), 1))])
-    optimum = linprog(
-        np.append(np.zeros(n), 1.0), A_ub=upper, b_ub=b[used], A_eq=pick, b_eq=np.ones(num_tables),
-        bounds=[(0, None)] * n + [(-1, None)], method="highs-ds",
-    )  # fmt: skip
-    assert optimum.status == 0, f"the linear program ended with: {optimum.message}"
+    upper = SparseRows.dense(np.hstack([a[np.ix_(used, open_)], -np.ones((len(used), 1))]))
+    pick = SparseRows.of(totals.table_of[open_], np.arange(n), np.ones(n), (num_tables, n + 1))
+    low, high = np.append(np.full(len(used), -np.inf), np.ones(num_tables)), np.append(b[used], np.ones(num_tables))
+    optimum = linprog(np.append(np.zeros(n), 1.0), upper.below(pick), low, high, np.append(np.zeros(n), -1.0), np.full(n + 1, np.inf))
+    assert optimum is not None, "the linear program has no optimum"  # it is feasible, and t is bounded
     y, share = np.zeros(len(b)), np.zeros(len(allowed))
-    y[used] = np.maximum(-optimum.ineqlin.marginals, 0.0)
+    y[used] = np.maximum(-optimum.prices[: len(used)], 0.0)
     share[open_] = optimum.x[:-1]
     return Weights(y, share, float(optimum.x[-1]))
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import final
+from typing import Any, final
 
 import numpy as np
-from scipy.interpolate import PchipInterpolator
 
 from autoshard.cost.curves.records import Curve, PiecewiseCurve, PNorm
 
@@ -40,7 +39,9 @@ class PchipCurve(Curve):
     tail: float
 
     @cached_property
-    def _inside(self) -> PchipInterpolator:
+    def _inside(self) -> Any:
+        from scipy.interpolate import PchipInterpolator  # here: only curves of this kind need it
+
         return PchipInterpolator(np.log(self.sizes), np.log(self.times))
 
     def seconds(self, bytes: np.ndarray | float) -> np.ndarray:

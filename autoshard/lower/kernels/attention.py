@@ -101,9 +101,10 @@ def kernel_of(call: Call) -> str:
 
 
 def _cpu(c: Call) -> tuple[Tensor, Tensor]:
-    return aten._scaled_dot_product_flash_attention_for_cpu(
+    out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
         c.query, c.key, c.value, 0.0, c.is_causal, attn_mask=c.attn_mask, scale=c.scale
     )
+    return out, logsumexp.to(torch.promote_types(c.query.dtype, torch.float32))  # of float64 torch 2.12's fake kernel says float32
 
 
 def _cpu_backward(c: Call, grad_out: Tensor, out: Tensor, logsumexp: Tensor) -> tuple[Tensor, ...]:
