@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import Executor
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,13 @@ import pytest
 from autoshard import api
 from autoshard.cli import main, pipeline_verb
 from autoshard.cli.patience import INTERRUPT_EFFECTS, SILENCE, Patience, interrupt_effect
-from autoshard.planning import plan as planning
 from autoshard.solution import Solution
 from autoshard.solvers import Answer, Status
 from autoshard.tables import Table, plan_tables, planner
 from models import mlp
 from tests.helpers import fast_mesh
+
+planning = import_module("autoshard.planning.plan")
 
 ROOT = Path(__file__).parent.parent
 TINY = f"{ROOT}/models/mlp.py:tiny"
@@ -208,7 +210,8 @@ def test_sigterm_is_as_good_as_ctrl_c(number):
     script = (
         "import os, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from autoshard.planning import plan\n"
+        "from importlib import import_module\n"
+        "plan = import_module('autoshard.planning.plan')\n"
         f"plan.solve_baselines = lambda *_: os.kill(os.getpid(), {int(number)})\n"
         "from autoshard.__main__ import main\n"
         "sys.exit(main())\n"

@@ -1,6 +1,7 @@
 """All ranks of a group issue their collectives in one order: on programs, in `verify` and `dry_run`, and on running ranks."""
 
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoshard
 from autoshard import api
 from autoshard.capture import capture
-from autoshard.lower import issue_order, parallelize
+from autoshard.lower import issue_order
 from autoshard.lower.issue_order import Issued, disagreements, issued, out_of_step
 from autoshard.lower.kernels import attention_over_sequence
 from autoshard.lower.program import Redistribute, RunOp, lower
@@ -119,6 +120,7 @@ def test_verify_and_dry_run_report_ranks_that_are_out_of_step(monkeypatch):
 
 def swapped(rank, solution):
     """Rank 1 issues its last two collectives in the other order."""
+    parallelize = import_module("autoshard.lower.parallelize")
     right = parallelize.scheduled
 
     def wrong(passes, *args):

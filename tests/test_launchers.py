@@ -3,6 +3,7 @@
 import tomllib
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
+from importlib import import_module
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -487,7 +488,7 @@ class OnlyMap(Executor):
 
 @pytest.mark.parametrize("pool", [ThreadPoolExecutor, ProcessPoolExecutor, OnlyMap])
 def test_an_executor_changes_nothing(pool, monkeypatch):
-    monkeypatch.setattr("autoshard.launchers.ranking.CHUNK", 500)
+    monkeypatch.setattr(import_module("autoshard.launchers.ranking"), "CHUNK", 500)
     fixed = Launch(16, 2048, 64)
     here = ranking(fixed, LLAMA8, Site(), "torchtitan")
     with pool(2) as executor:

@@ -2,16 +2,18 @@
 
 import json
 import math
+from importlib import import_module
 
 import pytest
 
-import autoshard.planning.plan as planning
 from autoshard.api import Infeasible, NoAnswer, plan
 from autoshard.cli.app import say_no
 from autoshard.cli.output import Output
 from autoshard.mesh import Mesh
 from autoshard.solvers import Answer, Status
 from models import llama
+
+planning = import_module("autoshard.planning.plan")
 
 UNKNOWN = Answer(Status.UNKNOWN, None, math.inf, 0.0, "auto")
 ASKED = {"training": True, "recompute": "blocks", "memory_limit": 1e9, "time_limit": 60.0, "baselines": False}

@@ -264,7 +264,8 @@ def test_forbidden_layouts_reach_the_planner():
 AGAIN = """
 import sys
 sys.path.insert(0, ROOT)
-import autoshard.planning.plan as plan, autoshard.planning.solving as planning, autoshard.solvers.solve as solving
+from importlib import import_module
+plan, planning, solving = map(import_module, ("autoshard.planning.plan", "autoshard.planning.solving", "autoshard.solvers.solve"))
 from autoshard.layout import text
 from torch.utils import _pytree as pytree
 from tests.helpers import TINY, given_graphs

@@ -6,6 +6,7 @@ itself. Each row names only rooms above it, so a cycle can't be written.
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -62,7 +63,17 @@ TABLE = {
     "pytest_plugin": ("api", "pytest"),
 }
 
+# lines of Python; a ceiling falls with the room, and rises only in a commit that says why
+BUDGETS: dict[str, int] = {
+    "version": 3, "cycles": 24, "units": 34, "torch_private": 188, "writing": 164, "reading": 311, "precision": 77, "mesh": 376,
+    "layout": 175, "graph": 2150, "capture": 3146, "strategies": 2279, "cost": 1675, "routes": 651, "recipes": 596, "problem": 345,
+    "solvers": 4872, "formulate": 1558, "baselines": 1186, "solution": 1358, "simulate": 1242, "planning": 4434, "pipeline": 3619,
+    "explain": 1345, "lower": 10602, "calibrate": 1395, "launchers": 1843, "exports": 1090, "relayout": 1937, "tables": 2428,
+    "serving": 700, "report": 3258, "api": 1226, "cli": 4526, "pytest_plugin": 36,
+}  # fmt: skip
+
 LAZY_FACADE = ("__init__.py", "__main__.py")  # directly below autoshard: they name what is public
+PAGES = ("report", "simulate", "solvers")  # rooms of which single modules are loaded when they are asked for
 LAZY_NAMES = ("api/__init__.py", "torch_private.py")  # they load the names that they list: test_api_door.py, test_torch_private.py
 # what comes from outside passes one door, which knows sizes, soundness and schemas; the shards of checkpoints are torch's own files
 READS_FILES = ("reading", "lower/checkpoint_files")
@@ -132,6 +143,66 @@ def import_violations(package: Path) -> list[str]:
             elif top not in sys.stdlib_module_names and top not in third_party:
                 found.append(f"{where}:{line}: {room} may not import {top}")
     return found
+
+
+def defined(door: Path) -> set[str]:
+    """What a room's door names: imports, functions, classes and constants of its `__init__`."""
+    names: set[str] = set()
+    for node in ast.parse(door.read_text()).body:
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+def deep_imports(package: Path) -> list[str]:
+    """Imports from another room that go past its door. Modules of PAGES may be named through their room."""
+    found = []
+    for path in files(package):
+        where = path.relative_to(package)
+        room = where.parts[0].removesuffix(".py")
+        if where.as_posix() in (*LAZY_FACADE, *LAZY_NAMES):
+            continue
+        for line, module in imported_modules(ast.parse(path.read_text(), filename=str(path)), [package.name, *where.parts[:-1]]):
+            top, *inner = module.split(".")
+            if top != package.name or len(inner) < 2 or inner[0] == room or not (package / inner[0]).is_dir():
+                continue
+            is_module = (package / inner[0] / f"{inner[1]}.py").exists() and inner[1] not in defined(package / inner[0] / "__init__.py")
+            if len(inner) > 2 or (is_module and inner[0] not in PAGES):
+                found.append(f"{where}:{line}: {module} is past the door of {inner[0]}")
+    return found
+
+
+def idle_names(package: Path, readers: Path) -> list[str]:
+    """What doors name and nobody outside of the room does: no other room, and no file below `readers` (tests, benchmarks, docs)."""
+    folders = [readers / name for name in ("autoshard", "tests", "benchmarks", "docs", "examples")]
+    read = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".md")]
+    words = {path: set(re.findall(r"\w+", path.read_text())) for path in read}
+    found = []
+    for door in sorted(package.glob("*/__init__.py")):
+        outside = set().union(*(named for path, named in words.items() if door.parent not in path.parents))
+        offered = set(re.findall(r"\bimport (?:.*, )?(\w+) as \1\b", door.read_text()))
+        found += [f"{door.parent.name}: {name}" for name in sorted(offered - outside)]
+    return found
+
+
+def lines_of(package: Path) -> dict[str, int]:
+    """Lines of Python by room."""
+    counted: dict[str, int] = {}
+    for path in files(package):
+        where = path.relative_to(package)
+        if where.as_posix() not in LAZY_FACADE:
+            room = where.parts[0].removesuffix(".py")
+            counted[room] = counted.get(room, 0) + len(path.read_text().splitlines())
+    return counted
+
+
+def over_budget(lines: dict[str, int]) -> list[str]:
+    return [f"{room} has {n:,} lines, {BUDGETS.get(room, 0):,} are its budget" for room, n in lines.items() if n > BUDGETS.get(room, 0)]
 
 
 def dotted(node: ast.expr) -> str:
@@ -209,6 +280,54 @@ def test_the_numeric_rooms_may_not_import_torch():
 def test_every_import_is_in_the_room_table():
     assert files(PACKAGE), f"no file under {PACKAGE}"
     assert import_violations(PACKAGE) == []
+
+
+def test_every_room_is_entered_through_its_door():
+    assert deep_imports(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from autoshard.cost.curves import lookup",
+        "from autoshard.cost.curves.records import Curve",
+        "from ..cost.curves import lookup",
+        "from ..cost import curves",
+        "import autoshard.cost.curves",
+        "def f():\n    from autoshard.cost import curves as prices",
+    ],
+)
+def test_a_planted_import_past_a_door_is_caught(tmp_path, source):
+    plant(tmp_path, "cost/curves.py", "def lookup(): ...")
+    plant(tmp_path, "cost/__init__.py", "from .curves import lookup as lookup")
+    (violation,) = deep_imports(plant(tmp_path, "routes/shortest.py", source))
+    assert "past the door of cost" in violation
+
+
+@pytest.mark.parametrize("source", ["from autoshard.cost import lookup", "from ..cost import lookup as priced", "from . import steps"])
+def test_a_name_that_a_door_has_passes(tmp_path, source):
+    plant(tmp_path, "cost/curves.py", "def lookup(): ...")
+    plant(tmp_path, "cost/__init__.py", "from .curves import lookup as lookup")
+    assert deep_imports(plant(tmp_path, "routes/shortest.py", source)) == []
+
+
+def test_doors_name_what_others_use(tmp_path):
+    assert idle_names(PACKAGE, PACKAGE.parent) == []
+    plant(tmp_path, "cost/__init__.py", "from .curves import lookup as lookup\nfrom .curves import slope as slope")
+    plant(tmp_path, "cost/curves.py", "def lookup(): ...\ndef slope(): ...")
+    assert idle_names(plant(tmp_path, "routes/shortest.py", "from autoshard.cost import lookup"), tmp_path) == ["cost: slope"]
+
+
+def test_every_room_keeps_its_budget(tmp_path):
+    assert over_budget(lines_of(PACKAGE)) == []
+    assert set(BUDGETS) == set(TABLE)
+    over = over_budget(lines_of(plant(tmp_path, "units.py", "\n" * (BUDGETS["units"] + 1))))
+    assert over == [f"units has {BUDGETS['units'] + 1} lines, {BUDGETS['units']} are its budget"]
+
+
+def test_no_budget_is_far_above_its_room():
+    """A ceiling that nobody lowers is none."""
+    assert [room for room, n in lines_of(PACKAGE).items() if BUDGETS[room] > 1.02 * n + 20] == []
 
 
 def test_house_rules():

@@ -14,11 +14,11 @@ from torch import fx
 from torch.distributed.tensor import DeviceMesh
 
 from autoshard.capture import Captured
-from autoshard.exports.sharding_map import spec_of
+from autoshard.exports import spec_of
 from autoshard.graph import Graph, Op, Ref, Tensor
 from autoshard.layout import parse, replicated
 from autoshard.mesh import Mesh
-from autoshard.planning.node_layouts import is_value
+from autoshard.planning import is_value
 from autoshard.solution import Solution
 from autoshard.strategies import KnownCandidates, candidates
 from autoshard.torch_private import DTensorSpec, pytree

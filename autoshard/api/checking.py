@@ -18,16 +18,23 @@ from torch import nn
 from autoshard.capture import capture_module, constants, in_turn, input_names
 from autoshard.formulate import Training, formulate
 from autoshard.graph import Graph
-from autoshard.lower import RankProgram, Verification, faults, lower, run_local_tensor, verify_program
-from autoshard.lower.dry_run import CannotRun
-from autoshard.lower.dry_run import dry_run as lower_dry_run
-from autoshard.lower.generator import draws
-from autoshard.lower.issue_order import op_of, out_of_step
-from autoshard.lower.unsharded import run_unsharded, with_errors_of
+from autoshard.lower import (
+    CannotRun,
+    RankProgram,
+    Verification,
+    draws,
+    lower,
+    op_of,
+    out_of_step,
+    run_local_tensor,
+    run_unsharded,
+    verify_program,
+    with_errors_of,
+)
+from autoshard.lower import dry_run as lower_dry_run
+from autoshard.lower import plant_fault as put_fault
 from autoshard.mesh import Mesh
-from autoshard.planning.describe import layouts_of, results_of
-from autoshard.planning.options import Progress
-from autoshard.planning.random_choice import random_choice
+from autoshard.planning import Progress, layouts_of, random_choice, results_of
 from autoshard.routes import Routes
 from autoshard.solution import Placed, Solution, replay, save_over
 from autoshard.strategies import candidates
@@ -80,7 +87,7 @@ def verify(
     routes, rows = Routes(mesh), []
     for k, (drawn, planned, results) in enumerate(plans):
         report(f"running {mesh.num_devices} ranks, layouts {k + 1} of {len(plans)}", 0.2 + 0.8 * k / len(plans))
-        layouts = faults.plant_fault(planned, graph, mesh, seed + k) if plant_fault else planned
+        layouts = put_fault(planned, graph, mesh, seed + k) if plant_fault else planned
         verification = verify_program(graph, layouts, results, mesh, values, expected, routes=routes, seed=seed, device=device)
         if local_tensor_mode and verification.ok:
             again = run_local_tensor(lower(graph, layouts, results, mesh, routes=routes), values)

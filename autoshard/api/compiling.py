@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.lower.parallelize import device_mesh, parallelize
+from autoshard.lower import device_mesh, parallelize
 from autoshard.mesh import Mesh
-from autoshard.planning.options import Options, checked_options
-from autoshard.planning.plan import plan
+from autoshard.planning import Options, checked_options, plan
 
 log = logging.getLogger("autoshard")
 

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.pipeline.pipeline_record import Pipeline
+from autoshard.pipeline import Pipeline
 from autoshard.solution import ProgramsSolution, Solution
 
 P = ParamSpec("P")

@@ -10,13 +10,23 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.launchers import Columns, Described, Launch, ModelSizes, why_illegal
-from autoshard.launchers.changes import Change, best_changes
-from autoshard.launchers.prices import LaunchPrices, Site, interval, prices_of
-from autoshard.launchers.ranking import Ranking, ranking
+from autoshard.launchers import (
+    Change,
+    Columns,
+    Described,
+    Launch,
+    LaunchPrices,
+    ModelSizes,
+    Ranking,
+    Site,
+    best_changes,
+    interval,
+    prices_of,
+    ranking,
+    why_illegal,
+)
 from autoshard.mesh import Mesh
-from autoshard.planning.options import Progress
-from autoshard.planning.regret import Regret, regret
+from autoshard.planning import Progress, Regret, regret
 
 ModelOf = Callable[[int], tuple[Any, Any]]  # batch -> (module, example inputs)
 GAP = 0.01  # relative: how well the bound is proven

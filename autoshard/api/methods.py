@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoshard.solution.provided import provide
+from autoshard.solution import provide
 
 
 def extrapolate(*args: Any, **options: Any) -> Any:
-    from autoshard.planning import extrapolate  # here, as below: who reads a plan needs no planner
+    from autoshard.planning import extrapolate as extrapolated  # here, as below: who reads a plan needs no planner
 
-    return extrapolate.extrapolate(*args, **options)
+    return extrapolated(*args, **options)
 
 
 def notebook(*args: Any) -> str:
@@ -21,7 +21,7 @@ def notebook(*args: Any) -> str:
 
 
 def frontier_svg(record: dict[str, Any]) -> str:
-    from autoshard.report.frontier import svg  # matplotlib takes a second to import
+    from autoshard.report import svg  # matplotlib takes a second to import
 
     return svg(record)
 

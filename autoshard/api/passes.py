@@ -20,17 +20,22 @@ from torch.export import ExportedProgram
 from autoshard.api.annotating import annotate
 from autoshard.baselines import CONTEXT_PARALLEL, SHARDED_MEGATRON
 from autoshard.capture import Captured, capture_fx, capture_module, ignored, in_turn
-from autoshard.exports.sharding_map import sharding_map, unbacked_mesh
+from autoshard.exports import sharding_map, unbacked_mesh
 from autoshard.graph import Graph
-from autoshard.lower.unsharded import verify_graph
+from autoshard.lower import verify_graph
 from autoshard.mesh import Device, Mesh
-from autoshard.planning.certify import fingerprint
-from autoshard.planning.context import Context
-from autoshard.planning.demands import broken_by
-from autoshard.planning.microbatches import with_number_of_microbatches
-from autoshard.planning.node_layouts import with_node_layouts
-from autoshard.planning.options import Options, Stopwatch, checked_options
-from autoshard.planning.plan import baseline_only, plan_graph
+from autoshard.planning import (
+    Context,
+    Options,
+    Stopwatch,
+    baseline_only,
+    broken_by,
+    checked_options,
+    fingerprint,
+    plan_graph,
+    with_node_layouts,
+    with_number_of_microbatches,
+)
 from autoshard.precision import Precision
 from autoshard.solution import Solution, load, replay
 

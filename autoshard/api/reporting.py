@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from autoshard.api.simulating import simulate
-from autoshard.pipeline.pipeline_record import Pipeline
-from autoshard.planning.options import Progress
+from autoshard.pipeline import Pipeline
+from autoshard.planning import Progress
 from autoshard.report import html
 from autoshard.solution import ProgramsSolution, Solution
 

@@ -14,14 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.api.checking import ran_on
 from autoshard.capture import capture_module, constants, deep_enough, in_turn, input_names
-from autoshard.lower import faults
-from autoshard.lower import parallelize as plans
-from autoshard.lower.pipeline_verify import verify_stages
-from autoshard.lower.pipelines import CapturedPipeline, parallel_pipeline
-from autoshard.pipeline.microbatches import microbatch
-from autoshard.pipeline.pipeline_record import Pipeline
-from autoshard.pipeline.schedules import SCHEDULES
-from autoshard.pipeline.to_run import to_run, with_schedule
+from autoshard.lower import CapturedPipeline, constants_of, parallel_pipeline, verify_stages
+from autoshard.lower import parallelize as parallelize_plan
+from autoshard.lower import plant_fault as put_fault
+from autoshard.pipeline import SCHEDULES, Pipeline, microbatch, to_run, with_schedule
 from autoshard.solution import ProgramsSolution, Solution
 
 log = logging.getLogger("autoshard")
@@ -72,7 +68,7 @@ def parallelize(
     if not isinstance(solution, Pipeline):
         if schedule is not None:
             raise ValueError(f"schedule is {schedule!r}, but the plan has no stages; only a pipeline has a schedule")
-        return plans.parallelize(model, solution, device_mesh, example_inputs=example_inputs, pad=pad, **options)
+        return parallelize_plan(model, solution, device_mesh, example_inputs=example_inputs, pad=pad, **options)
     if isinstance(model, Mapping) or pad is not None:
         raise ValueError("a pipeline is of one program; give one model, and no values to pad with")
     if example_inputs is None:
@@ -104,7 +100,7 @@ def captured_pipeline(model: nn.Module, example_inputs: Any, pipeline: Pipeline)
     part = microbatch(example_inputs, pipeline.microbatches)
     captured = capture_module(model, part, training=bool(pipeline.assumptions.get("training", True)))
     plan = to_run(pipeline, captured.graph, input_names(model, example_inputs), example_inputs)
-    return CapturedPipeline(plan, plans.constants_of(model, captured.graph, constants(captured.fx_graph)))
+    return CapturedPipeline(plan, constants_of(model, captured.graph, constants(captured.fx_graph)))
 
 
 def load_pipeline(path: str | os.PathLike[str]) -> Pipeline:
@@ -127,7 +123,7 @@ def verify_pipeline(
     plan = captured.plan
     if plant_fault:
         stage = max(plan.stages, key=lambda one: one.mesh.num_devices)
-        wrong = replace(stage, layouts=faults.plant_fault(stage.layouts, stage.graph, stage.mesh, seed))
+        wrong = replace(stage, layouts=put_fault(stage.layouts, stage.graph, stage.mesh, seed))
         plan = replace(plan, stages=tuple(wrong if one is stage else one for one in plan.stages))
     verification = verify_stages(model, example_inputs, plan, captured.constants, seed)
     return {

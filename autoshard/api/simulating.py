@@ -9,12 +9,12 @@ import torch
 
 from autoshard.capture import capture_deep, in_turn
 from autoshard.mesh import Mesh
-from autoshard.pipeline.grid import SCHEMES as SCHEMES
-from autoshard.pipeline.grid import Simulation as Simulation
-from autoshard.pipeline.grid import simulate_grid as simulate_grid
-from autoshard.planning.options import Progress
-from autoshard.simulate.degrees import Parallel as Parallel
-from autoshard.simulate.timeline import Timeline, timeline_of_solution
+from autoshard.pipeline import SCHEMES as SCHEMES
+from autoshard.pipeline import Simulation as Simulation
+from autoshard.pipeline import simulate_grid as simulate_grid
+from autoshard.planning import Progress
+from autoshard.simulate import Parallel as Parallel
+from autoshard.simulate import Timeline, timeline_of_solution
 from autoshard.solution import Solution, replay
 
 

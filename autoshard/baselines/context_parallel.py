@@ -31,8 +31,7 @@ from autoshard.baselines.schemes import (
 from autoshard.graph import Graph
 from autoshard.layout import Layout, R, S
 from autoshard.mesh import Mesh
-from autoshard.strategies import Candidates
-from autoshard.strategies.ring import BACKWARD, FORWARD, is_long
+from autoshard.strategies import BACKWARD, FORWARD, Candidates, is_long
 
 CONTEXT_PARALLEL = ("context_parallel_gather", "context_parallel_ring", "context_parallel_ulysses")
 SEQUENCE, HEADS = 2, 1

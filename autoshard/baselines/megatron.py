@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from autoshard.baselines.classes import DimClasses
 from autoshard.graph import Graph, Value
-from autoshard.strategies.rows import argument
+from autoshard.strategies import argument
 
 # (position of x, of w; dims of w counted from the end: contracted, kept)
 MATMULS = {

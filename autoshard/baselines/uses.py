@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from autoshard.baselines.classes import DimClasses, Slots, dim_classes, number_slots
 from autoshard.baselines.megatron import ParameterMatmul, from_parameters, parameter_matmuls, recognise
 from autoshard.graph import Graph, Op, Value
-from autoshard.strategies import Candidates
-from autoshard.strategies.rows import argument
+from autoshard.strategies import Candidates, argument
 
 SWAPS = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
 SPLITS = {"aten.split.Tensor": 2, "aten.split_with_sizes.default": 2, "aten.chunk.default": 2, "aten.slice.Tensor": 1}  # position of dim

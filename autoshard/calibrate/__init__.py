@@ -4,16 +4,20 @@ Two modules reproduce published predictors and stay for comparison: sigmoid.py (
 mlp_runs.py (the training steps of an MLP that DistIR published).
 """
 
+from autoshard.calibrate.cluster import cluster as cluster
 from autoshard.calibrate.errors import Errors as Errors
 from autoshard.calibrate.errors import extrapolated as extrapolated
 from autoshard.calibrate.errors import held_out as held_out
+from autoshard.calibrate.errors import pooled as pooled
 from autoshard.calibrate.errors import summary as summary
-from autoshard.calibrate.fit import METHODS as METHODS
 from autoshard.calibrate.fit import family as family
 from autoshard.calibrate.fit import fit as fit
 from autoshard.calibrate.fitted import Fitted as Fitted
 from autoshard.calibrate.fitted import fitted as fitted
 from autoshard.calibrate.fitted import nearest as nearest
+from autoshard.calibrate.importers import parse as parse
+from autoshard.calibrate.measure import measure_this_cluster as measure_this_cluster
+from autoshard.calibrate.rates import OpSample as OpSample
 from autoshard.calibrate.rates import Rates as Rates
 from autoshard.calibrate.rates import fit_rates as fit_rates
 from autoshard.calibrate.sigmoid import all_to_allv_bytes as all_to_allv_bytes

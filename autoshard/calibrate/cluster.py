@@ -21,10 +21,7 @@ import numpy as np
 from autoshard.calibrate.errors import Errors, held_out, pooled, summary
 from autoshard.calibrate.fit import fit
 from autoshard.calibrate.rates import OpSample, Roofline, fit_roofline
-from autoshard.cost.collectives import COLLECTIVES
-from autoshard.cost.compute import EFFICIENCY
-from autoshard.cost.curves.files import CLUSTER_FORMAT
-from autoshard.cost.curves.records import PiecewiseCurve, PNorm
+from autoshard.cost import CLUSTER_FORMAT, COLLECTIVES, EFFICIENCY, PiecewiseCurve, PNorm
 from autoshard.mesh import DEVICES, LAUNCHES, Axis, Device, LinkCurve, Mesh, default_axis_names
 
 Times = Mapping[tuple[int, str], Mapping[float, float]]  # (axis, collective) -> size in bytes -> seconds

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoshard.cost.curves.records import Curve, check
+from autoshard.cost import Curve, check
 
 FLOOR = 4e-4
 

@@ -23,9 +23,7 @@ from scipy.optimize import isotonic_regression, least_squares
 
 from autoshard.calibrate.pooled import pooled
 from autoshard.calibrate.sigmoid import fit_sigmoid
-from autoshard.cost.curves.device_counts import Count, Family
-from autoshard.cost.curves.kinds import PchipCurve
-from autoshard.cost.curves.records import Curve, PiecewiseCurve, PNorm, check, tail_slope
+from autoshard.cost import Count, Curve, Family, PchipCurve, PiecewiseCurve, PNorm, check, tail_slope
 
 
 def increasing(z: np.ndarray) -> np.ndarray:

@@ -10,8 +10,7 @@ import numpy as np
 
 from autoshard.calibrate.errors import Errors, held_out, summary
 from autoshard.calibrate.fit import fit
-from autoshard.cost.curves.kinds import bus_factor
-from autoshard.cost.curves.records import Curve, Series
+from autoshard.cost import Curve, Series, bus_factor
 
 MANY = 200  # curves that a curve is pooled with at most
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard.calibrate.sigmoid import EPSILON
-from autoshard.cost.curves.records import Series
+from autoshard.cost import Series
 from autoshard.reading import parsed, rows_of
 
 MIB = 2**20

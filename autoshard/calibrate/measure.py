@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.calibrate.device_rates import OpTime, measure_device, median_seconds
-from autoshard.lower.collectives import Ask, Groups
+from autoshard.lower import Ask, Groups
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SMALLEST = 2**10  # bytes

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.calibrate.rates import fit_rates, folds_of
-from autoshard.cost.curves import bus_factor
+from autoshard.cost import bus_factor
 
 
 @dataclass(frozen=True, eq=False)

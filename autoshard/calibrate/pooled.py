@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autoshard.cost.curves.records import Curve, PiecewiseCurve, check, tail_slope
+from autoshard.cost import Curve, PiecewiseCurve, check, tail_slope
 
 AGREEMENTS = (0.5, 1.0)
 ALONE = 0.9  # most curves of a file are unrelated; with 0.5 a system without related curves loses a tenth of its accuracy

@@ -22,8 +22,7 @@ import numpy as np
 from scipy.optimize import OptimizeWarning, curve_fit
 
 from autoshard.calibrate.errors import summary
-from autoshard.cost.curves.kinds import Sigmoid, sigmoid
-from autoshard.cost.curves.records import Curve
+from autoshard.cost import Curve, Sigmoid, sigmoid
 
 EPSILON = 4e-4  # GB/s that the published reader of PARAM logs adds to both bandwidths: small ones are printed as 0.000
 

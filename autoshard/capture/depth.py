@@ -25,8 +25,7 @@ from autoshard.capture.held import copied, unsupported_kind
 from autoshard.capture.inputs import ignored, stored_dtypes
 from autoshard.capture.module import capture_without_casts
 from autoshard.capture.witness import Program, eager_program, grown
-from autoshard.graph import Graph, Op, leaves, mixed
-from autoshard.graph.tile import tile
+from autoshard.graph import Graph, Op, leaves, mixed, tile
 from autoshard.precision import Precision
 
 # 3 suffice for GPT-2, Llama, BERT, Mixtral; 4 for training DeepSeek-V3, whose first layers differ (with such a head 4 are tried first);

@@ -13,8 +13,7 @@ from torch import fx
 
 from autoshard.capture.inputs import Named
 from autoshard.capture.random_ops import draws, memory_order
-from autoshard.graph import Const, Graph, Op, Ref, Result, Tensor, Value
-from autoshard.graph.random import ORDER, PER_ELEMENT, RANDOM
+from autoshard.graph import ORDER, PER_ELEMENT, RANDOM, Const, Graph, Op, Ref, Result, Tensor, Value
 from autoshard.torch_private import FakeTensor, OpOverload, pytree
 
 # Norms whose statistics (outputs 1 and 2) are float32 for inputs of 16 bits on a GPU, but not in every case on a CPU; their kernels

@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoshard.capture.explain import explained
 from autoshard.capture.inputs import arguments, to_fake
-from autoshard.graph.blocks import repetitions
+from autoshard.graph import repetitions
 from autoshard.precision import Precision
 from autoshard.torch_private import FakeTensorMode, TorchDispatchMode, pytree
 

@@ -20,7 +20,7 @@ from autoshard.reading import text_of
 
 if TYPE_CHECKING:
     from autoshard.calibrate import Fitted
-    from autoshard.cost.presets import Preset
+    from autoshard.cost import Preset
 
 calibrate = Verbs(help="Measure a cluster, or fit what was measured.", rich_markup_mode=None)
 app.add_typer(calibrate, name="calibrate")
@@ -55,9 +55,8 @@ def fit(
     autoshard calibrate fit all_reduce_perf.txt all_gather_perf.txt --out curves.json --plot curves.png
     autoshard calibrate fit measured.csv --table
     """
-    from autoshard.calibrate import fitted
-    from autoshard.calibrate.importers import parse
-    from autoshard.cost.curves.files import save
+    from autoshard.calibrate import fitted, parse
+    from autoshard.cost import save
 
     with Output(as_json=as_json, quiet=quiet) as output:
         said = {"collective": collective, "devices": devices, "system": system}
@@ -85,7 +84,7 @@ def _row(one: Fitted) -> dict:
 
 def _by_collective(curves: Sequence[Fitted]) -> list[dict]:
     """Errors over the points of all curves of a collective, and of all."""
-    from autoshard.calibrate.errors import pooled
+    from autoshard.calibrate import pooled
 
     names = sorted({one.series.collective for one in curves})
     groups = [(name, [one for one in curves if one.series.collective == name]) for name in names]
@@ -138,7 +137,7 @@ def measure(
     autoshard plan models/gpt2.py:small --cluster cluster.json
     """
     from autoshard import api  # here: torch takes seconds to import
-    from autoshard.cost.curves import save_cluster
+    from autoshard.cost import save_cluster
 
     shape = parse_shape(mesh)
     limit = None if largest is None else parse_bytes(largest, "--largest")
@@ -169,8 +168,7 @@ def measure(
 
 def _record(shape: tuple[int, ...], about: dict, measured: Any, elapsed: float) -> dict:
     """The content of the file; {} while too little is measured."""
-    from autoshard.calibrate.cluster import cluster
-    from autoshard.calibrate.rates import OpSample
+    from autoshard.calibrate import OpSample, cluster
 
     if not all(any(len(t) >= 2 for (axis, _), t in measured.collectives.items() if axis == k) for k, n in enumerate(shape) if n > 1):
         return {}

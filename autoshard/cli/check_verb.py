@@ -151,13 +151,13 @@ def _launch_table(record: dict, path: str):
     from rich.console import Group  # here: as in options
     from rich.text import Text
 
-    from autoshard.report.launchers import check_table
+    from autoshard.report import launch_table
 
     batch = f"global batch {record['global_batch']} sequences of {record['seq']} tokens; changes are compared at this batch"
-    return Group(check_table(record, path), Text(batch))
+    return Group(launch_table(record, path), Text(batch))
 
 
 def _table(record: dict, sentence: str):
-    from autoshard.report.explained import check_table  # here: as in options
+    from autoshard.report import check_table  # here: as in options
 
     return check_table(record, sentence)

@@ -95,7 +95,7 @@ def _programs(output: Output, plan: Any) -> int:
     """What sharing costs each of several programs, and the parts of each one's cost."""
     from rich.text import Text
 
-    from autoshard.report.programs import programs_record, programs_report  # here: as in options
+    from autoshard.report import programs_record, programs_report  # here: as in options
 
     prices: dict[str, dict] = {}
     parts: list[Callable[[], RenderableType]] = [partial(programs_report, plan)]
@@ -114,14 +114,14 @@ def _check_words(name: str | None, why_not: str | None) -> None:
 
 
 def _explained(record: dict) -> RenderableType:
-    from autoshard.report.explained import explained  # here: as in options
+    from autoshard.report import explained  # here: as in options
 
     return explained(record)
 
 
 def _prices(loaded: Any, record: dict, shown: list[Callable[[], RenderableType]]) -> None:
     """The parts of the cost, with the errors of their prices."""
-    from autoshard.report.robustness import price_parts, prices_table
+    from autoshard.report import price_parts, prices_table
 
     record["interval_seconds"] = None if loaded.interval is None else list(loaded.interval)
     record["fingerprint"] = loaded.fingerprint.get("prices")

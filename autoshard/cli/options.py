@@ -90,7 +90,7 @@ def load_report() -> ModuleType:
 
 
 def load_cluster(path: str) -> Mesh:
-    from autoshard.cost.curves import load_cluster as load  # here: scipy takes half a second to import
+    from autoshard.cost import load_cluster as load  # here: scipy takes half a second to import
 
     return load(path)
 
@@ -99,7 +99,7 @@ def load_device(device: str) -> str | Device:
     """The name of a device as it is; of a file of `calibrate measure` the device that was measured."""
     if not device.endswith(".json"):
         return device
-    from autoshard.cost.curves import load_device as load  # here: as above
+    from autoshard.cost import load_device as load  # here: as above
 
     return load(device)
 

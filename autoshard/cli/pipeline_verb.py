@@ -139,7 +139,7 @@ def _report() -> ModuleType:
 
 def _cluster(devices: int | None, nodes: Sequence[str], device: str, per_node: int, tf32: bool, links: Bandwidths) -> Any:
     """The cluster that the options describe."""
-    from autoshard.pipeline.submeshes import Cluster, Kind  # here: as in options
+    from autoshard.pipeline import Cluster, Kind  # here: as in options
 
     if devices is not None:
         return Cluster.of(devices, per_node, device=device, tf32=tf32, **links)

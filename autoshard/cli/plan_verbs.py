@@ -187,7 +187,7 @@ def show(solution: Plan, mesh: OldMesh = None, as_json: Json = False) -> int:
     with Output(as_json=as_json) as output:
         loaded, report = load_any_plan(solution, mesh), load_report()
         if hasattr(loaded, "programs"):
-            from autoshard.report.programs import programs_record, programs_report  # here: as in options
+            from autoshard.report import programs_record, programs_report  # here: as in options
 
             output.answer(programs_record(loaded), lambda: programs_report(loaded))
             return OK

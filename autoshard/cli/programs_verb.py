@@ -91,7 +91,7 @@ def switches_of(written: str) -> float | None:
 
 
 def _answer(output: Output, plan: Any) -> int:
-    from autoshard.report.programs import programs_record, programs_report  # here: as in options
+    from autoshard.report import programs_record, programs_report  # here: as in options
 
     output.answer(programs_record(plan), lambda: programs_report(plan))
     return OK

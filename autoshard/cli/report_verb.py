@@ -78,7 +78,7 @@ def _is_pipeline(path: str) -> bool:
 
 def _written(output: Output, page: str, out: str, record: dict) -> int:
     """Write the page and say so; record: its sections, and why there is no model."""
-    from autoshard.report.html import save_html  # here: as in options
+    from autoshard.report import save_html  # here: as in options
 
     save_html(page, out)
     output.note(f"wrote {out}")

@@ -64,7 +64,7 @@ def serve_plan(
             devices_per_node=devices_per_node, expert_parallel=expert_parallel, eager=eager, progress=output.progress,
         )  # fmt: skip
         record = plan.to_dict() | {"model": model, "styles": _styles(plan.solution)}
-        from autoshard.report.serving import serving_report  # here: rich takes a while to import
+        from autoshard.report import serving_report  # here: rich takes a while to import
 
         output.answer(record, lambda: serving_report(record))
     return OK if plan.best is not None else NO

@@ -74,8 +74,7 @@ def record_of_mlp(
     target: str, constants: str, keywords: dict, configurations: Sequence[tuple[int, ...]], unused: Mapping[str, object]
 ) -> dict:
     """The record of a published simulator's MLP under its rules. unused: values of the options that these rules ignore."""
-    from autoshard.simulate import distir
-    from autoshard.simulate.degrees import Parallel
+    from autoshard.simulate import Parallel, distir
 
     if constants not in distir.CONSTANTS:
         raise ValueError(f"--constants is {constants!r}; expected physical, {' or '.join(distir.CONSTANTS)}")

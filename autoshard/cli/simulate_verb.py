@@ -148,7 +148,7 @@ def _check_model_words(target: str, model: str | None, no_join: bool, cluster: s
 
 
 def _of_model(target: str, keywords: dict, grid: Grid, mesh_of: MeshMaker, output: Output, how: Mapping[str, Any]) -> Simulated:
-    from autoshard.api.simulating import Parallel, simulate_grid  # here: torch takes seconds to import
+    from autoshard.api import Parallel, simulate_grid  # here: torch takes seconds to import
 
     output.progress("building the model", 0.0)
     module, inputs = load_model(target, keywords, training=how["training"])
@@ -219,7 +219,7 @@ def _measured(cluster: str, grid: Grid, output: Output) -> tuple[Grid, MeshMaker
 def _write(simulated: Simulated, trace: str | None, picture: str | None, output: Output) -> None:
     output.progress("writing", 0.95)
     if trace is not None:
-        from autoshard.report.trace import trace_of, trace_of_run  # here: as above
+        from autoshard.report import trace_of, trace_of_run  # here: as above
 
         _report().save_trace(trace_of(simulated.timeline) if simulated.run is None else trace_of_run(simulated.run), trace)
         output.note(f"wrote {trace}; open it in ui.perfetto.dev")

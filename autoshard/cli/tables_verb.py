@@ -78,7 +78,7 @@ def tables(
 
 def mesh_line(mesh: Mesh) -> str:
     """The device and the links that times are computed from, written as in the report of `autoshard plan`."""
-    from autoshard.report.text import axis_line
+    from autoshard.report import axis_line
 
     return "; ".join([f"mesh {'x'.join(map(str, mesh.shape))} of {mesh.device.name}", *map(axis_line, mesh.axes)])
 
@@ -99,7 +99,7 @@ def _report() -> ModuleType:
 
 def read_tables(path: str) -> list[Table]:
     """Tables of a .csv or .json file."""
-    from autoshard.tables.spec import tables_of_json, tables_of_rows
+    from autoshard.tables import tables_of_json, tables_of_rows
 
     if path.lower().endswith(".csv"):
         header, rows = rows_of(text_of(path, "tables"), path)

@@ -2,6 +2,43 @@
 step and state. All formulas of the package for these are here.
 """
 
+from autoshard.cost.block_prices import IdealPrices as IdealPrices
+from autoshard.cost.block_prices import MeshPrices as MeshPrices
+from autoshard.cost.block_prices import Prices as Prices
+from autoshard.cost.block_prices import Seconds as Seconds
+from autoshard.cost.compute import EFFICIENCY as EFFICIENCY
+from autoshard.cost.curves import load_cluster as load_cluster
+from autoshard.cost.curves import load_device as load_device
+from autoshard.cost.curves import save_cluster as save_cluster
+from autoshard.cost.curves.device_counts import Count as Count
+from autoshard.cost.curves.device_counts import Family as Family
+from autoshard.cost.curves.files import CLUSTER_FORMAT as CLUSTER_FORMAT
+from autoshard.cost.curves.files import save as save
+from autoshard.cost.curves.kinds import PchipCurve as PchipCurve
+from autoshard.cost.curves.kinds import Sigmoid as Sigmoid
+from autoshard.cost.curves.kinds import bus_factor as bus_factor
+from autoshard.cost.curves.kinds import sigmoid as sigmoid
+from autoshard.cost.curves.records import Curve as Curve
+from autoshard.cost.curves.records import PiecewiseCurve as PiecewiseCurve
+from autoshard.cost.curves.records import PNorm as PNorm
+from autoshard.cost.curves.records import Series as Series
+from autoshard.cost.curves.records import check as check
+from autoshard.cost.curves.records import tail_slope as tail_slope
+from autoshard.cost.devices import DeviceConstants as DeviceConstants
+from autoshard.cost.devices import MemoryConstants as MemoryConstants
+from autoshard.cost.devices import StackConstants as StackConstants
+from autoshard.cost.devices import device_constants as device_constants
+from autoshard.cost.devices import memory_constants as memory_constants
+from autoshard.cost.devices import spread_of as spread_of
+from autoshard.cost.devices import stack_constants as stack_constants
+from autoshard.cost.kernels import Ring as Ring
+from autoshard.cost.kernels import attention_seconds as attention_seconds
+from autoshard.cost.kernels import elementwise_seconds as elementwise_seconds
+from autoshard.cost.kernels import matmul_rate as matmul_rate
+from autoshard.cost.kernels import matmul_seconds as matmul_seconds
+from autoshard.cost.kernels import overlapped as overlapped
+from autoshard.cost.presets import Preset as Preset
+
 from .collectives import COLLECTIVES as COLLECTIVES
 from .collectives import PricedCollective as PricedCollective
 from .collectives import bytes_sent as bytes_sent

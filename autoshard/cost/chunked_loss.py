@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 
 from autoshard.cost.experts import Described, Kernel
-from autoshard.graph.chunked_loss import ROWS
+from autoshard.graph import ROWS
 
 
 def loss_kernels(inputs: Sequence[Described], *, backward: bool) -> list[Kernel]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoshard.explain.differences import CostDifference, CostTerm
-from autoshard.solution.record import plain
+from autoshard.solution import plain
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from autoshard.explain.reopened import Choice, Reopened, captured, options_of, r
 from autoshard.explain.staleness import ROUNDING, Changes, Checked, changes_since, check_numbers, too_expensive
 from autoshard.formulate import Joined, Piece, join
 from autoshard.mesh import Mesh
-from autoshard.planning.options import Progress, Stopwatch
-from autoshard.planning.programs import sub_mesh
+from autoshard.planning import Progress, Stopwatch, sub_mesh
 from autoshard.problem import evaluate
 from autoshard.solution import ProgramsSolution
 from autoshard.solvers import certified

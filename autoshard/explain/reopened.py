@@ -25,15 +25,10 @@ from autoshard.capture import capture_deep
 from autoshard.formulate import Formulation, with_pins
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
-from autoshard.planning.context import formulate_for
-from autoshard.planning.demands import allowed_by_pins
-from autoshard.planning.describe import choice_of
-from autoshard.planning.options import Options
-from autoshard.planning.tying import solve_tied
+from autoshard.planning import Options, allowed_by_pins, choice_of, formulate_for, solve_tied
 from autoshard.problem import Evaluation, Problem, evaluate, without_limit
 from autoshard.solution import Replay, Solution, replay
-from autoshard.solvers import Answer, converged, solve
-from autoshard.solvers.dual_ascent import Messages
+from autoshard.solvers import Answer, Messages, converged, solve
 from autoshard.strategies import candidates
 
 Choice = tuple[int, ...]

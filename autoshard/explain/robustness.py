@@ -27,9 +27,7 @@ from autoshard.explain.reopened import captured, reopened
 from autoshard.formulate import Formulation, op_collectives, with_pins
 from autoshard.graph import Graph
 from autoshard.mesh import Axis, LinkCurve, Mesh
-from autoshard.planning.context import formulate_for
-from autoshard.planning.demands import allowed_by_pins
-from autoshard.planning.options import Progress
+from autoshard.planning import Progress, allowed_by_pins, formulate_for
 from autoshard.problem import Problem, evaluate
 from autoshard.solution import Solution
 from autoshard.solvers import solve

@@ -26,13 +26,9 @@ from autoshard.capture import in_turn
 from autoshard.explain.reopened import Reopened, captured, options_of, reopened
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
-from autoshard.planning.certify import fingerprint
-from autoshard.planning.context import Context
-from autoshard.planning.options import Infeasible, Progress, Stopwatch
-from autoshard.planning.plan import plan_captured
+from autoshard.planning import Context, Infeasible, Progress, Stopwatch, fingerprint, plan_captured
 from autoshard.problem import evaluate
-from autoshard.solution import VERSION, Replay, Solution, differences
-from autoshard.solution.record import plain
+from autoshard.solution import VERSION, Replay, Solution, differences, plain
 from autoshard.solvers import certified
 from autoshard.units import seconds, size
 

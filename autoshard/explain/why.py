@@ -24,9 +24,7 @@ from autoshard.explain.explanations import Alternative, Explanation
 from autoshard.explain.reopened import Choice, Reopened, Way, captured, nearest, reopened
 from autoshard.explain.subjects import Subject, chosen, subject, wanted, ways
 from autoshard.layout import text
-from autoshard.planning.context import Context, Instance
-from autoshard.planning.options import Progress, Stopwatch, bytes_text
-from autoshard.planning.refusal import infeasible
+from autoshard.planning import Context, Instance, Progress, Stopwatch, bytes_text, infeasible
 from autoshard.problem import Problem, evaluate
 from autoshard.solution import Solution
 from autoshard.solvers import Answer, Status

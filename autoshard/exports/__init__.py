@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autoshard.solution import Solution
-from autoshard.solution.files import PICKLE_SUFFIXES, json_text
+from autoshard.solution import PICKLE_SUFFIXES, Solution, json_text
 from autoshard.writing import write_atomically
 
 from . import checkpoint_policy, engines, fully_shard, modules, partition
@@ -22,6 +21,8 @@ from .record import Left as Left
 from .record import why_not_held
 from .sharding_map import as_text, portable
 from .sharding_map import sharding_map as sharding_map
+from .sharding_map import spec_of as spec_of
+from .sharding_map import unbacked_mesh as unbacked_mesh
 
 
 @dataclass(frozen=True)

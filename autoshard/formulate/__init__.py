@@ -19,10 +19,8 @@ from autoshard.formulate.build import op_stages as op_stages
 from autoshard.formulate.joined import Joined as Joined
 from autoshard.formulate.joined import ParameterCopy as ParameterCopy
 from autoshard.formulate.joined import Piece as Piece
-from autoshard.formulate.joined import home_of as home_of
 from autoshard.formulate.joined import join as join
 from autoshard.formulate.records import Formulation as Formulation
-from autoshard.formulate.records import Layouts as Layouts
 from autoshard.formulate.records import TensorEdge as TensorEdge
 from autoshard.formulate.records import Training as Training
 from autoshard.formulate.records import with_pins as with_pins

@@ -1,5 +1,13 @@
 """Launchers of training runs (torchtitan, Megatron-LM, accelerate, nanotron): their configurations, which can start, and how fast."""
 
+from autoshard.launchers.changes import Change as Change
+from autoshard.launchers.changes import best_changes as best_changes
+from autoshard.launchers.prices import LaunchPrices as LaunchPrices
+from autoshard.launchers.prices import interval as interval
+from autoshard.launchers.prices import prices_of as prices_of
+from autoshard.launchers.ranking import Ranking as Ranking
+from autoshard.launchers.ranking import ranking as ranking
+
 from .configurations import configuration_text as configuration_text
 from .configurations import kept_settings as kept_settings
 from .configurations import read_configuration as read_configuration

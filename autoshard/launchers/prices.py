@@ -13,11 +13,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.cost.devices import device_constants, memory_constants, spread_of, stack_constants
-from autoshard.cost.kernels import Ring, overlapped
-from autoshard.recipes import Recipes, Stages, stages
-from autoshard.recipes.memory import USABLE, peak_bytes, state_bytes
-from autoshard.recipes.step import HIDDEN, OPTIMIZER_BYTES, Machine, block, step_seconds
+from autoshard.cost import Ring, device_constants, memory_constants, overlapped, spread_of, stack_constants
+from autoshard.recipes import (
+    HIDDEN,
+    OPTIMIZER_BYTES,
+    USABLE,
+    Machine,
+    Recipes,
+    Stages,
+    block,
+    peak_bytes,
+    stages,
+    state_bytes,
+    step_seconds,
+)
 
 from .launch import Columns
 from .sizes import ModelSizes

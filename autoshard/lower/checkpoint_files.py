@@ -34,8 +34,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from autoshard.reading import content_of, data_of, file_facts
-from autoshard.solution.files import write
-from autoshard.solution.pickles import Inert, record, unpickled
+from autoshard.solution import Inert, record, unpickled, write
 from autoshard.torch_private import INDEX_CALLS, ReaderView, StorageInfo, pytree, set_element
 
 INDEX, MANIFEST = ".metadata", "manifest.json"

@@ -40,7 +40,7 @@ from autoshard.lower.checkpoint_files import (
 )  # fmt: skip
 from autoshard.lower.module import ParallelModule
 from autoshard.lower.pipeline_module import PipelineModule, of_all_stages, of_this_rank
-from autoshard.solution.files import clear_folder, publish_folder
+from autoshard.solution import clear_folder, publish_folder
 
 MOST_RANDOM = 2**16  # bytes of a generator's state; those of torch have 16 and 5,056
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from autoshard.capture.grouped_mm import fake_grouped_mm
+from autoshard.capture import fake_grouped_mm
 from autoshard.graph import Graph
 from autoshard.lower.collectives import Ask, Asking, DataDependent, Rank, answer_shape, drive
 from autoshard.lower.dispatch_table import has_kernel

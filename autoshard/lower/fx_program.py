@@ -22,7 +22,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from autoshard.capture.grouped_mm import fake_grouped_mm
+from autoshard.capture import fake_grouped_mm
 from autoshard.graph import Graph
 from autoshard.lower.collectives import Groups
 from autoshard.lower.flow import VIEWS, owners, size

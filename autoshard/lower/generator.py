@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed import ProcessGroup
 
-from autoshard.capture import random_ops
+from autoshard.capture import draws as torch_draws
 from autoshard.lower.agreement import share
 from autoshard.lower.literals import overload
 from autoshard.torch_private import OpOverload
@@ -33,7 +33,7 @@ def draws(target: str) -> bool:
 
 
 def _may_draw(function: OpOverload) -> bool:
-    return random_ops.draws(function) or function.namespace not in OURS
+    return torch_draws(function) or function.namespace not in OURS
 
 
 def first_state(seed: int, device: str = "cpu") -> Tensor:

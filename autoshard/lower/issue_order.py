@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from autoshard.capture.grouped_mm import fake_grouped_mm
+from autoshard.capture import fake_grouped_mm
 from autoshard.lower.agreement import rank_lost
 from autoshard.lower.collectives import Ask, Asking, DataDependent, Rank, answer_shape, drive
 from autoshard.lower.flow import STARTS

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.capture import Returned, capture_module, constants, deep_enough, input_names
-from autoshard.capture.held import filled, listed, state_of
+from autoshard.capture import Returned, capture_module, constants, deep_enough, filled, input_names, listed, state_of
 from autoshard.graph import Graph, is_without_dropout
 from autoshard.layout import Layout, parse
 from autoshard.lower.agreement import absent, agree, grouped, join, limit_waiting, patiently, share

@@ -25,7 +25,7 @@ from autoshard.lower.stages import LoweredStages
 from autoshard.lower.traced_call import local
 from autoshard.lower.transfers import exchange
 from autoshard.mesh import Mesh
-from autoshard.solution.staged import PipelineToRun
+from autoshard.solution import PipelineToRun
 
 
 @dataclass(eq=False)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoshard.capture import input_names, random_ops
-from autoshard.graph.random import is_drawn_in_full, is_random
+from autoshard.capture import draws, input_names
+from autoshard.graph import is_drawn_in_full, is_random
 from autoshard.layout import text
 from autoshard.lower.fx_program import first_of_backward
 from autoshard.lower.generator import first_state, from_state, state_of_generator
@@ -30,7 +30,7 @@ from autoshard.lower.stages import LoweredStage, LoweredStages, lower_stages, wh
 from autoshard.lower.transfers import simulated
 from autoshard.lower.unsharded import index_bounds, seeded
 from autoshard.lower.verify import NOISE, REAL, TOLERANCES, Mismatch, Verification, out_of_order
-from autoshard.solution.staged import RECEIVED, SENT, PipelineToRun
+from autoshard.solution import RECEIVED, SENT, PipelineToRun
 from autoshard.torch_private import TorchDispatchMode, pytree
 
 Values = dict[str, list[Tensor]]  # by name, a local tensor for each device of a stage
@@ -105,7 +105,7 @@ class DrawsOfStages(TorchDispatchMode):
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if not random_ops.draws(func):
+        if not draws(func):
             return func(*args, **(kwargs or {}))
         if not self.waiting:
             raise ValueError(f"the model draws random numbers ({func}) more often than its captured program; plan and verify model.eval()")

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
-from autoshard.capture import input_names
-from autoshard.capture.held import filled, listed
+from autoshard.capture import filled, input_names, listed
 from autoshard.layout import Layout, replicated
 from autoshard.lower.agreement import agree, rank_lost, share
 from autoshard.lower.call_inputs import CallInputs
@@ -37,8 +36,7 @@ from autoshard.lower.stage_graphs import stage_graphs
 from autoshard.lower.stage_run import PipelineRank, StageRun
 from autoshard.lower.stages import LoweredStage, LoweredStages, lower_stages, why_no_loss
 from autoshard.mesh import Mesh
-from autoshard.solution import files
-from autoshard.solution.staged import PipelineToRun
+from autoshard.solution import PipelineToRun, digest
 from autoshard.torch_private import Action, ComputationType, PipelineScheduleRuntime, set_pg_timeout, without_connecting
 
 
@@ -292,7 +290,7 @@ def _schedule(runs: list[StageRun], plan: PipelineToRun, schedule: str | None) -
 def _digest(torch_schedule: PipelineScheduleMulti) -> str:
     """Of the units of all device groups: another schedule may come from a file."""
     order = getattr(torch_schedule, "pipeline_order_with_comms", torch_schedule.pipeline_order)
-    return files.digest({"schedule": {d: list(map(str, units)) for d, units in order.items()}})
+    return digest({"schedule": {d: list(map(str, units)) for d, units in order.items()}})
 
 
 def _actions(plan: PipelineToRun) -> dict[int, list[Action | None]]:

@@ -21,7 +21,7 @@ from autoshard.lower.fx_program import Boxed, RankGraphs, boxed, subgraph, trace
 from autoshard.lower.microbatches import with_sums
 from autoshard.lower.overlap import scheduled
 from autoshard.lower.stages import LoweredStage
-from autoshard.solution.staged import SENT
+from autoshard.solution import SENT
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ from autoshard.lower.stage_graphs import StageGraphs
 from autoshard.lower.stages import LoweredStage
 from autoshard.lower.traced_call import local
 from autoshard.lower.transfers import Incoming, exchange, outgoing
-from autoshard.solution.staged import RECEIVED, SENT
+from autoshard.solution import RECEIVED, SENT
 from autoshard.torch_private import PipelineStageBase
 
 

@@ -23,8 +23,7 @@ from autoshard.lower.program import RankProgram, Redistribute, Slot, lower, redi
 from autoshard.lower.transfers import Held, StageTransfer, transfer
 from autoshard.mesh import Mesh
 from autoshard.routes import Routes
-from autoshard.solution import Placed
-from autoshard.solution.staged import RECEIVED, SENT, PipelineToRun, StageToRun
+from autoshard.solution import RECEIVED, SENT, PipelineToRun, Placed, StageToRun
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,10 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.capture import input_names
-from autoshard.capture.flex_attention import flex_as_attention
-from autoshard.capture.held import copied, opened
-from autoshard.capture.inputs import arguments, computed_in, without_process_groups
+from autoshard.capture import arguments, computed_in, copied, flex_as_attention, input_names, opened, without_process_groups
 from autoshard.graph import Graph, Tensor, Value
 from autoshard.lower.generator import first_state, from_state
 from autoshard.lower.verify import Verification, verify_program

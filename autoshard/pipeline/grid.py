@@ -26,12 +26,9 @@ from autoshard.pipeline.schedule_times import ScheduleRun
 from autoshard.pipeline.schedules import schedule_of
 from autoshard.pipeline.stage_costs import StageCost, run_stages, stage_costs_of
 from autoshard.pipeline.stage_programs import partial_gradients
-from autoshard.planning.context import Context
-from autoshard.planning.options import Options, Progress, Stopwatch
-from autoshard.planning.plan import baseline_only, plan_graph
+from autoshard.planning import Context, Options, Progress, Stopwatch, baseline_only, plan_graph
 from autoshard.precision import Precision
-from autoshard.simulate.degrees import Parallel
-from autoshard.simulate.timeline import Timeline, timeline_of_solution
+from autoshard.simulate import Parallel, Timeline, timeline_of_solution
 from autoshard.solution import Solution
 
 SCHEMES = ("auto", "data_parallel", "fsdp", "megatron", "megatron_sp", "planned")

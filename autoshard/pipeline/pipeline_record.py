@@ -10,9 +10,7 @@ from typing import Any
 from autoshard.mesh import Mesh
 from autoshard.pipeline.schedules import Schedule, schedule_of
 from autoshard.reading import data_of
-from autoshard.solution import Placed
-from autoshard.solution.files import digest, write
-from autoshard.solution.verified import Verified, marking, verified_of
+from autoshard.solution import Placed, Verified, digest, marking, verified_of, write
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from autoshard.pipeline.search import choices_of
 from autoshard.pipeline.stage_plans import Job, SharedOnMesh, options_on_mesh
 from autoshard.pipeline.stage_tables import PRICES, StageTable
 from autoshard.pipeline.submeshes import Cluster
-from autoshard.planning.options import Infeasible, Progress, Stopwatch, bytes_text, checked_options
+from autoshard.planning import Infeasible, Progress, Stopwatch, bytes_text, checked_options
 
 RECOMPUTE = ("auto", "never", "always")
 

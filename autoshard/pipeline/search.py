@@ -29,7 +29,7 @@ from autoshard.pipeline.choices import (
 from autoshard.pipeline.configurations import Combination, Configuration
 from autoshard.pipeline.interop import Stage
 from autoshard.pipeline.stage_tables import StageTable
-from autoshard.planning.options import Progress
+from autoshard.planning import Progress
 
 # a bound has to be this much above the best estimate: estimates come from plans of single layers; and a bound that is such an estimate
 # itself, of plans without a price on memory, is up to 4 % above those with one, which hide more of their communication

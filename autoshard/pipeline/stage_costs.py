@@ -26,8 +26,7 @@ from autoshard.layout import local_numel
 from autoshard.mesh import Axis
 from autoshard.pipeline.schedule_times import ScheduleRun, run
 from autoshard.pipeline.schedules import Schedule
-from autoshard.simulate.engine import run_tasks
-from autoshard.simulate.tasks import Task, TaskProgram
+from autoshard.simulate import Task, TaskProgram, run_tasks
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ from autoshard.layout import Layout, local_numel
 from autoshard.mesh import Mesh
 from autoshard.pipeline.configurations import StageOption
 from autoshard.pipeline.stage_costs import kernel_seconds, stage_costs_of
-from autoshard.planning.describe import layouts_of
+from autoshard.planning import layouts_of
 from autoshard.problem import Edge, Problem, evaluate
-from autoshard.simulate.tasks import program_of
+from autoshard.simulate import program_of
 from autoshard.solvers import converged, solve
 from autoshard.strategies import Candidates, KnownCandidates, candidates
 

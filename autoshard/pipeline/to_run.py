@@ -14,7 +14,7 @@ from autoshard.pipeline.microbatches import batch_of
 from autoshard.pipeline.pipeline_record import Pipeline, PipelineStage
 from autoshard.pipeline.schedules import Schedule, schedule_of
 from autoshard.pipeline.stage_programs import StageProgram, stage_program
-from autoshard.solution.staged import SENT, PipelineToRun, StageToRun
+from autoshard.solution import SENT, PipelineToRun, StageToRun
 from autoshard.torch_private import pytree
 
 

@@ -30,7 +30,7 @@ from autoshard.formulate import Formulation, with_pins
 from autoshard.planning.context import Context, Instance
 from autoshard.problem import evaluate
 from autoshard.solvers import Answer, Status, solve
-from autoshard.strategies.ring import LONG
+from autoshard.strategies import LONG
 
 BASELINE_SECONDS = 30.0  # at most, each
 BASELINE_GAP = 1e-4  # relative

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from autoshard.graph import chunked_loss
-from autoshard.graph.chunked_loss import ROWS, losses_of
+from autoshard.graph import ROWS, chunked_loss, losses_of
 from autoshard.planning.context import Context
 from autoshard.planning.options import Infeasible, NoAnswer
 from autoshard.solution import Solution

@@ -27,9 +27,7 @@ from autoshard.planning.homes import homes
 from autoshard.planning.options import Demand
 from autoshard.planning.tying import tied, tied_groups
 from autoshard.problem import Edge, Problem, evaluate
-from autoshard.solvers.incumbent import Incumbent, Record
-from autoshard.solvers.infeasibility import hopeless, level
-from autoshard.solvers.settle import reduce_and_settle
+from autoshard.solvers import Incumbent, Record, hopeless, level, reduce_and_settle
 from autoshard.strategies import candidates
 
 CONFLICT_SECONDS = 20.0  # at most, to find one

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from autoshard.formulate import KINDS, Formulation, op_collectives
-from autoshard.graph import ACCUMULATED, KEPT
-from autoshard.graph.random import is_drawn_in_full, is_random
+from autoshard.graph import ACCUMULATED, KEPT, is_drawn_in_full, is_random
 from autoshard.layout import Layout, local_numel, parse, text
 from autoshard.problem import evaluate
 from autoshard.solution import Placed, Solution

@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from autoshard.capture import capture, capture_deep, in_turn
-from autoshard.capture.depth import containers, shrunk
+from autoshard.capture import capture, capture_deep, containers, in_turn, shrunk
 from autoshard.graph import chunked_loss, in_order
 from autoshard.planning.certify import describe
 from autoshard.planning.context import Context, extended_from, formulate_for, stepped

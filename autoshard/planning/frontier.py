@@ -27,10 +27,8 @@ from autoshard.planning.context import Context, Instance, instance_of
 from autoshard.planning.microbatches import with_number_of_microbatches
 from autoshard.planning.options import Infeasible, Options, Progress, Stopwatch, checked_options
 from autoshard.planning.recomputing import as_asked
-from autoshard.solution import Solution
-from autoshard.solution.provided import provided
-from autoshard.solvers import Answer, Hull, HullPoint, Status, converged, hull
-from autoshard.solvers.memory_hull import LEAST_GAP, PROVEN_GAP
+from autoshard.solution import Solution, provided
+from autoshard.solvers import LEAST_GAP, PROVEN_GAP, Answer, Hull, HullPoint, Status, converged, hull
 from autoshard.strategies import candidates
 from autoshard.writing import write_atomically
 

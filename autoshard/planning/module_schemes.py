@@ -20,11 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autoshard.baselines import ZERO, zero_stages
+from autoshard.baselines import ZERO, Group, Use, Uses, from_parameters, launched, parameter_uses, zero_stages
 from autoshard.baselines import baseline as scheme_called
-from autoshard.baselines.launched import launched
-from autoshard.baselines.megatron import from_parameters
-from autoshard.baselines.uses import Group, Use, Uses, parameter_uses
 from autoshard.formulate import Formulation
 from autoshard.graph import Graph, forward_blocks, recomputed_names
 from autoshard.layout import text

@@ -17,16 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from autoshard.graph import Graph, Op, Value
-from autoshard.graph.ordered import ATTENTION, SequenceOrder, in_order
-from autoshard.graph.random import is_random
+from autoshard.graph import ATTENTION, Graph, Op, SequenceOrder, Value, in_order, is_random
 from autoshard.mesh import Mesh
 from autoshard.planning.context import Context
 from autoshard.planning.options import Infeasible, NoAnswer
 from autoshard.solution import Solution
-from autoshard.strategies import Row, one_axis_rows
-from autoshard.strategies.ring import is_long
-from autoshard.strategies.rows import argument
+from autoshard.strategies import Row, argument, is_long, one_axis_rows
 
 # Ops that add up over a dim that they reduce, so that its order is no matter. Other ops that reduce it may pick single indices.
 ADDS_UP = {

@@ -24,8 +24,7 @@ from autoshard.planning.context import Context, Instance
 from autoshard.planning.solving import solve_instance
 from autoshard.planning.tying import tied_groups
 from autoshard.problem import evaluate
-from autoshard.simulate.chains import longest_chain
-from autoshard.simulate.timeline import timeline_of
+from autoshard.simulate import longest_chain, timeline_of
 from autoshard.solvers import Answer, Part, Status, best_prices, parts_that_differ, priced_by_stream, seconds_of_parts
 
 ROUNDS = 11  # prices that are tried

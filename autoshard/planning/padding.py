@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from autoshard.baselines.classes import dim_classes, number_slots
+from autoshard.baselines import dim_classes, number_slots
 from autoshard.formulate import Formulation, with_pins
 from autoshard.graph import Graph
 from autoshard.planning.baselining import BASELINE_SECONDS

@@ -9,8 +9,7 @@ from autoshard.planning.conflicts import CONFLICT_SECONDS, Conflict, find_confli
 from autoshard.planning.context import Context, Instance
 from autoshard.planning.options import TIME_LIMIT, Infeasible, NoAnswer, Options, bytes_text
 from autoshard.problem import Problem
-from autoshard.solvers import Answer, Status
-from autoshard.solvers.answer import Infeasibility
+from autoshard.solvers import Answer, Infeasibility, Status
 
 PATIENCE = 120.0  # seconds of search for a first plan, where no time limit is set
 FIRST_SECONDS = 3.0  # of search for a first plan, at most the time limit, where capture and pricing leave less

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from autoshard.cost import host_bandwidth
 from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import Formulation, SavedValues, chosen_of, hidden_seconds, transfer_seconds_of, with_pins, with_saved_values
-from autoshard.graph import OFFLOADED, RELOADED, Alternatives, Chosen, Graph, alternatives, selective
-from autoshard.graph.recompute import SUFFIX
+from autoshard.graph import OFFLOADED, RELOADED, SUFFIX, Alternatives, Chosen, Graph, alternatives, selective
 from autoshard.planning.context import Context, Instance, formulate_for, stepped
 from autoshard.planning.demands import allowed_by_pins
 from autoshard.planning.shallow import Shallow, completed, correspondence

@@ -25,8 +25,7 @@ import numpy as np
 from autoshard.formulate import Formulation
 from autoshard.graph import Graph, repeated_blocks
 from autoshard.problem import Problem, evaluate, without_limit
-from autoshard.solvers import TIME_LIMIT, Answer, converged, solve
-from autoshard.solvers.infeasibility import hopeless
+from autoshard.solvers import TIME_LIMIT, Answer, converged, hopeless, solve
 
 PATIENCE = 120.0  # seconds: for a first choice of the shallow problem, which dual ascent decodes in its first sweeps
 LEAST_SECONDS = 0.1  # of a search, whatever time is left: it begins, and its starts are judged

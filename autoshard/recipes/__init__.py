@@ -1,5 +1,13 @@
 """Training runs as launchers describe them (model sizes, degrees of parallelism, flags): seconds per step and bytes per device."""
 
+from autoshard.recipes.memory import USABLE as USABLE
+from autoshard.recipes.memory import state_bytes as state_bytes
+from autoshard.recipes.step import HIDDEN as HIDDEN
+from autoshard.recipes.step import OPTIMIZER_BYTES as OPTIMIZER_BYTES
+from autoshard.recipes.step import Machine as Machine
+from autoshard.recipes.step import block as block
+from autoshard.recipes.step import step_seconds as step_seconds
+
 from .columns import RECOMPUTE as RECOMPUTE
 from .columns import Recipes as Recipes
 from .memory import chance_to_fit as chance_to_fit

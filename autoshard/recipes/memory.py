@@ -18,7 +18,7 @@ import math
 
 import numpy as np
 
-from autoshard.cost.devices import MemoryConstants, memory_constants, stack_constants
+from autoshard.cost import MemoryConstants, memory_constants, stack_constants
 
 from .columns import Recipes
 from .stages import Stages, stages

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.cost.devices import spread_of
+from autoshard.cost import spread_of
 
 from .columns import Recipes
 from .step import Machine, step_seconds

@@ -15,8 +15,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.cost.devices import DeviceConstants, StackConstants, device_constants, stack_constants
-from autoshard.cost.kernels import Ring, attention_seconds, elementwise_seconds, matmul_rate, matmul_seconds, overlapped
+from autoshard.cost import (
+    DeviceConstants,
+    Ring,
+    StackConstants,
+    attention_seconds,
+    device_constants,
+    elementwise_seconds,
+    matmul_rate,
+    matmul_seconds,
+    overlapped,
+    stack_constants,
+)
 
 from .columns import Recipes
 from .stages import Stages, stages

@@ -8,13 +8,10 @@ Two parts reproduce a published system, TensorCraft, and stay for comparison: it
 `naive`) and its cost model (`IdealPrices` in cost/block_prices.py).
 """
 
-from autoshard.cost.block_prices import IdealPrices as IdealPrices
-from autoshard.cost.block_prices import MeshPrices as MeshPrices
-from autoshard.cost.block_prices import Prices as Prices
+from autoshard.cost import IdealPrices as IdealPrices
+from autoshard.cost import MeshPrices as MeshPrices
+from autoshard.cost import Prices as Prices
 from autoshard.relayout.blocks import BlockLayout as BlockLayout
-from autoshard.relayout.blocks import local_indices as local_indices
-from autoshard.relayout.packing import Packing as Packing
-from autoshard.relayout.packing import group_of as group_of
 from autoshard.relayout.packing import holds as holds
 from autoshard.relayout.packing import packing as packing
 from autoshard.relayout.placements import from_placements as from_placements

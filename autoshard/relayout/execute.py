@@ -21,8 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.lower.sharding import reduce_tensors
-from autoshard.relayout import BlockLayout, BlockRoute, BlockStep, Packing, group_of, local_indices, packing, to_placements
+from autoshard.lower import reduce_tensors
+from autoshard.relayout import BlockLayout, BlockRoute, BlockStep, packing, to_placements
+from autoshard.relayout.blocks import local_indices
+from autoshard.relayout.packing import Packing, group_of
 
 REDUCE = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count as counting
 
-from autoshard.cost.block_prices import Prices
+from autoshard.cost import Prices
 from autoshard.relayout.blocks import Axes, BlockLayout, canonical
 from autoshard.relayout.coarse import distances
 from autoshard.relayout.holdings import involved, most_scattered, sharding_axes, traffic

@@ -25,7 +25,7 @@ from itertools import combinations, permutations, product
 from math import prod
 from typing import Any
 
-from autoshard.cost.block_prices import Prices, Seconds
+from autoshard.cost import Prices, Seconds
 from autoshard.relayout.blocks import CHUNKS, UNSHARDED, Axes, BlockLayout, Sizes, axis_sizes, ceil_div, chunk_block, fits, largest
 from autoshard.relayout.holdings import most_leaving
 from autoshard.relayout.states import CandidateStep, DimSharding, State

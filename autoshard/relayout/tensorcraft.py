@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from math import prod
 
-from autoshard.cost.block_prices import Prices
+from autoshard.cost import Prices
 from autoshard.relayout.blocks import UNSHARDED, Axes, BlockLayout, Sizes, axis_sizes, local_elements, parts_of
 from autoshard.relayout.planners import PLANNERS, priced, route_of
 from autoshard.relayout.problems import BlockProblem, BlockRoute, BlockStep

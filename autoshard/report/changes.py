@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from autoshard.report.blocks import split
-from autoshard.solution.changes import changes as changes
+from autoshard.solution import changes as changes
 from autoshard.units import seconds, size
 
 MOST_ROWS = 20  # of a table; the rest is counted

@@ -7,7 +7,7 @@ from typing import Any
 from rich.text import Text
 
 from autoshard.layout import text
-from autoshard.solution.files import json_text
+from autoshard.solution import json_text
 
 
 def exported(value: Any) -> Any:

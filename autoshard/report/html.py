@@ -23,15 +23,14 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from autoshard import units as numbers
-from autoshard.pipeline.pipeline_record import Pipeline
+from autoshard.pipeline import Pipeline
 from autoshard.report import html_charts, html_frontier, html_layouts, html_of_programs, html_parts, html_pipeline, html_step, html_tree
 from autoshard.report.blocks import seconds_elsewhere, sections
-from autoshard.solution import ProgramsSolution, Solution
-from autoshard.solution.record import VERSION
+from autoshard.solution import VERSION, ProgramsSolution, Solution
 from autoshard.writing import write_atomically
 
 if TYPE_CHECKING:
-    from autoshard.simulate.timeline import Timeline
+    from autoshard.simulate import Timeline
 
 NO_MODEL = "it was not given"
 

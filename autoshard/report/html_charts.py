@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from autoshard.units import seconds, size
 
 if TYPE_CHECKING:
-    from autoshard.simulate.timeline import Timeline
+    from autoshard.simulate import Timeline
 
 KERNELS = ("compute", "accumulation", "optimizer")  # kinds of tasks
 

@@ -17,8 +17,7 @@ from itertools import product
 
 from autoshard.layout import Layout, Partial, Shard, rank_bounds
 from autoshard.mesh import Mesh
-from autoshard.solution import Solution
-from autoshard.solution.record import parsed
+from autoshard.solution import Solution, parsed
 
 Rect = tuple[float, float, float, float]  # left, top, width, height; fractions of the tensor
 SHOWN_PER_AXIS, SHOWN = 8, 64  # devices drawn

@@ -12,7 +12,7 @@ from autoshard.solution import ROUNDING, Solution
 from autoshard.units import seconds, size
 
 if TYPE_CHECKING:
-    from autoshard.simulate.timeline import Timeline
+    from autoshard.simulate import Timeline
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "split")
 SAID_ELSEWHERE = ("axes", "device", "training", "model", "set", "padding")  # assumptions that other places of the report hold

@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from autoshard.pipeline.configurations import backend_of
-from autoshard.pipeline.pipeline_record import Pipeline
-from autoshard.pipeline.schedule_times import ScheduleRun, run
+from autoshard.pipeline import Pipeline, ScheduleRun, backend_of, run
 from autoshard.report.html_charts import HEIGHT, WIDTH, ticks
 from autoshard.units import seconds
 

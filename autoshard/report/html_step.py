@@ -19,7 +19,7 @@ from autoshard.solution import Solution
 
 if TYPE_CHECKING:
     from autoshard.graph import Op
-    from autoshard.simulate.timeline import Timeline
+    from autoshard.simulate import Timeline
 
 ROUNDING = 1e-6  # of a difference of times that are sums
 WAYS = ("recomputed", "offloaded", "kept")

@@ -75,7 +75,7 @@ def _launches(rows: list[Mapping[str, Any]]) -> Table:
     return table
 
 
-def check_table(record: Mapping[str, Any], path: str) -> RenderableType:
+def launch_table(record: Mapping[str, Any], path: str) -> RenderableType:
     """One configuration: what it is, why it can't run, its rates, and the changes that gain most."""
     row = record["configuration"]
     degrees = ", ".join(f"{name} {row[name]}" for name in COLUMNS)

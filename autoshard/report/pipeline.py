@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.pipeline.pipeline_record import Pipeline
+from autoshard.pipeline import Pipeline
 from autoshard.report.figures import blank, save
 from autoshard.units import percent, seconds, size
 from autoshard.writing import replacement

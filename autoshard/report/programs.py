@@ -11,8 +11,7 @@ from rich.text import Text
 
 from autoshard.report.blocks import split
 from autoshard.report.proof import ROUNDING, sentence
-from autoshard.solution import ProgramsSolution
-from autoshard.solution.changes import changes
+from autoshard.solution import ProgramsSolution, changes
 from autoshard.units import seconds, size
 
 MOST_ROWS = 20  # of the table of copies

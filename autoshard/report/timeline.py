@@ -9,9 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.pipeline.schedule_times import ScheduleRun
-from autoshard.simulate.tasks import COMPUTE
-from autoshard.simulate.timeline import Timeline
+from autoshard.pipeline import ScheduleRun
+from autoshard.simulate import COMPUTE, Timeline
 from autoshard.units import percent, seconds, size
 from autoshard.writing import write_atomically
 

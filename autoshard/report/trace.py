@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoshard.pipeline.schedule_times import ScheduleRun
-from autoshard.simulate.tasks import COMPUTE
-from autoshard.simulate.timeline import Timeline
+from autoshard.pipeline import ScheduleRun
+from autoshard.simulate import COMPUTE, Timeline
 
 MICRO = 1e6
 

@@ -10,5 +10,4 @@ from autoshard.routes.shortest import Step as Step
 from autoshard.routes.streams import stream_table as stream_table
 from autoshard.routes.transfers import DeviceSet as DeviceSet
 from autoshard.routes.transfers import Message as Message
-from autoshard.routes.transfers import Transfer as Transfer
 from autoshard.routes.transfers import Transfers as Transfers

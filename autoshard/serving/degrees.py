@@ -28,7 +28,7 @@ from torch import nn
 
 from autoshard.cost import axis_transfer_seconds, presets
 from autoshard.mesh import DEVICES_PER_NODE, Axis, Device, Mesh
-from autoshard.planning.options import Progress
+from autoshard.planning import Progress
 from autoshard.serving.kv_cache import text_config
 from autoshard.serving.step_prices import StepPrice, price_of
 from autoshard.serving.steps import Steps, expert_fields, steps_of

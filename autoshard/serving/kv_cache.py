@@ -18,7 +18,7 @@ import transformers
 from torch import nn
 from transformers.cache_utils import DynamicLayer
 
-from autoshard.capture.held import copied
+from autoshard.capture import copied
 
 KINDS = ("static", "dynamic")  # transformers.StaticCache, transformers.DynamicCache
 

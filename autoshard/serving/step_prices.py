@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from autoshard.baselines import MEGATRON_EXPERT_PARALLEL, MEGATRON_EXPERTS
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
-from autoshard.planning.context import Context
-from autoshard.planning.options import Options, Stopwatch
-from autoshard.planning.plan import baseline_only
+from autoshard.planning import Context, Options, Stopwatch, baseline_only
 from autoshard.serving.steps import Steps, block_of_layer
 from autoshard.solution import Solution
 from autoshard.strategies import is_experts

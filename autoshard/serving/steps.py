@@ -24,8 +24,7 @@ import transformers
 from torch import nn
 from transformers.cache_utils import DynamicLayer
 
-from autoshard.capture import capture_module
-from autoshard.capture.depth import Container, containers, shrunk
+from autoshard.capture import Container, capture_module, containers, shrunk
 from autoshard.graph import Graph
 from autoshard.serving.kv_cache import CachedLayer, cached_layers, on_meta, text_config
 

@@ -1,5 +1,27 @@
 """A plan as a value: layouts by name, certificate and fingerprint; and its file formats."""
 
+from autoshard.solution.changes import changes as changes
+from autoshard.solution.files import PICKLE_SUFFIXES as PICKLE_SUFFIXES
+from autoshard.solution.files import clear_folder as clear_folder
+from autoshard.solution.files import digest as digest
+from autoshard.solution.files import json_text as json_text
+from autoshard.solution.files import publish_folder as publish_folder
+from autoshard.solution.files import write as write
+from autoshard.solution.pickles import Inert as Inert
+from autoshard.solution.pickles import record as record
+from autoshard.solution.pickles import unpickled as unpickled
+from autoshard.solution.provided import provide as provide
+from autoshard.solution.provided import provided as provided
+from autoshard.solution.record import parsed as parsed
+from autoshard.solution.record import plain as plain
+from autoshard.solution.staged import RECEIVED as RECEIVED
+from autoshard.solution.staged import SENT as SENT
+from autoshard.solution.staged import PipelineToRun as PipelineToRun
+from autoshard.solution.staged import StageToRun as StageToRun
+from autoshard.solution.verified import Verified as Verified
+from autoshard.solution.verified import marking as marking
+from autoshard.solution.verified import verified_of as verified_of
+
 from .compare import differences as differences
 from .compare import misfits as misfits
 from .interval import parts as parts
@@ -9,7 +31,6 @@ from .load import load_any as load_any
 from .load import save_over as save_over
 from .programs import ProgramsSolution as ProgramsSolution
 from .programs import load_programs as load_programs
-from .record import FORMAT as FORMAT
 from .record import ROUNDING as ROUNDING
 from .record import VERSION as VERSION
 from .record import Placed as Placed

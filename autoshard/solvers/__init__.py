@@ -1,5 +1,17 @@
 """Solvers: they choose one choice per node of a Problem, with a proof. They know numbers only, no tensors and no meshes."""
 
+from autoshard.solvers.compiling import compiled as compiled
+from autoshard.solvers.dual_ascent import Messages as Messages
+from autoshard.solvers.incumbent import Incumbent as Incumbent
+from autoshard.solvers.incumbent import Record as Record
+from autoshard.solvers.infeasibility import hopeless as hopeless
+from autoshard.solvers.infeasibility import level as level
+from autoshard.solvers.linprog import SparseRows as SparseRows
+from autoshard.solvers.linprog import linprog as linprog
+from autoshard.solvers.memory_hull import LEAST_GAP as LEAST_GAP
+from autoshard.solvers.memory_hull import PROVEN_GAP as PROVEN_GAP
+from autoshard.solvers.settle import reduce_and_settle as reduce_and_settle
+
 from .answer import TOLERANCE as TOLERANCE
 from .answer import Answer as Answer
 from .answer import Infeasibility as Infeasibility

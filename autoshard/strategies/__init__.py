@@ -15,5 +15,10 @@ from autoshard.strategies.internal import internal_collectives as internal_colle
 from autoshard.strategies.internal import internal_stages as internal_stages
 from autoshard.strategies.internal import share_of_flops as share_of_flops
 from autoshard.strategies.register import register_rule as register_rule
+from autoshard.strategies.ring import BACKWARD as BACKWARD
+from autoshard.strategies.ring import FORWARD as FORWARD
+from autoshard.strategies.ring import LONG as LONG
+from autoshard.strategies.ring import is_long as is_long
 from autoshard.strategies.rows import Row as Row
+from autoshard.strategies.rows import argument as argument
 from autoshard.strategies.rows import rule as rule

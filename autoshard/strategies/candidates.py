@@ -23,8 +23,7 @@ from itertools import product
 import numpy as np
 from torch.distributed.tensor.placement_types import Placement
 
-from autoshard.graph import KEPT, OFFLOADED, REDUCE_THEN_CAST, RELOADED, SELECTED, Graph, Op, Tensor
-from autoshard.graph.random import is_random
+from autoshard.graph import KEPT, OFFLOADED, REDUCE_THEN_CAST, RELOADED, SELECTED, Graph, Op, Tensor, is_random
 from autoshard.layout import Layout, R, S, all_layouts, chunk_bounds, is_legal, placement_text
 from autoshard.mesh import Mesh
 from autoshard.strategies import attention as _attention  # noqa: F401  (registers its rules)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 
-from autoshard.graph import Op
-from autoshard.graph.chunked_loss import BACKWARD, FORWARD
+from autoshard.graph import BACKWARD, FORWARD, Op
 from autoshard.layout import Layout, P, R, S, local_shape
 from autoshard.mesh import Mesh
 from autoshard.strategies.rows import Inputs, Row, argument, row, rule

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import math
 
-from autoshard.graph import Op
-from autoshard.graph.chunked_loss import BACKWARD, FORWARD
-from autoshard.graph.random import drawn_by, is_drawn_in_full, is_random
+from autoshard.graph import BACKWARD, FORWARD, Op, drawn_by, is_drawn_in_full, is_random
 from autoshard.layout import Layout, local_shape
 from autoshard.mesh import Mesh
 from autoshard.strategies.chunked_loss import loss_bytes, loss_collectives

@@ -6,8 +6,7 @@ replicated or partial where the output is sharded or replicated. Any other rando
 
 from __future__ import annotations
 
-from autoshard.graph import Op
-from autoshard.graph.random import PER_ELEMENT, SHAPED
+from autoshard.graph import PER_ELEMENT, SHAPED, Op
 from autoshard.layout import P, R, S
 from autoshard.strategies.rows import Inputs, Row, rule
 

@@ -7,3 +7,8 @@ from autoshard.tables.records import Option as Option
 from autoshard.tables.records import PlacedTable as PlacedTable
 from autoshard.tables.records import Table as Table
 from autoshard.tables.records import TablePlan as TablePlan
+from autoshard.tables.spec import tables_of_json as tables_of_json
+from autoshard.tables.spec import tables_of_rows as tables_of_rows
+from autoshard.tables.with_dense import Together as Together
+from autoshard.tables.with_dense import WithTables as WithTables
+from autoshard.tables.with_dense import plan_with_tables as plan_with_tables

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoshard.solvers.linprog import SparseRows, linprog
+from autoshard.solvers import SparseRows, linprog
 from autoshard.tables.arrays import Arrays, Devices
 
 STEPS = tuple(range(1, 13))  # k of u_k

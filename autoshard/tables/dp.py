@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autoshard.solvers.compiling import compiled
+from autoshard.solvers import compiled
 
 Lists = Sequence[Sequence[float]]
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoshard.solvers.compiling import compiled
+from autoshard.solvers import compiled
 from autoshard.tables.arrays import Arrays, Devices, Spots
 from autoshard.tables.bound import Bound, rows_at, solve_weights
 

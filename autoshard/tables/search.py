@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoshard.solvers.compiling import compiled
+from autoshard.solvers import compiled
 from autoshard.tables.arrays import Arrays, Devices, Spots
 
 NEAR = 3  # places that are drawn for a part, at most; the one of least E is chosen

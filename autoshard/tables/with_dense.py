@@ -25,8 +25,7 @@ import torch
 from autoshard.capture import in_turn
 from autoshard.layout import parse
 from autoshard.mesh import Mesh
-from autoshard.planning.options import Infeasible, Progress
-from autoshard.planning.plan import plan
+from autoshard.planning import Infeasible, Progress, plan
 from autoshard.routes import Routes
 from autoshard.solution import Solution
 from autoshard.tables.plan import plan_tables

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autoshard.capture.attention import ATTENTION, BACKWARD
+from autoshard.capture import ATTENTION, BACKWARD
 from autoshard.lower.collectives import Rank
 from autoshard.lower.kernels.sharded_op import Arguments, Axes, Kernel, ShardedOp, local, wide
 

@@ -30,9 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autoshard.capture.attention import ATTENTION, BACKWARD
-from autoshard.capture.order import reorder
-from autoshard.graph.order import Runs, stored_runs
+from autoshard.capture import ATTENTION, BACKWARD, reorder
+from autoshard.graph import Runs, stored_runs
 from autoshard.layout import chunk_bounds
 from autoshard.lower.collectives import Ask, Rank
 from autoshard.lower.kernels.attention import KERNELS as WITH_LOCAL_KEYS

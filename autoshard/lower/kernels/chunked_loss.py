@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autoshard.capture.chunked_loss import LOSS, LOSS_BACKWARD
+from autoshard.capture import LOSS, LOSS_BACKWARD
 from autoshard.lower.collectives import Asking, Rank, all_reduce
 from autoshard.lower.kernels.sharded_op import Arguments, Axes, Kernel, ShardedOp, local, localised, wide
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoshard.capture.dropout_attention import DROPOUT, DROPOUT_BACKWARD
+from autoshard.capture import DROPOUT, DROPOUT_BACKWARD
 from autoshard.lower.collectives import Rank
 from autoshard.lower.kernels.attention import call_of, math_attention, math_attention_backward
 from autoshard.lower.kernels.random import RandomKernel, Region, factors, region_of

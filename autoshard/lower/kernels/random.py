@@ -22,9 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autoshard.capture import random_ops
-from autoshard.graph import Ref
-from autoshard.graph.random import FACTORIES, ORDER, SHAPED, drawn_by, is_drawn_in_full
+from autoshard.capture import draws
+from autoshard.graph import FACTORIES, ORDER, SHAPED, Ref, drawn_by, is_drawn_in_full
 from autoshard.layout import Layout, rank_bounds
 from autoshard.lower.collectives import Asking, Rank
 from autoshard.lower.generator import per_shard
@@ -170,7 +169,7 @@ def region_of(sharded: ShardedOp, layout: Layout) -> tuple[Region, bool]:
 def kernel_of(sharded: ShardedOp) -> Kernel | None:
     """The kernel of an op that draws; None for others."""
     op = sharded.op
-    if op.outputs[0] is None or not random_ops.draws(overload(op.target)):
+    if op.outputs[0] is None or not draws(overload(op.target)):
         return None
     region, in_full = region_of(sharded, sharded.outputs[0] or ())
     if op.target == "aten.native_dropout.default":

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoshard.capture.functional import FACTORING
+from autoshard.capture import FACTORING
 from autoshard.graph import is_dense
 from autoshard.lower.collectives import Rank
 from autoshard.lower.kernels.sharded_op import Arguments, Kernel, ShardedOp, local

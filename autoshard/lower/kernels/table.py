@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from autoshard.capture.order import REORDER, reorder
+from autoshard.capture import REORDER, reorder
 from autoshard.graph import Op
 from autoshard.layout import Layout
 from autoshard.lower.kernels import (  # noqa: F401  (offload: its operators)
