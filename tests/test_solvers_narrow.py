@@ -153,3 +153,26 @@ def test_loops_are_compiled_once_their_work_has_taken_as_long_as_compiling(monke
     monkeypatch.setattr(loops, "_left", 100)
     assert loops.compiled(loops.worst_loss, 60) is None
     assert loops.compiled(loops.worst_loss, 60) is loops.compiled(loops.worst_loss, 1) is not None
+
+
+class TooOften(Exception):
+    pass
+
+
+def test_a_problem_that_is_far_too_wide_is_not_ordered_for_each_node_of_its_widest_table(monkeypatch):
+    """What a loop of 64 cells leaves: each order took half a second, and a node of a table of 65 nodes was halved in vain."""
+    orders = []
+
+    def counted(*args):
+        orders.append(args)
+        if len(orders) > 20:
+            raise TooOften
+        return elimination(*args)
+
+    monkeypatch.setattr(settle, "elimination", counted)
+    problem = frustrated(0, 36)
+    assert not narrow(*stopped_ascent(problem, 5), Work(settle.THOROUGH))
+    assert len(orders) < 10
+    monkeypatch.setattr(settle, "ORDERED", 0)  # as it was
+    with pytest.raises(TooOften):
+        narrow(*stopped_ascent(problem, 5), Work(settle.THOROUGH))
