@@ -2,6 +2,7 @@
 
 import json
 import math
+from importlib import import_module
 
 import pytest
 import torch
@@ -177,3 +178,30 @@ def test_what_is_held_is_a_share_of_the_seconds_that_can_be_chosen(capsys, tmp_p
     assert main(["export", str(tmp_path / "plan.json"), "--to", "tp_plan", "--within", f"{100 * longer * 1.01}%"]) == 0
     with pytest.raises(ValueError, match="within is -1; expected a share of 0 or more"):
         autoshard.export(solution, "json", within=-1)
+
+
+class Forgetful(dict):
+    def __contains__(self, key):
+        return False
+
+
+@pytest.mark.parametrize(("devices_per_node", "priced"), [(8, [0]), (4, [0, 1])])
+def test_an_axis_like_another_is_priced_once_and_as_it_would_be_alone(devices_per_node, priced, monkeypatch):
+    schemes = import_module("autoshard.planning.module_schemes")
+    launched, on_axis, axes = schemes.launched, schemes._on_axis, []
+    monkeypatch.setattr(schemes, "_chosen_groups", lambda groups, modes: [g for g in groups if not g.why])
+    monkeypatch.setattr(schemes, "_mode", lambda *_: "column")  # every axis shards every weight
+    monkeypatch.setattr(schemes, "launched", lambda *args, **how: axes.append(args[3]) or launched(*args, **how))
+
+    def modules():
+        mesh = Mesh.from_bandwidths((2, 2, 2), devices_per_node=devices_per_node)
+        return autoshard.plan(*llama.tiny(), mesh, training=True, baselines=False).modules
+
+    once = modules()
+    assert sorted(set(axes)) == priced
+    monkeypatch.setattr(schemes, "_on_axis", lambda *args: on_axis(*args[:-1], Forgetful()))
+    alone = modules()
+    assert set(axes) == {0, 1, 2}
+    for name in ("axis0", "axis1", "axis2"):
+        assert once[name]["seconds"]["modules"] == pytest.approx(alone[name]["seconds"]["modules"], rel=1e-12)
+        assert once[name]["seconds"]["fully_shard"] <= alone[name]["seconds"]["fully_shard"] * (1 + 1e-12)
