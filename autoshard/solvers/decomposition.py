@@ -86,7 +86,7 @@ class PartSolver:
     last: list[np.ndarray] = field(default_factory=list)  # the messages of dual ascent on one of the parts: a class begins with another's
 
     def __post_init__(self) -> None:
-        self.reduced: Reduced = reduce(self.problem, kept=self.boundary)
+        self.reduced: Reduced = reduce(self.problem, stop=lambda: self.outer.time_left() <= 0, kept=self.boundary)
         if self.reduced.problem is not None:
             number = {v: k for k, v in enumerate(self.reduced.nodes)}
             self.at = [number[v] for v in self.boundary]
