@@ -103,7 +103,7 @@ def layer_of(module: str) -> str:
 def _on_axis(
     context: Context, instance: Instance, choice: Choice, axis: int, uses: Uses, modes: dict[Use, str], priced: dict[tuple, Any]
 ) -> dict[str, Any]:
-    """priced: prices so far; on an axis with another's size and link the launcher runs the same, whichever is inner, at the first's price."""
+    """priced: prices so far; on an axis with another's size and link, inner or outer, the launcher runs the same at the first's price."""
     formulated = instance.formulated
     graph = formulated.graph
     tied = {name for pair in graph.tied for name in pair}
