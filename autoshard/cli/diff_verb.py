@@ -26,7 +26,7 @@ def diff(
     autoshard diff gpt2-2x4.json gpt2-8x1.json
     autoshard diff rl.json rl-new.json
     """
-    from autoshard.report import changes, changes_tables, programs_changes, programs_changes_report  # here: as in options  # here: as above
+    from autoshard.report import changes, changes_tables, programs_changes, programs_changes_report  # here: as in options
 
     with Output(as_json=as_json, quiet=quiet) as output:
         plans = [load_any_plan(path, mesh) for path in (a, b)]

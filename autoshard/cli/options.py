@@ -90,7 +90,7 @@ def load_report() -> ModuleType:
 
 
 def load_cluster(path: str) -> Mesh:
-    from autoshard.cost import load_cluster as load  # here: scipy takes half a second to import
+    from autoshard.cost import load_cluster as load  # here: torch again
 
     return load(path)
 

@@ -53,3 +53,4 @@ from autoshard.graph.selective import alternatives as alternatives
 from autoshard.graph.selective import selective as selective
 from autoshard.graph.tile import check as check
 from autoshard.graph.tile import tile as tile
+from autoshard.graph.upsampling import UPSAMPLED as UPSAMPLED

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autoshard.graph import Const, Op
+from autoshard.graph import UPSAMPLED, Const, Op
 from autoshard.torch_private import OpOverload
 
 Shape = tuple[int, ...]
@@ -88,11 +88,6 @@ def bias_of_convolution(s: Shapes) -> Shape | None:
     return None if s.value is None else (s.local("grad_output")[1],)
 
 
-UPSAMPLED = (
-    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
-    "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d",
-    "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
-)  # fmt: skip
 SIZE: dict[str, Rule] = {"size": out_shape}
 INPUT_SIZES: dict[str, Rule] = {"input_sizes": out_shape}
 NORM: dict[str, Rule] = {

@@ -244,7 +244,8 @@ def attaining_moves(space: _Space, sources: list[int]) -> Iterator[tuple[np.ndar
 
     The last costs are kept, so that a table of the same sources needs no second search.
     """
-    before, w, (heads, into), last = space.moves.before, space.seconds, space.into, next(_costs(space, sources))
+    before, w, (heads, into) = space.moves.before, space.seconds, space.into
+    cheaper = None
     for c, cheaper in itertools.pairwise(_costs(space, sources)):
         at, column = np.nonzero(cheaper[heads] < c[heads])
         attained, move = cheaper[heads[at], column], np.zeros(len(at), dtype=int)
@@ -253,8 +254,8 @@ def attaining_moves(space: _Space, sources: list[int]) -> Iterator[tuple[np.ndar
             tried = some[at[:have]]
             move[:have] = np.where(c[before[tried], column[:have]] + w[tried] == attained[:have], tried, move[:have])
         yield heads[at], column, move
-        last = cheaper
-    space.rows.update(zip(sources, np.ascontiguousarray(last.T)))
+    if cheaper is not None:
+        space.rows.update(zip(sources, np.ascontiguousarray(cheaper.T)))
 
 
 def _walk_back(space: _Space, costs: list[np.ndarray], target: int) -> list[int]:

@@ -29,7 +29,7 @@ class Pool:
         array = np.ascontiguousarray(array)
         key = fingerprint(array)
         alike = self._by_value.setdefault(key, [])
-        known = next((x for x in alike if len(key) < 4 or np.array_equal(_bits(x), _bits(array))), None)
+        known = next((x for x in alike if array.size <= SAMPLE or np.array_equal(_bits(x), _bits(array))), None)
         if known is None:
             alike.append(known := array)
         self._by_id[id(known)] = known

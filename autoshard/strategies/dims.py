@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from autoshard.graph import Op, Ref
+from autoshard.graph import UPSAMPLED, Op, Ref
 from autoshard.layout import P, R, S
 from autoshard.strategies.rows import Inputs, Row, argument, linear_rows, other_dims, row, rule, shard_rows
 
@@ -234,11 +234,6 @@ def put_part(op: Op, inputs: Inputs) -> list[Row]:
 
 # -- all but the last dims ----------------------------------------------------------------------------------------------------------
 
-UPSAMPLED = {  # how many last dims
-    "upsample_nearest1d": 1, "_upsample_nearest_exact1d": 1, "upsample_linear1d": 1, "upsample_nearest2d": 2,
-    "_upsample_nearest_exact2d": 2, "upsample_bilinear2d": 2, "upsample_bicubic2d": 2, "_upsample_bilinear2d_aa": 2,
-    "_upsample_bicubic2d_aa": 2, "upsample_nearest3d": 3, "_upsample_nearest_exact3d": 3, "upsample_trilinear3d": 3,
-}  # fmt: skip
 # target: (how many last dims it works on, whether it is linear)
 LAST_DIMS = {
     **{f"aten.{name}_backward.default": (n, True) for name, n in UPSAMPLED.items()},
