@@ -24,7 +24,7 @@ import numpy as np
 from torch.distributed.tensor.placement_types import Placement
 
 from autoshard.graph import KEPT, OFFLOADED, REDUCE_THEN_CAST, RELOADED, SELECTED, Graph, Op, Tensor, is_random
-from autoshard.layout import Layout, R, S, all_layouts, chunk_bounds, is_legal, placement_text
+from autoshard.layout import Layout, R, S, all_layouts, chunk_bounds, leaves_empty, placement_text
 from autoshard.mesh import Mesh
 from autoshard.strategies import attention as _attention  # noqa: F401  (registers its rules)
 from autoshard.strategies import chunked_loss as _chunked_loss  # noqa: F401
@@ -150,7 +150,7 @@ def cross(op: Op, inputs: Inputs, rows: Sequence[Row], mesh: Mesh, *, even: bool
             key = keys[k]
             if key not in known[k]:
                 layout = tuple([placements[k] for placements, _ in combination])
-                known[k][key] = (layout, *_judged(tensors[k].shape, key, layout, mesh))  # type: ignore[union-attr]
+                known[k][key] = (layout, *_judged(tensors[k].shape, key, sizes))  # type: ignore[union-attr]
             layouts[k], legal, is_even = known[k][key]
             if not legal:
                 break
@@ -163,14 +163,13 @@ def cross(op: Op, inputs: Inputs, rows: Sequence[Row], mesh: Mesh, *, even: bool
     return tuple(crossed.values())
 
 
-def _judged(shape: tuple[int, ...], codes: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[bool, bool]:
-    """Whether a layout is legal, and whether its shards are equal. Equal shards without Partial are legal, which saves time."""
-    parts = [1] * len(shape)
-    for dim, n in zip(codes, mesh.shape, strict=True):
-        if dim >= 0:
-            parts[dim] *= n
-    is_even = not any([size % n for size, n in zip(shape, parts, strict=True)])
-    return (is_even and min(codes) >= -1) or is_legal(shape, layout, mesh), is_even
+@lru_cache(maxsize=200_000)  # the same for all ops
+def _judged(shape: tuple[int, ...], codes: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[bool, bool]:
+    """Whether a layout is legal (`layout.is_legal`, which reads placements), and whether its shards are equal."""
+    over = [tuple([n for code, n in zip(codes, mesh_shape, strict=True) if code == dim]) for dim in range(len(shape))]
+    odd = [(size, axes) for size, axes in zip(shape, over, strict=True) if size % math.prod(axes)]
+    kinds = {code for code in codes if code < REPLICATED}
+    return len(kinds) <= 1 and not any(leaves_empty(size, axes) for size, axes in odd), not odd
 
 
 def _placements(row: Row, units: int) -> tuple[Placement | None, ...]:
