@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -39,6 +40,19 @@ def test_where_no_plan_has_an_answer_that_is_said(monkeypatch, capsys):
     with Output(as_json=True, quiet=True) as output:
         assert say_no(output, caught.value, caught.value.to_dict()) == 1
     assert json.loads(capsys.readouterr().out)["status"] == "no answer"
+
+
+@pytest.mark.parametrize(
+    ("took", "said"),
+    [
+        (5.0, "^the search found no plan within 1.000 GB per device, there may be one; raise the memory limit$"),
+        (59.0, "^no answer within 60 s: no plan"),
+    ],
+)
+def test_more_time_is_no_advice_where_the_search_ended_before_its_time(took, said, monkeypatch):
+    monkeypatch.setattr(planning, "solve_instance", lambda *_: replace(UNKNOWN, seconds={"total": took}))
+    with pytest.raises(NoAnswer, match=said):
+        planned()
 
 
 def test_what_is_proven_is_infeasible():

@@ -13,6 +13,7 @@ from autoshard.solvers import Answer, Infeasibility, Status
 
 PATIENCE = 120.0  # seconds of search for a first plan, where no time limit is set
 FIRST_SECONDS = 3.0  # of search for a first plan, at most the time limit, where capture and pricing leave less
+ENDED = 0.9  # of the time: a search that ended before had nothing left to try
 FEW = 6  # demands that the sentence names
 
 
@@ -24,7 +25,9 @@ def infeasible(context: Context, instance: Instance, answer: Answer) -> Infeasib
             conflict = find_conflict(context, instance, seconds=min(context.seconds_left(), CONFLICT_SECONDS), now=context.clock.now)
     why = answer.infeasibility
     smallest = None if why is None or math.isinf(why.smallest_limit[0]) else why.smallest_limit
-    sentence = why_nothing_fits(instance.problem, answer, context.options, conflict)
+    took = answer.seconds.get("total", math.inf)
+    gave_up = took < ENDED * patience(context.options, context.seconds_left() + took)
+    sentence = why_nothing_fits(instance.problem, answer, context.options, conflict, gave_up=gave_up)
     kind = Infeasible if answer.status is Status.INFEASIBLE else NoAnswer
     return kind(sentence, smallest, conflict.demands, conflict.minimal)
 
@@ -39,8 +42,11 @@ def patience(options: Options, left: float) -> float:
     return max(min(searched_seconds(options), left), min(FIRST_SECONDS, options.time_limit))
 
 
-def why_nothing_fits(problem: Problem, answer: Answer, options: Options, conflict: Conflict) -> str:
-    """One sentence: what can't be met together; for a memory limit also the smallest one that works, and the tensors that hold most."""
+def why_nothing_fits(problem: Problem, answer: Answer, options: Options, conflict: Conflict, *, gave_up: bool = False) -> str:
+    """One sentence: what can't be met together; for a memory limit also the smallest one that works, and the tensors that hold most.
+
+    gave_up: the search ended long before its time, so that more time is no advice.
+    """
     seconds = searched_seconds(options)
     longer = "raise the time limit" if seconds == options.time_limit else f"set a time limit above {seconds:g} s"
     why, blamed = answer.infeasibility, [d for d in conflict.demands if d.kind == "memory_limit"]
@@ -50,6 +56,8 @@ def why_nothing_fits(problem: Problem, answer: Answer, options: Options, conflic
         return _forbidding(conflict)
     limit = bytes_text(options.memory_limit)
     if answer.status is not Status.INFEASIBLE:
+        if gave_up:
+            return f"the search found no plan within {limit} per device, there may be one; raise the memory limit"
         said = f"no answer within {seconds:g} s: no plan within {limit} per device was found, there may be one"
         return f"{said}; raise the memory limit or {longer.removeprefix('raise ')}"
     if why is None:
