@@ -29,11 +29,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from autoshard.options import note_schema
+
 DEEPEST = 64  # levels of lists and objects; our own files have about ten
 MOST_VALUES = 8_000_000  # in one file, where a shared value of a pickle counts once per reference; a plan has 10 bytes per value
 MOST_INTEGER = 2**63
 SHOWN = 80  # characters of a wrong value
 SCHEMAS = Path(__file__).with_name("schemas")
+OPTIONS = "options.1.json"
 
 
 @dataclass(frozen=True)
@@ -301,9 +304,13 @@ def _message(error: Any) -> str:
 def _validator(schema: str) -> Any:
     import jsonschema_rs  # here: text and old plans are read without it
 
-    schemas = {path.name: json.loads(path.read_text()) for path in SCHEMAS.glob("*.json")}
-    registry = jsonschema_rs.Registry(list(schemas.items()))
-    return jsonschema_rs.Draft202012Validator(schemas[f"{schema}.json"], registry=registry)
+    known = schemas()
+    return jsonschema_rs.Draft202012Validator(known[f"{schema}.json"], registry=jsonschema_rs.Registry(list(known.items())))
+
+
+def schemas() -> dict[str, Any]:
+    """Every JSON schema by its name: those of the folder, and that of the options that plans note, from their declarations."""
+    return {path.name: json.loads(path.read_text()) for path in SCHEMAS.glob("*.json")} | {OPTIONS: note_schema(OPTIONS)}
 
 
 def _short(value: object) -> str:

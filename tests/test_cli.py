@@ -10,8 +10,10 @@ from typer.main import get_command
 
 from autoshard.cli import main, solve_verb
 from autoshard.cli.app import app
-from autoshard.cli.arguments import bandwidths, check_out, check_picture, parse_bytes, parse_pins, parse_recompute, parse_settings
+from autoshard.cli.arguments import bandwidths, check_out, check_picture, parse_settings
 from autoshard.cli.model import load_model
+from autoshard.cli.table import option_of
+from autoshard.options import parse_bytes, parse_pins
 from autoshard.solution import load
 from autoshard.solvers import settle
 from tests.helpers_solutions import linear_solution
@@ -74,9 +76,10 @@ def test_bandwidths_are_read_in_bytes_per_second():
 
 
 def test_blocks_to_recompute_are_a_number_or_a_word():
-    assert [parse_recompute(written) for written in ("0", "12", "all")] == [0, 12, "all"]
-    with pytest.raises(ValueError, match="^--recompute is -1; expected a number of blocks from 0 on, all, blocks or auto$"):
-        parse_recompute("-1")
+    kind = option_of("plan", "recompute").kind
+    assert [kind.read("--recompute", written) for written in ("0", "12", "all")] == [0, 12, "all"]
+    with pytest.raises(ValueError, match="^--recompute is '-1'; expected a number of blocks, 'all', 'blocks' or 'auto'$"):
+        kind.check_typed("--recompute", "-1")
 
 
 def test_files_are_refused_by_the_name_of_their_option(tmp_path):
@@ -95,7 +98,7 @@ def test_files_are_refused_by_the_name_of_their_option(tmp_path):
 SHARED = {
     "--intra-node-bandwidth": ("plan", "frontier", "pipeline", "simulate", "redistribute", "tables"),
     "--inter-node-bandwidth": ("plan", "frontier", "pipeline", "simulate", "redistribute", "tables"),
-    "--device": ("plan", "frontier", "pipeline", "simulate", "tables"),
+    "--device": ("plan", "frontier", "simulate", "tables"),
     "--prices": ("plan", "frontier"),
     "--cluster": ("plan", "frontier"),
     "--train": ("plan", "frontier"),
@@ -215,7 +218,7 @@ BAD_WORDS = [
     (("export", "nothing.json"), "there is no file nothing.json"),
     (("solve", "nothing.json"), "there is no file nothing.json; expected a contest instance"),
     (("solve", EXAMPLE, "--solver", "magic"), "there is no solver 'magic'; expected one of auto"),
-    (("solve", EXAMPLE, "--time-limit", "0"), "--time-limit is 0.0; expected more than 0"),
+    (("solve", EXAMPLE, "--time-limit", "0"), "--time-limit is 0.0; expected a number above 0"),
     (("solve", EXAMPLE, "--out", "/nowhere/choice.json"), "there is no folder /nowhere"),
     (("plane", "x"), "No such command 'plane'"),
 ]

@@ -13,6 +13,7 @@ RIGHT = {
     "time_limit": "60", "batch": "4", "seq": "64", "dtype": "float32", "within": "0.01", "alternatives": "3", "devices": "8",
     "out": "new", "microbatch": "1", "global_batch": "8", "device": "a100", "per_node": "4", "memory": "80GB", "mesh": "2x4",
     "settings": "layers=2",
+    "memory_limit": "80GB", "microbatches": "4",
     "switches": "2", "gap": "0.01", "devices_per_node": "4", "schedule": "gpipe", "chunks": "2", "scheme": "fsdp", "prices": "h100",
     "model": MODEL,
     "intra_node_bandwidth": "9GB/s", "inter_node_bandwidth": "9GB/s", "optimizer": "sgd", "recompute": "all",
@@ -120,7 +121,7 @@ def test_the_same_option_counts_elsewhere():  # else a rule that always holds wo
 
 
 def test_an_option_of_one_value_comes_once():
-    once = [[verb, *option_of(verb, name) * 2] for verb, name in (("plan", "memory"), ("frontier", "gap"), ("tables", "device"))]
+    once = [[verb, *option_of(verb, name) * 2] for verb, name in (("plan", "memory_limit"), ("frontier", "gap"), ("tables", "device"))]
     once += [["verify", PLAN, MODEL, "--batch=4", "--batch", "4"], ["export", PLAN, "--format", "json", "--to", "json"]]
     for argv, (code, out, err) in zip(once, run_all(once)[0], strict=True):
         assert (code, out) == (2, "") and "is given 2 times" in err and err.count("\n") == 1, argv

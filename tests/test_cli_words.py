@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.cli import model_source, words
+from autoshard.cli import model_source
+from autoshard.cli.kinds import MODEL as A_MODEL
+from autoshard.cli.kinds import PRICES
+from autoshard.cli.table import CONSTANTS, EXPORTS, METHODS, PLANNERS, SCHEDULES, SCHEMES, option_of
+from autoshard.options import SOLVERS, TEXT
 from tests.helpers_options import verbs
 
 ROOT = Path(__file__).parent.parent
@@ -59,7 +63,7 @@ WRONG = {
     "solver": ["gurobi", ""], "device": ["tpu", ""], "prices": ["tpu", ""], "optimizer": ["adam", "nan", "-1", ""],
     "precision": ["bf17", "bf16:sum=fp32", "bf16:reduce", ""],
     "switches": ["often", "-1", "nan", ""],
-    "recompute": ["some", "-1", "1.5", ""], "pin": LAYOUTS, "forbid": LAYOUTS, "why_not": ["Q", "S(99)", ""],
+    "recompute": ["some", "-1", "1.5", ""], "pins": LAYOUTS, "pin": LAYOUTS, "forbid": LAYOUTS, "why_not": ["Q", "S(99)", ""],
     "time_limit": LIMITS, "gap": ["-1", "nan", "inf", "small"], "seconds": LIMITS, "effort": LIMITS, "reserve": ["1", "-0.1", "nan"],
     "seq": COUNTS, "prompt": COUNTS, "max_tokens": [*COUNTS, "1"], "dtype": ["int8", ""], "batch": COUNTS, "global_batch": COUNTS,
     "points": COUNTS, "layers": COUNTS, "stages": COUNTS, "workers": [*COUNTS, "100000"], "chunks": COUNTS, "max_depth": COUNTS,
@@ -124,8 +128,12 @@ def without(begin: list[str], names: list[str]) -> list[str]:
     return begin if at is None else [*begin[:at], *begin[at + 2 :]]
 
 
+def is_free(verb: str, name: str) -> bool:
+    return option_of(verb.split()[-1], name).kind == TEXT
+
+
 def wrong_values(verb: str, name: str) -> list[str] | None:
-    known = OWN.get((verb.split()[-1], name), None if name in words.FREE else WRONG.get(name))
+    known = OWN.get((verb.split()[-1], name), None if is_free(verb, name) else WRONG.get(name))
     if name == "settings" and MODEL not in BEGINS[verb]:  # what its function takes is not known yet
         return [value for value in WRONG[name] if value != "nosuch=2"]
     return known
@@ -162,7 +170,7 @@ def refused() -> tuple[list[list[str]], list, list[str]]:
 def test_every_option_has_wrong_values_or_is_free():
     for verb, parameters in verbs().items():
         for p in parameters:
-            assert not takes_text(p) or wrong_values(verb, p.name) or p.name in words.FREE, (verb, p.name)
+            assert not takes_text(p) or wrong_values(verb, p.name) or is_free(verb, p.name), (verb, p.name)
 
 
 def test_every_wrong_word_is_refused_in_one_sentence_and_no_verb_begins():
@@ -215,26 +223,28 @@ def test_a_function_is_missing_only_where_the_text_is_sure(tmp_path, text, name,
     (tmp_path / "model.py").write_text(text)
     written = f"{tmp_path}/model.py:{name}"
     if there:
-        words.model("MODEL", written)
+        A_MODEL.check("MODEL", written)
     else:
         with pytest.raises(ValueError, match=f"has no function '{name}'; it has a"):
-            words.model("MODEL", written)
+            A_MODEL.check("MODEL", written)
 
 
 def test_the_names_are_those_of_the_rooms_that_own_them():
+    from importlib import import_module
+
     from autoshard import relayout
     from autoshard.api import simulating
-    from autoshard.calibrate.fit import METHODS
     from autoshard.cli import huggingface
-    from autoshard.cost import OPTIMIZERS, presets
+    from autoshard.cost import presets
     from autoshard.exports import FORMATS
     from autoshard.layout import _SHARDS
-    from autoshard.pipeline.schedules import SCHEDULES
+    from autoshard.options.kinds import MOST_DIM
+    from autoshard.pipeline import schedules
     from autoshard.simulate import distir
-    from autoshard.solvers.solve import SOLVERS
 
-    assert set(words.SOLVERS) == set(SOLVERS) and set(words.OPTIMIZERS) == set(OPTIMIZERS) and set(words.EXPORTS) == set(FORMATS)
-    assert set(words.SCHEDULES) == set(SCHEDULES) and words.SCHEMES == simulating.SCHEMES and set(words.METHODS) == set(METHODS)
-    assert set(words.CONSTANTS) == {"physical", *distir.CONSTANTS} and set(words.PLANNERS) == set(relayout.PLANNERS)
-    assert set(words.PRICES) == {one.name for one in presets.all_presets()} and model_source.HUGGING_FACE == huggingface.SETTINGS
-    assert words.MOST_DIM == len(_SHARDS) - 1
+    fit, solve = import_module("autoshard.calibrate.fit"), import_module("autoshard.solvers.solve")
+    assert set(SOLVERS) == set(solve.SOLVERS) and set(EXPORTS) == set(FORMATS)
+    assert set(SCHEDULES) == set(schedules.SCHEDULES) and SCHEMES == simulating.SCHEMES and set(METHODS) == set(fit.METHODS)
+    assert set(CONSTANTS) == {"physical", *distir.CONSTANTS} and set(PLANNERS) == set(relayout.PLANNERS)
+    assert set(PRICES) == {one.name for one in presets.all_presets()} and model_source.HUGGING_FACE == huggingface.SETTINGS
+    assert MOST_DIM == len(_SHARDS) - 1

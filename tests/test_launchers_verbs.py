@@ -10,7 +10,7 @@ import pytest
 import autoshard
 from autoshard.api import degrees
 from autoshard.api.launching import mesh_of, scheme_of
-from autoshard.cli import main, words
+from autoshard.cli import kinds, main, table
 from autoshard.cost.devices import known_devices
 from autoshard.launchers import LAUNCHERS, Launch, ModelSizes, sizes_of_module
 from autoshard.launchers.configurations import ENDINGS
@@ -188,8 +188,8 @@ def test_a_bound_that_cannot_be_had_is_explained():
 
 
 def test_names_on_the_command_line_are_those_of_the_room():
-    assert words.LAUNCHERS == ENDINGS and tuple(ENDINGS) == LAUNCHERS
-    assert words.SITE_DEVICES == known_devices() and set(words.PRECISIONS) < set(PRECISIONS)
+    assert table.LAUNCHERS == ENDINGS and tuple(ENDINGS) == LAUNCHERS
+    assert kinds.SITE_DEVICES == known_devices() and set(table.PRECISIONS) < set(PRECISIONS)
 
 
 @pytest.mark.slow

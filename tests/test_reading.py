@@ -15,14 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from referencing import Registry, Resource
 
-from autoshard import reading
 from autoshard.cli import main
-from autoshard.reading import DEEPEST, FORMATS, check_sound, checked, content_of, data_of, parsed, rows_of, text_of
+from autoshard.reading import DEEPEST, FORMATS, check_sound, checked, content_of, data_of, parsed, rows_of, schemas, text_of
 from tests.helpers_mutations import bad_json
 
 DATA = Path(__file__).parent / "data"
 EXAMPLE = (DATA / "iopddl" / "example.json").read_text()
-SCHEMAS = {path.name: json.loads(path.read_text()) for path in reading.SCHEMAS.glob("*.json")}
+SCHEMAS = schemas()
 REGISTRY = Registry().with_resources((name, Resource.from_contents(schema)) for name, schema in SCHEMAS.items())
 
 

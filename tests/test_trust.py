@@ -6,7 +6,7 @@ import pytest
 from typer.main import get_command
 
 from autoshard.cli.app import app
-from autoshard.cli.options import model_of
+from autoshard.cli.loading import model_of
 from tests.helpers_solutions import linear_solution
 from tests.test_cli import check_refused, run
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,9 +24,9 @@ from autoshard.exports import sharding_map, unbacked_mesh
 from autoshard.graph import Graph
 from autoshard.lower import verify_graph
 from autoshard.mesh import Device, Mesh
+from autoshard.options import Options, having
 from autoshard.planning import (
     Context,
-    Options,
     Stopwatch,
     baseline_only,
     broken_by,
@@ -36,7 +36,6 @@ from autoshard.planning import (
     with_node_layouts,
     with_number_of_microbatches,
 )
-from autoshard.precision import Precision
 from autoshard.solution import Solution, load, replay
 
 log = logging.getLogger("autoshard")
@@ -48,38 +47,27 @@ BACKENDS = ("nccl", "gloo")
 PRICED = {"inter_node_bandwidth", "intra_node_bandwidth", "communications_backend", "device", "devices_per_node", "tf32"}  # options
 
 
-@dataclass(frozen=True)
-class PassOptions:
-    """Options of `autosharding_pass`; bandwidths in bytes per second, times in seconds."""
+@dataclass(frozen=True, kw_only=True)
+class PassOptions(Options):
+    """Options of `autosharding_pass`: those of planning that a graph has, and these; bandwidths in bytes per second."""
 
     mesh_shape: tuple[int, ...]
     inter_node_bandwidth: float = 400e9  # one node's link to the others
     intra_node_bandwidth: float = 300e9  # per device
     algo: str = "alpa"  # or a baseline, one of ALGORITHMS
     communications_backend: str = "nccl"
-    skip_fully_replicated: bool = False  # no op fully replicated where it can be sharded
-    time_limit: float = 10000.0
     mip_rel_gap: float = 0.0  # percent
     run_checks: bool = False  # verify the plan on simulated ranks
     preload_solution: bool = False  # read ilp_solution_file instead of solving
     ilp_solution_file: str | None = "ilp_solution.pkl"  # written after solving; None writes nothing
     skip_forward: bool = False  # leave out the sharding map
     example_inputs: Any = None  # for graphs whose placeholders carry no shapes
-    training: bool = False  # nn.Module only: capture the training step
-    memory_limit: float | None = None  # bytes per device
-    pins: Mapping[str, str] | None = None  # layout by name or glob
-    forbid: Mapping[str, str | Sequence[str]] | None = None  # layouts that a tensor must not have, by name or glob
-    optimizer: str = "adamw"
-    microbatches: int = 1  # of which a training step consists; the inputs are those of one
-    global_batch: int | None = None  # examples of a step, instead of `microbatches`
-    objective: str = "serial"  # or "overlapped", of the algorithm "alpa": the seconds of the simulated time line
-    precision: Precision | str | None = None  # nn.Module only: dtypes to compute and to reduce gradients in
-    solver: str = "auto"
     device: str | Device = "h100"
     devices_per_node: int | None = None
     tf32: bool = False  # float32 matmuls run as TF32
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, value, known in (("algo", self.algo, ALGORITHMS), ("communications_backend", self.communications_backend, BACKENDS)):
             if value not in known:
                 raise ValueError(f"{name} is {value!r}; expected one of {', '.join(known)}")
@@ -89,6 +77,13 @@ class PassOptions:
             raise ValueError(f"objective {self.objective!r} is for plans, and algo {self.algo!r} is a fixed scheme; leave one out")
         if self.preload_solution and not self.ilp_solution_file:
             raise ValueError("preload_solution needs ilp_solution_file, the file to read")
+
+    @staticmethod
+    def of(options: Mapping[str, Any]) -> PassOptions:
+        """From keywords, where None stands for the default. ValueError on a name that is no option, with the one that was meant."""
+        own = tuple(name for name in PassOptions.__dataclass_fields__ if name not in Options.__dataclass_fields__)
+        named = {name: value for name, value in options.items() if value is not None or name in own}
+        return checked_options(PassOptions, named, own + having(Options, "in_pass"))
 
     def mesh(self) -> Mesh:
         return Mesh.from_bandwidths(
@@ -102,20 +97,9 @@ class PassOptions:
         )
 
     def planning(self) -> Options:
-        return Options(
-            optimizer=self.optimizer,
-            microbatches=self.microbatches,
-            global_batch=self.global_batch,
-            objective=self.objective,
-            precision=Precision.of(self.precision),
-            memory_limit=self.memory_limit,
-            pins=self.pins or {},
-            forbid=self.forbid or {},
-            solver=self.solver,
-            time_limit=self.time_limit,
-            gap=self.mip_rel_gap / 100,
-            skip_fully_replicated=self.skip_fully_replicated,
-        )
+        """The options of planning alone. `training` says how a module is captured; a graph that was captured says it itself."""
+        asked = {name: getattr(self, name) for name in having(Options, "in_pass")}
+        return Options(**{**asked, "training": False, "gap": self.mip_rel_gap / 100})
 
 
 @in_turn
@@ -135,7 +119,7 @@ def autosharding_pass(graph: fx.GraphModule | ExportedProgram | nn.Module, **opt
     """
     if "mesh_shape" not in options:
         raise ValueError("mesh_shape is missing; give the sizes of the mesh, slowest axis first, for example mesh_shape=(2, 4)")
-    chosen: PassOptions = checked_options(PassOptions, options)
+    chosen = PassOptions.of(options)
     mesh, planning = chosen.mesh(), chosen.planning()
     clock = Stopwatch(None)
     with clock.phase("capture", "capturing the graph", 0.0):
@@ -174,9 +158,7 @@ def _capture(graph: Any, chosen: PassOptions) -> Captured:
     if isinstance(graph, nn.Module):
         if chosen.example_inputs is None:
             raise ValueError("an nn.Module needs example_inputs=(...), the arguments of its forward (meta tensors will do)")
-        return capture_module(
-            graph, chosen.example_inputs, training=chosen.training, precision=Precision.of(chosen.precision)
-        )
+        return capture_module(graph, chosen.example_inputs, training=chosen.training, precision=chosen.precision)
     raise ValueError(f"graph is {type(graph).__name__}; expected a torch.fx.GraphModule, a torch.export.ExportedProgram or an nn.Module")
 
 

@@ -12,11 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
 
-from autoshard.cli.combinations import check_combinations, check_files, check_repeated
 from autoshard.cli.output import Output, VisibleLines, complain, say
-from autoshard.cli.words import check_words
+from autoshard.cli.verbs import Verbs
 from autoshard.version import VERSION
 
 OK, NO, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -29,50 +27,6 @@ EXTRAS = {
 # what all errors of a command line are: TyperException, until typer 0.27 ClickException
 USAGE: type[Exception] = typer.BadParameter.__mro__[-4]
 NO_WORDS: tuple[list[str], ...] = ([], ["calibrate"])  # a command line that names no verb asks which there are
-
-
-class Verb(TyperCommand):
-    """A command that checks its arguments before it runs, since what it imports may take seconds.
-
-    It refuses an option of one value that comes twice, a number below 0, or below the option's own `min`, what `check_words` refuses, and
-    options that have no effect beside others.
-    """
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        order = self.make_parser(ctx).parse_args(args=list(args))[-1]
-        check_repeated(called(p) for p in order if _has_one_value(p))
-        return super().parse_args(ctx, args)
-
-    def invoke(self, ctx: Any) -> Any:
-        for parameter in self.params:
-            value, least = ctx.params.get(parameter.name), getattr(parameter, "min", None) or 0
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and not value >= least:  # nan is not
-                raise ValueError(f"{max(parameter.opts, key=len)} is {value}; expected {least} or more")
-        names = {parameter.name: called(parameter) for parameter in self.params}
-        given = frozenset(name for name in names if ctx.get_parameter_source(name).name == "COMMANDLINE")
-        check_words(str(self.name), names, ctx.params)
-        check_combinations(str(self.name), names, given, ctx.params)
-        check_files(str(self.name), names, ctx.params)
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise typer.Abort() from None
-
-
-def _has_one_value(parameter: Any) -> bool:
-    return parameter.param_type_name == "option" and not (parameter.multiple or parameter.is_flag)
-
-
-class Verbs(typer.Typer):
-    """A Typer whose commands are Verbs."""
-
-    def command(self, name: str | None = None, **more: Any) -> Any:
-        return super().command(name, cls=Verb, **more)
-
-
-def called(parameter: Any) -> str:
-    """The name that the user knows: --mesh, MODEL."""
-    return str(max(parameter.opts, key=len)) if parameter.param_type_name == "option" else str(parameter.metavar or parameter.name).upper()
 
 
 app = Verbs(

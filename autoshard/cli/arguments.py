@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
+from autoshard.options import parse_bytes
 from autoshard.writing import destination
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 PICTURES = (".png", ".svg", ".pdf")  # endings of files that a picture can be drawn into
-FORGOTTEN = 1000.0  # bytes: below them a number without a unit is one whose unit was forgotten
-_SCALE = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-
-
-def parse_bytes(written: str, what: str = "memory") -> float:
-    """`80GB`, `300 GB/s`, `64GiB`, `8e10` -> bytes (per second)."""
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?\d+)?)\s*([KMGT]?I?)(B?)(?:/S)?\s*", written, re.IGNORECASE)
-    try:
-        value = float(match[1]) * _SCALE[match[2].upper()] if match else math.nan
-    except (ValueError, KeyError):
-        value = math.nan
-    example = "300GB/s" if "bandwidth" in what else "80GB"
-    if not 0 < value < math.inf:
-        raise ValueError(f"{what} is {written!r}; expected a positive number with a unit, for example {example}")
-    if value < FORGOTTEN and match is not None and not match[2] and not match[3]:
-        raise ValueError(f"{what} is {written!r}, which is {value:g} bytes; add its unit, for example {example}")
-    return value
 
 
 class Bandwidths(TypedDict):
@@ -80,52 +63,6 @@ def _value(written: str) -> int | float | bool | str | None:
         except ValueError:
             continue
     return written
-
-
-def parse_pins(written: Sequence[str]) -> dict[str, str]:
-    """`["wte.weight=R,S(0)"]` -> {"wte.weight": "R,S(0)"}."""
-    pins: dict[str, str] = {}
-    for name, layout in _named_layouts(written, "--pin"):
-        if name in pins:
-            raise ValueError(f"--pin gives {name!r} twice; give it one layout")
-        pins[name] = layout
-    return pins
-
-
-def parse_forbidden(written: Sequence[str]) -> dict[str, list[str]]:
-    """`["wte.weight=R,R", "wte.weight=S(0),R"]` -> {"wte.weight": ["R,R", "S(0),R"]}."""
-    forbidden: dict[str, list[str]] = {}
-    for name, layout in _named_layouts(written, "--forbid"):
-        forbidden.setdefault(name, []).append(layout)
-    return forbidden
-
-
-def _named_layouts(written: Sequence[str], option: str) -> list[tuple[str, str]]:
-    layouts = []
-    for item in written:
-        name, equals, layout = (part.strip() for part in item.rpartition("="))
-        if not equals or not name or not layout:
-            raise ValueError(f"{option} {item!r} is not NAME=LAYOUT; write for example {option} 'wte.weight=R,S(0)'")
-        layouts.append((name, layout))
-    return layouts
-
-
-def parse_optimizer(written: str) -> str | float:
-    """`adamw`, or `12` -> 12.0 bytes of state per parameter; the planner checks the name."""
-    try:
-        state = float(written)
-    except ValueError:
-        return written
-    if not 0 <= state < math.inf:
-        raise ValueError(f"--optimizer is {written}; expected adamw, sgd, momentum, or bytes per parameter from 0 on")
-    return state
-
-
-def parse_recompute(written: str) -> int | str:
-    """`4` -> 4 blocks; the planner checks `all` and other words."""
-    if written.startswith("-"):
-        raise ValueError(f"--recompute is {written}; expected a number of blocks from 0 on, all, blocks or auto")
-    return int(written) if written.isascii() and written.isdecimal() else written
 
 
 def check_out(written: str | None, what: str = "--out") -> None:

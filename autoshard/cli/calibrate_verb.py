@@ -6,14 +6,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import RenderableType
 
 from autoshard.cli.app import INTERRUPTED, OK, Verbs, app
 from autoshard.cli.arguments import parse_bytes
-from autoshard.cli.options import Json, Quiet
 from autoshard.cli.output import Output
 from autoshard.mesh import parse_shape
 from autoshard.reading import text_of
@@ -37,17 +35,17 @@ def _report() -> ModuleType:
 
 @calibrate.command()
 def fit(
-    files: Annotated[list[str], typer.Argument(help="Output of nccl-tests or PARAM, nnscaler JSON, or CSV.", show_default=False)],
-    out: Annotated[str | None, typer.Option(help="Write the curves here, as JSON.", show_default=False)] = None,
-    method: Annotated[str, typer.Option(help="piecewise, pchip, p_norm, alpha_beta or sigmoid (as published).")] = "piecewise",
-    plot: Annotated[str | None, typer.Option(help="Draw curves and errors here: .png, .svg or .pdf.", show_default=False)] = None,
-    table: Annotated[bool, typer.Option("--table", help="Show every curve, also where there are many.")] = False,
-    collective: Annotated[str | None, typer.Option(help="Of files that don't say it.", show_default=False)] = None,
-    devices: Annotated[int | None, typer.Option(help="Of files that don't say it.", min=1, show_default=False)] = None,
-    system: Annotated[str | None, typer.Option(help="A name for the cluster.", show_default=False)] = None,
-    alone: Annotated[bool, typer.Option("--alone", help="Fit each curve by itself: others don't say how it runs between sizes.")] = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    files: list[str],
+    out: str | None = None,
+    method: str = "piecewise",
+    plot: str | None = None,
+    table: bool = False,
+    collective: str | None = None,
+    devices: int | None = None,
+    system: str | None = None,
+    alone: bool = False,
+    as_json: bool = False,
+    quiet: bool = False,
 ) -> int:
     """Fit a curve to each collective measured, and say how far each is from sizes that it has not seen.
 
@@ -122,13 +120,13 @@ def _drawn(one: Fitted) -> dict:
 
 @calibrate.command()
 def measure(
-    mesh: Annotated[str, typer.Option(help="Sizes of the mesh, slowest axis first: 2x4.", show_default=False)],
-    out: Annotated[str, typer.Option(help="Write the cluster here, again and again while it is measured.")] = "cluster.json",
-    seconds: Annotated[float, typer.Option(help="Time to measure in, without starting up.", min=1)] = 40.0,
-    largest: Annotated[str | None, typer.Option(help="Largest buffer. Default: 64MiB on CPUs, 1GiB on GPUs.", show_default=False)] = None,
-    backend: Annotated[str, typer.Option(help="nccl, gloo, or auto.")] = "auto",
-    as_json: Json = False,
-    quiet: Quiet = False,
+    mesh: str,
+    out: str = "cluster.json",
+    seconds: float = 40.0,
+    largest: str | None = None,
+    backend: str = "auto",
+    as_json: bool = False,
+    quiet: bool = False,
 ) -> int:
     """Measure this cluster: every collective on every axis of a mesh, and its devices. Start it with torchrun, a process per device.
 
@@ -188,10 +186,7 @@ def _record(shape: tuple[int, ...], about: dict, measured: Any, elapsed: float) 
 
 
 @app.command(name="show-prices")
-def show_prices(
-    name: Annotated[str | None, typer.Argument(help="One of them; default all.", show_default=False)] = None,
-    as_json: Json = False,
-) -> int:
+def show_prices(name: str | None = None, as_json: bool = False) -> int:
     """Show the prices that come with autoshard: of each device its links, where the numbers are from, and how far they are off.
 
     \b

@@ -4,29 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from autoshard.cli.app import NO, OK, app
 from autoshard.cli.arguments import parse_settings, parse_share
-from autoshard.cli.launchers import GlobalBatch, LauncherOut, Memory, PerNode, Seq, SiteDevice, load_launchers, site_of, sizes_of
+from autoshard.cli.launchers import load_launchers, site_of, sizes_of
+from autoshard.cli.loading import DEVICE, INTER, load_any_plan, load_api, load_cluster, model_of
 from autoshard.cli.model import load_model
-from autoshard.cli.options import (
-    DEVICE,
-    INTER,
-    InterNodeBandwidth,
-    Json,
-    OldMesh,
-    OptionalModel,
-    Quiet,
-    Settings,
-    Trust,
-    load_any_plan,
-    load_api,
-    load_cluster,
-    model_of,
-)
 from autoshard.cli.output import Output
 from autoshard.reading import text_of
 from autoshard.writing import write_atomically
@@ -38,39 +22,28 @@ WRITTEN_FOR = {
 
 @app.command()
 def check(
-    solution: Annotated[
-        str, typer.Argument(metavar="SOLUTION", help="A plan; or with --launcher a configuration of that launcher.", show_default=False)
-    ],
-    model: OptionalModel = None,
-    settings: Settings = [],  # noqa: B006 (typer makes a new one)
-    trust: Trust = False,
-    within: Annotated[str, typer.Option(help="How far it may be above the best plan now: 5%, or 0.05.")] = "5%",
-    no_solve: Annotated[bool, typer.Option("--no-solve", help="Do not plan anew; compare with a bound that is found faster.")] = False,
-    any_graph: Annotated[
-        bool, typer.Option("--any-graph", help="Accept a graph other than the one planned, if the layouts fit it: another batch size.")
-    ] = False,
-    cluster: Annotated[
-        str | None, typer.Option(help="Today's prices: a file of `calibrate measure`. Default: those of the plan.", show_default=False)
-    ] = None,
-    time_limit: Annotated[float, typer.Option(help="Seconds for planning anew.")] = 600.0,
-    mesh: OldMesh = None,
-    launcher: Annotated[
-        str | None,
-        typer.Option(help="SOLUTION is a configuration of torchtitan, megatron, accelerate or nanotron.", show_default=False),
-    ] = None,
-    devices: Annotated[int | None, typer.Option(help="With --launcher: how many, where it doesn't say.", min=1, show_default=False)] = None,
-    seq: Seq = None,
-    microbatch: Annotated[
-        int | None, typer.Option(help="Sequences of a microbatch, where the configuration doesn't say.", min=1, show_default=False)
-    ] = None,
-    global_batch: GlobalBatch = None,
-    device: SiteDevice = DEVICE,
-    per_node: PerNode = 8,
-    memory: Memory = None,
-    inter_node_bandwidth: InterNodeBandwidth = INTER,
-    out: LauncherOut = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    solution: str,
+    model: str | None = None,
+    settings: list[str] = [],  # noqa: B006 (typer makes a new one)
+    trust: bool = False,
+    within: str = "5%",
+    no_solve: bool = False,
+    any_graph: bool = False,
+    cluster: str | None = None,
+    time_limit: float = 600.0,
+    mesh: str | None = None,
+    launcher: str | None = None,
+    devices: int | None = None,
+    seq: int | None = None,
+    microbatch: int | None = None,
+    global_batch: int | None = None,
+    device: str = DEVICE,
+    per_node: int = 8,
+    memory: str | None = None,
+    inter_node_bandwidth: str = INTER,
+    out: str | None = None,
+    as_json: bool = False,
+    quiet: bool = False,
 ) -> int:
     """Check a saved plan against the model as it is now: does it fit, what does it cost today, how far is it from the best plan now?
 
@@ -148,7 +121,7 @@ def _check_launch(
 
 
 def _launch_table(record: dict, path: str):
-    from rich.console import Group  # here: as in options
+    from rich.console import Group  # here: as in loading
     from rich.text import Text
 
     from autoshard.report import launch_table
@@ -158,6 +131,6 @@ def _launch_table(record: dict, path: str):
 
 
 def _table(record: dict, sentence: str):
-    from autoshard.report import check_table  # here: as in options
+    from autoshard.report import check_table  # here: as in loading
 
     return check_table(record, sentence)

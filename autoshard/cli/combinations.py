@@ -1,6 +1,7 @@
 """Options that have no effect beside others, or contradict them: refused before anything runs, so that none is ignored in silence.
 
     check_combinations(verb, names, given, values)     names: per parameter what the user writes; given: parameters on the command line
+    check_together(verb, values)                       values that no run could use together
     check_repeated(names)                              an option that holds one value, written twice
     check_files(verb, names, values)                   a result that would replace what is read, or another result
 
@@ -15,11 +16,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
+from autoshard.cli.arguments import model_settings
+from autoshard.cli.model_source import settings_of
+from autoshard.cli.table import CONSTANTS, LAUNCHERS, options_of_verb
 from autoshard.mesh import DEVICES_PER_NODE, MOST_DEVICES, Axis, Mesh, parse_shape
+from autoshard.options import Options, having, parse_forbidden, parse_pins
 
 Given = frozenset[str]
+# devices of which no matmul runs at a precision faster than in 16 bits
+NO_NARROW = {"a100": ("fp8", "nvfp4")} | dict.fromkeys(("h100", "h100_500w", "h200", "mi300x", "mi325x"), ("nvfp4",))
 LINKS = ("intra_node_bandwidth", "inter_node_bandwidth")
 RESULTS = ("out", "csv", "plot", "trace", "picture", "draw")
 READ = ("model", "target", "solution", "a", "b", "problem", "spec", "frontier", "files", "keep", "cluster", "device")
@@ -94,17 +102,17 @@ def _meshes(values: Mapping[str, Any]) -> list[tuple[tuple[int, ...], int | None
 
 LAUNCH = ("devices", "seq", "microbatch", "global_batch", "device", "per_node", "memory", "inter_node_bandwidth", "out")
 STALE = ("trust", "within", "no_solve", "any_graph", "cluster", "time_limit", "mesh")
-OF_MODEL = ("train", "settings", "batch", "seq", "dtype")
-OF_PROGRAMS = ("mesh", "settings", "switches", "memory", "out", "time_limit", "gap", *LINKS, "device", "devices_per_node")
+OF_MODEL = ("training", "settings", "batch", "seq", "dtype")
+OF_PROGRAMS = ("mesh", "settings", "switches", "memory_limit", "out", "time_limit", "gap", *LINKS, "device", "devices_per_node")
 OF_SIMULATED_MODEL = ("schedule", "chunks", "scheme", "inference", "device", "devices_per_node", *LINKS)
 
 UNPRICED = ("sharding_map", "json", "distribute_module", "checkpoint_policy")  # exports
 OF_PHYSICAL = ("model", "scheme", "inference", "no_overlap", "prefetch", "device", "devices_per_node", *LINKS)
+OF_TRAINING = tuple(name for name in having(Options, "of_training") if name in options_of_verb("plan"))
 LINKED = ("plan", "frontier", "programs", "simulate", "pipeline", "degrees", "tables", "check")
 RULES = (
-    Ineffective(("plan",), ("price_pins",), without("pin", "forbid"), "without --pin or --forbid", "add what it is to price"),
-    Ineffective(("plan",), ("master_weights", "optimizer", "recompute"), without("train", "keep"), "on a forward pass", "add --train"),
-    Ineffective(("frontier",), ("master_weights", "optimizer", "recompute"), without("train"), "on a forward pass", "add --train"),
+    Ineffective(("plan",), ("price_pins",), without("pins", "forbid"), "without --pin or --forbid", "add what it is to price"),
+    Ineffective(("plan", "frontier"), OF_TRAINING, without("training", "keep"), "on a forward pass", "add --train"),
     Ineffective(("plan", "frontier"), ("device", *LINKS), beside("prices"), "beside --prices, which say it too"),
     Ineffective(("plan", "frontier"), ("device", "devices_per_node", *LINKS), beside("cluster"), "beside --cluster, where it was measured"),
     Ineffective(("simulate",), ("device", *LINKS), beside("cluster"), "beside --cluster, where it was measured"),
@@ -112,7 +120,6 @@ RULES = (
         ("plan",), ("device", "devices_per_node", "prices", "tf32", *LINKS),
         lambda given, values: "keep" in given and not given & {"mesh", "cluster"}, "on the mesh of the plan to keep", "add --mesh",
     ),
-    Ineffective(("plan", "frontier"), ("global_batch",), without("train", "keep"), "on a forward pass", "add --train"),
     Ineffective(("simulate",), ("schedule", "chunks"), _one_stage, "on one stage and one microbatch", "add --pipeline or --microbatches"),
     Ineffective(("simulate",), ("trust",), lambda given, values: not _is_plan(given, values), "on a model, which is run anyway"),
     Ineffective(("check", "verify", "report", "explain", "simulate"), ("trust",), beside("model"), "beside a model that is named"),
@@ -158,6 +165,51 @@ def check_combinations(verb: str, names: Mapping[str, str], given: Given, values
         ignored = [option for option in rule.options if option in given]
         if verb in rule.verbs and ignored and rule.when(given, values):
             raise ValueError(f"{names[ignored[0]]} has no effect {rule.why}; {rule.cure}{', or ' if rule.cure else ''}leave it out")
+
+
+def check_together(verb: str, values: Mapping[str, Any]) -> None:
+    """ValueError on values, right one by one, that no run of the verb could use together."""
+    if (written := values.get("model") or values.get("target")) is not None and ("hf:" in written[:3] or ".py:" in written):
+        own = {key: values[key] for key in ("batch", "seq", "dtype") if key in values and "settings" in values and values[key] is not None}
+        own = own if verb not in ("serve-plan", "degrees", "check") else {}  # of the sequences that are served or trained on
+        settings_of(written, model_settings(values.get("settings") or [], **own))
+    if verb == "pipeline":
+        _cluster(values["devices"], values["nodes"], values["devices_per_node"], values["stages"] or 1)
+    if verb in ("degrees", "check"):
+        _launch(verb, values)
+    if verb == "simulate" and values["target"] == "mlp" and values["constants"] == "physical":
+        published = " or ".join(CONSTANTS[1:])
+        raise ValueError(f"mlp is the model of a published simulator; add --constants {published}, or give a plan or a model")
+    if (shape := values.get("mesh")) is not None and shape != "auto":
+        pairs = [(name, layout) for name, several in parse_forbidden(values.get("forbid") or []).items() for layout in several]
+        for name, layout in [*parse_pins(values.get("pins") or []).items(), *pairs]:
+            if (count := layout.count(",") + 1) != (axes := len(parse_shape(shape))):
+                raise ValueError(f"on {name!r}: layout {layout} has {count} placements, the mesh {shape} has {axes} axes")
+
+
+def _launch(verb: str, values: Mapping[str, Any]) -> None:
+    devices, per_node, out = values["devices"] or 1, values["per_node"], values.get("out")
+    if devices % min(per_node, devices):
+        raise ValueError(f"{devices} devices are no whole number of nodes of {per_node}; give --per-node a divisor")
+    ending = LAUNCHERS.get(values["launcher"])
+    if ending is not None and out is not None and Path(out).suffix in {".toml", ".sh", ".yaml", ".json"} - {ending}:
+        raise ValueError(f"--out {out} is no configuration of {values['launcher']}, which reads {ending}; expected another name")
+    if verb == "degrees" and values["precision"] in NO_NARROW.get(values["device"], ()):
+        raise ValueError(f"{values['device']} multiplies no {values['precision']} numbers; expected another --precision or --device")
+
+
+def _cluster(devices: int | None, kinds: list[str], per_node: int, stages: int) -> None:
+    if (devices is None) == (not kinds):
+        raise ValueError("give the cluster: either --devices 16, or --nodes 2x8:h100 once per kind of node")
+    sizes = [written.partition(":")[0].split("x") for written in kinds]
+    count = sum(int(nodes) * int(of_one) for nodes, of_one in sizes) if devices is None else devices
+    if count > MOST_DEVICES:
+        raise ValueError(f"the cluster has {count} devices; expected {MOST_DEVICES} at most: make it smaller")
+    if stages > count:
+        raise ValueError(f"--stages is {stages}, but the cluster has {count} devices; expected one or more for each stage")
+    if devices is not None and devices % (own := min(devices, per_node)):
+        fitting = math.gcd(devices, own)
+        raise ValueError(f"{devices} devices are no whole number of nodes of {own}; give --devices-per-node, for example {fitting}")
 
 
 def check_repeated(names: Iterable[str]) -> None:

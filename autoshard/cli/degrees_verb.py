@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from autoshard.cli.app import NO, OK, app
 from autoshard.cli.arguments import bandwidths, parse_settings
-from autoshard.cli.launchers import (
-    GlobalBatch,
-    LauncherOut,
-    Memory,
-    PerNode,
-    Seq,
-    SiteDevice,
-    load_launchers,
-    model_builder,
-    site_of,
-    sizes_of,
-)
-from autoshard.cli.options import DEVICE, INTER, INTRA, InterNodeBandwidth, Json, Model, Quiet, Settings, load_api
+from autoshard.cli.launchers import load_launchers, model_builder, site_of, sizes_of
+from autoshard.cli.loading import DEVICE, INTER, INTRA, load_api
 from autoshard.cli.output import Output
 from autoshard.writing import write_atomically
 
@@ -29,30 +14,26 @@ TABLE_ROWS = 20
 
 @app.command()
 def degrees(
-    model: Model,
-    devices: Annotated[int, typer.Option(help="How many, in equal nodes.", min=1)],
-    seq: Seq = 8192,
-    global_batch: GlobalBatch = 512,
-    launcher: Annotated[str, typer.Option(help="torchtitan, megatron, accelerate or nanotron.")] = "torchtitan",
-    precision: Annotated[str, typer.Option(help="Of the blocks' matmuls: bf16, fp16, fp8 or nvfp4.")] = "bf16",
-    compiled: Annotated[bool, typer.Option("--compile", help="Blocks are compiled.")] = False,
-    settings: Settings = [],  # noqa: B006 (typer makes a new one)
-    device: SiteDevice = DEVICE,
-    per_node: PerNode = 8,
-    memory: Memory = None,
-    intra_node_bandwidth: Annotated[
-        str | None, typer.Option(help="Bytes per second per device, inside a node. Default: the device's own.", show_default=False)
-    ] = None,
-    inter_node_bandwidth: InterNodeBandwidth = INTER,
-    no_bound: Annotated[bool, typer.Option("--no-bound", help="Leave out the bound of an unrestricted plan.")] = False,
-    time_limit: Annotated[float, typer.Option(help="Seconds for that bound.")] = 30.0,
-    top: Annotated[
-        int | None, typer.Option(help="Only so many, the best. Default: 20 in the table, all with --json.", show_default=False)
-    ] = None,
-    out: LauncherOut = None,
-    plot: Annotated[str | None, typer.Option(help="Draw memory against seconds here: .png, .svg or .pdf.", show_default=False)] = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    model: str,
+    devices: int,
+    seq: int = 8192,
+    global_batch: int = 512,
+    launcher: str = "torchtitan",
+    precision: str = "bf16",
+    compiled: bool = False,
+    settings: list[str] = [],  # noqa: B006 (typer makes a new one)
+    device: str = DEVICE,
+    per_node: int = 8,
+    memory: str | None = None,
+    intra_node_bandwidth: str | None = None,
+    inter_node_bandwidth: str = INTER,
+    no_bound: bool = False,
+    time_limit: float = 30.0,
+    top: int | None = None,
+    out: str | None = None,
+    plot: str | None = None,
+    as_json: bool = False,
+    quiet: bool = False,
 ) -> int:
     """Which degrees? Every legal launch of MODEL, with predicted tokens/s, MFU and memory; and how far the best is from any plan.
 
@@ -89,6 +70,6 @@ def degrees(
 
 
 def _report():
-    from autoshard.report import launchers as report  # here: as in options
+    from autoshard.report import launchers as report  # here: as in loading
 
     return report

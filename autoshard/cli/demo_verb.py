@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from autoshard.cli.app import OK, app
 from autoshard.cli.output import complain
@@ -15,7 +12,7 @@ MODEL = ["models/gpt2.py:small", "--set", "vocab=50304"]
 
 
 @app.command()
-def demo(out: Annotated[str | None, typer.Option(help="Keep the plan in this file.", show_default=False)] = None) -> int:
+def demo(out: str | None = None) -> int:
     """Plan GPT-2 small on 2x4 devices, show the plan beside the usual ones, and verify it; no GPU and no download.
 
     \b

@@ -6,15 +6,13 @@ import importlib.metadata
 import platform
 import sys
 from dataclasses import dataclass
-from typing import Annotated
 
-import typer
 from rich.table import Table
 
 from autoshard.cli.app import NO, OK, app
 from autoshard.cli.arguments import model_settings
+from autoshard.cli.loading import load_api
 from autoshard.cli.model import load_model
-from autoshard.cli.options import BatchSize, DType, Json, SeqLength, Settings, load_api
 from autoshard.cli.output import Output
 
 NEEDED = ("torch", "numpy", "highspy", "networkx", "dill", "typer", "rich", "jsonschema-rs", "pyyaml")
@@ -28,16 +26,14 @@ NEIGHBOURS = ("torchtitan", "vllm", "sglang", "deepspeed", "peft", "megatron-cor
 
 @app.command()
 def doctor(
-    model: Annotated[
-        str | None, typer.Argument(help="file.py:function or hf:DIR: the model whose ops are looked up for --device.", show_default=False)
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cuda: can each op run there? No GPU is needed.", show_default=False)] = None,
-    train: Annotated[bool, typer.Option("--train", help="Look at a training step instead of a forward pass.")] = False,
-    settings: Settings = [],  # noqa: B006 (typer makes a new one)
-    batch: BatchSize = None,
-    seq: SeqLength = None,
-    dtype: DType = None,
-    as_json: Json = False,
+    model: str | None = None,
+    device: str | None = None,
+    training: bool = False,
+    settings: list[str] = [],  # noqa: B006 (typer makes a new one)
+    batch: int | None = None,
+    seq: int | None = None,
+    dtype: str | None = None,
+    as_json: bool = False,
 ) -> int:
     """Print versions of what autoshard depends on, what is missing, which features that leaves, and whether solvers answer a problem of
     known optimum.
@@ -53,9 +49,9 @@ def doctor(
     with Output(as_json=as_json) as output:
         if model is not None:
             output.progress("building the model", 0.0)
-            module, example_inputs = load_model(model, model_settings(settings, batch=batch, seq=seq, dtype=dtype), training=train)
+            module, example_inputs = load_model(model, model_settings(settings, batch=batch, seq=seq, dtype=dtype), training=training)
             output.progress("looking up its ops", 0.3)
-            answer = load_api().dry_run(module, example_inputs, training=train, device=device)
+            answer = load_api().dry_run(module, example_inputs, training=training, device=device)
             output.answer(answer, lambda: _device_table(answer))
             return OK if answer["ok"] else NO
         output.progress("trying the solvers", 0.0)

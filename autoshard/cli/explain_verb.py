@@ -9,49 +9,38 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Group, RenderableType
 
 from autoshard.cli.app import OK, app
 from autoshard.cli.arguments import parse_settings
+from autoshard.cli.loading import load_any_plan, load_api, model_of
 from autoshard.cli.model import check_sizes, load_model
-from autoshard.cli.options import Json, OldMesh, Plan, Quiet, Settings, Trust, load_any_plan, load_api, model_of
 from autoshard.cli.output import Output
 
 
 def _report() -> ModuleType:
-    from autoshard.report import robustness  # here: as in options
+    from autoshard.report import robustness  # here: as in loading
 
     return robustness
 
 
 @app.command()
 def explain(
-    solution: Plan,
-    name: Annotated[
-        str | None,
-        typer.Argument(help="A parameter, buffer, input, op, or a block: h.3, h.3.attn.", show_default=False),
-    ] = None,
-    why_not: Annotated[
-        str | None, typer.Option(metavar="LAYOUT", help="With NAME: what would this layout cost, as 'S(1),R'?", show_default=False)
-    ] = None,
-    alternatives: Annotated[int, typer.Option(help="With NAME: how many other layouts to report.")] = 5,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="file.py:function; without it and with --trust the plan's own.", show_default=False),
-    ] = None,
-    settings: Settings = [],  # noqa: B006 (typer makes a new one)
-    trust: Trust = False,
-    robust: Annotated[
-        bool, typer.Option("--robust", help="Plan again under other bandwidths: where does the plan stay best, and what is lost outside?")
-    ] = False,
-    within: Annotated[float, typer.Option(help="With --robust: a regret that still counts as best, relative; 0.01 is one percent.")] = 0.0,
-    time_limit: Annotated[float, typer.Option(help="Seconds for each plan that is solved on the way.")] = 60.0,
-    mesh: OldMesh = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    solution: str,
+    name: str | None = None,
+    why_not: str | None = None,
+    alternatives: int = 5,
+    model: str | None = None,
+    settings: list[str] = [],  # noqa: B006 (typer makes a new one)
+    trust: bool = False,
+    robust: bool = False,
+    within: float = 0.0,
+    time_limit: float = 60.0,
+    mesh: str | None = None,
+    as_json: bool = False,
+    quiet: bool = False,
 ) -> int:
     """Say what a plan's seconds are made of and how far each price may be off; or why NAME has its layout, and what others would cost.
 
@@ -95,7 +84,7 @@ def _programs(output: Output, plan: Any) -> int:
     """What sharing costs each of several programs, and the parts of each one's cost."""
     from rich.text import Text
 
-    from autoshard.report import programs_record, programs_report  # here: as in options
+    from autoshard.report import programs_record, programs_report  # here: as in loading
 
     prices: dict[str, dict] = {}
     parts: list[Callable[[], RenderableType]] = [partial(programs_report, plan)]
@@ -114,7 +103,7 @@ def _check_words(name: str | None, why_not: str | None) -> None:
 
 
 def _explained(record: dict) -> RenderableType:
-    from autoshard.report import explained  # here: as in options
+    from autoshard.report import explained  # here: as in loading
 
     return explained(record)
 

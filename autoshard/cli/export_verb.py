@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from autoshard.cli.app import OK, app, say_no
 from autoshard.cli.arguments import parse_share
-from autoshard.cli.options import OldMesh, Plan, Quiet, load_api, load_plan, load_report
+from autoshard.cli.loading import load_api, load_plan, load_report
 from autoshard.cli.output import Output
 
 
 @app.command()
 def export(
-    solution: Plan,
-    kind: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            "--to",
-            help="sharding_map, json, parallelize_module, tp_plan (Hugging Face), vllm, sglang, fully_shard (with tensor parallel), "
-            "distribute_module or checkpoint_policy.",
-        ),
-    ] = "sharding_map",
-    axis: Annotated[
-        str | None, typer.Option(help="Mesh axis that module styles shard over. Default: where the plan shards most.", show_default=False)
-    ] = None,
-    within: Annotated[str, typer.Option(help="How much longer than the plan a step may take as exported: 5%, or 0.05.")] = "5%",
-    mesh: OldMesh = None,
-    out: Annotated[
-        str | None,
-        typer.Option(help="Write it here: .json; a sharding map as specs to .pkl; code for a launcher to .py.", show_default=False),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: the export, what it leaves out, its price.")] = False,
-    quiet: Quiet = False,
+    solution: str,
+    kind: str = "sharding_map",
+    axis: str | None = None,
+    within: str = "5%",
+    mesh: str | None = None,
+    out: str | None = None,
+    as_json: bool = False,
+    quiet: bool = False,
 ) -> int:
     """Write a plan in the format of another tool: printed as JSON, or written with --out. What it can't carry is said on stderr.
 

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from autoshard.cli.arguments import parse_bytes
 from autoshard.cli.model import load_model
 from autoshard.cli.model_source import config_folder
 from autoshard.mesh import DEVICES
 from autoshard.reading import data_of
-
-PerNode = Annotated[int, typer.Option("--per-node", help="Devices of a node.", min=1)]
-SiteDevice = Annotated[str, typer.Option("--device", help="a100, h100, h200, b200, ...: one of autoshard/cost/devices.")]
-Memory = Annotated[str | None, typer.Option("--memory", help="Of a device: 80GB. Default: all it has.", show_default=False)]
-Seq = Annotated[int | None, typer.Option("--seq", help="Tokens of a sequence.", min=1, show_default=False)]
-GlobalBatch = Annotated[int | None, typer.Option("--global-batch", help="Sequences per step.", min=1, show_default=False)]
-LauncherOut = Annotated[str | None, typer.Option("--out", help="Write a configuration here, as the launcher reads it.", show_default=False)]
 
 
 def load_launchers() -> ModuleType:

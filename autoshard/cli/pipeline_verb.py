@@ -10,75 +10,47 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from multiprocessing import active_children, get_context
 from types import ModuleType
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from autoshard.cli.app import OK, app, say_no
-from autoshard.cli.arguments import Bandwidths, bandwidths, model_settings, parse_bytes, parse_optimizer
+from autoshard.cli.arguments import Bandwidths, bandwidths, model_settings, parse_bytes
+from autoshard.cli.loading import DEVICE, INTER, INTRA, load_api
 from autoshard.cli.model import load_model
-from autoshard.cli.options import (
-    DEVICE,
-    INTER,
-    INTRA,
-    BatchSize,
-    DeviceName,
-    DType,
-    InterNodeBandwidth,
-    IntraNodeBandwidth,
-    Json,
-    Model,
-    Quiet,
-    SeqLength,
-    Settings,
-    Tf32,
-    load_api,
-)
 from autoshard.cli.output import Output
 from autoshard.mesh import DEVICES_PER_NODE
 
 
 @app.command()
 def pipeline(
-    model: Model,
-    devices: Annotated[int | None, typer.Option(help="How many devices, in equal nodes.", min=1, show_default=False)] = None,
-    nodes: Annotated[
-        list[str],
-        typer.Option(metavar="NxM:DEVICE", help="Instead: N nodes of M devices, 2x8:h100; repeatable.", show_default=False),
-    ] = [],  # noqa: B006 (typer makes a new one)
-    settings: Settings = [],  # noqa: B006
-    batch: BatchSize = None,
-    seq: SeqLength = None,
-    dtype: DType = None,
-    memory: Annotated[
-        list[str],
-        typer.Option(help="Memory of a device: 80GB. Default: all it has. Repeat for further limits to answer for.", show_default=False),
-    ] = [],  # noqa: B006
-    microbatches: Annotated[
-        str | None, typer.Option(help="Numbers to try: 4,8,16. Default: powers of two that divide the batch.", show_default=False)
-    ] = None,
-    schedules: Annotated[str, typer.Option(help="Schedules to try.")] = "1f1b,gpipe,interleaved_1f1b,zb_h1",
-    layers: Annotated[int | None, typer.Option(help="Into how many layers the model is clustered.", min=1, show_default=False)] = None,
-    stages: Annotated[int | None, typer.Option(help="Groups of devices in a row. Default: the best.", min=1, show_default=False)] = None,
-    inference: Annotated[bool, typer.Option("--inference", help="The forward pass alone.")] = False,
-    train: Annotated[bool, typer.Option("--train", help="A training step (this is the default).")] = False,
-    recompute: Annotated[str, typer.Option(help="Compute activations again in the backward pass: auto, never, always.")] = "auto",
-    no_grid: Annotated[bool, typer.Option("--no-grid", help="Leave out data x tensor x pipeline with fixed layouts.")] = False,
-    optimizer: Annotated[str, typer.Option(help="Whose state memory holds.")] = "adamw",
-    intra_node_bandwidth: IntraNodeBandwidth = INTRA,
-    inter_node_bandwidth: InterNodeBandwidth = INTER,
-    device: DeviceName = DEVICE,
-    tf32: Tf32 = False,
-    devices_per_node: Annotated[int, typer.Option(help="With --devices.", min=1)] = DEVICES_PER_NODE,
-    workers: Annotated[int, typer.Option(help="Processes that plan stages; 1: this one.", min=1)] = 2,
-    dask: Annotated[
-        str | None, typer.Option(metavar="URL", help="Plan stages on this Dask cluster: tcp://host:8786.", show_default=False)
-    ] = None,
-    out: Annotated[str | None, typer.Option(help="Write the pipeline with all its layouts here, as JSON.", show_default=False)] = None,
-    csv: Annotated[str | None, typer.Option(help="Write all configurations here.", show_default=False)] = None,
-    plot: Annotated[str | None, typer.Option(help="Draw speed-up over devices here: .png, .svg or .pdf.", show_default=False)] = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    model: str,
+    devices: int | None = None,
+    nodes: list[str] = [],  # noqa: B006 (typer makes a new one)
+    settings: list[str] = [],  # noqa: B006
+    batch: int | None = None,
+    seq: int | None = None,
+    dtype: str | None = None,
+    memory: list[str] = [],  # noqa: B006
+    microbatches: str | None = None,
+    schedules: str = "1f1b,gpipe,interleaved_1f1b,zb_h1",
+    layers: int | None = None,
+    stages: int | None = None,
+    inference: bool = False,
+    training: bool = False,
+    recompute: str = "auto",
+    no_grid: bool = False,
+    optimizer: str = "adamw",
+    intra_node_bandwidth: str = INTRA,
+    inter_node_bandwidth: str = INTER,
+    device: str = DEVICE,
+    tf32: bool = False,
+    devices_per_node: int = DEVICES_PER_NODE,
+    workers: int = 2,
+    dask: str | None = None,
+    out: str | None = None,
+    csv: str | None = None,
+    plot: str | None = None,
+    as_json: bool = False,
+    quiet: bool = False,
 ) -> int:
     """Split MODEL into pipeline stages for a cluster: data x tensor x pipeline x microbatches and schedules, searched together.
 
@@ -87,7 +59,7 @@ def pipeline(
     autoshard pipeline models/gpt2.py:small --set batch=64 --devices 6 --devices-per-node 6 --microbatches 4,8 --json
     autoshard pipeline models/unet.py:base --nodes 1x8:h100 --nodes 1x8:a100
     """
-    if train and inference:
+    if training and inference:
         raise ValueError("--train and --inference exclude each other; give one")
     links = bandwidths(intra_node_bandwidth, inter_node_bandwidth)
     cluster = _cluster(devices, nodes, device, devices_per_node, tf32, links)
@@ -103,7 +75,7 @@ def pipeline(
         "stages": stages,
         "recompute": recompute,
         "grid": not no_grid,
-        "optimizer": parse_optimizer(optimizer),
+        "optimizer": optimizer,
         "assumptions": {"model": model, "set": keywords},
     }
     with Output(as_json=as_json, quiet=quiet) as output:
@@ -132,14 +104,14 @@ def _write(planned: Any, output: Output, out: str | None, csv: str | None, plot:
 
 
 def _report() -> ModuleType:
-    from autoshard.report import pipeline as report  # here: as in options
+    from autoshard.report import pipeline as report  # here: as in loading
 
     return report
 
 
 def _cluster(devices: int | None, nodes: Sequence[str], device: str, per_node: int, tf32: bool, links: Bandwidths) -> Any:
     """The cluster that the options describe."""
-    from autoshard.pipeline import Cluster, Kind  # here: as in options
+    from autoshard.pipeline import Cluster, Kind  # here: as in loading
 
     if devices is not None:
         return Cluster.of(devices, per_node, device=device, tf32=tf32, **links)

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from autoshard.cli.arguments import parse_bytes, parse_forbidden, parse_optimizer, parse_pins, parse_recompute
-from autoshard.cli.options import load_cluster, load_device
+from autoshard.cli.loading import load_cluster, load_device
 from autoshard.mesh import MOST_DEVICES, Mesh, parse_shape
+from autoshard.options import Options, having
 
 AUTO = "auto"  # the --mesh that compares all shapes
-# options that come from a kept plan where the command line does not set them
-HANDED_ON = (
-    "training", "memory_limit", "optimizer", "precision", "master_weights", "tie_blocks", "recompute", "microbatches", "accumulation_dtype",
-)  # fmt: skip
-
 WANTED_GAP = 1e-3  # relative: prices carry errors of several percent, so nobody waits for the digits behind it
 ACCEPTED = (0.01, 60.0)  # (relative gap, seconds): after a minute this is enough
 
 
-def wanted_gap(gap: float | None) -> dict[str, Any]:
-    """The options that say when planning ends: at the gap that is asked for, else at a sensible one."""
-    return {"gap": gap} if gap is not None else {"gap": WANTED_GAP, "accepted": ACCEPTED}
+def wanted_gap(planning: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with the gap at which planning ends: the one that is asked for, else a sensible one."""
+    return {"gap": WANTED_GAP, "accepted": ACCEPTED, **planning} if "gap" not in planning else dict(planning)
 
 
 def check_mesh_words(mesh: str | None, cluster: str | None, keep: str | None, devices: int | None, prices: str | None) -> None:
@@ -70,37 +65,13 @@ def one_mesh(mesh: str | None, cluster: str | None, kept: Any, keep: str | None,
     return built
 
 
-def planning_options(
-    *,
-    memory: str | None = None,
-    optimizer: str | None = None,
-    recompute: str | None = None,
-    microbatches: int | None = None,
-    global_batch: int | None = None,
-    pin: Sequence[str] = (),
-    forbid: Sequence[str] = (),
-    **plain: Any,
-) -> dict[str, Any]:
-    """Options of a plan: texts are parsed, `plain` is copied. Options that were not passed are left out."""
-    read = {
-        "memory_limit": None if memory is None else parse_bytes(memory),
-        "optimizer": None if optimizer is None else parse_optimizer(optimizer),
-        "recompute": None if recompute is None else parse_recompute(recompute),
-        "microbatches": microbatches,
-        "global_batch": global_batch,
-        "pins": parse_pins(pin),
-        "forbid": parse_forbidden(forbid),
-    }
-    return {**plain, **{key: value for key, value in read.items() if value not in (None, {})}}
-
-
-def handed_on(options: Mapping[str, Any], kept: Any) -> dict[str, Any]:
-    """The options, and those of the kept plan where the command line sets none."""
-    said = {} if kept is None else {**kept.noted(*HANDED_ON), "training": kept.training}
-    open_ = [key for key in HANDED_ON if options.get(key) is None or options.get(key) is False]
-    open_ = [key for key in open_ if key != "microbatches" or "global_batch" not in options]
-    inherited = {key: said[key] for key in open_ if said.get(key) is not None}
-    return {key: value for key, value in {**options, **inherited}.items() if value is not None}
+def inherited(planning: Mapping[str, Any], kept: Any) -> dict[str, Any]:
+    """The options, and those of the kept plan where the command line has none."""
+    if kept is None:
+        return dict(planning)
+    instead = {"microbatches"} if "global_batch" in planning else set()
+    noted = {**kept.noted(*having(Options, "kept")), "training": kept.training}
+    return {**{key: value for key, value in noted.items() if value is not None and key not in instead}, **planning}
 
 
 def edits_note(kept: Mapping[str, str], edited: Mapping[str, list], path: str) -> str:

@@ -3,56 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from autoshard.cli.app import OK, app, say_no
 from autoshard.cli.arguments import bandwidths, model_settings
+from autoshard.cli.loading import DEVICE, INTER, INTRA, load_api
 from autoshard.cli.model import load_programs
-from autoshard.cli.options import (
-    DEVICE,
-    INTER,
-    INTRA,
-    DeviceName,
-    InterNodeBandwidth,
-    IntraNodeBandwidth,
-    Json,
-    Quiet,
-    Settings,
-    load_api,
-)
 from autoshard.cli.output import Output
-from autoshard.cli.plan_inputs import mesh_of, planning_options, wanted_gap
+from autoshard.cli.plan_inputs import mesh_of, wanted_gap
 from autoshard.mesh import parse_shape
-
-Target = Annotated[
-    str,
-    typer.Argument(metavar="TARGET", help="file.py:function, which returns {name: Program}; or a plan of programs.", show_default=False),
-]
 
 
 @app.command()
 def programs(
-    target: Target,
-    mesh: Annotated[str | None, typer.Option(help="Sizes of the mesh, slowest axis first: 2x4.", show_default=False)] = None,
-    settings: Settings = [],  # noqa: B006 (typer makes a new one)
-    switches: Annotated[
-        str, typer.Option(help="How often per unit copies of parameters are made anew; 0: once; none: there are no copies.")
-    ] = "1",
-    memory: Annotated[str | None, typer.Option(help="Memory of a device: 80GB. Default: no limit.", show_default=False)] = None,
-    out: Annotated[str | None, typer.Option(help="Write the plan here: .json, or .pkl.", show_default=False)] = None,
-    time_limit: Annotated[float, typer.Option(help="Seconds for the solver.")] = 10000.0,
-    gap: Annotated[
-        float | None,
-        typer.Option(help="Stop when proven to be within this of the best. Default: 0.001, after a minute 0.01.", show_default=False),
-    ] = None,
-    intra_node_bandwidth: IntraNodeBandwidth = INTRA,
-    inter_node_bandwidth: InterNodeBandwidth = INTER,
-    device: DeviceName = DEVICE,
-    devices_per_node: Annotated[int | None, typer.Option(help="Default: all axes but the first.", min=1, show_default=False)] = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    target: str,
+    mesh: str | None = None,
+    settings: list[str] = [],  # noqa: B006 (typer makes a new one)
+    switches: str = "1",
+    out: str | None = None,
+    intra_node_bandwidth: str = INTRA,
+    inter_node_bandwidth: str = INTER,
+    device: str = DEVICE,
+    devices_per_node: int | None = None,
+    as_json: bool = False,
+    quiet: bool = False,
+    **planning: Any,
 ) -> int:
     """Plan several programs on one set of weights: training and rollout, prefill and decode, one shape or many.
 
@@ -72,9 +47,8 @@ def programs(
         built = mesh_of(parse_shape(mesh), None, None, devices_per_node, device=device, tf32=False, **links)
         output.progress("building the models", 0.0)
         loaded = load_programs(target, model_settings(settings))
-        options = planning_options(memory=memory, time_limit=time_limit, **wanted_gap(gap))
         try:
-            plan = load_api().plan_programs(loaded, built, switches=switches_of(switches), progress=output.progress, **options)
+            plan = load_api().plan_programs(loaded, built, switches=switches_of(switches), progress=output.progress, **wanted_gap(planning))
         except load_api().Infeasible as error:
             return say_no(output, error, error.to_dict())
         noted = {name: s.noting(model=f"{target}#{name}", set=model_settings(settings)) for name, s in plan.programs.items()}
@@ -91,7 +65,7 @@ def switches_of(written: str) -> float | None:
 
 
 def _answer(output: Output, plan: Any) -> int:
-    from autoshard.report import programs_record, programs_report  # here: as in options
+    from autoshard.report import programs_record, programs_report  # here: as in loading
 
     output.answer(programs_record(plan), lambda: programs_report(plan))
     return OK

@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 import time
 from types import ModuleType
-from typing import Annotated
-
-import typer
 
 from autoshard.cli.app import NO, OK, app
 from autoshard.cli.arguments import bandwidths, parse_bytes
-from autoshard.cli.options import INTER, INTRA, InterNodeBandwidth, IntraNodeBandwidth, Json, Quiet
+from autoshard.cli.loading import INTER, INTRA
 from autoshard.cli.output import Output
 from autoshard.mesh import Mesh
 from autoshard.reading import data_of
@@ -27,24 +24,20 @@ def _report() -> ModuleType:
 
 @app.command()
 def redistribute(
-    problem: Annotated[
-        str, typer.Argument(help="Problems as JSON: shape, mesh, src, src_bs, dst, dst_bs; one or a list.", show_default=False)
-    ],
-    planner: Annotated[str, typer.Option(help="astar, dijkstra, memory_constrained or naive.")] = "astar",
-    prices: Annotated[str, typer.Option(help="mesh (the links of a cluster) or tensorcraft (as published).")] = "mesh",
-    memory_limit: Annotated[
-        str | None, typer.Option(help="Bytes per rank, for example 1GB; default: from the ends.", show_default=False)
-    ] = None,
-    count: Annotated[str | None, typer.Option(help="What the limit counts: resident or buffers.", show_default=False)] = None,
-    intra_node_bandwidth: IntraNodeBandwidth = INTRA,
-    inter_node_bandwidth: InterNodeBandwidth = INTER,
-    max_depth: Annotated[int | None, typer.Option(help="memory_constrained: steps at most.", show_default=False)] = None,
-    top_k: Annotated[int | None, typer.Option(help="memory_constrained: stop after so many ways.", show_default=False)] = None,
-    table: Annotated[bool, typer.Option("--table", help="Print the table (the default without --json or --latex).")] = False,
-    latex: Annotated[bool, typer.Option("--latex", help="Print the table as LaTeX.")] = False,
-    draw: Annotated[str | None, typer.Option(help="Write a picture of the first problem's route, PNG.", show_default=False)] = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    problem: str,
+    planner: str = "astar",
+    prices: str = "mesh",
+    memory_limit: str | None = None,
+    count: str | None = None,
+    intra_node_bandwidth: str = INTRA,
+    inter_node_bandwidth: str = INTER,
+    max_depth: int | None = None,
+    top_k: int | None = None,
+    table: bool = False,
+    latex: bool = False,
+    draw: str | None = None,
+    as_json: bool = False,
+    quiet: bool = False,
 ) -> int:
     """Bring a tensor from one layout to another at the least cost, within a memory limit.
 

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.text import Text
 
 from autoshard.cli.app import OK, app
 from autoshard.cli.arguments import parse_settings
+from autoshard.cli.loading import load_any_plan, load_api, model_of
 from autoshard.cli.model import check_sizes, load_model
-from autoshard.cli.options import Json, OldMesh, OptionalModel, Plan, Quiet, Settings, Trust, load_any_plan, load_api, model_of
 from autoshard.cli.output import Output
 from autoshard.reading import text_of
 
 
 @app.command()
 def report(
-    solution: Plan,
-    model: OptionalModel = None,
-    out: Annotated[str, typer.Option(help="Write the page here.")] = "report.html",
-    settings: Settings = [],  # noqa: B006 (typer makes a new one)
-    trust: Trust = False,
-    frontier: Annotated[str | None, typer.Option(help="Show this frontier, a file of `frontier --out`.", show_default=False)] = None,
-    no_model: Annotated[bool, typer.Option("--no-model", help="Don't build the model: no time line, no memory over time, no ops.")] = False,
-    mesh: OldMesh = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    solution: str,
+    model: str | None = None,
+    out: str = "report.html",
+    settings: list[str] = [],  # noqa: B006 (typer makes a new one)
+    trust: bool = False,
+    frontier: str | None = None,
+    no_model: bool = False,
+    mesh: str | None = None,
+    as_json: bool = False,
+    quiet: bool = False,
 ) -> int:
     """Write a plan as one page of HTML that needs no network: costs, memory, layouts on the mesh, the model, the time line.
 
@@ -43,7 +42,7 @@ def report(
     autoshard report rl.json
     autoshard report pipeline.json
     """
-    from autoshard.report import html, html_frontier, html_of_programs, html_pipeline  # here: as in options
+    from autoshard.report import html, html_frontier, html_of_programs, html_pipeline  # here: as in loading
 
     if no_model and (model is not None or settings):
         raise ValueError(f"--no-model and {model or '--set'} contradict each other; leave one out")
@@ -78,7 +77,7 @@ def _is_pipeline(path: str) -> bool:
 
 def _written(output: Output, page: str, out: str, record: dict) -> int:
     """Write the page and say so; record: its sections, and why there is no model."""
-    from autoshard.report import save_html  # here: as in options
+    from autoshard.report import save_html  # here: as in loading
 
     save_html(page, out)
     output.note(f"wrote {out}")

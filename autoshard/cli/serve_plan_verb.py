@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
-
-import typer
 
 from autoshard.cli.app import NO, OK, app
 from autoshard.cli.arguments import model_settings, parse_bytes
+from autoshard.cli.loading import DEVICE, load_api
 from autoshard.cli.model import load_model
-from autoshard.cli.options import DEVICE, DType, Json, Model, Quiet, Settings, load_api
 from autoshard.cli.output import Output
 from autoshard.mesh import DEVICES_PER_NODE
 
@@ -19,26 +16,20 @@ SERVED = "bfloat16"  # weights of hf: models, where nobody says
 
 @app.command("serve-plan")
 def serve_plan(
-    model: Model,
-    devices: Annotated[int, typer.Option(help="How many; replicas of the model share them.", min=1, show_default=False)],
-    max_tokens: Annotated[
-        int, typer.Option(help="Tokens of a sequence, prompt and answer, that the cache has room for.", min=2, show_default=False)
-    ],
-    batch: Annotated[int, typer.Option(help="Sequences that are served at the same time.", min=1, show_default=False)],
-    prompt: Annotated[
-        int | None, typer.Option(help="Tokens of a prompt. Default: half of --max-tokens.", min=1, show_default=False)
-    ] = None,
-    settings: Settings = [],  # noqa: B006 (typer makes a new one)
-    dtype: DType = None,
-    device: Annotated[str, typer.Option(help="One of `show-prices`: a100, h100, h200, b200, mi300x, ...")] = DEVICE,
-    devices_per_node: Annotated[int, typer.Option(help="How many devices a node has.", min=1)] = DEVICES_PER_NODE,
-    memory: Annotated[str | None, typer.Option(help="Memory of a device: 72GB. Default: all it has.", show_default=False)] = None,
-    expert_parallel: Annotated[
-        bool, typer.Option("--expert-parallel", help="Experts over the devices of all replicas: vLLM's --enable-expert-parallel.")
-    ] = False,
-    eager: Annotated[bool, typer.Option("--eager", help="Every kernel is launched from the host: no CUDA graphs.")] = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    model: str,
+    devices: int,
+    max_tokens: int,
+    batch: int,
+    prompt: int | None = None,
+    settings: list[str] = [],  # noqa: B006 (typer makes a new one)
+    dtype: str | None = None,
+    device: str = DEVICE,
+    devices_per_node: int = DEVICES_PER_NODE,
+    memory: str | None = None,
+    expert_parallel: bool = False,
+    eager: bool = False,
+    as_json: bool = False,
+    quiet: bool = False,
 ) -> int:
     """Degrees for serving MODEL: memory with the cache, time to first token, time per output token, and the style of every module.
 

@@ -7,90 +7,52 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
 from types import ModuleType
-from typing import Annotated, Any, NamedTuple
-
-import typer
+from typing import Any, NamedTuple
 
 from autoshard.cli.app import OK, app
 from autoshard.cli.arguments import bandwidths, model_settings
+from autoshard.cli.loading import DEVICE, INTER, INTRA, load_api, load_cluster, load_device, model_of
 from autoshard.cli.model import check_sizes, load_model
-from autoshard.cli.options import (
-    DEVICE,
-    INTER,
-    INTRA,
-    BatchSize,
-    DeviceName,
-    DType,
-    InterNodeBandwidth,
-    IntraNodeBandwidth,
-    Json,
-    OptionalModel,
-    Quiet,
-    SeqLength,
-    Settings,
-    Tf32,
-    Trust,
-    load_api,
-    load_cluster,
-    load_device,
-    model_of,
-)
 from autoshard.cli.output import Output
 from autoshard.cli.simulate_records import record_of_mlp, record_of_model, record_of_plan
 from autoshard.mesh import Axis, Mesh
 
-Target = Annotated[
-    str,
-    typer.Argument(
-        metavar="SOLUTION|MODEL",
-        help="A plan's file; or file.py:function or hf:DIR, sharded by --data, --tensor and --pipeline; or mlp, with --constants.",
-        show_default=False,
-    ),
-]
 Grid = list[tuple[int, int, int, int]]  # data, tensor, pipeline, microbatches
 MeshMaker = Callable[[tuple[int, int, int]], Mesh]  # of (pipeline, data, tensor)
 AXES = ("pipeline", "data", "tensor")
-Numbers = "A number, or several as 1,2,4: every combination is simulated, the fastest that fits in memory comes first."
 
 
 @app.command()
 def simulate(
-    target: Target,
-    model: OptionalModel = None,
-    settings: Settings = [],  # noqa: B006 (typer makes a new one)
-    batch: BatchSize = None,
-    seq: SeqLength = None,
-    dtype: DType = None,
-    trust: Trust = False,
-    data: Annotated[str, typer.Option(help=f"Data-parallel degree. {Numbers}")] = "1",
-    tensor: Annotated[str, typer.Option(help="Tensor-parallel degree (Megatron).")] = "1",
-    pipeline: Annotated[str, typer.Option(help="Pipeline stages.")] = "1",
-    microbatches: Annotated[str, typer.Option(help="Microbatches per step; they divide the batch.")] = "1",
-    schedule: Annotated[str, typer.Option(help="sequential, gpipe, 1f1b, interleaved_1f1b or zb_h1.")] = "1f1b",
-    chunks: Annotated[int, typer.Option(help="Parts of the model per stage, for interleaved_1f1b.", min=1)] = 1,
-    scheme: Annotated[
-        str, typer.Option(help="Layouts within a stage: auto, data_parallel, fsdp, megatron, megatron_sp, or planned by the solver.")
-    ] = "auto",
-    inference: Annotated[bool, typer.Option("--inference", help="The forward pass of MODEL alone.")] = False,
-    no_overlap: Annotated[bool, typer.Option("--no-overlap", help="Collectives and kernels one after the other.")] = False,
-    no_join: Annotated[bool, typer.Option("--no-join", help="Of a plan: small reductions of gradients one by one.")] = False,
-    prefetch: Annotated[int, typer.Option(help="Parameters fetched ahead of their use.", min=0)] = 4,
-    cluster: Annotated[
-        str | None,
-        typer.Option(help="Prices from a file of `calibrate measure`; a model uses all its devices.", show_default=False),
-    ] = None,
-    intra_node_bandwidth: IntraNodeBandwidth = INTRA,
-    inter_node_bandwidth: InterNodeBandwidth = INTER,
-    device: DeviceName = DEVICE,
-    tf32: Tf32 = False,
-    devices_per_node: Annotated[int | None, typer.Option(help="Default: those of one stage.", min=1, show_default=False)] = None,
-    constants: Annotated[
-        str, typer.Option(help="physical; or distir_3386edc, distir_83d7fc3: a published simulator's, of its MLP alone.")
-    ] = "physical",
-    trace: Annotated[str | None, typer.Option(help="Write a trace here, for ui.perfetto.dev.", show_default=False)] = None,
-    picture: Annotated[str | None, typer.Option(help="Draw the time line here: .png, .svg or .pdf.", show_default=False)] = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    target: str,
+    model: str | None = None,
+    settings: list[str] = [],  # noqa: B006 (typer makes a new one)
+    batch: int | None = None,
+    seq: int | None = None,
+    dtype: str | None = None,
+    trust: bool = False,
+    data: str = "1",
+    tensor: str = "1",
+    pipeline: str = "1",
+    microbatches: str = "1",
+    schedule: str = "1f1b",
+    chunks: int = 1,
+    scheme: str = "auto",
+    inference: bool = False,
+    no_overlap: bool = False,
+    no_join: bool = False,
+    prefetch: int = 4,
+    cluster: str | None = None,
+    intra_node_bandwidth: str = INTRA,
+    inter_node_bandwidth: str = INTER,
+    device: str = DEVICE,
+    tf32: bool = False,
+    devices_per_node: int | None = None,
+    constants: str = "physical",
+    trace: str | None = None,
+    picture: str | None = None,
+    as_json: bool = False,
+    quiet: bool = False,
 ) -> int:
     """What a training step will take: seconds with overlap, memory, the bubble of a pipeline, and what sits on the critical path.
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.table import Table
 
 from autoshard.cli.app import NO, OK, app
-from autoshard.cli.options import Json, Quiet
 from autoshard.cli.output import Output
 from autoshard.problem import Problem, read_contest, write_choice
 
@@ -20,13 +18,13 @@ if TYPE_CHECKING:
 
 @app.command()
 def solve(
-    problem: Annotated[str, typer.Argument(help="A problem in the contest's format, .json or .json.gz.", show_default=False)],
-    time_limit: Annotated[float, typer.Option(help="Seconds; then the best answer so far is returned, with its bound.")] = 10000.0,
-    gap: Annotated[float, typer.Option(help="Stop when the answer is proven to be within this of the best, relative.")] = 0.0,
-    solver: Annotated[str, typer.Option(help="auto, prices, ilp, cvxpy, dp, dual or exhaustive.")] = "auto",
-    out: Annotated[str | None, typer.Option(help="Write the choices here, as JSON.", show_default=False)] = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    problem: str,
+    solver: str = "auto",
+    time_limit: float = 10000.0,
+    gap: float = 0.0,
+    out: str | None = None,
+    as_json: bool = False,
+    quiet: bool = False,
 ) -> int:
     """Pick one choice per node of a PROBLEM at the least cost within its memory limit, with a proof.
 

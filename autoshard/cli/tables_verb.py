@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Group
 from rich.text import Text
 
 from autoshard.cli.app import NO, OK, app
 from autoshard.cli.arguments import bandwidths, parse_bytes
-from autoshard.cli.options import DEVICE, INTER, INTRA, DeviceName, InterNodeBandwidth, IntraNodeBandwidth, Json, Quiet, load_device
+from autoshard.cli.loading import DEVICE, INTER, INTRA, load_device
 from autoshard.cli.output import Output, finite
 from autoshard.mesh import Mesh, parse_shape
 from autoshard.reading import data_of, rows_of, text_of
@@ -25,25 +24,23 @@ if TYPE_CHECKING:
 
 @app.command()
 def tables(
-    spec: Annotated[str, typer.Argument(help="Tables as CSV (name,rows,columns,...) or JSON.", show_default=False)],
-    devices: Annotated[str, typer.Option(help="How many devices, or a mesh such as 2x8: nodes x devices of a node.")] = "8",
-    hbm: Annotated[str, typer.Option(help="Memory of a device.")] = "80GB",
-    host_memory: Annotated[
-        str | None, typer.Option(help="Memory of a host, shared by its devices; default: no table is placed there.", show_default=False)
-    ] = None,
-    intra_node_bandwidth: IntraNodeBandwidth = INTRA,
-    inter_node_bandwidth: InterNodeBandwidth = INTER,
-    host_bandwidth: Annotated[str, typer.Option(help="Bytes per second between a device and its host's memory.")] = "32GB/s",
-    device: DeviceName = DEVICE,
-    batch: Annotated[int, typer.Option(help="Examples per device and step.", min=1)] = 512,
-    reserve: Annotated[float, typer.Option(help="Share of all memory that is kept free.")] = 0.15,
-    effort: Annotated[float, typer.Option(help="Times the usual number of search moves.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the search; the same seed yields the same plan.")] = 0,
-    out: Annotated[str | None, typer.Option(help="Write the plan as JSON.", show_default=False)] = None,
-    plot: Annotated[str | None, typer.Option(help="Write a bar plot of the load per device, PNG or SVG.", show_default=False)] = None,
-    every: Annotated[bool, typer.Option("--all", help="Print every table, not only those that take longest.")] = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    spec: str,
+    devices: str = "8",
+    hbm: str = "80GB",
+    host_memory: str | None = None,
+    intra_node_bandwidth: str = INTRA,
+    inter_node_bandwidth: str = INTER,
+    host_bandwidth: str = "32GB/s",
+    device: str = DEVICE,
+    batch: int = 512,
+    reserve: float = 0.15,
+    effort: float = 1.0,
+    seed: int = 0,
+    out: str | None = None,
+    plot: str | None = None,
+    every: bool = False,
+    as_json: bool = False,
+    quiet: bool = False,
 ) -> int:
     """Shard and place embedding tables so that the slowest device is as fast as can be.
 

@@ -12,23 +12,11 @@ that. There is no launch cost, because fused optimizers update all parameters in
 
 from __future__ import annotations
 
-import math
-
 from autoshard.mesh import Device
+from autoshard.options import OPTIMIZERS as OPTIMIZERS
+from autoshard.options import bytes_per_parameter as bytes_per_parameter
 
-# Bytes of state per element, states in float32 as in mixed-precision practice: two moments, none, one moment.
-OPTIMIZERS = {"adamw": 8, "sgd": 0, "momentum": 4}
 MASTER_BYTES = 4  # float32
-
-
-def bytes_per_parameter(optimizer: str | float) -> float:
-    """Bytes of state per element of an optimizer by name, or the number itself; ValueError on anything else."""
-    if isinstance(optimizer, str) and optimizer in OPTIMIZERS:
-        return OPTIMIZERS[optimizer]
-    if isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool) and 0 <= optimizer < math.inf:
-        return optimizer
-    known = ", ".join(OPTIMIZERS)
-    raise ValueError(f"unknown optimizer {optimizer!r}; known are {known}, or give its bytes of state per parameter, for example 8")
 
 
 def optimizer_state_bytes(numel_local: int, optimizer: str | float) -> float:

@@ -24,7 +24,7 @@ def describe(formulated: Formulation, answer: Answer, options: Options, baseline
     assert answer.choice is not None
     graph, mesh, problem, choice = formulated.graph, formulated.mesh, formulated.problem, answer.choice
     noted = {
-        **{key: value for key, value in options.noted().items() if key not in ("time_limit", "accepted", "baselines")},
+        **options.noted(),
         "torch_version": torch.__version__.split("+")[0],
         "autoshard_version": VERSION,
         "axes": [axis.link_dict() for axis in mesh.axes],
@@ -65,13 +65,12 @@ def describe(formulated: Formulation, answer: Answer, options: Options, baseline
 def fingerprint(graph: Graph, mesh: Mesh, options: Options) -> dict[str, str]:
     """Hashes of what a plan depends on; equal on every machine."""
     prices = mesh.to_dict()
-    chosen = {key: value for key, value in options.noted().items() if key not in ("time_limit", "accepted", "baselines", "solver")}
     return {
         "graph": graph.fingerprint(),
         "structure": graph.structure(),
         "mesh": _hash(list(mesh.shape)),
         "prices": _hash(prices),
-        "options": _hash({**chosen, "pins": dict(options.pins)}),
+        "options": _hash(options.compared()),
     }
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from autoshard.options import TIME_LIMIT
 from autoshard.planning.conflicts import CONFLICT_SECONDS, Conflict, find_conflict
 from autoshard.planning.context import Context, Instance
-from autoshard.planning.options import TIME_LIMIT, Infeasible, NoAnswer, Options, bytes_text
+from autoshard.planning.options import Infeasible, NoAnswer, Options, bytes_text
 from autoshard.problem import Problem
 from autoshard.solvers import Answer, Infeasibility, Status
 

@@ -1,0 +1,203 @@
+"""Kinds of arguments that only the command line has: files that are read or written, models, meshes, lists of numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from autoshard.cli.arguments import check_out, check_picture, parse_settings
+from autoshard.cli.model_source import config_folder, may_have
+from autoshard.mesh import DEVICES, parse_shape
+from autoshard.options import SIZE, ValueKind, check_layout, one_of
+from autoshard.reading import content_of, data_of, parsed, refuse_other
+
+SMALL = 1_000_000  # bytes: files up to here are read before anything slow is imported
+MOST_WORKERS = 1024  # processes of one machine
+SITE_DEVICES = tuple(sorted(set(DEVICES) - {"cpu"}))  # of autoshard/cost/devices
+PRICES = ("a100", "h100", "h200", "b200", "mi300x", "l40s", "rtx", "cpu")
+
+
+def each(kind: ValueKind) -> ValueKind:
+    """Several of a kind: the option is repeated."""
+
+    def check(name: str, values: Sequence[Any]) -> None:
+        for value in values:
+            kind.check_typed(name, value)
+
+    return ValueKind(check, typed=list[str])
+
+
+# -- files ---------------------------------------------------------------------------------------------------------------------------
+
+
+def _readable(name: str, value: str, expected: str) -> None:
+    path = Path(value)
+    if path.is_dir():
+        raise ValueError(f"{value or '.'} is a folder; expected {expected}")
+    if not path.exists():
+        raise ValueError(f"there is no file {value}; expected {expected}")
+
+
+def file(expected: str) -> ValueKind:
+    """A file that exists; its reader checks the content."""
+    return ValueKind(lambda name, value: _readable(name, value, expected))
+
+
+def plan(expected: str = "a plan's file, as `autoshard plan --out` writes it", also: tuple[str, ...] = ()) -> ValueKind:
+    """A plan's file, or one program of a file with several: FILE#NAME. also: other formats that the verb reads."""
+
+    def check(name: str, value: str) -> None:
+        path, _, program = value.rpartition("#")
+        named = path if path and not Path(value).exists() and program else value
+        _readable(name, named, expected)
+        if Path(named).stat().st_size <= SMALL and content_of(named, "plan").lstrip()[:1] == b"{":  # else a pickle, or a configuration
+            refuse_other(parsed(content_of(named, "plan"), named, "plan"), named, "plan", "programs", *also)
+
+    return ValueKind(check)
+
+
+PLAN = plan()
+
+
+def _cluster(name: str, value: str) -> None:
+    _readable(name, value, "what `autoshard calibrate measure --out` wrote")
+    if Path(value).stat().st_size <= SMALL:
+        data_of(value, "cluster")
+
+
+def _folder(name: str, value: str) -> None:
+    path = Path(value)
+    if (path.exists() and not path.is_dir()) or not path.parent.is_dir():
+        raise ValueError(f"{name} {value} is a file, or its folder does not exist; give the name of a folder, new or old")
+
+
+CLUSTER, FOLDER = ValueKind(_cluster), ValueKind(_folder)
+OUT = ValueKind(lambda name, value: check_out(value, name))
+PICTURE = ValueKind(lambda name, value: check_picture(value, name))
+
+
+# -- models --------------------------------------------------------------------------------------------------------------------------
+
+
+def _model(name: str, value: str) -> None:
+    """The file exists, and something in it may have the function's name."""
+    if value.startswith("hf:"):
+        config_folder(value.removeprefix("hf:"))
+        return
+    value = value.partition("#")[0]  # one of several programs follows
+    path, _, function = value.rpartition(":")
+    if not path or not function.isidentifier():
+        raise ValueError(f"MODEL is {value!r}; expected file.py:function, for example models/gpt2.py:small, or hf:DIR")
+    may_have(path, function)
+
+
+def _model_or_plan(name: str, value: str) -> None:
+    if value.startswith("hf:") or ".py:" in value:
+        _model(name, value)
+    elif value != "mlp":
+        PLAN.check(name, value)
+
+
+def _programs_or_plan(name: str, value: str) -> None:
+    path, _, program = value.rpartition("#")
+    if ".py:" not in value and path and program and not Path(value).exists() and Path(path).exists():
+        raise ValueError(f"{value} is one program of a plan; expected the plan, {path}, or see the one with: autoshard show {value}")
+    if ".py:" in value:
+        _model(name, value)
+    else:
+        _readable(name, value, "file.py:function, which returns programs, or what `autoshard programs --out` wrote")
+
+
+MODEL, MODEL_OR_PLAN, PROGRAMS_OR_PLAN = ValueKind(_model), ValueKind(_model_or_plan), ValueKind(_programs_or_plan)
+SETTINGS = ValueKind(lambda name, value: parse_settings(value), typed=list[str])
+
+
+# -- meshes and devices --------------------------------------------------------------------------------------------------------------
+
+MESH = ValueKind(lambda name, value: parse_shape(value))
+MESH_OR_AUTO = ValueKind(lambda name, value: None if value == "auto" else parse_shape(value))
+
+
+def _nodes(name: str, value: str) -> None:
+    match = re.fullmatch(r"(\d+)x(\d+)(?::(\w+))?", value.strip())
+    if match is None or not int(match[1]) or not int(match[2]):
+        raise ValueError(f"{name} is {value!r}; expected NODESxDEVICES:DEVICE, for example 2x8:h100")
+    if match[3] is not None:
+        _device(name, match[3])
+
+
+def _device(name: str, value: str) -> None:
+    if value not in DEVICES:
+        raise ValueError(f"unknown device {value!r}; known are {', '.join(sorted(DEVICES))}")
+
+
+def _site_device(name: str, value: str) -> None:
+    if value not in SITE_DEVICES:
+        count = f"; for a number of devices use --devices {value}" if value.isdecimal() else ""
+        raise ValueError(f"unknown device {value!r}; known are {', '.join(SITE_DEVICES)}{count}")
+
+
+def _prices(name: str, value: str) -> None:
+    if value not in PRICES:
+        raise ValueError(f"no prices are known for {value!r}; known are {', '.join(PRICES)}, or measure: autoshard calibrate measure")
+
+
+NODES, DEVICE, SITE_DEVICE, PRICED = ValueKind(_nodes), ValueKind(_device), ValueKind(_site_device), ValueKind(_prices)
+DEVICE_OR_FILE = ValueKind(lambda name, value: (CLUSTER if value.endswith(".json") else DEVICE).check(name, value))
+
+
+# -- numbers and words ---------------------------------------------------------------------------------------------------------------
+
+
+def _numbers(name: str, value: str) -> None:
+    parts = [part.strip() for part in value.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"{name} is {value!r}; expected whole numbers of 1 or more, for example 4 or 1,2,4")
+
+
+def _workers(name: str, value: int) -> None:
+    if not 1 <= value <= MOST_WORKERS:
+        raise ValueError(f"{name} is {value}; expected a number of processes, 1 to {MOST_WORKERS}")
+
+
+def _share(name: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} is {value}; expected a number from 0 to 1: 0.01 is one percent")
+
+
+def _percent(name: str, value: str) -> None:
+    try:
+        known = 0 <= float(value.strip().removesuffix("%")) < math.inf
+    except ValueError:
+        known = False
+    if not known:
+        raise ValueError(f"{name} is {value!r}; expected a share of 0 or more, for example 5% or 0.05")
+
+
+def _switches(name: str, value: str) -> None:
+    try:
+        known = value == "none" or 0 <= float(value) < math.inf
+    except ValueError:
+        known = False
+    if not known:
+        raise ValueError(f"{name} is {value!r}; expected how often per unit, 0 or more, or none")
+
+
+def several_of(known: tuple[str, ...]) -> ValueKind:
+    """Words of these with commas between them."""
+    one = one_of(known)
+
+    def check(name: str, value: str) -> None:
+        for word in value.split(","):
+            one.check(name, word.strip())
+
+    return ValueKind(check)
+
+
+NUMBERS, SHARE, PERCENT, SWITCHES = ValueKind(_numbers), ValueKind(_share), ValueKind(_percent), ValueKind(_switches)
+WORKERS = ValueKind(_workers, typed=int, least=1)
+LAYOUT = ValueKind(lambda name, value: check_layout(name, value, any_placement=False))
+SIZE_OR_NONE = ValueKind(lambda name, value: value.strip() in ("0", "0GB") or SIZE.read(name, value))

@@ -1,0 +1,72 @@
+"""Functions that load plans, and the parts of autoshard that are slow to import."""
+
+from __future__ import annotations
+
+import shlex
+from types import ModuleType
+from typing import Any
+
+from autoshard.mesh import Device, Mesh, parse_shape
+
+INTRA, INTER, DEVICE = "300GB/s", "400GB/s", "h100"  # the default, an H100 node: as Mesh.from_bandwidths
+
+
+def load_api() -> ModuleType:
+    from autoshard import api  # here: torch takes seconds to import, which --help and `solve` shouldn't
+
+    return api
+
+
+def load_report() -> ModuleType:
+    from autoshard import report  # here: as above
+
+    return report
+
+
+def load_cluster(path: str) -> Mesh:
+    from autoshard.cost import load_cluster as load  # here: torch again
+
+    return load(path)
+
+
+def load_device(device: str) -> str | Device:
+    """The name of a device as it is; of a file of `calibrate measure` the device that was measured."""
+    if not device.endswith(".json"):
+        return device
+    from autoshard.cost import load_device as load  # here: as above
+
+    return load(device)
+
+
+def load_plan(path: str, mesh: str | None) -> Any:
+    return load_api().load(path) if mesh is None else load_api().load(path, Mesh.from_bandwidths(parse_shape(mesh)))
+
+
+def load_any_plan(path: str, mesh: str | None) -> Any:
+    """A plan of one program, or of several."""
+    return load_api().load_any(path, None if mesh is None else Mesh.from_bandwidths(parse_shape(mesh)))
+
+
+def model_of(
+    solution: Any, model: str | None, settings: dict, path: str, trust: bool, *, option: str = "", without: str = ""
+) -> tuple[str, dict]:
+    """The model that the user names; or with `trust` the one that the plan names with its settings, those given now on top.
+
+    A model is code that runs, and a plan may be anybody's file: ValueError, which shows the plan's model, where nobody said to run it.
+    option: how the verb takes a model where not as an argument; without: its words for going on without one.
+    """
+    if model is not None:
+        return model, settings
+    named, given = solution.model, solution.model_settings or {}
+    if not named:
+        raise ValueError(f"{path} does not say which model it is for; name it after the file, for example {path} models/gpt2.py:small")
+    if not isinstance(named, str) or not isinstance(given, dict):
+        raise ValueError(f"{path} says its model is {str(named)[:80]!r} with settings {str(given)[:80]!r}; expected text; name it yourself")
+    settings = {**given, **settings}
+    if not trust:
+        words = [*option.split(), named, *(word for key, value in settings.items() for word in ("--set", f"{key}={value}"))]
+        raise ValueError(
+            f"{path} is for a model whose code would run; to run it name it yourself: {shlex.join(words)[:400]}; or add --trust, which "
+            f"runs what the plan names{without}"
+        )
+    return named, settings

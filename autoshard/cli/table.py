@@ -1,0 +1,345 @@
+"""Every argument of the command line that is no option of planning, declared once: of all verbs that have it, or of one.
+
+    option_of("plan", "mesh")        the declaration: words of --help, values that it knows
+
+A verb's function names its arguments, with their types and defaults. Options of planning are declared in `autoshard.options`. Names of
+exports, schedules and so on are repeated here, because the rooms that define them take seconds to import; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoshard.cli.kinds import (
+    CLUSTER,
+    DEVICE,
+    DEVICE_OR_FILE,
+    FOLDER,
+    LAYOUT,
+    MESH,
+    MESH_OR_AUTO,
+    MODEL,
+    MODEL_OR_PLAN,
+    NODES,
+    NUMBERS,
+    OUT,
+    PERCENT,
+    PICTURE,
+    PLAN,
+    PRICED,
+    PROGRAMS_OR_PLAN,
+    SETTINGS,
+    SHARE,
+    SITE_DEVICE,
+    SIZE_OR_NONE,
+    SWITCHES,
+    WORKERS,
+    each,
+    file,
+    plan,
+    several_of,
+)
+from autoshard.options import (
+    OPTIMIZERS,
+    SIZE,
+    SOLVERS,
+    SWITCH,
+    TEXT,
+    Declaration,
+    Options,
+    ValueKind,
+    count,
+    number,
+    one_of,
+    options_of,
+    recomputed,
+)
+
+EXPORTS = (
+    "sharding_map", "json", "parallelize_module", "tp_plan", "vllm", "sglang", "fully_shard", "distribute_module", "checkpoint_policy",
+)  # fmt: skip
+SCHEDULES = ("sequential", "gpipe", "1f1b", "zb_h1", "interleaved_1f1b")
+SCHEMES = ("auto", "data_parallel", "fsdp", "megatron", "megatron_sp", "planned")
+DTYPES = ("float64", "float32", "float16", "bfloat16")  # of weights that models compute with
+CONSTANTS = ("physical", "distir_3386edc", "distir_83d7fc3")
+PLANNERS = ("naive", "astar", "dijkstra", "memory_constrained")
+LAUNCHERS = {"torchtitan": ".toml", "megatron": ".sh", "accelerate": ".yaml", "nanotron": ".yaml"}  # and how its configurations end
+PRECISIONS = ("bf16", "fp16", "fp8", "nvfp4")
+METHODS = ("piecewise", "pchip", "p_norm", "alpha_beta", "sigmoid")
+
+
+@dataclass(frozen=True)
+class Argument(Declaration):
+    """An argument without a name of its own on the command line."""
+
+
+def opt(help: str, kind: ValueKind = TEXT, *flags: str, metavar: str | None = None) -> Declaration:
+    return Declaration(kind, help, flags, metavar)
+
+
+def arg(help: str, kind: ValueKind = TEXT, metavar: str | None = None) -> Argument:
+    return Argument(kind, help, metavar=metavar)
+
+
+CONTEST, SCHEME = file("a contest instance, as JSON or gzipped JSON named .gz"), one_of(SCHEMES)
+MEASURED = each(file("the output of nccl-tests or PARAM, nnscaler JSON, or CSV"))
+SECONDS = number(above=True, finite=False)
+LAUNCHER, PRECISION, RUNS_ON = one_of(tuple(LAUNCHERS), "launcher"), one_of(PRECISIONS), one_of(("cpu", "cuda"), "device")
+OLD_MESH = opt("For old plans, whose files don't say: the mesh, 2x4.", MESH)
+THE_MODEL = arg("file.py:function; without it and with --trust the one the plan was made for.", MODEL)
+NUMBERS_HELP = "A number, or several as 1,2,4: every combination is simulated, the fastest that fits in memory comes first."
+
+SHARED: dict[str, Declaration] = {
+    "model": arg("file.py:function, which returns (module, example_inputs); or hf:DIR, a folder with a Hugging Face config.json.", MODEL),
+    "solution": arg("A plan, as `autoshard plan --out` writes it.", PLAN, "SOLUTION"),
+    "trust": opt("Run the code of the model that the plan names, where no model is given.", SWITCH),
+    "cluster": opt("A file of `calibrate measure`, instead of a mesh and bandwidths.", CLUSTER),
+    "mesh": opt("Sizes of the mesh, slowest axis first: 2x4.", MESH),
+    "intra_node_bandwidth": opt("Bytes per second per device, inside a node.", SIZE),
+    "inter_node_bandwidth": opt("Bytes per second of one node's link to the others.", SIZE),
+    "device": opt("a100, h100, h200, b200, ... (autoshard/cost/devices) or cpu; or a measured cluster.json.", DEVICE_OR_FILE),
+    "devices_per_node": opt("Default: all axes but the first.", count()),
+    "tf32": opt('Price float32 matmuls as TF32: set torch.set_float32_matmul_precision("high") where it runs.', SWITCH),
+    "prices": opt("Take bandwidths and device from `show-prices`: a100, h100, b200, mi300x, ...", PRICED),
+    "settings": opt("A keyword for the model's function; repeatable.", SETTINGS, "--set", metavar="KEY=VALUE"),
+    "batch": opt("As --set batch=N: examples in the model's inputs.", count()),
+    "seq": opt("As --set seq=N: tokens of each example.", count()),
+    "dtype": opt("As --set dtype=NAME: bfloat16, float32, ... of the weights.", one_of(DTYPES)),
+    "as_json": opt("Print one JSON object instead of tables.", SWITCH, "--json"),
+    "quiet": opt("No progress, no notes.", SWITCH),
+    "out": opt("Write the plan here: .json, or .pkl.", OUT),
+}  # fmt: skip
+
+SITE = {  # of a launch
+    "device": opt("a100, h100, h200, b200, ...: one of autoshard/cost/devices.", SITE_DEVICE),
+    "per_node": opt("Devices of a node.", count()),
+    "memory": opt("Of a device: 80GB. Default: all it has.", SIZE),
+    "seq": opt("Tokens of a sequence.", count()),
+    "global_batch": opt("Sequences per step.", count()),
+    "out": opt("Write a configuration here, as the launcher reads it.", OUT),
+}
+PLANNING = options_of(Options)
+OWN: dict[str, dict[str, Declaration]] = {
+    "plan": {
+        "mesh": opt("Sizes of the mesh, slowest axis first: 2x4; or auto, to compare all shapes.", MESH_OR_AUTO),
+        "devices": opt("With --mesh auto: how many.", count()),
+        "devices_per_node": opt("Default: all axes but the first; 8 with --mesh auto.", count()),
+        "keep": opt("Keep the parameters' layouts of this plan, edited perhaps.", PLAN, metavar="SOLUTION"),
+        "free": opt("With --keep: parameters to plan anew; repeatable.", metavar="GLOB"),
+    },
+    "show": {"mesh": OLD_MESH},
+    "verify": {
+        "model": THE_MODEL,
+        "mesh": OLD_MESH,
+        "random": opt("Check this many plans drawn at random from the candidates too.", count(0)),
+        "seed": opt("Of the inputs and of the drawing.", count(0)),
+        "plant_fault": opt("Check a plan with a wrong row in it, which must fail.", SWITCH),
+        "local_tensor_mode": opt("Run the rank program under torch's LocalTensorMode as well (slower).", SWITCH),
+        "device": opt("Where all ranks run: cpu or cuda.", RUNS_ON),
+        "mark": opt("Where the answer is ok, note that in the plan's file.", SWITCH),
+    },
+    "frontier": {
+        "points": opt("How many proven points to look for.", count()),
+        "gap": opt("Up to which gap a point counts as proven, relative.", number()),
+        "time_limit": opt("Seconds for the sweep.", SECONDS),
+        "recompute": opt("Blocks to recompute in the backward pass: a number, or all.", recomputed(("all",))),
+        "out": opt("Write the points and bounds here, as JSON.", OUT),
+        "csv": opt("Write the points here, as CSV.", OUT),
+        "plot": opt("Draw memory against seconds here: .png, .svg or .pdf.", PICTURE),
+        "save_dir": opt("Write the plan of every point into this folder: point-00.json, ...", FOLDER),
+    },
+    "programs": {
+        "target": arg("file.py:function, which returns {name: Program}; or a plan of programs.", PROGRAMS_OR_PLAN, "TARGET"),
+        "switches": opt("How often per unit copies of parameters are made anew; 0: once; none: there are no copies.", SWITCHES),
+    },
+    "pipeline": {
+        "devices": opt("How many devices, in equal nodes.", count()),
+        "nodes": opt("Instead: N nodes of M devices, 2x8:h100; repeatable.", each(NODES), metavar="NxM:DEVICE"),
+        "memory": opt("Memory of a device: 80GB. Default: all it has. Repeat for further limits to answer for.", each(SIZE)),
+        "microbatches": opt("Numbers to try: 4,8,16. Default: powers of two that divide the batch.", NUMBERS),
+        "schedules": opt("Schedules to try.", several_of(SCHEDULES)),
+        "layers": opt("Into how many layers the model is clustered.", count()),
+        "stages": opt("Groups of devices in a row. Default: the best.", count()),
+        "inference": opt("The forward pass alone.", SWITCH),
+        "training": opt("A training step (this is the default).", SWITCH, "--train"),
+        "recompute": opt("Compute activations again in the backward pass: auto, never, always.", one_of(("auto", "never", "always"))),
+        "no_grid": opt("Leave out data x tensor x pipeline with fixed layouts.", SWITCH),
+        "optimizer": opt("Whose state memory holds.", one_of(tuple(OPTIMIZERS))),
+        "device": opt("a100, h100, h200, b200, ... (autoshard/cost/devices) or cpu.", DEVICE),
+        "devices_per_node": opt("With --devices.", count()),
+        "workers": opt("Processes that plan stages; 1: this one.", WORKERS),
+        "dask": opt("Plan stages on this Dask cluster: tcp://host:8786.", metavar="URL"),
+        "out": opt("Write the pipeline with all its layouts here, as JSON.", OUT),
+        "csv": opt("Write all configurations here.", OUT),
+        "plot": opt("Draw speed-up over devices here: .png, .svg or .pdf.", PICTURE),
+    },
+    "simulate": {
+        "target": arg(
+            "A plan's file; or file.py:function or hf:DIR, sharded by --data, --tensor and --pipeline; or mlp, with --constants.",
+            MODEL_OR_PLAN, "SOLUTION|MODEL",
+        ),
+        "model": THE_MODEL,
+        "data": opt(f"Data-parallel degree. {NUMBERS_HELP}", NUMBERS),
+        "tensor": opt("Tensor-parallel degree (Megatron).", NUMBERS),
+        "pipeline": opt("Pipeline stages.", NUMBERS),
+        "microbatches": opt("Microbatches per step; they divide the batch.", NUMBERS),
+        "schedule": opt("sequential, gpipe, 1f1b, interleaved_1f1b or zb_h1.", one_of(SCHEDULES)),
+        "chunks": opt("Parts of the model per stage, for interleaved_1f1b.", count()),
+        "scheme": opt("Layouts within a stage: auto, data_parallel, fsdp, megatron, megatron_sp, or planned by the solver.", SCHEME),
+        "inference": opt("The forward pass of MODEL alone.", SWITCH),
+        "no_overlap": opt("Collectives and kernels one after the other.", SWITCH),
+        "no_join": opt("Of a plan: small reductions of gradients one by one.", SWITCH),
+        "prefetch": opt("Parameters fetched ahead of their use.", count(0)),
+        "cluster": opt("Prices from a file of `calibrate measure`; a model uses all its devices.", CLUSTER),
+        "devices_per_node": opt("Default: those of one stage.", count()),
+        "constants": opt("physical; or distir_3386edc, distir_83d7fc3: a published simulator's, of its MLP alone.", one_of(CONSTANTS)),
+        "trace": opt("Write a trace here, for ui.perfetto.dev.", OUT),
+        "picture": opt("Draw the time line here: .png, .svg or .pdf.", PICTURE),
+    },
+    "explain": {
+        "name": arg("A parameter, buffer, input, op, or a block: h.3, h.3.attn."),
+        "why_not": opt("With NAME: what would this layout cost, as 'S(1),R'?", LAYOUT, metavar="LAYOUT"),
+        "alternatives": opt("With NAME: how many other layouts to report.", count(0)),
+        "model": opt("file.py:function; without it and with --trust the plan's own.", MODEL, metavar="MODEL"),
+        "robust": opt("Plan again under other bandwidths: where does the plan stay best, and what is lost outside?", SWITCH),
+        "within": opt("With --robust: a regret that still counts as best, relative; 0.01 is one percent.", SHARE),
+        "time_limit": opt("Seconds for each plan that is solved on the way.", SECONDS),
+        "mesh": OLD_MESH,
+    },
+    "check": {
+        **SITE,
+        "solution": arg(
+            "A plan; or with --launcher a configuration of that launcher.",
+            plan("a plan's file, as `autoshard plan --out` writes it, or a launcher's configuration"), "SOLUTION",
+        ),
+        "model": THE_MODEL,
+        "mesh": OLD_MESH,
+        "within": opt("How far it may be above the best plan now: 5%, or 0.05.", PERCENT),
+        "no_solve": opt("Do not plan anew; compare with a bound that is found faster.", SWITCH),
+        "any_graph": opt("Accept a graph other than the one planned, if the layouts fit it: another batch size.", SWITCH),
+        "cluster": opt("Today's prices: a file of `calibrate measure`. Default: those of the plan.", CLUSTER),
+        "time_limit": opt("Seconds for planning anew.", SECONDS),
+        "launcher": opt("SOLUTION is a configuration of torchtitan, megatron, accelerate or nanotron.", LAUNCHER),
+        "devices": opt("With --launcher: how many, where it doesn't say.", count()),
+        "microbatch": opt("Sequences of a microbatch, where the configuration doesn't say.", count()),
+    },
+    "degrees": {
+        **SITE,
+        "devices": opt("How many, in equal nodes.", count()),
+        "launcher": opt("torchtitan, megatron, accelerate or nanotron.", LAUNCHER),
+        "precision": opt("Of the blocks' matmuls: bf16, fp16, fp8 or nvfp4.", PRECISION),
+        "compiled": opt("Blocks are compiled.", SWITCH, "--compile"),
+        "intra_node_bandwidth": opt("Bytes per second per device, inside a node. Default: the device's own.", SIZE),
+        "no_bound": opt("Leave out the bound of an unrestricted plan.", SWITCH),
+        "time_limit": opt("Seconds for that bound.", SECONDS),
+        "top": opt("Only so many, the best. Default: 20 in the table, all with --json.", count()),
+        "plot": opt("Draw memory against seconds here: .png, .svg or .pdf.", PICTURE),
+    },
+    "serve-plan": {
+        "devices": opt("How many; replicas of the model share them.", count()),
+        "max_tokens": opt("Tokens of a sequence, prompt and answer, that the cache has room for.", count(2)),
+        "batch": opt("Sequences that are served at the same time.", count()),
+        "prompt": opt("Tokens of a prompt. Default: half of --max-tokens.", count()),
+        "device": opt("One of `show-prices`: a100, h100, h200, b200, mi300x, ...", PRICED),
+        "devices_per_node": opt("How many devices a node has.", count()),
+        "memory": opt("Memory of a device: 72GB. Default: all it has.", SIZE),
+        "expert_parallel": opt("Experts over the devices of all replicas: vLLM's --enable-expert-parallel.", SWITCH),
+        "eager": opt("Every kernel is launched from the host: no CUDA graphs.", SWITCH),
+    },
+    "diff": {
+        "a": arg("A plan.", PLAN, "A"),
+        "b": arg("Another one.", PLAN, "B"),
+        "exit_code": opt("Exit with 1 where they differ.", SWITCH),
+        "mesh": OLD_MESH,
+    },
+    "demo": {"out": opt("Keep the plan in this file.", OUT)},
+    "doctor": {
+        "model": arg("file.py:function or hf:DIR: the model whose ops are looked up for --device.", MODEL),
+        "device": opt("cuda: can each op run there? No GPU is needed.", RUNS_ON),
+        "training": opt("Look at a training step instead of a forward pass.", SWITCH, "--train"),
+    },
+    "export": {
+        "kind": opt(
+            "sharding_map, json, parallelize_module, tp_plan (Hugging Face), vllm, sglang, fully_shard (with tensor parallel), "
+            "distribute_module or checkpoint_policy.",
+            one_of(EXPORTS, "export"), "--format", "--to",
+        ),
+        "axis": opt("Mesh axis that module styles shard over. Default: where the plan shards most."),
+        "within": opt("How much longer than the plan a step may take as exported: 5%, or 0.05.", PERCENT),
+        "mesh": OLD_MESH,
+        "out": opt("Write it here: .json; a sharding map as specs to .pkl; code for a launcher to .py.", OUT),
+        "as_json": opt("Print one JSON object: the export, what it leaves out, its price.", SWITCH, "--json"),
+    },
+    "report": {
+        "solution": arg("A plan, as `autoshard plan --out` writes it.", plan(also=("pipeline",)), "SOLUTION"),
+        "model": THE_MODEL,
+        "out": opt("Write the page here.", OUT),
+        "frontier": opt("Show this frontier, a file of `frontier --out`.", file("what `autoshard frontier --out` wrote")),
+        "no_model": opt("Don't build the model: no time line, no memory over time, no ops.", SWITCH),
+        "mesh": OLD_MESH,
+    },
+    "redistribute": {
+        "problem": arg(
+            "Problems as JSON: shape, mesh, src, src_bs, dst, dst_bs; one or a list.",
+            file("one or a list of shape, mesh, src, src_bs, dst, dst_bs"),
+        ),
+        "planner": opt("astar, dijkstra, memory_constrained or naive.", one_of(PLANNERS)),
+        "prices": opt("mesh (the links of a cluster) or tensorcraft (as published).", one_of(("mesh", "tensorcraft"))),
+        "memory_limit": opt("Bytes per rank, for example 1GB; default: from the ends.", SIZE),
+        "count": opt("What the limit counts: resident or buffers.", one_of(("resident", "buffers"))),
+        "max_depth": opt("memory_constrained: steps at most.", count()),
+        "top_k": opt("memory_constrained: stop after so many ways.", count()),
+        "table": opt("Print the table (the default without --json or --latex).", SWITCH),
+        "latex": opt("Print the table as LaTeX.", SWITCH),
+        "draw": opt("Write a picture of the first problem's route, PNG.", PICTURE),
+    },
+    "solve": {
+        "problem": arg("A problem in the contest's format, .json or .json.gz.", CONTEST),
+        "solver": opt("auto, prices, ilp, cvxpy, dp, dual or exhaustive.", one_of(SOLVERS, "solver")),
+        "time_limit": opt("Seconds; then the best answer so far is returned, with its bound.", SECONDS),
+        "gap": opt("Stop when the answer is proven to be within this of the best, relative.", number()),
+        "out": opt("Write the choices here, as JSON.", OUT),
+    },
+    "tables": {
+        "spec": arg("Tables as CSV (name,rows,columns,...) or JSON.", file("tables as CSV in a file named .csv, or JSON")),
+        "devices": opt("How many devices, or a mesh such as 2x8: nodes x devices of a node.", MESH),
+        "hbm": opt("Memory of a device.", SIZE),
+        "host_memory": opt("Memory of a host, shared by its devices; default: no table is placed there.", SIZE_OR_NONE),
+        "host_bandwidth": opt("Bytes per second between a device and its host's memory.", SIZE),
+        "batch": opt("Examples per device and step.", count()),
+        "reserve": opt("Share of all memory that is kept free.", SHARE),
+        "effort": opt("Times the usual number of search moves.", SECONDS),
+        "seed": opt("Of the search; the same seed yields the same plan.", count(0)),
+        "out": opt("Write the plan as JSON.", OUT),
+        "plot": opt("Write a bar plot of the load per device, PNG or SVG.", PICTURE),
+        "every": opt("Print every table, not only those that take longest.", SWITCH, "--all"),
+    },
+    "fit": {
+        "files": arg("Output of nccl-tests or PARAM, nnscaler JSON, or CSV.", MEASURED),
+        "out": opt("Write the curves here, as JSON.", OUT),
+        "method": opt("piecewise, pchip, p_norm, alpha_beta or sigmoid (as published).", one_of(METHODS)),
+        "plot": opt("Draw curves and errors here: .png, .svg or .pdf.", PICTURE),
+        "table": opt("Show every curve, also where there are many.", SWITCH),
+        "collective": opt("Of files that don't say it."),
+        "devices": opt("Of files that don't say it.", count()),
+        "system": opt("A name for the cluster."),
+        "alone": opt("Fit each curve by itself: others don't say how it runs between sizes.", SWITCH),
+    },
+    "measure": {
+        "out": opt("Write the cluster here, again and again while it is measured.", OUT),
+        "seconds": opt("Time to measure in, without starting up.", number(1.0)),
+        "largest": opt("Largest buffer. Default: 64MiB on CPUs, 1GiB on GPUs.", SIZE),
+        "backend": opt("nccl, gloo, or auto.", one_of(("auto", "nccl", "gloo"))),
+    },
+    "show-prices": {"name": arg("One of them; default all.", PRICED)},
+}  # fmt: skip
+
+
+def option_of(verb: str, name: str) -> Declaration:
+    """The declaration of one argument of a verb."""
+    return OWN.get(verb, {}).get(name) or PLANNING.get(name) or SHARED[name]
+
+
+def options_of_verb(verb: str) -> tuple[str, ...]:
+    """The options of planning that a verb has, in the order of their declaration."""
+    return tuple(name for name, option in PLANNING.items() if verb in option.verbs)
