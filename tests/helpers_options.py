@@ -97,7 +97,7 @@ VALUES = {
     "memory": "70GB", "out": "new.json", "time_limit": "77", "gap": "0.3", "solver": "ilp", "intra_node_bandwidth": "9GB/s",
     "inter_node_bandwidth": "7GB/s", "device": "a100", "prices": "a100", "devices_per_node": "1", "optimizer": "sgd",
     "precision": "bf16", "microbatches": "4", "expert_imbalance": "3.0", "global_batch": "128", "objective": "overlapped",
-    "recompute": "all", "sequence_order": "natural", "pin": "layers.*.up.weight=R,R", "forbid": "layers.*.up.weight=R,R",
+    "recompute": "all", "sequence_order": "natural", "pins": "layers.*.up.weight=R,R", "forbid": "layers.*.up.weight=R,R",
     "keep": "edited.json", "free": "layers.1.*", "points": "2", "csv": "new.csv", "plot": "new.svg", "save_dir": "plans",
     "nodes": "1x2:a100", "schedules": "gpipe", "layers": "2", "stages": "2", "workers": "1", "dask": "tcp://127.0.0.1:1",
     "data": "4", "tensor": "4", "pipeline": "2", "schedule": "gpipe", "chunks": "2", "scheme": "fsdp", "prefetch": "0",
@@ -116,7 +116,7 @@ OWN = {
     ("simulate", "microbatches"): "2", ("redistribute", "prices"): "tensorcraft", ("programs", "settings"): "batch=64",
     ("calibrate fit", "devices"): "2", ("degrees", "memory"): "500MB", ("pipeline", "microbatches"): "4", ("pipeline", "devices"): "2",
     ("serve-plan", "settings"): "layers=2", ("serve-plan", "memory"): "1MB", ("frontier", "settings"): "width=64",
-    ("serve-plan", "devices"): "4", ("plan", "seq"): "16",
+    ("serve-plan", "devices"): "4", ("plan", "seq"): "16", ("plan", "memory_limit"): "70GB", ("programs", "memory_limit"): "70GB",
     ("verify", "batch"): "8", ("redistribute", "count"): "resident", ("serve-plan", "dtype"): "float32", ("degrees", "devices"): "4",
     ("programs", "mesh"): "4", ("doctor", "settings"): "layers=1", ("check", "devices"): "16",
 }  # fmt: skip
