@@ -19,6 +19,7 @@ ROOT = DOCS.parent
 sys.path.insert(0, str(ROOT))
 
 import autoshard  # noqa: E402
+from autoshard.options import Options, having  # noqa: E402
 from autoshard.writing import write_atomically  # noqa: E402
 
 WIDTH = 120  # of a signature's line
@@ -235,9 +236,21 @@ def class_text(name: str, node: ast.ClassDef, lines: list[str]) -> list[str]:
     if init is not None:
         head = signature(f"class {name}", init, returns=False)
     rows = [one for one in node.body if isinstance(one, (ast.AnnAssign, ast.Assign)) and ast.unparse(one)[0] != "_"]
-    fields = textwrap.dedent("\n".join(line for one in rows for line in lines[one.lineno - 1 : one.end_lineno]))
+    fields = textwrap.dedent("\n".join(line for one in rows for line in field_lines(one, lines)))
+    if bases == "Options":
+        fields += f"\nof Options: {', '.join(having(Options, 'in_pass'))}"
     members = [member_text(name, one) for one in made if not one.name.startswith("_")]
     return [head, *(textwrap.indent(part, "    ") for part in (ast.get_docstring(node) or "", fields, *members))]
+
+
+def field_lines(node: ast.AnnAssign | ast.Assign, lines: list[str]) -> list[str]:
+    """As written; a declared option with its type, its default and the comment above it."""
+    value = node.value
+    if not (isinstance(node, ast.AnnAssign) and isinstance(value, ast.Call) and ast.unparse(value.func) == "declared"):
+        return lines[node.lineno - 1 : node.end_lineno]
+    default, above = ast.unparse(value.args[0]), lines[node.lineno - 2].strip()
+    field = f"{ast.unparse(node.target)}: {ast.unparse(node.annotation)} = {'{}' if default == 'dict' else default}"
+    return [f"    {field}  {above}" if above.startswith("# ") and not above.endswith("fmt: skip") else f"    {field}"]
 
 
 def member_text(name: str, node: ast.FunctionDef) -> str:
