@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from .launch import Columns, Launch
-from .prices import LaunchPrices, Site, prices_of
-from .sizes import ModelSizes
-from .space import illegal_by_rule, launches, structures
+from .launch_prices import LaunchPrices, Site, prices_of
+from .launch_space import illegal_by_rule, launches, structures
+from .model_sizes import ModelSizes
+from .runs import Launch, TrainingRuns
 
 CHUNK = 50_000  # launches that are priced at once: their columns fit in a core's cache and memory
 
@@ -25,7 +25,7 @@ class Ranking:
     launcher: str
     sizes: ModelSizes
     site: Site
-    columns: Columns
+    columns: TrainingRuns
     prices: LaunchPrices
     illegal: Mapping[str, int]
     splits: int

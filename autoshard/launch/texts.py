@@ -24,7 +24,7 @@ import yaml
 
 from autoshard.reading import DEEPEST, check_sound
 
-from .sizes import integer
+from .model_sizes import integer
 
 NAME = re.compile(r"[A-Za-z_]\w*")
 DEFAULT = re.compile(r"\$\{\w+:-")  # ${NAME:-value}

@@ -14,9 +14,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .launch import SCHEDULES, SINGLE, Described, Known, Launch
-from .sizes import ModelSizes
-from .texts import Nested, toml_text
+from .model_sizes import ModelSizes
+from .runs import SCHEDULES, SINGLE, Launch, LaunchConfig, Overrides
+from .texts import Nested, parsed, toml_text
 
 LLAMA3 = (8, 128256)  # key-value heads, vocabulary
 
@@ -57,11 +57,12 @@ RESEMBLING = frozenset(
         "enable_sequence_parallel", "checkpoint", "activation_checkpoint",
     }
 )  # fmt: skip
+EXPERT_TENSOR = "expert_tensor_parallel_degree"
 SECTIONS = ("parallelism", "training", "experimental")  # degrees moved from the last two to the first
 
 
-def read(data: dict[str, Any], path: str, known: Known) -> Described:
-    section = Nested(data, path, RESEMBLING)
+def read(text: str, path: str, known: Overrides) -> LaunchConfig:
+    section = Nested(parsed(text, path), path, RESEMBLING)
     sizes = known.sizes or _flavor(section)
 
     def degree(name: str, default: int = 1, least: int | None = 1) -> int:
@@ -84,14 +85,16 @@ def read(data: dict[str, Any], path: str, known: Known) -> Described:
     gathers_again = reshard == "always" or (reshard != "never" and pipeline == 1)
     precision, rowwise = _precision(section)
     launch = Launch(
-        devices, known.seq or section.number("training.seq_len", default=2048), local * data_parallel if global_batch < 1 else global_batch,
-        microbatch, data_parallel, shard, (3 if gathers_again else 2) if shard * context > 1 else 0, tensor, context,
-        degree("expert_parallel_degree"), degree("expert_tensor_parallel_degree", tensor if "expert_tensor_parallel_degree" in
-        section.section("parallelism") else 1), pipeline, virtual, schedule, _recompute(section), precision, tensor > 1,
-        section.flag("compile.enable", "training.compile") and "model" in section.text("compile.components", default="model"),
-        section.flag("parallelism.enable_async_tensor_parallel", "experimental.enable_async_tensor_parallel"), rowwise,
+        devices=devices, seq=known.seq or section.number("training.seq_len", default=2048),
+        global_batch=local * data_parallel if global_batch < 1 else global_batch, microbatch=microbatch,
+        data=data_parallel, shard=shard, zero=(3 if gathers_again else 2) if shard * context > 1 else 0,
+        tensor=tensor, sequence_parallel=tensor > 1, context=context, expert=degree("expert_parallel_degree"),
+        expert_tensor=degree(EXPERT_TENSOR, tensor if EXPERT_TENSOR in section.section("parallelism") else 1),
+        pipeline=pipeline, virtual=virtual, schedule=schedule, recompute=_recompute(section), precision=precision, rowwise=rowwise,
+        compiled=section.flag("compile.enable", "training.compile") and "model" in section.text("compile.components", default="model"),
+        async_tensor=section.flag("parallelism.enable_async_tensor_parallel", "experimental.enable_async_tensor_parallel"),
     )  # fmt: skip
-    return Described(launch, sizes)
+    return LaunchConfig(launch, sizes)
 
 
 def _flavor(section: Nested) -> ModelSizes:
@@ -139,13 +142,13 @@ def _precision(section: Nested) -> tuple[str, bool]:
     return {"float32": "fp32"}.get(section.text("training.mixed_precision_param", default="bfloat16"), "bf16"), False
 
 
-def write(described: Described, rest: Mapping[str, Any] | None = None) -> str:
+def write(config: LaunchConfig, rest: Mapping[str, Any] | None = None) -> str:
     """A TOML that torchtitan reads, for `torchrun -m torchtitan.train --job.config_file`.
 
     It holds what the launch decides, and of `rest`, another configuration, everything else; what neither has keeps torchtitan's defaults.
     ValueError for a model without a flavor.
     """
-    launch, sizes = described.launch, described.sizes
+    launch, sizes = config.launch, config.sizes
     name = next((key for key, known in FLAVORS.items() if known == sizes), None)
     if name is None:
         raise ValueError("torchtitan has no flavor of these sizes; add one to its model, then give its configuration to `autoshard check`")

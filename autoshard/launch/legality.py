@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .launch import LOOPED, SINGLE, V_SHAPED, Columns, Launch
-from .sizes import ModelSizes
+from .model_sizes import ModelSizes
+from .runs import LOOPED, SINGLE, V_SHAPED, Launch, TrainingRuns
 
 LAUNCHERS = ("torchtitan", "megatron", "accelerate", "nanotron")
-Broken = Callable[[Columns, ModelSizes], np.ndarray]  # launches, sizes -> which launches break the rule
+Broken = Callable[[TrainingRuns, ModelSizes], np.ndarray]  # launches, sizes -> which launches break the rule
 Sentence = Callable[[Launch, ModelSizes], str]
 
 
@@ -27,15 +27,15 @@ class Rule:
     sentence: Sentence
 
 
-def _looped(c: Columns) -> np.ndarray:
+def _looped(c: TrainingRuns) -> np.ndarray:
     return np.isin(c.schedule, LOOPED)
 
 
-def _v_shaped(c: Columns) -> np.ndarray:
+def _v_shaped(c: TrainingRuns) -> np.ndarray:
     return np.isin(c.schedule, V_SHAPED)
 
 
-def _rounds(c: Columns) -> np.ndarray:
+def _rounds(c: TrainingRuns) -> np.ndarray:
     return np.maximum(c.microbatches // c.pipeline, 1)
 
 
@@ -178,19 +178,23 @@ RULES = (
 )  # fmt: skip
 
 
-def broken_rules(columns: Columns, sizes: ModelSizes, launcher: str) -> tuple[np.ndarray, tuple[Rule, ...]]:
-    """[rules of the launcher, launches] whether a launch breaks a rule; and those rules. ValueError for an unknown launcher."""
+def check_launcher(launcher: str) -> None:
     if launcher not in LAUNCHERS:
         raise ValueError(f"there is no launcher {launcher!r}; expected one of {', '.join(LAUNCHERS)}")
+
+
+def broken_rules(columns: TrainingRuns, sizes: ModelSizes, launcher: str) -> tuple[np.ndarray, tuple[Rule, ...]]:
+    """[rules of the launcher, launches] whether a launch breaks a rule; and those rules. ValueError for an unknown launcher."""
+    check_launcher(launcher)
     rules = tuple(rule for rule in RULES if launcher in rule.launchers)
     return np.array([np.broadcast_to(rule.broken(columns, sizes), len(columns)) for rule in rules]), rules
 
 
-def legal(columns: Columns, sizes: ModelSizes, launcher: str) -> np.ndarray:
+def legal(columns: TrainingRuns, sizes: ModelSizes, launcher: str) -> np.ndarray:
     return np.logical_not(broken_rules(columns, sizes, launcher)[0].any(axis=0))
 
 
 def why_illegal(launch: Launch, sizes: ModelSizes, launcher: str) -> tuple[str, ...]:
     """A sentence for each rule that the launch breaks; empty where it is legal."""
-    broken, rules = broken_rules(Columns.of([launch]), sizes, launcher)
+    broken, rules = broken_rules(TrainingRuns.of([launch]), sizes, launcher)
     return tuple(rule.sentence(launch, sizes) for rule, one in zip(rules, broken[:, 0]) if one)
