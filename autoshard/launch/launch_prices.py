@@ -10,6 +10,7 @@ not use.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,8 +47,7 @@ class Site:
         return float(np.ravel(device_constants([self.device]).peak16)[0])
 
 
-@dataclass(frozen=True)
-class LaunchPrices:
+class LaunchPrices(NamedTuple):
     """One entry per launch."""
 
     seconds: np.ndarray  # of a step

@@ -58,6 +58,7 @@ COMPILED_HOST = 0.6  # launches of a compiled block relative to an eager one
 TENSOR_HOST = 0.08  # more launches per doubling of the tensor parallel degree
 OPTIMIZER_BYTES = 30.0  # read and written per parameter: AdamW, float32 moments, master copy and gradient, 16-bit parameter
 SCORE_BYTES = 10.0  # per score of unfused attention, forward: scale and mask, softmax, dropout
+OF_HOPPER = 500e12  # FLOP/s: devices with more have attention kernels that differ by generation
 LOGIT_BYTES = 30.0  # per logit, forward and backward in float32
 
 
@@ -153,9 +154,6 @@ def _attention(runs: TrainingRuns, constants: RunConstants) -> tuple[np.ndarray,
     keys_and_values = 4 * t * runs.context * np.maximum(runs.keys / tp, runs.head_dim)
     sent = ring.gather(keys_and_values) * constants.has("context parallel")
     return overlapped(forward, sent, CONTEXT_NORM), overlapped(backward, 2 * sent, CONTEXT_NORM)
-
-
-OF_HOPPER = 500e12  # FLOP/s: devices on which attention kernels differ by generation
 
 
 def elementwise_bytes(runs: TrainingRuns, eager_norms: np.ndarray | float = 0.0) -> np.ndarray:

@@ -27,7 +27,7 @@ from autoshard.reading import DEEPEST, check_sound
 from .model_sizes import integer
 
 NAME = re.compile(r"[A-Za-z_]\w*")
-DEFAULT = re.compile(r"\$\{\w+:-")  # ${NAME:-value}
+DEFAULT = re.compile(r"\$\{\w+:-([^}]*)\}")  # ${NAME:-value}
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 PART = r"""(?:"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|(?<![\w-])[\w-]++)"""  # of a dotted key
 DEEP_KEY = re.compile(rf"(?:{PART}[ \t]*\.[ \t]*){{{DEEPEST}}}")  # tomllib takes time that grows with the square of the parts
@@ -158,10 +158,8 @@ def arguments_of(text: str) -> dict[str, list[str]]:
     variables = Variables({})
     for line in lines:
         variables.note(line)
-    words = []
-    for line in lines:
-        for word in re.split(r"\s+", re.sub(r"\s#.*$", "", variables.replaced(line))):
-            words.append(word.strip("\"'()\\,"))
+    uncommented = (re.sub(r"\s#.*$", "", variables.replaced(line)) for line in lines)
+    words = [word.strip("\"'()\\,") for line in uncommented for word in re.split(r"\s+", line)]
     options: dict[str, list[str]] = {}
     name = ""
     for word in words:
@@ -176,15 +174,8 @@ def arguments_of(text: str) -> dict[str, list[str]]:
 
 def _with_defaults(text: str) -> str:
     """`${NAME:-value}` as the value."""
-    pieces, begin = [], 0
-    for match in DEFAULT.finditer(text):
-        end = text.find("}", match.end())
-        if end == -1:
-            break
-        if match.start() >= begin:
-            pieces += [text[begin : match.start()], text[match.end() : end]]
-            begin = end + 1
-    return "".join([*pieces, text[begin:]])
+    closed, brace, rest = text.rpartition("}")  # so that every value that begins also ends, and none is looked for in all of the text
+    return DEFAULT.sub(r"\1", closed + brace) + rest
 
 
 @dataclass

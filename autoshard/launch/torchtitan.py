@@ -19,28 +19,23 @@ from .runs import SCHEDULES, SINGLE, Launch, LaunchConfig, Overrides
 from .texts import Nested, parsed, toml_text
 
 LLAMA3 = (8, 128256)  # key-value heads, vocabulary
-
-
-def _deepseek(
-    layers: int, width: int, heads: int, vocab: int, dense: int, expert: int, experts: int, active: int, shared: int, **more: int
-) -> ModelSizes:
-    latent = (more.get("q_rank", 0), 512, 64, 128, 128)
-    return ModelSizes(
-        layers, width, dense, heads, 1, vocab, 128, experts=experts, active=active, expert_ffn=expert, shared_ffn=shared * expert,
-        dense_layers=more.get("dense_layers", 1), latent=latent,
-    )  # fmt: skip
-
-
+DEEPSEEK = (512, 64, 128, 128)  # latent attention: rank of keys and values, widths of a head's rotary, other and value features
 # (model, flavor) as in torchtitan/models/*/__init__.py
 FLAVORS = {
     ("llama3", "debugmodel"): ModelSizes(6, 256, 768, 16, 16, 2048),
     ("llama3", "8B"): ModelSizes(32, 4096, 14336, 32, *LLAMA3),
     ("llama3", "70B"): ModelSizes(80, 8192, 28672, 64, *LLAMA3),
     ("llama3", "405B"): ModelSizes(126, 16384, 53248, 128, *LLAMA3),
-    ("deepseek_v3", "debugmodel"): _deepseek(6, 256, 16, 2048, 1024, 256, 8, 3, 2),
-    ("deepseek_v3", "16B"): _deepseek(27, 2048, 16, 102400, 10944, 1408, 64, 6, 2),
-    ("deepseek_v3", "236B"): _deepseek(60, 5120, 128, 102400, 12288, 1536, 160, 6, 2, q_rank=1536),
-    ("deepseek_v3", "671B"): _deepseek(61, 7168, 128, 129280, 18432, 2048, 256, 8, 1, q_rank=1536, dense_layers=3),
+    ("deepseek_v3", "debugmodel"): ModelSizes(
+        6, 256, 1024, 16, 1, 2048, 128, experts=8, active=3, expert_ffn=256, shared_ffn=512, dense_layers=1, latent=(0, *DEEPSEEK)),
+    ("deepseek_v3", "16B"): ModelSizes(
+        27, 2048, 10944, 16, 1, 102400, 128, experts=64, active=6, expert_ffn=1408, shared_ffn=2816, dense_layers=1, latent=(0, *DEEPSEEK)),
+    ("deepseek_v3", "236B"): ModelSizes(
+        60, 5120, 12288, 128, 1, 102400, 128, experts=160, active=6, expert_ffn=1536, shared_ffn=3072, dense_layers=1,
+        latent=(1536, *DEEPSEEK)),
+    ("deepseek_v3", "671B"): ModelSizes(
+        61, 7168, 18432, 128, 1, 129280, 128, experts=256, active=8, expert_ffn=2048, shared_ffn=2048, dense_layers=3,
+        latent=(1536, *DEEPSEEK)),
 }  # fmt: skip
 DECIDED = ("activation_checkpoint", "experimental")  # sections
 DECIDED_KEYS = re.compile(r"_degree$|^pipeline_parallel_|^module_fqns_|^batch_size$|^compile$")  # also by the names of former versions
