@@ -33,8 +33,9 @@ from published_runs import percent, rows_of
 from autoshard.baselines import baseline
 from autoshard.capture import capture_deep
 from autoshard.cost.devices import FOLDER, DeviceConstants, known_devices
+from autoshard.formulate import with_pins
 from autoshard.mesh import DEVICES, LAUNCHES, Device, Mesh
-from autoshard.planning.baselining import pinned_to
+from autoshard.planning.baselining import masks_of
 from autoshard.planning.context import Context, instance_of
 from autoshard.planning.options import Options, Stopwatch, checked_options
 from autoshard.planning.recomputing import as_asked
@@ -115,7 +116,8 @@ def priced(row: Row, mesh: Mesh, blocks: int) -> Priced:
     context = as_asked(Context(graph, mesh, options, Stopwatch(None), {}, depth.shallow))
     layouts = candidates(context.graph, mesh)
     instance = instance_of(context, layouts)
-    pinned = pinned_to(instance.formulated, baseline(context.graph, mesh, layouts, scheme_of(row)))
+    masks = masks_of(instance.formulated, baseline(context.graph, mesh, layouts, scheme_of(row)))
+    pinned = with_pins(instance.formulated, masks)
     answer = solve(replace(pinned, usage_limit=None), gap=1e-4, time_limit=5.0)
     if answer.choice is None:
         raise ValueError(f"the layouts of {scheme_of(row)} forbid each other")

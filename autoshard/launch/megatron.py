@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .model_sizes import ModelSizes, integer
+from .model_sizes import ModelSizes
 from .runs import Launch, LaunchConfig, Overrides
-from .texts import arguments_of, arguments_text, parsed
+from .texts import arguments_of, arguments_text, integer, parsed
 
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}  # of tokenizers with one vocabulary
 PADDED = 128  # --make-vocab-size-divisible-by
@@ -108,9 +108,9 @@ def _sizes(a: Arguments, path: str) -> ModelSizes:
     latent = tuple(a.number(name, default) for name, default in LATENT.items()) if "multi-latent-attention" in a else ()
     head_dim = latent[-1] if latent else a.number("kv-channels", 0)
     return ModelSizes(
-        layers, width, ffn, heads, a.number("num-query-groups", heads) if "group-query-attention" in a else heads, vocab, head_dim,
-        "untie-embeddings-and-output-weights" not in a, gated,
-        a.text("position-embedding-type", "learned_absolute") == "learned_absolute", **more, latent=latent,
+        layers, width, ffn, heads, kv_heads=a.number("num-query-groups", heads) if "group-query-attention" in a else heads, vocab=vocab,
+        head_dim=head_dim, tied="untie-embeddings-and-output-weights" not in a, gated=gated,
+        learned_positions=a.text("position-embedding-type", "learned_absolute") == "learned_absolute", **more, latent=latent,
     )  # fmt: skip
 
 

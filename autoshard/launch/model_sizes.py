@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .texts import integer
+
 
 @dataclass(frozen=True)
 class ModelSizes:
@@ -159,25 +161,10 @@ def sizes_of_config(config: Mapping[str, Any], what: str = "the config") -> Mode
         ranks = [integer(config.get(name) or 0, name) for name in LATENT]
         latent, head_dim = tuple(ranks), ranks[-1]
     return ModelSizes(
-        layers, width, ffn, heads, number("kv_heads", heads), number("vocab"), head_dim,
-        bool(config.get("tie_word_embeddings", kind in TIED)), kind not in UNGATED, kind in LEARNED, **more, latent=latent,
+        layers, width, ffn, heads, kv_heads=number("kv_heads", heads), vocab=number("vocab"), head_dim=head_dim,
+        tied=bool(config.get("tie_word_embeddings", kind in TIED)), gated=kind not in UNGATED, learned_positions=kind in LEARNED,
+        **more, latent=latent,
     )  # fmt: skip
-
-
-LARGEST = 2**31  # products of sizes stay within 64 bits
-
-
-def integer(value: Any, what: str, least: int | None = None) -> int:
-    """A whole number from a configuration, which may be text. ValueError for anything else, and for a smaller one than `least`."""
-    try:
-        number = int(value) if isinstance(value, str) else value
-    except ValueError:
-        number = None
-    if isinstance(number, bool) or not isinstance(number, int) or abs(number) >= LARGEST:
-        raise ValueError(f"{what} is {str(value)[:60]!r}; expected a whole number below 2^31")
-    if least is not None and number < least:
-        raise ValueError(f"{what} is {number}; expected a whole number of {least} or more")
-    return number
 
 
 def sizes_of_module(module: Any) -> ModelSizes:

@@ -24,8 +24,6 @@ import yaml
 
 from autoshard.reading import DEEPEST, check_sound
 
-from .model_sizes import integer
-
 NAME = re.compile(r"[A-Za-z_]\w*")
 DEFAULT = re.compile(r"\$\{\w+:-([^}]*)\}")  # ${NAME:-value}
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
@@ -34,6 +32,7 @@ DEEP_KEY = re.compile(rf"(?:{PART}[ \t]*\.[ \t]*){{{DEEPEST}}}")  # tomllib take
 MOST_EXPANDED = 10**6  # characters
 MOST_VALUES = 10**5  # of a file with its aliases and merges written out
 MOST_KEYS = 1000  # of a section
+LARGEST = 2**31  # products of sizes stay within 64 bits
 NEAR = 0.85  # difflib's ratio from which on a key that nobody knows is a misspelling
 
 
@@ -95,6 +94,19 @@ PlainLoader.yaml_implicit_resolvers = {
     letter: [(tag, pattern) for tag, pattern in rules if not tag.endswith(":timestamp")]
     for letter, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+
+
+def integer(value: Any, what: str, least: int | None = None) -> int:
+    """A whole number from a configuration, which may be text. ValueError for anything else, and for a smaller one than `least`."""
+    try:
+        number = int(value) if isinstance(value, str) else value
+    except ValueError:
+        number = None
+    if isinstance(number, bool) or not isinstance(number, int) or abs(number) >= LARGEST:
+        raise ValueError(f"{what} is {str(value)[:60]!r}; expected a whole number below 2^31")
+    if least is not None and number < least:
+        raise ValueError(f"{what} is {number}; expected a whole number of {least} or more")
+    return number
 
 
 @dataclass(frozen=True)
