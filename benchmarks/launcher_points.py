@@ -15,9 +15,10 @@ import json
 
 import numpy as np
 
-from autoshard.launchers import Columns, Launch, ModelSizes, why_illegal
-from autoshard.launchers.prices import Site, prices_of
-from autoshard.launchers.torchtitan import FLAVORS
+from autoshard.launch import Launch, ModelSizes, Site, why_illegal
+from autoshard.launch.launch_prices import prices_of
+from autoshard.launch.runs import TrainingRuns
+from autoshard.launch.torchtitan import FLAVORS
 
 LLAMA70, DEEPSEEK = FLAVORS["llama3", "70B"], FLAVORS["deepseek_v3", "671B"]
 QWEN30 = ModelSizes(48, 2048, 6144, 32, 4, 151936, 128, experts=128, active=8, expert_ffn=768)
@@ -58,7 +59,7 @@ def fine_tuning(rows: dict[str, tuple[Launch, float]]) -> dict:
     """Predicted and published model TFLOP/s per GPU, and predicted bytes."""
     record = {}
     for name, (one, published) in rows.items():
-        prices = prices_of(Columns.of([one]), LLAMA70, Site(), "megatron")
+        prices = prices_of(TrainingRuns.of([one]), LLAMA70, Site(), "megatron")
         rate, memory = prices.tokens_per_second[0], float(prices.bytes[0])
         record[name] = {"predicted": float(LLAMA70.flops_per_token(one.seq) * rate / 1e12), "published": published, "memory_bytes": memory}
     return record
@@ -71,7 +72,7 @@ def main() -> None:
     record: dict = {"tuning": fine_tuning(TUNING), "one degree changed": fine_tuning(CHANGED), "mixtures": {}}
     for name, (sizes, device, one, published) in MIXTURES.items():
         site = Site(device, 72 if device == "gb200" else 8)
-        rate = prices_of(Columns.of([one]), sizes, site, "megatron").tokens_per_second[0]
+        rate = prices_of(TrainingRuns.of([one]), sizes, site, "megatron").tokens_per_second[0]
         record["mixtures"][name] = {"predicted": float(rate), "published": published, "illegal": why_illegal(one, sizes, "megatron")}
     if as_json:
         print(json.dumps(record))

@@ -164,11 +164,10 @@ def group(tokens: int, degree: int) -> dict:
 
 def launched(model: dict, tokens: int, degree: int) -> dict:
     """The launch itself, by its degrees, in float8; constants of the device as published and as fitted."""
-    from autoshard.recipes.columns import Recipes
-    from autoshard.recipes.predict import predicted_seconds, tokens_per_second
+    from benchmarks.published import predicted_seconds, runs_of, tokens_per_second
 
     data = model["gpus"] // (model["tp"] * model["pp"] * degree)
-    runs = Recipes.of_table([{**COMMON, **model, "seq": tokens, "cp": degree, "dp": data, "shard": data * degree}])
+    runs = runs_of([{**COMMON, **model, "seq": tokens, "cp": degree, "dp": data, "shard": data * degree}])
     rates = {fitted: float(tokens_per_second(runs, predicted_seconds(runs, fitted=fitted))[0]) for fitted in (False, True)}
     return {"launch": rates[False], "launch, fitted constants": rates[True]}
 

@@ -53,11 +53,10 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
     }),
     "launchers": ("Launchers", "Launches of torchtitan, Megatron-LM, accelerate and nanotron: read, checked, priced, ranked and written.", {
         "autoshard.api": "degrees Degrees check_launch CheckedLaunch",
-        "autoshard.launchers": "Launch ModelSizes Described Known Site read_configuration configuration_text why_illegal sizes_of_config "
-                               "sizes_of_module",
-        "autoshard.launchers.ranking": "Ranking",
-        "autoshard.launchers.changes": "Change",
-        "autoshard.recipes": "Recipes predicted_seconds tokens_per_second peak_bytes fits chance_to_fit interval",
+        "autoshard.launch": "Launch ModelSizes LaunchConfig Overrides Site read_configuration configuration_text why_illegal "
+                            "sizes_of_config sizes_of_module",
+        "autoshard.launch.ranking": "Ranking",
+        "autoshard.launch.best_changes": "Change",
     }),
     "rules": ("Rules of operators", "Which layouts an operator may have.", {
         "autoshard": "register_rule Row",

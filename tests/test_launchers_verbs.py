@@ -9,15 +9,15 @@ import pytest
 
 import autoshard
 from autoshard.api import degrees
-from autoshard.api.launching import mesh_of, scheme_of
 from autoshard.cli import kinds, main, table
 from autoshard.cost.devices import known_devices
-from autoshard.launchers import LAUNCHERS, Launch, ModelSizes, sizes_of_module
-from autoshard.launchers.configurations import ENDINGS
-from autoshard.launchers.prices import Site
-from autoshard.launchers.torchtitan import FLAVORS
+from autoshard.launch import Launch, ModelSizes, Site, sizes_of_module
+from autoshard.launch.best_degrees import mesh_of, scheme_of
+from autoshard.launch.configurations import ENDINGS
+from autoshard.launch.legality import LAUNCHERS
+from autoshard.launch.runs import PRECISIONS
+from autoshard.launch.torchtitan import FLAVORS
 from autoshard.planning.regret import regret
-from autoshard.recipes.columns import PRECISIONS
 from autoshard.report.launchers import _launches
 from autoshard.report.text import as_text
 from models import llama

@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from autoshard.api.checking import dry_run as dry_run
     from autoshard.api.checking import verify as verify
     from autoshard.api.compiling import backend as backend
-    from autoshard.api.launching import CheckedLaunch as CheckedLaunch
-    from autoshard.api.launching import Degrees as Degrees
-    from autoshard.api.launching import check_launch as check_launch
-    from autoshard.api.launching import degrees as degrees
     from autoshard.api.passes import PassOptions as PassOptions
     from autoshard.api.passes import autosharding_pass as autosharding_pass
     from autoshard.api.reporting import html_report as html_report
@@ -37,6 +33,10 @@ if TYPE_CHECKING:
     from autoshard.exports import NotHeld as NotHeld
     from autoshard.exports import as_plain as as_plain
     from autoshard.exports import export as export
+    from autoshard.launch.best_degrees import Degrees as Degrees
+    from autoshard.launch.best_degrees import degrees as degrees
+    from autoshard.launch.checked_launch import CheckedLaunch as CheckedLaunch
+    from autoshard.launch.checked_launch import check_launch as check_launch
     from autoshard.lower.agreement import RankLost as RankLost
     from autoshard.lower.checkpoints import load_checkpoint as load_checkpoint
     from autoshard.lower.checkpoints import save_checkpoint as save_checkpoint
@@ -65,7 +65,6 @@ if TYPE_CHECKING:
 _NAMES = {  # by the module, below autoshard, that defines them
     "api.checking": "dry_run verify",
     "api.compiling": "backend",
-    "api.launching": "CheckedLaunch Degrees check_launch degrees",
     "api.passes": "PassOptions autosharding_pass",
     "api.reporting": "html_report",
     "api.running": "load_pipeline parallelize verify_pipeline",
@@ -77,6 +76,8 @@ _NAMES = {  # by the module, below autoshard, that defines them
     "explain.staleness": "check",
     "explain.why": "explain",
     "exports": "NotHeld as_plain export",
+    "launch.best_degrees": "Degrees degrees",
+    "launch.checked_launch": "CheckedLaunch check_launch",
     "lower.agreement": "RankLost",
     "lower.checkpoints": "load_checkpoint save_checkpoint",
     "lower.parallelize": "device_mesh",

@@ -34,7 +34,7 @@ Described = tuple[Shape, str]  # shape and dtype, as graph.Tensor spells it
 # Assumption, not measured: the share of a data sheet's dense peak that large matmuls and attention reach. 0.6 to 0.8 is
 # commonly reported for A100 and H100. `calibrate measure` finds the real figure.
 EFFICIENCY = 0.7
-HOST_NORM = 3.0  # as in recipes.step: of kernels beside their launches
+HOST_NORM = 3.0  # as in launch.step_time: of kernels beside their launches
 ATTENTION = ("attention", "attention_backward")
 
 

@@ -68,7 +68,7 @@ class StackConstants:
 
 @dataclass(frozen=True)
 class MemoryConstants:
-    """Of software stacks, as columns: factors of autoshard.recipes.memory's formula."""
+    """Of software stacks, as columns: factors of autoshard.launch.peak_memory's formula."""
 
     states: Numbers
     attention: Numbers

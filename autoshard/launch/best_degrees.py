@@ -1,32 +1,22 @@
-"""`degrees` and `check_launch`: which launches of a launcher can train a model, how fast, and how far from the best plan."""
+"""`degrees`: which launches of a launcher can train a model, how fast, and how far the best is from the best plan."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from autoshard.launchers import (
-    Change,
-    Columns,
-    Described,
-    Launch,
-    LaunchPrices,
-    ModelSizes,
-    Ranking,
-    Site,
-    best_changes,
-    interval,
-    prices_of,
-    ranking,
-    why_illegal,
-)
 from autoshard.mesh import Mesh
 from autoshard.planning import Progress, Regret, regret
+
+from .launch_prices import Site
+from .model_sizes import ModelSizes
+from .ranking import Ranking, ranking
+from .runs import Launch
 
 ModelOf = Callable[[int], tuple[Any, Any]]  # batch -> (module, example inputs)
 GAP = 0.01  # relative: how well the bound is proven
@@ -123,56 +113,3 @@ def _regret(launch: Launch, site: Site, model_of: ModelOf, progress: Progress | 
     module, example_inputs = model_of(launch.data * launch.microbatch)
     mesh, limits = mesh_of(launch, site, **links), {"gap": GAP, "time_limit": time_limit}
     return regret(module, example_inputs, mesh, scheme_of(launch), recompute=recompute_of(launch), progress=progress, **limits)
-
-
-@dataclass(frozen=True, eq=False)
-class CheckedLaunch:
-    """What `check --launcher` says of a configuration. Without reasons it is legal, and `prices` are its own."""
-
-    described: Described
-    launcher: str
-    site: Site
-    reasons: tuple[str, ...]
-    prices: LaunchPrices | None
-    changes: tuple[Change, ...]
-
-    @property
-    def fits(self) -> bool | None:
-        return None if self.prices is None else bool(self.prices.fits[0])
-
-    @property
-    def ok(self) -> bool:
-        return bool(self.fits)
-
-    def better(self) -> Described:
-        """The configuration with the change that gains most. ValueError where there is none."""
-        if not self.changes:
-            raise ValueError("no change that fits gains anything; leave --out out")
-        return replace(self.described, launch=self.changes[0].to)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As `autoshard check --launcher --json` prints it."""
-        launch, p = self.described.launch, self.prices
-        low, high = interval(self.launcher)
-        record: dict[str, Any] = {
-            "ok": self.ok, "launcher": self.launcher, "devices": launch.devices, "global_batch": launch.global_batch, "seq": launch.seq,
-            "configuration": {key: column[0].item() for key, column in Columns.of([launch]).degrees().items()},
-            "precision": launch.precision, "parameters": self.described.sizes.parameters, "legal": not self.reasons,
-            "reasons": list(self.reasons), "fits": self.fits, "usable_bytes": self.site.usable,
-            "changes": [change.to_dict() for change in self.changes],
-        }  # fmt: skip
-        keys = ("seconds", "memory_bytes", "tokens_per_second_per_device", "mfu")
-        values = (None,) * 4 if p is None else (p.seconds[0], p.bytes[0], p.tokens_per_second[0], p.mfu[0])
-        record |= {key: None if value is None else float(value) for key, value in zip(keys, values)}
-        for key in keys[2:]:
-            record[f"{key}_interval"] = None if p is None else [record[key] * low, record[key] * high]
-        return record
-
-
-def check_launch(described: Described, launcher: str, site: Site, *, executor: Executor | None = None) -> CheckedLaunch:
-    """Whether a configuration is legal for its model and fits, its predicted rates, and the three changes that would gain most."""
-    launch, sizes = described.launch, described.sizes
-    reasons = why_illegal(launch, sizes, launcher)
-    prices = None if reasons else prices_of(Columns.of([launch]), sizes, site, launcher)
-    ranked = ranking(launch, sizes, site, launcher, executor)
-    return CheckedLaunch(described, launcher, site, reasons, prices, tuple(best_changes(launch, prices, ranked)))

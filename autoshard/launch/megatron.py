@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .launch import Described, Known, Launch
-from .sizes import ModelSizes, integer
-from .texts import arguments_of, arguments_text
+from .model_sizes import ModelSizes
+from .runs import Launch, LaunchConfig, Overrides
+from .texts import arguments_of, arguments_text, integer, parsed
 
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}  # of tokenizers with one vocabulary
 PADDED = 128  # --make-vocab-size-divisible-by
@@ -33,22 +33,19 @@ class Arguments(dict[str, list[str]]):
         return self[name][0] if self.get(name) else default
 
 
-def of_text(text: str) -> Arguments:
-    return Arguments(arguments_of(text))
-
-
-def of_data(data: Mapping[str, Any]) -> Arguments:
+def _of_data(data: Mapping[str, Any]) -> Arguments:
     """Arguments of nested YAML or JSON; sections only group them."""
     arguments = Arguments()
     for key, value in data.items():
         if isinstance(value, Mapping):
-            arguments.update(of_data(value))
+            arguments.update(_of_data(value))
         elif value is not None and value is not False:
             arguments[str(key).replace("_", "-")] = [] if value is True else [str(value)]
     return arguments
 
 
-def read(a: Arguments, path: str, known: Known) -> Described:
+def read(text: str, path: str, known: Overrides) -> LaunchConfig:
+    a = _of_data(parsed(text, path)) if path.endswith((".json", ".yaml", ".yml")) else Arguments(arguments_of(text))
     tensor, pipeline = a.number("tensor-model-parallel-size", 1, 1), a.number("pipeline-model-parallel-size", 1, 1)
     context, expert = a.number("context-parallel-size", 1, 1), a.number("expert-model-parallel-size", 1, 1)
     devices = known.devices
@@ -65,12 +62,14 @@ def read(a: Arguments, path: str, known: Known) -> Described:
     early = "activations-checkpoint-method" in a or "checkpoint-activations" in a  # before 2022: whole blocks
     granularity = a.text("recompute-granularity", "selective" if "recompute-activations" in a else "full" if early else "none")
     launch = Launch(
-        devices, known.seq or a.number("seq-length", 2048), known.global_batch or a.number("global-batch-size", microbatch * data),
-        microbatch, data, data if zero else 1, zero, tensor, context, expert, a.number("expert-tensor-parallel-size", tensor), pipeline,
-        virtual, "Interleaved1F1B" if virtual > 1 else "1F1B", RECOMPUTED.get(granularity, "none"), _precision(a),
-        "sequence-parallel" in a and tensor > 1, uneven=any(name in a for name in UNEVEN),
+        devices=devices, seq=known.seq or a.number("seq-length", 2048),
+        global_batch=known.global_batch or a.number("global-batch-size", microbatch * data), microbatch=microbatch,
+        data=data, shard=data if zero else 1, zero=zero, tensor=tensor, sequence_parallel="sequence-parallel" in a and tensor > 1,
+        context=context, expert=expert, expert_tensor=a.number("expert-tensor-parallel-size", tensor),
+        pipeline=pipeline, virtual=virtual, schedule="Interleaved1F1B" if virtual > 1 else "1F1B",
+        recompute=RECOMPUTED.get(granularity, "none"), precision=_precision(a), uneven=any(name in a for name in UNEVEN),
     )  # fmt: skip
-    return Described(launch, sizes)
+    return LaunchConfig(launch, sizes)
 
 
 def _zero(a: Arguments) -> int:
@@ -109,15 +108,15 @@ def _sizes(a: Arguments, path: str) -> ModelSizes:
     latent = tuple(a.number(name, default) for name, default in LATENT.items()) if "multi-latent-attention" in a else ()
     head_dim = latent[-1] if latent else a.number("kv-channels", 0)
     return ModelSizes(
-        layers, width, ffn, heads, a.number("num-query-groups", heads) if "group-query-attention" in a else heads, vocab, head_dim,
-        "untie-embeddings-and-output-weights" not in a, gated,
-        a.text("position-embedding-type", "learned_absolute") == "learned_absolute", **more, latent=latent,
+        layers, width, ffn, heads, kv_heads=a.number("num-query-groups", heads) if "group-query-attention" in a else heads, vocab=vocab,
+        head_dim=head_dim, tied="untie-embeddings-and-output-weights" not in a, gated=gated,
+        learned_positions=a.text("position-embedding-type", "learned_absolute") == "learned_absolute", **more, latent=latent,
     )  # fmt: skip
 
 
-def write(described: Described) -> str:
+def write(config: LaunchConfig) -> str:
     """The arguments of pretrain_gpt.py that the launch and the model's sizes decide, one per line."""
-    launch, m = described.launch, described.sizes
+    launch, m = config.launch, config.sizes
     options: dict[str, Any] = {
         "num-layers": m.layers, "hidden-size": m.width, "ffn-hidden-size": m.ffn, "num-attention-heads": m.heads, "kv-channels": m.head_dim,
         "group-query-attention": m.kv_heads < m.heads, "num-query-groups": m.kv_heads if m.kv_heads < m.heads else None, "swiglu": m.gated,

@@ -14,33 +14,28 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .launch import SCHEDULES, SINGLE, Described, Known, Launch
-from .sizes import ModelSizes
-from .texts import Nested, toml_text
+from .model_sizes import ModelSizes
+from .runs import SCHEDULES, SINGLE, Launch, LaunchConfig, Overrides
+from .texts import Nested, parsed, toml_text
 
 LLAMA3 = (8, 128256)  # key-value heads, vocabulary
-
-
-def _deepseek(
-    layers: int, width: int, heads: int, vocab: int, dense: int, expert: int, experts: int, active: int, shared: int, **more: int
-) -> ModelSizes:
-    latent = (more.get("q_rank", 0), 512, 64, 128, 128)
-    return ModelSizes(
-        layers, width, dense, heads, 1, vocab, 128, experts=experts, active=active, expert_ffn=expert, shared_ffn=shared * expert,
-        dense_layers=more.get("dense_layers", 1), latent=latent,
-    )  # fmt: skip
-
-
+DEEPSEEK = (512, 64, 128, 128)  # latent attention: rank of keys and values, widths of a head's rotary, other and value features
 # (model, flavor) as in torchtitan/models/*/__init__.py
 FLAVORS = {
     ("llama3", "debugmodel"): ModelSizes(6, 256, 768, 16, 16, 2048),
     ("llama3", "8B"): ModelSizes(32, 4096, 14336, 32, *LLAMA3),
     ("llama3", "70B"): ModelSizes(80, 8192, 28672, 64, *LLAMA3),
     ("llama3", "405B"): ModelSizes(126, 16384, 53248, 128, *LLAMA3),
-    ("deepseek_v3", "debugmodel"): _deepseek(6, 256, 16, 2048, 1024, 256, 8, 3, 2),
-    ("deepseek_v3", "16B"): _deepseek(27, 2048, 16, 102400, 10944, 1408, 64, 6, 2),
-    ("deepseek_v3", "236B"): _deepseek(60, 5120, 128, 102400, 12288, 1536, 160, 6, 2, q_rank=1536),
-    ("deepseek_v3", "671B"): _deepseek(61, 7168, 128, 129280, 18432, 2048, 256, 8, 1, q_rank=1536, dense_layers=3),
+    ("deepseek_v3", "debugmodel"): ModelSizes(
+        6, 256, 1024, 16, 1, 2048, 128, experts=8, active=3, expert_ffn=256, shared_ffn=512, dense_layers=1, latent=(0, *DEEPSEEK)),
+    ("deepseek_v3", "16B"): ModelSizes(
+        27, 2048, 10944, 16, 1, 102400, 128, experts=64, active=6, expert_ffn=1408, shared_ffn=2816, dense_layers=1, latent=(0, *DEEPSEEK)),
+    ("deepseek_v3", "236B"): ModelSizes(
+        60, 5120, 12288, 128, 1, 102400, 128, experts=160, active=6, expert_ffn=1536, shared_ffn=3072, dense_layers=1,
+        latent=(1536, *DEEPSEEK)),
+    ("deepseek_v3", "671B"): ModelSizes(
+        61, 7168, 18432, 128, 1, 129280, 128, experts=256, active=8, expert_ffn=2048, shared_ffn=2048, dense_layers=3,
+        latent=(1536, *DEEPSEEK)),
 }  # fmt: skip
 DECIDED = ("activation_checkpoint", "experimental")  # sections
 DECIDED_KEYS = re.compile(r"_degree$|^pipeline_parallel_|^module_fqns_|^batch_size$|^compile$")  # also by the names of former versions
@@ -57,11 +52,12 @@ RESEMBLING = frozenset(
         "enable_sequence_parallel", "checkpoint", "activation_checkpoint",
     }
 )  # fmt: skip
+EXPERT_TENSOR = "expert_tensor_parallel_degree"
 SECTIONS = ("parallelism", "training", "experimental")  # degrees moved from the last two to the first
 
 
-def read(data: dict[str, Any], path: str, known: Known) -> Described:
-    section = Nested(data, path, RESEMBLING)
+def read(text: str, path: str, known: Overrides) -> LaunchConfig:
+    section = Nested(parsed(text, path), path, RESEMBLING)
     sizes = known.sizes or _flavor(section)
 
     def degree(name: str, default: int = 1, least: int | None = 1) -> int:
@@ -84,14 +80,16 @@ def read(data: dict[str, Any], path: str, known: Known) -> Described:
     gathers_again = reshard == "always" or (reshard != "never" and pipeline == 1)
     precision, rowwise = _precision(section)
     launch = Launch(
-        devices, known.seq or section.number("training.seq_len", default=2048), local * data_parallel if global_batch < 1 else global_batch,
-        microbatch, data_parallel, shard, (3 if gathers_again else 2) if shard * context > 1 else 0, tensor, context,
-        degree("expert_parallel_degree"), degree("expert_tensor_parallel_degree", tensor if "expert_tensor_parallel_degree" in
-        section.section("parallelism") else 1), pipeline, virtual, schedule, _recompute(section), precision, tensor > 1,
-        section.flag("compile.enable", "training.compile") and "model" in section.text("compile.components", default="model"),
-        section.flag("parallelism.enable_async_tensor_parallel", "experimental.enable_async_tensor_parallel"), rowwise,
+        devices=devices, seq=known.seq or section.number("training.seq_len", default=2048),
+        global_batch=local * data_parallel if global_batch < 1 else global_batch, microbatch=microbatch,
+        data=data_parallel, shard=shard, zero=(3 if gathers_again else 2) if shard * context > 1 else 0,
+        tensor=tensor, sequence_parallel=tensor > 1, context=context, expert=degree("expert_parallel_degree"),
+        expert_tensor=degree(EXPERT_TENSOR, tensor if EXPERT_TENSOR in section.section("parallelism") else 1),
+        pipeline=pipeline, virtual=virtual, schedule=schedule, recompute=_recompute(section), precision=precision, rowwise=rowwise,
+        compiled=section.flag("compile.enable", "training.compile") and "model" in section.text("compile.components", default="model"),
+        async_tensor=section.flag("parallelism.enable_async_tensor_parallel", "experimental.enable_async_tensor_parallel"),
     )  # fmt: skip
-    return Described(launch, sizes)
+    return LaunchConfig(launch, sizes)
 
 
 def _flavor(section: Nested) -> ModelSizes:
@@ -139,13 +137,13 @@ def _precision(section: Nested) -> tuple[str, bool]:
     return {"float32": "fp32"}.get(section.text("training.mixed_precision_param", default="bfloat16"), "bf16"), False
 
 
-def write(described: Described, rest: Mapping[str, Any] | None = None) -> str:
+def write(config: LaunchConfig, rest: Mapping[str, Any] | None = None) -> str:
     """A TOML that torchtitan reads, for `torchrun -m torchtitan.train --job.config_file`.
 
     It holds what the launch decides, and of `rest`, another configuration, everything else; what neither has keeps torchtitan's defaults.
     ValueError for a model without a flavor.
     """
-    launch, sizes = described.launch, described.sizes
+    launch, sizes = config.launch, config.sizes
     name = next((key for key, known in FLAVORS.items() if known == sizes), None)
     if name is None:
         raise ValueError("torchtitan has no flavor of these sizes; add one to its model, then give its configuration to `autoshard check`")

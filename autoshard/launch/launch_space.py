@@ -15,9 +15,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from .launch import Columns, Launch
 from .legality import broken_rules, legal
-from .sizes import ModelSizes
+from .model_sizes import ModelSizes
+from .runs import Launch, TrainingRuns
 
 RECOMPUTED = {
     "torchtitan": ("none", "selective_op", "selective_layer", "full"), "megatron": ("none", "attn", "full"), "accelerate": ("none", "full"),
@@ -25,16 +25,15 @@ RECOMPUTED = {
 }  # fmt: skip
 STAGES = {"torchtitan": (("Interleaved1F1B", 2), ("Interleaved1F1B", 4)), "megatron": (("Interleaved1F1B", 2), ("Interleaved1F1B", 4))}
 LARGEST_MICROBATCH = 64  # sequences
-CONTEXT_PARALLEL = ("torchtitan", "megatron", "accelerate", "nanotron")
 
 
 def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if not number % n]
 
 
-def structures(fixed: Launch, launcher: str) -> Columns:
+def structures(fixed: Launch, launcher: str) -> TrainingRuns:
     """Every split of `fixed.devices`, with shards and stages, whether legal or not; microbatches of one sequence, no experts."""
-    return Columns.of(list(_structures(fixed, launcher)))
+    return TrainingRuns.of(list(_structures(fixed, launcher)))
 
 
 def _structures(fixed: Launch, launcher: str) -> Iterator[Launch]:
@@ -63,7 +62,7 @@ def _states(one: Launch, launcher: str) -> list[tuple[int, int]]:
     return [(1, 0), *sharded] if one.context == 1 or ranks == 1 else sharded
 
 
-def launches(structures: Columns, sizes: ModelSizes, launcher: str) -> Columns:
+def launches(structures: TrainingRuns, sizes: ModelSizes, launcher: str) -> TrainingRuns:
     """The legal structures crossed with microbatches, recomputation and expert parallelism; those that are legal."""
     kept = structures[legal(structures, sizes, launcher)]
     most = int(kept.global_batch.max(initial=1))
@@ -80,10 +79,10 @@ def launches(structures: Columns, sizes: ModelSizes, launcher: str) -> Columns:
             )  # fmt: skip
             part = part[legal(part, sizes, launcher)]
             parts += [part.with_columns(recompute=np.full(len(part), kind)) for kind in RECOMPUTED[launcher]]
-    return Columns.joined(parts)
+    return TrainingRuns.joined(parts)
 
 
-def illegal_by_rule(structures: Columns, sizes: ModelSizes, launcher: str) -> dict[str, int]:
+def illegal_by_rule(structures: TrainingRuns, sizes: ModelSizes, launcher: str) -> dict[str, int]:
     """How many structures each rule forbids, most first; a structure counts for the first rule that it breaks."""
     broken, rules = broken_rules(structures, sizes, launcher)
     first = np.where(broken.any(0), broken.argmax(0), -1)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from .launch import Described, Known, Launch
-from .sizes import sizes_of_config
-from .texts import Nested, yaml_text
+from .model_sizes import sizes_of_config
+from .runs import Launch, LaunchConfig, Overrides
+from .texts import Nested, parsed, yaml_text
 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "fp8e4m3": "fp8", "float8": "fp8"}
 ENGINES = {"1f1b": "1F1B", "afab": "GPipe"}
 RESEMBLING = frozenset({"expert_parallel_size", "expert_tensor_parallel_size", "expert_data_parallel_size", "context_parallel_size"})
 
 
-def read(data: dict[str, Any], path: str, known: Known) -> Described:
-    section = Nested(data, path, RESEMBLING)
+def read(text: str, path: str, known: Overrides) -> LaunchConfig:
+    section = Nested(parsed(text, path), path, RESEMBLING)
     dp, tp, pp = (section.number(f"parallelism.{name}", least=1) for name in ("dp", "tp", "pp"))
     context = section.number("parallelism.context_parallel_size", default=1)
     expert = section.number("parallelism.expert_parallel_size", default=1)
@@ -30,18 +28,20 @@ def read(data: dict[str, Any], path: str, known: Known) -> Described:
     accumulated = section.number("tokens.batch_accumulation_per_replica", default=1)
     zero = section.number("optimizer.zero_stage", default=0)
     launch = Launch(
-        known.devices or dp * tp * pp * context, known.seq or section.number("tokens.sequence_length"),
-        known.global_batch or dp * microbatch * accumulated, microbatch, dp, dp if zero else 1, zero, tp, context, expert, 1, pp, 1,
-        ENGINES[engine], "full" if section.flag("parallelism.recompute_layer") else "none",
-        PRECISIONS.get(section.text("model.dtype", default="bfloat16"), "bf16"),
-        section.text("parallelism.tp_mode", default="ALL_REDUCE").upper() == "REDUCE_SCATTER" and tp > 1,
+        devices=known.devices or dp * tp * pp * context, seq=known.seq or section.number("tokens.sequence_length"),
+        global_batch=known.global_batch or dp * microbatch * accumulated, microbatch=microbatch,
+        data=dp, shard=dp if zero else 1, zero=zero, tensor=tp,
+        sequence_parallel=section.text("parallelism.tp_mode", default="ALL_REDUCE").upper() == "REDUCE_SCATTER" and tp > 1,
+        context=context, expert=expert, pipeline=pp, schedule=ENGINES[engine],
+        recompute="full" if section.flag("parallelism.recompute_layer") else "none",
+        precision=PRECISIONS.get(section.text("model.dtype", default="bfloat16"), "bf16"),
     )  # fmt: skip
-    return Described(launch, sizes)
+    return LaunchConfig(launch, sizes)
 
 
-def write(described: Described) -> str:
+def write(config: LaunchConfig) -> str:
     """The sections of nanotron's YAML that the launch and the model's sizes decide; data, checkpoints and so on are yours to add."""
-    launch, sizes = described.launch, described.sizes
+    launch, sizes = config.launch, config.sizes
     engine = next(name for name, schedule in ENGINES.items() if schedule == launch.schedule)
     dtype = next(name for name, precision in PRECISIONS.items() if precision == launch.precision)
     model = {

@@ -8,11 +8,10 @@ balanced   in order, each stage up to the block with which the running cost of b
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 
-from .columns import Recipes
+from .runs import TrainingRuns
 
 
 @dataclass(frozen=True)
@@ -24,15 +23,15 @@ class Stages:
     largest: np.ndarray  # on any stage without the head (the only stage where there is one)
 
 
-def stages(runs: Recipes, balanced: np.ndarray) -> Stages:
-    """balanced: True for the runs whose launcher splits by cost."""
+def stages(runs: TrainingRuns, balanced: np.ndarray) -> Stages:
+    """balanced: True for the runs whose launcher splits by cost; one entry for all runs, or one for each."""
     block = 4 * runs.queries * runs.width + 3 * runs.width * runs.ffn
-    columns = zip(runs.layers, runs.pipeline, block, runs.table_parameters, balanced, strict=True)
-    counts = [_counts(int(L), int(p), float(b), float(t), bool(by_cost)) for L, p, b, t, by_cost in columns]
-    return Stages(*np.array(counts, dtype=float).reshape(-1, 3).T)
+    columns = (runs.layers, runs.pipeline, block, runs.table_parameters, balanced)
+    rows = list(zip(*(np.broadcast_to(column, len(runs)).tolist() for column in columns), strict=True))
+    counts = {row: _counts(int(row[0]), int(row[1]), *row[2:]) for row in set(rows)}  # runs of one model have few kinds of stages
+    return Stages(*np.array([counts[row] for row in rows], dtype=float).reshape(-1, 3).T)
 
 
-@cache
 def _counts(layers: int, stages: int, block: float, head: float, balanced: bool) -> tuple[int, int, int]:
     if stages == 1:
         return layers, layers, layers

@@ -8,10 +8,8 @@ MULTI_GPU  replicas        DEEPSPEED  zero_stage
 
 from __future__ import annotations
 
-from typing import Any
-
-from .launch import Described, Known, Launch
-from .texts import Nested, yaml_text
+from .runs import Launch, LaunchConfig, Overrides
+from .texts import Nested, parsed, yaml_text
 
 PRECISIONS = {"no": "bf16", "none": "bf16", "false": "bf16", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}  # YAML reads a bare no as false
 STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
@@ -21,8 +19,8 @@ RESEMBLING = frozenset({"fsdp_config", "fp8_config", *(f"parallelism_config_{nam
 OPTION = "--{} N: accelerate leaves it to the script"
 
 
-def read(data: dict[str, Any], path: str, known: Known) -> Described:
-    section = Nested(data, path, RESEMBLING)
+def read(text: str, path: str, known: Overrides) -> LaunchConfig:
+    section = Nested(parsed(text, path), path, RESEMBLING)
     sizes = known.need("sizes", path, "it after the file, as hf:DIR: accelerate leaves the model to the script")
     sizes_of = {
         name: section.number(f"parallelism_config.parallelism_config_{name}_size", default=0)
@@ -45,13 +43,13 @@ def read(data: dict[str, Any], path: str, known: Known) -> Described:
     if precision not in PRECISIONS:
         raise ValueError(f"{path}: mixed_precision is {str(precision)[:40]!r}; expected no, fp16, bf16 or fp8")
     launch = Launch(
-        processes, known.need("seq", path, OPTION.format("seq")), known.global_batch or data_parallel * microbatch * accumulated,
-        microbatch, data_parallel, shard, zero, tensor, context,
-        recompute="full" if section.flag("fsdp_config.fsdp_activation_checkpointing") else "none",
-        precision=PRECISIONS[precision],
+        devices=processes, seq=known.need("seq", path, OPTION.format("seq")),
+        global_batch=known.global_batch or data_parallel * microbatch * accumulated, microbatch=microbatch,
+        data=data_parallel, shard=shard, zero=zero, tensor=tensor, context=context,
+        recompute="full" if section.flag("fsdp_config.fsdp_activation_checkpointing") else "none", precision=PRECISIONS[precision],
         compiled=section.text("dynamo_config.dynamo_backend", "dynamo_backend", default="NO").upper() not in ("NO", "EAGER"),
     )  # fmt: skip
-    return Described(launch, sizes)
+    return LaunchConfig(launch, sizes)
 
 
 def _sharding(section: Nested, ranks: int, per_node: int) -> tuple[int, int]:
@@ -75,9 +73,9 @@ def _sharding(section: Nested, ranks: int, per_node: int) -> tuple[int, int]:
     raise ValueError(f"{section.path}: distributed_type is {str(kind)[:40]}; expected FSDP, MULTI_GPU or DEEPSPEED")
 
 
-def write(described: Described) -> str:
+def write(config: LaunchConfig) -> str:
     """A YAML for `accelerate launch --config_file`; the batch and the model stay with the script."""
-    launch = described.launch
+    launch = config.launch
     parallelism = {
         "parallelism_config_dp_replicate_size": launch.replicate, "parallelism_config_dp_shard_size": launch.shard,
         "parallelism_config_tp_size": launch.tensor, "parallelism_config_cp_size": launch.context,

@@ -24,16 +24,15 @@ import yaml
 
 from autoshard.reading import DEEPEST, check_sound
 
-from .sizes import integer
-
 NAME = re.compile(r"[A-Za-z_]\w*")
-DEFAULT = re.compile(r"\$\{\w+:-")  # ${NAME:-value}
+DEFAULT = re.compile(r"\$\{\w+:-([^}]*)\}")  # ${NAME:-value}
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 PART = r"""(?:"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|(?<![\w-])[\w-]++)"""  # of a dotted key
 DEEP_KEY = re.compile(rf"(?:{PART}[ \t]*\.[ \t]*){{{DEEPEST}}}")  # tomllib takes time that grows with the square of the parts
 MOST_EXPANDED = 10**6  # characters
 MOST_VALUES = 10**5  # of a file with its aliases and merges written out
 MOST_KEYS = 1000  # of a section
+LARGEST = 2**31  # products of sizes stay within 64 bits
 NEAR = 0.85  # difflib's ratio from which on a key that nobody knows is a misspelling
 
 
@@ -97,6 +96,19 @@ PlainLoader.yaml_implicit_resolvers = {
 }
 
 
+def integer(value: Any, what: str, least: int | None = None) -> int:
+    """A whole number from a configuration, which may be text. ValueError for anything else, and for a smaller one than `least`."""
+    try:
+        number = int(value) if isinstance(value, str) else value
+    except ValueError:
+        number = None
+    if isinstance(number, bool) or not isinstance(number, int) or abs(number) >= LARGEST:
+        raise ValueError(f"{what} is {str(value)[:60]!r}; expected a whole number below 2^31")
+    if least is not None and number < least:
+        raise ValueError(f"{what} is {number}; expected a whole number of {least} or more")
+    return number
+
+
 @dataclass(frozen=True)
 class Nested:
     """Nested data whose values are looked up by dotted names, first name first; values are checked where they are read."""
@@ -158,10 +170,8 @@ def arguments_of(text: str) -> dict[str, list[str]]:
     variables = Variables({})
     for line in lines:
         variables.note(line)
-    words = []
-    for line in lines:
-        for word in re.split(r"\s+", re.sub(r"\s#.*$", "", variables.replaced(line))):
-            words.append(word.strip("\"'()\\,"))
+    uncommented = (re.sub(r"\s#.*$", "", variables.replaced(line)) for line in lines)
+    words = [word.strip("\"'()\\,") for line in uncommented for word in re.split(r"\s+", line)]
     options: dict[str, list[str]] = {}
     name = ""
     for word in words:
@@ -176,15 +186,8 @@ def arguments_of(text: str) -> dict[str, list[str]]:
 
 def _with_defaults(text: str) -> str:
     """`${NAME:-value}` as the value."""
-    pieces, begin = [], 0
-    for match in DEFAULT.finditer(text):
-        end = text.find("}", match.end())
-        if end == -1:
-            break
-        if match.start() >= begin:
-            pieces += [text[begin : match.start()], text[match.end() : end]]
-            begin = end + 1
-    return "".join([*pieces, text[begin:]])
+    closed, brace, rest = text.rpartition("}")  # so that every value that begins also ends, and none is looked for in all of the text
+    return DEFAULT.sub(r"\1", closed + brace) + rest
 
 
 @dataclass

@@ -11,19 +11,19 @@ from autoshard.baselines import baselines
 from autoshard.capture.module import capture
 from autoshard.cost import op_flops
 from autoshard.graph import Graph
+from autoshard.launch.runs import TrainingRuns
+from autoshard.launch.step_time import matmul_shapes
 from autoshard.layout import local_shape, text
 from autoshard.mesh import Mesh
-from autoshard.recipes import Recipes
-from autoshard.recipes.columns import TABLE
-from autoshard.recipes.step import matmul_shapes
 from autoshard.strategies import candidates
+from benchmarks.published import TABLE, runs_of
 from models import llama
 
 WIDTH, HIDDEN, HEADS, KEYS, SEQ, BATCH, ITEMSIZE = 64, 128, 8, 4, 32, 2, 2
 MATMULS = ("aten.mm.default", "aten.linear.default", "aten.bmm.default", "aten.addmm.default")
 
 
-def recipe(tensor: int, sequence_parallel: bool) -> Recipes:
+def recipe(tensor: int, sequence_parallel: bool) -> TrainingRuns:
     row = {
         "src": "other", "gpu": "h100", "L": 1, "h": WIDTH, "ffn": HIDDEN, "heads": HEADS, "kv": KEYS, "head_dim": WIDTH // HEADS,
         "vocab": 64, "tied": 0, "gated": 1, "pos": 0, "seq": SEQ, "mbs": BATCH, "ga": 1, "dp": 1, "shard": 1, "zero": 0, "tp": tensor,
@@ -31,7 +31,7 @@ def recipe(tensor: int, sequence_parallel: bool) -> Recipes:
         "asynctp": 0, "gpn": 8, "link_per_gpu": 5e10, "gpu_mem": 8e10,
     }  # fmt: skip
     assert set(row) == set(TABLE.values())
-    return Recipes.of_table([row])
+    return runs_of([row])
 
 
 @cache

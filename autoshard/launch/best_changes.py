@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 
-from .launch import Columns, Launch
-from .prices import LaunchPrices
+from .launch_prices import LaunchPrices
 from .ranking import Ranking
+from .runs import FIELDS, Launch
 
 # one thing to change: the fields that may then differ
 THINGS = {
@@ -51,7 +51,7 @@ def best_changes(launch: Launch, now: LaunchPrices | None, ranked: Ranking, coun
     """
     rate = float(now.tokens_per_second[0]) if now is not None and now.fits[0] else 0.0
     columns, prices = ranked.columns, ranked.prices
-    differs = {name: columns.values[name] != getattr(launch, name) for name in Columns.of([launch]).values}
+    differs = {name: columns.values[name] != getattr(launch, name) for name in FIELDS}
     faster = prices.fits & (prices.tokens_per_second > rate * (1 + 1e-6))
 
     def best(allowed: set[str]) -> int | None:
@@ -69,8 +69,7 @@ def best_changes(launch: Launch, now: LaunchPrices | None, ranked: Ranking, coun
 
 def _in_words(launch: Launch, to: Launch) -> str:
     """`tp 8 -> 4, dp 8 -> 16`."""
-    names = [field.name for field in fields(Launch) if field.name in WRITTEN and getattr(launch, field.name) != getattr(to, field.name)]
+    names = [name for name in WRITTEN if getattr(launch, name) != getattr(to, name)]
     if launch.pipeline == to.pipeline == 1:
         names = [name for name in names if name not in ("schedule", "virtual")]
-    names.sort(key=list(WRITTEN).index)
     return ", ".join(f"{WRITTEN[name]} {getattr(launch, name)} -> {getattr(to, name)}" for name in names)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from .launch import Columns, Launch
-from .prices import LaunchPrices, Site, prices_of
-from .sizes import ModelSizes
-from .space import illegal_by_rule, launches, structures
+from .launch_prices import LaunchPrices, Site, prices_of
+from .launch_space import illegal_by_rule, launches, structures
+from .model_sizes import ModelSizes
+from .runs import Launch, TrainingRuns
 
 CHUNK = 50_000  # launches that are priced at once: their columns fit in a core's cache and memory
 
@@ -25,7 +25,7 @@ class Ranking:
     launcher: str
     sizes: ModelSizes
     site: Site
-    columns: Columns
+    columns: TrainingRuns
     prices: LaunchPrices
     illegal: Mapping[str, int]
     splits: int
@@ -66,11 +66,8 @@ def ranking(fixed: Launch, sizes: ModelSizes, site: Site, launcher: str, executo
         )
     chunks = [columns[np.arange(start, min(start + CHUNK, len(columns)))] for start in range(0, len(columns), CHUNK)]
     price = partial(prices_of, sizes=sizes, site=site, launcher=launcher)
-    priced = _joined(list(map(price, chunks) if executor is None else executor.map(price, chunks)))
+    parts = map(price, chunks) if executor is None else executor.map(price, chunks)
+    priced = LaunchPrices(*(np.concatenate(columns) for columns in zip(*parts)))
     order = np.lexsort((np.arange(len(columns)), -np.round(priced.tokens_per_second, 9), ~priced.fits))
-    sorted_prices = LaunchPrices(*(getattr(priced, field.name)[order] for field in fields(LaunchPrices)))
-    return Ranking(launcher, sizes, site, columns[order], sorted_prices, illegal_by_rule(splits, sizes, launcher), len(splits))
-
-
-def _joined(parts: Sequence[LaunchPrices]) -> LaunchPrices:
-    return LaunchPrices(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(LaunchPrices)))
+    prices = LaunchPrices(*(column[order] for column in priced))
+    return Ranking(launcher, sizes, site, columns[order], prices, illegal_by_rule(splits, sizes, launcher), len(splits))

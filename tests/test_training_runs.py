@@ -5,7 +5,7 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +23,11 @@ from autoshard.cost.devices import (
     known_stacks,
 )
 from autoshard.cost.kernels import Ring, overlapped
-from autoshard.recipes import Recipes, stages
-from autoshard.recipes.memory import chance_to_fit, fits, peak_bytes
-from autoshard.recipes.predict import illegal, interval, predicted_seconds, tokens_per_second
-from autoshard.recipes.step import EFFECTS, Machine, step_seconds
+from autoshard.launch import peak_memory
+from autoshard.launch.blocks_of_stages import stages
+from autoshard.launch.runs import TrainingRuns
+from autoshard.launch.step_time import EFFECTS, step_seconds
+from benchmarks.published import chance_to_fit, constants_of, fits, interval, predicted_seconds, runs_of, tokens_per_second
 
 HERE = Path(__file__).parent
 RUNS = HERE / "data" / "runs" / "runs.csv"
@@ -39,14 +40,18 @@ def rows() -> list[dict[str, str]]:
         return [{**row, "gpu": {"h100tt": "h100_500w"}.get(row["gpu"], row["gpu"])} for row in csv.DictReader(file)]
 
 
-def recipe(**changes: object) -> Recipes:
+def peak_bytes(runs: TrainingRuns) -> np.ndarray:
+    return peak_memory.peak_bytes(runs, constants_of(runs))
+
+
+def recipe(**changes: object) -> TrainingRuns:
     row = {
         "src": "nanotron", "gpu": "h100", "L": 16, "h": 2048, "ffn": 8192, "heads": 32, "kv": 32, "head_dim": 64, "vocab": 131072,
         "tied": 1, "gated": 1, "pos": 0, "seq": 4096, "mbs": 2, "ga": 8, "dp": 4, "shard": 4, "zero": 1, "tp": 2, "sp": 1, "pp": 1,
         "vp": 1, "cp": 1, "rc": "none", "prec": "bf16",
         "rowwise": 0, "mx": 0, "fused": 0, "asynctp": 0, "gpn": 8, "link_per_gpu": 5e10, "gpu_mem": 8e10,
     }  # fmt: skip
-    return Recipes.of_table([{**row, **changes}])
+    return runs_of([{**row, **changes}])
 
 
 def published(*arguments: str) -> dict:
@@ -111,7 +116,7 @@ def test_every_device_and_stack_has_its_constants_with_a_source_and_few_of_them(
 
 
 def test_all_runs_at_once_and_one_by_one_are_the_same():
-    runs = Recipes.of_table(rows())
+    runs = runs_of(rows())
     together, bytes = predicted_seconds(runs), peak_bytes(runs)
     for i in range(0, len(runs), 7):
         one = runs[np.array([i])]
@@ -120,17 +125,17 @@ def test_all_runs_at_once_and_one_by_one_are_the_same():
 
 @pytest.mark.parametrize("name", RATES)
 def test_a_faster_device_is_never_slower(name):
-    runs = Recipes.of_table(rows())
-    machine = Machine.of(runs)
-    faster = replace(machine, device=replace(machine.device, **{name: getattr(machine.device, name) * 1.5}))
-    assert (step_seconds(runs, faster) <= step_seconds(runs, machine) * (1 + 1e-12)).all()
+    runs = runs_of(rows())
+    constants = constants_of(runs)
+    faster = replace(constants, device=replace(constants.device, **{name: getattr(constants.device, name) * 1.5}))
+    assert (step_seconds(runs, faster) <= step_seconds(runs, constants) * (1 + 1e-12)).all()
 
 
 @pytest.mark.parametrize("effect", EFFECTS)
 def test_every_effect_takes_time_somewhere(effect):
-    runs = Recipes.of_table(rows())
-    machine = Machine.of(runs)
-    without, seconds = step_seconds(runs, replace(machine, without=frozenset({effect}))), step_seconds(runs, machine)
+    runs = runs_of(rows())
+    constants = constants_of(runs)
+    without, seconds = step_seconds(runs, replace(constants, without=frozenset({effect}))), step_seconds(runs, constants)
     beside = 1e-4 if effect == "imbalance" else 1e-12  # a longer last backward of a slower stage hides more of the gradients' reduction
     assert (without <= seconds * (1 + beside)).all()
     if effect != "context parallel":  # no run of the file has sharded contexts whose transfers are longer than attention
@@ -165,14 +170,14 @@ def test_overlap_is_between_the_longer_and_the_sum():
 
 
 def test_a_ring_within_a_node_has_the_nodes_link_and_beyond_it_the_adapters():
-    machine = Machine.of(recipe())
+    constants = constants_of(recipe())
     size, per_node, network = np.array([8.0]), np.array([8.0]), np.array([5e10])
-    inside = Ring.over(size, np.array([1.0]), per_node, network, machine.device, machine.stack)
-    between = Ring.over(size, np.array([8.0]), per_node, network, machine.device, machine.stack)
+    inside = Ring.over(size, np.array([1.0]), per_node, network, constants.device, constants.stack)
+    between = Ring.over(size, np.array([8.0]), per_node, network, constants.device, constants.stack)
     assert inside.nodes == 1 and between.nodes == 8
-    assert inside.bandwidth == machine.device.link_bandwidth * machine.device.link
+    assert inside.bandwidth == constants.device.link_bandwidth * constants.device.link
     assert between.bandwidth < 5e10 < inside.bandwidth
-    alone = Ring.over(np.array([1.0]), np.array([1.0]), per_node, network, machine.device, machine.stack)
+    alone = Ring.over(np.array([1.0]), np.array([1.0]), per_node, network, constants.device, constants.stack)
     assert alone.gather(1e9) == 0 and alone.all_reduce(1e9) == 0
 
 
@@ -201,30 +206,16 @@ def test_a_pipeline_takes_as_long_as_the_microbatches_on_its_slowest_stage_and_o
     assert slowest > 0.9 * even / 4
 
 
-def test_why_a_run_cannot_be_launched():
-    assert illegal(recipe()) == [""]
-    cases = {
-        "heads do not divide by tensor": dict(tp=3, ffn=8193),
-        "hidden features do not divide": dict(tp=2, ffn=8191),
-        "blocks are fewer than 32 stages": dict(pp=16, vp=2),
-        "tokens do not divide by context parallel": dict(cp=3),
-        "key-value heads and tensor parallel": dict(kv=6, heads=32, tp=4),
-        "do not divide by shard": dict(dp=6, shard=4),
-    }
-    for sentence, changes in cases.items():
-        (reason,) = illegal(recipe(**changes))
-        assert sentence in reason, reason
-
-
 def test_what_fits():
     small, large = recipe(mbs=1), recipe(mbs=64)
-    assert fits(small).all() and not fits(large).any()
+    assert fits(small, peak_bytes(small)).all() and not fits(large, peak_bytes(large)).any()
     assert chance_to_fit(small, peak_bytes(small))[0] > 0.99 > 0.1 > chance_to_fit(large, peak_bytes(large))[0]
-    assert not fits(recipe(L=4, pp=4, mbs=1)).any()  # no block is left for one of the stages
+    one = recipe(L=4, pp=4, mbs=1)
+    assert not fits(one, peak_bytes(one)).any()  # no block is left for one of the stages
 
 
 def test_an_interval_contains_its_prediction_and_widens():
-    runs = Recipes.of_table(rows())
+    runs = runs_of(rows())
     seconds = predicted_seconds(runs)
     low, high = interval(runs, seconds)
     lower, higher = interval(runs, seconds, 0.95)
@@ -241,7 +232,7 @@ def test_tokens_per_second_are_per_device():
 def test_a_table_without_a_column_is_refused():
     row = {name: value for name, value in rows()[0].items() if name != "tp"}
     with pytest.raises(ValueError, match="has no column 'tp'"):
-        Recipes.of_table([row])
+        runs_of([row])
     with pytest.raises(ValueError, match="column 'h' has a value that is no number"):
-        Recipes.of_table([{**rows()[0], "h": "wide"}])
-    assert {field.name for field in fields(Recipes)} >= {"stack", "tensor", "pipeline"}
+        runs_of([{**rows()[0], "h": "wide"}])
+    assert set(runs_of(rows()).values) >= {"stack", "tensor", "pipeline"}

@@ -10,8 +10,10 @@ h width, d head_dim, V vocab. Of `experts`, each token uses `active`; the first 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+from .texts import integer
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,11 @@ class ModelSizes:
         block = self.attention_parameters + self.matrices * self.width * ffn
         return self.layers * block + (2 - self.tied) * self.vocab * self.width
 
-    def flops_per_token(self, seq: int) -> float:
+    def flops_per_token(self, seq: Any) -> Any:
         """Of a training step: 6 per parameter that a token is multiplied with, and 12 L heads d seq for attention.
 
-        Attention is not halved for the causal mask: the convention of PaLM's appendix B, of torchtitan and of nanotron.
+        seq: tokens, a number or an array. Attention is not halved for the causal mask: the convention of PaLM's appendix B, of
+        torchtitan and of nanotron.
         """
         multiplied = self.active_parameters - (1 - self.tied) * self.vocab * self.width
         return 6 * multiplied + 12 * self.layers * self.heads * self.head_dim * seq
@@ -102,7 +105,6 @@ class ModelSizes:
         return replace(self, vocab=-(-self.vocab // multiple) * multiple)
 
 
-SIZES = tuple(field.name for field in fields(ModelSizes))
 NAMES = {  # of Hugging Face's configs; the first that a config has
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "width": ("hidden_size", "n_embd", "d_model"),
@@ -115,22 +117,10 @@ NAMES = {  # of Hugging Face's configs; the first that a config has
     "active": ("num_experts_per_tok", "top_k"),
     "expert_ffn": ("moe_intermediate_size", "intermediate_size"),
 }
-UNGATED = (
-    "gpt2",
-    "gpt_neo",
-    "gpt_neox",
-    "gptj",
-    "opt",
-    "bloom",
-    "falcon",
-    "phi",
-    "bert",
-    "roberta",
-)  # model types with MLPs of two matrices
+# model types with MLPs of two matrices
+UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi", "bert", "roberta")
 LEARNED = ("gpt2", "gpt_neo", "opt", "bert", "roberta")  # ... and with learned positions
 TIED = (*LEARNED, "bloom", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text")  # ... whose default is one table for tokens and head
-
-
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 
 
@@ -171,25 +161,10 @@ def sizes_of_config(config: Mapping[str, Any], what: str = "the config") -> Mode
         ranks = [integer(config.get(name) or 0, name) for name in LATENT]
         latent, head_dim = tuple(ranks), ranks[-1]
     return ModelSizes(
-        layers, width, ffn, heads, number("kv_heads", heads), number("vocab"), head_dim,
-        bool(config.get("tie_word_embeddings", kind in TIED)), kind not in UNGATED, kind in LEARNED, **more, latent=latent,
+        layers, width, ffn, heads, kv_heads=number("kv_heads", heads), vocab=number("vocab"), head_dim=head_dim,
+        tied=bool(config.get("tie_word_embeddings", kind in TIED)), gated=kind not in UNGATED, learned_positions=kind in LEARNED,
+        **more, latent=latent,
     )  # fmt: skip
-
-
-LARGEST = 2**31  # products of sizes stay within 64 bits
-
-
-def integer(value: Any, what: str, least: int | None = None) -> int:
-    """A whole number from a configuration, which may be text. ValueError for anything else, and for a smaller one than `least`."""
-    try:
-        number = int(value) if isinstance(value, str) else value
-    except ValueError:
-        number = None
-    if isinstance(number, bool) or not isinstance(number, int) or abs(number) >= LARGEST:
-        raise ValueError(f"{what} is {str(value)[:60]!r}; expected a whole number below 2^31")
-    if least is not None and number < least:
-        raise ValueError(f"{what} is {number}; expected a whole number of {least} or more")
-    return number
 
 
 def sizes_of_module(module: Any) -> ModelSizes:
