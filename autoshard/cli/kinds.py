@@ -198,6 +198,6 @@ def several_of(known: tuple[str, ...]) -> ValueKind:
 
 
 NUMBERS, SHARE, PERCENT, SWITCHES = ValueKind(_numbers), ValueKind(_share), ValueKind(_percent), ValueKind(_switches)
-WORKERS = ValueKind(_workers, typed=int, least=1)
+WORKERS = ValueKind(_workers, typed=int)
 LAYOUT = ValueKind(lambda name, value: check_layout(name, value, any_placement=False))
 SIZE_OR_NONE = ValueKind(lambda name, value: value.strip() in ("0", "0GB") or SIZE.read(name, value))

@@ -90,7 +90,7 @@ def _typed(name: str, default: Any) -> tuple[Any, Any]:
 
 def _declared(verb: str, name: str, annotation: Any, default: Any) -> inspect.Parameter:
     option = option_of(verb, name)
-    facts: dict[str, Any] = {"help": option.help, "metavar": option.metavar, "min": option.kind.least}
+    facts: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
     facts["show_default"] = default is not EMPTY and default not in (None, [])
     info = typer.Argument(**facts) if isinstance(option, Argument) else typer.Option(*option.typed_as(name), **facts)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[annotation, info], default=default)

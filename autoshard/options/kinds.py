@@ -35,7 +35,6 @@ class ValueKind:
     read: Callable[[str, Any], Any] = _as_typed
     typed: Any = str  # the type of what is typed: str, int, float, bool, or list[str] where the option is repeated
     schema: Mapping[str, Any] = field(default_factory=dict)  # JSON schema of a value in a file
-    least: float | None = None  # of numbers
 
     def check_typed(self, name: str, typed: Any) -> None:
         """ValueError where what was typed is no value of this kind."""
@@ -78,7 +77,7 @@ def count(least: int = 1) -> ValueKind:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name} is {value!r}; expected a whole number of {least} or more")
 
-    return ValueKind(check, typed=int, schema={"type": "integer", "minimum": least}, least=least)
+    return ValueKind(check, typed=int, schema={"type": "integer", "minimum": least})
 
 
 def number(least: float = 0.0, *, above: bool = False, finite: bool = True, unit: str = "") -> ValueKind:
