@@ -121,9 +121,9 @@ def _explained(record: dict) -> RenderableType:
 
 def _prices(loaded: Any, record: dict, shown: list[Callable[[], RenderableType]]) -> None:
     """The parts of the cost, with the errors of their prices."""
-    from autoshard.report import price_parts, prices_table
+    from autoshard.report import price_parts, prices_report
 
     record["interval_seconds"] = None if loaded.interval is None else list(loaded.interval)
     record["fingerprint"] = loaded.fingerprint.get("prices")
     record["prices"] = price_parts(loaded)
-    shown.append(lambda: prices_table(loaded))
+    shown.append(lambda: prices_report(loaded))

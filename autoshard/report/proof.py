@@ -1,9 +1,9 @@
 """What is proven about a plan, in words. "Optimal" is said only where no plan is better at all; a gap that was asked for is said as it is.
 
-    optimal     no plan is better; gap 0
-    proven      no plan is better by more than the gap that was asked for; a file says "optimal" with its gap
-    feasible    the gap is larger than that
-    unjudged    layouts without a cost
+optimal     no plan is better; gap 0
+proven      no plan is better by more than the gap that was asked for; a file says "optimal" with its gap
+feasible    the gap is larger than that
+unjudged    layouts without a cost
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from autoshard.solution import ROUNDING, Solution
+from autoshard.solution import ROUNDING, ProgramsSolution, Solution
 from autoshard.units import seconds
 
 
@@ -36,7 +36,21 @@ def sentence(status: str, gap: float, said: str = "") -> str:
     """What a status and a relative gap say of all other plans."""
     if status != "optimal":
         return "the best found in the time given; a longer time limit may find a better one"
-    return f"no plan is faster{said}{f' by more than {percents(gap)}' if gap > ROUNDING else ''} under these prices"
+    return f"no plan is faster{said}{f' by more than {100 * gap:.2g} %' if gap > ROUNDING else ''} under these prices"
+
+
+def card(plan: Solution | ProgramsSolution) -> dict[str, str]:
+    """For a page: how far from the best the plan may be, the sentence, and a mood: good, open or none."""
+    gap = plan.objective_gap if isinstance(plan, Solution) else plan.gap
+    gap, least = gap if gap > ROUNDING else 0.0, ""
+    if isinstance(plan, Solution) and math.isfinite(gap):
+        least = f"; no plan takes less than {seconds(plan.objective_bound)}"
+    long = (proof(plan) if isinstance(plan, Solution) else sentence(plan.status, gap)) + least + "."
+    if plan.status == "unjudged":
+        return {"mood": "none", "short": "not judged", "long": long}
+    if plan.status == "optimal":
+        return {"mood": "good", "short": f"within {100 * gap:.2g}% of the best" if gap else "proven best", "long": long}
+    return {"mood": "open", "short": f"at most {100 * gap:.2g}% from the best" if math.isfinite(gap) else "no bound", "long": long}
 
 
 def overlapped_words(solution: Solution) -> str:
@@ -50,7 +64,3 @@ def usual_verdict(row: Mapping) -> str:
     """The status of a usual plan: its scheme leaves layouts open, and these are completed to a small gap."""
     status = str(row.get("status", ""))
     return "proven" if status == "optimal" else status
-
-
-def percents(share: float) -> str:
-    return f"{100 * share:.2g} %"

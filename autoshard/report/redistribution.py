@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from rich.console import RenderableType
 
 from autoshard.units import seconds, size
 
 from .figures import save
+from .terminal import shown
+from .values import ReportTable, numbers
 
 COLUMNS = ("Step #", "Operation", "Distribution", "Cost [s]", "Memory Usage [MB]")
 COLORS = 20
@@ -40,19 +40,14 @@ def _megabytes(value: float) -> str:
 
 def route_table(routes: Sequence[Mapping]) -> RenderableType:
     """One table per route."""
-    parts: list[RenderableType] = []
+    parts: list[ReportTable | str] = []
     for route in routes:
         title = (
             f"{route['id'] or 'route'}: {route['status']}, {seconds(route['cost_seconds'])}, peak {size(route['peak_bytes'])} "
             f"({route['counted']}), run by {route['executable_by']}, {route['explored']} states"
         )
-        table = Table(title=Text(title), title_justify="left", box=None, padding=(0, 2, 0, 0))
-        for name in COLUMNS:
-            table.add_column(name, justify="right" if name[0] in "CM" else "left", overflow="fold")
-        for row in rows(route):
-            table.add_row(*map(Text, row))
-        parts += [table, Text("")]
-    return Group(*parts[:-1])
+        parts += [title, ReportTable("", (*COLUMNS[:3], *numbers(*COLUMNS[3:])), rows(route), "open"), ""]
+    return shown(*parts[:-1])
 
 
 def latex(routes: Sequence[Mapping]) -> str:

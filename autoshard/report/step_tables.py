@@ -14,8 +14,10 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from autoshard.layout import local_numel, parse
-from autoshard.report.html_charts import KERNELS
+from autoshard.report.charts import KERNELS
+from autoshard.report.values import ReportTable, TableRow, numbers
 from autoshard.solution import Solution
+from autoshard.units import seconds, size
 
 if TYPE_CHECKING:
     from autoshard.graph import Op
@@ -41,6 +43,26 @@ def saved_rows(solution: Solution, timeline: Timeline | None) -> list[dict]:
         for key, of in modules.items()
     ]
     return sorted(rows, key=lambda row: (WAYS.index(row["way"]), -(row["bytes"] or 0), row["module"], row["target"]))
+
+
+def saved_table(solution: Solution, timeline: Timeline | None) -> ReportTable:
+    """The rows that are not kept."""
+    columns = ("operator", "of", "how", *numbers("modules", *(["saves"] if timeline is not None else [])))
+    rows = []
+    for row in saved_rows(solution, timeline):
+        if row["way"] != "kept":
+            saves = () if timeline is None else ("" if row["bytes"] is None else size(row["bytes"]),)
+            rows.append((row["target"], row["module"], row["way"], str(row["modules"]), *saves))
+    return ReportTable("Values that are not kept on the device", columns, rows)
+
+
+def kept_values(solution: Solution) -> list[str]:
+    """`mm of h.*.mlp, 12 modules`."""
+    return [
+        row["target"] + (f" of {row['module']}" if row["module"] else "") + (f", {row['modules']} modules" if row["modules"] > 1 else "")
+        for row in saved_rows(solution, None)
+        if row["way"] == "kept"
+    ]
 
 
 def _bytes_elsewhere(solution: Solution, timeline: Timeline) -> Iterator[tuple[tuple[str, str, str], float]]:
@@ -83,6 +105,16 @@ def hidden_rows(timeline: Timeline) -> list[dict[str, Any]]:
         hidden = behind if behind > ROUNDING * total else 0.0
         listed += [{"stream": stream, "kind": kind, "seconds": total, "hidden": hidden, "exposed": total - hidden}] if total > 0 else []
     return sorted(listed, key=lambda row: (-row["exposed"], row["stream"], row["kind"]))
+
+
+def hidden_table(timeline: Timeline) -> ReportTable:
+    """The bar of a row is the part behind kernels."""
+    rows = []
+    for row in hidden_rows(timeline):
+        cells = (f"{row['kind'].replace('_', ' ')}, {row['stream']}", *map(seconds, (row["seconds"], row["hidden"], row["exposed"])))
+        rows.append(TableRow(cells, kind=row["kind"], share=100 * row["hidden"] / row["seconds"]))
+    columns = ("transfer", *numbers("time", "behind kernels", "not hidden"))
+    return ReportTable("What hides behind kernels, by link and kind", columns, rows)
 
 
 def _union(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
