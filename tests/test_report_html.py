@@ -326,10 +326,10 @@ def test_no_column_of_the_memory_chart_loses_a_peak(seed):
     assert max(total[chosen]) == max(total)
 
 
-def test_a_band_goes_along_one_line_and_back_along_the_other():
+def test_an_area_goes_along_its_line_and_back_along_the_floor():
     columns = charts.COLUMNS
     above = [0.5 if k < columns // 2 else 1.0 for k in range(columns)]
-    assert charts._band([0.0] * columns, above) == "M0 500H3000V0H6000L6000 1000H0Z"
+    assert charts._area(above) == "M0 1000H0V500H3000V0H6000V1000Z"
 
 
 def test_a_frontier_is_drawn_with_this_plan_on_it():

@@ -6,6 +6,8 @@ from autoshard.report.changes import programs_changes as programs_changes
 from autoshard.report.changes import programs_changes_report as programs_changes_report
 from autoshard.report.explained import check_table as check_table
 from autoshard.report.explained import explained as explained
+from autoshard.report.explained import prices_report as prices_report
+from autoshard.report.explained import robustness_table as robustness_table
 from autoshard.report.frontier import svg as svg
 from autoshard.report.html import save_html as save_html
 from autoshard.report.launchers import launch_table as launch_table
@@ -13,7 +15,6 @@ from autoshard.report.plan_tables import axis_line as axis_line
 from autoshard.report.plan_tables import price_parts as price_parts
 from autoshard.report.programs import programs_record as programs_record
 from autoshard.report.programs import programs_report as programs_report
-from autoshard.report.robustness import prices_report as prices_report
 from autoshard.report.serving import serving_report as serving_report
 from autoshard.report.trace import trace_of as trace_of
 from autoshard.report.trace import trace_of_run as trace_of_run

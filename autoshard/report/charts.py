@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from autoshard.units import seconds, size
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 KERNELS = ("compute", "accumulation", "optimizer")  # kinds of tasks
 
 WIDTH, HEIGHT = 6000, 1000
+T = TypeVar("T", int, float)
 Span = tuple[str, float, float]  # kind, begin, end: seconds
 COLUMNS = 600  # of memory over time
 KINDS = ("parameters", "optimizer_state", "gradients", "activations", "resharded_copies", "temporaries", "inputs")  # from below
@@ -48,12 +49,11 @@ def memory_chart(timeline: Timeline, limit: float | None) -> dict | None:
     top = max(peak, limit) if limit is not None and limit <= 1.5 * peak else peak
     top *= 1.06
     chosen = _columns(held["seconds"].tolist(), held["total"].tolist(), end)
-    layers, below = [], [0.0] * COLUMNS
+    layers, above = [], [0.0] * COLUMNS
     for kind in kinds:
-        above = [low + share / top for low, share in zip(below, held[kind][chosen].tolist())]
+        above = [low + share / top for low, share in zip(above, held[kind][chosen].tolist())]
         if held[kind].max() > 0:
-            layers.append({"kind": kind, "path": _band(below, above)})
-        below = above
+            layers.append({"kind": kind, "path": _area(above)})
     return {
         "layers": layers,
         "limit": None if limit is None or limit > top else round(HEIGHT * (1 - limit / top), 1),
@@ -75,23 +75,15 @@ def _columns(times: Sequence[float], total: Sequence[float], end: float) -> list
     return chosen
 
 
-def _band(below: Sequence[float], above: Sequence[float]) -> str:
-    """The area between two lines of steps."""
-    upper = _steps(above, range(len(above)))
-    lower = _steps(below, range(len(below) - 1, -1, -1))
-    return f"M0 {upper[0]}{''.join(upper[1:])}L{WIDTH} {lower[0]}{''.join(lower[1:])}Z"
-
-
-def _steps(line: Sequence[float], order: range) -> list[str]:
-    """The first height, then a move across and one up or down wherever the height changes, and the way to the end."""
-    unit = WIDTH // len(line)
-    heights = [round(HEIGHT * (1 - line[k])) for k in order]
-    path, now = [str(heights[0])], heights[0]
-    for k, height in zip(order, heights):
+def _area(line: Sequence[float]) -> str:
+    """All below a line of steps, of one height per column. Drawn from the highest line to the lowest, such areas are layers."""
+    path, now = f"M0 {HEIGHT}", HEIGHT
+    for k, part in enumerate(line):
+        height = round(HEIGHT * (1 - part))
         if height != now:
-            path.append(f"H{k * unit if order.step > 0 else (k + 1) * unit}V{height}")
+            path += f"H{k * WIDTH // len(line)}V{height}"
             now = height
-    return [*path, f"H{WIDTH if order.step > 0 else 0}"]
+    return f"{path}H{WIDTH}V{HEIGHT}Z"
 
 
 def timeline_chart(timeline: Timeline) -> dict:
@@ -130,17 +122,21 @@ def _fine(value: float) -> str:
 
 
 def _boxes(spans: Sequence[tuple[float, float]], end: float, apart: bool) -> str:
-    """Rectangles as high as the box of the chart."""
-    boxes: list[list[int]] = []
-    for a, b in sorted(spans):
-        left, right = round(WIDTH * a / end), max(round(WIDTH * b / end), round(WIDTH * a / end) + 1)
-        if apart:
-            boxes.append([left, right - min(6, (right - left) // 4)])
-        elif boxes and left <= boxes[-1][1]:
-            boxes[-1][1] = max(boxes[-1][1], right)
-        else:
-            boxes.append([left, right])
+    """Rectangles as high as the box of the chart, at least a unit wide."""
+    boxes = [(round(WIDTH * a / end), max(round(WIDTH * b / end), round(WIDTH * a / end) + 1)) for a, b in spans]
+    boxes = [(a, b - min(6, (b - a) // 4)) for a, b in boxes] if apart else union(boxes)
     return "".join(f"M{a} 0h{b - a}v{HEIGHT}h{a - b}z" for a, b in boxes)
+
+
+def union(spans: Iterable[tuple[T, T]]) -> list[tuple[T, T]]:
+    """The spans joined where they meet, in order."""
+    joined: list[tuple[T, T]] = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        else:
+            joined.append((begin, end))
+    return joined
 
 
 def _phases(timeline: Timeline) -> list[dict]:

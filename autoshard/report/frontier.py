@@ -105,8 +105,7 @@ def plot(record: Mapping) -> Figure:
         axes.axvline(device / 1e9, color="#9c9c9c", linestyle="--", linewidth=1, label=told)
     else:
         axes.plot([], [], " ", label=f"{told}, {'beyond the right' if device > most else 'left of all'}")
-    axes.set_xlabel("memory per device (GB)")
-    axes.set_ylabel("seconds per step" if record["training"] else "seconds per forward pass")
+    axes.set(xlabel="memory per device (GB)", ylabel=f"seconds per {'step' if record['training'] else 'forward pass'}")
     axes.legend(frameon=False, fontsize=8)
     titled(axes, f"{record['model']} on {shape_text(record['mesh'])}: {seconds(points[-1]['seconds'])} at best")
     return figure

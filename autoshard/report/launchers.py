@@ -95,8 +95,7 @@ def plot(answer: Any) -> Figure:
     axes.axvline(
         ranked.site.memory / 1e9, color="#9c9c9c", linestyle="--", linewidth=1, label=f"{ranked.site.device}: {size(ranked.site.memory)}"
     )
-    axes.set_xlabel("memory per device (GB)")
-    axes.set_ylabel("seconds per step")
+    axes.set(xlabel="memory per device (GB)", ylabel="seconds per step")
     best = ranked.launch(0)
     axes.legend(frameon=False, fontsize=8)
     titled(axes, f"{ranked.launcher} on {best.devices} {ranked.site.device}: {seconds(float(p.seconds[0]))} at best")

@@ -13,7 +13,7 @@ from autoshard.report.frontier import frontier_points, points_table, written_for
 from autoshard.report.layout_pictures import pictures, users
 from autoshard.report.module_tree import MANY_OPS, op_rows, ops_once, tree
 from autoshard.report.proof import card
-from autoshard.report.step_tables import hidden_table, kept_values, saved_table
+from autoshard.report.step_tables import hidden_table, saved_rows, saved_table
 from autoshard.report.timeline import critical_table
 from autoshard.report.values import ReportTable, TableRow, numbers, share
 from autoshard.solution import Solution
@@ -54,7 +54,7 @@ def content(solution: Solution, timeline: Timeline | None, frontier: Mapping | N
         "verdict": card(s),
         **plan_tables.memory_use(s.peak_bytes, s),
         "best_usual": next((row for row in plan_tables.usual(s) if row["fits"] and row["ratio"] is not None), None),
-        "offers": [f"Offer: {offer}." for offer in plan_tables.offers(s)],
+        "offers": plan_tables.offers(s),
         "usual": plan_tables.usual_table(s),
         "time": plan_tables.time_table(s),
         "replicated": plan_tables.replicated_table(s),
@@ -87,14 +87,15 @@ def _memory(s: Solution, timeline: Timeline | None) -> dict[str, Any]:
     own = s.peak.get("parts")
     own = own if isinstance(own, Mapping) else {}
     parts = {part["kind"]: part["bytes"] for part in chart["parts"]} if chart else own
+    saved = saved_rows(s, timeline)
     largest = [(str(row["name"]), size(row["bytes"])) for row in s.peak.get("largest") or ()]
     return {
         "memory": chart,
         "held": _held("In that peak" if chart else "In the peak", parts) if parts else None,
         "peak_place": plan_tables.peak_place(s) if own else "",
         "largest": ReportTable("The largest tensors then", ("tensor", *numbers("bytes")), largest),
-        "saved": saved_table(s, timeline),
-        "kept": kept_values(s),
+        "saved": saved_table(saved, has_bytes=timeline is not None),
+        "kept": [row for row in saved if row["way"] == "kept"],
     }
 
 

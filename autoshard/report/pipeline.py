@@ -159,13 +159,11 @@ def plot_speed_up(pipeline: Pipeline, path: str | os.PathLike[str]) -> None:
     if rows:
         axes.plot(counts, counts, color="0.7", linestyle="--", label="ideal")
         axes.plot(counts, [row["speed_up"] for row in rows], marker="o", label="pipeline")
-        axes.set_xscale("log", base=2)  # which refuses axes without a point
-        axes.set_yscale("log", base=2)
+        axes.loglog(base=2)  # which refuses axes without a point
         axes.legend()
     else:
         axes.text(0.5, 0.5, "no fewer devices to compare with", ha="center", va="center", transform=axes.transAxes)
     axes.set_xticks(counts, [str(n) for n in counts])
     axes.set_yticks(counts, [str(n) for n in counts])
-    axes.set_xlabel("devices")
-    axes.set_ylabel("speed-up")
+    axes.set(xlabel="devices", ylabel="speed-up")
     save(figure, path)

@@ -43,8 +43,8 @@ def card(plan: Solution | ProgramsSolution) -> dict[str, str]:
     """For a page: how far from the best the plan may be, the sentence, and a mood: good, open or none."""
     gap = plan.objective_gap if isinstance(plan, Solution) else plan.gap
     gap, least = gap if gap > ROUNDING else 0.0, ""
-    if isinstance(plan, Solution) and math.isfinite(gap):
-        least = f"; no plan takes less than {seconds(plan.objective_bound)}"
+    if isinstance(plan, Solution) and gap and math.isfinite(gap):
+        least = f"; the bound is {seconds(plan.objective_bound)}"
     long = (proof(plan) if isinstance(plan, Solution) else sentence(plan.status, gap)) + least + "."
     if plan.status == "unjudged":
         return {"mood": "none", "short": "not judged", "long": long}

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from autoshard.layout import local_numel, parse
-from autoshard.report.charts import KERNELS
+from autoshard.report.charts import KERNELS, union
 from autoshard.report.values import ReportTable, TableRow, numbers
 from autoshard.solution import Solution
 from autoshard.units import seconds, size
@@ -45,24 +45,15 @@ def saved_rows(solution: Solution, timeline: Timeline | None) -> list[dict]:
     return sorted(rows, key=lambda row: (WAYS.index(row["way"]), -(row["bytes"] or 0), row["module"], row["target"]))
 
 
-def saved_table(solution: Solution, timeline: Timeline | None) -> ReportTable:
+def saved_table(rows: Sequence[Mapping], *, has_bytes: bool) -> ReportTable:
     """The rows that are not kept."""
-    columns = ("operator", "of", "how", *numbers("modules", *(["saves"] if timeline is not None else [])))
-    rows = []
-    for row in saved_rows(solution, timeline):
+    cells = []
+    for row in rows:
         if row["way"] != "kept":
-            saves = () if timeline is None else ("" if row["bytes"] is None else size(row["bytes"]),)
-            rows.append((row["target"], row["module"], row["way"], str(row["modules"]), *saves))
-    return ReportTable("Values that are not kept on the device", columns, rows)
-
-
-def kept_values(solution: Solution) -> list[str]:
-    """`mm of h.*.mlp, 12 modules`."""
-    return [
-        row["target"] + (f" of {row['module']}" if row["module"] else "") + (f", {row['modules']} modules" if row["modules"] > 1 else "")
-        for row in saved_rows(solution, None)
-        if row["way"] == "kept"
-    ]
+            saves = ("" if row["bytes"] is None else size(row["bytes"]),) if has_bytes else ()
+            cells.append((row["target"], row["module"], row["way"], str(row["modules"]), *saves))
+    columns = ("operator", "of", "how", *numbers("modules", *(["saves"] if has_bytes else [])))
+    return ReportTable("Values that are not kept on the device", columns, cells)
 
 
 def _bytes_elsewhere(solution: Solution, timeline: Timeline) -> Iterator[tuple[tuple[str, str, str], float]]:
@@ -91,7 +82,7 @@ def _short(target: str) -> str:
 def hidden_rows(timeline: Timeline) -> list[dict[str, Any]]:
     """{stream, kind, seconds, hidden, exposed}, the most exposed first. Transfers on several links at a time count on each."""
     times = timeline.times
-    kernels = _union([(times.begin[i], times.end[i]) for i, task in enumerate(timeline.tasks) if task.kind in KERNELS])
+    kernels = union([(times.begin[i], times.end[i]) for i, task in enumerate(timeline.tasks) if task.kind in KERNELS])
     before = [0.0, *accumulate(end - begin for begin, end in kernels)]
     rows: dict[tuple[str, str], list[float]] = {}
     for i, task in enumerate(timeline.tasks):
@@ -115,17 +106,6 @@ def hidden_table(timeline: Timeline) -> ReportTable:
         rows.append(TableRow(cells, kind=row["kind"], share=100 * row["hidden"] / row["seconds"]))
     columns = ("transfer", *numbers("time", "behind kernels", "not hidden"))
     return ReportTable("What hides behind kernels, by link and kind", columns, rows)
-
-
-def _union(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The spans joined where they meet, in order."""
-    joined: list[tuple[float, float]] = []
-    for begin, end in sorted(spans):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(joined[-1][1], end)
-        else:
-            joined.append((begin, end))
-    return joined
 
 
 def _within(spans: Sequence[tuple[float, float]], before: Sequence[float], until: float) -> float:

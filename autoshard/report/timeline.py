@@ -47,9 +47,7 @@ def draw_run(run: ScheduleRun, path: str, title: str = "") -> None:
     for span in run.sends:
         axes.broken_barh([(span.start * 1e3, (span.end - span.start) * 1e3)], (span.device + 0.3, 0.1), facecolors="#e15759")
     axes.set_yticks(range(devices), [f"stage {d}" for d in range(devices)])
-    axes.set_ylim(devices - 0.45, -0.55)
-    axes.set_xlim(0, run.seconds * 1e3)
-    axes.set_xlabel("ms")
+    axes.set(ylim=(devices - 0.45, -0.55), xlim=(0, run.seconds * 1e3), xlabel="ms")
     words = {"F": "forward", "B": "backward", "W": "weight gradients", "finish": "gradients, optimizer"}
     colors = {words[kind]: color for kind, color in COLORS.items() if any(span.kind == kind for span in run.spans)}
     colors |= {"transfer": "#e15759"} if run.sends else {}
@@ -83,9 +81,7 @@ def draw_timeline(timeline: Timeline, path: str, title: str = "") -> None:
     if kinds:
         bottom.stackplot(memory["seconds"] * 1e3, *[memory[kind] / 1e9 for kind in kinds], labels=kinds, step="post", linewidth=0)
         bottom.legend(loc="upper left", fontsize=6, ncols=3)
-    bottom.set_ylabel("GB")
-    bottom.set_xlabel("ms")
-    bottom.set_xlim(0, max(timeline.seconds * 1e3, 1e-9))
+    bottom.set(xlabel="ms", ylabel="GB", xlim=(0, max(timeline.seconds * 1e3, 1e-9)))
     save(figure, path, dpi=130, bbox_inches="tight")
 
 
