@@ -18,7 +18,7 @@ from autoshard.layout import rank_bounds
 from autoshard.mesh import Mesh
 from autoshard.report import charts, html, layout_pictures, module_tree, page_of_plan, plan_tables
 from autoshard.report import frontier as frontiers
-from autoshard.report.proof import card
+from autoshard.report.proof import plan_card
 from autoshard.solution import Placed, Solution, load
 from autoshard.solution.record import parsed
 from autoshard.units import size
@@ -100,7 +100,7 @@ def test_what_was_not_understood_is_listed():
     ],
 )
 def test_the_proof_is_said_as_it_is(changes, mood, short):
-    found = card(linear_solution(**changes))
+    found = plan_card(linear_solution(**changes))
     assert (found["mood"], found["short"]) == (mood, short)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from autoshard.capture import in_turn
 from autoshard.explain.reopened import Choice, Reopened, captured, options_of, reopened
-from autoshard.explain.staleness import Changes, Checked, Question, changes_since
+from autoshard.explain.staleness import Changes, Checked, Inspection, changes_since
 from autoshard.formulate import Joined, Piece, join
 from autoshard.mesh import Mesh
 from autoshard.planning import Progress, Stopwatch, sub_mesh
@@ -43,7 +43,7 @@ def check_programs(
     models: model and example inputs by program; each shape of a program has its own entry, "train[0]". ValueError where one is missing.
     """
     watch, memory_limit = Stopwatch(progress), options_of(plan[plan.home]).memory_limit
-    question = Question(plan, within, solve, same_graph, time_limit, memory_limit, watch)
+    inspection = Inspection(plan, within, solve, same_graph, time_limit, memory_limit, watch)
     if missing := [name for name in plan if name not in models]:
         raise ValueError(f"there is no model for program {missing[0]!r}; expected one for each of {', '.join(plan)}")
     cluster = mesh or plan.mesh
@@ -55,22 +55,22 @@ def check_programs(
             now = captured(*models[name], plan[name], today)
             changes[name] = changes_since(now, today)
         if changes[name].misfits:
-            return question.answer(_together(changes))
+            return inspection.answer(_together(changes))
         try:
             plans[name] = reopened(now.graph, plan[name], today)
         except ValueError as error:  # a layout or a pin that is not possible any more
-            return question.answer(_together(changes), f"{name}: {error}")
+            return inspection.answer(_together(changes), f"{name}: {error}")
     with watch.phase("formulate", "joining the programs", 0.4):
         try:
             joined = join([_piece(name, plan, one) for name, one in plans.items()], cluster, memory_limit)
         except ValueError as error:
-            return question.answer(_together(changes), str(error))
+            return inspection.answer(_together(changes), str(error))
     choice = joined.joined_choice({name: one.choice for name, one in plans.items()})
     if apart := [name for name, one in plans.items() if joined.choice_of(name, choice) != tuple(one.choice)]:
         others = f"{apart[0]} has other layouts of the parameters that it shares than {plan.home}"
-        return question.answer(_together(changes), others)
+        return inspection.answer(_together(changes), others)
     gap = options_of(plan[plan.home]).gap
-    return question.judge(_together(changes), joined.problem, choice, lambda: _best(joined, choice, solve, gap, time_limit))
+    return inspection.judge(_together(changes), joined.problem, choice, lambda: _best(joined, choice, solve, gap, time_limit))
 
 
 def _together(changes: Mapping[str, Changes]) -> Changes:

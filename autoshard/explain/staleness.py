@@ -76,7 +76,7 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class Question:
+class Inspection:
     """What is asked of a plan, and how the answer follows from its problem of today."""
 
     plan: Solution | ProgramsSolution
@@ -148,7 +148,7 @@ def check(
     fit it (another batch size). time_limit: seconds for the best plan. ValueError on a bad option, and where the model can't be captured.
     """
     watch = Stopwatch(progress)
-    question = Question(solution, within, solve, same_graph, time_limit, options_of(solution).memory_limit, watch)
+    inspection = Inspection(solution, within, solve, same_graph, time_limit, options_of(solution).memory_limit, watch)
     with watch.phase("capture", "capturing the model", 0.0):
         today = mesh or solution.mesh
         now = captured(model, example_inputs, solution, today)
@@ -156,15 +156,15 @@ def check(
     if changes.misfits and changes.traced and solve:  # the same model, in the ops of another torch: a plan with the same pins
         with watch.phase("solve", "planning anew", 0.5):
             again, *reason = _anew(now.graph, solution, today, time_limit)
-        return question.answer(changes, *reason, best=again)
+        return inspection.answer(changes, *reason, best=again)
     if changes.misfits:
-        return question.answer(changes)
+        return inspection.answer(changes)
     with watch.phase("formulate", "pricing layouts", 0.3):
         try:
             plan = reopened(now.graph, solution, today)
         except ValueError as error:  # a layout or a pin that is not possible any more
-            return question.answer(changes, str(error))
-    return question.judge(changes, plan.problem, plan.choice, lambda: _best(plan, solve, time_limit))
+            return inspection.answer(changes, str(error))
+    return inspection.judge(changes, plan.problem, plan.choice, lambda: _best(plan, solve, time_limit))
 
 
 @dataclass(frozen=True)

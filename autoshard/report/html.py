@@ -69,7 +69,7 @@ def save_html(text: str, path: str | os.PathLike[str]) -> None:
 def notebook(solution: Solution) -> str:
     """A summary for a notebook: what it costs, the usual plans, layouts; equal blocks once."""
     tables = {"usual": plan_tables.usual_table(solution), "parameters": plan_tables.parameters_table(solution)}
-    about = {"title": page_of_plan.title(solution), "verdict": proof.card(solution)}
+    about = {"title": page_of_plan.title(solution), "verdict": proof.plan_card(solution)}
     return _environment().get_template("notebook.html.j2").render(solution=solution, **about, **tables)
 
 

@@ -12,7 +12,7 @@ from autoshard.report.charts import frontier_chart, memory_chart, timeline_chart
 from autoshard.report.frontier import frontier_points, points_table, written_for
 from autoshard.report.layout_pictures import pictures, users
 from autoshard.report.module_tree import MANY_OPS, op_rows, ops_once, tree
-from autoshard.report.proof import card
+from autoshard.report.proof import plan_card
 from autoshard.report.step_tables import hidden_table, saved_rows, saved_table
 from autoshard.report.timeline import critical_table
 from autoshard.report.values import ReportTable, TableRow, numbers, share
@@ -51,7 +51,7 @@ def content(solution: Solution, timeline: Timeline | None, frontier: Mapping | N
         "fingerprint": str(s.fingerprint.get("graph") or "")[:16],
         "per": "step" if s.training else "forward pass",
         "time_words": _time_words(s, timeline),
-        "verdict": card(s),
+        "verdict": plan_card(s),
         **plan_tables.memory_use(s.peak_bytes, s),
         "best_usual": next((row for row in plan_tables.usual(s) if row["fits"] and row["ratio"] is not None), None),
         "offers": plan_tables.offers(s),
@@ -65,8 +65,10 @@ def content(solution: Solution, timeline: Timeline | None, frontier: Mapping | N
         "options": _options(s),
         **_memory(s, timeline),
         **_shards(s, timeline),
-        **_over_time(timeline),
-        **_frontier(s, frontier),
+        "chart": None if timeline is None else timeline_chart(timeline),
+        "hidden": None if timeline is None else hidden_table(timeline),
+        "critical": None if timeline is None else critical_table(timeline.critical_seconds),
+        **({"points": None} if frontier is None else _frontier(s, frontier)),
     }
 
 
@@ -122,16 +124,7 @@ def _shards(s: Solution, timeline: Timeline | None) -> dict[str, Any]:
     }
 
 
-def _over_time(timeline: Timeline | None) -> dict[str, Any]:
-    if timeline is None:
-        return {}
-    hidden = hidden_table(timeline) if timeline.program.overlap else None
-    return {"chart": timeline_chart(timeline), "critical": critical_table(timeline.critical_seconds), "hidden": hidden}
-
-
-def _frontier(s: Solution, frontier: Mapping | None) -> dict[str, Any]:
-    if frontier is None:
-        return {"points": None}
+def _frontier(s: Solution, frontier: Mapping) -> dict[str, Any]:
     points = sorted(frontier_points(frontier), key=lambda p: (p["memory_bytes"] is None, p["memory_bytes"]))
     chart = frontier_chart(points, (s.peak_bytes, s.cost))
     return {"points": points_table(points), "frontier_chart": chart, "frontier_of": written_for(frontier)}

@@ -11,7 +11,7 @@ from autoshard.report.blocks import in_a_block, named
 from autoshard.report.plan_tables import memory_use, shape_text
 from autoshard.report.proof import card, sentence
 from autoshard.report.terminal import shown
-from autoshard.report.values import Code, ReportTable, TableRow, numbers, together
+from autoshard.report.values import Code, ReportTable, TableRow, numbers
 from autoshard.solution import ROUNDING, ProgramsSolution
 from autoshard.units import seconds, size
 
@@ -69,7 +69,10 @@ def sharing_table(plan: ProgramsSolution) -> ReportTable:
 
 def alike_copies(plan: ProgramsSolution) -> list[list[Mapping]]:
     """The parameters that are kept twice; equal ones of several blocks are together."""
-    return together(plan.copies, lambda row: (row["family"], in_a_block(row["parameter"]), row["from"], row["to"]))
+    alike: dict[tuple, list[Mapping]] = {}
+    for row in plan.copies:
+        alike.setdefault((row["family"], in_a_block(row["parameter"]), row["from"], row["to"]), []).append(row)
+    return list(alike.values())
 
 
 def copies_table(plan: ProgramsSolution, copies: Sequence[Sequence[Mapping]]) -> ReportTable:
@@ -106,7 +109,7 @@ def content(plan: ProgramsSolution) -> dict[str, Any]:
         "title": f"{', '.join(plan)} on {shape_text(plan.mesh.shape)} {plan.mesh.device.name}",
         "sub": f"One set of weights; {plan.home} has the original parameters",
         "prices_of": "of each program's own page",
-        "verdict": card(plan),
+        "verdict": card(plan.status, plan.gap, sentence(plan.status, plan.gap)),
         **memory_use(plan.peak_bytes, plan[plan.home]),
         "sharing": sharing_table(plan),
         "copies": copies_table(plan, alike_copies(plan)),

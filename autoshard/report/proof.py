@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from autoshard.solution import ROUNDING, ProgramsSolution, Solution
+from autoshard.solution import ROUNDING, Solution
 from autoshard.units import seconds
 
 
@@ -39,18 +39,21 @@ def sentence(status: str, gap: float, said: str = "") -> str:
     return f"no plan is faster{said}{f' by more than {100 * gap:.2g} %' if gap > ROUNDING else ''} under these prices"
 
 
-def card(plan: Solution | ProgramsSolution) -> dict[str, str]:
-    """For a page: how far from the best the plan may be, the sentence, and a mood: good, open or none."""
-    gap = plan.objective_gap if isinstance(plan, Solution) else plan.gap
-    gap, least = gap if gap > ROUNDING else 0.0, ""
-    if isinstance(plan, Solution) and gap and math.isfinite(gap):
-        least = f"; the bound is {seconds(plan.objective_bound)}"
-    long = (proof(plan) if isinstance(plan, Solution) else sentence(plan.status, gap)) + least + "."
-    if plan.status == "unjudged":
-        return {"mood": "none", "short": "not judged", "long": long}
-    if plan.status == "optimal":
-        return {"mood": "good", "short": f"within {100 * gap:.2g}% of the best" if gap else "proven best", "long": long}
-    return {"mood": "open", "short": f"at most {100 * gap:.2g}% from the best" if math.isfinite(gap) else "no bound", "long": long}
+def plan_card(solution: Solution) -> dict[str, str]:
+    """The card of a page about one plan: its proof, and the bound where that is below the plan."""
+    gap = solution.objective_gap
+    bound = f"; the bound is {seconds(solution.objective_bound)}" if ROUNDING < gap < math.inf else ""
+    return card(solution.status, gap, proof(solution) + bound)
+
+
+def card(status: str, gap: float, words: str) -> dict[str, str]:
+    """For a page: how far from the best a plan may be, in short and in a sentence, and a mood: good, open or none."""
+    mood, short = "open", f"at most {100 * gap:.2g}% from the best" if math.isfinite(gap) else "no bound"
+    if status == "unjudged":
+        mood, short = "none", "not judged"
+    elif status == "optimal":
+        mood, short = "good", f"within {100 * gap:.2g}% of the best" if gap > ROUNDING else "proven best"
+    return {"mood": mood, "short": short, "long": words + "."}
 
 
 def overlapped_words(solution: Solution) -> str:

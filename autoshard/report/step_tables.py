@@ -99,9 +99,9 @@ def hidden_rows(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def hidden_table(timeline: Timeline) -> ReportTable:
-    """The bar of a row is the part behind kernels."""
+    """Without rows where nothing overlaps. The bar of a row is the part behind kernels."""
     rows = []
-    for row in hidden_rows(timeline):
+    for row in hidden_rows(timeline) if timeline.program.overlap else ():
         cells = (f"{row['kind'].replace('_', ' ')}, {row['stream']}", *map(seconds, (row["seconds"], row["hidden"], row["exposed"])))
         rows.append(TableRow(cells, kind=row["kind"], share=100 * row["hidden"] / row["seconds"]))
     columns = ("transfer", *numbers("time", "behind kernels", "not hidden"))

@@ -5,9 +5,8 @@ ReportTable("Prices", ("what", *numbers("time", "share"), "known from"), [("mm",
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 
 class Number(str):
@@ -47,14 +46,6 @@ class ReportTable:
 
     def full_rows(self) -> Iterator[TableRow]:
         return (row if isinstance(row, TableRow) else TableRow(row) for row in self.rows)
-
-
-def together(rows: Iterable[Mapping], key: Callable[[Mapping], Any]) -> list[list[Mapping]]:
-    """The rows in groups of equal keys, in the order of the first of each."""
-    groups: dict[Any, list[Mapping]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return list(groups.values())
 
 
 def share(part: float, total: float) -> str:
