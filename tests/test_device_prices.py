@@ -16,7 +16,7 @@ from autoshard.formulate import op_candidate_seconds
 from autoshard.graph import Op, Ref, Tensor
 from autoshard.layout import parse
 from autoshard.mesh import DEVICES, LAUNCHES, Kernels, Mesh
-from autoshard.report.text import as_text, plan_report
+from autoshard.report import as_text, plan_report
 from autoshard.solution import Solution
 from autoshard.strategies.candidates import Candidate
 from autoshard.strategies.ring import FORWARD

@@ -161,7 +161,7 @@ def scaled(limit: float) -> Pipeline:
 def said(record: Pipeline) -> str:
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(pipeline_report(record))
-    return console.export_text().partition("fewer devices")[2]
+    return console.export_text().partition("Fewer devices")[2]
 
 
 def in_a_line(text: str) -> str:

@@ -22,7 +22,7 @@ from autoshard.lower.unsharded import run_unsharded
 from autoshard.mesh import Mesh
 from autoshard.planning.describe import layouts_of, results_of
 from autoshard.planning.random_choice import random_choice
-from autoshard.report.text import as_text, plan_report
+from autoshard.report import as_text, plan_report
 from autoshard.routes import Routes
 from autoshard.strategies import Candidate, candidates, register_rule
 from autoshard.strategies.rows import EVEN_ONLY, RULES

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from autoshard.layout import local_numel, parse
-from autoshard.report.html_charts import KERNELS
+from autoshard.report.charts import KERNELS, union
+from autoshard.report.values import ReportTable, TableRow, numbers
 from autoshard.solution import Solution
+from autoshard.units import seconds, size
 
 if TYPE_CHECKING:
     from autoshard.graph import Op
@@ -41,6 +43,17 @@ def saved_rows(solution: Solution, timeline: Timeline | None) -> list[dict]:
         for key, of in modules.items()
     ]
     return sorted(rows, key=lambda row: (WAYS.index(row["way"]), -(row["bytes"] or 0), row["module"], row["target"]))
+
+
+def saved_table(rows: Sequence[Mapping], *, has_bytes: bool) -> ReportTable:
+    """The rows that are not kept."""
+    cells = []
+    for row in rows:
+        if row["way"] != "kept":
+            saves = ("" if row["bytes"] is None else size(row["bytes"]),) if has_bytes else ()
+            cells.append((row["target"], row["module"], row["way"], str(row["modules"]), *saves))
+    columns = ("operator", "of", "how", *numbers("modules", *(["saves"] if has_bytes else [])))
+    return ReportTable("Values that are not kept on the device", columns, cells)
 
 
 def _bytes_elsewhere(solution: Solution, timeline: Timeline) -> Iterator[tuple[tuple[str, str, str], float]]:
@@ -69,7 +82,7 @@ def _short(target: str) -> str:
 def hidden_rows(timeline: Timeline) -> list[dict[str, Any]]:
     """{stream, kind, seconds, hidden, exposed}, the most exposed first. Transfers on several links at a time count on each."""
     times = timeline.times
-    kernels = _union([(times.begin[i], times.end[i]) for i, task in enumerate(timeline.tasks) if task.kind in KERNELS])
+    kernels = union([(times.begin[i], times.end[i]) for i, task in enumerate(timeline.tasks) if task.kind in KERNELS])
     before = [0.0, *accumulate(end - begin for begin, end in kernels)]
     rows: dict[tuple[str, str], list[float]] = {}
     for i, task in enumerate(timeline.tasks):
@@ -85,15 +98,14 @@ def hidden_rows(timeline: Timeline) -> list[dict[str, Any]]:
     return sorted(listed, key=lambda row: (-row["exposed"], row["stream"], row["kind"]))
 
 
-def _union(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The spans joined where they meet, in order."""
-    joined: list[tuple[float, float]] = []
-    for begin, end in sorted(spans):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(joined[-1][1], end)
-        else:
-            joined.append((begin, end))
-    return joined
+def hidden_table(timeline: Timeline) -> ReportTable:
+    """Without rows where nothing overlaps. The bar of a row is the part behind kernels."""
+    rows = []
+    for row in hidden_rows(timeline) if timeline.program.overlap else ():
+        cells = (f"{row['kind'].replace('_', ' ')}, {row['stream']}", *map(seconds, (row["seconds"], row["hidden"], row["exposed"])))
+        rows.append(TableRow(cells, kind=row["kind"], share=100 * row["hidden"] / row["seconds"]))
+    columns = ("transfer", *numbers("time", "behind kernels", "not hidden"))
+    return ReportTable("What hides behind kernels, by link and kind", columns, rows)
 
 
 def _within(spans: Sequence[tuple[float, float]], before: Sequence[float], until: float) -> float:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from autoshard.units import seconds, size
 
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 KERNELS = ("compute", "accumulation", "optimizer")  # kinds of tasks
 
 WIDTH, HEIGHT = 6000, 1000
+T = TypeVar("T", int, float)
+Span = tuple[str, float, float]  # kind, begin, end: seconds
 COLUMNS = 600  # of memory over time
 KINDS = ("parameters", "optimizer_state", "gradients", "activations", "resharded_copies", "temporaries", "inputs")  # from below
+UNITS = {"F": "forward", "B": "backward", "W": "weight_gradients", "finish": "update"}  # of a pipeline's schedule
 TASKS = ("compute", "accumulation", "optimizer", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "split")  # as coloured
 
 
@@ -46,12 +49,11 @@ def memory_chart(timeline: Timeline, limit: float | None) -> dict | None:
     top = max(peak, limit) if limit is not None and limit <= 1.5 * peak else peak
     top *= 1.06
     chosen = _columns(held["seconds"].tolist(), held["total"].tolist(), end)
-    layers, below = [], [0.0] * COLUMNS
+    layers, above = [], [0.0] * COLUMNS
     for kind in kinds:
-        above = [low + share / top for low, share in zip(below, held[kind][chosen].tolist())]
+        above = [low + share / top for low, share in zip(above, held[kind][chosen].tolist())]
         if held[kind].max() > 0:
-            layers.append({"kind": kind, "path": _band(below, above)})
-        below = above
+            layers.append({"kind": kind, "path": _area(above)})
     return {
         "layers": layers,
         "limit": None if limit is None or limit > top else round(HEIGHT * (1 - limit / top), 1),
@@ -73,43 +75,45 @@ def _columns(times: Sequence[float], total: Sequence[float], end: float) -> list
     return chosen
 
 
-def _band(below: Sequence[float], above: Sequence[float]) -> str:
-    """The area between two lines of steps."""
-    upper = _steps(above, range(len(above)))
-    lower = _steps(below, range(len(below) - 1, -1, -1))
-    return f"M0 {upper[0]}{''.join(upper[1:])}L{WIDTH} {lower[0]}{''.join(lower[1:])}Z"
-
-
-def _steps(line: Sequence[float], order: range) -> list[str]:
-    """The first height, then a move across and one up or down wherever the height changes, and the way to the end."""
-    unit = WIDTH // len(line)
-    heights = [round(HEIGHT * (1 - line[k])) for k in order]
-    path, now = [str(heights[0])], heights[0]
-    for k, height in zip(order, heights):
+def _area(line: Sequence[float]) -> str:
+    """All below a line of steps, of one height per column. Drawn from the highest line to the lowest, such areas are layers."""
+    path, now = f"M0 {HEIGHT}", HEIGHT
+    for k, part in enumerate(line):
+        height = round(HEIGHT * (1 - part))
         if height != now:
-            path.append(f"H{k * unit if order.step > 0 else (k + 1) * unit}V{height}")
+            path += f"H{k * WIDTH // len(line)}V{height}"
             now = height
-    return [*path, f"H{WIDTH if order.step > 0 else 0}"]
+    return f"{path}H{WIDTH}V{HEIGHT}Z"
 
 
 def timeline_chart(timeline: Timeline) -> dict:
-    """A row per stream, in it a path per kind of task; the phases; what is on the critical path."""
-    end = timeline.seconds
-    names = timeline.streams if timeline.program.overlap else ("all",)
-    spans: dict[int, dict[str, list[tuple[float, float]]]] = {row: {} for row in range(len(names))}
+    """A row per stream, in it a path per kind of task; the phases; ticks that are close, for a stretched chart."""
+    overlap = timeline.program.overlap
+    rows: dict[str, list[Span]] = {name: [] for name in (timeline.streams if overlap else ("all",))}
+    names = list(rows)
     for i, task in enumerate(timeline.tasks):
-        row = task.stream if timeline.program.overlap else 0
-        spans[row].setdefault(task.kind, []).append((timeline.times.begin[i], timeline.times.end[i]))
-    rows: list[dict] = [
-        {
-            "name": names[row],
-            "busy": math.fsum(b - a for some in kinds.values() for a, b in some) / end if end > 0 else 0.0,
-            "paths": [{"kind": kind, "path": _boxes(some, end)} for kind, some in sorted(kinds.items(), key=lambda item: _place(item[0]))],
-        }
-        for row, kinds in spans.items()
-    ]
-    kinds = sorted({path["kind"] for row in rows for path in row["paths"]}, key=_place)
-    return {"rows": rows, "kinds": kinds, "x": ticks(0, end, seconds), "near": ticks(0, end, _fine, 80), "phases": _phases(timeline)}
+        rows[names[task.stream if overlap else 0]].append((task.kind, timeline.times.begin[i], timeline.times.end[i]))
+    near = ticks(0, timeline.seconds, _fine, 80)
+    return {**lanes(rows, timeline.seconds, TASKS), "near": near, "phases": _phases(timeline)}
+
+
+def lanes(rows: Mapping[str, Sequence[Span]], end: float, order: Sequence[str], *, apart: bool = False) -> dict:
+    """A time line until `end`: per row a path per kind, in this order. apart: each span is a box of its own."""
+    drawn: list[dict] = []
+    for name, spans in rows.items():
+        kinds: dict[str, list[tuple[float, float]]] = {}
+        for kind, a, b in spans:
+            kinds.setdefault(kind, []).append((a, b))
+        paths = [{"kind": kind, "path": _boxes(kinds[kind], end, apart)} for kind in _in_order(kinds, order)]
+        busy = math.fsum(b - a for _, a, b in spans) / end if end > 0 else 0.0
+        drawn.append({"name": name, "busy": busy, "paths": paths})
+    kinds_met = {path["kind"] for row in drawn for path in row["paths"]}
+    return {"rows": drawn, "kinds": _in_order(kinds_met, order), "x": ticks(0, end, seconds), "near": [], "phases": []}
+
+
+def _in_order(kinds: Iterable[str], order: Sequence[str]) -> list[str]:
+    """The kinds of the order first, then the others by name."""
+    return sorted(kinds, key=lambda kind: (order.index(kind) if kind in order else len(order), kind))
 
 
 def _fine(value: float) -> str:
@@ -117,20 +121,22 @@ def _fine(value: float) -> str:
     return f"{value * 1e3:.6g} ms" if value else "0"
 
 
-def _place(kind: str) -> tuple[int, str]:
-    return (TASKS.index(kind) if kind in TASKS else len(TASKS), kind)
+def _boxes(spans: Sequence[tuple[float, float]], end: float, apart: bool) -> str:
+    """Rectangles as high as the box of the chart, at least a unit wide."""
+    boxes = [(round(WIDTH * a / end), max(round(WIDTH * b / end), round(WIDTH * a / end) + 1)) for a, b in spans]
+    boxes = [(a, b - min(6, (b - a) // 4)) for a, b in boxes] if apart else union(boxes)
+    return "".join(f"M{a} 0h{b - a}v{HEIGHT}h{a - b}z" for a, b in boxes)
 
 
-def _boxes(spans: Sequence[tuple[float, float]], end: float) -> str:
-    """Rectangles as high as the box."""
-    joined: list[list[int]] = []
-    for a, b in sorted(spans):
-        left, right = round(WIDTH * a / end), max(round(WIDTH * b / end), round(WIDTH * a / end) + 1)
-        if joined and left <= joined[-1][1]:
-            joined[-1][1] = max(joined[-1][1], right)
+def union(spans: Iterable[tuple[T, T]]) -> list[tuple[T, T]]:
+    """The spans joined where they meet, in order."""
+    joined: list[tuple[T, T]] = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
         else:
-            joined.append([left, right])
-    return "".join(f"M{a} 0h{b - a}v{HEIGHT}h{a - b}z" for a, b in joined)
+            joined.append((begin, end))
+    return joined
 
 
 def _phases(timeline: Timeline) -> list[dict]:

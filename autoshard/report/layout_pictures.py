@@ -17,6 +17,7 @@ from itertools import product
 
 from autoshard.layout import Layout, Partial, Shard, rank_bounds
 from autoshard.mesh import Mesh
+from autoshard.report.blocks import sections
 from autoshard.solution import Solution, parsed
 
 Rect = tuple[float, float, float, float]  # left, top, width, height; fractions of the tensor
@@ -105,30 +106,29 @@ def _picture(
     number: int, written: str, layout: Layout, mesh: Mesh, ndim: int, dims: tuple[tuple[int, ...], tuple[int, ...]], rects: dict
 ) -> Picture:
     part_of = {rect: k for k, rect in enumerate(dict.fromkeys(rects.values()))}
-    shown = _shown(mesh.shape)
-    heads = list(product(*(range(n) for n in shown[:-1])))
+    drawn = _shown(mesh.shape)
+    heads = list(product(*(range(n) for n in drawn[:-1])))
     box = (BOX[0], LINE_HEIGHT if ndim < 2 else BOX[1] if len(heads) <= FEW_ROWS else LOW)
     across, height = box[0] + GAP, box[1] + LABEL + GAP
-    devices = [
+    devices = (
         _device(mesh, (*head, c), rects[*head, c], (c * across, r * height + LABEL), box, part_of)
         for r, head in enumerate(heads)
-        for c in range(shown[-1])
-    ]
-    drawn = ", ".join(f"{n} of {axis.size} along {axis.name}" for n, axis in zip(shown, mesh.axes) if n < axis.size)
+        for c in range(drawn[-1])
+    )
     down, beside = (" inside ".join(f"dim {d}" for d in reversed(some)) for some in dims)
     return Picture(
-        number,
-        written,
-        KINDS[min(ndim, 3)],
-        _words(layout, mesh, rects),
-        down,
-        beside,
-        tuple(_part(rect, k, len(part_of)) for rect, k in part_of.items()) if len(part_of) <= MANY_PARTS else (),
-        tuple(devices),
-        (shown[-1] * across - GAP, len(heads) * height - GAP + 1),
-        box,
-        drawn,
-        min(min(rect[2:]) for rect in part_of) < FINE,
+        number=number,
+        layout=written,
+        kind=KINDS[min(ndim, 3)],
+        words=_words(layout, mesh, rects),
+        down=down,
+        across=beside,
+        parts=tuple(_part(rect, k, len(part_of)) for rect, k in part_of.items()) if len(part_of) <= MANY_PARTS else (),
+        devices=tuple(devices),
+        size=(drawn[-1] * across - GAP, len(heads) * height - GAP + 1),
+        box=box,
+        shown=", ".join(f"{n} of {axis.size} along {axis.name}" for n, axis in zip(drawn, mesh.axes) if n < axis.size),
+        fine=min(min(rect[2:]) for rect in part_of) < FINE,
     )
 
 
@@ -150,23 +150,13 @@ def _hue(k: int, of: int) -> int:
 
 
 def _device(mesh: Mesh, coordinate: tuple[int, ...], rect: Rect, corner: tuple[int, int], box: tuple[int, int], part_of: dict) -> dict:
-    rank = 0
+    rank, (x, y) = 0, corner
     for c, n in zip(coordinate, mesh.shape):
         rank = rank * n + c
-    at = ", ".join(f"{name} {c}" for name, c in zip(mesh.axis_names, coordinate))
     (left, width), (top, height) = (_visible(rect[k], rect[k + 2], box[k]) for k in (0, 1))
-    return {
-        "rank": rank,
-        "at": at,
-        "part": part_of[rect],
-        "x": corner[0],
-        "y": corner[1],
-        "left": round(corner[0] + left, 2),
-        "top": round(corner[1] + top, 2),
-        "width": width,
-        "height": height,
-        "hue": _hue(part_of[rect], len(part_of)),
-    }
+    part = {"part": part_of[rect], "hue": _hue(part_of[rect], len(part_of)), "width": width, "height": height}
+    at = ", ".join(f"{name} {c}" for name, c in zip(mesh.axis_names, coordinate))
+    return {"rank": rank, "at": at, "x": x, "y": y, "left": round(x + left, 2), "top": round(y + top, 2), **part}
 
 
 def _visible(start: float, length: float, side: int) -> tuple[float, float]:
@@ -196,3 +186,19 @@ def _axis_words(layout: Layout, mesh: Mesh) -> Iterator[str]:
             yield f"the sum over {axis.name}'s {axis.size} devices is the value"
         else:
             yield f"{axis.name} keeps {axis.size} copies"
+
+
+def users(solution: Solution, picture_of: Mapping[str, int]) -> dict[int, dict]:
+    """Per picture the parameters with this layout: count, bytes per device, and names, blocks of equal layouts folded into one."""
+    drawn: dict[int, dict] = {}
+    for name, number in picture_of.items():
+        row, user = solution.parameters[name], drawn.setdefault(number, {"count": 0, "bytes": 0.0, "names": []})
+        user["count"] += 1
+        user["bytes"] += 0 if "tied_to" in row else row.get("local_bytes") or 0
+    for section in sections(solution.parameters, {}):
+        title, first = section.title.removesuffix(": same"), section.blocks[0]
+        for rest in section.rows:
+            full = f"{first}.{rest}" if first else rest
+            if full in picture_of:
+                drawn[picture_of[full]]["names"].append(f"{title}: {rest}" if title else rest)
+    return drawn

@@ -7,12 +7,15 @@ of the blocks below it as the plan prices them. A module that holds a single mod
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from autoshard.report.blocks import sections, split
+from autoshard.report.blocks import family_of, sections, split
 from autoshard.solution import Solution
+
+if TYPE_CHECKING:
+    from autoshard.simulate import Timeline
 
 MANY_OPS = 6000  # more would make the file too large
 
@@ -51,11 +54,27 @@ def tree(solution: Solution, picture_of: Mapping[str, int], ops: Sequence[Mappin
         known = _find(root, path)
         if known is not None:
             known.seconds = math.fsum(x for x in parts.values() if x) if isinstance(parts, Mapping) else parts
-    for leader, members in _alike(solution).items():
-        for path in members:
+    for section in sections(solution.parameters, {}):
+        for path in section.blocks[1:]:
             if (module := _find(root, path)) is not None:
-                module.same_as = leader
+                module.same_as = section.blocks[0]
     return _summed(_joined(root))
+
+
+def op_rows(solution: Solution, timeline: Timeline) -> list[dict]:
+    """Every op of the program that is no parameter, buffer or input: module, target, output layouts, its kernel's seconds."""
+    kernel: dict[int, float] = {}
+    for task in timeline.tasks:
+        if task.kind == "compute":
+            kernel[task.op] = kernel.get(task.op, 0.0) + task.seconds
+    rows = []
+    for i, op in enumerate(timeline.program.graph.ops):
+        if not op.is_placeholder and op.name in solution.layouts:
+            outputs = [layout for layout in solution.layouts[op.name].outputs if layout is not None]
+            row = {"name": op.name, "module": op.module, "target": op.target.removeprefix("aten.").removesuffix(".default")}
+            layout = " and ".join(dict.fromkeys(outputs)) or "no tensor"
+            rows.append({**row, "layout": layout, "seconds": kernel.get(i), "backward": op.backward})
+    return rows
 
 
 def ops_once(ops: Sequence[Mapping]) -> tuple[list[Mapping], dict[str, str]]:
@@ -67,7 +86,7 @@ def ops_once(ops: Sequence[Mapping]) -> tuple[list[Mapping], dict[str, str]]:
     same: dict[str, str] = {}
     for block, rows in blocks.items():
         does = tuple((op["module"].removeprefix(block), op["target"], op["layout"], op["backward"], op["seconds"]) for op in rows)
-        leader = first.setdefault((block.rpartition(".")[0], does), block)
+        leader = first.setdefault((family_of(block), does), block)
         if leader != block:
             same[block] = leader
     return [op for block, rows in blocks.items() if block not in same for op in rows], same
@@ -100,22 +119,6 @@ def _find(root: Module, path: str) -> Module | None:
     return node
 
 
-def _alike(solution: Solution) -> dict[str, list[str]]:
-    """The first of the blocks with the same layouts -> the others."""
-    blocks: dict[str, dict] = {}
-    for name, row in solution.parameters.items():
-        block, rest = split(name)
-        if block:
-            blocks.setdefault(block, {})[rest] = row
-    first: dict[tuple, str] = {}
-    others: dict[str, list[str]] = {}
-    for block, rows in blocks.items():
-        leader = first.setdefault((block.rpartition(".")[0], repr(rows)), block)
-        if leader != block:
-            others.setdefault(leader, []).append(block)
-    return others
-
-
 def _joined(node: Module) -> Module:
     modules = {key: _joined(child) for key, child in node.modules.items()}
     if node.path and len(modules) == 1 and not node.parameters and not node.ops and node.seconds is None:
@@ -138,16 +141,3 @@ def _summed(node: Module) -> Module:
         num_ops=len(node.ops) + sum(child.num_ops for child in below),
         seconds=node.seconds if node.seconds is not None else math.fsum(known) if known else None,
     )
-
-
-def users(solution: Solution, picture_of: Mapping[str, int]) -> dict[int, list[str]]:
-    """Per picture the parameters with this layout, blocks of equal layouts folded: `h.0 .. h.11: attn.c_attn.weight`."""
-    names: dict[int, list[str]] = {}
-    for section in sections(solution.parameters, {}):
-        title = section.title.removesuffix(": same")
-        first = re.split(r" \.\. |, ", title)[0]
-        for rest in section.rows:
-            full = f"{first}.{rest}" if first else rest
-            if full in picture_of:
-                names.setdefault(picture_of[full], []).append(f"{title}: {rest}" if title else rest)
-    return names
