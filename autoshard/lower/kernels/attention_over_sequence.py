@@ -14,7 +14,7 @@ ring        keys are sharded like the queries: blocks go round the axis, and eac
 
 Which positions a rank holds is known when its program is built (`Rank.place`), so that pieces without any score are left out. All pieces
 of a block are one operator (`autoshard::attention_block` and its backward), of which only numbers differ from rank to rank: the order of
-collectives that is derived from a graph (`lower.overlap`) is then the same on all ranks.
+collectives that is derived from a graph (`runtime.overlap`) is then the same on all ranks.
 """
 
 from __future__ import annotations

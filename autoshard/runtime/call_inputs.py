@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.layout import Layout, replicated, text
-from autoshard.lower.distribute import as_dtensor, spec_of
-from autoshard.lower.sharding import shard_of_rank
+from autoshard.lower import shard_of_rank
 from autoshard.mesh import Mesh
+from autoshard.runtime.distribute import as_dtensor, spec_of
 from autoshard.torch_private import pytree
 
 Shape = tuple[int, ...]

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from autoshard.cost import bucket_limit
-from autoshard.lower.flow import STARTS, WAIT, Flow, Pace, largest_buffer, live_bytes, owners, size
+from autoshard.lower import STARTS, WAIT, Flow, Pace, largest_buffer, live_bytes, owners, size
 
 aten = torch.ops.aten
 

@@ -15,12 +15,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autoshard.lower.collectives import Groups
-from autoshard.lower.flow import Pace
-from autoshard.lower.fx_program import Boxed, RankGraphs, boxed, subgraph, trace
-from autoshard.lower.microbatches import with_sums
-from autoshard.lower.overlap import scheduled
-from autoshard.lower.stages import LoweredStage
+from autoshard.lower import Boxed, Groups, Pace, RankGraphs, boxed, subgraph, trace
+from autoshard.runtime.microbatches import with_sums
+from autoshard.runtime.overlap import scheduled
+from autoshard.runtime.stages import LoweredStage
 from autoshard.solution import SENT
 
 

@@ -4,7 +4,7 @@
     loss = sharded(tokens, targets)              runs the forward graph; autograd's node keeps what the backward graph reads
     loss.backward()                              runs the backward graph; p.grad is a DTensor in the layout of p
 
-With a plan of several microbatches, a step of the optimizer has one call and one backward() per microbatch (lower.microbatches):
+With a plan of several microbatches, a step of the optimizer has one call and one backward() per microbatch (runtime.microbatches):
 
     for inputs in sharded.microbatches((tokens, targets)):
         (sharded(*inputs) / 4).backward()       the last one reduces the gradients and sets p.grad
@@ -25,14 +25,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.layout import text
-from autoshard.lower.call_inputs import BoundInputs, CallInputs
-from autoshard.lower.distribute import as_dtensor
-from autoshard.lower.fx_program import compiled
-from autoshard.lower.generator import SharedGenerator, state_of_generator
-from autoshard.lower.microbatches import Microbatches, OpenStep
-from autoshard.lower.overlap import described
-from autoshard.lower.sharding import shard_of_rank
-from autoshard.lower.traced_call import TracedCall, local
+from autoshard.lower import compiled, shard_of_rank, state_of_generator
+from autoshard.runtime.call_inputs import BoundInputs, CallInputs
+from autoshard.runtime.distribute import as_dtensor
+from autoshard.runtime.microbatches import Microbatches, OpenStep
+from autoshard.runtime.overlap import described
+from autoshard.runtime.shared_generator import SharedGenerator
+from autoshard.runtime.traced_call import TracedCall, local
 
 
 @dataclass(eq=False)

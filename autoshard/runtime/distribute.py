@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autoshard.layout import Layout, rank_shape
-from autoshard.lower.sharding import shard_of_rank
+from autoshard.lower import shard_of_rank
 from autoshard.mesh import Mesh
 from autoshard.torch_private import DTensorSpec, TensorMeta
 

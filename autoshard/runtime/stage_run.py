@@ -16,14 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autoshard.lower.collectives import Groups, Rank
-from autoshard.lower.generator import SharedGenerator
-from autoshard.lower.microbatches import OpenStep, StepMoves
-from autoshard.lower.sharding import shard_of_rank
-from autoshard.lower.stage_graphs import StageGraphs
-from autoshard.lower.stages import LoweredStage
-from autoshard.lower.traced_call import local
-from autoshard.lower.transfers import Incoming, exchange, outgoing
+from autoshard.lower import Groups, Rank, shard_of_rank
+from autoshard.runtime.microbatches import OpenStep, StepMoves
+from autoshard.runtime.shared_generator import SharedGenerator
+from autoshard.runtime.stage_graphs import StageGraphs
+from autoshard.runtime.stages import LoweredStage
+from autoshard.runtime.traced_call import local
+from autoshard.runtime.transfers import Incoming, exchange, outgoing
 from autoshard.solution import RECEIVED, SENT
 from autoshard.torch_private import PipelineStageBase
 

@@ -24,23 +24,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.capture import Returned, capture_module, constants, deep_enough, filled, input_names, listed, state_of
 from autoshard.graph import Graph, is_without_dropout
 from autoshard.layout import Layout, parse
-from autoshard.lower.agreement import absent, agree, grouped, join, limit_waiting, patiently, share
-from autoshard.lower.call_inputs import CallInputs
-from autoshard.lower.collectives import Groups, Rank
-from autoshard.lower.distribute import copy_with, distributed, on_meta
-from autoshard.lower.flow import Pace
-from autoshard.lower.fx_program import trace
-from autoshard.lower.gpus import check_gpus, use_gpu
-from autoshard.lower.issue_order import compare, of_graph
-from autoshard.lower.microbatches import step_moves, with_sums
-from autoshard.lower.module import Runner, parallel_class, refuse_parts
-from autoshard.lower.overlap import scheduled
-from autoshard.lower.program import lower
-from autoshard.lower.programs import parallelize_programs
-from autoshard.lower.sharding import shard_of_rank
-from autoshard.lower.traced_call import TracedCall
-from autoshard.lower.unsharded import attribute_of
+from autoshard.lower import Groups, Pace, Rank, attribute_of, lower, shard_of_rank, trace
 from autoshard.mesh import Mesh
+from autoshard.runtime.agreement import absent, agree, grouped, join, limit_waiting, patiently, share
+from autoshard.runtime.call_inputs import CallInputs
+from autoshard.runtime.distribute import copy_with, distributed, on_meta
+from autoshard.runtime.gpus import check_gpus, use_gpu
+from autoshard.runtime.microbatches import step_moves, with_sums
+from autoshard.runtime.module import Runner, parallel_class, refuse_parts
+from autoshard.runtime.overlap import scheduled
+from autoshard.runtime.programs import parallelize_programs
+from autoshard.runtime.same_order import compare, of_graph
+from autoshard.runtime.traced_call import TracedCall
 from autoshard.solution import ProgramsSolution, Solution, of_one_microbatch, replay
 
 

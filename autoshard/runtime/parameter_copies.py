@@ -1,7 +1,7 @@
 """Copies of parameters in another layout or on other devices, made from the originals by the route that a plan has for them.
 
-    same devices      the route's collectives
-    other devices     messages from the original's shards to the copy's, then the route's collectives on the copy's own mesh
+same devices      the route's collectives
+other devices     messages from the original's shards to the copy's, then the route's collectives on the copy's own mesh
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autoshard.layout import Layout, rank_bounds
-from autoshard.lower.agreement import rank_lost
-from autoshard.lower.collectives import Ask, Asking, Groups, Rank, check_step, drive
-from autoshard.lower.run import run_route
-from autoshard.lower.traced_call import local
+from autoshard.lower import Ask, Asking, Groups, Rank, check_step, drive, run_route
 from autoshard.routes import DeviceSet, Message, Step, Transfers
+from autoshard.runtime.agreement import rank_lost
+from autoshard.runtime.traced_call import local
 
 Moved = Callable[[Tensor | None], Tensor | None]  # a rank's shard of the original -> its shard of the copy; None where it has none
 

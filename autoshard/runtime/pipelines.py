@@ -22,20 +22,18 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 
 from autoshard.capture import filled, input_names, listed
 from autoshard.layout import Layout, replicated
-from autoshard.lower.agreement import agree, rank_lost, share
-from autoshard.lower.call_inputs import CallInputs
-from autoshard.lower.collectives import Groups
-from autoshard.lower.distribute import copy_with, distributed, on_meta
-from autoshard.lower.generator import first_state
-from autoshard.lower.gpus import check_gpus
-from autoshard.lower.issue_order import Issued, compare, of_graph
-from autoshard.lower.module import refuse_parts
-from autoshard.lower.pipeline_module import PipelineModule, PipelineRunner
-from autoshard.lower.sharding import shard_of_rank
-from autoshard.lower.stage_graphs import stage_graphs
-from autoshard.lower.stage_run import PipelineRank, StageRun
-from autoshard.lower.stages import LoweredStage, LoweredStages, lower_stages, why_no_loss
+from autoshard.lower import Groups, Issued, first_state, shard_of_rank
 from autoshard.mesh import Mesh
+from autoshard.runtime.agreement import agree, rank_lost, share
+from autoshard.runtime.call_inputs import CallInputs
+from autoshard.runtime.distribute import copy_with, distributed, on_meta
+from autoshard.runtime.gpus import check_gpus
+from autoshard.runtime.module import refuse_parts
+from autoshard.runtime.pipeline_module import PipelineModule, PipelineRunner
+from autoshard.runtime.same_order import compare, of_graph
+from autoshard.runtime.stage_graphs import stage_graphs
+from autoshard.runtime.stage_run import PipelineRank, StageRun
+from autoshard.runtime.stages import LoweredStage, LoweredStages, lower_stages, why_no_loss
 from autoshard.solution import PipelineToRun, digest
 from autoshard.torch_private import Action, ComputationType, PipelineScheduleRuntime, set_pg_timeout, without_connecting
 

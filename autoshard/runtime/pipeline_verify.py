@@ -5,8 +5,8 @@
     y      of the stages: programs on simulated ranks, values in the pieces that the ranks would send, sums reduced once per step
     error = max |y - x| / max(max |x|, 8 max |x~ - x| / tolerance)                                          as in lower.verify
 
-Random ops draw from a state of their stage, as on ranks (lower.pipelines); the unsharded model draws each of its numbers from the state of
-the stage that the op is in. A stage that fails to run is a placement mismatch; there is nothing to compare then.
+Random ops draw from a state of their stage, as on ranks (runtime.pipelines); the unsharded model draws each of its numbers from the
+state of the stage that the op is in. A stage that fails to run is a placement mismatch; there is nothing to compare then.
 """
 
 from __future__ import annotations
@@ -21,15 +21,29 @@ from torch import Tensor, nn
 from autoshard.capture import draws, input_names
 from autoshard.graph import is_drawn_in_full, is_random
 from autoshard.layout import text
-from autoshard.lower.fx_program import first_of_backward
-from autoshard.lower.generator import first_state, from_state, state_of_generator
-from autoshard.lower.program import LoadPlaceholder, ReturnResult
-from autoshard.lower.run import World
-from autoshard.lower.sharding import assemble, gap, largest, reduced
-from autoshard.lower.stages import LoweredStage, LoweredStages, lower_stages, why_no_loss
-from autoshard.lower.transfers import simulated
-from autoshard.lower.unsharded import index_bounds, seeded
-from autoshard.lower.verify import NOISE, REAL, TOLERANCES, Mismatch, Verification, out_of_order
+from autoshard.lower import (
+    NOISE,
+    REAL,
+    TOLERANCES,
+    LoadPlaceholder,
+    Mismatch,
+    ReturnResult,
+    Verification,
+    World,
+    assemble,
+    first_of_backward,
+    first_state,
+    from_state,
+    gap,
+    index_bounds,
+    largest,
+    out_of_order,
+    reduced,
+    seeded,
+    state_of_generator,
+)
+from autoshard.runtime.stages import LoweredStage, LoweredStages, lower_stages, why_no_loss
+from autoshard.runtime.transfers import simulated
 from autoshard.solution import RECEIVED, SENT, PipelineToRun
 from autoshard.torch_private import TorchDispatchMode, pytree
 
@@ -159,9 +173,7 @@ class _Failed(Exception):
 class _Simulation:
     """A step: for each microbatch all forward passes, then all backward passes from the last stage."""
 
-    def __init__(
-        self, stages: LoweredStages, plan: PipelineToRun, values: Mapping[str, Tensor], inputs: Mapping[str, Tensor], seed: int
-    ):
+    def __init__(self, stages: LoweredStages, plan: PipelineToRun, values: Mapping[str, Tensor], inputs: Mapping[str, Tensor], seed: int):
         self.random = [first_state(seed + stage.index) for stage in stages.of]
         self.stages, self.plan, self.values, self.inputs = stages.of, plan, values, inputs
         self.loss: Tensor | float = 0.0

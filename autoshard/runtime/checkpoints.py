@@ -2,7 +2,7 @@
 
 All ranks write their shards into `.NAME.partial` beside the folder (torch.distributed.checkpoint); when all of them are done, rank 0
 renames it. Where a rank dies before that, the previous checkpoint stays as it was. Before anything is loaded, the ranks check all files,
-each of them a share (lower.checkpoint_files). A checkpoint that is written in the background has a
+each of them a share (runtime.checkpoint_files). A checkpoint that is written in the background has a
 process group of its own: the collectives of the saving thread would otherwise mix with those of the training steps.
 """
 
@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from autoshard.lower.agreement import agree, rank_lost, share
-from autoshard.lower.checkpoint_files import (
+from autoshard.runtime.agreement import agree, rank_lost, share
+from autoshard.runtime.checkpoint_files import (
     Contents,
     PlainPlanner,
     Reader,
@@ -38,8 +38,8 @@ from autoshard.lower.checkpoint_files import (
     why_not_plain,
     with_plain_numbers,
 )  # fmt: skip
-from autoshard.lower.module import ParallelModule
-from autoshard.lower.pipeline_module import PipelineModule, of_all_stages, of_this_rank
+from autoshard.runtime.module import ParallelModule
+from autoshard.runtime.pipeline_module import PipelineModule, of_all_stages, of_this_rank
 from autoshard.solution import clear_folder, publish_folder
 
 MOST_RANDOM = 2**16  # bytes of a generator's state; those of torch have 16 and 5,056

@@ -18,11 +18,7 @@ from torch import Tensor, fx
 
 from autoshard.graph import ACCUMULATED, KEPT, Graph
 from autoshard.layout import parse
-from autoshard.lower.collectives import Groups, Rank
-from autoshard.lower.flow import ADD
-from autoshard.lower.fx_program import RankGraphs
-from autoshard.lower.program import Redistribute, Slot, redistribution, slot_of
-from autoshard.lower.run import check, run_route
+from autoshard.lower import ADD, Groups, Rank, RankGraphs, Redistribute, Slot, check, redistribution, run_route, slot_of
 from autoshard.routes import Routes
 from autoshard.solution import Solution
 

@@ -27,14 +27,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.layout import Layout, parse, rank_shape
-from autoshard.lower.agreement import agree
-from autoshard.lower.call_inputs import CallInputs
-from autoshard.lower.collectives import Groups
-from autoshard.lower.distribute import as_dtensor, distributed, spec_of
-from autoshard.lower.module import ParallelModule
-from autoshard.lower.parameter_copies import Copies, Moved, Mover, Sent
-from autoshard.lower.traced_call import local
+from autoshard.lower import Groups
 from autoshard.routes import DeviceSet, Transfers
+from autoshard.runtime.agreement import agree
+from autoshard.runtime.call_inputs import CallInputs
+from autoshard.runtime.distribute import as_dtensor, distributed, spec_of
+from autoshard.runtime.module import ParallelModule
+from autoshard.runtime.parameter_copies import Copies, Moved, Mover, Sent
+from autoshard.runtime.traced_call import local
 from autoshard.solution import ProgramsSolution, Solution
 from autoshard.torch_private import pytree
 
@@ -257,7 +257,7 @@ def parallelize_programs(
     timeout: float,
     parallel_module: Callable[..., nn.Module],
 ) -> nn.Module:
-    """As `parallelize`, for a plan of several programs. parallel_module: makes the module of one of them (lower.parallelize)."""
+    """As `parallelize`, for a plan of several programs. parallel_module: makes the module of one of them (runtime.parallelize)."""
     home = plan.families[plan.home]
     agree(_why_not(model, plan), "comparing plan and models", plan=plan.digest)
     models = {name: model[name] if isinstance(model, Mapping) else model for name in plan.family_names}

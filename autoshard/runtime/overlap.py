@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from autoshard.lower.bucketing import bucket, reorder
-from autoshard.lower.flow import ADD, STARTS, WAIT, Flow, Pace, largest_buffer, live_bytes, size
+from autoshard.lower import ADD, STARTS, WAIT, Flow, Pace, largest_buffer, live_bytes, size
 from autoshard.mesh import Mesh
+from autoshard.runtime.bucketing import bucket, reorder
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The program of one kind of call on this rank: its forward and backward graphs as one function that autograd can differentiate.
 
-    forward    local tensors of parameters, buffers and inputs -> outputs, and the values that the backward graph reads
-    backward   those values, gradients of the outputs          -> gradients, each in the layout of its parameter
+forward    local tensors of parameters, buffers and inputs -> outputs, and the values that the backward graph reads
+backward   those values, gradients of the outputs          -> gradients, each in the layout of its parameter
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.capture import Returned
 from autoshard.layout import Layout, text
-from autoshard.lower.agreement import agree, rank_lost
-from autoshard.lower.distribute import as_dtensor, spec_of
-from autoshard.lower.fx_program import Boxed, RankGraphs, boxed
-from autoshard.lower.generator import SharedGenerator, is_random
-from autoshard.lower.microbatches import OpenStep, StepMoves
-from autoshard.lower.overlap import Overlapped
-from autoshard.lower.program import Slot
-from autoshard.lower.sharding import shard_of_rank
+from autoshard.lower import Boxed, RankGraphs, Slot, boxed, is_random, shard_of_rank
 from autoshard.mesh import Mesh
+from autoshard.runtime.agreement import agree, rank_lost
+from autoshard.runtime.distribute import as_dtensor, spec_of
+from autoshard.runtime.microbatches import OpenStep, StepMoves
+from autoshard.runtime.overlap import Overlapped
+from autoshard.runtime.shared_generator import SharedGenerator
 from autoshard.torch_private import DTensorSpec
 
 

@@ -1,8 +1,8 @@
 """A model that runs as a pipeline: each rank's copy holds the parameters of its stages, under the model's own names.
 
-    loss = model.step(tokens, targets)    the whole batch, forward and backward of all its microbatches; p.grad is set
-    model.clip_grad_norm_(1.0)            by the norm over all stages
-    optimizer.step()                      of this rank's stages
+loss = model.step(tokens, targets)    the whole batch, forward and backward of all its microbatches; p.grad is set
+model.clip_grad_norm_(1.0)            by the norm over all stages
+optimizer.step()                      of this rank's stages
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.lower.agreement import rank_lost
-from autoshard.lower.call_inputs import BoundInputs, CallInputs
-from autoshard.lower.distribute import as_dtensor
-from autoshard.lower.sharding import shard_of_rank
-from autoshard.lower.stage_run import PipelineRank, StageRun, StepInputs, gradients_of
-from autoshard.lower.stages import LoweredStages
-from autoshard.lower.traced_call import local
-from autoshard.lower.transfers import exchange
+from autoshard.lower import shard_of_rank
 from autoshard.mesh import Mesh
+from autoshard.runtime.agreement import rank_lost
+from autoshard.runtime.call_inputs import BoundInputs, CallInputs
+from autoshard.runtime.distribute import as_dtensor
+from autoshard.runtime.stage_run import PipelineRank, StageRun, StepInputs, gradients_of
+from autoshard.runtime.stages import LoweredStages
+from autoshard.runtime.traced_call import local
+from autoshard.runtime.transfers import exchange
 from autoshard.solution import PipelineToRun
 
 
