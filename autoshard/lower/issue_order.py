@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from autoshard.capture import fake_grouped_mm
-from autoshard.lower.collectives import Ask, Asking, DataDependent, Rank, answer_shape, drive
-from autoshard.lower.program import RankProgram, Redistribute, RunOp, Slot
-from autoshard.lower.run import local_program, run_route
+from autoshard.lower.collectives import CollectiveCall, DataDependent, Rank, drive, uncomputed
+from autoshard.lower.program import RankProgram, Redistribute, RunOp
+from autoshard.lower.run import local_program
 from autoshard.lower.sharding import groups
 from autoshard.mesh import Mesh
 from autoshard.torch_private import TorchDispatchMode, pytree
@@ -59,10 +59,9 @@ class Disagreement:
     ranks: tuple[int, int]
     does: tuple[Issued | None, Issued | None]
 
-    @property
-    def record(self) -> int:
-        """One that is concerned."""
-        return next(one.records[0] for one in self.does if one is not None)
+    def record(self, program: RankProgram) -> Redistribute | RunOp:
+        """One of the program that is concerned."""
+        return _issuing(program, next(one.records[0] for one in self.does if one is not None))
 
     def said(self, program: RankProgram) -> tuple[str, str]:
         """What each of the two ranks does, in words."""
@@ -72,20 +71,14 @@ class Disagreement:
 def _said(one: Issued | None, program: RankProgram) -> str:
     if one is None:
         return "no further collective"
-    of = ", ".join(dict.fromkeys(name_of(program, k) for k in one.records))
+    of = ", ".join(dict.fromkeys(_issuing(program, k).name for k in one.records))
     return f"{one.collective} of {one.dtype} {one.shape} for {of}, then"
 
 
-def name_of(program: RankProgram, k: int) -> str:
+def _issuing(program: RankProgram, k: int) -> Redistribute | RunOp:
     record = program.records[k]
-    return record.name if isinstance(record, RunOp) else record.target.name if isinstance(record, Redistribute) else str(k)
-
-
-def op_of(program: RankProgram, k: int) -> int:
-    """The number of the op of the graph from which a record that issues collectives stems."""
-    record = program.records[k]
-    assert isinstance(record, (RunOp, Redistribute))
-    return record.op if isinstance(record, RunOp) else record.source.value[0]
+    assert isinstance(record, (Redistribute, RunOp))
+    return record
 
 
 def out_of_step(program: RankProgram) -> list[Disagreement]:
@@ -168,17 +161,17 @@ class _Place(tuple[int, ...]):
 
 def _did(record: Redistribute | RunOp, rank: Rank, known: dict[Any, _Known]) -> Did:
     number = rank.number
-    slots: tuple[Slot, ...]
+    content: tuple = ()
     if isinstance(record, Redistribute):
-        slots, content = (record.source,), (record.steps, record.global_shape, None)
+        content = (record.steps, record.global_shape)
     else:
-        slots, content = record.inputs, (record.target, repr(record.kernel), repr(record.arguments_on(number)))  # type: ignore[assignment]
-    key = (content, tuple((slot.layout, slot.shape_on(number), slot.dtype) for slot in slots))
+        content = (record.target, repr(record.kernel), repr(record.arguments_on(number)))
+    key = (content, tuple((slot.layout, slot.shape_on(number), slot.dtype) for slot in record.inputs))
     of = known.setdefault(key, _Known(set(), {}))
     if (did := of.did.get(tuple(rank.place[axis] for axis in sorted(of.axes)))) is None:
         where = _Place(rank.place)
         where.read = set()
-        inputs = [torch.empty(slot.shape_on(number), dtype=getattr(torch, slot.dtype)) for slot in slots]
+        inputs = [torch.empty(slot.shape_on(number), dtype=getattr(torch, slot.dtype)) for slot in record.inputs]
         did = _run(record, replace(rank, where=where), inputs)
         if not where.read <= of.axes:
             of.axes, of.did = of.axes | where.read, {}
@@ -189,17 +182,16 @@ def _did(record: Redistribute | RunOp, rank: Rank, known: dict[Any, _Known]) -> 
 def _run(record: Redistribute | RunOp, rank: Rank, inputs: list[Tensor]) -> Did:
     with _Recorder(rank.mesh) as recorder:
         try:
-            if isinstance(record, Redistribute):
-                recorder.drive(run_route(record.steps, rank, inputs[0], record.global_shape))
-            else:
-                recorder.drive(local_program(_on_meta(record), rank, inputs))
+            drive(local_program(_on_meta(record), rank, inputs), recorder.answer)
         except (RuntimeError, ValueError, TypeError, IndexError):
             return ()
     return tuple(recorder.did)
 
 
-def _on_meta(record: RunOp) -> RunOp:
+def _on_meta(record: Redistribute | RunOp) -> Redistribute | RunOp:
     """With meta for the devices among its arguments."""
+    if isinstance(record, Redistribute):
+        return record
     arguments, by_rank = pytree.tree_map_only(torch.device, lambda _: torch.device("meta"), (record.arguments, record.by_rank))
     return replace(record, arguments=arguments, by_rank=by_rank)
 
@@ -223,15 +215,12 @@ class _Recorder(TorchDispatchMode):
         self.makers |= {id(x): (len(self.did), x) for x in outputs}
         self.did.append(one)
 
-    def drive(self, asking: Asking) -> Any:
-        return drive(asking, self._answer)
-
-    def _answer(self, ask: Ask | DataDependent) -> Any:
-        if isinstance(ask, DataDependent):
-            self._write(Issued((), type(ask).__name__, tuple(ask.axes), (), ""), ())
-            return ask.call([""] * len(self.mesh.axes))
-        shape, dtype = tuple(ask.tensor.shape), str(ask.tensor.dtype).removeprefix("torch.")
-        answer = ask.tensor.new_empty(answer_shape(ask, self.mesh))
-        reduce_op = ask.reduce_op if "reduce" in ask.collective else ""
-        self._write(Issued((), ask.collective, (ask.axis,), shape, dtype, reduce_op), (answer,))
+    def answer(self, call: CollectiveCall | DataDependent) -> Any:
+        if isinstance(call, DataDependent):
+            self._write(Issued((), call.name, tuple(call.axes), (), ""), ())
+            return uncomputed(call, self.mesh)
+        shape, dtype = tuple(call.tensor.shape), str(call.tensor.dtype).removeprefix("torch.")
+        answer = uncomputed(call, self.mesh)
+        reduce_op = call.reduce_op if "reduce" in call.collective else ""
+        self._write(Issued((), call.collective, (call.axis,), shape, dtype, reduce_op), (answer,))
         return answer

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from autoshard.runtime.agreement import agree, rank_lost, share
+from autoshard.runtime.agreement import agree, agreed, of_first_rank, rank_lost
 from autoshard.runtime.checkpoint_files import (
     Contents,
     PlainPlanner,
@@ -38,7 +38,7 @@ from autoshard.runtime.checkpoint_files import (
     why_not_plain,
     with_plain_numbers,
 )  # fmt: skip
-from autoshard.runtime.module import ParallelModule
+from autoshard.runtime.module import ParallelModule, digest_of
 from autoshard.runtime.pipeline_module import PipelineModule, of_all_stages, of_this_rank
 from autoshard.solution import clear_folder, publish_folder
 
@@ -69,7 +69,7 @@ def save_checkpoint(
     agree(why_not_plain(state["extra"]), "beginning a checkpoint")
     if isinstance(module, PipelineModule):
         state = of_all_stages(module, state)
-    writer = Writer(partial, module.__dict__.get("_digest", ""))
+    writer = Writer(partial, digest_of(module))
     if wait:
         _publish(path, partial, lambda: dcp.save(state, storage_writer=writer))
         return None
@@ -98,13 +98,15 @@ class Saving:
 
 def _publish(path: Path, partial: Path, written: Callable[[], object]) -> None:
     """The folder gets its name after `written()`, where that succeeds on every rank."""
-    complaint = None
-    try:
+
+    def write() -> None:
         with rank_lost(f"saving the checkpoint {path}"):
             written()
-    except (OSError, dcp.api.CheckpointException) as error:
-        complaint = f"the checkpoint {path} can't be written: {str(error).splitlines()[0]}"
-    agree(complaint, f"saving the checkpoint {path}")
+
+    agreed(
+        write, f"saving the checkpoint {path}", errors=(OSError, dcp.api.CheckpointException),
+        in_words=lambda error: f"the checkpoint {path} can't be written: {str(error).splitlines()[0]}",
+    )  # fmt: skip
     _on_first(lambda: publish_folder(partial, path), f"the checkpoint {path} can't be written", "finishing a checkpoint")
 
 
@@ -140,13 +142,11 @@ def load_checkpoint(path: str | os.PathLike[str], module: nn.Module, optimizer: 
 
 def _contents(path: Path) -> Contents:
     """What the first rank reads of the folder, on all ranks."""
-    held, complaint = None, None
-    if dist.get_rank() == 0:
-        try:
-            held = contents(path)
-        except (OSError, ValueError) as error:
-            complaint = f"{path} is not a complete checkpoint: {error}; give a folder that save_checkpoint wrote"
-    return share(held, complaint, f"reading the checkpoint {path}")
+
+    def in_words(error: Exception) -> str:
+        return f"{path} is not a complete checkpoint: {error}; give a folder that save_checkpoint wrote"
+
+    return of_first_rank(lambda: contents(path), f"reading the checkpoint {path}", errors=(OSError, ValueError), in_words=in_words)
 
 
 def _load(path: Path, state: dict[str, Any], held: Contents) -> None:
@@ -182,12 +182,6 @@ def _misfit(path: Path, state: Mapping, sizes: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _on_first(action: Any, complaint: str, what: str) -> None:
+def _on_first(action: Callable[[], None], complaint: str, what: str) -> None:
     """Let rank 0 do something for all ranks; ValueError on all of them where it fails."""
-    failure = None
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except OSError as error:
-            failure = f"{complaint}: {error.strerror or error}"
-    share(None, failure, what)
+    of_first_rank(action, what, errors=(OSError,), in_words=lambda error: f"{complaint}: {getattr(error, 'strerror', None) or error}")

@@ -6,20 +6,22 @@ other devices     messages from the original's shards to the copy's, then the ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autoshard.layout import Layout, rank_bounds
-from autoshard.lower import Ask, Asking, Groups, Rank, check_step, drive, run_route
+from autoshard.layout import Layout
+from autoshard.lower import CollectiveCall, Groups, RankGenerator, check_step, drive, run_route
 from autoshard.routes import DeviceSet, Message, Step, Transfers
 from autoshard.runtime.agreement import rank_lost
-from autoshard.runtime.traced_call import local
+from autoshard.runtime.distribute import Where, local
+from autoshard.runtime.transfers import Held, SentBlock, StageTransfer, exchange, within
 
-Moved = Callable[[Tensor | None], Tensor | None]  # a rank's shard of the original -> its shard of the copy; None where it has none
+Moved = Callable[[Tensor], Tensor | None]  # a rank's shard of the original -> its shard of the copy; None where it has none
 
 
 @dataclass(eq=False)
@@ -61,17 +63,17 @@ class Sent:
 
     bytes: float = 0.0
 
-    def count(self, ask: Ask, n: int) -> None:
-        """ask: a collective over n ranks."""
-        to_others = {"all_gather": n - 1, "all_reduce": 2 * (n - 1) / n}.get(ask.collective, (n - 1) / n)
-        self.bytes += ask.tensor.nbytes * to_others
+    def count(self, call: CollectiveCall, n: int) -> None:
+        """call: over n ranks."""
+        to_others = {"all_gather": n - 1, "all_reduce": 2 * (n - 1) / n}.get(call.collective, (n - 1) / n)
+        self.bytes += call.tensor.nbytes * to_others
 
-    def drive(self, groups: Groups, program: Asking) -> Tensor:
+    def drive(self, groups: Groups, program: RankGenerator) -> Tensor:
         """As `Groups.drive`, counting."""
 
-        def answer(ask: Ask) -> Tensor:
-            self.count(ask, groups.sizes[ask.axis])
-            return groups.answer(ask)
+        def answer(call: CollectiveCall) -> Tensor:
+            self.count(call, groups.sizes[call.axis])
+            return groups.answer(call)
 
         return drive(program, answer)
 
@@ -83,82 +85,44 @@ class Mover:
     source: DeviceSet
     target: DeviceSet
     transfers: Transfers
-    groups: Groups | None  # of the target's mesh; None on ranks that it doesn't have
+    where: Where  # on the target's mesh
     sent: Sent
-    device: torch.device
 
-    def of(self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout) -> Moved:
+    def of(self, original: Tensor, source: Layout, target: Layout) -> Moved:
         """What moves one parameter; the route that was priced."""
+        shape, itemsize = tuple(original.shape), original.element_size()
         if self.transfers.same_mesh:
             route = self.transfers.routes.route(shape, itemsize, source, target)
             if route is None:
                 raise ValueError(f"there is no route from {source} to {target} for a parameter of {shape}; plan again")
             return self._along(route.steps, shape)
-        transfer = self.transfers.transfer(shape, itemsize, source, target)
-        then = self._along(transfer.route.steps, shape)
+        priced = self.transfers.transfer(shape, itemsize, source, target)
+        then, pieces = self._along(priced.route.steps, shape), self._pieces(priced.messages, original, source, priced.via)
+        rank = dist.get_rank()
+        sizes = (math.prod(end - begin for begin, end in p.source) for p in pieces.pieces if p.sender == rank != p.receiver)
+        bytes_sent = sum(sizes) * itemsize
 
-        def moved(held: Tensor | None) -> Tensor | None:
-            return then(self._exchanged(transfer.messages, held, shape, source, transfer.via))
+        def moved(held: Tensor) -> Tensor | None:
+            self.sent.bytes += bytes_sent
+            return then(exchange([pieces], rank, {"": held}, self.where.device, None).get(""))
 
         return moved
 
-    def _along(self, steps: tuple[Step, ...], shape: tuple[int, ...]) -> Moved:
+    def _along(self, steps: tuple[Step, ...], shape: tuple[int, ...]) -> Callable[[Tensor | None], Tensor | None]:
         for step in steps:
             check_step(step)
 
         def moved(held: Tensor | None) -> Tensor | None:
-            if held is None or self.groups is None:
+            if held is None or not self.where.coordinate:
                 return None
-            where = self._where(self.target)
-            assert where is not None
-            rank = Rank(self.target.mesh, tuple(torch.tensor(c, device=self.device) for c in where), where)
-            return self.sent.drive(self.groups, run_route(steps, rank, held, shape))
+            return self.sent.drive(self.where.groups, run_route(steps, self.where.rank, held, shape))
 
         return moved
 
-    def _where(self, devices: DeviceSet) -> tuple[int, ...] | None:
-        """This rank's coordinate."""
-        rank = dist.get_rank()
-        return devices.mesh.coordinates()[devices.numbers.index(rank)] if rank in devices.numbers else None
-
-    def _exchanged(
-        self, messages: tuple[Message, ...], held: Tensor | None, shape: tuple[int, ...], source: Layout, via: Layout
-    ) -> Tensor | None:
-        """This rank's shard in layout `via`, put together from messages."""
-        rank, ops, inbox = dist.get_rank(), [], []
-        begin, wanted = (self._bounds(devices, shape, layout) for devices, layout in ((self.source, source), (self.target, via)))
-        shard = None if wanted is None else torch.empty([hi - lo for lo, hi in wanted], dtype=self._dtype(held), device=self.device)
-        for m in messages:
-            if m.sender == rank:
-                assert held is not None and begin is not None
-                part = held[_slices(m.box, begin)].contiguous()
-                if m.receiver == rank:
-                    assert shard is not None and wanted is not None
-                    shard[_slices(m.box, wanted)] = part
-                    continue
-                self.sent.bytes += part.nbytes
-                ops.append(dist.P2POp(dist.isend, part, m.receiver))
-            elif m.receiver == rank:
-                part = torch.empty([hi - lo for lo, hi in m.box], dtype=self._dtype(held), device=self.device)
-                inbox.append((m.box, part))
-                ops.append(dist.P2POp(dist.irecv, part, m.sender))
-        for work in dist.batch_isend_irecv(ops) if ops else ():
-            work.wait()
-        for box, part in inbox:
-            assert shard is not None and wanted is not None
-            shard[_slices(box, wanted)] = part
-        return shard
-
-    @staticmethod
-    def _dtype(held: Tensor | None) -> torch.dtype:
-        assert held is not None, "home has all devices"
-        return held.dtype
-
-    def _bounds(self, devices: DeviceSet, shape: tuple[int, ...], layout: Layout) -> tuple[tuple[int, int], ...] | None:
-        where = self._where(devices)
-        return None if where is None else rank_bounds(shape, layout, devices.mesh, where)
-
-
-def _slices(box: tuple[tuple[int, int], ...], within: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
-    """The box as slices of a shard with these bounds."""
-    return tuple(slice(lo - first, hi - first) for (lo, hi), (first, _) in zip(box, within, strict=True))
+    def _pieces(self, messages: Sequence[Message], original: Tensor, source: Layout, via: Layout) -> StageTransfer:
+        """The messages that make the shards in layout `via`."""
+        shape = tuple(original.shape)
+        held, wanted = (Held(x, of.mesh, of.numbers).bounds(shape) for x, of in ((source, self.source), (via, self.target)))
+        blocks = (SentBlock(m.sender, m.receiver, within(m.box, held[m.sender]), within(m.box, wanted[m.receiver])) for m in messages)
+        shapes = {device: tuple(end - begin for begin, end in bounds) for device, bounds in wanted.items()}
+        return StageTransfer("", original.dtype, tuple(blocks), shapes)

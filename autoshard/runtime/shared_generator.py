@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from autoshard.lower import first_state, from_state, mixed, state_of_generator
-from autoshard.runtime.agreement import share
+from autoshard.runtime.agreement import of_first_rank
 
 
 @dataclass(eq=False)
@@ -27,7 +27,7 @@ class SharedGenerator:
         """All ranks call this before the first of them draws. Their own generators go on by one draw: another module draws others."""
         if self.state is not None:
             return
-        self.state = share(state_of_generator(self.device), None, "agreeing on a seed", self.group)
+        self.state = of_first_rank(lambda: state_of_generator(self.device), "agreeing on a seed", self.group)
         torch.rand((), device=self.device)
         if self.branch:
             self.state = first_state(mixed(self.state, self.branch), self.device)

@@ -31,7 +31,7 @@ import autoshard
 from autoshard.calibrate.measure import agree_on, buffer_of, measure
 from autoshard.graph import Graph
 from autoshard.lower import lower, run_on
-from autoshard.lower.collectives import Ask, Groups
+from autoshard.lower.collectives import CollectiveCall, Groups
 from autoshard.solution import Solution
 
 HOURS = datetime.timedelta(hours=2)  # a rank waits for its orders
@@ -149,7 +149,7 @@ class Rank:
             self.step()
         seconds, groups, n = [], Groups.of(self.device_mesh), self.device_mesh.shape[SLOW]
         small = {kind: buffer_of(kind, IDLE, n, torch.device("cpu")) for kind in idle or {}}
-        asks = [Ask(kind, SLOW, small[kind]) for kind, calls in (idle or {}).items() for _ in range(calls)]
+        asks = [CollectiveCall(kind, SLOW, small[kind]) for kind, calls in (idle or {}).items() for _ in range(calls)]
         for _ in range(count):
             dist.barrier()
             began = time.perf_counter()
