@@ -44,7 +44,6 @@ from autoshard.lower.program import slot_of as slot_of
 from autoshard.lower.program import slots_of as slots_of
 from autoshard.lower.run import SimulatedRanks as SimulatedRanks
 from autoshard.lower.run import check as check
-from autoshard.lower.run import run_on as run_on
 from autoshard.lower.run import run_route as run_route
 from autoshard.lower.run import run_simulated as run_simulated
 from autoshard.lower.sharding import assemble as assemble

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.graph import replace_refs
 from autoshard.layout import is_legal, rank_shape, text
@@ -351,14 +350,3 @@ def run_rank(
         one.do(record, values)
         done(i)
     return one.results
-
-
-def run_on(program: RankProgram, values: Mapping[str, Tensor], device_mesh: DeviceMesh) -> dict[str, Tensor]:
-    """`run_rank` on the ranks of a DeviceMesh. ValueError when its shape is not the program's."""
-    if tuple(device_mesh.shape) != program.mesh.shape:
-        raise ValueError(f"the device mesh is {tuple(device_mesh.shape)}, the program was made for {program.mesh.shape}")
-    where = device_mesh.get_coordinate()
-    if where is None:
-        raise ValueError("this process is not on the device mesh")
-    coordinate = tuple(torch.tensor(c, device=device_mesh.device_type) for c in where)
-    return run_rank(program, values, Groups.of(device_mesh), coordinate, tuple(where))

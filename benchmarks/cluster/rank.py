@@ -30,8 +30,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import autoshard
 from autoshard.calibrate.measure import agree_on, buffer_of, measure
 from autoshard.graph import Graph
-from autoshard.lower import lower, run_on
+from autoshard.lower import lower
 from autoshard.lower.collectives import CollectiveCall, Groups
+from autoshard.lower.run import run_rank
+from autoshard.runtime.distribute import Where
 from autoshard.solution import Solution
 
 HOURS = datetime.timedelta(hours=2)  # a rank waits for its orders
@@ -80,7 +82,7 @@ class Rank:
 
     def program_step(self, graph: Graph, solution: Solution) -> Callable[[], None]:
         """The plan's program, record by record: its collectives one after the other, as they are priced."""
-        program = lower(graph, solution.layouts, solution.results, solution.mesh)
+        program, where = lower(graph, solution.layouts, solution.results, solution.mesh), Where.on(solution.mesh, self.device_mesh)
         kinds = {op.name: op.kind for op in graph.ops}
         generator = torch.Generator().manual_seed(self.rank)
         values = {load.name: part(load.slot, kinds[load.name], generator) for load in program.loads}
@@ -89,7 +91,8 @@ class Rank:
 
         def step() -> None:
             with torch.no_grad():
-                results = run_on(program, {name: value.detach() for name, value in values.items()}, self.device_mesh)
+                local = {name: value.detach() for name, value in values.items()}
+                results = run_rank(program, local, where.groups, where.position, where.coordinate)
             for name, parameter in parameters.items():
                 parameter.grad = results.get(f"gradient:{name}")
             optimizer.step()
