@@ -47,7 +47,7 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
         "autoshard": "parallelize device_mesh load_pipeline verify_pipeline save_checkpoint load_checkpoint RankLost export dry_run "
                      "backend",
         "autoshard.api": "as_plain measure_this_cluster",
-        "autoshard.lower.programs": "ProgramsModule ProgramModule",
+        "autoshard.runtime.programs": "ProgramsModule ProgramModule",
         "autoshard.lower.unsharded": "materialized",
         "autoshard.exports": "Export Left sharding_map apply_recipe",
     }),

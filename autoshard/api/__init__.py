@@ -37,10 +37,6 @@ if TYPE_CHECKING:
     from autoshard.launch.best_degrees import degrees as degrees
     from autoshard.launch.checked_launch import CheckedLaunch as CheckedLaunch
     from autoshard.launch.checked_launch import check_launch as check_launch
-    from autoshard.lower.agreement import RankLost as RankLost
-    from autoshard.lower.checkpoints import load_checkpoint as load_checkpoint
-    from autoshard.lower.checkpoints import save_checkpoint as save_checkpoint
-    from autoshard.lower.parallelize import device_mesh as device_mesh
     from autoshard.pipeline.pipelines import pipeline as pipeline
     from autoshard.planning.extrapolate import extrapolate as extrapolate
     from autoshard.planning.frontier import Frontier as Frontier
@@ -56,6 +52,10 @@ if TYPE_CHECKING:
     from autoshard.planning.plan import plan as plan
     from autoshard.planning.programs import Program as Program
     from autoshard.planning.programs import plan_programs as plan_programs
+    from autoshard.runtime.agreement import RankLost as RankLost
+    from autoshard.runtime.checkpoints import load_checkpoint as load_checkpoint
+    from autoshard.runtime.checkpoints import save_checkpoint as save_checkpoint
+    from autoshard.runtime.parallelize import device_mesh as device_mesh
     from autoshard.solution import ProgramsSolution as ProgramsSolution
     from autoshard.solution import Solution as Solution
     from autoshard.solution import load as load
@@ -78,9 +78,9 @@ _NAMES = {  # by the module, below autoshard, that defines them
     "exports": "NotHeld as_plain export",
     "launch.best_degrees": "Degrees degrees",
     "launch.checked_launch": "CheckedLaunch check_launch",
-    "lower.agreement": "RankLost",
-    "lower.checkpoints": "load_checkpoint save_checkpoint",
-    "lower.parallelize": "device_mesh",
+    "runtime.agreement": "RankLost",
+    "runtime.checkpoints": "load_checkpoint save_checkpoint",
+    "runtime.parallelize": "device_mesh",
     "pipeline.pipelines": "pipeline",
     "planning.extrapolate": "extrapolate",
     "planning.frontier": "Frontier FrontierPoint frontier",

@@ -6,16 +6,18 @@ each of them raises the first one (by rank).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.capture import no_warnings_about_torch
 from autoshard.torch_private import GlooOptions, get_default_store, set_pg_timeout
+
+T = TypeVar("T")
 
 
 class RankLost(RuntimeError):
@@ -64,16 +66,45 @@ def _numbers(ranks: list[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ends)
 
 
-def share(value: Any, complaint: str | None, what: str, group: dist.ProcessGroup | None = None) -> Any:
-    """The first rank's value, on every rank of the group; ValueError on all of them when the first one complains."""
+def agreed(
+    work: Callable[[], T],
+    what: str,
+    group: dist.ProcessGroup | None = None,
+    *,
+    errors: tuple[type[Exception], ...] = (ValueError,),
+    in_words: Callable[[Exception], str] = str,
+) -> T:
+    """The result of `work()`, which every rank of the group does; where it fails on one of them, ValueError on all, `in_words`."""
+    try:
+        result, complaint = work(), None
+    except errors as error:
+        result, complaint = None, in_words(error)
+    agree(complaint, what, group)
+    return result  # type: ignore[return-value]
+
+
+def of_first_rank(
+    work: Callable[[], T],
+    what: str,
+    group: dist.ProcessGroup | None = None,
+    *,
+    errors: tuple[type[Exception], ...] = (ValueError,),
+    in_words: Callable[[Exception], str] = str,
+) -> T:
+    """The result of `work()`, done by the first rank of the group, on all of them; where it fails, ValueError on all, `in_words`."""
+    message: list[Any] = [None, None]
+    if dist.get_rank(group) == 0:
+        try:
+            message = [work(), None]
+        except errors as error:
+            message = [None, in_words(error)]
     if dist.get_world_size(group) > 1:
-        message = [(value, complaint)]
         with rank_lost(what), no_warnings_about_torch():
             dist.broadcast_object_list(message, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
-        value, complaint = message[0]
+    result, complaint = message
     if complaint is not None:
         raise ValueError(complaint)
-    return value
+    return result
 
 
 # Words of torch's backends' messages when a peer is gone; torch has no exception type for it.

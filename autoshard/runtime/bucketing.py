@@ -13,7 +13,8 @@ the limit:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,7 +22,7 @@ import torch
 from torch import fx
 
 from autoshard.cost import bucket_limit
-from autoshard.lower.flow import STARTS, WAIT, Flow, Pace, largest_buffer, live_bytes, owners, size
+from autoshard.lower import STARTS, WAIT, Flow, Pace, largest_buffer, live_bytes, owners, size
 
 aten = torch.ops.aten
 
@@ -189,24 +190,30 @@ def _describe(node: fx.Node, source: fx.Node) -> fx.Node:
 
 def _sort(graph: fx.Graph) -> None:
     """Sorts the nodes so that each stands behind its inputs, and otherwise in their present order."""
-    placed: set[fx.Node] = set()
-    order: list[fx.Node] = []
-    limit = sum(len(node.all_input_nodes) + 1 for node in graph.nodes)  # a longer path is a cycle
+    order: dict[fx.Node, None] = {}
+    limit = sum(len(node.all_input_nodes) + 1 for node in graph.nodes)
     for node in list(graph.nodes):
-        stack = [node]
-        while stack:
-            top = stack[-1]
-            waiting = [source for source in top.all_input_nodes if source not in placed]
-            if top in placed or not waiting:
-                stack.pop()
-                if top not in placed:
-                    placed.add(top)
-                    order.append(top)
-            else:
-                stack.extend(reversed(waiting))
-                if len(stack) > limit:
-                    raise AssertionError("joined collectives wait for each other")
-    reorder(graph, order)
+        for missing in with_inputs(node, order, limit):
+            order[missing] = None
+    reorder(graph, list(order))
+
+
+def with_inputs(node: fx.Node, placed: Container[fx.Node], limit: float = math.inf) -> Iterator[fx.Node]:
+    """The node and all that it reads which is not placed yet, inputs first; the caller places each of them at once.
+
+    limit: the longest path; a longer one is a cycle, AssertionError.
+    """
+    stack = [node]
+    while stack:
+        top = stack[-1]
+        waiting = [source for source in top.all_input_nodes if source not in placed]
+        if top in placed or not waiting:
+            stack.pop()
+            if top not in placed:
+                yield top
+        else:
+            stack.extend(reversed(waiting))
+            assert len(stack) <= limit, "joined collectives wait for each other"
 
 
 def reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:

@@ -2,7 +2,7 @@
 
 All ranks write their shards into `.NAME.partial` beside the folder (torch.distributed.checkpoint); when all of them are done, rank 0
 renames it. Where a rank dies before that, the previous checkpoint stays as it was. Before anything is loaded, the ranks check all files,
-each of them a share (lower.checkpoint_files). A checkpoint that is written in the background has a
+each of them a share (runtime.checkpoint_files). A checkpoint that is written in the background has a
 process group of its own: the collectives of the saving thread would otherwise mix with those of the training steps.
 """
 
@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from autoshard.lower.agreement import agree, rank_lost, share
-from autoshard.lower.checkpoint_files import (
+from autoshard.runtime.agreement import agree, agreed, of_first_rank, rank_lost
+from autoshard.runtime.checkpoint_files import (
     Contents,
     PlainPlanner,
     Reader,
@@ -38,8 +38,8 @@ from autoshard.lower.checkpoint_files import (
     why_not_plain,
     with_plain_numbers,
 )  # fmt: skip
-from autoshard.lower.module import ParallelModule
-from autoshard.lower.pipeline_module import PipelineModule, of_all_stages, of_this_rank
+from autoshard.runtime.module import ParallelModule, digest_of
+from autoshard.runtime.pipeline_module import PipelineModule, of_all_stages, of_this_rank
 from autoshard.solution import clear_folder, publish_folder
 
 MOST_RANDOM = 2**16  # bytes of a generator's state; those of torch have 16 and 5,056
@@ -69,7 +69,7 @@ def save_checkpoint(
     agree(why_not_plain(state["extra"]), "beginning a checkpoint")
     if isinstance(module, PipelineModule):
         state = of_all_stages(module, state)
-    writer = Writer(partial, module.__dict__.get("_digest", ""))
+    writer = Writer(partial, digest_of(module))
     if wait:
         _publish(path, partial, lambda: dcp.save(state, storage_writer=writer))
         return None
@@ -98,13 +98,15 @@ class Saving:
 
 def _publish(path: Path, partial: Path, written: Callable[[], object]) -> None:
     """The folder gets its name after `written()`, where that succeeds on every rank."""
-    complaint = None
-    try:
+
+    def write() -> None:
         with rank_lost(f"saving the checkpoint {path}"):
             written()
-    except (OSError, dcp.api.CheckpointException) as error:
-        complaint = f"the checkpoint {path} can't be written: {str(error).splitlines()[0]}"
-    agree(complaint, f"saving the checkpoint {path}")
+
+    agreed(
+        write, f"saving the checkpoint {path}", errors=(OSError, dcp.api.CheckpointException),
+        in_words=lambda error: f"the checkpoint {path} can't be written: {str(error).splitlines()[0]}",
+    )  # fmt: skip
     _on_first(lambda: publish_folder(partial, path), f"the checkpoint {path} can't be written", "finishing a checkpoint")
 
 
@@ -140,13 +142,11 @@ def load_checkpoint(path: str | os.PathLike[str], module: nn.Module, optimizer: 
 
 def _contents(path: Path) -> Contents:
     """What the first rank reads of the folder, on all ranks."""
-    held, complaint = None, None
-    if dist.get_rank() == 0:
-        try:
-            held = contents(path)
-        except (OSError, ValueError) as error:
-            complaint = f"{path} is not a complete checkpoint: {error}; give a folder that save_checkpoint wrote"
-    return share(held, complaint, f"reading the checkpoint {path}")
+
+    def in_words(error: Exception) -> str:
+        return f"{path} is not a complete checkpoint: {error}; give a folder that save_checkpoint wrote"
+
+    return of_first_rank(lambda: contents(path), f"reading the checkpoint {path}", errors=(OSError, ValueError), in_words=in_words)
 
 
 def _load(path: Path, state: dict[str, Any], held: Contents) -> None:
@@ -182,12 +182,6 @@ def _misfit(path: Path, state: Mapping, sizes: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _on_first(action: Any, complaint: str, what: str) -> None:
+def _on_first(action: Callable[[], None], complaint: str, what: str) -> None:
     """Let rank 0 do something for all ranks; ValueError on all of them where it fails."""
-    failure = None
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except OSError as error:
-            failure = f"{complaint}: {error.strerror or error}"
-    share(None, failure, what)
+    of_first_rank(action, what, errors=(OSError,), in_words=lambda error: f"{complaint}: {getattr(error, 'strerror', None) or error}")

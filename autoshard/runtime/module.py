@@ -4,7 +4,7 @@
     loss = sharded(tokens, targets)              runs the forward graph; autograd's node keeps what the backward graph reads
     loss.backward()                              runs the backward graph; p.grad is a DTensor in the layout of p
 
-With a plan of several microbatches, a step of the optimizer has one call and one backward() per microbatch (lower.microbatches):
+With a plan of several microbatches, a step of the optimizer has one call and one backward() per microbatch (runtime.microbatches):
 
     for inputs in sharded.microbatches((tokens, targets)):
         (sharded(*inputs) / 4).backward()       the last one reduces the gradients and sets p.grad
@@ -25,14 +25,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.layout import text
-from autoshard.lower.call_inputs import BoundInputs, CallInputs
-from autoshard.lower.distribute import as_dtensor
-from autoshard.lower.fx_program import compiled
-from autoshard.lower.generator import SharedGenerator, state_of_generator
-from autoshard.lower.microbatches import Microbatches, OpenStep
-from autoshard.lower.overlap import described
-from autoshard.lower.sharding import shard_of_rank
-from autoshard.lower.traced_call import TracedCall, local
+from autoshard.lower import compiled, state_of_generator, state_of_module
+from autoshard.runtime.call_inputs import BoundInputs, CallInputs
+from autoshard.runtime.distribute import local
+from autoshard.runtime.microbatches import Microbatches, OpenStep
+from autoshard.runtime.overlap import described
+from autoshard.runtime.shared_generator import SharedGenerator
+from autoshard.runtime.traced_call import TracedCall
 
 
 @dataclass(eq=False)
@@ -46,10 +45,11 @@ class Runner:
     number: int = 1  # of microbatches in a step
     step: OpenStep | None = None  # that `microbatches` has begun
     calls: dict[Any, TracedCall] = field(default_factory=dict)
+    by_inductor: bool = False  # whether inductor compiles all graphs
     random: SharedGenerator = field(init=False)
 
     def __post_init__(self) -> None:
-        self.random = SharedGenerator(self.device_type, self.inputs.group)
+        self.random = SharedGenerator(self.device_type, self.inputs.where.group)
 
     def __deepcopy__(self, memo: dict) -> Runner:
         """A copy for a copied module; both run the same graphs on the same mesh."""
@@ -57,11 +57,11 @@ class Runner:
 
     @property
     def device_type(self) -> str:
-        return self.inputs.device_mesh.device_type
+        return self.inputs.where.device.type
 
     def call(self, module: nn.Module, args: tuple, kwargs: dict, compiled: bool) -> Any:
         bound = self.inputs.of_call(args, kwargs)
-        traced = self._traced_call(module, bound, compiled)
+        traced = self._traced_call(module, bound, compiled or self.by_inductor)
         shards = self.inputs.shards(bound)
         if traced.graphs.is_random:
             self.random.agree()
@@ -86,7 +86,7 @@ class Runner:
 
     def _run(self, traced: TracedCall, module: nn.Module, inputs: dict[str, Tensor], shards: dict[str, Tensor]) -> Any:
         """inputs: the caller's tensors; shards: this rank's shards of them."""
-        held = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+        held = state_of_module(module)
         if unfrozen := [name for name in self.frozen if name in held and held[name].requires_grad]:
             raise ValueError(f"{min(unfrozen)} requires a gradient and the plan has none for it; plan the model with what is to be trained")
         results = traced(held, shards, self.step or OpenStep(), self.random)
@@ -98,14 +98,6 @@ class Runner:
                 elif name != key:
                     local(held[name]).copy_(local(value))
         return traced.packed(results)
-
-    def place(self, value: Tensor, held: Tensor) -> Tensor:
-        """A global tensor in the layout of a parameter or buffer; DTensors stay as they are."""
-        if isinstance(value, DTensor) or not isinstance(held, DTensor) or value.shape != held.shape:
-            return value
-        shard = shard_of_rank(value, tuple(held.placements), self.inputs.mesh, self.inputs.where)
-        spec = replace(held._spec, tensor_meta=held._spec.tensor_meta._replace(dtype=value.dtype))
-        return as_dtensor(shard.to(self.device_type).contiguous(), spec)
 
 
 def _write(target: Tensor, value: DTensor) -> None:
@@ -124,6 +116,8 @@ def modes(module: nn.Module) -> tuple[bool, ...]:
 class ParallelModule(nn.Module):
     """The methods that replace the model's own in a parallel module."""
 
+    _runner: Runner
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _call(self, args, kwargs, torch.compiler.is_compiling())
 
@@ -134,7 +128,7 @@ class ParallelModule(nn.Module):
         local: the batch holds this rank's shards, in the layouts `input_layouts`; shards have equal sizes, or those of the planned shape.
         There is no communication. A call with a batch of another shape than the planned one captures the model again, once per shape.
         """
-        return self.__dict__["_runner"].inputs.shard(batch, local=local)
+        return self._runner.inputs.shard(batch, local=local)
 
     def microbatches(self, batch: Any, *, local: bool = False) -> Microbatches:
         """The microbatches of a step of the optimizer, to be iterated once: the inputs of each call, as `shard_inputs` returns them.
@@ -148,39 +142,39 @@ class ParallelModule(nn.Module):
         shape go to each of them. Divide the loss yourself, as above, if it is a mean. ValueError where the batch can't be split;
         RuntimeError where a parameter changes within the loop, or the last microbatch has no backward().
         """
-        return self.__dict__["_runner"].microbatches(batch, local=local)
+        return self._runner.microbatches(batch, local=local)
 
     @property
     def input_layouts(self) -> dict[str, str]:
         """The layout in which `shard_inputs(batch, local=True)` expects each input: the same for all inputs of a batch. Inputs that the
         plan shards on more axes are sliced after that."""
-        return {name: text(layout) for name, layout in self.__dict__["_runner"].inputs.loaded.items()}
+        return {name: text(layout) for name, layout in self._runner.inputs.loaded.items()}
 
     @property
     def random_state(self) -> Tensor | None:
         """The state of the generator from which random ops draw, the same on every rank; None before the first draw. Set to None, the
         first rank's generator counts again."""
-        return self.__dict__["_runner"].random.state
+        return self._runner.random.state
 
     @random_state.setter
     def random_state(self, state: Tensor | None) -> None:
-        self.__dict__["_runner"].random.state = state
+        self._runner.random.state = state
 
     def generator_has(self, state: Tensor) -> bool:
         """Whether `state` is one of a generator of this module's kind of device."""
-        return state.shape == state_of_generator(self.__dict__["_runner"].device_type).shape
+        return state.shape == state_of_generator(self._runner.device_type).shape
 
     def timeline(self) -> str:
         """The estimated time line of the last kind of call as text: which collectives overlap with compute. Empty before the first call."""
-        calls = self.__dict__["_runner"].calls
-        return described(next(reversed(calls.values())).timelines, self.__dict__["_runner"].inputs.mesh) if calls else ""
+        calls = self._runner.calls
+        return described(next(reversed(calls.values())).timelines, self._runner.inputs.where.mesh) if calls else ""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """As the model's own, also of global tensors, the same on every rank: each rank keeps its shards."""
-        runner = self.__dict__["_runner"]
-        for name, held in (*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)):
+        where = self._runner.inputs.where
+        for name, held in state_of_module(self).items():
             if isinstance(value := state_dict.get(prefix + name), Tensor):
-                state_dict[prefix + name] = runner.place(value, held)
+                state_dict[prefix + name] = where.placed(value, held)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __deepcopy__(self, memo: dict) -> nn.Module:
@@ -193,19 +187,37 @@ class ParallelModule(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """From now on inductor compiles the rank's graphs, as with torch.compile(module)."""
-        self.__dict__["_by_inductor"] = True
+        self._runner.by_inductor = True
 
 
 @torch.compiler.disable
-def _call(module: nn.Module, args: tuple, kwargs: dict, compiling: bool) -> Any:
+def _call(module: ParallelModule, args: tuple, kwargs: dict, compiling: bool) -> Any:
     """Runs outside of dynamo: the graphs are traced already, and are compiled without it."""
-    state = module.__dict__
-    return state["_runner"].call(module, args, kwargs, compiling or state.get("_by_inductor", False))
+    return module._runner.call(module, args, kwargs, compiling)
 
 
-def parallel_class(of: type) -> type:
-    refused = {name: _refusing(name, why) for name, why in NOT_PLANNED.items() if hasattr(of, name)}
-    return type(f"Parallel{of.__name__}", (ParallelModule, of), {"__module__": of.__module__, "__doc__": of.__doc__, **refused})
+def attach(module: nn.Module, of: type, digest: str, **held: Any) -> None:
+    """Makes the module one of the class `of` that holds these objects and the digest of its plan.
+
+    Nothing else changes a module's class, or what it holds without torch knowing. From now on its inner modules can't be called, nor
+    hooked: its forward is a graph that calls none of them.
+    """
+    for name, inner in module.named_modules():
+        if name and not isinstance(inner, torch.jit.ScriptModule):
+            inner.__dict__.update({method: partial(_refuse_part, name, method) for method in REFUSED})
+    module.__class__ = of
+    module.__dict__.update({f"_{name}": value for name, value in held.items()}, _digest=digest)
+
+
+def digest_of(module: nn.Module) -> str:
+    """Of the plan that a module runs; empty where it runs none."""
+    return module.__dict__.get("_digest", "")
+
+
+def parallel_class(of: type, methods: type = ParallelModule, name: str = "Parallel") -> type:
+    """A subclass of `of` with these methods, and without those that no plan can run."""
+    refused = {name: _refusing(name, why) for name, why in NOT_PLANNED.items() if hasattr(of, name) and methods is ParallelModule}
+    return type(f"{name}{of.__name__}", (methods, of), {"__module__": of.__module__, "__doc__": of.__doc__, **refused})
 
 
 _GATHERED = "load the gathered parameters into the model that was given to parallelize, and call it there: docs/huggingface.md"
@@ -226,13 +238,6 @@ def _refusing(name: str, why: str) -> Callable[..., None]:
 
 HOOKS = tuple(m for m in dir(nn.Module) if m.startswith("register_") and m.endswith("_hook") and "dict" not in m)
 REFUSED = ("forward", *HOOKS)
-
-
-def refuse_parts(module: nn.Module) -> None:
-    """From now on the module's inner modules can't be called, nor hooked: its forward is a graph that calls none of them."""
-    for name, inner in module.named_modules():
-        if name and not isinstance(inner, torch.jit.ScriptModule):
-            inner.__dict__.update({method: partial(_refuse_part, name, method) for method in REFUSED})
 
 
 def _refuse_part(name: str, method: str, *args: Any, **kwargs: Any) -> None:

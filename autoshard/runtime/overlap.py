@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from autoshard.lower.bucketing import bucket, reorder
-from autoshard.lower.flow import ADD, STARTS, WAIT, Flow, Pace, largest_buffer, live_bytes, size
+from autoshard.lower import ADD, STARTS, WAIT, Flow, Pace, largest_buffer, live_bytes, size
 from autoshard.mesh import Mesh
+from autoshard.runtime.bucketing import bucket, reorder, with_inputs
 
 
 @dataclass(frozen=True)
@@ -176,16 +176,8 @@ class _Schedule:
 
     def _need(self, node: fx.Node) -> None:
         """Places a node, and before it everything that it reads."""
-        stack = [node]
-        while stack:
-            top = stack[-1]
-            missing = [source for source in top.all_input_nodes if source not in self.placed]
-            if top in self.placed or not missing:
-                stack.pop()
-                if top not in self.placed:
-                    self._put(top)
-            else:
-                stack.extend(reversed(missing))
+        for missing in with_inputs(node, self.placed):
+            self._put(missing)
 
     def _put(self, node: fx.Node) -> None:
         self.placed.add(node)

@@ -22,22 +22,20 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 
 from autoshard.capture import filled, input_names, listed
 from autoshard.layout import Layout, replicated
-from autoshard.lower.agreement import agree, rank_lost, share
-from autoshard.lower.call_inputs import CallInputs
-from autoshard.lower.collectives import Groups
-from autoshard.lower.distribute import copy_with, distributed, on_meta
-from autoshard.lower.generator import first_state
-from autoshard.lower.gpus import check_gpus
-from autoshard.lower.issue_order import Issued, compare, of_graph
-from autoshard.lower.module import refuse_parts
-from autoshard.lower.pipeline_module import PipelineModule, PipelineRunner
-from autoshard.lower.sharding import shard_of_rank
-from autoshard.lower.stage_graphs import stage_graphs
-from autoshard.lower.stage_run import PipelineRank, StageRun
-from autoshard.lower.stages import LoweredStage, LoweredStages, lower_stages, why_no_loss
+from autoshard.lower import Issued, first_state, state_of_module
 from autoshard.mesh import Mesh
+from autoshard.runtime.agreement import agree, agreed, limit_waiting, of_first_rank, rank_lost
+from autoshard.runtime.call_inputs import CallInputs
+from autoshard.runtime.distribute import Where, copy_with, on_meta
+from autoshard.runtime.gpus import check_gpus
+from autoshard.runtime.module import attach, parallel_class
+from autoshard.runtime.pipeline_module import PipelineModule, PipelineRunner
+from autoshard.runtime.same_order import compare, of_graph
+from autoshard.runtime.stage_graphs import stage_graphs
+from autoshard.runtime.stage_run import PipelineRank, StageRun
+from autoshard.runtime.stages import LoweredStage, LoweredStages, lower_stages, why_no_loss
 from autoshard.solution import PipelineToRun, digest
-from autoshard.torch_private import Action, ComputationType, PipelineScheduleRuntime, set_pg_timeout, without_connecting
+from autoshard.torch_private import Action, ComputationType, PipelineScheduleRuntime, without_connecting
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,32 +69,25 @@ def parallel_pipeline(
         check_gpus()
     program = _captured_for_all(on_meta(model), captured)
     plan, ranks = program.plan, device_mesh.mesh.flatten().tolist()
-    stages, complaint = None, None
-    try:
-        stages = lower_stages(_on_ranks(plan, ranks), device=device_mesh.device_type)
-    except ValueError as error:
-        complaint = str(error)
-    agree(complaint, "lowering the stages")
-    assert stages is not None
-    meshes = _device_meshes(stages, device_mesh.device_type, timeout)
+    stages = agreed(lambda: lower_stages(_on_ranks(plan, ranks), device=device_mesh.device_type), "lowering the stages")
+    meshes = _meshes(stages, device_mesh.device_type, timeout)
     place = _place(device_mesh.device_type, timeout)
     mine = [stage for stage in stages.of if place.rank in stage.devices]
     module, held_on = _module(model, stages, mine, meshes, place, from_first_rank=from_first_rank)
+    elsewhere = set(_without(module, held_on))
     halved = schedule is not None or any(kind == "W" for units in plan.order for kind, *_ in units)
     runs = [_run(stage, module, meshes[_key(stage)], program, place, halved=halved) for stage in mine]
-    compare({which: sequence for run in runs for which, sequence in _collectives(run, meshes[_key(run.stage)])})
+    compare({which: sequence for run in runs for which, sequence in _collectives(run)})
     for before, run in zip(runs, runs[1:]):
         run.before = before
-    torch_schedule, complaint = None, None
-    try:
-        torch_schedule = _schedule(runs, plan, schedule)
-    except (ValueError, AssertionError, OSError) as error:
-        complaint = f"the schedule {schedule or ''} can't run this pipeline: {error}"
-    agree(complaint, "preparing the schedule", plan="" if torch_schedule is None else _digest(torch_schedule))
+    torch_schedule = agreed(
+        lambda: _schedule(runs, plan, schedule), "preparing the schedule", errors=(ValueError, AssertionError, OSError),
+        in_words=lambda error: f"the schedule {schedule or ''} can't run this pipeline: {error}",
+    )  # fmt: skip
+    agree(None, "comparing the schedules", plan=_digest(torch_schedule))
     inputs, planned = _inputs(model, example_inputs, device_mesh)
-    sharded: Any = module
-    sharded.__dict__["_digest"] = digest
-    sharded.__dict__["_runner"] = PipelineRunner(plan, stages, runs, torch_schedule, inputs, planned, place, held_on)
+    runner = PipelineRunner(plan, stages, runs, torch_schedule, inputs, planned, place, held_on, elsewhere)
+    attach(module, parallel_class(type(model), PipelineModule, "Pipeline"), digest, runner=runner)
     return module
 
 
@@ -110,22 +101,16 @@ def _complaint(device_mesh: DeviceMesh, num_devices: int) -> str | None:
 
 
 def _captured_for_all(model: nn.Module, captured: Callable[[nn.Module], CapturedPipeline]) -> CapturedPipeline:
-    program, complaint = None, None
-    if dist.get_rank() == 0:
-        try:
-            program = replace(captured(model), seed=torch.initial_seed() % 2**62)
-            complaint = _not_runnable(program.plan)
-        except ValueError as error:
-            complaint = str(error)
-    return share(program, complaint, "capturing the model")
+    def runnable() -> CapturedPipeline:
+        program = replace(captured(model), seed=torch.initial_seed() % 2**62)
+        plan = program.plan
+        if idle := plan.num_devices - len({device for stage in plan.stages for device in stage.devices}):
+            raise ValueError(f"the pipeline leaves {idle} of {plan.num_devices} devices idle; plan it for fewer, or with other stages")
+        if (why := why_no_loss(plan)) is not None:
+            raise ValueError(why)
+        return program
 
-
-def _not_runnable(plan: PipelineToRun) -> str | None:
-    used = {device for stage in plan.stages for device in stage.devices}
-    idle = plan.num_devices - len(used)
-    if idle:
-        return f"the pipeline leaves {idle} of {plan.num_devices} devices idle; plan it for fewer, or with other stages"
-    return why_no_loss(plan)
+    return of_first_rank(runnable, "capturing the model")
 
 
 def _on_ranks(plan: PipelineToRun, ranks: list[int]) -> PipelineToRun:
@@ -141,16 +126,17 @@ def _key(stage: LoweredStage) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return stage.devices, stage.mesh.shape
 
 
-def _device_meshes(stages: LoweredStages, device_type: str, timeout: float) -> dict[Any, DeviceMesh]:
-    """One per device group and shape; every rank makes all of them, as torch wants."""
-    meshes: dict[Any, DeviceMesh] = {}
+def _meshes(stages: LoweredStages, device_type: str, timeout: float) -> dict[Any, Where]:
+    """This rank on the mesh of each device group and shape; every rank makes all of these meshes, as torch wants."""
+    meshes: dict[Any, Where] = {}
     with rank_lost("making the groups of the stages"):
         for stage in stages.of:
             if _key(stage) not in meshes:
                 ranks = torch.tensor(stage.devices).reshape(stage.mesh.shape)
-                mesh = meshes[_key(stage)] = DeviceMesh(device_type, ranks, mesh_dim_names=stage.mesh.axis_names)
-                for k in range(mesh.ndim if dist.get_rank() in stage.devices else 0):
-                    set_pg_timeout(timedelta(seconds=timeout), mesh.get_group(k))
+                mesh = DeviceMesh(device_type, ranks, mesh_dim_names=stage.mesh.axis_names)
+                meshes[_key(stage)] = Where.on(stage.mesh, mesh)
+                if dist.get_rank() in stage.devices:
+                    limit_waiting(mesh, timeout)
     return meshes
 
 
@@ -169,11 +155,11 @@ def _module(
     model: nn.Module,
     stages: LoweredStages,
     mine: list[LoweredStage],
-    meshes: Mapping[Any, DeviceMesh],
+    meshes: Mapping[Any, Where],
     place: PipelineRank,
     *,
     from_first_rank: bool,
-) -> tuple[nn.Module, dict[str, tuple[Mesh, tuple[int, ...]]]]:
+) -> tuple[nn.Module, dict[str, Where]]:
     """A copy of the model with the parameters and buffers of this rank's stages, and where each of them is."""
     names = dict(_aliases(model))
     homes: dict[str, tuple[Layout, LoweredStage]] = {}
@@ -181,7 +167,7 @@ def _module(
         homes |= {name: (layout, stage) for name, layout in stage.parameters.items()}
     read = {name for stage in stages.of for name in stage.parameters}
     first = stages.of[0]
-    held_on: dict[str, tuple[Mesh, tuple[int, ...]]] = {}
+    held_on: dict[str, Where] = {}
 
     def home(name: str) -> tuple[Layout, LoweredStage] | None:
         """The layout and stage of a tensor on this rank. What no stage reads is held by the devices of the first one."""
@@ -194,26 +180,19 @@ def _module(
         if (held := home(name)) is None:
             return torch.empty_like(tensor, device="meta")
         layout, stage = held
-        device_mesh = meshes[_key(stage)]
-        where = tuple(device_mesh.get_coordinate() or ())
-        held_on.update(dict.fromkeys(names[name], (stage.mesh, where)))
-        return distributed(values, layout, stage.mesh, device_mesh, from_first_rank=False)
+        held_on.update(dict.fromkeys(names[name], meshes[_key(stage)]))
+        return meshes[_key(stage)].distributed(values, layout, from_first_rank=False)
 
-    copied: Any = copy_with(model, value)
-    elsewhere = set(_without(copied, held_on))
-    refuse_parts(copied)
-    copied.__class__ = type(f"Pipeline{type(model).__name__}", (PipelineModule, type(model)), {"__module__": type(model).__module__})
-    copied.__dict__["_elsewhere"] = elsewhere
-    return copied, held_on
+    return copy_with(model, value), held_on
 
 
 def _aliases(model: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Every name of a parameter or buffer with all names of that tensor."""
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    named = state_of_module(model)
     by_tensor: dict[int, list[str]] = {}
-    for name, tensor in named:
+    for name, tensor in named.items():
         by_tensor.setdefault(id(tensor), []).append(name)
-    return ((name, tuple(by_tensor[id(tensor)])) for name, tensor in named)
+    return ((name, tuple(by_tensor[id(tensor)])) for name, tensor in named.items())
 
 
 def _from_first(tensor: Tensor, place: PipelineRank) -> Tensor:
@@ -239,26 +218,21 @@ def _without(module: nn.Module, held: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _run(
-    stage: LoweredStage, module: nn.Module, device_mesh: DeviceMesh, program: CapturedPipeline, place: PipelineRank, *, halved: bool
+    stage: LoweredStage, module: nn.Module, where: Where, program: CapturedPipeline, place: PipelineRank, *, halved: bool
 ) -> StageRun:
-    where, groups = tuple(device_mesh.get_coordinate() or ()), Groups.of(device_mesh)
-    graphs = stage_graphs(stage, groups, where, place.device.type, SPARE, halved=halved)
+    graphs = stage_graphs(stage, where, SPARE, halved=halved)
     slots = graphs.of.slots
-    shards = {
-        name: shard_of_rank(x.to(place.device), slots[name].layout, stage.mesh, where).contiguous()
-        for name, x in program.constants.items()
-        if name in slots
-    }
-    run = StageRun(stage, graphs, module, shards, place, where, groups, len(program.plan.stages))
+    shards = {name: where.shard(x, slots[name].layout) for name, x in program.constants.items() if name in slots}
+    run = StageRun(stage, graphs, module, shards, place, where, len(program.plan.stages))
     run.random.state = first_state(program.seed + stage.index, place.device.type)
     return run
 
 
-def _collectives(run: StageRun, device_mesh: DeviceMesh) -> Iterator[tuple[str, tuple[tuple[int, ...], list[Issued]]]]:
+def _collectives(run: StageRun) -> Iterator[tuple[str, tuple[tuple[int, ...], list[Issued]]]]:
     """The collectives of a stage's passes in their order, with this rank's coordinate."""
     for which, one in (("forward", run.graphs.of.forward), ("backward", run.graphs.of.backward)):
         if one is not None:
-            yield f"{which} of stage {run.stage.index}", (run.where, of_graph(one.graph, Groups.of(device_mesh).names))
+            yield f"{which} of stage {run.stage.index}", (run.where.coordinate, of_graph(one.graph, run.where.groups.names))
 
 
 SPARE = 5e5  # bytes by which overlapping collectives with compute may raise the peak of a stage
@@ -305,8 +279,7 @@ def _inputs(model: nn.Module, example_inputs: Any, device_mesh: DeviceMesh) -> t
     """How a step's inputs are bound to the plan's names, and those that are planned."""
     names = input_names(model, example_inputs)
     layouts = {name: replicated(device_mesh.ndim) for name in names}
-    mesh = Mesh.from_bandwidths(tuple(device_mesh.shape))
+    where = Where.on(Mesh.from_bandwidths(tuple(device_mesh.shape)), device_mesh)
     signature = inspect.signature(type(model).forward)
-    where = tuple(device_mesh.get_coordinate() or ())
-    inputs = CallInputs(mesh, device_mesh, listed, filled, lambda given: input_names(model, given), signature, layouts, {}, where)
+    inputs = CallInputs(where, listed, filled, lambda given: input_names(model, given), signature, layouts, {})
     return inputs, inputs.as_planned(example_inputs)

@@ -1,7 +1,7 @@
 """The program of one kind of call on this rank: its forward and backward graphs as one function that autograd can differentiate.
 
-    forward    local tensors of parameters, buffers and inputs -> outputs, and the values that the backward graph reads
-    backward   those values, gradients of the outputs          -> gradients, each in the layout of its parameter
+forward    local tensors of parameters, buffers and inputs -> outputs, and the values that the backward graph reads
+backward   those values, gradients of the outputs          -> gradients, each in the layout of its parameter
 """
 
 from __future__ import annotations
@@ -13,21 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.capture import Returned
 from autoshard.layout import Layout, text
-from autoshard.lower.agreement import agree, rank_lost
-from autoshard.lower.distribute import as_dtensor, spec_of
-from autoshard.lower.fx_program import Boxed, RankGraphs, boxed
-from autoshard.lower.generator import SharedGenerator, is_random
-from autoshard.lower.microbatches import OpenStep, StepMoves
-from autoshard.lower.overlap import Overlapped
-from autoshard.lower.program import Slot
-from autoshard.lower.sharding import shard_of_rank
-from autoshard.mesh import Mesh
+from autoshard.lower import Boxed, RankGraphs, Slot, boxed, is_random
+from autoshard.runtime.agreement import agree, rank_lost
+from autoshard.runtime.distribute import Where, as_dtensor, local, spec_of
+from autoshard.runtime.microbatches import OpenStep, StepMoves
+from autoshard.runtime.overlap import Overlapped
+from autoshard.runtime.shared_generator import SharedGenerator
 from autoshard.torch_private import DTensorSpec
 
 
@@ -40,21 +35,14 @@ class TracedCall:
     shapes: dict[str, tuple[int, ...]]  # global shapes of the graphs' outputs
     returned: Returned  # the model's return value, whose tensors come from the graphs' outputs
     constants: dict[str, Tensor]  # this rank's shards of tensors that the program reads beside the module's and the inputs
-    mesh: Mesh
-    device_mesh: DeviceMesh
-    where: tuple[int, ...]  # this rank's coordinate
-    timelines: dict[str, tuple[Overlapped, ...]]  # by pass
+    where: Where
     patiently: Callable[[], AbstractContextManager]  # the context in which the passes are prepared
     moves: StepMoves | None = None  # of a plan with several microbatches
-    group: ProcessGroup | None = None  # of the mesh's ranks, where these are not all ranks
+    timelines: dict[str, tuple[Overlapped, ...]] = field(default_factory=dict)  # by pass
     as_function: Callable[[fx.GraphModule], Boxed] = boxed
     passes: dict[str, Boxed] = field(default_factory=dict)
     random_passes: set[str] = field(default_factory=set)  # those that may draw
     checked: dict[str, DTensorSpec] = field(default_factory=dict)  # of parameters and buffers that were found to be as planned
-    position: list[Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.position = [torch.tensor(c, device=self.device_mesh.device_type) for c in self.where]
 
     def __call__(
         self, held: Mapping[str, Tensor], inputs: Mapping[str, Tensor], step: OpenStep, random: SharedGenerator
@@ -70,7 +58,7 @@ class TracedCall:
             outputs = _Train.apply(self, step, random, *tensors)
         else:
             with torch.no_grad():
-                outputs = self.outputs(self.run("inference", self.read(step, tensors) + self.position, random))
+                outputs = self.outputs(self.run("inference", self.read(step, tensors) + self.where.position, random))
         return dict(zip(self.graphs.outputs, outputs, strict=True))
 
     def read(self, step: OpenStep, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -99,25 +87,30 @@ class TracedCall:
         keys = {f"output:{k}": k for k in range(len(self.returned.leaves))}
         return self.returned.packed({k: results[key] for key, k in keys.items() if key in results})
 
+    @property
+    def present(self) -> dict[str, fx.GraphModule]:
+        """The graphs of the passes that there are."""
+        passes = {"forward": self.graphs.forward, "backward": self.graphs.backward, "inference": self.inference}
+        return {name: graph for name, graph in passes.items() if graph is not None}
+
     def run(self, which: str, arguments: list[Tensor], random: SharedGenerator) -> Sequence[Tensor]:
         """One pass: "forward" and "backward" of a training step, or "inference". The graphs hold the casts that autocast would add."""
         if which not in self.passes:
             self._prepare_all(("inference",) if which == "inference" else ("forward", "backward"))
         drawing = random.drawing() if which in self.random_passes else nullcontext()
-        with rank_lost(f"running the {which} pass"), torch.autocast(self.device_mesh.device_type, enabled=False), drawing:
+        with rank_lost(f"running the {which} pass"), torch.autocast(self.where.device.type, enabled=False), drawing:
             return self.passes[which](arguments)
 
     def _prepare_all(self, names: Sequence[str]) -> None:
-        graphs = {"forward": self.graphs.forward, "backward": self.graphs.backward, "inference": self.inference}
-        present = {name: graph for name in names if (graph := graphs[name]) is not None}
+        present = {name: graph for name, graph in self.present.items() if name in names}
         self.random_passes |= {name for name, graph in present.items() if is_random(graph.graph)}
         with self.patiently():
             self.passes |= {name: self.as_function(graph) for name, graph in present.items()}
-            agree(None, "making the graphs ready", self.group)
+            agree(None, "making the graphs ready", self.where.group)
 
     def as_dtensor(self, key: str, value: Tensor) -> DTensor:
         """A result's local tensor as a DTensor in its planned layout."""
-        return as_dtensor(value, spec_of(self.shapes[key], value.dtype, self.graphs.slots[key].layout, self.device_mesh))
+        return self.where.dtensor(value, self.shapes[key], self.graphs.slots[key].layout)
 
     def outputs(self, locals_: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The graph's outputs for the user: plain tensors where they are replicated, otherwise DTensors."""
@@ -129,14 +122,7 @@ class TracedCall:
 
     def tangent(self, name: str, x: Tensor) -> Tensor:
         """This rank's shard of the gradient of an output."""
-        layout = self.graphs.slots[name].layout
-        if isinstance(x, DTensor):
-            return x.redistribute(placements=list(layout)).to_local()
-        return shard_of_rank(x, layout, self.mesh, self.where).contiguous()
-
-
-def local(x: Tensor) -> Tensor:
-    return x._local_tensor if isinstance(x, DTensor) else x
+        return self.where.local(x, self.graphs.slots[name].layout)
 
 
 class _Train(torch.autograd.Function):
@@ -151,7 +137,7 @@ class _Train(torch.autograd.Function):
             )
         graphs = traced.graphs
         inputs = traced.read(step, tensors)
-        values = traced.run("forward", inputs + traced.position, random)
+        values = traced.run("forward", inputs + traced.where.position, random)
         outputs = traced.outputs(values)
         updated = {id(x) for name, x in zip(graphs.loads, inputs, strict=True) if f"buffer:{name}" in graphs.outputs}
         returned = {id(local(output)) for output in outputs}
@@ -178,7 +164,7 @@ class _Train(torch.autograd.Function):
         ctx.saved = None
         tangents = {_tangent(key): tangent for key, tangent in zip(graphs.outputs, grad_outputs, strict=True)}
         saved += [traced.tangent(name, tangents[name]) for name in graphs.tangents]
-        saved += traced.position
+        saved += traced.where.position
         if traced.moves is None:
             gradients = dict(zip(graphs.gradients, traced.run("backward", saved, ctx.random), strict=True))
         else:
@@ -198,7 +184,7 @@ NO_SLOT = Slot("", (0, 0), (), (), "")  # of what has no gradient
 def _summed(ctx: Any, moves: StepMoves, saved: list[Tensor]) -> dict[str, Tensor]:
     """The gradients that a microbatch returns: those of inputs, and in the last one those of parameters, the sums of all, reduced."""
     graphs, step = ctx.traced.graphs, ctx.step
-    saved += step.summed(moves, graphs.sums, torch.device(ctx.traced.device_mesh.device_type))
+    saved += step.summed(moves, graphs.sums)
     values = dict(zip(graphs.gradients, ctx.traced.run("backward", saved, ctx.random), strict=True))
     values = {key: x for key, x in values.items() if key.removeprefix("gradient:") not in graphs.sums}
     if not ctx.is_last:

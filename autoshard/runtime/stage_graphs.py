@@ -15,12 +15,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autoshard.lower.collectives import Groups
-from autoshard.lower.flow import Pace
-from autoshard.lower.fx_program import Boxed, RankGraphs, boxed, subgraph, trace
-from autoshard.lower.microbatches import with_sums
-from autoshard.lower.overlap import scheduled
-from autoshard.lower.stages import LoweredStage
+from autoshard.lower import Boxed, Pace, RankGraphs, boxed, subgraph, trace
+from autoshard.runtime.distribute import Where
+from autoshard.runtime.microbatches import with_sums
+from autoshard.runtime.overlap import scheduled
+from autoshard.runtime.stages import LoweredStage
 from autoshard.solution import SENT
 
 
@@ -45,19 +44,18 @@ class StageGraphs:
     halves: Halves | None
 
 
-def stage_graphs(
-    stage: LoweredStage, groups: Groups, where: tuple[int, ...], device: str, spare_bytes: float, *, halved: bool
-) -> StageGraphs:
-    """The graphs of the rank at coordinate `where` of the stage's mesh. halved: with the backward pass in two halves.
+def stage_graphs(stage: LoweredStage, where: Where, spare_bytes: float, *, halved: bool) -> StageGraphs:
+    """The graphs of a rank of the stage's mesh. halved: with the backward pass in two halves.
 
     spare_bytes: by which overlapping collectives with compute may raise the peak. ValueError where a local shape isn't the planned one.
     """
-    traced = trace(stage.program, stage.graph, groups, where, device)
-    plain = trace(stage.program, stage.graph, groups, where, device, drops=False) if traced.is_random else traced
+    arguments = (stage.program, stage.graph, where.groups, where.coordinate, where.device.type)
+    traced = trace(*arguments)
+    plain = trace(*arguments, drops=False) if traced.is_random else traced
     graphs, inference = with_sums(traced, None), plain.inference()
     if stage.program.is_even:  # else ranks would choose different orders, as their shards differ in size
         passes = [graph for graph in (graphs.forward, graphs.backward, inference) if graph is not None]
-        scheduled(passes, Pace(stage.mesh, groups), spare_bytes)
+        scheduled(passes, Pace(stage.mesh, where.groups), spare_bytes)
     backward = None if graphs.backward is None else boxed(graphs.backward)
     halves = _halves(graphs) if halved and graphs.backward is not None else None
     return StageGraphs(graphs, boxed(graphs.forward), boxed(inference), backward, halves)

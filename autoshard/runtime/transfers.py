@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autoshard.layout import Layout, rank_bounds, rank_shape
+from autoshard.lower import part_of
 from autoshard.mesh import Mesh
 
 Bounds = tuple[tuple[int, int], ...]  # begin and end of each dim
@@ -66,25 +67,20 @@ def transfer(name: str, shape: tuple[int, ...], dtype: torch.dtype, source: Held
             common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(held, wanted))
             if all(begin < end for begin, end in common):
                 sender = receiver if receiver in devices else devices[k % len(devices)]
-                pieces.append(SentBlock(sender, receiver, _within(common, held), _within(common, wanted)))
+                pieces.append(SentBlock(sender, receiver, within(common, held), within(common, wanted)))
     shapes = {d: rank_shape(shape, target.layout, target.mesh, c) for d, c in zip(target.devices, target.mesh.coordinates(), strict=True)}
     return StageTransfer(name, dtype, tuple(pieces), shapes)
 
 
-def _within(part: Bounds, shard: Bounds) -> Bounds:
+def within(part: Bounds, shard: Bounds) -> Bounds:
+    """The bounds of a part of the global tensor in a shard."""
     return tuple((begin - first, end - first) for (begin, end), (first, _) in zip(part, shard))
-
-
-def part_of(x: Tensor, bounds: Bounds) -> Tensor:
-    for dim, (begin, end) in enumerate(bounds):
-        x = x.narrow(dim, begin, end - begin) if end - begin != x.shape[dim] else x
-    return x
 
 
 class Incoming:
     """The local tensors that a rank receives by some transfers: `ops` to be started, then `tensors()` when they have ended."""
 
-    def __init__(self, transfers: Sequence[StageTransfer], rank: int, device: torch.device, group: dist.ProcessGroup):
+    def __init__(self, transfers: Sequence[StageTransfer], rank: int, device: torch.device, group: dist.ProcessGroup | None):
         self.ops: list[dist.P2POp] = []
         self.values: dict[str, Tensor] = {}
         self.copies: list[tuple[Tensor, Tensor]] = []
@@ -106,7 +102,9 @@ class Incoming:
         return self.values
 
 
-def outgoing(transfers: Sequence[StageTransfer], rank: int, values: Mapping[str, Tensor], group: dist.ProcessGroup) -> list[dist.P2POp]:
+def outgoing(
+    transfers: Sequence[StageTransfer], rank: int, values: Mapping[str, Tensor], group: dist.ProcessGroup | None
+) -> list[dist.P2POp]:
     """The sends of a rank that holds these local tensors."""
     sends = ((one.name, piece) for one in transfers for piece in one.pieces if piece.sender == rank != piece.receiver)
     return [dist.P2POp(dist.isend, part_of(values[name], p.source).contiguous(), p.receiver, group) for name, p in sends]
@@ -121,7 +119,7 @@ def keep(transfers: Sequence[StageTransfer], rank: int, values: Mapping[str, Ten
 
 
 def exchange(
-    transfers: Sequence[StageTransfer], rank: int, values: Mapping[str, Tensor], device: torch.device, group: dist.ProcessGroup
+    transfers: Sequence[StageTransfer], rank: int, values: Mapping[str, Tensor], device: torch.device, group: dist.ProcessGroup | None
 ) -> dict[str, Tensor]:
     """Sends and receives all of them, and waits: the local tensors that this rank receives."""
     incoming = Incoming(transfers, rank, device, group)

@@ -1,11 +1,11 @@
 """The stages of a pipeline as programs of their ranks, and how values get from stage to stage.
 
-    holdings   every value that crosses a boundary has a layout on each stage that produces it, reads it or passes it on:
-               where it is produced, the layout in which the program returns it, without partial sums;
-               elsewhere, the layout in which it arrives: sharded over all devices as far as its dims divide; the program gathers it
-    sums       a gradient is added up over microbatches as it is produced, where that takes no more memory than the parameter's layout,
-               and reduced once per step; elsewhere it is reduced in every microbatch
-    copies     a parameter that several stages read is held by each device group of them, and their gradients are added once per step
+holdings   every value that crosses a boundary has a layout on each stage that produces it, reads it or passes it on:
+           where it is produced, the layout in which the program returns it, without partial sums;
+           elsewhere, the layout in which it arrives: sharded over all devices as far as its dims divide; the program gathers it
+sums       a gradient is added up over microbatches as it is produced, where that takes no more memory than the parameter's layout,
+           and reduced once per step; elsewhere it is reduced in every microbatch
+copies     a parameter that several stages read is held by each device group of them, and their gradients are added once per step
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 
 from autoshard.graph import Graph, Op, Result
 from autoshard.layout import Layout, R, S, has_partial, local_numel, local_shape, parse, replicated, text
-from autoshard.lower.program import RankProgram, Redistribute, Slot, lower, redistribution, slot_of
-from autoshard.lower.transfers import Held, StageTransfer, transfer
+from autoshard.lower import RankProgram, Redistribute, Slot, lower, redistribution, slot_of
 from autoshard.mesh import Mesh
 from autoshard.routes import Routes
+from autoshard.runtime.transfers import Held, StageTransfer, transfer
 from autoshard.solution import RECEIVED, SENT, PipelineToRun, Placed, StageToRun
 
 

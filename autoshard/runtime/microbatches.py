@@ -18,12 +18,9 @@ from torch import Tensor, fx
 
 from autoshard.graph import ACCUMULATED, KEPT, Graph
 from autoshard.layout import parse
-from autoshard.lower.collectives import Groups, Rank
-from autoshard.lower.flow import ADD
-from autoshard.lower.fx_program import RankGraphs
-from autoshard.lower.program import Redistribute, Slot, redistribution, slot_of
-from autoshard.lower.run import check, run_route
+from autoshard.lower import ADD, RankGraphs, Redistribute, Slot, check, redistribution, run_route, slot_of
 from autoshard.routes import Routes
+from autoshard.runtime.distribute import Where
 from autoshard.solution import Solution
 
 
@@ -34,20 +31,20 @@ class StepMoves:
     fetches: Mapping[str, Redistribute]  # from the parameter's layout to that of its kept copy, where these differ
     sums: Mapping[str, Slot]
     reductions: Mapping[str, Redistribute]  # from the layout of the sum of gradients to that of the parameter
-    groups: Groups
-    rank: Rank
+    where: Where
 
     def run(self, move: Redistribute, x: Tensor) -> Tensor:
-        moved = self.groups.drive(run_route(move.steps, self.rank, x, move.global_shape))
-        check(move.target, moved, f"the route to {move.target.name}", self.rank.number)
+        rank = self.where.rank
+        moved = self.where.groups.drive(run_route(move.steps, rank, x, move.global_shape))
+        check(move.target, moved, f"the route to {move.target.name}", rank.number)
         return moved
 
-    def new_sum(self, name: str, device: torch.device) -> Tensor:
+    def new_sum(self, name: str) -> Tensor:
         slot = self.sums[name]
-        return torch.zeros(slot.shape_on(self.rank.number), dtype=getattr(torch, slot.dtype), device=device)
+        return torch.zeros(slot.shape_on(self.where.rank.number), dtype=getattr(torch, slot.dtype), device=self.where.device)
 
 
-def step_moves(solution: Solution, graph: Graph, groups: Groups, rank: Rank) -> StepMoves:
+def step_moves(solution: Solution, graph: Graph, where: Where) -> StepMoves:
     """The moves of a plan with microbatches. graph: that of the plan, with kept copies and sums."""
     mesh, routes = solution.mesh, Routes(solution.mesh)
 
@@ -68,7 +65,7 @@ def step_moves(solution: Solution, graph: Graph, groups: Groups, rank: Rank) -> 
             sums[name] = slot(op.name, i, written)
             target = slot(f"gradient:{name}", i, solution.results[f"gradient:{name}"])
             reductions[name] = redistribution(sums[name], target, graph.tensor((i, 0)), routes)
-    return StepMoves(fetches, sums, reductions, groups, rank)
+    return StepMoves(fetches, sums, reductions, where)
 
 
 @dataclass(eq=False)
@@ -97,11 +94,11 @@ class OpenStep:
             raise RuntimeError(f"{name} was changed between two microbatches of a step; call optimizer.step() after the last one")
         return self.kept[name]
 
-    def summed(self, moves: StepMoves, names: tuple[str, ...], device: torch.device) -> list[Tensor]:
+    def summed(self, moves: StepMoves, names: tuple[str, ...]) -> list[Tensor]:
         """The sums of these parameters' gradients so far."""
         for name in names:
             if name not in self.sums:
-                self.sums[name] = moves.new_sum(name, device)
+                self.sums[name] = moves.new_sum(name)
         return [self.sums[name] for name in names]
 
     @torch.no_grad()

@@ -11,7 +11,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
-from autoshard.lower.agreement import rank_lost
+from autoshard.runtime.agreement import rank_lost
 
 
 def use_gpu() -> None:

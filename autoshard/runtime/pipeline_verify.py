@@ -3,16 +3,17 @@
     x      loss and gradients of the unsharded model: the mean over the microbatches
     x~     the same with parameters that are perturbed by their own rounding
     y      of the stages: programs on simulated ranks, values in the pieces that the ranks would send, sums reduced once per step
-    error = max |y - x| / max(max |x|, 8 max |x~ - x| / tolerance)                                          as in lower.verify
+    error = `relative_error` of y, as in lower.verify
 
-Random ops draw from a state of their stage, as on ranks (lower.pipelines); the unsharded model draws each of its numbers from the state of
-the stage that the op is in. A stage that fails to run is a placement mismatch; there is nothing to compare then.
+Random ops draw from a state of their stage, as on ranks (runtime.pipelines); the unsharded model draws each of its numbers from the
+state of the stage that the op is in. A stage that fails to run is a placement mismatch; there is nothing to compare then.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,16 +21,30 @@ from torch import Tensor, nn
 
 from autoshard.capture import draws, input_names
 from autoshard.graph import is_drawn_in_full, is_random
-from autoshard.layout import text
-from autoshard.lower.fx_program import first_of_backward
-from autoshard.lower.generator import first_state, from_state, state_of_generator
-from autoshard.lower.program import LoadPlaceholder, ReturnResult
-from autoshard.lower.run import World
-from autoshard.lower.sharding import assemble, gap, largest, reduced
-from autoshard.lower.stages import LoweredStage, LoweredStages, lower_stages, why_no_loss
-from autoshard.lower.transfers import simulated
-from autoshard.lower.unsharded import index_bounds, seeded
-from autoshard.lower.verify import NOISE, REAL, TOLERANCES, Mismatch, Verification, out_of_order
+from autoshard.lower import (
+    TOLERANCES,
+    LoadPlaceholder,
+    Mismatch,
+    SimulatedRanks,
+    Verification,
+    assemble,
+    failure,
+    first_of_backward,
+    first_state,
+    from_state,
+    gap,
+    index_bounds,
+    least_precise,
+    out_of_order,
+    perturbed,
+    relative_error,
+    seeded,
+    slots_of,
+    state_of_generator,
+    state_of_module,
+)
+from autoshard.runtime.stages import LoweredStage, LoweredStages, lower_stages, why_no_loss
+from autoshard.runtime.transfers import simulated
 from autoshard.solution import RECEIVED, SENT, PipelineToRun
 from autoshard.torch_private import TorchDispatchMode, pytree
 
@@ -58,9 +73,8 @@ def verify_stages(
     module, args, kwargs = seeded(model, example_inputs, bounds, seed)
     names, leaves = input_names(model, example_inputs), pytree.tree_leaves((args, kwargs))
     inputs = {name: x for name, x in zip(names, leaves, strict=True) if isinstance(x, Tensor)}
-    state = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
-    values = {**constants, **{name: x.detach().clone() for name, x in state.items()}}
-    dtype = _least_precise(plan)
+    values = {**constants, **{name: x.detach().clone() for name, x in state_of_module(module).items()}}
+    dtype = least_precise(stage.graph for stage in plan.stages)
     tolerance, devices = TOLERANCES[dtype][0], len({device for stage in plan.stages for device in stage.devices})
     moved = sum(stage.program.redistributes for stage in stages.of)
     try:
@@ -70,20 +84,13 @@ def verify_stages(
     draws = [len(ops) for ops in drawing]
     expected = _reference(module, args, kwargs, plan, inputs, DrawsOfStages(draws, seed))
     changed = _perturbed(module, torch.finfo(getattr(torch, dtype)).eps, seed)
-    perturbed = _reference(changed, args, kwargs, plan, inputs, DrawsOfStages(draws, seed))
+    with_noise = _reference(changed, args, kwargs, plan, inputs, DrawsOfStages(draws, seed))
     worst = {"output": 0.0, "gradient": 0.0}
     for key, y in results.items():
         x, kind = expected[key], key.split(":")[0]
-        scale = max(largest(x), NOISE * gap(x, perturbed[key]) / tolerance)
-        worst[kind] = max(worst[kind], gap(y.to(x.dtype), x) / scale if scale else gap(y, x))
+        worst[kind] = max(worst[kind], relative_error(gap(y.to(x.dtype), x), x, partial(gap, x, with_noise[key]), tolerance))
     mismatches = tuple(one for stage in stages.of for one in out_of_order(stage.program))
     return Verification(devices, worst["output"], worst["gradient"], 0.0, mismatches, moved, tolerance)
-
-
-def _least_precise(plan: PipelineToRun) -> str:
-    dtypes = {t.dtype for stage in plan.stages for op in stage.graph.ops for t in op.outputs if t is not None}
-    floats = [REAL.get(dtype, dtype) for dtype in dtypes if REAL.get(dtype, dtype) in TOLERANCES]
-    return max(floats, key=list(TOLERANCES).index, default="float32")
 
 
 def _part(plan: PipelineToRun, inputs: Mapping[str, Tensor], k: int) -> dict[str, Tensor]:
@@ -139,9 +146,9 @@ def _reference(
 
 
 def _perturbed(module: nn.Module, eps: float, seed: int) -> nn.Module:
-    changed, generator = copy.deepcopy(module), torch.Generator().manual_seed(seed)
-    for p in changed.parameters():
-        p.mul_((1 + (2 * torch.rand(p.shape, generator=generator) - 1) * 2 * eps).to(p.dtype))
+    changed = copy.deepcopy(module)
+    for k, p in enumerate(changed.parameters()):
+        p.copy_(perturbed(p, eps, seed * 1_000_003 + k))
     return changed
 
 
@@ -159,9 +166,7 @@ class _Failed(Exception):
 class _Simulation:
     """A step: for each microbatch all forward passes, then all backward passes from the last stage."""
 
-    def __init__(
-        self, stages: LoweredStages, plan: PipelineToRun, values: Mapping[str, Tensor], inputs: Mapping[str, Tensor], seed: int
-    ):
+    def __init__(self, stages: LoweredStages, plan: PipelineToRun, values: Mapping[str, Tensor], inputs: Mapping[str, Tensor], seed: int):
         self.random = [first_state(seed + stage.index) for stage in stages.of]
         self.stages, self.plan, self.values, self.inputs = stages.of, plan, values, inputs
         self.loss: Tensor | float = 0.0
@@ -171,7 +176,7 @@ class _Simulation:
         for k in range(self.plan.microbatches):
             tangents = {op.name: _tangent(op, self.plan) for s in self.stages for op in s.graph.ops if op.kind == "tangent"}
             values = {**self.values, **_part(self.plan, self.inputs, k), **tangents}
-            passes = [_Pass(stage, values) for stage in self.stages]
+            passes = [_StageRanks(stage, values) for stage in self.stages]
             for forward in (True, False) if self.plan.training else (True,):
                 held: Values = {}
                 for one in passes if forward else reversed(passes):
@@ -182,7 +187,7 @@ class _Simulation:
                 gradients[name] = gradients[name] + x if name in gradients else x
         return {"output:0": torch.as_tensor(self.loss), **gradients}
 
-    def _run(self, one: _Pass, forward: bool, held: Values) -> Values:
+    def _run(self, one: _StageRanks, forward: bool, held: Values) -> Values:
         """One pass of a stage: what it sends on, of what the stage before it held."""
         stage = one.stage
         received = {}
@@ -190,13 +195,14 @@ class _Simulation:
             senders = self.stages[stage.index + (-1 if forward else 1)].devices
             arrived = simulated(transfer, dict(zip(senders, held[transfer.name], strict=True)))
             received[transfer.name] = [arrived[device] for device in stage.devices]
-        one.world.random = self.random[stage.index]
-        results = one.run(forward, received)
-        self.random[stage.index] = one.world.random
+        one.random = self.random[stage.index]
+        results = one.results_of(forward, received)
+        self.random[stage.index] = one.random
         for key, tensors in results.items():
             kind, name = key.split(":", 1)
             if key == "output:0":
-                self.loss = self.loss + assemble(tensors, one.layouts[key], stage.mesh) / self.plan.microbatches
+                layout = next(record.slot.layout for record in stage.program.results if record.key == key)
+                self.loss = self.loss + assemble(tensors, layout, stage.mesh) / self.plan.microbatches
             elif kind == "gradient" and not name.startswith(SENT):
                 former = self.sums[stage.index].get(name)
                 self.sums[stage.index][name] = tensors if former is None else [a + b for a, b in zip(former, tensors, strict=True)]
@@ -204,36 +210,30 @@ class _Simulation:
         return {**received, **sent}
 
 
-class _Pass:
-    """A stage's program in one microbatch: its forward records, later its backward records."""
+class _StageRanks(SimulatedRanks):
+    """The ranks of a stage in one microbatch: its forward records, later its backward records."""
 
     def __init__(self, stage: LoweredStage, values: Mapping[str, Tensor]):
-        self.stage, self.values, self.world = stage, values, World(stage.mesh)
-        self.layouts = {record.key: record.slot.layout for record in stage.program.results}
+        super().__init__(stage.mesh)
+        self.stage, self.values, self.received = stage, values, Values()
         records, end = stage.program.records, first_of_backward(stage.program, stage.graph)
         late = [r for r in records[:end] if isinstance(r, LoadPlaceholder) and stage.graph.ops[r.slot.value[0]].kind == "tangent"]
         self.records = {True: [r for r in records[:end] if r not in late], False: [*late, *records[end:]]}
 
-    def run(self, forward: bool, received: Values) -> Values:
+    def load(self, record: LoadPlaceholder, values: Mapping[str, Tensor]) -> list[Tensor]:
+        name = record.name.removeprefix(RECEIVED)
+        return super().load(record, values) if name == record.name else self.received[name]
+
+    def results_of(self, forward: bool, received: Values) -> Values:
         """The results of a pass. received: by name, in the layouts in which they arrive."""
-        results: Values = {}
+        self.received, self.results = received, {}
         for record in self.records[forward]:
             try:
-                if isinstance(record, ReturnResult):
-                    results[record.key] = self.world.held[record.slot.name]
-                elif isinstance(record, LoadPlaceholder) and record.name.startswith(RECEIVED):
-                    self.world.held[record.slot.name] = received[record.name.removeprefix(RECEIVED)]
-                else:
-                    self.world.do(record, self.values)
+                self.do(record, self.values)
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
-                raise _Failed(_mismatch(record, error)) from error
-        return results
-
-
-def _mismatch(record: Any, error: Exception) -> Mismatch:
-    slot = next((s for s in getattr(record, "outputs", ()) if s is not None), None) or getattr(record, "target", None)
-    planned = "" if slot is None or isinstance(slot, str) else text(slot.layout)
-    return Mismatch(getattr(record, "name", type(record).__name__), 0, planned, str(error).splitlines()[0][:200])
+                slot = next(slot for slot in getattr(record, "outputs", slots_of(record)) if slot is not None)
+                raise _Failed(failure(self.stage.graph, slot, error)) from error
+        return self.results
 
 
 def _tangent(op: Any, plan: PipelineToRun) -> Tensor:
@@ -243,7 +243,6 @@ def _tangent(op: Any, plan: PipelineToRun) -> Tensor:
 def _reduced(stage: LoweredStage, sums: Values) -> Iterator[tuple[str, Tensor]]:
     """The gradients of a stage in the layouts of their parameters, as global tensors."""
     for name, tensors in sums.items():
-        world, move = World(stage.mesh), stage.reductions[name]
-        world.held[move.source.name] = tensors
-        moved = world.redistribute(move)
-        yield f"gradient:{name}", assemble(reduced(moved, move.target.layout, stage.mesh), move.target.layout, stage.mesh, tolerance=1e-4)
+        ranks, move = SimulatedRanks(stage.mesh), stage.reductions[name]
+        ranks.held[move.source.name] = tensors
+        yield f"gradient:{name}", assemble(ranks.redistribute(move), move.target.layout, stage.mesh, tolerance=1e-4)

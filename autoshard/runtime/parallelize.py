@@ -23,24 +23,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.capture import Returned, capture_module, constants, deep_enough, filled, input_names, listed, state_of
 from autoshard.graph import Graph, is_without_dropout
-from autoshard.layout import Layout, parse
-from autoshard.lower.agreement import absent, agree, grouped, join, limit_waiting, patiently, share
-from autoshard.lower.call_inputs import CallInputs
-from autoshard.lower.collectives import Groups, Rank
-from autoshard.lower.distribute import copy_with, distributed, on_meta
-from autoshard.lower.flow import Pace
-from autoshard.lower.fx_program import trace
-from autoshard.lower.gpus import check_gpus, use_gpu
-from autoshard.lower.issue_order import compare, of_graph
-from autoshard.lower.microbatches import step_moves, with_sums
-from autoshard.lower.module import Runner, parallel_class, refuse_parts
-from autoshard.lower.overlap import scheduled
-from autoshard.lower.program import lower
-from autoshard.lower.programs import parallelize_programs
-from autoshard.lower.sharding import shard_of_rank
-from autoshard.lower.traced_call import TracedCall
-from autoshard.lower.unsharded import attribute_of
+from autoshard.layout import Layout, parse, replicated
+from autoshard.lower import Pace, attribute_of, lower, state_of_module, trace
 from autoshard.mesh import Mesh
+from autoshard.runtime.agreement import absent, agree, agreed, grouped, join, limit_waiting, of_first_rank, patiently
+from autoshard.runtime.call_inputs import CallInputs
+from autoshard.runtime.distribute import Where, copy_with, on_meta
+from autoshard.runtime.gpus import check_gpus, use_gpu
+from autoshard.runtime.microbatches import step_moves, with_sums
+from autoshard.runtime.module import ParallelModule, Runner, attach, parallel_class
+from autoshard.runtime.overlap import scheduled
+from autoshard.runtime.programs import parallelize_programs
+from autoshard.runtime.same_order import compare, of_graph
+from autoshard.runtime.traced_call import TracedCall
 from autoshard.solution import ProgramsSolution, Solution, of_one_microbatch, replay
 
 
@@ -81,46 +76,40 @@ def parallelize(
     if isinstance(model, Mapping) or pad is not None:
         raise ValueError("the plan is of one program; give one model, and no values to pad with")
 
-    def placed(name: str, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-        return distributed(tensor, layout, solution.mesh, device_mesh, from_first_rank=from_first_rank)
+    where = Where.on(solution.mesh, device_mesh)
 
-    sharded = parallel_module(model, solution, device_mesh, placed, timeout)
+    def placed(name: str, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+        return where.distributed(tensor, layout, from_first_rank=from_first_rank)
+
+    sharded = parallel_module(model, solution, where, placed, timeout)
     if example_inputs is not None:
-        sharded.__dict__["_runner"].prepare(sharded, example_inputs)
+        sharded._runner.prepare(sharded, example_inputs)
     return sharded
 
 
 def parallel_module(
     model: nn.Module,
     solution: Solution,
-    device_mesh: DeviceMesh,
+    where: Where,
     placed: Callable[[str, torch.Tensor, Layout], torch.Tensor],
     timeout: float,
-    group: dist.ProcessGroup | None = None,
-) -> nn.Module:
-    """As `parallelize`, with parameters and buffers made by `placed(name, tensor, layout)`.
-
-    group: of the mesh's ranks, where these are not all ranks; only they call this.
-    """
-    agree(_complaint(model, solution, device_mesh, group), "comparing plan, model and mesh", group, solution.digest)
-    if device_mesh.device_type == "cuda":
+) -> ParallelModule:
+    """As `parallelize`, with parameters and buffers made by `placed(name, tensor, layout)`; the ranks of `where` call this."""
+    agree(_complaint(model, solution, where), "comparing plan, model and mesh", where.group, solution.digest)
+    if where.device.type == "cuda":
         check_gpus()
-    mesh = solution.mesh
-    limit_waiting(device_mesh, timeout)
+    limit_waiting(where.device_mesh, timeout)
     layouts = {name: parse(placed.outputs[0]) for name, placed in solution.layouts.items() if not placed.inputs and placed.outputs[0]}
-    replicate: Layout = parse(",".join("R" * len(mesh.axes)))
+    replicate = replicated(len(solution.mesh.axes))
     with deep_enough(model):
-        sharded = copy_with(model, lambda name, tensor: placed(name, tensor, layouts.get(name, replicate)))
+        sharded: Any = copy_with(model, lambda name, tensor: placed(name, tensor, layouts.get(name, replicate)))
         captured = _as_planned(on_meta(model), solution)
     names, signature = partial(input_names, captured), inspect.signature(type(model).forward)
     planned = {name: layouts[name] for name in solution.inputs if name in layouts}
-    where = tuple(device_mesh.get_coordinate() or ())
-    inputs = CallInputs(mesh, device_mesh, listed, filled, names, signature, planned, solution.inputs, where, group)
+    inputs = CallInputs(where, listed, filled, names, signature, planned, solution.inputs)
     frozen = frozenset(name for name, p in captured.named_parameters(remove_duplicate=False) if solution.training and not p.requires_grad)
     runner = Runner(inputs, _Builder(captured, solution, inputs, timeout), state_of, frozen, number=solution.microbatches)
-    refuse_parts(sharded)
-    sharded.__class__ = parallel_class(type(model))
-    sharded.__dict__["_runner"], sharded.__dict__["_digest"] = runner, solution.digest
+    attach(sharded, parallel_class(type(model)), solution.digest, runner=runner)
     return sharded
 
 
@@ -173,13 +162,13 @@ def _wrong_number(solution: OnMesh, group: dist.ProcessGroup | None = None) -> s
     return f"{dist.get_world_size(group)} ranks run, but the plan is for {n} on a mesh of {mesh}; start {n} ranks or plan for another mesh"
 
 
-def _complaint(model: nn.Module, solution: Solution, device_mesh: DeviceMesh, group: dist.ProcessGroup | None) -> str | None:
+def _complaint(model: nn.Module, solution: Solution, where: Where) -> str | None:
     """Why the plan can't run on this model and mesh, as far as that is known before the first call; None where it can."""
     planned = "x".join(map(str, solution.mesh.shape))
-    if (wrong := _wrong_number(solution, group)) is not None:
+    if (wrong := _wrong_number(solution, where.group)) is not None:
         return wrong
-    if tuple(device_mesh.shape) != solution.mesh.shape:
-        actual = "x".join(map(str, device_mesh.shape))
+    if tuple(where.device_mesh.shape) != solution.mesh.shape:
+        actual = "x".join(map(str, where.device_mesh.shape))
         return f"the device mesh is {actual}, but the plan is for a mesh of {planned}; make a mesh of that shape or plan again"
     held = dict(model.named_parameters(remove_duplicate=False))
     missing = [name for name in solution.parameters if name not in held]
@@ -214,50 +203,42 @@ class _Builder:
     """Builds the graphs for one kind of call."""
 
     def __init__(self, model: nn.Module, solution: Solution, inputs: CallInputs, timeout: float):
-        self.model, self.solution, self.device_mesh, self.inputs = model, solution, inputs.device_mesh, inputs
-        self.groups = Groups.of(self.device_mesh)
-        self.patiently = partial(patiently, self.device_mesh, timeout)
-        self.where = inputs.where
+        self.model, self.solution, self.inputs, self.where = model, solution, inputs, inputs.where
+        self.patiently = partial(patiently, self.where.device_mesh, timeout)
 
     def __call__(self, inputs: Any, on_meta: Any, modes: Sequence[bool]) -> TracedCall:
+        where = self.where
         with self.patiently(), torch.inference_mode(False):  # the graphs of a call in inference mode may train later
             on_meta = filled(inputs, on_meta)
             resized = self.inputs.resized(on_meta)
-            captured = self._shared(on_meta, modes, resized)
-            step, complaint = None, None
-            try:
-                with torch.autocast(self.device_mesh.device_type, enabled=False):  # its casts are in the captured program
-                    step = self._step(captured)
-            except ValueError as error:
-                complaint = _too_odd(resized, str(error)) if resized else str(error)
-            agree(complaint, "lowering the plan", self.inputs.group)
-            assert step is not None
-            passes = {"forward": step.graphs.forward, "backward": step.graphs.backward, "inference": step.inference}
-            own = {which: (self.where, of_graph(one.graph, self.groups.names)) for which, one in passes.items() if one is not None}
-            compare(own, self.inputs.group)
+            captured = of_first_rank(lambda: self._shared(on_meta, modes, resized), "capturing the model", where.group)
+
+            def in_words(error: Exception) -> str:
+                return _too_odd(resized, str(error)) if resized else str(error)
+
+            with torch.autocast(where.device.type, enabled=False):  # its casts are in the captured program
+                step = agreed(lambda: self._step(captured), "lowering the plan", where.group, in_words=in_words)
+            passes = step.present.items()
+            compare({which: (where.coordinate, of_graph(one.graph, where.groups.names)) for which, one in passes}, where.group)
         return step
 
     def _shared(self, inputs: Any, modes: Sequence[bool], resized: str) -> _Captured:
         """The program of the call. The first rank captures it for all ranks, because a capture takes seconds and ranks may share a machine.
 
         A plan is of a model in training mode or in eval mode. Where the two differ by dropout only, eval mode runs the training
-        mode's program without dropout.
+        mode's program without dropout. ValueError where it doesn't fit the plan.
         """
-        program, complaint = None, None
-        if dist.get_rank(self.inputs.group) == 0:
-            try:
-                program, reasons, graph = self._captured(inputs, modes)
-                if reasons and not modes[0]:
-                    other, rest, with_dropout = self._captured(inputs, [True] * len(modes))
-                    if not rest and is_without_dropout(graph, with_dropout):
-                        program, reasons = replace(other, drops=False), ()
-                    elif not rest:
-                        reasons = (*reasons, UNLIKE)
-                _check_shareable(program.returned)
-                complaint = self._misfit("; ".join(reasons), resized) if reasons else None
-            except ValueError as error:
-                complaint = str(error)
-        return share(program, complaint, "capturing the model", self.inputs.group)
+        program, reasons, graph = self._captured(inputs, modes)
+        if reasons and not modes[0]:
+            other, rest, with_dropout = self._captured(inputs, [True] * len(modes))
+            if not rest and is_without_dropout(graph, with_dropout):
+                program, reasons = replace(other, drops=False), ()
+            elif not rest:
+                reasons = (*reasons, UNLIKE)
+        _check_shareable(program.returned)
+        if reasons:
+            raise ValueError(self._misfit("; ".join(reasons), resized))
+        return program
 
     def _misfit(self, reasons: str, resized: str) -> str:
         if resized:
@@ -265,7 +246,7 @@ class _Builder:
         trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
         if self.solution.training and (extra := sorted(name for name in trained if f"gradient:{name}" not in self.solution.results)):
             reasons += f"; {extra[0]} and {len(extra) - 1} more require a gradient that the plan does not have"
-        if torch.is_autocast_enabled(self.device_mesh.device_type):
+        if torch.is_autocast_enabled(self.where.device.type):
             reasons += "; this call is made under torch.autocast, so the plan must be, too"
         return f"the solution is of another model: {reasons}; plan this model"
 
@@ -281,30 +262,20 @@ class _Builder:
         return _Captured(graph, plan.graph, captured.returned, constants_of(self.model, graph, held)), plan.misfits, captured.graph
 
     def _step(self, captured: _Captured) -> TracedCall:
-        graph = captured.graph
-        solution, mesh, device = self.solution, self.solution.mesh, self.device_mesh.device_type
-        program = lower(graph, *of_one_microbatch(solution), mesh, device=device)
-        graphs = trace(program, graph, self.groups, self.where, device, drops=captured.drops)
+        graph, solution, where = captured.graph, self.solution, self.where
+        program = lower(graph, *of_one_microbatch(solution), where.mesh, device=where.device.type)
+        graphs = trace(program, graph, where.groups, where.coordinate, where.device.type, drops=captured.drops)
         moves = None
         if solution.microbatches > 1:
             graphs = with_sums(graphs, solution.accumulation_dtype)
-            position = tuple(torch.tensor(c, device=device) for c in self.where)
-            moves = step_moves(solution, captured.step, self.groups, Rank(mesh, position, self.where))
-        inference = graphs.inference()
-        timelines = {}
-        if program.is_even:  # else ranks would choose different orders, as their shards differ in size
-            passes = {"forward": graphs.forward, "backward": graphs.backward, "inference": inference}
-            present = {name: graph for name, graph in passes.items() if graph is not None}
-            rows = scheduled(list(present.values()), Pace(mesh, self.groups), spare_bytes(solution))
-            timelines = dict(zip(present, rows, strict=True))
+            moves = step_moves(solution, captured.step, where)
         shapes = {f"{r.kind}:{r.name}": graph.tensor(r.value).shape for r in graph.results if r.value is not None}
-        shards = {
-            name: shard_of_rank(value.to(device), graphs.slots[name].layout, mesh, self.where).clone(memory_format=torch.contiguous_format)
-            for name, value in captured.constants.items()
-        }
-        where = (mesh, self.device_mesh, self.where)
-        group = self.inputs.group
-        return TracedCall(graphs, inference, shapes, captured.returned, shards, *where, timelines, self.patiently, moves, group)
+        shards = {name: where.shard(value, graphs.slots[name].layout).clone() for name, value in captured.constants.items()}
+        call = TracedCall(graphs, graphs.inference(), shapes, captured.returned, shards, where, self.patiently, moves)
+        if program.is_even:  # else ranks would choose different orders, as their shards differ in size
+            rows = scheduled(list(call.present.values()), Pace(where.mesh, where.groups), spare_bytes(solution))
+            call.timelines = dict(zip(call.present, rows, strict=True))
+        return call
 
 
 def constants_of(model: nn.Module, graph: Graph, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -312,8 +283,7 @@ def constants_of(model: nn.Module, graph: Graph, held: dict[str, torch.Tensor]) 
 
     held: the constants of the captured fx graph. ValueError where a tensor has no values.
     """
-    state = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    state |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    state = state_of_module(model)
     values = {}
     for name in (op.name for op in graph.ops if op.kind in ("parameter", "buffer") and op.name not in state):
         value, tensor = held.get(name, attribute_of(model, name)), graph.tensor((graph.index[name], 0))

@@ -16,14 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autoshard.lower.collectives import Groups, Rank
-from autoshard.lower.generator import SharedGenerator
-from autoshard.lower.microbatches import OpenStep, StepMoves
-from autoshard.lower.sharding import shard_of_rank
-from autoshard.lower.stage_graphs import StageGraphs
-from autoshard.lower.stages import LoweredStage
-from autoshard.lower.traced_call import local
-from autoshard.lower.transfers import Incoming, exchange, outgoing
+from autoshard.lower import state_of_module
+from autoshard.runtime.distribute import Where, local
+from autoshard.runtime.microbatches import OpenStep, StepMoves
+from autoshard.runtime.shared_generator import SharedGenerator
+from autoshard.runtime.stage_graphs import StageGraphs
+from autoshard.runtime.stages import LoweredStage
+from autoshard.runtime.transfers import Incoming, exchange, outgoing
 from autoshard.solution import RECEIVED, SENT
 from autoshard.torch_private import PipelineStageBase
 
@@ -56,18 +55,14 @@ class StageRun(PipelineStageBase):
         held: nn.Module,
         constants: Mapping[str, Tensor],
         place: PipelineRank,
-        where: tuple[int, ...],
-        groups: Groups,
+        where: Where,
         num_stages: int,
     ):
         super().__init__(nn.Module(), stage.index, num_stages, place.device, place.alone)
         self.stage, self.graphs, self.place, self.constants, self.where = stage, graphs, place, constants, where
-        named = (*held.named_parameters(remove_duplicate=False), *held.named_buffers(remove_duplicate=False))
-        self.named: dict[str, Tensor] = dict(named)
-        self.position = [torch.tensor(c, device=place.device) for c in where]
+        self.named = state_of_module(held)
         sums = {name: move.source for name, move in stage.reductions.items()}
-        rank = Rank(stage.mesh, tuple(self.position), where)
-        self.moves = StepMoves({}, sums, stage.reductions, groups, rank)
+        self.moves = StepMoves({}, sums, stage.reductions, where)
         self.incoming: dict[tuple[bool, int], Incoming] = {}  # by direction (forward: True) and microbatch
         self.held: dict[tuple[bool, int], dict[str, Tensor]] = {}  # crossing values, received and produced
         self.saved: dict[int, list[Tensor]] = {}
@@ -93,7 +88,7 @@ class StageRun(PipelineStageBase):
         run = self.graphs.forward if self.has_backward else self.graphs.inference
         updated = {id(x) for name, x in zip(graphs.loads, loads, strict=True) if f"buffer:{name}" in graphs.outputs}
         with self._drawing():
-            values = list(run(loads + self.position))
+            values = list(run(loads + self.where.position))
         outputs, saved = dict(zip(graphs.outputs, values)), values[len(graphs.outputs) :]
         if self.has_backward:  # a buffer gets its new value before the backward pass
             self.saved[fwd_chunk_id] = [x.clone() if id(x) in updated else x for x in saved]
@@ -112,8 +107,7 @@ class StageRun(PipelineStageBase):
         if name in self.constants:
             return self.constants[name]
         assert self.inputs is not None
-        value = self.inputs.values(name, k).to(self.device)
-        return shard_of_rank(value, self.graphs.of.slots[name].layout, self.stage.mesh, self.where).contiguous()
+        return self.where.shard(self.inputs.values(name, k), self.graphs.of.slots[name].layout)
 
     def _drawing(self) -> AbstractContextManager:
         """The context of a pass: where it may draw random numbers, it draws from the state that the stage's ranks share."""
@@ -129,7 +123,7 @@ class StageRun(PipelineStageBase):
         self.held.pop((True, bwd_chunk_id))
         graphs, halves = self.graphs.of, self.graphs.halves
         arguments = self.saved.pop(bwd_chunk_id)
-        arguments += [self._tangent(name, received, bwd_chunk_id) for name in graphs.tangents] + self.position
+        arguments += [self._tangent(name, received, bwd_chunk_id) for name in graphs.tangents] + self.where.position
         if full_backward:
             assert self.graphs.backward is not None
             with self._drawing():
@@ -153,7 +147,7 @@ class StageRun(PipelineStageBase):
                 self.graphs.halves.weights(self.kept.pop(bwd_chunk_id) + self._sums())
 
     def _sums(self) -> list[Tensor]:
-        return self.step.summed(self.moves, self.graphs.of.sums, self.device)
+        return self.step.summed(self.moves, self.graphs.of.sums)
 
     def _tangent(self, name: str, received: Mapping[str, Tensor], k: int) -> Tensor:
         if name.startswith(RECEIVED):

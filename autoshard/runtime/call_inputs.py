@@ -14,14 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard.layout import Layout, replicated, text
-from autoshard.lower.distribute import as_dtensor, spec_of
-from autoshard.lower.sharding import shard_of_rank
-from autoshard.mesh import Mesh
+from autoshard.runtime.distribute import Where
 from autoshard.torch_private import pytree
 
 Shape = tuple[int, ...]
@@ -41,6 +37,11 @@ class BoundInputs:
     def tensors(self) -> dict[str, Tensor]:
         return {name: leaf for name, leaf, shape in zip(self.names, self.leaves, self.shapes, strict=True) if shape is not None}
 
+    @property
+    def named_shapes(self) -> dict[str, Shape]:
+        """Of the tensors."""
+        return {name: shape for name, shape in zip(self.names, self.shapes, strict=True) if shape is not None}
+
     def on_meta(self) -> Any:
         """The inputs as global tensors on the meta device."""
         pairs = zip(self.leaves, self.shapes, strict=True)
@@ -58,16 +59,13 @@ class BoundInputs:
 class CallInputs:
     """How a parallel module's inputs were planned."""
 
-    mesh: Mesh
-    device_mesh: DeviceMesh
+    where: Where
     listed: Callable[[Any], Any]  # inputs with each object replaced by the list of its tensors
     filled: Callable[[Any, Any], Any]  # the inverse: inputs with other tensors in them
     names: Callable[[Any], list[str]]  # of the leaves of a call's inputs
     signature: inspect.Signature  # of the model's forward
     layouts: dict[str, Layout]
     planned: dict[str, Shape | None]  # global shapes, where the plan knows them
-    where: tuple[int, ...] = ()
-    group: ProcessGroup | None = None  # of the mesh's ranks, where these are not all ranks
     loaded: dict[str, Layout] = field(init=False)  # in which this rank loads its shards
     known_names: dict[pytree.TreeSpec, list[str]] = field(default_factory=dict)
 
@@ -77,10 +75,14 @@ class CallInputs:
     def of_call(self, args: tuple, kwargs: dict) -> BoundInputs:
         return self._read(self._bound(args, kwargs), self._global_shape)
 
+    def of_any_shape(self, args: tuple, kwargs: dict) -> BoundInputs:
+        """The inputs of a call in the shapes that its tensors have."""
+        return self._read(self._bound(args, kwargs), lambda _, leaf: tuple(leaf.shape))
+
     def as_planned(self, batch: Any) -> BoundInputs:
         """The inputs of a call with this global batch, whose shapes are from now on the planned ones."""
-        bound = self._read(self._bound(*_arguments(batch)), lambda _, leaf: tuple(leaf.shape))
-        self.planned = self.planned | {name: shape for name, shape in zip(bound.names, bound.shapes, strict=True) if shape is not None}
+        bound = self.of_any_shape(*arguments_of(batch))
+        self.planned = {**self.planned, **bound.named_shapes}
         return bound
 
     def _read(self, inputs: Any, shape_of: Callable[[str, Tensor], Shape]) -> BoundInputs:
@@ -149,7 +151,7 @@ class CallInputs:
 
         def inputs(index: int) -> Any:
             parts = [x.chunk(number)[index] if k in split else x for k, x in enumerate(leaves)]
-            args, kwargs = _arguments(batch)
+            args, kwargs = arguments_of(batch)
             return self.shard(self.filled(kwargs or args, pytree.tree_unflatten(parts, spec)), local=local)
 
         return inputs
@@ -158,12 +160,11 @@ class CallInputs:
         planned = self.planned.get(name)
         if planned is None or not local:
             return planned
-        layout = self.loaded.get(name, self._layout(name))
-        return tuple(shard_of_rank(torch.empty(planned, device="meta"), layout, self.mesh, self.where).shape)
+        return self.where.local_shape(planned, self.loaded.get(name, self._layout(name)))
 
     def _named_leaves(self, batch: Any) -> tuple[list[Any], pytree.TreeSpec, dict[int, str]]:
         """The leaves of a batch, its structure, and the plan's names of those that are inputs."""
-        args, kwargs = _arguments(batch)
+        args, kwargs = arguments_of(batch)
         leaves, spec = pytree.tree_flatten(self.listed(kwargs or args))
 
         def bound(leaves: Sequence[Any]) -> Any:
@@ -176,7 +177,7 @@ class CallInputs:
 
     def shard(self, batch: Any, *, local: bool) -> Any:
         """As `ParallelModule.shard_inputs`."""
-        (args, kwargs), (leaves, spec, names) = _arguments(batch), self._named_leaves(batch)
+        (args, kwargs), (leaves, spec, names) = arguments_of(batch), self._named_leaves(batch)
         shards = [self._sharded(names[k], x, local) if isinstance(x, Tensor) and k in names else x for k, x in enumerate(leaves)]
         if local:
             self._check_one_batch({names[k]: x for k, x in enumerate(shards) if isinstance(x, DTensor) and k in names})
@@ -201,18 +202,17 @@ class CallInputs:
         layout = self.loaded.get(name, self._layout(name)) if local else self._layout(name)
         if isinstance(x, DTensor):
             return x.redistribute(placements=list(layout))
-        device = self.device_mesh.device_type
         shape = self._shape_of_shards(name, x, layout) if local else tuple(x.shape)
-        shard = x if local else shard_of_rank(x, layout, self.mesh, self.where)
-        return as_dtensor(shard.to(device).contiguous(), spec_of(shape, x.dtype, layout, self.device_mesh))
+        shard = x.to(self.where.device).contiguous() if local else self.where.shard(x, layout)
+        return self.where.dtensor(shard, shape, layout)
 
     def _shape_of_shards(self, name: str, shard: Tensor, layout: Layout) -> Shape:
         """The global shape of which `shard` is this rank's shard: the planned one where that fits, otherwise that of equal shards."""
         planned = self.planned.get(name)
-        if planned is not None and shard_of_rank(torch.empty(planned, device="meta"), layout, self.mesh, self.where).shape == shard.shape:
+        if planned is not None and self.where.local_shape(planned, layout) == tuple(shard.shape):
             return planned  # one of several uneven shards doesn't determine the global shape
         shape = list(shard.shape)
-        for placement, axis in zip(layout, self.mesh.axes, strict=True):
+        for placement, axis in zip(layout, self.where.mesh.axes, strict=True):
             if placement.is_shard():
                 if placement.dim >= len(shape):
                     raise ValueError(f"{name} has shape {tuple(shard.shape)}, but the plan shards it as {text(layout)}; plan this model")
@@ -220,7 +220,7 @@ class CallInputs:
         return tuple(shape)
 
     def _layout(self, name: str) -> Layout:
-        return self.layouts.get(name) or replicated(len(self.mesh.axes))
+        return self.layouts.get(name) or replicated(len(self.where.mesh.axes))
 
     def _global_shape(self, name: str, x: Tensor) -> Shape:
         """The global shape of an input. A plain tensor counts as the global input. If its shape isn't the planned one, it could as well
@@ -235,12 +235,9 @@ class CallInputs:
         )
 
     def _local(self, name: str, x: Tensor) -> Tensor:
-        layout = self._layout(name)
-        if isinstance(x, DTensor):
-            if x.device_mesh != self.device_mesh:
-                raise ValueError(f"{name} is a DTensor on {x.device_mesh}, the module is on {self.device_mesh}; use one mesh for both")
-            return x.redistribute(placements=list(layout)).to_local()
-        return shard_of_rank(x.to(self.device_mesh.device_type), layout, self.mesh, self.where).contiguous()
+        if isinstance(x, DTensor) and x.device_mesh != self.where.device_mesh:
+            raise ValueError(f"{name} is a DTensor on {x.device_mesh}, the module is on {self.where.device_mesh}; use one mesh for both")
+        return self.where.local(x, self._layout(name))
 
 
 def batch_layouts(inputs: Mapping[str, Layout], planned: Mapping[str, Shape | None]) -> dict[str, Layout]:
@@ -264,7 +261,7 @@ class _Leaf(int):
     """The number of a leaf of a batch, in its place, to see where the binding of arguments puts it. An int, as capture opens objects."""
 
 
-def _arguments(batch: Any) -> tuple[tuple, dict]:
+def arguments_of(batch: Any) -> tuple[tuple, dict]:
     """A batch as the arguments of a call: a mapping is by name, a tuple or list by position, anything else the only argument."""
     if isinstance(batch, Mapping):
         return (), dict(batch)

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,16 +27,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.layout import Layout, parse, rank_shape
-from autoshard.lower.agreement import agree
-from autoshard.lower.call_inputs import CallInputs
-from autoshard.lower.collectives import Groups
-from autoshard.lower.distribute import as_dtensor, distributed, spec_of
-from autoshard.lower.module import ParallelModule
-from autoshard.lower.parameter_copies import Copies, Moved, Mover, Sent
-from autoshard.lower.traced_call import local
+from autoshard.layout import Layout, parse
+from autoshard.lower import state_of_module
 from autoshard.routes import DeviceSet, Transfers
-from autoshard.solution import ProgramsSolution, Solution
+from autoshard.runtime.agreement import agree
+from autoshard.runtime.call_inputs import BoundInputs, CallInputs, arguments_of
+from autoshard.runtime.distribute import Where, local
+from autoshard.runtime.module import ParallelModule, attach, parallel_class
+from autoshard.runtime.parameter_copies import Copies, Mover, Sent
+from autoshard.solution import ProgramsSolution
 from autoshard.torch_private import pytree
 
 
@@ -44,7 +44,7 @@ class RunningProgram:
     """A program as it runs: a module per planned shape, the copies and the state that they share."""
 
     name: str
-    shapes: dict[str, nn.Module]  # by name in the plan; empty on ranks that it doesn't use
+    shapes: dict[str, ParallelModule]  # by name in the plan; empty on ranks that it doesn't use
     copies: Copies
     state: dict[str, Tensor]
     keeps_state: bool
@@ -79,17 +79,16 @@ class RunningProgram:
         if len(self.shapes) == 1:
             return _run(next(iter(self.shapes.values())), args, kwargs)
         shapes = {name: _inputs_of(module).planned for name, module in self.shapes.items()}
-        actual = _shapes_of_call(_inputs_of(next(iter(self.shapes.values()))), args, kwargs)
+        bound = _inputs_of(next(iter(self.shapes.values()))).of_any_shape(args, kwargs)
+        actual = bound.named_shapes
         name, padded = _chosen(shapes, actual, self.pad)
         module = self.shapes[name]
         if actual == {key: shapes[name][key] for key in actual}:
             return _run(module, args, kwargs)
-        if padded:
-            args, kwargs = _padded(_inputs_of(module), args, kwargs, self.pad)
-        else:
-            args, kwargs = _sharded(module, args, kwargs)
+        inputs = _inputs_of(module)
+        batch = _padded(inputs, bound, self.pad) if padded else inputs.shard(bound.inputs, local=False)
         self._note(name, shapes[name], actual, padded)
-        return _run(module, args, kwargs)
+        return _run(module, *arguments_of(batch))
 
     def _note(self, name: str, planned: Mapping[str, Any], actual: Mapping[str, Any], padded: bool) -> None:
         key = tuple(sorted(actual.items()))
@@ -106,18 +105,12 @@ class RunningProgram:
         warnings.warn(note, stacklevel=6)
 
 
-def _run(module: nn.Module, args: tuple, kwargs: dict) -> Any:
-    return ParallelModule.forward(module, *args, **kwargs)  # type: ignore[arg-type]
+def _run(module: ParallelModule, args: tuple, kwargs: dict) -> Any:
+    return ParallelModule.forward(module, *args, **kwargs)
 
 
-def _inputs_of(module: nn.Module) -> CallInputs:
-    return module.__dict__["_runner"].inputs
-
-
-def _shapes_of_call(inputs: CallInputs, args: tuple, kwargs: dict) -> dict[str, tuple[int, ...]]:
-    """Global shapes of a call's inputs by name."""
-    bound = inputs._read(inputs._bound(args, kwargs), lambda _, leaf: tuple(leaf.shape))
-    return {name: shape for name, shape in zip(bound.names, bound.shapes, strict=True) if shape is not None}
+def _inputs_of(module: ParallelModule) -> CallInputs:
+    return module._runner.inputs
 
 
 def _chosen(shapes: Mapping[str, Mapping[str, Any]], actual: Mapping[str, tuple[int, ...]], pad: Mapping[str, float]) -> tuple[str, bool]:
@@ -140,12 +133,10 @@ def _chosen(shapes: Mapping[str, Mapping[str, Any]], actual: Mapping[str, tuple[
     return nearest, False
 
 
-def _padded(inputs: CallInputs, args: tuple, kwargs: dict, pad: Mapping[str, float]) -> tuple[tuple, dict]:
-    """The arguments with every tensor padded at its end to the planned shape."""
-    bound = inputs._bound(args, kwargs)
-    leaves, spec = pytree.tree_flatten(inputs.listed(bound))
-    names, padded = inputs._names(spec, bound), []
-    for name, leaf in zip(names, leaves, strict=True):
+def _padded(inputs: CallInputs, bound: BoundInputs, pad: Mapping[str, float]) -> Any:
+    """The inputs of a call with every tensor padded at its end to the planned shape."""
+    padded = []
+    for name, leaf in zip(bound.names, bound.leaves, strict=True):
         planned = inputs.planned.get(name) if isinstance(leaf, Tensor) else None
         if planned is not None and tuple(leaf.shape) != planned:
             if name not in pad:
@@ -153,16 +144,7 @@ def _padded(inputs: CallInputs, args: tuple, kwargs: dict, pad: Mapping[str, flo
             ends = [n for a, b in zip(reversed(leaf.shape), reversed(planned), strict=True) for n in (0, b - a)]
             leaf = nn.functional.pad(leaf, ends, value=pad[name])
         padded.append(leaf)
-    rebuilt = inputs.filled(bound, pytree.tree_unflatten(padded, spec))
-    return ((), rebuilt) if isinstance(rebuilt, dict) else (tuple(rebuilt), {})
-
-
-def _sharded(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Plain global tensors of another shape as DTensors in the planned layouts."""
-    inputs = _inputs_of(module)
-    bound = inputs._bound(args, kwargs)
-    sharded = inputs.shard(bound, local=False)
-    return ((), sharded) if isinstance(sharded, dict) else (tuple(sharded), {})
+    return inputs.filled(bound.inputs, pytree.tree_unflatten(padded, bound.structure))
 
 
 class ProgramModule(nn.Module):
@@ -170,21 +152,21 @@ class ProgramModule(nn.Module):
 
     def __init__(self, family: RunningProgram):
         super().__init__()
-        self.__dict__["_family"] = family
+        self._family = family
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        family = self.__dict__["_family"]
+        family = self._family
         family.begin(anew=False)
         return family.call(args, kwargs)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """How calls ran whose shapes were not planned."""
-        return tuple(self.__dict__["_family"].noted.values())
+        return tuple(self._family.noted.values())
 
     def shape(self, number: int = 0) -> nn.Module:
         """The parallel module of a planned shape, with `shard_inputs`, `microbatches` and `timeline`. ValueError on ranks without it."""
-        shapes = list(self.__dict__["_family"].shapes.values())
+        shapes = list(self._family.shapes.values())
         if number >= len(shapes):
             raise ValueError(f"there is no shape {number} of this program on this rank; it has {len(shapes)}")
         return shapes[number]
@@ -206,13 +188,15 @@ class Programs:
 class ProgramsModule(ParallelModule):
     """The methods of a module that runs several programs on its parameters. Without `switched` it runs the home program."""
 
+    _programs: Programs
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        programs = self.__dict__["_programs"]
+        programs = self._programs
         return programs.families[programs.active].call(args, kwargs)
 
     def program(self, name: str) -> ProgramModule:
         """The program of that name on the same parameters; where it has copies, they follow the originals. ValueError without one."""
-        programs = self.__dict__["_programs"]
+        programs = self._programs
         programs.plan.shapes_of(name)
         return ProgramModule(programs.families[name])
 
@@ -223,7 +207,7 @@ class ProgramsModule(ParallelModule):
         Every rank enters it. Optimizer state stays where it is. Gradients stay too: call zero_grad() before, as the plan takes them to be
         freed.
         """
-        programs = self.__dict__["_programs"]
+        programs = self._programs
         programs.plan.shapes_of(name)
         before, family = programs.active, programs.families[name]
         family.begin(anew=programs.plan.switches.get(name) != 0)
@@ -238,12 +222,12 @@ class ProgramsModule(ParallelModule):
     @property
     def bytes_sent(self) -> float:
         """Bytes that this rank has sent for copies of parameters so far."""
-        return self.__dict__["_programs"].sent.bytes
+        return self._programs.sent.bytes
 
     @property
     def notes(self) -> tuple[str, ...]:
         """How calls ran whose shapes were not planned, of all programs."""
-        return tuple(note for family in self.__dict__["_programs"].families.values() for note in family.noted.values())
+        return tuple(note for family in self._programs.families.values() for note in family.noted.values())
 
 
 def parallelize_programs(
@@ -255,43 +239,45 @@ def parallelize_programs(
     from_first_rank: bool,
     pad: Mapping[str, float],
     timeout: float,
-    parallel_module: Callable[..., nn.Module],
+    parallel_module: Callable[..., ParallelModule],
 ) -> nn.Module:
-    """As `parallelize`, for a plan of several programs. parallel_module: makes the module of one of them (lower.parallelize)."""
+    """As `parallelize`, for a plan of several programs. parallel_module: makes the module of one of them (runtime.parallelize)."""
     home = plan.families[plan.home]
     agree(_why_not(model, plan), "comparing plan and models", plan=plan.digest)
     models = {name: model[name] if isinstance(model, Mapping) else model for name in plan.family_names}
     everywhere = DeviceSet(plan.mesh, tuple(range(plan.mesh.num_devices)))
+    where, module_of = Where.on(plan.mesh, device_mesh), partial(parallel_module, timeout=timeout)
 
     def original(name: str, tensor: Tensor, layout: Layout) -> Tensor:
-        return distributed(tensor, layout, plan.mesh, device_mesh, from_first_rank=from_first_rank)
+        return where.distributed(tensor, layout, from_first_rank=from_first_rank)
 
-    main = parallel_module(models[home], plan[plan.home], device_mesh, original, timeout)
-    held = {**dict(main.named_parameters(remove_duplicate=False)), **dict(main.named_buffers(remove_duplicate=False))}
+    main = module_of(models[home], plan[plan.home], where, original)
     sent, families = Sent(), {}
     for name in (home, *(f for f in plan.family_names if f != home)):
-        numbers = plan.devices.get(plan.shapes_of(name)[0])
-        where = everywhere if numbers is None else DeviceSet(plan[plan.shapes_of(name)[0]].mesh, tuple(numbers))
-        own, group = (device_mesh, None) if numbers is None else _own_mesh(where, device_mesh.device_type)
-        maker = _Maker(name, plan, held, main, everywhere, where, own, group, sent, from_first_rank, timeout, parallel_module)
-        families[name] = maker.family(models[name], pad)
+        first = plan.shapes_of(name)[0]
+        own, devices = where, everywhere
+        if (numbers := plan.devices.get(first)) is not None:
+            devices = DeviceSet(plan[first].mesh, tuple(numbers))
+            own = _where_on(devices, device_mesh.device_type)
+        maker = _Maker(name, plan, main, own, Mover(everywhere, devices, Transfers(plan.mesh, everywhere, devices), own, sent), module_of)
+        families[name] = maker.family(models[name], pad, from_first_rank)
     _share_generator(main, families, plan)
-    main.__class__ = type(f"Programs{type(main).__name__}", (ProgramsModule, type(main)), {"__module__": type(main).__module__})
-    main.__dict__["_programs"], main.__dict__["_digest"] = Programs(plan, families, sent, home), plan.digest
+    programs = Programs(plan, families, sent, home)
+    attach(main, parallel_class(type(main), ProgramsModule, "Programs"), plan.digest, programs=programs)
     for name, batch in (example_inputs or {}).items():
         for module in list(families[name].shapes.values())[:1]:
-            module.__dict__["_runner"].prepare(module, batch)
+            module._runner.prepare(module, batch)
     return main
 
 
-def _share_generator(main: nn.Module, families: Mapping[str, RunningProgram], plan: ProgramsSolution) -> None:
+def _share_generator(main: ParallelModule, families: Mapping[str, RunningProgram], plan: ProgramsSolution) -> None:
     """Programs on all devices draw one after the other, as in one process; one on some devices has numbers of its own."""
     for number, (name, family) in enumerate(families.items()):
         for module in family.shapes.values():
             if plan.devices.get(plan.shapes_of(name)[0]) is None:
-                module.__dict__["_runner"].random = main.__dict__["_runner"].random
+                module._runner.random = main._runner.random
             else:
-                module.__dict__["_runner"].random.branch = number
+                module._runner.random.branch = number
 
 
 def _why_not(model: nn.Module | Mapping[str, nn.Module], plan: ProgramsSolution) -> str | None:
@@ -306,11 +292,11 @@ def _why_not(model: nn.Module | Mapping[str, nn.Module], plan: ProgramsSolution)
     return None
 
 
-def _own_mesh(where: DeviceSet, device_type: str) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
-    """The device mesh of some ranks, and their group; every rank calls this."""
-    numbers = torch.tensor(where.numbers).reshape(where.mesh.shape)
-    own = DeviceMesh(device_type, numbers, mesh_dim_names=where.mesh.axis_names)
-    return own, dist.new_group(list(where.numbers))
+def _where_on(devices: DeviceSet, device_type: str) -> Where:
+    """This rank's place on the mesh of some ranks; every rank calls this."""
+    numbers = torch.tensor(devices.numbers).reshape(devices.mesh.shape)
+    own = DeviceMesh(device_type, numbers, mesh_dim_names=devices.mesh.axis_names)
+    return Where.on(devices.mesh, own, dist.new_group(list(devices.numbers)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,66 +305,38 @@ class _Maker:
 
     name: str
     plan: ProgramsSolution
-    held: Mapping[str, Tensor]  # home's parameters and buffers
-    main: nn.Module
-    everywhere: DeviceSet
-    where: DeviceSet
-    device_mesh: DeviceMesh
-    group: dist.ProcessGroup | None
-    sent: Sent
-    from_first_rank: bool
-    timeout: float
-    parallel_module: Callable[..., nn.Module]
+    main: ParallelModule
+    where: Where  # on the program's mesh
+    mover: Mover  # of the program's copies
+    module_of: Callable[..., ParallelModule]
 
-    def family(self, model: nn.Module, pad: Mapping[str, float]) -> RunningProgram:
+    def family(self, model: nn.Module, pad: Mapping[str, float], from_first_rank: bool) -> RunningProgram:
+        held = state_of_module(self.main)
         copied = {row["parameter"]: row for row in self.plan.copied(self.name)}
         modules, own = {}, dict[str, Tensor]()
-        if dist.get_rank() in self.where.numbers:
+
+        def placed(name: str, tensor: Tensor, layout: Layout) -> Tensor:
+            if name in held and name not in copied and held[name].shape == tensor.shape:
+                return held[name]
+            if name not in own:
+                own[name] = self._new(tensor, layout) if name in copied else self.where.distributed(
+                    tensor, layout, from_first_rank=from_first_rank
+                )  # fmt: skip
+            return own[name]
+
+        if self.where.coordinate:
             for shape in self.plan.shapes_of(self.name):
-                is_home = shape == self.plan.home
-                modules[shape] = self.main if is_home else self._module(model, self.plan[shape], copied, own)
-        copies = Copies(
-            {name: self.held[name] for name in copied}, {name: own[name] for name in copied if name in own}, self._moves(copied)
-        )  # fmt: skip
+                modules[shape] = self.main if shape == self.plan.home else self.module_of(model, self.plan[shape], self.where, placed)
+        moves = {name: self.mover.of(held[name], parse(row["from"]), parse(row["to"])) for name, row in copied.items()}
+        copies = Copies({name: held[name] for name in copied}, {name: own[name] for name in copied if name in own}, moves)
         state = {name: x for name, x in own.items() if name not in copied}
         family = RunningProgram(self.name, modules, copies, state, self.name in self.plan.keeps_state, self.plan, pad)
         if self.plan.families[self.plan.home] != self.name and not family.keeps_state:
             family.end()
         return family
 
-    def _module(self, model: nn.Module, solution: Solution, copied: Mapping[str, Any], own: dict[str, Tensor]) -> nn.Module:
-        def placed(name: str, tensor: Tensor, layout: Layout) -> Tensor:
-            if name in copied or name not in self.held or self.held[name].shape != tensor.shape:
-                if name not in own:
-                    own[name] = self._new(tensor, layout, name in copied)
-                return own[name]
-            return self.held[name]
-
-        return self.parallel_module(model, solution, self.device_mesh, placed, self.timeout, self.group)
-
-    def _new(self, tensor: Tensor, layout: Layout, is_copy: bool) -> Tensor:
-        """A copy that is not made yet, or a buffer of the program's own."""
-        if not is_copy:
-            return distributed(tensor, layout, self.where.mesh, self.device_mesh, from_first_rank=self.from_first_rank)
-        here = tuple(self.device_mesh.get_coordinate() or ())
-        shard = torch.empty(rank_shape(tuple(tensor.shape), layout, self.where.mesh, here), dtype=tensor.dtype, device=self.device)
-        copy = as_dtensor(shard, spec_of(tensor.shape, tensor.dtype, layout, self.device_mesh))
+    def _new(self, tensor: Tensor, layout: Layout) -> Tensor:
+        """A copy that is not made yet."""
+        shape = self.where.local_shape(tuple(tensor.shape), layout)
+        copy = self.where.dtensor(torch.empty(shape, dtype=tensor.dtype, device=self.where.device), tensor.shape, layout)
         return nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device(self.device_mesh.device_type)
-
-    def _moves(self, copied: Mapping[str, Any]) -> dict[str, Moved]:
-        if not copied:
-            return {}
-        transfers = Transfers(self.plan.mesh, self.everywhere, self.where)
-        inside = dist.get_rank() in self.where.numbers
-        mover = Mover(
-            self.everywhere, self.where, transfers, Groups.of(self.device_mesh) if inside else None, self.sent, self.device
-        )  # fmt: skip
-        moves = {}
-        for name, row in copied.items():
-            original = self.held[name]
-            moves[name] = mover.of(tuple(original.shape), original.element_size(), parse(row["from"]), parse(row["to"]))
-        return moves

@@ -1,8 +1,8 @@
 """A model that runs as a pipeline: each rank's copy holds the parameters of its stages, under the model's own names.
 
-    loss = model.step(tokens, targets)    the whole batch, forward and backward of all its microbatches; p.grad is set
-    model.clip_grad_norm_(1.0)            by the norm over all stages
-    optimizer.step()                      of this rank's stages
+loss = model.step(tokens, targets)    the whole batch, forward and backward of all its microbatches; p.grad is set
+model.clip_grad_norm_(1.0)            by the norm over all stages
+optimizer.step()                      of this rank's stages
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.lower.agreement import rank_lost
-from autoshard.lower.call_inputs import BoundInputs, CallInputs
-from autoshard.lower.distribute import as_dtensor
-from autoshard.lower.sharding import shard_of_rank
-from autoshard.lower.stage_run import PipelineRank, StageRun, StepInputs, gradients_of
-from autoshard.lower.stages import LoweredStages
-from autoshard.lower.traced_call import local
-from autoshard.lower.transfers import exchange
-from autoshard.mesh import Mesh
+from autoshard.lower import state_of_module
+from autoshard.runtime.agreement import rank_lost
+from autoshard.runtime.call_inputs import BoundInputs, CallInputs
+from autoshard.runtime.distribute import Where, as_dtensor, local
+from autoshard.runtime.stage_run import PipelineRank, StageRun, StepInputs, gradients_of
+from autoshard.runtime.stages import LoweredStages
+from autoshard.runtime.transfers import exchange
 from autoshard.solution import PipelineToRun
 
 
@@ -39,7 +37,8 @@ class PipelineRunner:
     inputs: CallInputs
     planned: BoundInputs  # the inputs of a step, on meta
     place: PipelineRank
-    meshes: dict[str, tuple[Mesh, tuple[int, ...]]]  # of this rank's parameters and buffers: the mesh, and its coordinate there
+    held_on: dict[str, Where]  # this rank's parameters and buffers, and the meshes that hold them
+    elsewhere: set[str]  # the parameters and buffers that other ranks hold
 
     @property
     def group(self) -> int:
@@ -102,17 +101,11 @@ class PipelineRunner:
         """This rank's parameters that an earlier device group holds, too."""
         return {copy.name for copy in self.stages.copies if self.group in copy.groups[1:]}
 
-    def placed(self, name: str, value: Tensor, held: Tensor) -> Tensor:
-        """A global tensor in the layout of a parameter or buffer; DTensors stay as they are."""
-        if isinstance(value, DTensor) or not isinstance(held, DTensor) or value.shape != held.shape:
-            return value
-        mesh, where = self.meshes[name]
-        shard = shard_of_rank(value.to(held.dtype), tuple(held.placements), mesh, where)
-        return as_dtensor(shard.to(self.place.device).contiguous(), held._spec)
-
 
 class PipelineModule(nn.Module):
     """The methods that replace the model's own in a pipeline."""
+
+    _runner: PipelineRunner
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise ValueError("a pipeline can't be called: model.step(*inputs) runs forward and backward of a batch, model.evaluate the forward")
@@ -124,7 +117,7 @@ class PipelineModule(nn.Module):
         microbatches' losses; weights: of each of them instead. Every rank calls this. ValueError where the inputs are not of the planned
         shapes, RankLost where a rank dies.
         """
-        runner: PipelineRunner = self.__dict__["_runner"]
+        runner = self._runner
         if not runner.plan.training:
             raise ValueError("the pipeline was planned for inference: it has no backward pass; plan it for training, or call evaluate()")
         loss = runner.run(args, kwargs, weights, training=True)
@@ -138,12 +131,12 @@ class PipelineModule(nn.Module):
 
     def evaluate(self, *args: Any, weights: Sequence[float] | None = None, **kwargs: Any) -> Tensor:
         """The loss of a batch, as `step` without gradients and without dropout. Every rank calls this."""
-        return self.__dict__["_runner"].run(args, kwargs, weights, training=False)
+        return self._runner.run(args, kwargs, weights, training=False)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients of all stages so that their norm together is at most max_norm; the former norm. Every rank calls this."""
-        runner: PipelineRunner = self.__dict__["_runner"]
+        runner = self._runner
         own = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
         copied = _copied_names(self)
         counted = [grad for name, grad in own.items() if name not in copied]
@@ -161,14 +154,11 @@ class PipelineModule(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As the model's own, of this rank's names; also of the whole model's global tensors, the same on every rank."""
-        runner: PipelineRunner = self.__dict__["_runner"]
-        held = {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers(remove_duplicate=False))}
-        own = {name: runner.placed(name, x, held[name]) if name in held else x for name, x in state_dict.items() if self._knows(name, held)}
+        runner, held = self._runner, state_of_module(self)
+        own = {name: x for name, x in state_dict.items() if name in held or name not in runner.elsewhere}  # others are to be reported
+        for name in own.keys() & held.keys():
+            own[name] = runner.held_on[name].placed(own[name].to(held[name].dtype), held[name])
         return super().load_state_dict(own, strict=strict, assign=assign)
-
-    def _knows(self, name: str, held: Mapping[str, Tensor]) -> bool:
-        """Whether a key is this rank's, or none of the model's at all, so that it is reported."""
-        return name in held or name not in self.__dict__["_elsewhere"]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ValueError("a pipeline can't be pickled, as it holds its mesh; save its values with autoshard.save_checkpoint")
@@ -213,5 +203,5 @@ def of_this_rank(module: PipelineModule, state: Mapping[str, Any]) -> dict[str, 
 def _copied_names(module: PipelineModule) -> set[str]:
     """All names of this rank's parameters that an earlier device group holds and saves."""
     named = list(module.named_parameters(remove_duplicate=False))
-    copied = {id(p) for name, p in named if name in module.__dict__["_runner"].copied()}
+    copied = {id(p) for name, p in named if name in module._runner.copied()}
     return {name for name, p in named if id(p) in copied}
