@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from autoshard.cost.devices import known_devices
+from autoshard.mesh import known_devices
 from autoshard.recipes import RECOMPUTE, Recipes
 from autoshard.recipes.columns import PRECISIONS, TABLE, WORDS
 

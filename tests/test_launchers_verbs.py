@@ -11,11 +11,11 @@ import autoshard
 from autoshard.api import degrees
 from autoshard.api.launching import mesh_of, scheme_of
 from autoshard.cli import main, words
-from autoshard.cost.devices import known_devices
 from autoshard.launchers import LAUNCHERS, Launch, ModelSizes, sizes_of_module
 from autoshard.launchers.configurations import ENDINGS
 from autoshard.launchers.prices import Site
 from autoshard.launchers.torchtitan import FLAVORS
+from autoshard.mesh import known_devices
 from autoshard.planning.regret import regret
 from autoshard.recipes.columns import PRECISIONS
 from autoshard.report.launchers import _launches

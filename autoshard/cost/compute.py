@@ -23,13 +23,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from autoshard.cost.chunked_loss import loss_kernels
-from autoshard.cost.experts import Kernel, expert_kernels
+from autoshard.cost.kernels import attention_rate, half_rate_at, p_norm
+from autoshard.cost.several_kernels import Described, Kernel, Shape, expert_kernels, loss_kernels
 from autoshard.graph import ITEMSIZE
 from autoshard.mesh import Device, Kernels
-
-Shape = tuple[int, ...]
-Described = tuple[Shape, str]  # shape and dtype, as graph.Tensor spells it
 
 # Assumption, not measured: the share of a data sheet's dense peak that large matmuls and attention reach. 0.6 to 0.8 is
 # commonly reported for A100 and H100. `calibrate measure` finds the real figure.
@@ -69,19 +66,19 @@ def op_seconds(
     shapes = [shape for shape, _ in inputs]
     busy, host = max(flops / _rate(_kind(name), shapes, itemsize, peak, device.kernels), traffic), device.kernels.host
     longest = max(busy, host)
-    return longest * ((busy / longest) ** HOST_NORM + (host / longest) ** HOST_NORM) ** (1 / HOST_NORM) if longest else 0.0
+    return p_norm(busy, host, longest, HOST_NORM) if longest else 0.0
 
 
 def _rate(kind: str, inputs: list[Shape], itemsize: int, peak: float, kernels: Kernels) -> float:
     """FLOP/s that an op with inputs of these shapes reaches."""
     if kind in ATTENTION and itemsize == 2:
         queries, keys = (inputs[1], inputs[2]) if kind == "attention_backward" else (inputs[0], inputs[1])
-        return peak * kernels.attention * (queries[-1] / 128) ** kernels.narrow / (1 + kernels.short / max(keys[-2], 1))
+        return attention_rate(peak, queries[-1], kernels) / half_rate_at(kernels.short, max(keys[-2], 1))
     if kind not in MATMULS:
         return peak * EFFICIENCY
     large = {1: kernels.flops8, 2: peak * kernels.matmul}.get(itemsize, peak * EFFICIENCY)
     a, b = MATMULS[kind](inputs)
-    return large / (1 + kernels.small / max(min(a[-2] if len(a) > 1 else a[-1], a[-1], b[-1]), 1))
+    return large / half_rate_at(kernels.small, max(min(a[-2] if len(a) > 1 else a[-1], a[-1], b[-1]), 1))
 
 
 def op_flops(target: str, inputs: Sequence[Described], outputs: Sequence[Described | None]) -> int:
