@@ -10,6 +10,9 @@ receive when its unit is next, and gloo and NCCL send to a posted receive only. 
     nccl   what a pair of devices sends to and fro runs one after the other: one stream per pair (ProcessGroupNCCL, getKeySendRecv)
     gloo   the word that a receive is posted follows the data that its device is sending to the same one: on a link of 20 Mbit/s, 16
            transfers of 26 ms there and back took 0.42 s and not 0.29 (benchmarks/cluster/pipeline.py)
+
+The order in which transfers take a link, or a pair of devices, depends on when they are ready and received. So this is no list of tasks for
+`simulate.run_tasks`, in which every stream has its order beforehand.
 """
 
 from __future__ import annotations
