@@ -23,7 +23,6 @@ from scipy.optimize import least_squares
 
 from autoshard.cost.devices import (
     DEVICE_CONSTANTS,
-    FOLDER,
     MEMORY_CONSTANTS,
     STACK_CONSTANTS,
     DeviceConstants,
@@ -34,6 +33,7 @@ from autoshard.cost.devices import (
 from autoshard.launch.blocks_of_stages import Stages, stages
 from autoshard.launch.peak_memory import peak_bytes
 from autoshard.launch.step_time import RunConstants, step_seconds
+from autoshard.mesh import DEVICE_FILES
 
 ROBUST = 0.15  # relative errors beyond count less and less
 # How far constants are from their published figures, as a standard deviation: of the logarithm, or for ADDED of the figure.
@@ -213,12 +213,12 @@ def write(fit: Fit, table: Table, memory: Mapping[str, np.ndarray], errors: Mapp
     """The fitted figures into the device files, each with the number of rows behind it."""
     timed = ~table.crashed & ~table.apart
     for i, name in enumerate(fit.devices):
-        path = FOLDER / f"{name}.json"
+        path = DEVICE_FILES / f"{name}.json"
         data = json.loads(path.read_text())
         rows = int((timed & (table.runs.device == name)).sum())
         _set(data["constants"], DEVICE_CONSTANTS, fit.device[i])
         path.write_text(json.dumps({**data, "fitted_rows": rows}, indent=1) + "\n")
-    path = FOLDER / "stacks.json"
+    path = DEVICE_FILES / "stacks.json"
     stacks = json.loads(path.read_text())
     for name in stacks:
         stacks[name]["errors"] = {"levels": LEVELS, "quantiles": errors.get(name, errors["other"])}
@@ -231,7 +231,7 @@ def write(fit: Fit, table: Table, memory: Mapping[str, np.ndarray], errors: Mapp
 
 
 def write_memory(memory: Mapping[str, np.ndarray]) -> None:
-    path = FOLDER / "stacks.json"
+    path = DEVICE_FILES / "stacks.json"
     stacks = json.loads(path.read_text())
     for name in memory.keys() & stacks:
         for constant, change in zip(MEMORY_CONSTANTS, memory[name]):

@@ -32,9 +32,9 @@ from published_runs import percent, rows_of
 
 from autoshard.baselines import baseline
 from autoshard.capture import capture_deep
-from autoshard.cost.devices import FOLDER, DeviceConstants, known_devices
+from autoshard.cost.devices import DeviceConstants
 from autoshard.formulate import with_pins
-from autoshard.mesh import DEVICES, LAUNCHES, Device, Mesh
+from autoshard.mesh import DEVICE_FILES, DEVICES, LAUNCHES, Device, Mesh, known_devices
 from autoshard.planning.baselining import masks_of
 from autoshard.planning.context import Context, instance_of
 from autoshard.planning.options import Options, Stopwatch, checked_options
@@ -227,7 +227,7 @@ def main() -> None:
     }
     if arguments.write:
         for name, steps in record["steps"].items():
-            path = FOLDER / f"{name}.json"
+            path = DEVICE_FILES / f"{name}.json"
             path.write_text(json.dumps({**json.loads(path.read_text()), "steps": steps}, indent=1) + "\n")
     if arguments.json:
         print(json.dumps(record))

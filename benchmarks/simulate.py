@@ -13,8 +13,8 @@ tests/data/distir.
                   to seconds, peak and critical path; capturing and planning are not counted
 """
 
+# ruff: noqa: E402  (its own folder has to leave sys.path first)
 import argparse
-import csv
 import json
 import sys
 import time
@@ -23,9 +23,10 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import spearmanr
 
-from autoshard.calibrate.mlp_runs import Runs, held_out
+sys.path.insert(0, str(Path(__file__).parent.parent))  # where benchmarks/ and models/ lie
 from autoshard.simulate.degrees import Parallel
 from autoshard.simulate.distir import DISTIR_83D7FC3, DISTIR_3386EDC, MLP, step_seconds
+from benchmarks import mlp_runs
 
 DEVICES = (2, 4, 8, 16, 32)
 FIGURE_3 = {"figure3_3386edc": DISTIR_3386EDC, "figure3_83d7fc3_units_fixed": DISTIR_83D7FC3}
@@ -67,17 +68,12 @@ def figure_4(rows: list[dict]) -> dict:
 
 
 def real_runs(path: Path) -> dict:
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
-    devices, layers, batch, width, ms = (
-        np.array([float(row[key]) for row in rows]) for key in ("world_size", "# layers", "batch size", "hidden dim", "real")
-    )
-    runs, seconds = Runs(devices, layers, batch, width), ms / 1e3
-    predicted = [held_out(runs, seconds, seed=seed) for seed in (None, *range(10))]
+    runs, seconds = mlp_runs.read(path)
+    predicted = [mlp_runs.held_out(runs, seconds, seed=seed) for seed in (None, *range(10))]
     errors = [float(np.mean(np.abs(p / seconds - 1))) for p in predicted]
     ranks = [float(spearmanr(p, seconds).statistic) for p in predicted]
     return {
-        "runs": len(rows),
+        "runs": len(runs),
         "mape": errors[0],
         "mape_shuffled_mean": float(np.mean(errors[1:])),
         "mape_worst": max(errors),
@@ -87,7 +83,6 @@ def real_runs(path: Path) -> dict:
 
 
 def deep(layers: int) -> dict:
-    sys.path[0] = str(Path(__file__).parent.parent)  # the folder of models/
     from autoshard.capture import capture_deep
     from autoshard.mesh import Mesh
     from autoshard.planning.context import Context

@@ -15,10 +15,10 @@ from rich.console import Console
 from autoshard.cli import main
 from autoshard.mesh import DEVICES_PER_NODE, Axis, Device, Mesh
 from autoshard.pipeline.choices import place
-from autoshard.pipeline.interop import SubMesh
 from autoshard.pipeline.microbatches import microbatch
 from autoshard.pipeline.pipeline_record import Pipeline
 from autoshard.pipeline.pipelines import pipeline
+from autoshard.pipeline.stage_division import SubMesh
 from autoshard.pipeline.submeshes import Cluster, Kind
 from autoshard.planning.mesh_shapes import mesh_shapes
 from autoshard.planning.options import Infeasible

@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 
 from autoshard.cost.devices import (
     DEVICE_CONSTANTS,
-    FOLDER,
     MEMORY_CONSTANTS,
     STACK_CONSTANTS,
     device_constants,
-    known_devices,
     known_stacks,
 )
 from autoshard.cost.kernels import Ring, overlapped
@@ -27,6 +25,7 @@ from autoshard.launch import peak_memory
 from autoshard.launch.blocks_of_stages import stages
 from autoshard.launch.runs import TrainingRuns
 from autoshard.launch.step_time import EFFECTS, step_seconds
+from autoshard.mesh import DEVICE_FILES, known_devices
 from benchmarks.published import chance_to_fit, constants_of, fits, interval, predicted_seconds, runs_of, tokens_per_second
 
 HERE = Path(__file__).parent
@@ -104,10 +103,10 @@ def test_runs_that_cannot_be_expressed_are_counted_with_the_reason(tmp_path):
 def test_every_device_and_stack_has_its_constants_with_a_source_and_few_of_them():
     assert len(DEVICE_CONSTANTS) <= 15 and len(STACK_CONSTANTS) <= 6 and len(MEMORY_CONSTANTS) <= 6
     for name in known_devices():
-        constants = json.loads((FOLDER / f"{name}.json").read_text())["constants"]
+        constants = json.loads((DEVICE_FILES / f"{name}.json").read_text())["constants"]
         assert set(constants) == set(DEVICE_CONSTANTS)
         assert all(one["source"] and one["published"] >= 0 for one in constants.values())
-    stacks = json.loads((FOLDER / "stacks.json").read_text())
+    stacks = json.loads((DEVICE_FILES / "stacks.json").read_text())
     assert set(stacks) == set(known_stacks()) and "other" in stacks
     for stack in stacks.values():
         assert set(stack["constants"]) == set(STACK_CONSTANTS) and set(stack["memory"]) == set(MEMORY_CONSTANTS)

@@ -1,18 +1,27 @@
-"""The kernels of experts (the operator of capture/experts.py) on one device, as kernels that have formulas of their own.
+"""The operators whose local program on a device is several kernels, one after the other, as kernels that have formulas of their own.
 
-rows r, hidden F, after the activation N, experts e of a rank; x [t, H]
+Experts (the operator of capture/experts.py): rows r, hidden F, after the activation N, experts e of a rank; x [t, H]
 
     forward     take x      grouped matmul -> [r, F]     activation      grouped matmul -> [r, H]     put back, weigh, add up
     backward    take x, g   grouped matmul -> [r, F]     activation      and of g, transposed -> [r, N]
                 weigh       gradient of the activation   grouped matmuls -> [r, H], and of both parameters    put back, add up
+
+A cross entropy in chunks of tokens (`graph.chunked_loss`): z has all tokens here, a chunk has as many as plans give it, `graph.ROWS`
+
+    forward     x w -> z     z in float32     logsumexp: its maximum, then the sum of exponentials
+    backward    x w -> z     z in float32     e^(z - L)     less the targets     times the factor of a token     in the dtype of x
+                p w' -> x'   p' x -> w'       w' of a chunk added to the sum, with more than one chunk
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+from autoshard.graph import ROWS
+
 Shape = tuple[int, ...]
-Described = tuple[Shape, str]
+Described = tuple[Shape, str]  # shape and dtype, as graph.Tensor spells it
 Kernel = tuple[str, tuple[Described, ...], tuple[Described, ...]]  # name, inputs, outputs
 
 
@@ -52,4 +61,25 @@ def expert_kernels(inputs: Sequence[Described], *, backward: bool) -> list[Kerne
         ("_grouped_mm", (rows(F), ((up[0], F, H), dtype), ends), (rows(H),)),
         put,
         elementwise([rows(H)], (t, dtype)),
+    ]
+
+
+def loss_kernels(inputs: Sequence[Described], *, backward: bool) -> list[Kernel]:
+    """inputs: those of the operator on a device, x [t, h] and weight [h, v] among them."""
+    x, weight = inputs[1:3] if backward else inputs[:2]
+    ((tokens, width), dtype), ((_, classes), _) = x, weight
+    narrow, wide = ((tokens, classes), dtype), ((tokens, classes), "float32")
+    logits: list[Kernel] = [("mm", (x, weight), (narrow,)), ("elementwise", (narrow,), (wide,))]
+    if not backward:
+        return [*logits, ("elementwise", (wide,), (((tokens,), "float32"),)), ("elementwise", (wide,), (wide,))]
+    chunks = math.ceil(tokens / ROWS)
+    of_weight, added = ((classes, width), dtype), ((chunks, classes, width), "float32")
+    summed: list[Kernel] = [("elementwise", (((chunks, classes, width), dtype), added), (added,))] if chunks > 1 else []
+    return [
+        *logits,
+        *[("elementwise", (wide,), (wide,))] * 3,
+        ("elementwise", (wide,), (narrow,)),
+        ("mm", (narrow, ((classes, width), dtype)), (x,)),
+        ("mm", (((classes, tokens), dtype), x), (of_weight,)),
+        *summed,
     ]

@@ -94,20 +94,15 @@ class Tiling:
         return tuple(reached)
 
     @cached_property
-    def moves(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Sub-mesh, state before and state after of every possible allocation, ordered by (sub-mesh, state before)."""
-        number = {state: i for i, state in enumerate(self.states)}
-        pairs = [(u, state) for u in range(len(self.submeshes)) for state in self.states]
-        rows = [(u, number[state], number[left]) for u, state in pairs for left in self._without(state, u)]
-        taken, before, after = (np.array(column, dtype=np.int64) for column in zip(*rows)) if rows else (np.zeros(0, np.int64),) * 3
-        return taken, before, after
-
-    @cached_property
-    def moves_of(self) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]:
+    def moves(self) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]:
         """By sub-mesh: the states in which it can be allocated, where each of them begins in the last array, the states after."""
-        taken, before, after = self.moves
-        of = [(before[taken == u], after[taken == u]) for u in range(len(self.submeshes))]
-        return tuple((*np.unique(states, return_index=True), left) for states, left in of)
+        number = {state: i for i, state in enumerate(self.states)}
+        of = []
+        for u in range(len(self.submeshes)):
+            pairs = [(number[state], number[left]) for state in self.states for left in self._without(state, u)]
+            before, after = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+            of.append((*np.unique(before, return_index=True), after))
+        return tuple(of)
 
     @cached_property
     def _counts(self) -> tuple[bool, ...]:
@@ -232,7 +227,7 @@ def _least_sum(t: np.ndarray, x: np.ndarray, tiling: Tiling, bound: float) -> tu
     """F(bound) and its stages; (inf, ()) where there are none. Index s - 1 is the number of stages to the end, at most Q."""
     t, x = np.where(t <= bound, t, math.inf), np.where(x <= bound, x, math.inf)
     U, L, _, Q = t.shape
-    R, moves = len(tiling.states), tiling.moves_of
+    R, moves = len(tiling.states), tiling.moves
     ends = np.where(np.isfinite(t[:, :, :L]), np.arange(L)[:, None], 0).max(axis=2)  # (u, k, s): the last layer j < L with a stage k ... j
     H = np.full((Q, L, U, R), math.inf)
     F = np.full((Q, U, L + 1, R), math.inf)
@@ -262,14 +257,13 @@ def _behind(F: np.ndarray, s: int, u: int, first: int, last: int, after: np.ndar
 def _stages(t: np.ndarray, x: np.ndarray, H: np.ndarray, F: np.ndarray, tiling: Tiling, first: np.ndarray) -> tuple[Stage, ...]:
     """The stages of the least sum, read back from the tables; the first of equals, by (stages, sub-mesh, boundary, state)."""
     Q, L = H.shape[:2]
-    taken, before, after = tiling.moves
     stages: list[Stage] = []
     s, u = (int(i) for i in np.unravel_index(int(first.argmin()), first.shape))
     k, state = 0, 0
     while True:
-        ways = after[(taken == u) & (before == state)]
-        goal = H[s, k, u, state]
-        if s == 0 and t[u, k, L, 0] <= goal:
+        states, starts, after = tiling.moves[u]
+        ways = np.split(after, starts[1:])[int(np.searchsorted(states, state))]
+        if s == 0 and t[u, k, L, 0] <= H[s, k, u, state]:
             return (*stages, Stage(k, L, u))
         costs = t[u, k, k + 1 : L, s, None] + _behind(F, s, u, k + 1, L - 1, ways)
         j, way = (int(i) for i in np.unravel_index(int(costs.argmin()), costs.shape))

@@ -9,12 +9,14 @@ errors, none below zero. A world size without a fitted run gets the mean of the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import csv
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from autoshard.calibrate.rates import fit_rates, folds_of
+from autoshard.calibrate import fit_rates
 from autoshard.cost import bus_factor
 
 
@@ -32,6 +34,14 @@ class Runs:
 
     def __len__(self) -> int:
         return len(self.devices)
+
+
+def read(path: Path) -> tuple[Runs, np.ndarray]:
+    """The runs of a CSV file as DistIR published it, and their measured seconds."""
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    columns = [np.array([float(row[key]) for row in rows]) for key in ("world_size", "# layers", "batch size", "hidden dim", "real")]
+    return Runs(*columns[:4]), columns[4] / 1e3
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,13 @@ def held_out(runs: Runs, seconds: np.ndarray, *, folds: int = 3, seed: int | Non
     for out, rest in folds_of(len(runs), folds, seed):
         predicted[out] = calibrate(runs[rest], seconds[rest]).seconds(runs[out])
     return predicted
+
+
+def folds_of(num: int, folds: int, seed: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(the indices of a fold, all others) for each fold of `num` runs, in order or shuffled by a seed."""
+    order = np.arange(num) if seed is None else np.random.default_rng(seed).permutation(num)
+    for fold in range(folds):
+        yield order[fold::folds], np.setdiff1d(order, order[fold::folds])
 
 
 def _work(runs: Runs) -> dict[str, np.ndarray]:

@@ -26,7 +26,7 @@ def to_run(pipeline: Pipeline, graph: Graph, names: Iterable[str], example_input
     layers = layers_of(graph, pipeline.assumptions.get("layers_asked"))
     if layers.count != (planned := pipeline.stages[-1].last):
         raise ValueError(f"the pipeline is of another model: it has {planned} layers, this model {layers.count}; plan this model")
-    stages = tuple(_stage(stage_program(layers, s.first, s.last), s) for s in pipeline.stages)
+    stages = tuple(_stage(stage_program(layers, s.first, s.last, recompute=s.recompute), s) for s in pipeline.stages)
     order = _order(pipeline.timed)
     batch, leaves = batch_of(example_inputs), pytree.tree_leaves(example_inputs)
     pairs = zip(names, leaves, strict=True)
@@ -36,7 +36,6 @@ def to_run(pipeline: Pipeline, graph: Graph, names: Iterable[str], example_input
 
 
 def _stage(program: StageProgram, stage: PipelineStage) -> StageToRun:
-    program = program.recomputed() if stage.recompute else program
     if stage.prices is None or not stage.layouts:
         raise ValueError("this pipeline has no layouts to run; plan it with this version and save it with Pipeline.save, or `--out`")
     missing = [op.name for op in program.graph.ops if op.name not in stage.layouts]
