@@ -69,7 +69,7 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
     "simulate": ("Simulator and pipelines", "What a step will take, and how to divide a model into stages.", {
         "autoshard": "Cluster pipeline",
         "autoshard.api": "simulate simulate_grid Parallel Simulation",
-        "autoshard.pipeline.pipelines": "PipelineOptions",
+        "autoshard.options": "PipelineOptions",
         "autoshard.pipeline.submeshes": "Kind",
         "autoshard.pipeline.pipeline_record": "Pipeline PipelineStage",
         "autoshard.simulate.timeline": "Timeline",

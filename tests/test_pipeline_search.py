@@ -219,7 +219,7 @@ def test_the_halves_of_a_backward_pass_fill_the_bubble():
 
 def test_only_as_many_stages_as_are_asked_for():
     assert {row["pipeline"] for row in by_links(300e9).configurations} == {4}
-    with pytest.raises(ValueError, match="microbatches or stages has 0"):
+    with pytest.raises(ValueError, match="stages is 0; expected a whole number of 1 or more"):
         pipeline(*model(), Cluster.of(4), stages=0)
 
 

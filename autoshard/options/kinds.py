@@ -93,6 +93,35 @@ def number(least: float = 0.0, *, above: bool = False, finite: bool = True, unit
     return ValueKind(check, typed=float, schema={"type": "number", "exclusiveMinimum" if above else "minimum": least})
 
 
+def _check_counts(name: str, value: Any) -> None:
+    several = value if isinstance(value, (list, tuple)) else ()
+    if not several or any(not isinstance(one, int) or isinstance(one, bool) or one < 1 for one in several):
+        raise ValueError(f"{name} is {value!r}; expected whole numbers of 1 or more, for example (4, 8)")
+
+
+def _read_counts(name: str, typed: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in typed.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"{name} is {typed!r}; expected whole numbers of 1 or more, for example 4 or 1,2,4")
+    return tuple(map(int, parts))
+
+
+COUNTS = ValueKind(_check_counts, _read_counts)
+
+
+def some_of(known: Sequence[str]) -> ValueKind:
+    """Several of these words; on a command line with commas between them."""
+    one = one_of(known)
+
+    def check(name: str, value: Any) -> None:
+        if not isinstance(value, (list, tuple)) or not value:
+            raise ValueError(f"{name} is {value!r}; expected some of {', '.join(known)}")
+        for word in value:
+            one.check(name, word)
+
+    return ValueKind(check, lambda name, typed: tuple(word.strip() for word in typed.split(",")))
+
+
 # -- bytes ---------------------------------------------------------------------------------------------------------------------------
 
 
@@ -121,6 +150,14 @@ def _read_bytes(name: str, typed: str) -> float:
 
 
 SIZE = ValueKind(_check_bytes, _read_bytes, str, {"type": "number", "minimum": 0})
+
+
+def _check_sizes(name: str, value: Any) -> None:
+    for one in value if isinstance(value, (list, tuple)) else [value]:
+        _check_bytes(name, one)
+
+
+SIZES = ValueKind(_check_sizes, lambda name, typed: tuple(_read_bytes(name, one) for one in typed), list[str])
 
 
 # -- layouts -------------------------------------------------------------------------------------------------------------------------

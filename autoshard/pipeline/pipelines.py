@@ -15,21 +15,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from autoshard.capture import Depth, capture_deep, in_turn, same_but_for_sizes
-from autoshard.cost import OPTIMIZERS
 from autoshard.cycles import no_search_for_cycles
 from autoshard.graph import Graph
+from autoshard.options import PipelineOptions
 from autoshard.pipeline.choices import described, planned_before, speed_ups
 from autoshard.pipeline.configurations import Configuration, fastest_first, in_flight
 from autoshard.pipeline.layers import layers_of
 from autoshard.pipeline.microbatches import batch_of, microbatch
 from autoshard.pipeline.pipeline_record import Pipeline
-from autoshard.pipeline.schedules import SCHEDULES
 from autoshard.pipeline.search import choices_of
 from autoshard.pipeline.stage_division import least_bottleneck
 from autoshard.pipeline.stage_planner import PRICES, StagePlanner
@@ -37,42 +36,6 @@ from autoshard.pipeline.stage_plans import JobRunner
 from autoshard.pipeline.stage_tables import StageTable
 from autoshard.pipeline.submeshes import Cluster
 from autoshard.planning import Infeasible, Progress, Stopwatch, bytes_text, checked_options
-
-RECOMPUTE = ("auto", "never", "always")
-
-
-@dataclass(frozen=True)
-class PipelineOptions:
-    """The options of the search for a pipeline, beside the model and the cluster."""
-
-    training: bool = True
-    optimizer: str = "adamw"
-    memory_limit: float | None = None  # bytes per device; None: the device's own memory
-    microbatches: Sequence[int] | None = None  # numbers to try; None: the powers of two that divide the batch, 32 at most
-    schedules: Sequence[str] = ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1")
-    layers: int | None = None  # the number of layers that the model is clustered into
-    stages: int | None = None  # device groups of the pipeline; None: as many as is best
-    recompute: str = "auto"  # whether stages may recompute their activations: auto, never, always
-    unit_seconds: float = 0.0  # that the runtime takes for each forward and each backward of a microbatch, beside kernels
-    budgets: Sequence[float] = ()  # bytes per device: further limits to report on
-    grid: bool = True  # also consider data x tensor x pipeline with fixed layouts
-    witness: bool = False
-
-    def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"unknown optimizer {self.optimizer!r}; known are {', '.join(OPTIMIZERS)}")
-        if self.recompute not in RECOMPUTE:
-            raise ValueError(f"recompute is {self.recompute!r}; expected {', '.join(RECOMPUTE)}")
-        if not self.schedules or any(name not in SCHEDULES for name in self.schedules):
-            raise ValueError(f"schedules is {list(self.schedules)!r}; expected some of {', '.join(SCHEDULES)}")
-        for limit in (self.memory_limit, *self.budgets):
-            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0):
-                raise ValueError(f"a memory limit is {limit!r}; expected a positive number of bytes per device")
-        if not isinstance(self.microbatches, (list, tuple, type(None))):
-            raise ValueError(f"microbatches is {self.microbatches!r}; expected the numbers to try, for example (4, 8)")
-        for count in (*(self.microbatches or ()), *(() if self.stages is None else (self.stages,))):
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise ValueError(f"microbatches or stages has {count!r}; expected whole numbers of 1 or more")
 
 
 @in_turn
