@@ -13,15 +13,12 @@ import numpy as np
 
 from ..problem import Problem, Usage
 from .answer import TOLERANCE
-from .incumbent import Incumbent
+from .incumbent import Incumbent, Solver
 
 
 @dataclass(frozen=True)
-class CVX:
+class CVX(Solver):
     """cvxpy with HiGHS; for problems of some hundred nodes."""
-
-    time_limit: float | None = None  # seconds
-    gap: float | None = None  # relative
 
     def run(self, problem: Problem, incumbent: Incumbent) -> None:
         import cvxpy as cp  # ugly delayed import because it takes seconds and no other solver needs it

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..problem import Problem
 from .answer import TOLERANCE
-from .incumbent import Incumbent
+from .incumbent import Incumbent, Solver
 from .reduce import reduce
 
 
@@ -28,11 +28,9 @@ class Factor:
 
 
 @dataclass(frozen=True)
-class DP:
+class DP(Solver):
     """Variable elimination after the reductions, with tables of at most `cells` cells."""
 
-    time_limit: float | None = None  # seconds
-    gap: float | None = None  # relative
     cells: int = 4 * 10**6
 
     def run(self, problem: Problem, incumbent: Incumbent) -> None:

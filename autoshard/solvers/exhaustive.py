@@ -7,17 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..problem import Problem
-from .incumbent import Incumbent
+from .incumbent import Incumbent, Solver
 
 MOST_ANSWERS = 10**7  # an array of 80 MB
 
 
 @dataclass(frozen=True)
-class Exhaustive:
+class Exhaustive(Solver):
     """Try everything; only for problems of up to 1e7 answers."""
-
-    time_limit: float | None = None  # seconds
-    gap: float | None = None
 
     def run(self, problem: Problem, incumbent: Incumbent) -> None:
         shape = tuple(len(c) for c in problem.node_costs)

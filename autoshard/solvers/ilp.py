@@ -15,7 +15,7 @@ import numpy as np
 
 from ..problem import Problem
 from .answer import TOLERANCE
-from .incumbent import Incumbent
+from .incumbent import Incumbent, Solver
 from .linear_program import LinearProgram
 from .linprog import SparseRows
 
@@ -29,11 +29,8 @@ GRACE = 1.0  # seconds: HiGHS looks at its clock and at a cancellation only from
 
 
 @dataclass(frozen=True)
-class ILP:
+class ILP(Solver):
     """HiGHS on the marginal form, nothing reduced before."""
-
-    time_limit: float | None = None  # seconds
-    gap: float | None = None  # relative
 
     def run(self, problem: Problem, incumbent: Incumbent) -> None:
         program = LinearProgram(problem)

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from .dual_ascent import Dual, converge, resume
 from .elimination import DP
 from .exhaustive import Exhaustive
 from .ilp import ILP
-from .incumbent import Fixed, Incumbent, Record
+from .incumbent import Fixed, Incumbent, Record, Solver
 from .infeasibility import explain_infeasible, hopeless
 from .price_search import PriceSearch
 from .settle import FIRST_SWEEPS, continue_from, polish
@@ -33,18 +32,6 @@ EXPLAIN_SECONDS = 1.0  # which at least have to be left to look for the smallest
 PREFERENCE_SHARES = (1e-6, 1e-9)  # of the cost, for all preferences together
 PREFERENCE_WORK, LEAST_WORK = 0.1, 8e9  # of the search's; cells, which take two seconds
 PREFERENCE_TOLERANCE = 1e-12  # the first share over the nodes of a large problem
-
-
-class Solver(Protocol):
-    """A method that improves an incumbent until it is proven or its time is up."""
-
-    @property
-    def time_limit(self) -> float | None: ...
-
-    @property
-    def gap(self) -> float | None: ...
-
-    def run(self, problem: Problem, incumbent: Incumbent) -> None: ...
 
 
 SOLVERS: dict[str, type[Solver]] = {
