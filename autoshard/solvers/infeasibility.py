@@ -17,7 +17,8 @@ from ..problem import Edge, Problem, anchored, evaluate, held
 from .answer import Infeasibility
 from .binding_times import load, maximal_rows
 from .incumbent import Incumbent, Record
-from .settle import MOST_PAIR_BYTES, reduce_and_settle, settle, shrink
+from .restrict import shrink
+from .settle import has_many_pair_bytes, reduce_and_settle, settle
 
 TOP_NODES = 10
 MOST_SECONDS = 10.0  # for the smallest limit, after it is proven that no answer fits; the contest's G takes 0.3
@@ -109,7 +110,7 @@ def level(
     low, high, best = _floor(free), math.inf, None
     rows = maximal_rows(free, np.array([u.bytes.max() > 0 for u in free.usages], dtype=bool))
     prices = np.full(len(rows.times), 1.0 / max(len(rows.times), 1))
-    large = len(prices) > 0 and sum(u.bytes.size for u in free.usages if u.edge is not None) > MOST_PAIR_BYTES
+    large = len(prices) > 0 and has_many_pair_bytes(free)
     everywhere = everywhere_in_total = 0.0  # a further price per byte, at whatever time; all of it together is below SLIGHT of the floor
     if large:  # few times have a price of their own, so that equal layers still share their tables
         fewest = np.array([u.bytes.min() for u in free.usages])

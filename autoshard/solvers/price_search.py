@@ -66,12 +66,9 @@ def search_prices(problem: Problem, incumbent: Incumbent, messages: np.ndarray |
         ends = around(lagrangian, limit)
         if ends is None or incumbent.done:
             return
-        p, q = ends
-        price = (p.cost - q.cost) / (q.memory - p.memory)
-        before = p.cost + price * p.memory
-        lagrangian.minimise(price)
+        improved = lagrangian.chord(*ends, lagrangian.gap)
         report(lagrangian, incumbent, limit)
-        if min(f.cost + price * f.memory for f in lagrangian.answers.values()) >= before - lagrangian.gap * abs(before):
+        if not improved:
             if lagrangian.gap <= fine:
                 break
             lagrangian.gap = fine

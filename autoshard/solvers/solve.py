@@ -25,7 +25,7 @@ from .ilp import ILP
 from .incumbent import Fixed, Incumbent, Record, Solver
 from .infeasibility import explain_infeasible, hopeless
 from .price_search import PriceSearch
-from .settle import FIRST_SWEEPS, continue_from, polish
+from .settle import Settling, continue_from, polish
 
 TIME_LIMIT = 10000.0  # seconds
 EXPLAIN_SECONDS = 1.0  # which at least have to be left to look for the smallest limit that works
@@ -173,7 +173,7 @@ def _prefer(record: Record, preference: Sequence[np.ndarray]) -> None:
         return
     assert record.choice is not None
     work = max(PREFERENCE_WORK * record.work, LEAST_WORK)
-    if FIRST_SWEEPS * record.size.get("cells", 0) > work:  # nothing would come of it
+    if Settling.FIRST_SWEEPS * record.size.get("cells", 0) > work:  # nothing would come of it
         return
     for share in PREFERENCE_SHARES:
         scale = share * abs(record.cost) / spread
