@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -94,11 +94,12 @@ def preferred_layouts(formulation: Formulation) -> tuple[np.ndarray, ...]:
     graph, hubs, results = formulation.graph, formulation.hubs, formulation.results
     layouts = [formulation.hub_layouts[value] for value in hubs]
     layouts += [formulation.result_layouts[k] for k, node in results.items() if node >= len(graph.ops) + len(hubs)]
+    nodes: list[Sequence[Any]] = [*formulation.candidates.of, *layouts]
     weights: dict[int, np.ndarray] = {}
-    for of in (*formulation.candidates.of, *layouts):
+    for of in nodes:
         if id(of) not in weights:
             weights[id(of)] = _preferences([one.outputs[0] if isinstance(one, Candidate) else one for one in of])
-    return tuple(weights[id(of)] for of in (*formulation.candidates.of, *layouts))
+    return tuple(weights[id(of)] for of in nodes)
 
 
 def _preferences(layouts: Sequence[Layout | None]) -> np.ndarray:

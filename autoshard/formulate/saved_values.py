@@ -35,9 +35,9 @@ import numpy as np
 
 from autoshard.cost import host_bandwidth, host_seconds
 from autoshard.formulate.records import Formulation, Layouts, TensorEdge, preferred_layouts
+from autoshard.formulate.tables import bytes_of, differing
 from autoshard.graph import SELECTED, Alternatives, Chosen, Graph, Offload, Tensor, repeated_blocks
 from autoshard.layout import local_numel
-from autoshard.mesh import Mesh
 from autoshard.problem import Edge, Problem, Usage
 
 KEPT_MODE, RECOMPUTED_MODE, OFFLOADED_MODE = "kept", "recomputed", "offloaded"
@@ -61,9 +61,9 @@ class Choices:
         """The inverse of `label`."""
         return self.layouts * len(self.modes) if label is None else self.modes.index(label[0]) * self.layouts + label[1]
 
-    def spread(self, of_mode: Callable[[str], np.ndarray], axis: int, absent: float | np.ndarray = 0.0) -> np.ndarray:
+    def spread(self, of_mode: Mapping[str, np.ndarray], axis: int, absent: float | np.ndarray = 0.0) -> np.ndarray:
         """An array over the choices from one over the layouts per mode; `absent`: what it holds where the node is absent."""
-        blocks = [of_mode(mode) for mode in self.modes]
+        blocks = [of_mode[mode] for mode in self.modes]
         if self.optional:
             blocks.append(np.broadcast_to(absent, [1 if d == axis else n for d, n in enumerate(blocks[0].shape)]))
         return np.concatenate(blocks, axis=axis)
@@ -96,7 +96,7 @@ class SavedValues(Formulation):
     def preference(self) -> tuple[np.ndarray, ...]:
         """As of a Formulation; a kept value is preferred to a recomputed one, and that to an offloaded one."""
         return tuple(
-            choices.spread(lambda mode, c=choices, w=weights: w + 3.0 * c.modes.index(mode), 0)
+            choices.spread({mode: weights + 3.0 * k for k, mode in enumerate(choices.modes)}, 0)
             for choices, weights in zip(self.choices, preferred_layouts(self), strict=True)
         )
 
@@ -120,13 +120,13 @@ class _Extending:
         self.kept_alive: list[object] = []
         copies = {i for i, op in enumerate(self.graph.ops) if op.name in alternatives.copies}
         self.copies = copies | {node for (i, _), node in formulation.hubs.items() if i in copies}
-        modes = self._modes()
+        self.modes = self._modes()
         self.choices = tuple(
-            Choices(len(costs), modes.get(v, ("",)), v in modes or v in self.copies) for v, costs in enumerate(self.problem.node_costs)
+            Choices(len(costs), self.modes.get(v, ("",)), v in self.modes or v in self.copies)
+            for v, costs in enumerate(self.problem.node_costs)
         )
-        self.selected = list(modes)
         # of each edge into an op of kind SELECTED: whether it comes from the forward or from the copy, and the op
-        self.role = {k: ("copy" if e.a in self.copies else "forward", e.b) for k, e in enumerate(self.problem.edges) if e.b in modes}
+        self.role = {k: ("copy" if e.a in self.copies else "forward", e.b) for k, e in enumerate(self.problem.edges) if e.b in self.modes}
 
     def extended(self) -> SavedValues:
         before = self._places_of_reloads()
@@ -165,7 +165,7 @@ class _Extending:
         layers = 1 + max((place.instance for place in repeated_blocks(self.original).places if place is not None), default=0)
         farthest = len(usable) // layers  # usable ops
         before = {}
-        for i in (i for i in self.selected if OFFLOADED_MODE in self.choices[i].modes):
+        for i in (i for i, modes in self.modes.items() if OFFLOADED_MODE in modes):
             seconds = LEAD * host_seconds(self.graph.tensor((i, 0)).bytes / self.mesh.num_devices, self.mesh.device)
             early = int(np.searchsorted(until, until[i] - seconds, side="right")) - 1
             reader = bisect_left(usable, i)
@@ -182,7 +182,9 @@ class _Extending:
 
     def _node(self, v: int, costs: np.ndarray) -> np.ndarray:
         choices = self.choices[v]
-        return self._known(("node", id(costs), choices), lambda: choices.spread(lambda _: costs, 0)) if choices.optional else costs
+        if not choices.optional:
+            return costs
+        return self._known(("node", id(costs), choices), lambda: choices.spread(dict.fromkeys(choices.modes, costs), 0))
 
     def _edge(self, k: int, e: Edge) -> np.ndarray:
         sources, targets = self.choices[e.a], self.choices[e.b]
@@ -195,13 +197,14 @@ class _Extending:
             key += (hub, id(link.tensor), id(link.source_layouts), id(link.target_layouts))
 
         def table() -> np.ndarray:
-            columns = targets.spread(self._seconds(e, what, hub, link).__getitem__, 1)
+            columns = targets.spread(self._seconds(e, what, hub, link), 1)
             absent = np.full((1, columns.shape[1]), math.inf)  # of the producer: forbidden where it is read
             if what == "copy":
-                absent[0] = targets.spread(lambda mode: np.full(targets.layouts, math.inf if mode == RECOMPUTED_MODE else 0.0), 0)
+                needed = {mode: math.inf if mode == RECOMPUTED_MODE else 0.0 for mode in targets.modes}
+                absent[0] = targets.spread({mode: np.full(targets.layouts, cost) for mode, cost in needed.items()}, 0)
             elif e.b in self.copies:
                 absent[0, -1] = 0.0
-            return sources.spread(lambda _: columns, 0, absent)
+            return sources.spread(dict.fromkeys(sources.modes, columns), 0, absent)
 
         return self._known(key, table, link, e.table)
 
@@ -210,7 +213,7 @@ class _Extending:
         zeros = np.zeros_like(e.table)
         if what != "forward":
             return {"": e.table, KEPT_MODE: zeros, RECOMPUTED_MODE: e.table, OFFLOADED_MODE: zeros}
-        differ = np.array([[s != t for t in link.target_layouts] for s in link.source_layouts])
+        differ = differing(link.source_layouts, link.target_layouts)
         seconds = {KEPT_MODE: np.where(differ, np.inf, e.table) if hub else e.table, RECOMPUTED_MODE: zeros}
         if OFFLOADED_MODE in self.choices[e.b].modes:
             seconds[OFFLOADED_MODE] = e.table + self._transfers(link.tensor, link.source_layouts)[:, None]
@@ -219,7 +222,7 @@ class _Extending:
     def _transfers(self, tensor: Tensor, layouts: Layouts) -> np.ndarray:
         """Seconds of both transfers that count, per layout, in all microbatches."""
         device = self.mesh.device
-        sizes = _bytes_of(tensor, layouts, self.mesh)
+        sizes = bytes_of(tensor, layouts, self.mesh)
         e = self.exposed or 0.0
         one_way = np.array([e * host_seconds(n, device) + n / device.memory_bandwidth + device.launch for n in sizes])
         return self.f.microbatches * 2 * one_way
@@ -235,8 +238,8 @@ class _Extending:
         def held() -> np.ndarray:
             held = u.bytes
             for axis, choices in enumerate(ends):
-                blocks = held, np.zeros_like(held)
-                held = choices.spread(lambda mode, blocks=blocks: blocks[mode in without.get(what, ())], axis)  # type: ignore[misc]
+                of_mode = {mode: np.zeros_like(held) if mode in without.get(what, ()) else held for mode in choices.modes}
+                held = choices.spread(of_mode, axis)
             return held
 
         return self._known(("usage", id(u.bytes), what, waits, *ends), held, u.bytes)
@@ -246,16 +249,12 @@ class _Extending:
         link, e, choices = self.f.tensor_edges[k], self.problem.edges[k], self.choices[i]
 
         def held() -> np.ndarray:
-            sizes = _bytes_of(link.tensor, link.source_layouts, self.mesh)[:, None]
-            return choices.spread(lambda mode: np.tile(sizes if mode == OFFLOADED_MODE else 0.0 * sizes, choices.layouts), 1)
+            sizes = bytes_of(link.tensor, link.source_layouts, self.mesh)[:, None]
+            nothing = np.zeros((len(sizes), choices.layouts))
+            return choices.spread({mode: nothing + sizes if mode == OFFLOADED_MODE else nothing for mode in choices.modes}, 1)
 
         key = ("reloaded", id(link.tensor), id(link.source_layouts), choices)
         return Usage((e.a, e.b), start, i, self._known(key, held, link), k)
-
-
-def _bytes_of(tensor: Tensor, layouts: Layouts, mesh: Mesh) -> np.ndarray:
-    """Local bytes per layout."""
-    return np.array([float(local_numel(tensor.shape, layout, mesh) * tensor.itemsize) for layout in layouts])
 
 
 def hidden_seconds(formulation: Formulation) -> float:
