@@ -86,7 +86,7 @@ def test_auto_closes_the_gap_of_dual_ascent_without_branch_and_bound(monkeypatch
         for problem, cost in zip(problems, expected, strict=True):
             answer = solve(problem)
             assert answer.status == "optimal" and answer.cost == pytest.approx(cost, rel=1e-9)
-    monkeypatch.setattr(settle, "THOROUGH", 0)
+    monkeypatch.setattr(settle.Settling, "THOROUGH", 0)
     with pytest.raises(AssertionError, match="HiGHS was asked"):  # nothing else would have closed it
         for problem in problems:
             solve(problem)
@@ -172,8 +172,8 @@ def test_a_problem_that_is_far_too_wide_is_not_ordered_for_each_node_of_its_wide
 
     monkeypatch.setattr(narrow_module, "elimination", counted)
     problem = frustrated(0, 36)
-    assert not narrow(*stopped_ascent(problem, 5), Work(settle.THOROUGH))
+    assert not narrow(*stopped_ascent(problem, 5), Work(settle.Settling.THOROUGH))
     assert len(orders) < 10
     monkeypatch.setattr(narrow_module, "ORDERED", 0)  # as it was
     with pytest.raises(TooOften):
-        narrow(*stopped_ascent(problem, 5), Work(settle.THOROUGH))
+        narrow(*stopped_ascent(problem, 5), Work(settle.Settling.THOROUGH))

@@ -19,16 +19,9 @@ from autoshard.strategies import Candidates
 
 
 def launched(
-    graph: Graph,
-    mesh: Mesh,
-    candidates: Candidates,
-    axis: int,
-    uses: Uses,
-    roots: Sequence[int],
-    lone: Sequence[tuple[Use, int]],
-    *,
-    fully_shard: bool,
-) -> Baseline:
+    graph: Graph, mesh: Mesh, candidates: Candidates, axis: int, uses: Uses, roots: Sequence[int], lone: Sequence[tuple[Use, int]],
+    *, fully_shard: bool,
+) -> Baseline:  # fmt: skip
     """roots: classes of the sharded groups. lone: weights without a group, as (use, the parameter's sharded dim)."""
     setting = Setting(graph, mesh, candidates, uses.slots)
     sharding, words = setting.shard_batch([k for k in setting.axes if k != axis])
@@ -44,11 +37,7 @@ def launched(
     pins = setting.pins(wanted, {})
     if not fully_shard:
         return Baseline("modules", pins, words)
-    fixed = {}
-    for i in graph.parameters.values():
-        pinned = pins[graph.ops[i].name].outputs
-        assert pinned is not None and pinned[0] is not None
-        fixed[i] = fully_sharded(candidates, i, axis, pinned[0])
+    fixed = fully_sharded(setting, pins, axis)
     views = frozenset(i for i in setting.views if graph.ops[i].kind == "compute")
     return Baseline("modules", setting.pins(wanted, fixed, views), f"{words}; parameters sharded over the other axes")
 

@@ -35,7 +35,7 @@ from autoshard.baselines.pins import FIRST, SECOND, Pin
 from autoshard.baselines.setting import AxisSharding, AxisShardings, Baseline, Setting, Wanted, num_shards, once
 from autoshard.graph import ACCUMULATED, KEPT, Graph, Op
 from autoshard.layout import Layout, replicated
-from autoshard.strategies import Candidates, is_experts
+from autoshard.strategies import is_experts
 
 ZERO = ("zero1", "zero2", "zero3", "hsdp")
 SHARDED_MEGATRON = "megatron_fsdp"  # megatron_sp with parameters that are sharded over the other axes too, as torchtitan does
@@ -102,21 +102,16 @@ def sharded_megatron(s: Setting) -> Baseline | None:
     if (wanted := tensor_parallel(s).by_sequence) is None:
         return None
     same = megatron_sp(s)
-    pinned = {i: same.pins[s.graph.ops[i].name].outputs for i in s.graph.parameters.values()}
-    fixed = {i: fully_sharded(s.candidates, i, s.axes[-1], of[0]) for i, of in pinned.items() if of and of[0] is not None}
-    words = f"{same.matched}; parameters sharded over the other axes"
-    return Baseline(SHARDED_MEGATRON, s.pins(wanted, s.with_casts(fixed), s.views), words)
+    fixed = s.with_casts(fully_sharded(s, same.pins, s.axes[-1]))
+    return Baseline(SHARDED_MEGATRON, s.pins(wanted, fixed, s.views), f"{same.matched}; parameters sharded over the other axes")
 
 
-def megatron_experts(s: Setting) -> Baseline:
-    tensor = tensor_parallel(s)
-    return Baseline(MEGATRON_EXPERTS, s.pins(s.wanted(_with_experts(s.graph, tensor.sharding, s.axes[-1:])), {}), tensor.words)
-
-
-def megatron_expert_parallel(s: Setting) -> Baseline:
-    tensor = tensor_parallel(s)
-    over_all = s.data_parallel[0] if s.mesh.shape[-1] == 1 else tensor.sharding  # whose tensor axis is the last one, of one device perhaps
-    return Baseline(MEGATRON_EXPERT_PARALLEL, s.pins(s.wanted(_with_experts(s.graph, over_all, s.axes)), {}), tensor.words)
+def megatron_experts(s: Setting, name: str) -> Baseline:
+    """The experts over the last axis too, or over all axes."""
+    tensor, axes = tensor_parallel(s), s.axes if name == MEGATRON_EXPERT_PARALLEL else s.axes[-1:]
+    # over all axes where the last one has one device: tensor parallelism is over the mesh's last axis then, and shards nothing
+    sharding = s.data_parallel[0] if name == MEGATRON_EXPERT_PARALLEL and s.mesh.shape[-1] == 1 else tensor.sharding
+    return Baseline(name, s.pins(s.wanted(_with_experts(s.graph, sharding, axes)), {}), tensor.words)
 
 
 def _with_experts(graph: Graph, sharding: AxisShardings, axes: Sequence[int]) -> AxisShardings:
@@ -130,16 +125,19 @@ def _with_experts(graph: Graph, sharding: AxisShardings, axes: Sequence[int]) ->
     return {axis: of(axis, one) for axis, one in sharding.items()}
 
 
-def fully_sharded(candidates: Candidates, index: int, axis: int, layout: Layout) -> Layout:
-    """The layout under fully_shard: unchanged on `axis`, and sharded on dim 0 over the other axes where that divides."""
-    options = [c.outputs[0] for c in candidates.of[index] if c.outputs[0] is not None and c.outputs[0][axis] == layout[axis]]
+def fully_sharded(s: Setting, pins: Mapping[str, Pin], axis: int) -> dict[int, Layout]:
+    """The layouts of parameters under fully_shard: as pinned on `axis`, and sharded on dim 0 over the other axes where that divides."""
 
-    def order(option: Layout) -> tuple:
-        first = [p.is_shard() and p.dim == 0 for k, p in enumerate(option) if k != axis]  # type: ignore[attr-defined]
-        odd = [p.is_shard() and p.dim != 0 for k, p in enumerate(option) if k != axis]  # type: ignore[attr-defined]
+    def order(layout: Layout) -> tuple:
+        first = [p.is_shard(0) for k, p in enumerate(layout) if k != axis]
+        odd = [p.is_shard() and not p.is_shard(0) for k, p in enumerate(layout) if k != axis]
         return (-sum(odd), sum(first))
 
-    return max(options, key=order)
+    def best(i: int) -> Layout:
+        pinned, layouts = _pinned_layout(pins[s.graph.ops[i].name]), [c.outputs[0] for c in s.candidates.of[i]]
+        return max((layout for layout in layouts if layout is not None and layout[axis] == pinned[axis]), key=order)
+
+    return {i: best(i) for i in s.graph.parameters.values()}
 
 
 def zero_stage(s: Setting, name: str) -> Baseline | None:

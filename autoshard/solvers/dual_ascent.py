@@ -206,13 +206,6 @@ def ascend(messages: Messages, incumbent: Incumbent, sweeps: int, progress: floa
         incumbent.offer(best_choice)
 
 
-def converge(problem: Problem, incumbent: Incumbent, sweeps: int = CONVERGED) -> np.ndarray:
-    """Sweep over the problem without reductions. Returns the messages in the order of the edges, into the first end and the second."""
-    messages = Messages(problem)
-    ascend(messages, incumbent, sweeps)
-    return messages.message
-
-
 def look(problem: Problem, incumbent: Incumbent, message: np.ndarray) -> Messages:
     """Continue from given messages, for example those of a similar problem, for few sweeps; any messages give a valid bound."""
     messages = Messages(without_limit(problem))  # the bound holds under any limit
@@ -223,12 +216,4 @@ def look(problem: Problem, incumbent: Incumbent, message: np.ndarray) -> Message
         incumbent.raise_bound(messages.sweep(forward=k % 2 == 0)[0])
         if incumbent.done:
             break
-    return messages
-
-
-def resume(problem: Problem, incumbent: Incumbent, message: np.ndarray) -> Messages:
-    """Continue from given messages until they give no better bound."""
-    messages = look(problem, incumbent, message)
-    if not incumbent.done:
-        ascend(messages, incumbent, RESUMED)
     return messages

@@ -120,6 +120,8 @@ def _shares(table: np.ndarray, ends: tuple[int, ...], part: np.ndarray, x: np.nd
 
 
 def _parts(problem: Problem, differ: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    import networkx  # here: it takes a sixth of a second to load
+
     joined = {k for k, e in enumerate(problem.edges) if differ[e.a] and differ[e.b] and _coupled(e.table, e.a, e.b, x, y)}
     for u in problem.usages:
         if u.edge is not None and u.edge not in joined:
@@ -127,16 +129,10 @@ def _parts(problem: Problem, differ: np.ndarray, x: np.ndarray, y: np.ndarray) -
             if differ[a] and differ[b] and _coupled(u.bytes, a, b, x, y):
                 joined.add(u.edge)
     first = np.arange(len(differ))  # of each node's part
-    for nodes in connected([(problem.edges[e].a, problem.edges[e].b) for e in sorted(joined)]):
-        first[nodes] = min(nodes)
+    graph = networkx.Graph([(problem.edges[e].a, problem.edges[e].b) for e in sorted(joined)])
+    for nodes in networkx.connected_components(graph):
+        first[list(nodes)] = min(nodes)
     return np.where(differ, np.searchsorted(np.unique(first[differ]), first), -1)
-
-
-def connected(edges: list[tuple[int, int]]) -> list[list[int]]:
-    """The nodes of each connected component of a graph."""
-    import networkx  # here: it takes a sixth of a second to load
-
-    return [list(nodes) for nodes in networkx.connected_components(networkx.Graph(edges))]
 
 
 def _coupled(table: np.ndarray, a: int, b: int, x: np.ndarray, y: np.ndarray) -> bool:

@@ -14,7 +14,7 @@ import highspy
 import numpy as np
 
 from ..problem import Problem
-from .answer import TOLERANCE
+from .answer import TOLERANCE, lowered
 from .incumbent import Incumbent, Solver
 from .linear_program import LinearProgram
 from .linprog import SparseRows, model_of, quiet_highs
@@ -79,7 +79,7 @@ def branch(program: LinearProgram, incumbent: Incumbent, memory: list[int], most
         info = model.highs.getInfo()
         if math.isfinite(info.mip_dual_bound):
             bound = info.mip_dual_bound / model.scale + program.constant
-            incumbent.raise_bound_below(bound - ROUNDING * abs(bound))
+            incumbent.raise_bound_below(lowered(bound, ROUNDING))
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             return
         choice = program.round(np.array(model.highs.getSolution().col_value))

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..problem import Problem, evaluate, held
-from .answer import TOLERANCE
+from .answer import lowered
 from .binding_times import binding_rows, load
 from .dual_ascent import look
 from .incumbent import Incumbent, Record
@@ -164,11 +164,6 @@ class Lagrangian:
 def scale(problem: Problem, fastest: KnownAnswer) -> float:
     """Seconds that memory is compared with: those of the fastest answer, or if that costs 0, the largest cost difference within a node."""
     return abs(fastest.cost) or max((float(np.ptp(c[np.isfinite(c)])) for c in problem.node_costs), default=0.0) or 1.0
-
-
-def lowered(bound: float) -> float:
-    """A solver's bound, lowered by the TOLERANCE to which solvers prove."""
-    return bound - TOLERANCE * abs(bound) if math.isfinite(bound) else bound
 
 
 def best_shares(costs: np.ndarray, loads: np.ndarray) -> np.ndarray:

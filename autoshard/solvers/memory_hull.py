@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..problem import Problem, anchored, without_limit
-from .answer import TOLERANCE, Status, relative_gap
+from .answer import TOLERANCE, Status, lowered, relative_gap
 from .exchange_parts import between
-from .lagrangian import KnownAnswer, Lagrangian, Line, corners, lowered, scale, slope, undominated
+from .lagrangian import KnownAnswer, Lagrangian, Line, corners, scale, slope, undominated
 from .solve import TIME_LIMIT, solve
 
 PROVEN_GAP = 1e-3  # relative: the default gap up to which a point counts as proven
@@ -70,16 +70,10 @@ def _bound(lines: Sequence[Line], limits: Sequence[tuple[float, float]], limit: 
 
 
 def hull(
-    problem: Problem,
-    *,
-    points: int = 12,
-    gap: float = PROVEN_GAP,
-    starts: Sequence[Sequence[int]] = (),
-    messages: np.ndarray | None = None,
-    time_limit: float = TIME_LIMIT,
-    progress: Callable[[int, int], None] | None = None,
+    problem: Problem, *, points: int = 12, gap: float = PROVEN_GAP, starts: Sequence[Sequence[int]] = (),
+    messages: np.ndarray | None = None, time_limit: float = TIME_LIMIT, progress: Callable[[int, int], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> Hull:
+) -> Hull:  # fmt: skip
     """At least `points` answers of least cost for their memory, proven within `gap` (relative), as far as there are so many.
 
     The problem's own limit is ignored. `starts`: known answers. `messages`: those of dual ascent on the problem without a limit

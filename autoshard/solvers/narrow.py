@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .answer import lowered
 from .dual_ascent import Messages, ascend
-from .elimination import Elimination, eliminate, elimination, lowered
+from .elimination import ROUNDING, Elimination, eliminate, elimination
 from .incumbent import Incumbent
 from .restrict import cells_of, restrict
 
@@ -57,7 +58,7 @@ def _eliminate(incumbent: Incumbent, way: Elimination, work: Work) -> bool:
         return False
     choice, bound = solved
     incumbent.offer(choice)
-    incumbent.raise_bound_below(lowered(bound))
+    incumbent.raise_bound_below(lowered(bound, ROUNDING))
     return True
 
 

@@ -1,8 +1,8 @@
 """Solves a problem: exact reductions (`shrink`), then the steps of the table STEPS, from top to bottom, until it is settled or time is up.
 
     close           nothing is left but the base: everything was eliminated
-    prove_all       few cells, and memory: HiGHS at once
-    stop            too many bytes of pairs for dual ascent: what the price search (price_search.py) reached stays
+    prove           few cells, and memory: HiGHS at once
+    (nothing)       too many bytes of pairs for dual ascent: what the price search (price_search.py) reached stays
     ascend, decompose   dual ascent proves most planning problems; equal layers are solved once (decomposition.py)
     narrow          without memory few choices are within the gap of the bound: elimination over those is exact (narrow.py)
     price           prices for the bytes of the times that bind, by cutting planes (cutting_planes.py)
@@ -60,18 +60,21 @@ def reduce_and_settle(problem: Problem, incumbent: Incumbent) -> None:
 def settle(incumbent: Incumbent, *, thorough: bool = True) -> None:
     """Settle a reduced problem by STEPS; thorough: by those that may take long as well."""
     settling = Settling(incumbent, thorough)
-    for applies, step in STEPS:
-        if applies(settling) and step(settling):
-            return
+    for applies, step, is_last in STEPS:
+        if applies(settling):
+            step(settling)
+            if is_last:
+                return
 
 
 @dataclass
 class Settling:
-    """A problem on its way through STEPS. A step returns whether it is the last one."""
+    """A problem on its way through STEPS."""
 
     incumbent: Incumbent
     thorough: bool
     ascent: PriceAscent | None = None
+    over: bool = False  # settled by elimination, or time is up
 
     @property
     def problem(self) -> Problem:
@@ -92,17 +95,9 @@ class Settling:
     def affordable_cells(self) -> int:
         return cells_of(self.messages.affordable(self.incumbent), self.problem)
 
-    def close(self) -> bool:
+    def close(self) -> None:
         self.incumbent.offer([0] * len(self.problem.node_costs))
         self.incumbent.close()
-        return True
-
-    def stop(self) -> bool:
-        return True
-
-    def prove_all(self) -> bool:
-        prove(self.incumbent)
-        return True
 
     FIRST_SWEEPS = 80  # before a problem is divided into parts, which need no more to be settled
     SWEEPS = 600  # dual ascent proves in 10 to 300 sweeps whatever it can prove without branching
@@ -110,15 +105,14 @@ class Settling:
     def ascend_for_parts(self) -> None:
         ascend(self.messages, self.incumbent, self.SWEEPS if self.thorough else self.FIRST_SWEEPS, SLOW)
 
-    def ascend(self) -> None:
-        ascend(self.messages, self.incumbent, self.SWEEPS)
-
     def decompose(self) -> None:
         assert self.incumbent.homes is not None
         decompose(self.problem, self.incumbent.homes, self.incumbent, self.messages.message, settle_part)
 
-    def narrow(self) -> bool:
-        return narrow(self.messages, self.incumbent, Work(THOROUGH if self.thorough else QUICK))
+    THOROUGH, QUICK = 6 * 10**8, 10**8  # cells worth of work (Work), before branch and bound takes over or a gap is accepted
+
+    def narrow(self) -> None:
+        self.over = narrow(self.messages, self.incumbent, Work(self.THOROUGH if self.thorough else self.QUICK))
 
     PRICE_ROUNDS = 80  # four binding times took 15
 
@@ -129,29 +123,51 @@ class Settling:
             self.ascent.raise_until_fits()
         self.ascent.settle(self.ascent.prices)
 
+    SHARES = (0.01, 0.03, 0.1)  # of the gap: choices within it are tried before all affordable ones
+    FIRST_SLICES, MOST_DOUBLINGS = 16, 3  # of annealing: a run of about 8 seconds, then 16, 32, 64
+    TRIED_BEFORE_PROOF = 1  # runs of annealing
+    FUTILE = 10  # neighbourhoods without a better answer before the proof is tried
+
     def explore(self) -> None:
-        explore(self.messages, self.ascent, self.incumbent)
+        """Look for answers, until so few choices are affordable that the proof can be tried, or time is up."""
+        problem, messages, ascent, incumbent = self.problem, self.messages, self.ascent, self.incumbent
+        if ascent is not None and incumbent.choice is not None and all(u.edge is None for u in problem.usages):
+            from .annealing import Annealing  # here: its moves are compiled by numba, which takes a third of a second to load
 
-    def prove(self) -> None:
-        prove(restrict(self.problem, self.incumbent, self.messages.affordable(self.incumbent)))
+            annealing = Annealing(ascent, incumbent)
+            for k in itertools.count():
+                annealing.run(self.FIRST_SLICES << min(k, self.MOST_DOUBLINGS))
+                size = self.affordable_cells()
+                if incumbent.done or size <= SMALL:
+                    return
+                if size <= LARGE and k == self.TRIED_BEFORE_PROOF:
+                    solve_part(incumbent, messages.affordable(incumbent), incumbent.time_left() / 4, complete=True)
+        for share in self.SHARES:
+            near = messages.near(incumbent, share)
+            if incumbent.done or cells_of(near, problem) > LARGE:
+                break
+            solve_part(incumbent, near, incumbent.time_left() / 4)
+        size = self.affordable_cells()
+        if size > SMALL:
+            improve(messages, incumbent, partial(solve_part, incumbent), math.inf if size > LARGE else self.FUTILE)
 
 
-STEPS: Sequence[tuple[Callable[[Settling], bool], Callable[[Settling], bool | None]]] = (
-    (lambda s: not s.problem.edges and not s.problem.usages, Settling.close),
-    (lambda s: bool(s.problem.usages) and s.problem.cells <= SMALL, Settling.prove_all),
-    (lambda s: has_many_pair_bytes(s.problem), Settling.stop),
-    (lambda s: s.in_layers, Settling.ascend_for_parts),
-    (lambda s: s.in_layers and s.open, Settling.decompose),
-    (lambda s: s.open or not s.in_layers, Settling.ascend),
-    (lambda s: s.in_layers and s.open, Settling.decompose),
-    (lambda s: not s.problem.usages, Settling.narrow),
-    (lambda s: not s.thorough, Settling.stop),
-    (lambda s: s.open and len(s.messages.prices) > 0, Settling.price),
-    (lambda s: s.affordable_cells() > SMALL, Settling.explore),
-    (lambda s: s.open, Settling.prove),
+Step = Callable[[Settling], object]
+STEPS: Sequence[tuple[Callable[[Settling], bool], Step, bool]] = (  # (applies, step, whether it is the last one)
+    (lambda s: not s.problem.edges and not s.problem.usages, Settling.close, True),
+    (lambda s: bool(s.problem.usages) and s.problem.cells <= SMALL, lambda s: prove(s.incumbent), True),
+    (lambda s: has_many_pair_bytes(s.problem), lambda s: None, True),
+    (lambda s: s.in_layers, Settling.ascend_for_parts, False),
+    (lambda s: s.in_layers and s.open, Settling.decompose, False),
+    (lambda s: s.open or not s.in_layers, lambda s: ascend(s.messages, s.incumbent, s.SWEEPS), False),
+    (lambda s: s.in_layers and s.open, Settling.decompose, False),
+    (lambda s: not s.problem.usages, Settling.narrow, False),
+    (lambda s: s.over or not s.thorough, lambda s: None, True),
+    (lambda s: s.open and len(s.messages.prices) > 0, Settling.price, False),
+    (lambda s: s.affordable_cells() > SMALL, Settling.explore, False),
+    (lambda s: s.open, lambda s: prove(restrict(s.problem, s.incumbent, s.messages.affordable(s.incumbent))), True),
 )
 MOST_PAIR_BYTES = 15 * 10**6  # numbers in the tables of bytes of edges; dual ascent takes some 80 bytes for each
-THOROUGH, QUICK = 6 * 10**8, 10**8  # cells worth of work (Work), before branch and bound takes over or a gap is accepted
 
 
 def has_many_pair_bytes(problem: Problem) -> bool:
@@ -161,41 +177,11 @@ def has_many_pair_bytes(problem: Problem) -> bool:
 def settle_part(incumbent: Incumbent, messages: Messages | None) -> None:
     """Settle a part of a problem (decomposition.py) as far as that is quick. messages: those of dual ascent on it, if there are some."""
     if messages is not None:
-        narrow(messages, incumbent, Work(QUICK), shares=())
+        narrow(messages, incumbent, Work(Settling.QUICK), shares=())
     else:
         inner = restrict(incumbent.problem, incumbent, [np.isfinite(c) for c in incumbent.problem.node_costs])
         if inner is not None:
             settle(inner, thorough=False)
-
-
-SHARES = (0.01, 0.03, 0.1)  # of the gap: choices within it are tried before all affordable ones
-FIRST_SLICES, MOST_DOUBLINGS = 16, 3  # of annealing: a run of about 8 seconds, then 16, 32, 64
-TRIED_BEFORE_PROOF = 1  # runs of annealing
-FUTILE = 10  # neighbourhoods without a better answer before the proof is tried
-
-
-def explore(messages: Messages, ascent: PriceAscent | None, incumbent: Incumbent) -> None:
-    """Look for answers, until so few choices are affordable that the proof can be tried, or time is up."""
-    problem = incumbent.problem
-    if ascent is not None and incumbent.choice is not None and all(u.edge is None for u in problem.usages):
-        from .annealing import Annealing  # here: its moves are compiled by numba, which takes a third of a second to load
-
-        annealing = Annealing(ascent, incumbent)
-        for k in itertools.count():
-            annealing.run(FIRST_SLICES << min(k, MOST_DOUBLINGS))
-            size = cells_of(messages.affordable(incumbent), problem)
-            if incumbent.done or size <= SMALL:
-                return
-            if size <= LARGE and k == TRIED_BEFORE_PROOF:
-                solve_part(incumbent, messages.affordable(incumbent), incumbent.time_left() / 4, complete=True)
-    for share in SHARES:
-        near = messages.near(incumbent, share)
-        if incumbent.done or cells_of(near, problem) > LARGE:
-            break
-        solve_part(incumbent, near, incumbent.time_left() / 4)
-    size = cells_of(messages.affordable(incumbent), problem)
-    if size > SMALL:
-        improve(messages, incumbent, partial(solve_part, incumbent), math.inf if size > LARGE else FUTILE)
 
 
 WORTH_FINISHING = 0.2  # of the cells

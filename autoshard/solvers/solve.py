@@ -18,7 +18,7 @@ from .answer import TOLERANCE, Answer, Status
 from .auto import Auto
 from .cutting_planes import bound_below
 from .cvx import CVX
-from .dual_ascent import Dual, converge, resume
+from .dual_ascent import CONVERGED, RESUMED, Dual, Messages, ascend, look
 from .elimination import DP
 from .exhaustive import Exhaustive
 from .ilp import ILP
@@ -109,15 +109,9 @@ def solve(
 
 
 def certified(
-    problem: Problem,
-    choice: Sequence[int],
-    *,
-    messages: np.ndarray | None = None,
-    gap: float = 0.0,
-    time_limit: float = TIME_LIMIT,
-    progress: Callable[[float, float], None] | None = None,
-    clock: Callable[[], float] = time.monotonic,
-) -> Answer:
+    problem: Problem, choice: Sequence[int], *, messages: np.ndarray | None = None, gap: float = 0.0, time_limit: float = TIME_LIMIT,
+    progress: Callable[[float, float], None] | None = None, clock: Callable[[], float] = time.monotonic,
+) -> Answer:  # fmt: skip
     """The choice as an answer, with the best bound on all answers from dual ascent, which starts from `messages` if there are some.
 
     ValueError where the choice doesn't fit.
@@ -128,7 +122,9 @@ def certified(
     if record.choice is None:
         raise ValueError("the choice that is to be certified costs inf or exceeds the memory limit")
     if messages is not None:
-        resume(problem, incumbent, messages)
+        met = look(problem, incumbent, messages)
+        if not incumbent.done:
+            ascend(met, incumbent, RESUMED)
     if not incumbent.done:
         bound_below(problem, incumbent)
     return Answer(_status(incumbent), record.choice, record.cost, record.bound, "dual", {}, record.size, evaluate(problem, choice).peak)
@@ -138,11 +134,13 @@ def converged(
     problem: Problem, *, gap: float = 0.0, time_limit: float = TIME_LIMIT, patience: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Sequence[int] | None, np.ndarray]:  # fmt: skip
-    """The best choice that dual ascent decodes without the memory limit, and its messages: a start and messages for `solve`."""
+    """The best choice that dual ascent decodes without the memory limit and without reductions, and its messages, in the order of the
+    edges, into the first end and the second: a start and messages for `solve`."""
     free = without_limit(problem)
     record = Record(free, clock() + time_limit, gap, clock, patience=clock() + patience)
-    messages = converge(free, Incumbent(free, record))
-    return record.choice, messages
+    messages = Messages(free)
+    ascend(messages, Incumbent(free, record), CONVERGED)
+    return record.choice, messages.message
 
 
 def _named(solver: str | Solver) -> Solver:
