@@ -26,7 +26,7 @@ SEQUENCE, HEADS = 2, 1
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingPins:
     """What the schemes have in common: the pins of a ring, and where it runs."""
 
     pins: dict[str, Pin]
@@ -42,7 +42,7 @@ def context_parallel(s: Setting, name: str) -> Baseline | None:
 
 
 @once
-def ring_of(s: Setting) -> Ring | None:
+def ring_of(s: Setting) -> RingPins | None:
     graph, mesh = s.graph, s.mesh
     attention = [i for i, op in enumerate(graph.ops) if op.target in (FORWARD, BACKWARD) and is_long(op, graph.input_tensors(i))]
     sharding, words = s.data_parallel
@@ -55,10 +55,10 @@ def ring_of(s: Setting) -> Ring | None:
     root = s.classes.of(queries, SEQUENCE)
     pins = s.pins(s.wanted({**sharding, **{k: AxisSharding(s.classes, {root: FIRST}) for k in axes}}), s.with_casts(s.shards), s.views)
     words = f"{words}; sequence sharded over {'axis' if len(axes) == 1 else 'axes'} {','.join(map(str, axes))}"
-    return Ring(pins, words, attention, axes)
+    return RingPins(pins, words, attention, axes)
 
 
-def _attention(s: Setting, ring: Ring, name: str) -> dict[str, Pin]:
+def _attention(s: Setting, ring: RingPins, name: str) -> dict[str, Pin]:
     """The pins of attention; those of a ring where the scheme has no candidate."""
     pins: dict[str, Pin] = {}
     known: dict[tuple[int, int], Pin] = {}

@@ -38,13 +38,13 @@ WHY_NOT = {
 def baselines(graph: Graph, mesh: Mesh, candidates: Candidates, names: Sequence[str] = USUAL) -> tuple[Baseline, ...]:
     """Those of the schemes that exist for this graph on this mesh; each pin is a candidate of its op."""
     setting = Setting(graph, mesh, candidates)
-    found = (RULES[name](setting) for name in names)
-    return tuple(baseline for baseline in found if baseline is not None)
+    possible = (RULES[name](setting) for name in names)
+    return tuple(baseline for baseline in possible if baseline is not None)
 
 
 def baseline(graph: Graph, mesh: Mesh, candidates: Candidates, name: str) -> Baseline:
     """The scheme of this name. ValueError where there is none for this graph on this mesh, or under another name."""
-    for found in baselines(graph, mesh, candidates, [name] if name in RULES else []):
-        return found
+    for scheme in baselines(graph, mesh, candidates, [name] if name in RULES else []):
+        return scheme
     others = ", ".join(other for other in RULES if other != name)
     raise ValueError(WHY_NOT.get(name, f"there is no scheme {name!r} on this mesh; expected one of {others}"))

@@ -57,7 +57,7 @@ class HalfEdges(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Tables:
+class CostTables:
     """The costs of a problem in flat arrays: every distinct table once, and its transpose behind it."""
 
     half_edges: HalfEdges
@@ -69,7 +69,7 @@ class Tables:
     cells: int  # of a sweep
 
     @staticmethod
-    def of(problem: Problem, own: Iterable[int]) -> "Tables":
+    def of(problem: Problem, own: Iterable[int]) -> "CostTables":
         place: dict[int, int] = {}
         tables, size = [np.zeros(0)], 0
         for e in problem.edges:
@@ -96,7 +96,7 @@ class Tables:
         costs, first = np.concatenate(problem.node_costs), np.cumsum([0, *map(len, problem.node_costs)])
         cells = int((m * n).sum()) + len(costs)
         half_edges = HalfEdges(first, start, split, *columns)
-        return Tables(half_edges, costs, np.concatenate(tables), num_shared, place_of_own, int((m + n).sum()), cells)
+        return CostTables(half_edges, costs, np.concatenate(tables), num_shared, place_of_own, int((m + n).sum()), cells)
 
 
 class Amounts(NamedTuple):
@@ -122,7 +122,7 @@ class Messages:
         self.problem, self.rows = problem, binding_rows(problem)
         self.limit = math.inf if problem.usage_limit is None else problem.usage_limit
         live = [(k, problem.usages[k]) for k in np.flatnonzero(self.rows.first < self.rows.last).tolist()]
-        self.tables = Tables.of(problem, {u.edge for _, u in live if u.edge is not None})
+        self.tables = CostTables.of(problem, {u.edge for _, u in live if u.edge is not None})
         self.first = self.tables.half_edges.first
         self.pool = self.tables.pool.copy() if self.tables.place_of_own else self.tables.pool  # with prices
         self.of_nodes = Amounts.of([(k, int(self.first[u.ends[0]]), u.bytes) for k, u in live if u.edge is None])
