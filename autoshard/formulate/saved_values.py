@@ -46,7 +46,7 @@ LEAD = 2.0  # a value is copied back so many times its transfer's seconds before
 
 
 @dataclass(frozen=True)
-class Choices:
+class LabelledChoices:
     """What a node chooses from: each of its layouts in each mode, mode by mode, and to be absent, which comes last."""
 
     layouts: int  # how many
@@ -75,7 +75,7 @@ class SavedValues(Formulation):
 
     alternatives: Alternatives
     exposed: float
-    choices: tuple[Choices, ...]  # of each node
+    choices: tuple[LabelledChoices, ...]  # of each node
     before: Mapping[int, str]  # of each op of kind SELECTED: the op before which its value is copied back
 
     def mode(self, i: int, choice: Sequence[int]) -> str | None:
@@ -122,7 +122,7 @@ class _Extending:
         self.copies = copies | {node for (i, _), node in formulation.hubs.items() if i in copies}
         self.modes = self._modes()
         self.choices = tuple(
-            Choices(len(costs), self.modes.get(v, ("",)), v in self.modes or v in self.copies)
+            LabelledChoices(len(costs), self.modes.get(v, ("",)), v in self.modes or v in self.copies)
             for v, costs in enumerate(self.problem.node_costs)
         )
         # of each edge into an op of kind SELECTED: whether it comes from the forward or from the copy, and the op

@@ -27,7 +27,7 @@ class Devices(NamedTuple):
         return len(self.hbm_limit)
 
 
-class Instance(NamedTuple):
+class TablesInstance(NamedTuple):
     """Tables -> options -> parts -> shards, concatenated, and the devices, for the compiled kernels. A part is placed as one: one shard,
     the shards of a node, or all shards."""
 
@@ -73,7 +73,7 @@ class Rating(NamedTuple):
     fits: bool
 
 
-def instance_of(tables: Sequence[Sequence[Option]], devices: Devices) -> Instance:
+def instance_of(tables: Sequence[Sequence[Option]], devices: Devices) -> TablesInstance:
     """The problem without forbidden options and options with a shard larger than every device; a table may have no option left."""
     first_option, first_part, first_shard, scope, sizes, index = [0], [0], [0], [], [], []
     columns: tuple[list[float], ...] = ([], [], [])
@@ -95,16 +95,16 @@ def instance_of(tables: Sequence[Sequence[Option]], devices: Devices) -> Instanc
     lists = (first_option, first_part, first_shard, scope, sizes, index)
     tables_at, parts_at, shards_at, scopes, widths, listed = (np.array(x, dtype=np.int64) for x in lists)
     seconds, hbm, host = (np.array(x, dtype=float) for x in columns)
-    return Instance(tables_at, parts_at, shards_at, scopes, widths, seconds, hbm, host, listed, *devices)
+    return TablesInstance(tables_at, parts_at, shards_at, scopes, widths, seconds, hbm, host, listed, *devices)
 
 
-def part_devices(instance: Instance, option: int, place: int) -> range:
+def part_devices(instance: TablesInstance, option: int, place: int) -> range:
     """The devices of a part's shards, in their order."""
     size = int(instance.size[option])
     return range(place * size, (place + 1) * size)
 
 
-def rate(instance: Instance, spots: Spots) -> Rating:
+def rate(instance: TablesInstance, spots: Spots) -> Rating:
     """The seconds and bytes of a choice, and whether it fits; the sums run table by table."""
     seconds, hbm, host = np.zeros(instance.num), np.zeros(instance.num), np.zeros(len(instance.host_limit))
     for option, places in zip(spots.option.tolist(), spots.place.tolist()):

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autoshard.solvers import SparseRows, linprog
-from autoshard.tables.arrays import Instance
+from autoshard.tables.arrays import TablesInstance
 
 STEPS = tuple(range(1, 13))  # k of u_k
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5)  # e of the other function
@@ -53,7 +53,7 @@ class Weights(NamedTuple):
     excess: float
 
 
-def totals_of(instance: Instance) -> Totals:
+def totals_of(instance: TablesInstance) -> Totals:
     shards_of_part = np.diff(instance.first_shard)
     option_of_part = np.repeat(np.arange(len(instance.scope)), np.diff(instance.first_part))
     option_of = np.repeat(option_of_part, shards_of_part)
@@ -74,7 +74,7 @@ def dual_feasible(z: np.ndarray) -> list[np.ndarray]:
     return values
 
 
-def rows_at(instance: Instance, totals: Totals, T: float, *, packing: bool = True) -> tuple[np.ndarray, np.ndarray]:
+def rows_at(instance: TablesInstance, totals: Totals, T: float, *, packing: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """a[k, option] and b[k] of the rows at T, each divided so that b is 1 (0 where there is no memory at all)."""
     rows, limits = [totals.seconds], [instance.num * T]
     for used, limit in ((totals.hbm, instance.hbm_limit.sum()), (totals.host, instance.host_limit.sum())):
@@ -122,7 +122,7 @@ def solve_weights(a: np.ndarray, b: np.ndarray, allowed: np.ndarray, totals: Tot
 class Bound:
     """The lower bound of one problem; `value` is the largest T that was refuted so far."""
 
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: TablesInstance) -> None:
         self.instance, self.totals = instance, totals_of(instance)
         self.value = 0.0
 

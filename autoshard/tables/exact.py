@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autoshard.solvers import compiled
-from autoshard.tables.arrays import Instance, Spots
+from autoshard.tables.arrays import Spots, TablesInstance
 from autoshard.tables.bound import Bound, rows_at, solve_weights
 
 MOST_WAYS = 4000  # in all, over the tables
@@ -33,7 +33,7 @@ class Ways(NamedTuple):
     spots: list[tuple[int, tuple[int, ...]]]  # option, places
 
 
-def ways_of(instance: Instance, order: np.ndarray) -> Ways | None:
+def ways_of(instance: TablesInstance, order: np.ndarray) -> Ways | None:
     """All ways of the tables in `order`; None where there are too many."""
     first, spots = [0], []
     for t in order.tolist():
@@ -64,12 +64,12 @@ def ways_of(instance: Instance, order: np.ndarray) -> Ways | None:
     return ways
 
 
-def _same_shards(instance: Instance, p: int, q: int) -> bool:
+def _same_shards(instance: TablesInstance, p: int, q: int) -> bool:
     a, b = (slice(instance.first_shard[x], instance.first_shard[x + 1]) for x in (p, q))
     return all(np.array_equal(column[a], column[b]) for column in (instance.seconds, instance.hbm, instance.host))
 
 
-def equivalent_devices(instance: Instance) -> np.ndarray:
+def equivalent_devices(instance: TablesInstance) -> np.ndarray:
     """Per device a class; devices of one class can be exchanged: those of a node with equal limits, if every part's shards are equal."""
     size = np.diff(instance.first_shard)
     for p in np.flatnonzero(size > 1).tolist():
@@ -81,7 +81,7 @@ def equivalent_devices(instance: Instance) -> np.ndarray:
     return np.array([first.setdefault(key, d) for d, key in enumerate(keys)])
 
 
-def search_all(instance: Instance, bound: Bound, best: float, spots: Spots | None) -> tuple[float, Spots | None, bool]:
+def search_all(instance: TablesInstance, bound: Bound, best: float, spots: Spots | None) -> tuple[float, Spots | None, bool]:
     """(seconds of the best plan, the plan, whether it is proven best). `best` = seconds of `spots`, inf without one."""
     if instance.num_tables > MOST_TABLES:
         return best, spots, False
@@ -106,7 +106,7 @@ def search_all(instance: Instance, bound: Bound, best: float, spots: Spots | Non
     return slowest, spots, branches < BRANCHES
 
 
-def _prices(instance: Instance, bound: Bound, best: float) -> tuple[np.ndarray, float]:
+def _prices(instance: TablesInstance, bound: Bound, best: float) -> tuple[np.ndarray, float]:
     """y . a_o of every option, and y . b at T = best; zeros and inf where there are no weights."""
     if not np.isfinite(best) or best <= 0:
         return np.zeros(len(instance.scope)), np.inf

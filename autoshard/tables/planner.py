@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from autoshard.tables.arrays import Instance, Spots, rate
+from autoshard.tables.arrays import Spots, TablesInstance, rate
 from autoshard.tables.bound import Bound, rows_at, solve_weights
 from autoshard.tables.dp import bins_of, dp_proposals
 from autoshard.tables.exact import search_all
@@ -35,7 +35,7 @@ ENOUGH = 2e-4  # relative: the search stops this near to the bound
 class Planner:
     """One problem: its arrays, its bound, and the best plan so far."""
 
-    def __init__(self, instance: Instance, seed: int, progress: Progress | None) -> None:
+    def __init__(self, instance: TablesInstance, seed: int, progress: Progress | None) -> None:
         self.instance, self.bound = instance, Bound(instance)
         self.rng, self.progress = np.random.default_rng(seed), progress
         self.best: Spots | None = None

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autoshard.solvers import compiled
-from autoshard.tables.arrays import Instance, Spots
+from autoshard.tables.arrays import Spots, TablesInstance
 
 NEAR = 3  # places that are drawn for a part, at most; the one of least E is chosen
 SWAPS, OPTIONS = 0.45, 0.2  # of the moves; the others move one part
@@ -294,7 +294,7 @@ def pack(instance, scale, state, order, option):  # pragma: no cover
             add_part(instance, state, part, chosen, size, 1.0)
 
 
-def empty_state(instance: Instance) -> State:
+def empty_state(instance: TablesInstance) -> State:
     n, parts = instance.num_tables, max(instance.most_parts, 1)
     return State(
         np.zeros(n, dtype=np.int64), np.zeros((n, parts), dtype=np.int64),
