@@ -85,7 +85,7 @@ AREAS = {  # page: (title, what it is for, {where the names are imported from: n
     }),
     "tables": ("Embedding tables", "Sharding and devices of embedding tables, by the slowest device.", {
         "autoshard": "Table Option plan_tables plan_with_tables dp_proposals",
-        "autoshard.tables": "TablePlan PlacedTable dp_proposals_2d",
+        "autoshard.tables": "TablePlan PlacedTable",
         "autoshard.tables.records": "DeviceLoad",
         "autoshard.api.with_tables": "Together WithTables",
         "autoshard.tables.torchrec": "TableProposer TablePartitioner parameter_constraints sharding_plan",
