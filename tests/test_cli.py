@@ -202,7 +202,7 @@ BAD_WORDS = [
     (("plan", TINY, "--mesh", "2x4", "--inter-node-bandwidth", "0"), "--inter-node-bandwidth is '0'; expected a positive number"),
     (("plan", TINY, "--mesh", "2x4", "--intra-node-bandwidth=-3GB/s"), "--intra-node-bandwidth is '-3GB/s'"),
     (("plan", TINY, "--mesh", "2x4", "--device", "b900"), "unknown device 'b900'; known are a100"),
-    (("plan", TINY, "--mesh", "2x4", "--devices-per-node", "0"), "Invalid value for '--devices-per-node'"),
+    (("plan", TINY, "--mesh", "2x4", "--devices-per-node", "0"), "--devices-per-node is 0; expected a whole number of 1 or more"),
     (("plan", TINY, "--mesh", "2x4", "--set", "layers"), "--set 'layers' is not key=value"),
     (("plan", TINY, "--mesh", "2x4", "--set", "a=1", "--set", "a=2"), "--set gives 'a' twice"),
     (("plan", TINY, "--mesh", "2x4", "--pin", "w"), "--pin 'w' is not NAME=LAYOUT"),

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from autoshard.calibrate import family as family_of
 from autoshard.calibrate import fit, held_out, summary
-from autoshard.calibrate.errors import extrapolated, together
+from autoshard.calibrate.errors import extrapolated
 from autoshard.calibrate.fit import increasing
 from autoshard.calibrate.importers import parse
 from autoshard.cost.curves.device_counts import over_nodes
+from benchmarks.calibration import together
 
 MEASURED = Path(__file__).parent / "data" / "collectives" / "measured.csv"
 OURS = ("piecewise", "pchip", "p_norm", "alpha_beta")

@@ -173,7 +173,7 @@ def test_the_table_fits_a_hundred_columns(tiny):
         (["--out", "models"], "--out models is a folder"),
         (["--plot", "picture"], "--plot picture ends in nothing; expected one of .png, .svg, .pdf"),
         (["--save-dir", "models/mlp.py"], "is a file"),
-        (["--points", "0"], "Invalid value for '--points'"),
+        (["--points", "0"], "--points is 0; expected a whole number of 1 or more"),
         (["--recompute", "auto"], "recompute is 'auto'"),
     ],
 )

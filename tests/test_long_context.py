@@ -310,5 +310,5 @@ def test_a_plan_in_head_tail_order_extends_to_more_layers():
 
 
 def test_an_unknown_order_is_refused():
-    with pytest.raises(ValueError, match="expected auto, natural or head_tail"):
+    with pytest.raises(ValueError, match="expected one of auto, natural, head_tail"):
         Options(sequence_order="zigzag")

@@ -139,7 +139,7 @@ def test_auto_on_the_command_line(capsys, tmp_path):
 BAD_WORDS = [
     (("--mesh", "auto"), "--mesh auto compares the meshes of how many devices? Add for example --devices 16"),
     (("--mesh", "2x2", "--devices", "4"), "--devices 4 is for --mesh auto, the mesh here is 2x2; leave one out"),
-    (("--mesh", "auto", "--devices", "0"), "Invalid value for '--devices'"),
+    (("--mesh", "auto", "--devices", "0"), "--devices is 0; expected a whole number of 1 or more"),
     (("--mesh", "auto", "--devices", "12", "--devices-per-node", "5"), "12 devices do not fill nodes of 5"),
 ]
 

@@ -17,7 +17,7 @@ from autoshard.layout import R, S, text
 from autoshard.planning.context import formulate_for
 from autoshard.planning.demands import allowed_by_pins, demanded
 from autoshard.planning.keeping import edited_layouts, kept_layouts, packed
-from autoshard.planning.options import Options
+from autoshard.planning.options import Options, checked_options
 from autoshard.planning.plan import plan
 from autoshard.solution import Solution
 from autoshard.solvers import solve
@@ -40,7 +40,7 @@ def governed(**options) -> dict[str, set[str]]:
     """Per tensor that is not free, the layouts that are left to it."""
     formulated = formulated_of()
     found = {}
-    for node, keep in allowed_by_pins(formulated, Options(**options)).items():
+    for node, keep in allowed_by_pins(formulated, checked_options(Options, options)).items():
         layouts = [c.outputs[0] for c, kept in zip(formulated.candidates.of[node], keep, strict=True) if kept]
         found[formulated.graph.ops[node].name] = {text(layout) for layout in layouts}
     return found
@@ -164,7 +164,7 @@ BAD = [
 @pytest.mark.parametrize(("options", "sentence"), BAD, ids=[str(o) for o, _ in BAD])
 def test_a_bad_pin_is_one_sentence(options, sentence):
     with pytest.raises(ValueError) as caught:
-        allowed_by_pins(formulated_of(), Options(**options))
+        allowed_by_pins(formulated_of(), checked_options(Options, options))
     assert str(caught.value).startswith(sentence) and "\n" not in str(caught.value)
 
 

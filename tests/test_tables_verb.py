@@ -143,7 +143,7 @@ def test_a_bad_json_is_one_sentence(spec, capsys, text, sentence):
         (("--hbm", "0"), "memory is '0'"),
         (("--reserve", "1.5"), "reserve is 1.5"),
         (("--devices", "0"), "mesh shape is (0,)"),
-        (("--batch", "0"), "Invalid value for '--batch'"),
+        (("--batch", "0"), "--batch is 0; expected a whole number of 1 or more"),
         (("--out", "/nowhere/x.json"), "there is no folder"),
     ],
 )
