@@ -80,8 +80,7 @@ def formulated(case: dict, folder: str):
     from autoshard.cli.model import load_model
     from autoshard.graph import checkpointed
     from autoshard.mesh import Mesh
-    from autoshard.planning.context import extended_from, formulate_for
-    from autoshard.planning.homes import homes
+    from autoshard.planning.instance import extended_from, formulate_for, layers_of_nodes
     from autoshard.planning.options import Options
     from autoshard.problem import without_limit
     from autoshard.solvers import solve
@@ -95,7 +94,7 @@ def formulated(case: dict, folder: str):
     options = Options(training=True, memory_limit=case.get("limit_bytes"))
     made = formulate_for(graph, candidates(graph, mesh), mesh, options)
     few = None if depth.shallow is None or blocks else extended_from(depth.shallow, made, options)
-    run = partial(solve if few is None else few.solve, preference=made.preference, homes=homes(made))
+    run = partial(solve if few is None else few.solve, preference=made.preference, homes=layers_of_nodes(made))
     if "share" not in case:
         return run, made.problem, None
     free = run(without_limit(made.problem), gap=ROUNDING)

@@ -101,12 +101,12 @@ def unmasked(graph):
 
 
 def ring_step(graph, mesh) -> float:
-    from autoshard.planning.context import Context
     from autoshard.planning.options import Options, Stopwatch
     from autoshard.planning.plan import baseline_only
+    from autoshard.planning.question import ModelGraphs, Question
     from autoshard.simulate.timeline import timeline_of_solution
 
-    solution = baseline_only(Context(graph, mesh, Options(training=True), Stopwatch(None)), "context_parallel_ring")
+    solution = baseline_only(Question(ModelGraphs(graph), mesh, Options(training=True), Stopwatch(None)), "context_parallel_ring")
     return timeline_of_solution(graph, solution).seconds
 
 
@@ -145,11 +145,11 @@ def group(tokens: int, degree: int) -> dict:
     from autoshard.capture import capture_deep
     from autoshard.graph import in_order
     from autoshard.mesh import Mesh
-    from autoshard.planning.context import Context
     from autoshard.planning.options import Options, Stopwatch
     from autoshard.planning.ordering import order_for
     from autoshard.planning.plan import baseline_only
-    from autoshard.planning.recomputing import as_asked
+    from autoshard.planning.question import ModelGraphs, Question
+    from autoshard.planning.recomputing import with_recomputed_blocks
     from models import llama
 
     mesh = Mesh.from_bandwidths((degree,), device="h100_500w")
@@ -157,7 +157,7 @@ def group(tokens: int, degree: int) -> dict:
     rates = {}
     for name, mode, ordered in (("gather", "gather", True), ("ring", "ring", True), ("ring, natural order", "ring", False)):
         one = in_order(graph, order_for(graph, mesh)) if ordered else graph
-        context = as_asked(Context(one, mesh, Options(training=True, recompute="all"), Stopwatch(None)))
+        context = with_recomputed_blocks(Question(ModelGraphs(one), mesh, Options(training=True, recompute="all"), Stopwatch(None)))
         rates[name] = tokens / degree / baseline_only(context, f"context_parallel_{mode}").cost
     return rates
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from autoshard.capture import capture_deep
 from autoshard.cli.model import load_model
 from autoshard.mesh import Mesh
-from autoshard.planning.context import Context
 from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.plan import plan_graph
+from autoshard.planning.question import ModelGraphs, Question
 from autoshard.simulate.from_solution import formulation_of_solution
 from autoshard.simulate.timeline import timeline_of
 from autoshard.solution import replay
@@ -59,7 +59,7 @@ def measure(folder: Path, model: str, shape: tuple[int, ...], link: float, m: in
     for objective in ("serial", "overlapped"):
         began = time.process_time()
         options = Options(training=True, objective=objective, microbatches=m, gap=GAP, accepted=(0.01, 60.0), baselines=False)
-        solution = plan_graph(Context(graph, mesh, options, Stopwatch(None), {}, depth.shallow))
+        solution = plan_graph(Question(ModelGraphs(graph, depth.shallow), mesh, options, Stopwatch(None)))
         row[f"{objective}_cpu_seconds"] = time.process_time() - began
         program = formulation_of_solution(replay(solution, graph).checked(), solution)
         row[f"{objective}_seconds"] = timeline_of(*program, join=True).seconds

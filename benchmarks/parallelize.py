@@ -41,9 +41,9 @@ from autoshard.lower import lower
 from autoshard.lower.literals import by_name, overload, torch_constants
 from autoshard.lower.program import LoadPlaceholder, Redistribute, ReturnResult, RunOp
 from autoshard.lower.unsharded import materialized
-from autoshard.planning.context import Context
 from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.plan import baseline_only
+from autoshard.planning.question import ModelGraphs, Question
 from models import bert, gpt2, llama
 
 WORLD = 4
@@ -199,7 +199,7 @@ def compared(size: str, options: argparse.Namespace, text: bytes) -> dict:
     """The slowest rank's medians at one size, and what they say."""
     options.layers, options.width, options.batch, options.seq = map(int, size.split("x"))
     graph = capture(*gpt2_of(options)(), training=True)
-    plan = baseline_only(Context(graph, gloo_mesh((WORLD,)), Options(training=True), Stopwatch(None)), "fsdp")
+    plan = baseline_only(Question(ModelGraphs(graph), gloo_mesh((WORLD,)), Options(training=True), Stopwatch(None)), "fsdp")
     ranks = on_ranks(speed, options, plan, text)
     slowest = {k: {w: max(r[k][w] for r in ranks) for w in ranks[0][k]} for k in ("ours", "fsdp2", "interpreter")}
     found = {

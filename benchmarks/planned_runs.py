@@ -36,12 +36,12 @@ from autoshard.cost.devices import DeviceConstants
 from autoshard.formulate import with_pins
 from autoshard.mesh import DEVICE_FILES, DEVICES, LAUNCHES, Device, Mesh, known_devices
 from autoshard.planning.baselining import masks_of
-from autoshard.planning.context import Context, instance_of
+from autoshard.planning.instance import instance_of
 from autoshard.planning.options import Options, Stopwatch, checked_options
-from autoshard.planning.recomputing import as_asked
+from autoshard.planning.question import ModelGraphs, Question
+from autoshard.planning.recomputing import with_recomputed_blocks
 from autoshard.simulate.timeline import timeline_of
 from autoshard.solvers import solve
-from autoshard.strategies import candidates
 from models import gpt2, llama
 
 FEWEST_CELLS, SHARE = 6, 0.8
@@ -113,10 +113,9 @@ def priced(row: Row, mesh: Mesh, blocks: int) -> Priced:
     recompute = "all" if row["rc"] == "full" else 0
     options = checked_options(Options, {"training": True, "master_weights": True, "recompute": recompute})
     graph, depth = capture_deep(model, inputs, training=True)
-    context = as_asked(Context(graph, mesh, options, Stopwatch(None), {}, depth.shallow))
-    layouts = candidates(context.graph, mesh)
-    instance = instance_of(context, layouts)
-    masks = masks_of(instance.formulated, baseline(context.graph, mesh, layouts, scheme_of(row)))
+    context = with_recomputed_blocks(Question(ModelGraphs(graph, depth.shallow), mesh, options, Stopwatch(None)))
+    instance = instance_of(context)
+    masks = masks_of(instance.formulated, baseline(context.graph, mesh, instance.formulated.candidates, scheme_of(row)))
     pinned = with_pins(instance.formulated, masks)
     answer = solve(replace(pinned, usage_limit=None), gap=1e-4, time_limit=5.0)
     if answer.choice is None:

@@ -2,7 +2,8 @@
 
     python benchmarks/replay.py [ANSWERS] [--only NAME ...] [--write] [--against CHECKOUT] [--runs N] [--json]
 
-ANSWERS: the file of answers to compare with (default: benchmarks/replay.json). --write: write this checkout's answers there instead.
+ANSWERS: the file of answers to compare with (default: benchmarks/replay.json). --write: write this checkout's answers there instead; with
+--only those alone, beside the others.
 --against: another checkout of the project, run case by case beside this one: its answers are those that are compared, and the CPU
 seconds of planning too (the median of --runs runs of each). Exit 1 where an answer differs; a float is written as `float.hex`, layouts as
 a hash. Each case runs in a process of its own on one core with one thread.
@@ -13,6 +14,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -33,7 +35,14 @@ def simulation(model: str, mesh: tuple[int, ...], settings: dict | None = None, 
     return {**plan_case(model, mesh, settings, **options), "kind": "simulate", "simulated": simulated or {}}
 
 
+def variants(model: str, mesh: tuple[int, ...], settings: dict | None = None, **options) -> dict:
+    """A plan of which everything is compared: what was tried, the advice beside it, or the words of the refusal."""
+    return {**plan_case(model, mesh, settings, training=True, **options), "kind": "variants"}
+
+
 SHORT = {"layers": 4}
+LONG = {"batch": 1, "seq": 32768}  # a sequence that is worth sharding
+WIDE = {"batch": 16, "seq": 2048, "vocab": 8192, "layers": 1}  # many logits: 32768 tokens
 CASES: dict[str, dict] = {
     # -- plans: models x meshes x memory limits x training x pins x recompute
     "gpt2 2x4": plan_case("gpt2:small", (2, 4), {"batch": 512, "vocab": 50304}, training=True),
@@ -60,6 +69,81 @@ CASES: dict[str, dict] = {
     "dlrm 2x4": plan_case("dlrm:tiny", (2, 4), {}, training=True),
     "mlp 4x4": plan_case("mlp:mlp", (4, 4), {"layers": 8}, training=True, optimizer=12.0, master_weights=True),
     "mlp 8 limit": plan_case("mlp:mlp", (8,), {"layers": 8}, training=True, memory_limit=30e6),
+    # -- plans of which several variants are tried: order of the sequence x chunks of the loss x recomputation x what is optimised
+    "variants head-tail": variants("llama:tiny", (2, 2), LONG, baselines=False),
+    "variants head-tail asked": variants("llama:tiny", (4,), {**LONG, "layers": 1}, sequence_order="head_tail", microbatches=2),
+    "variants head-tail dropped": variants("llama:tiny", (2, 2), {"batch": 8, "seq": 16384, "layers": 1}),
+    "variants head-tail chunks blocks": variants("llama:tiny", (4,), LONG, memory_limit=60e6, recompute="blocks", baselines=False),
+    "variants head-tail auto": variants("llama:tiny", (4,), {**LONG, "layers": 1}, memory_limit=80e6, recompute="auto", baselines=False),
+    "variants head-tail refused": variants("llama:tiny", (4,), {**LONG, "layers": 1}, memory_limit=20e6, baselines=False),
+    "variants chunks": variants("llama:tiny", (2,), WIDE, memory_limit=600e6),
+    "variants chunks asked": variants("gpt2:tiny", (2, 2), {"vocab": 512}, chunked_loss="always", microbatches=2),
+    "variants chunks refused": variants("llama:tiny", (2,), WIDE, memory_limit=60e6, baselines=False),
+    "variants chunks blocks": variants("llama:tiny", (2,), {**WIDE, "layers": 4}, memory_limit=500e6, recompute="blocks", baselines=False),
+    "variants chunks auto overlapped": variants(
+        "llama:tiny", (2,), WIDE, memory_limit=600e6, recompute="auto", objective="overlapped", baselines=False
+    ),
+    "variants auto": variants("gpt2:tiny", (2, 2), SHORT, recompute="auto"),
+    "variants auto limit": variants("llama:tiny", (2,), {"layers": 1, "batch": 32}, recompute="auto", memory_limit=3.6e6),
+    "variants auto refused": variants("gpt2:tiny", (4,), {}, recompute="auto", memory_limit=5e4, baselines=False),
+    "variants auto pins": variants(
+        "mlp:tiny", (2, 2), SHORT, recompute="auto", pins={"layers.0.up.weight": "S(0),R"}, price_pins=True
+    ),
+    "variants blocks limit": variants("llama:tiny", (4,), {**LONG, "layers": 4}, recompute="blocks", memory_limit=80e6, gap=0.05),
+    "variants blocks overlapped": variants(
+        "gpt2:tiny", (4,), {"batch": 64}, recompute="blocks", objective="overlapped"
+    ),
+    "variants auto tied blocks": variants("llama:tiny", (2, 2), SHORT, recompute="auto", tie_blocks=True),
+    "variants overlapped microbatches": variants("gpt2:tiny", (4,), {}, objective="overlapped", global_batch=32),
+    "variants microbatches keep": variants(
+        "gpt2:tiny", (2, 2), {}, microbatches=4, keep={"wte.weight": "S(0),R", "h.0.mlp.c_fc.weight": "R,R"}
+    ),
+    "variants pins refused": variants(
+        "mlp:tiny", (4,), {}, pins={"layers.0.up.weight": "R"}, forbid={"layers.1.up.weight": ["R"]}, memory_limit=3e4, price_pins=True
+    ),
+    "meshes gpt2 4": {
+        "kind": "meshes", "model": "gpt2:tiny", "devices": 4, "settings": SHORT,
+        "options": {"training": True, "recompute": "blocks"},
+    },
+    "meshes llama 4 overlapped": {
+        "kind": "meshes", "model": "llama:tiny", "devices": 4, "settings": {"layers": 1},
+        "options": {"training": True, "objective": "overlapped", "chunked_loss": "always", "pins": {"lm_head.weight": "S(0),*"}},
+    },
+    "meshes refused": {
+        "kind": "meshes", "model": "mlp:tiny", "devices": 4, "settings": {}, "options": {"training": True, "memory_limit": 9e3},
+    },
+    # -- several programs on one set of weights
+    "programs mlp": {
+        "kind": "programs", "mesh": (4,), "options": {},
+        "programs": {"train": ("mlp:tiny", {}, {"training": True}), "use": ("mlp:tiny", {"loss": False}, {"weight": 50.0})},
+    },
+    "programs mlp parts": {
+        "kind": "programs", "mesh": (2, 2), "options": {"switches": 2.0, "microbatches": 2},
+        "programs": {
+            "train": ("mlp:tiny", SHORT, {"training": True, "options": {"recompute": 1}}),
+            "use": ("mlp:tiny", {**SHORT, "loss": False}, {"weight": 500.0, "devices": [0, 1], "options": {"microbatches": 1}}),
+        },
+    },
+    "programs llama shared": {
+        "kind": "programs", "mesh": (2, 2), "options": {"switches": None},
+        "programs": {"train": ("llama:tiny", SHORT, {"training": True}), "use": ("llama:tiny", {**SHORT, "loss": False}, {"weight": 9.0})},
+    },
+    "programs refused": {
+        "kind": "programs", "mesh": (4,), "options": {"memory_limit": 4.5e4},
+        "programs": {"train": ("mlp:tiny", {}, {"training": True}), "use": ("mlp:tiny", {"loss": False}, {"weight": 500.0})},
+    },
+    # -- other questions to the same problem
+    "frontier gpt2": {
+        "kind": "frontier", "model": "gpt2:tiny", "mesh": (2, 2), "settings": SHORT, "options": {"training": True, "points": 5},
+    },
+    "extrapolate gpt2": {**variants("gpt2:tiny", (2, 2), SHORT, baselines=False, microbatches=2), "kind": "extrapolate", "layers": 8},
+    "extrapolate llama chunks": {
+        **variants("llama:tiny", (4,), {**LONG, "layers": 4}, baselines=False, chunked_loss="always", sequence_order="head_tail"),
+        "kind": "extrapolate", "layers": 6,
+    },
+    "regret llama": {
+        "kind": "regret", "model": "llama:tiny", "mesh": (2, 2), "settings": SHORT, "scheme": "megatron", "options": {"recompute": 1},
+    },
     # -- pipelines
     "pipeline gpt2 8": {"kind": "pipeline", "model": "gpt2:tiny", "devices": 8, "settings": {"layers": 4, "batch": 32}, "options": {}},
     "pipeline gpt2 4 inference": {
@@ -157,6 +241,76 @@ def answer_plan(case: dict) -> dict:
         return {"status": "infeasible", "smallest_limit": error.smallest_limit}
 
 
+def in_full(solution) -> dict:
+    noted = {key: value for key, value in solution.assumptions.items() if not key.endswith("_version")}
+    return {**of_solution(solution), "beside": hashed([solution.modules, solution.overlapped, solution.peak]), "noted": hashed(noted)}
+
+
+def refusal(error) -> dict:
+    """Without the smallest limit that works, which is searched for as long as there is time."""
+    message = re.sub(r"the smallest limit that works is [^)]*\)", "", str(error))
+    return {"status": error.status, "message": message, "conflict": list(map(str, error.conflict)), "minimal": error.minimal}
+
+
+def answer_variants(case: dict) -> dict:
+    from autoshard import Infeasible
+
+    try:
+        return in_full(planned(case))
+    except Infeasible as error:
+        return refusal(error)
+
+
+def answer_meshes(case: dict) -> dict:
+    from autoshard import Infeasible, Mesh
+    from autoshard.api import mesh_shapes, plan_meshes
+
+    meshes = [Mesh.from_bandwidths(shape, devices_per_node=2) for shape in mesh_shapes(case["devices"], 2)]
+    try:
+        plans = plan_meshes(*load(case), meshes, **case["options"])
+    except Infeasible as error:
+        return refusal(error)
+    return {
+        "best": in_full(plans.best),
+        "plans": [[plan.name, plan.message, in_full(plan.solution) if plan.solution else None] for plan in plans.plans],
+    }
+
+
+def answer_programs(case: dict) -> dict:
+    from autoshard import Infeasible, Mesh, Program, plan_programs
+
+    programs = {name: Program(*load({"model": m, "settings": settings}), **more) for name, (m, settings, more) in case["programs"].items()}
+    try:
+        plan = plan_programs(programs, Mesh.from_bandwidths(tuple(case["mesh"])), **case["options"])
+    except Infeasible as error:
+        return refusal(error)
+    alone = {name: in_full(one) for name, one in plan.programs.items()}
+    rest = {key: value for key, value in plan.to_dict().items() if key not in ("programs", "seconds", "cpu_seconds", "wall_seconds")}
+    return {"cost": plan.cost, "bound": plan.bound, "status": plan.status, "programs": alone, "rest": hashed(exact(rest))}
+
+
+def answer_frontier(case: dict) -> dict:
+    from autoshard import Mesh, frontier
+
+    curve = frontier(*load(case), Mesh.from_bandwidths(tuple(case["mesh"])), **case["options"])
+    rest = {key: value for key, value in curve.to_dict().items() if "seconds" not in key}
+    return {"rest": hashed(exact(rest)), "plans": [in_full(curve.solution(i)) for i in range(len(curve.points))]}
+
+
+def answer_extrapolate(case: dict) -> dict:
+    from autoshard import extrapolate
+
+    return in_full(extrapolate(planned(case), *load({**case, "settings": {**case["settings"], "layers": case["layers"]}})))
+
+
+def answer_regret(case: dict) -> dict:
+    from autoshard import Mesh
+    from autoshard.planning import regret
+
+    row = regret(*load(case), Mesh.from_bandwidths(tuple(case["mesh"])), case["scheme"], **case["options"])
+    return {"cost": row.cost, "bound": row.bound, "peak": row.peak_bytes}
+
+
 def answer_simulate(case: dict) -> dict:
     from autoshard.api import simulate
 
@@ -216,7 +370,7 @@ def run_case(case: dict) -> dict:
     import torch
 
     torch.set_num_threads(1)
-    if case["kind"] in ("plan", "simulate", "pipeline", "grid"):
+    if case["kind"] not in ("redistribute", "tables"):
         from autoshard import Mesh, plan
 
         module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
@@ -264,7 +418,7 @@ def main() -> int:
         sys.path.remove(str(ROOT))  # the package is that of PYTHONPATH: the checkout's
         print(json.dumps(run_case(json.loads(given.order))))
         return 0
-    known = {} if given.write or given.against or not given.answers.exists() else json.loads(given.answers.read_text())["answers"]
+    known = json.loads(given.answers.read_text())["answers"] if given.answers.exists() else {}
     rows, answers = [], {}
     for name, case in CASES.items():
         if given.only and not any(name.startswith(part) for part in given.only):
@@ -285,6 +439,7 @@ def main() -> int:
             print(f"{name:32} {row['cpu_seconds']:8.2f} {other} {'DIFFERS in ' + ', '.join(row['differs']) if row['differs'] else 'same'}",
                   flush=True)  # fmt: skip
     if given.write:
+        answers = {**known, **answers} if given.only else answers
         partial = given.answers.with_suffix(".partial")
         partial.write_text(json.dumps({"written": time.strftime("%Y-%m-%d"), "answers": answers}, indent=1) + "\n")
         partial.replace(given.answers)

@@ -85,15 +85,15 @@ def real_runs(path: Path) -> dict:
 def deep(layers: int) -> dict:
     from autoshard.capture import capture_deep
     from autoshard.mesh import Mesh
-    from autoshard.planning.context import Context
     from autoshard.planning.options import Options, Stopwatch
     from autoshard.planning.plan import baseline_only
+    from autoshard.planning.question import ModelGraphs, Question
     from autoshard.simulate.timeline import timeline_of_solution
     from models import llama
 
     mesh = Mesh.from_bandwidths((16, 8))
     graph, _ = capture_deep(*llama.llama3_405b(layers=layers, batch=16), training=True)
-    solution = baseline_only(Context(graph, mesh, Options(training=True, baselines=False), Stopwatch(None)), "megatron_sp")
+    solution = baseline_only(Question(ModelGraphs(graph), mesh, Options(training=True, baselines=False), Stopwatch(None)), "megatron_sp")
     began = time.process_time()
     timeline = timeline_of_solution(graph, solution)
     simulated = {"seconds": timeline.seconds, "peak_bytes": timeline.peak_bytes, "critical_seconds": timeline.critical_seconds}

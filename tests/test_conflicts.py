@@ -13,10 +13,11 @@ from autoshard.formulate import Formulation, with_pins
 from autoshard.graph import checkpointed, forward_blocks
 from autoshard.layout import text
 from autoshard.planning.conflicts import find_conflict
-from autoshard.planning.context import Context, Instance, formulate_for
 from autoshard.planning.demands import allowed_by_pins
+from autoshard.planning.instance import Instance, formulate_for
 from autoshard.planning.options import Demand, Infeasible, Options, Stopwatch
 from autoshard.planning.plan import baseline_only, plan_captured
+from autoshard.planning.question import ModelGraphs, Question
 from autoshard.planning.refusal import infeasible
 from autoshard.planning.tying import tied, tied_groups
 from autoshard.solvers import Answer, Status, solve
@@ -246,13 +247,13 @@ CASES = [
 def refused(model: str, asked) -> Infeasible:
     mesh = fast_mesh(MODELS[model][2])
     with pytest.raises(Infeasible) as caught:
-        plan_captured(Context(graph_of(model), mesh, options_of(model, asked), Stopwatch(None)))
+        plan_captured(Question(ModelGraphs(graph_of(model)), mesh, options_of(model, asked), Stopwatch(None)))
     return caught.value
 
 
-def question(model: str, options: Options, progress=None) -> tuple[Context, Instance]:
+def question(model: str, options: Options, progress=None) -> tuple[Question, Instance]:
     formulated = formulated_of(model)
-    return Context(graph_of(model), formulated.mesh, options, Stopwatch(progress)), Instance(formulated, formulated.problem)
+    return Question(ModelGraphs(graph_of(model)), formulated.mesh, options, Stopwatch(progress)), Instance(formulated, formulated.problem)
 
 
 def case(model: str, kind):
@@ -309,7 +310,8 @@ def _late():
 def test_a_baseline_that_a_pin_forbids_is_named():
     graph, name = graph_of("mlp training 2"), "layers.0.up.weight"
     with pytest.raises(Infeasible) as caught:
-        baseline_only(Context(graph, fast_mesh((2,)), Options(training=True, pins={name: "S(0)"}), Stopwatch(None)), "data_parallel")
+        options = Options(training=True, pins={name: "S(0)"})
+        baseline_only(Question(ModelGraphs(graph), fast_mesh((2,)), options, Stopwatch(None)), "data_parallel")
     assert caught.value.conflict == (Demand("pin", name, "S(0)"), Demand("algo", value="data_parallel"))
 
 
@@ -319,7 +321,7 @@ def test_recomputing_is_no_part_of_a_conflict_that_it_does_not_solve():
     for recompute, words in (("auto", ", with all 2 blocks recomputed"), (0, "")):
         options = Options(training=True, baselines=False, recompute=recompute, memory_limit=1000.0)
         with pytest.raises(Infeasible) as caught:
-            plan_captured(Context(graph, mesh, options, Stopwatch(None)))
+            plan_captured(Question(ModelGraphs(graph), mesh, options, Stopwatch(None)))
         assert [d.kind for d in caught.value.conflict] == ["memory_limit"] and str(caught.value).endswith(words)
 
 
@@ -327,9 +329,9 @@ def test_an_exact_pin_in_a_conflict_is_taken_away_by_stars():
     graph, mesh, name = graph_of("mlp training 2"), fast_mesh((2,)), "layers.0.up.weight"
     given = {"training": True, "baselines": False, "forbid": {name: ["S(0)", "R"]}}
     with pytest.raises(Infeasible) as caught:
-        plan_captured(Context(graph, mesh, Options(pins={"*.weight": "R", name: "S(0)"}, **given), Stopwatch(None)))
+        plan_captured(Question(ModelGraphs(graph), mesh, Options(pins={"*.weight": "R", name: "S(0)"}, **given), Stopwatch(None)))
     assert [str(d) for d in caught.value.conflict] == [f"pin {name}=S(0)", f"forbid {name}=S(0)"]
-    freed = plan_captured(Context(graph, mesh, Options(pins={"*.weight": "R", name: "*"}, **given), Stopwatch(None)))
+    freed = plan_captured(Question(ModelGraphs(graph), mesh, Options(pins={"*.weight": "R", name: "*"}, **given), Stopwatch(None)))
     assert freed.parameters[name]["layout"] == "S(1)" and freed.parameters["layers.1.up.weight"]["layout"] == "R"
 
 

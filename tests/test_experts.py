@@ -18,9 +18,9 @@ from autoshard.lower.kernels import expert_exchange, expert_parallel
 from autoshard.lower.run import ranks, run_together
 from autoshard.lower.sharding import groups
 from autoshard.mesh import Mesh
-from autoshard.planning.context import Context
 from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.plan import baseline_only
+from autoshard.planning.question import ModelGraphs, Question
 from autoshard.strategies import candidates, internal_collectives, is_experts
 from tests.helpers_lower import mesh_of
 from tests.helpers_ranks import results
@@ -37,7 +37,8 @@ def expert_parallel_plan(shape, **sizes):
     """The plan of the baseline: experts sharded over all axes, tokens sent by all_to_all."""
     module, inputs = mixtral(**sizes)
     graph, _ = capture_deep(module, inputs, training=True)
-    return module, inputs, baseline_only(Context(graph, mesh_of(*shape), Options(training=True), Stopwatch(None)), "expert_parallel")
+    question = Question(ModelGraphs(graph), mesh_of(*shape), Options(training=True), Stopwatch(None))
+    return module, inputs, baseline_only(question, "expert_parallel")
 
 
 # -- recognition -------------------------------------------------------------------------------------------------------------------
@@ -242,7 +243,7 @@ def test_training_on_gloo_ranks_is_that_of_one_process(shape, one_expert):
     module, inputs = mixtral(batch=sizes[0], seq=sizes[1])
     module = real_model(module, one_expert=one_expert)
     graph, _ = capture_deep(module, inputs, training=True)
-    solution = baseline_only(Context(graph, mesh_of(*shape), Options(training=True), Stopwatch(None)), "expert_parallel")
+    solution = baseline_only(Question(ModelGraphs(graph), mesh_of(*shape), Options(training=True), Stopwatch(None)), "expert_parallel")
     ranks_losses = results(4, _train, module, solution, steps, sizes)
     plain = module
     expected = train(plain, steps, torch.optim.AdamW(plain.parameters(), lr=1e-3), *sizes)
@@ -259,7 +260,7 @@ def test_bytes_on_gloo_are_those_that_are_priced():
     module = real_model(module, one_expert=False)
     graph, _ = capture_deep(module, inputs, training=True)
     mesh = mesh_of(2, 2)
-    solution = baseline_only(Context(graph, mesh, Options(training=True), Stopwatch(None)), "expert_parallel")
+    solution = baseline_only(Question(ModelGraphs(graph), mesh, Options(training=True), Stopwatch(None)), "expert_parallel")
     layouts = (S(0), S(0))
     of_experts = [i for i, op in enumerate(graph.ops) if is_experts(op)]
     inside = [internal_collectives(graph.ops[i], graph.input_tensors(i), (layouts,) * len(graph.ops[i].inputs), mesh) for i in of_experts]

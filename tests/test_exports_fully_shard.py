@@ -15,10 +15,10 @@ from autoshard.cli import main
 from autoshard.exports import FORMATS, HOLDS_WITHIN, NotHeld, fully_shard
 from autoshard.lower.unsharded import materialized
 from autoshard.mesh import Mesh
-from autoshard.planning.context import Context
 from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.plan import baseline_only
-from autoshard.planning.recomputing import as_asked
+from autoshard.planning.question import ModelGraphs, Question
+from autoshard.planning.recomputing import with_recomputed_blocks
 from autoshard.precision import Precision
 from models import gpt2, llama, moe
 from tests.helpers_ranks import results
@@ -42,8 +42,8 @@ def planned(name, shape, scheme=None, microbatches=1, precision=None, batch=BATC
     precision = None if precision is None else Precision.parse(precision)
     graph = capture_deep(module, inputs, training=True, precision=precision)[0]
     chosen = Options(training=True, microbatches=microbatches, precision=precision, baselines=False, **options)
-    context = Context(graph, mesh, chosen, Stopwatch(None))
-    return baseline_only(as_asked(context), scheme)
+    context = Question(ModelGraphs(graph), mesh, chosen, Stopwatch(None))
+    return baseline_only(with_recomputed_blocks(context), scheme)
 
 
 def batch():

@@ -10,7 +10,7 @@ import autoshard
 from autoshard.api import plan, verify
 from autoshard.capture import capture
 from autoshard.formulate import Formulation, Training, formulate
-from autoshard.planning.shallow import Shallow, correspondence, corresponding_ops
+from autoshard.planning.few_layers import FewLayers, correspondence, corresponding_ops
 from autoshard.planning.tying import tied, tied_groups
 from autoshard.problem import evaluate
 from autoshard.solvers import certified, converged, solve
@@ -53,7 +53,7 @@ def test_another_model_has_no_corresponding_ops():
 @pytest.mark.parametrize("name", ["mlp"])
 def test_a_start_from_the_shallow_problem_ends_in_the_same_optimum(name):
     deep, shallow = formulated(name, 5), formulated(name, 3)
-    answer = Shallow(shallow, correspondence(deep, shallow)).solve(deep.problem)
+    answer = FewLayers(shallow, correspondence(deep, shallow)).solve(deep.problem)
     alone = solve(deep.problem)
     assert answer.status == alone.status == "optimal"
     assert answer.cost == pytest.approx(alone.cost, rel=1e-9)
@@ -66,7 +66,7 @@ def test_pins_hold_on_the_way():
     costs = list(deep.problem.node_costs)
     costs[node] = np.where(np.arange(len(costs[node])) == 1, costs[node], math.inf)
     pinned = type(deep.problem)(deep.problem.names, tuple(costs), deep.problem.edges, deep.problem.usages)
-    answer = Shallow(shallow, correspondence(deep, shallow)).solve(pinned)
+    answer = FewLayers(shallow, correspondence(deep, shallow)).solve(pinned)
     assert answer.choice[node] == 1
     assert answer.cost == pytest.approx(solve(pinned).cost, rel=1e-9)
 

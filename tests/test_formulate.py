@@ -13,9 +13,8 @@ from autoshard.formulate import Formulation, Training, formulate, with_pins
 from autoshard.graph import Graph, Op, Ref, Result, Tensor
 from autoshard.layout import has_partial, is_legal, local_shape, parse, replicated, text
 from autoshard.mesh import Mesh
-from autoshard.planning.certify import describe
 from autoshard.planning.demands import allowed_by_pins
-from autoshard.planning.describe import layouts_of, results_of
+from autoshard.planning.describe import describe, layouts_of, results_of
 from autoshard.planning.options import Options
 from autoshard.planning.random_choice import random_choice
 from autoshard.problem import evaluate

@@ -10,7 +10,7 @@ import pytest
 from autoshard.capture import capture
 from autoshard.mesh import MOST_AXES, MOST_DEVICES, Mesh, parse_shape
 from autoshard.pipeline.submeshes import Cluster
-from autoshard.planning.context import formulate_for
+from autoshard.planning.instance import formulate_for
 from autoshard.planning.options import Options
 from autoshard.planning.refusal import PATIENCE, searched_seconds
 from autoshard.problem import evaluate

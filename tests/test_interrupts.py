@@ -19,7 +19,7 @@ from autoshard.tables import Table, plan_tables, planner
 from models import mlp
 from tests.helpers import fast_mesh
 
-planning = import_module("autoshard.planning.plan")
+solving, advice = (import_module(f"autoshard.planning.{name}") for name in ("solving", "advice"))
 
 ROOT = Path(__file__).parent.parent
 TINY = f"{ROOT}/models/mlp.py:tiny"
@@ -70,9 +70,11 @@ def interrupt(*_, **__):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("where", ["capture_deep", "candidates", "instance_of", "describe", "solve_baselines"])
+@pytest.mark.parametrize(
+    "where", ["question.capture_deep", "instance.candidates", "search.instance_of", "describe.describe", "search.solve_baselines"]
+)
 def test_ctrl_c_before_there_is_a_plan_is_one_line(capsys, monkeypatch, where):
-    monkeypatch.setattr(planning, where, interrupt)
+    monkeypatch.setattr(f"autoshard.planning.{where}", interrupt)
     code = main(["plan", TINY, "--mesh", "2", "--quiet"])
     out, err = capsys.readouterr()
     assert (code, out, err) == (130, "", "autoshard: interrupted\n")
@@ -80,7 +82,7 @@ def test_ctrl_c_before_there_is_a_plan_is_one_line(capsys, monkeypatch, where):
 
 @pytest.mark.parametrize("where", ["modules_of", "padding_offers", "pin_prices"])
 def test_ctrl_c_in_what_is_told_beside_a_plan_gives_the_plan(capsys, monkeypatch, where):
-    monkeypatch.setattr(planning, where, interrupt)
+    monkeypatch.setattr(advice, where, interrupt)
     code = main(["plan", TINY, "--mesh", "2", "--pin", "layers.0.up.weight=R", "--price-pins", "--json", "--quiet"])
     out, err = capsys.readouterr()
     assert code == 0 and err == "" and json.loads(out)["status"] == "optimal"
@@ -92,21 +94,21 @@ def plan(**options):
 
 
 def test_ctrl_c_in_the_search_gives_the_best_plan_so_far(monkeypatch):
-    monkeypatch.setattr(planning, "padding_offers", pytest.fail)  # nothing more is searched for
-    best, real = plan(baselines=False), planning.solve_instance
+    monkeypatch.setattr(advice, "padding_offers", pytest.fail)  # nothing more is searched for
+    best, real = plan(baselines=False), solving.solve_instance
 
     def early(*args, **more) -> Answer:
         found = real(*args, **more)
         return Answer(Status.FEASIBLE, found.choice, found.cost, 0.0, "auto", peak=found.peak, interrupted=True)
 
-    monkeypatch.setattr(planning, "solve_instance", early)
+    monkeypatch.setattr(solving, "solve_instance", early)
     found = plan()
     assert found.cost == best.cost and found.status == "feasible"
 
 
 def test_ctrl_c_in_the_search_without_a_plan_ends_it(monkeypatch):
     none = Answer(Status.UNKNOWN, None, float("inf"), 0.0, "auto", interrupted=True)
-    monkeypatch.setattr(planning, "solve_instance", lambda *_, **__: none)
+    monkeypatch.setattr(solving, "solve_instance", lambda *_, **__: none)
     with pytest.raises(KeyboardInterrupt):
         plan()
 
@@ -191,7 +193,7 @@ def test_a_plan_is_on_disk_before_what_is_beside_it_is_worked_out(tmp_path, monk
         assert known.status == "optimal" and known.cost > 0
         raise SystemExit(137)
 
-    monkeypatch.setattr(planning, "modules_of", killed)
+    monkeypatch.setattr(advice, "modules_of", killed)
     with pytest.raises(SystemExit):
         main(["plan", TINY, "--mesh", "2", "--out", str(out), "--quiet"])
     assert api.load(out).status == "optimal"
@@ -211,8 +213,8 @@ def test_sigterm_is_as_good_as_ctrl_c(number):
         "import os, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from importlib import import_module\n"
-        "plan = import_module('autoshard.planning.plan')\n"
-        f"plan.solve_baselines = lambda *_: os.kill(os.getpid(), {int(number)})\n"
+        "search = import_module('autoshard.planning.search')\n"
+        f"search.solve_baselines = lambda *_: os.kill(os.getpid(), {int(number)})\n"
         "from autoshard.__main__ import main\n"
         "sys.exit(main())\n"
     )

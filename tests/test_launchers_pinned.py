@@ -12,10 +12,10 @@ from autoshard.cli.launchers import model_builder
 from autoshard.launch import Launch, Site
 from autoshard.launch.best_degrees import mesh_of, recompute_of, scheme_of
 from autoshard.launch.torchtitan import FLAVORS
-from autoshard.planning.context import Context
 from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.plan import baseline_only
-from autoshard.planning.recomputing import as_asked
+from autoshard.planning.question import ModelGraphs, Question
+from autoshard.planning.recomputing import with_recomputed_blocks
 from autoshard.planning.regret import regret
 from models import llama
 
@@ -33,7 +33,7 @@ def pinned(model, inputs, mesh, scheme, recompute):
     """The plan of a scheme alone, of the graph of all layers."""
     options = Options(training=True, recompute=recompute)
     graph, _ = capture_deep(model, inputs, training=True)
-    return baseline_only(as_asked(Context(graph, mesh, options, Stopwatch(None), {})), scheme)
+    return baseline_only(with_recomputed_blocks(Question(ModelGraphs(graph), mesh, options, Stopwatch(None))), scheme)
 
 
 QUICK = [("megatron_fsdp", "none")]

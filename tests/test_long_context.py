@@ -25,10 +25,10 @@ from autoshard.lower.kernels import attention_over_sequence
 from autoshard.lower.program import lower
 from autoshard.lower.verify import run_global
 from autoshard.mesh import Mesh
-from autoshard.planning.context import Context
 from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.ordering import order_for
 from autoshard.planning.plan import baseline_only
+from autoshard.planning.question import ModelGraphs, Question
 from autoshard.strategies import ring
 from autoshard.strategies.candidates import Candidate, _rows_of, candidates
 from models import gpt2, llama
@@ -210,7 +210,8 @@ def scheme_of(graph, mode, sizes, head_tail):
     mesh = Mesh.from_bandwidths(sizes)
     order = order_for(graph, mesh) if head_tail else None
     noted = {"sequence_order": order.to_dict()} if order else {}
-    return baseline_only(Context(in_order(graph, order), mesh, Options(training=True), Stopwatch(None), noted), f"context_parallel_{mode}")
+    question = Question(ModelGraphs(in_order(graph, order)), mesh, Options(training=True), Stopwatch(None), noted)
+    return baseline_only(question, f"context_parallel_{mode}")
 
 
 QUICK = [("gpt2", "ring", (4,), True), ("llama", "ulysses", (4,), True), ("latent", "gather", (4,), True)]

@@ -6,9 +6,9 @@ import pytest
 
 from autoshard.graph import ACCUMULATED
 from autoshard.mesh import Mesh
-from autoshard.planning.context import Context
 from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.plan import baseline_only
+from autoshard.planning.question import ModelGraphs, Question
 from autoshard.simulate.from_solution import formulation_of_solution
 from autoshard.simulate.timeline import timeline_of
 from autoshard.solution import replay
@@ -21,7 +21,7 @@ CASES = [*(("mlp", scheme) for scheme in ("data_parallel", "zero1", "zero3")), *
 @cache
 def planned(name: str, scheme: str, m: int):
     graph, options = tiny_graph(name, True), Options(microbatches=m)
-    solution = baseline_only(Context(graph, Mesh.from_bandwidths((2, 2)), options, Stopwatch(None)), scheme)
+    solution = baseline_only(Question(ModelGraphs(graph), Mesh.from_bandwidths((2, 2)), options, Stopwatch(None)), scheme)
     return solution, *formulation_of_solution(replay(solution, graph).checked(), solution)
 
 

@@ -14,7 +14,7 @@ from autoshard.mesh import Mesh
 from autoshard.solvers import Answer, Status
 from models import llama
 
-planning = import_module("autoshard.planning.plan")
+solving = import_module("autoshard.planning.solving")
 
 UNKNOWN = Answer(Status.UNKNOWN, None, math.inf, 0.0, "auto")
 ASKED = {"training": True, "recompute": "blocks", "memory_limit": 1e9, "time_limit": 60.0, "baselines": False}
@@ -26,14 +26,14 @@ def planned():
 
 @pytest.mark.slow
 def test_where_the_careful_plan_has_no_answer_the_quick_one_is_the_plan(monkeypatch):
-    solve = planning.solve_instance
-    monkeypatch.setattr(planning, "solve_instance", lambda c, *rest: UNKNOWN if c.options.solver == "auto" else solve(c, *rest))
+    solve = solving.solve_instance
+    monkeypatch.setattr(solving, "solve_instance", lambda c, *rest: UNKNOWN if c.options.solver == "auto" else solve(c, *rest))
     solution = planned()
     assert solution.solver and math.isfinite(solution.cost) and solution.peak_bytes <= 1e9
 
 
 def test_where_no_plan_has_an_answer_that_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(planning, "solve_instance", lambda *_: UNKNOWN)
+    monkeypatch.setattr(solving, "solve_instance", lambda *_: UNKNOWN)
     sentence = "^no answer within 60 s: no plan within 1.000 GB per device was found, there may be one; "
     with pytest.raises(NoAnswer, match=sentence) as caught:
         planned()
@@ -50,7 +50,7 @@ def test_where_no_plan_has_an_answer_that_is_said(monkeypatch, capsys):
     ],
 )
 def test_more_time_is_no_advice_where_the_search_ended_before_its_time(took, said, monkeypatch):
-    monkeypatch.setattr(planning, "solve_instance", lambda *_: replace(UNKNOWN, seconds={"total": took}))
+    monkeypatch.setattr(solving, "solve_instance", lambda *_: replace(UNKNOWN, seconds={"total": took}))
     with pytest.raises(NoAnswer, match=said):
         planned()
 

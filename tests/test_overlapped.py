@@ -8,9 +8,10 @@ import pytest
 from autoshard import api
 from autoshard.formulate import stream_seconds
 from autoshard.mesh import Mesh
-from autoshard.planning.context import Context, instance_of
+from autoshard.planning.instance import instance_of
 from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.plan import plan_graph
+from autoshard.planning.question import ModelGraphs, Question
 from autoshard.planning.random_choice import random_choice
 from autoshard.report import as_text, plan_report, summary
 from autoshard.report.proof import proof, verdict
@@ -18,7 +19,6 @@ from autoshard.simulate.chains import longest_chain
 from autoshard.simulate.timeline import timeline_of
 from autoshard.solution import Solution
 from autoshard.solvers import Part, best_prices, parts_that_differ, priced_by_stream, seconds_of_parts, solve
-from autoshard.strategies import candidates
 from tests.helpers import TINY, tiny_graph
 
 CASES = [
@@ -34,8 +34,8 @@ def mesh_of(sizes: tuple[int, ...]) -> Mesh:
 
 @cache
 def instance(name: str, sizes: tuple[int, ...], m: int):
-    context = Context(tiny_graph(name, True), mesh_of(sizes), Options(microbatches=m), Stopwatch(None)).stepped()
-    found = instance_of(context, candidates(context.graph, context.mesh))
+    context = Question(ModelGraphs(tiny_graph(name, True)), mesh_of(sizes), Options(microbatches=m), Stopwatch(None)).stepped()
+    found = instance_of(context)
     plans = [random_choice(found.formulated, seed) for seed in range(PLANS)]
     best = solve(found.problem, gap=0.01).choice
     return found.formulated, [best, *plans]
@@ -44,7 +44,7 @@ def instance(name: str, sizes: tuple[int, ...], m: int):
 @cache
 def planned(name: str, sizes: tuple[int, ...], m: int, objective: str) -> Solution:
     options = Options(microbatches=m, objective=objective, baselines=False, gap=0.01)
-    return plan_graph(Context(tiny_graph(name, True), mesh_of(sizes), options, Stopwatch(None)))
+    return plan_graph(Question(ModelGraphs(tiny_graph(name, True)), mesh_of(sizes), options, Stopwatch(None)))
 
 
 @pytest.mark.parametrize("case", CASES)

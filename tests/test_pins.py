@@ -14,8 +14,8 @@ import autoshard
 from autoshard.capture import capture
 from autoshard.formulate import Formulation, with_pins
 from autoshard.layout import R, S, text
-from autoshard.planning.context import formulate_for
 from autoshard.planning.demands import allowed_by_pins, demanded
+from autoshard.planning.instance import formulate_for
 from autoshard.planning.keeping import edited_layouts, kept_layouts, packed
 from autoshard.planning.options import Options, checked_options
 from autoshard.planning.plan import plan

@@ -16,9 +16,9 @@ from autoshard.capture import capture
 from autoshard.exports import apply_recipe
 from autoshard.lower.program import lower
 from autoshard.lower.unsharded import materialized
-from autoshard.planning.context import Context
 from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.plan import baseline_only
+from autoshard.planning.question import ModelGraphs, Question
 from benchmarks.memory import TOLERANCE as OF_MEMORY
 from benchmarks.memory import measured_peak
 from models import gpt2, llama
@@ -65,7 +65,7 @@ def planned(name: str, reduce: str, scheme: str, layers: int, shape: tuple[int, 
     if scheme == "best":
         options = {"training": True, "precision": precision, "gap": 1e-3, "baselines": shape != (WORLD,)}
         return graph, autoshard.plan(module, inputs, fast_mesh(shape), **options)
-    context = Context(graph, fast_mesh(shape), Options(training=True, precision=precision), Stopwatch(None))
+    context = Question(ModelGraphs(graph), fast_mesh(shape), Options(training=True, precision=precision), Stopwatch(None))
     return graph, baseline_only(context, scheme)
 
 

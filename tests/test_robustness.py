@@ -13,8 +13,8 @@ from autoshard.cli.model import load_model
 from autoshard.cost import collective_seconds
 from autoshard.explain.robustness import link_groups, scaled
 from autoshard.mesh import DEVICES, Axis, LinkCurve, Mesh
-from autoshard.planning.context import formulate_for
 from autoshard.planning.describe import choice_of, layouts_of, results_of
+from autoshard.planning.instance import formulate_for
 from autoshard.planning.options import Options
 from autoshard.problem import evaluate
 from autoshard.solution import Solution, parts, price_errors

@@ -5,9 +5,9 @@ from dataclasses import replace
 from autoshard.baselines import baselines
 from autoshard.mesh import Mesh
 from autoshard.planning import baselining
-from autoshard.planning.context import Context, instance_of
+from autoshard.planning.instance import instance_of
 from autoshard.planning.options import Options, Stopwatch
-from autoshard.strategies import candidates
+from autoshard.planning.question import ModelGraphs, Question
 from tests.helpers import tiny_graph
 
 
@@ -16,10 +16,9 @@ def test_equal_pins_are_completed_once_for_each_gap(monkeypatch):
     solve = baselining.solve
     monkeypatch.setattr(baselining, "solve", lambda *given, **options: searches.append(options["gap"]) or solve(*given, **options))
     graph, mesh = tiny_graph("mlp", True), Mesh.from_bandwidths((2, 2))
-    context = Context(graph, mesh, Options(), Stopwatch(None))
-    layouts = candidates(graph, mesh)
-    instance = instance_of(context, layouts)
-    schemes = baselines(graph, mesh, layouts)
+    context = Question(ModelGraphs(graph), mesh, Options(), Stopwatch(None))
+    instance = instance_of(context)
+    schemes = baselines(graph, mesh, instance.formulated.candidates)
     for scheme in (schemes[0], replace(schemes[0], name="another"), schemes[1]):
         known = baselining.scheme_price(context, instance, scheme)
         assert known == baselining.scheme_price(context, replace(instance), scheme)  # which knows no answers

@@ -13,9 +13,9 @@ import autoshard
 from autoshard.cli import main
 from autoshard.cli.huggingface import load_huggingface
 from autoshard.mesh import DEVICES, Mesh
-from autoshard.planning.context import Context
 from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.plan import baseline_only
+from autoshard.planning.question import ModelGraphs, Question
 from autoshard.serving import CachedLayer, cached_layers, empty_cache, serve_plan
 from autoshard.serving.step_prices import price_of
 from autoshard.serving.steps import steps_of
@@ -60,7 +60,7 @@ def test_sliding_layers_keep_their_window_and_uneven_heads_are_refused():
 def test_the_cache_in_the_graph_of_a_decode_step_has_these_bytes_on_every_device(tensor):
     steps = steps_of(llama())
     graph = steps.decode(8, 16)
-    solution = baseline_only(Context(graph, mesh(tensor), Options(baselines=False), Stopwatch(None)), "megatron")
+    solution = baseline_only(Question(ModelGraphs(graph), mesh(tensor), Options(baselines=False), Stopwatch(None)), "megatron")
     inputs = [graph.ops[i] for i, op in enumerate(graph.ops) if op.kind == "input" and len(op.output.shape) == 4]
     shards = [tensor if solution.layouts[op.name].outputs[0] == "S(1)" else 1 for op in inputs]
     assert len(inputs) == 4 and set(shards) == {tensor}

@@ -15,9 +15,9 @@ from autoshard.formulate import Formulation
 from autoshard.graph import ACCUMULATED, KEPT, Graph
 from autoshard.layout import text
 from autoshard.mesh import Mesh
-from autoshard.planning.context import Context
 from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.plan import baseline_only
+from autoshard.planning.question import ModelGraphs, Question
 from autoshard.problem import evaluate
 from autoshard.simulate.from_solution import formulation_of_solution
 from autoshard.solution import Solution, replay
@@ -38,7 +38,7 @@ CASES = [
 @cache
 def planned(name: str, sizes: tuple[int, ...], scheme: str, m: int) -> tuple[Solution, Formulation, tuple[int, ...]]:
     graph, options = tiny_graph(name, True), Options(microbatches=m)
-    solution = baseline_only(Context(graph, Mesh.from_bandwidths(sizes), options, Stopwatch(None)), scheme)
+    solution = baseline_only(Question(ModelGraphs(graph), Mesh.from_bandwidths(sizes), options, Stopwatch(None)), scheme)
     return solution, *formulation_of_solution(replay(solution, graph).graph, solution)
 
 

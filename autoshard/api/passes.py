@@ -26,7 +26,8 @@ from autoshard.lower import verify_graph
 from autoshard.mesh import Device, Mesh
 from autoshard.options import Options, having
 from autoshard.planning import (
-    Context,
+    ModelGraphs,
+    Question,
     Stopwatch,
     baseline_only,
     broken_by,
@@ -165,7 +166,7 @@ def _capture(graph: Any, chosen: PassOptions) -> Captured:
 def _solve(captured: Captured, clock: Stopwatch, chosen: PassOptions) -> Solution:
     noted = {"algo": chosen.algo, "communications_backend": chosen.communications_backend}
     noted |= {"ignored": words} if (words := ignored(captured.fx_graph)) else {}
-    context = with_number_of_microbatches(Context(captured.graph, chosen.mesh(), chosen.planning(), clock, noted))
+    context = with_number_of_microbatches(Question(ModelGraphs(captured.graph), chosen.mesh(), chosen.planning(), clock, noted))
     if chosen.algo == "alpa":
         return plan_graph(context)
     return baseline_only(context, chosen.algo)

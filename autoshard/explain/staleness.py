@@ -27,7 +27,7 @@ from autoshard.capture import in_turn
 from autoshard.explain.reopened import Choice, Reopened, captured, options_of, reopened
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
-from autoshard.planning import Context, Infeasible, Progress, Stopwatch, fingerprint, plan_captured
+from autoshard.planning import Infeasible, ModelGraphs, Progress, Question, Stopwatch, fingerprint, plan_captured
 from autoshard.problem import Problem, evaluate
 from autoshard.solution import VERSION, ProgramsSolution, Replay, Solution, differences, plain
 from autoshard.solvers import certified
@@ -216,7 +216,7 @@ def _anew(graph: Graph, solution: Solution, mesh: Mesh, time_limit: float) -> tu
     """The cost of the best plan of the graph under the plan's own options and pins; inf, and why, where there is none."""
     try:
         options = replace(options_of(solution), time_limit=time_limit)
-        return (plan_captured(Context(graph, mesh, options, Stopwatch(None))).cost,)
+        return (plan_captured(Question(ModelGraphs(graph), mesh, options, Stopwatch(None))).cost,)
     except (ValueError, Infeasible) as error:
         return math.inf, f"and its options allow no plan now: {error}"
 

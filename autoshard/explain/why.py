@@ -24,7 +24,7 @@ from autoshard.explain.explanations import Alternative, Explanation
 from autoshard.explain.reopened import Choice, Reopened, Way, captured, nearest, reopened
 from autoshard.explain.subjects import Subject, chosen, subject, wanted, ways
 from autoshard.layout import text
-from autoshard.planning import Context, Instance, Progress, Stopwatch, bytes_text, infeasible
+from autoshard.planning import Instance, ModelGraphs, Progress, Question, Stopwatch, bytes_text, infeasible
 from autoshard.problem import Problem, evaluate
 from autoshard.solution import Solution
 from autoshard.solvers import Answer, Status
@@ -208,7 +208,7 @@ def _why_none(plan: Reopened, problem: Problem, way: Way, answer: Answer, time_l
     if answer.status is Status.INFEASIBLE and not plan.pinned and (why is None or math.isinf(why.smallest_limit[0])):
         return "no choice of the other layouts leads to it: what it needs has no route"  # neither pins nor memory cause it
     asked = replace(plan.asked(way), time_limit=time_limit)
-    context = Context(plan.formulated.graph, plan.formulated.mesh, asked, Stopwatch(None), explains=explained)
+    context = Question(ModelGraphs(plan.formulated.graph), plan.formulated.mesh, asked, Stopwatch(None), explains=explained)
     return str(infeasible(context, Instance(plan.formulated, problem), answer))
 
 

@@ -5,6 +5,7 @@ from .declared import checked_options as checked_options
 from .declared import defaults_of as defaults_of
 from .declared import having as having
 from .declared import options_of as options_of
+from .declared import refuse_elsewhere as refuse_elsewhere
 from .kinds import COUNTS as COUNTS
 from .kinds import OPTIMIZERS as OPTIMIZERS
 from .kinds import SIZE as SIZE

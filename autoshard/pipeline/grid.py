@@ -26,7 +26,7 @@ from autoshard.pipeline.schedule_times import ScheduleRun
 from autoshard.pipeline.schedules import schedule_of
 from autoshard.pipeline.stage_costs import StageCost, run_stages, stage_costs_of
 from autoshard.pipeline.stage_programs import partial_gradients
-from autoshard.planning import Context, Options, Progress, Stopwatch, baseline_only, plan_graph
+from autoshard.planning import ModelGraphs, Options, Progress, Question, Stopwatch, baseline_only, plan_graph
 from autoshard.precision import Precision
 from autoshard.simulate import Parallel, Timeline, timeline_of_solution
 from autoshard.solution import Solution
@@ -160,7 +160,7 @@ def _stage_plan(
     graph: Graph, mesh: Mesh, scheme: str, training: bool, overlap: bool, prefetch: int, options: Mapping
 ) -> tuple[Solution, Timeline]:
     name = scheme if scheme != "auto" else "megatron" if mesh.shape[-1] > 1 else "data_parallel"
-    context = Context(graph, mesh, Options(training=training, baselines=False, **options), Stopwatch(None))
+    context = Question(ModelGraphs(graph), mesh, Options(training=training, baselines=False, **options), Stopwatch(None))
     if name == "planned":
         solution = plan_graph(context)
     else:

@@ -1,22 +1,21 @@
 """From a graph, a mesh and the user's demands (pins, limits, kept layouts) to a plan with its proof."""
-from autoshard.planning.certify import fingerprint as fingerprint
-from autoshard.planning.context import Context as Context
-from autoshard.planning.context import Instance as Instance
-from autoshard.planning.context import formulate_for as formulate_for
+
 from autoshard.planning.demands import allowed_by_pins as allowed_by_pins
 from autoshard.planning.demands import broken_by as broken_by
 from autoshard.planning.describe import choice_of as choice_of
+from autoshard.planning.describe import fingerprint as fingerprint
 from autoshard.planning.describe import layouts_of as layouts_of
 from autoshard.planning.describe import results_of as results_of
 from autoshard.planning.extrapolate import extrapolate as extrapolate
 from autoshard.planning.frontier import Frontier as Frontier
 from autoshard.planning.frontier import FrontierPoint as FrontierPoint
 from autoshard.planning.frontier import frontier as frontier
+from autoshard.planning.instance import Instance as Instance
+from autoshard.planning.instance import formulate_for as formulate_for
 from autoshard.planning.keeping import edited_layouts as edited_layouts
 from autoshard.planning.keeping import kept_layouts as kept_layouts
 from autoshard.planning.mesh_shapes import mesh_shapes as mesh_shapes
 from autoshard.planning.mesh_shapes import plan_meshes as plan_meshes
-from autoshard.planning.microbatches import with_number_of_microbatches as with_number_of_microbatches
 from autoshard.planning.node_layouts import is_value as is_value
 from autoshard.planning.node_layouts import with_node_layouts as with_node_layouts
 from autoshard.planning.options import Infeasible as Infeasible
@@ -33,6 +32,9 @@ from autoshard.planning.plan import plan_graph as plan_graph
 from autoshard.planning.programs import Program as Program
 from autoshard.planning.programs import plan_programs as plan_programs
 from autoshard.planning.programs import sub_mesh as sub_mesh
+from autoshard.planning.question import ModelGraphs as ModelGraphs
+from autoshard.planning.question import Question as Question
+from autoshard.planning.question import with_number_of_microbatches as with_number_of_microbatches
 from autoshard.planning.random_choice import random_choice as random_choice
 from autoshard.planning.refusal import infeasible as infeasible
 from autoshard.planning.regret import Regret as Regret

@@ -6,15 +6,16 @@ A baseline that obeys the pins and the memory limit is also a choice that the se
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from autoshard.baselines import CONTEXT_PARALLEL, USUAL, ZERO, Baseline, allowed, baselines
 from autoshard.formulate import Formulation, with_pins
-from autoshard.planning.context import Context, Instance
+from autoshard.planning.instance import Instance
+from autoshard.planning.question import Question
 from autoshard.problem import evaluate
 from autoshard.solvers import Answer, Status, solve
 
@@ -23,17 +24,17 @@ BASELINE_GAP = 1e-4  # relative
 PRICE_SECONDS = 5.0  # at most, of a scheme that is only priced
 
 
-def solve_baselines(context: Context, instance: Instance) -> tuple[dict[str, dict], list[tuple[int, ...]]]:
+def solve_baselines(question: Question, instance: Instance) -> tuple[dict[str, dict], list[tuple[int, ...]]]:
     """What each baseline costs, by name, and the choices of those that obey the limit and the pins."""
-    formulated, options = instance.formulated, context.options
+    formulated, options = instance.formulated, question.options
     rows: dict[str, dict] = {}
     starts = []
     names = (*USUAL, "expert_parallel", *(ZERO if options.microbatches > 1 else ()), *CONTEXT_PARALLEL)
     for baseline in baselines(formulated.graph, formulated.mesh, formulated.candidates, names):
-        if context.is_over:
+        if question.is_over:
             rows[baseline.name] = {"cost_seconds": None, "peak_bytes": None, "status": "unknown", "matched": baseline.matched}
             continue
-        answer = _completed(context, instance, baseline, min(BASELINE_SECONDS, context.seconds_left() / 8))
+        answer = _completed(question, instance, baseline, min(BASELINE_SECONDS, question.seconds_left() / 8))
         rows[baseline.name] = {
             "cost_seconds": answer.cost if answer.choice is not None else None,
             "peak_bytes": answer.peak,
@@ -49,35 +50,28 @@ def solve_baselines(context: Context, instance: Instance) -> tuple[dict[str, dic
 
 
 def scheme_price(
-    context: Context, instance: Instance, baseline: Baseline, *, seconds: float = PRICE_SECONDS, gap: float = BASELINE_GAP
+    question: Question, instance: Instance, baseline: Baseline, *, seconds: float = PRICE_SECONDS, gap: float = BASELINE_GAP
 ) -> tuple[float, float] | None:
     """Seconds of a scheme and its peak bytes, without a memory limit; None where its pins forbid each other, or there is no time left."""
-    if context.is_over:
+    if question.is_over:
         return None
-    answer = _completed(context, instance, baseline, seconds, gap)
+    answer = _completed(question, instance, baseline, seconds, gap)
     return (answer.cost, float(answer.peak or 0.0)) if answer.choice is not None else None
 
 
-def _completed(context: Context, instance: Instance, baseline: Baseline, seconds: float, gap: float = BASELINE_GAP) -> Answer:
+def _completed(question: Question, instance: Instance, baseline: Baseline, seconds: float, gap: float = BASELINE_GAP) -> Answer:
     """The best plan that follows a baseline's pins, without a memory limit; equal pins are completed once."""
     masks = masks_of(instance.formulated, baseline)
     key = (gap, *((node, mask.tobytes()) for node, mask in sorted(masks.items())))
-    if key not in instance.completed:
-        answer = _solved(context, instance, masks, seconds, gap)
-        if answer.status is not Status.OPTIMAL:  # more seconds may find a better one
-            return answer
-        instance.completed[key] = answer
-    return instance.completed[key]
-
-
-def _solved(context: Context, instance: Instance, masks: Mapping[int, np.ndarray], seconds: float, gap: float) -> Answer:
-    """The best plan of choices that the masks leave, without a memory limit."""
+    if key in instance.completed:
+        return instance.completed[key]
     pinned = replace(with_pins(instance.formulated, masks), usage_limit=None)
-    limits: dict[str, Any] = {"gap": gap, "time_limit": min(seconds, context.seconds_left()), "homes": instance.homes}
-    limits["clock"] = context.clock.now
-    if instance.shallow is None:
-        return solve(pinned, **limits).in_passing()
-    return instance.shallow.solve(pinned, preferred=False, **limits).in_passing()
+    limits: dict[str, Any] = {"gap": gap, "time_limit": min(seconds, question.seconds_left()), "homes": instance.layers}
+    search = solve if instance.few_layers is None else partial(instance.few_layers.solve, preferred=False)
+    answer = search(pinned, clock=question.clock.now, **limits).in_passing()
+    if answer.status is Status.OPTIMAL:  # more seconds may find a better one otherwise
+        instance.completed[key] = answer
+    return answer
 
 
 def masks_of(formulated: Formulation, baseline: Baseline) -> dict[int, np.ndarray]:

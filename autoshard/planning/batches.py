@@ -17,10 +17,16 @@ import numpy as np
 
 from autoshard.formulate import Formulation
 from autoshard.layout import Layout
-from autoshard.problem import Problem, evaluate
+from autoshard.problem import Evaluation, Problem, evaluate
 from autoshard.solvers import TOLERANCE, Answer
 
 TRIES = 8  # common layouts of a batch that are evaluated, cheapest first: the first that is cheap enough may not fit in memory
+
+
+def with_choice(answer: Answer, choice: Sequence[int], judged: Evaluation) -> Answer:
+    """The answer with another choice, for which its bound holds too."""
+    bound = min(answer.bound, judged.cost)
+    return replace(answer, choice=tuple(choice), cost=judged.cost, bound=bound, peak=judged.peak)
 
 
 def align_batches(formulated: Formulation, problem: Problem, answer: Answer, gap: float) -> Answer:
@@ -35,8 +41,7 @@ def align_batches(formulated: Formulation, problem: Problem, answer: Answer, gap
                 choice[node] = k
             evaluation = evaluate(problem, choice)
             if evaluation.fits and evaluation.cost <= most:
-                bound = min(answer.bound, evaluation.cost)
-                answer = replace(answer, choice=tuple(choice), cost=evaluation.cost, bound=bound, peak=evaluation.peak)
+                answer = with_choice(answer, choice, evaluation)
                 break
     return answer
 

@@ -21,10 +21,10 @@ from functools import cached_property
 import numpy as np
 
 from autoshard.formulate import Formulation, with_pins
-from autoshard.planning.context import Context, Instance, formulate_for
 from autoshard.planning.demands import Demanded, demanded, together
-from autoshard.planning.homes import homes
+from autoshard.planning.instance import Instance, formulate_for, layers_of_nodes
 from autoshard.planning.options import Demand
+from autoshard.planning.question import Question
 from autoshard.planning.tying import tied, tied_groups
 from autoshard.problem import Edge, Problem, evaluate
 from autoshard.solvers import Incumbent, Record, hopeless, level, reduce_and_settle
@@ -44,13 +44,13 @@ class Conflict:
 
 
 def find_conflict(
-    context: Context, instance: Instance, *, seconds: float = CONFLICT_SECONDS, now: Callable[[], float] = time.monotonic
+    question: Question, instance: Instance, *, seconds: float = CONFLICT_SECONDS, now: Callable[[], float] = time.monotonic
 ) -> Conflict:
-    """A minimal reason why the context has no plan: without any one member of it there is a plan.
+    """A minimal reason why the question has no plan: without any one member of it there is a plan.
 
     Only to be asked where it is proven that there is no plan; lasts about `seconds` at most, by the time that `now` tells.
     """
-    tests = _Tests(context, instance, seconds, now)
+    tests = _Tests(question, instance, seconds, now)
     names = list(tests.demands)
     if len(names) == 1:
         return Conflict(tuple(names), True)
@@ -77,10 +77,11 @@ def _within(feasible: Callable[[Sequence[Demand]], bool], held: list[Demand], re
 class _Tests:
     """Is there a plan that meets these demands?"""
 
-    def __init__(self, context: Context, instance: Instance, seconds: float, now: Callable[[], float]):
-        self.context, self.options, self.now, self.count = context, context.options, now, 0
-        self.recomputed = context.all_recomputed() if self.options.memory_limit is not None else None
-        self.free = _Free(instance.formulated, _demands_of(context, instance))
+    def __init__(self, question: Question, instance: Instance, seconds: float, now: Callable[[], float]):
+        self.question, self.options, self.now, self.count = question, question.options, now, 0
+        self.recomputed = question.all_recomputed() if self.options.memory_limit is not None else None
+        of_scheme = [] if instance.scheme is None else [instance.scheme]
+        self.free = _Free(instance.formulated, [*demanded(instance.formulated, question.options), *of_scheme])
         self.free_recomputed: _Free | None = None
         self.demands = dict.fromkeys([*self._of_graph(), *self.free.limits])
         self.undecided = 0  # tests for which there was not time enough
@@ -103,8 +104,8 @@ class _Tests:
             return True
         if self.recomputed is None or "memory_limit" not in kinds or "recompute" in kinds:
             return False
-        if self.free_recomputed is None and self.now() < self.deadline and not self.context.lacks_time_to_formulate():
-            mesh = self.context.mesh
+        if self.free_recomputed is None and self.now() < self.deadline and not self.question.lacks_time_to_formulate():
+            mesh = self.question.mesh
             formulated = formulate_for(self.recomputed, candidates(self.recomputed, mesh), mesh, self.options)
             self.free_recomputed = _Free(formulated, demanded(formulated, self.options))
         if self.free_recomputed is None:
@@ -114,11 +115,11 @@ class _Tests:
 
     def _has_answer(self, free: _Free, layouts: Sequence[Demand], kinds: set[str]) -> bool:
         self.count += 1
-        self.context.clock.say(f"looking for what conflicts: {self.count}", 0.9)
+        self.question.clock.say(f"looking for what conflicts: {self.count}", 0.9)
         problem = free.under(layouts, self.options.memory_limit if "memory_limit" in kinds else None)
-        layers: np.ndarray | None = free.homes
+        layers: np.ndarray | None = free.layers
         if "tie_blocks" in kinds:
-            problem, layers = tied(problem, free.groups), None
+            problem, layers = tied(problem, tied_groups(free.formulated)), None
         decided = False if hopeless(problem) else self._searched(problem, min(self.deadline, self.now() + QUICK_SECONDS))
         if decided is None and problem.usage_limit is not None:
             low, _, choice = level(problem, self.now, self.deadline, enough=problem.usage_limit, homes=layers)
@@ -137,11 +138,6 @@ class _Tests:
         return True if record.choice is not None else False if incumbent.proven else None
 
 
-def _demands_of(context: Context, instance: Instance) -> list[Demanded]:
-    """All demands on layouts: those of the options, and the scheme of a baseline."""
-    return [*demanded(instance.formulated, context.options), *([instance.scheme] if instance.scheme is not None else [])]
-
-
 class _Free:
     """A problem whose costs are 0 or inf, and which of its choices each demand leaves."""
 
@@ -154,12 +150,8 @@ class _Free:
         self.limits: dict[Demand, Mapping[int, np.ndarray]] = {one.demand: one.allowed for one in demands}
 
     @cached_property
-    def homes(self) -> np.ndarray:
-        return np.array(homes(self.formulated))
-
-    @property
-    def groups(self) -> list[int]:
-        return tied_groups(self.formulated)
+    def layers(self) -> np.ndarray:
+        return np.array(layers_of_nodes(self.formulated))
 
     def under(self, layouts: Sequence[Demand], memory_limit: float | None) -> Problem:
         problem = with_pins(self.formulated, together(Demanded(d, self.limits[d]) for d in layouts))

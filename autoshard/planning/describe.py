@@ -1,19 +1,106 @@
-"""Describes a choice by names: layouts of ops and parameters, the tensors that fill the memory, seconds by op, and ops without rules."""
+"""The plan of a choice: layouts by name, with the certificate, the fingerprint, the assumptions, and what fills time and memory."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
+import torch
+
+from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import KINDS, Formulation, op_collectives
-from autoshard.graph import ACCUMULATED, KEPT, is_drawn_in_full, is_random
+from autoshard.graph import ACCUMULATED, KEPT, Graph, Tensor, is_drawn_in_full, is_random
 from autoshard.layout import Layout, local_numel, parse, text
+from autoshard.mesh import Mesh
+from autoshard.planning.advice import Advice, advised
+from autoshard.planning.keeping import packed
+from autoshard.planning.options import Options
+from autoshard.planning.variants import Answered
 from autoshard.problem import evaluate
-from autoshard.solution import Placed, Solution
+from autoshard.solution import VERSION, Placed, Solution, price_errors
+from autoshard.solvers import Answer
+from autoshard.strategies import is_experts
 
 Choice = Sequence[int]
+
+
+def described(answered: Answered, advice: Sequence[Advice] = ()) -> Solution:
+    """The plan of an answered question, with advice unless Ctrl-C ended the search."""
+    question, options = answered.question, answered.question.options
+    if options.recompute == "auto":
+        options = replace(options, recompute=0)  # no block: what was chosen per tensor is among the assumptions
+    with question.clock.phase("describe", "writing the plan", 0.95), no_search_for_cycles():
+        formulated = answered.instance.formulated
+        solution = describe(formulated, answered.plan, options, answered.baselines, question.assumptions)
+    if (shortest := answered.overlapped) is not None:
+        solution = replace(solution, overlapped=shortest.to_dict(), status=shortest.status(options.gap).value)
+    if advice and not answered.plan.interrupted:
+        solution = advised(answered, solution, advice)
+    return replace(solution, seconds=question.clock.seconds())
+
+
+def describe(formulated: Formulation, answer: Answer, options: Options, baselines: Mapping[str, dict], assumptions: Mapping) -> Solution:
+    """The answer by name: layouts, certificate, baselines, ops without rules, and the assumptions."""
+    assert answer.choice is not None
+    graph, mesh, problem, choice = formulated.graph, formulated.mesh, formulated.problem, answer.choice
+    noted = {
+        **options.noted(),
+        "torch_version": torch.__version__.split("+")[0],
+        "autoshard_version": VERSION,
+        "axes": [axis.link_dict() for axis in mesh.axes],
+        "device": mesh.device.name,
+        "inputs": {op.name: list(op.output.shape) for op in graph.ops if op.kind == "input"},  # global shapes
+        **({"expert_imbalance": mesh.expert_imbalance} if any(map(is_experts, graph.ops)) else {}),
+        **({"random_numbers_per_shard": drawn} if (drawn := drawn_per_shard(formulated, choice)) else {}),
+        **assumptions,
+    }
+    layouts, results = layouts_of(formulated, choice), results_of(formulated, choice)
+    return Solution(
+        layouts=layouts,
+        results=results,
+        mesh=mesh,
+        cost=answer.cost,
+        bound=min(answer.bound, answer.cost),
+        status=answer.status.value,
+        solver=answer.solver,
+        peak_bytes=float(answer.peak or 0.0),
+        peak=peak_of(formulated, choice),
+        training=any(r.kind == "gradient" for r in graph.results),
+        baselines=dict(baselines),
+        replicated_ops=replicated_ops(formulated, choice),
+        parameters=parameters_of(formulated, choice),
+        breakdown=breakdown(formulated, choice),
+        counts={
+            "nodes": len(problem.node_costs),
+            "choices": sum(len(c) for c in problem.node_costs),
+            "edges": len(problem.edges),
+            "distinct_signatures": formulated.candidates.num_signatures,
+        },
+        fingerprint={**fingerprint(graph, mesh, options), "layouts": packed(layouts, results)},
+        assumptions=noted,
+        prices=price_errors(mesh),
+    )
+
+
+def fingerprint(graph: Graph, mesh: Mesh, options: Options) -> dict[str, str]:
+    """Hashes of what a plan depends on; equal on every machine."""
+    prices = mesh.to_dict()
+    return {
+        "graph": graph.fingerprint(),
+        "structure": graph.structure(),
+        "mesh": _hash(list(mesh.shape)),
+        "prices": _hash(prices),
+        "options": _hash(options.compared()),
+    }
+
+
+def _hash(data: object) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def layouts_of(formulated: Formulation, choice: Choice) -> dict[str, Placed]:
@@ -84,16 +171,21 @@ def parameters_of(formulated: Formulation, choice: Choice) -> dict[str, dict]:
     rows = {}
     for name, i in graph.parameters.items():
         if name not in second:
-            tensor, layout = graph.tensor((i, 0)), formulated.candidate(i, choice).outputs[0]
+            layout = formulated.candidate(i, choice).outputs[0]
             assert layout is not None
-            local = local_numel(tensor.shape, layout, mesh) * tensor.itemsize
-            rows[name] = {"layout": text(layout), "shape": list(tensor.shape), "dtype": tensor.dtype, "local_bytes": local}
+            rows[name] = parameter_row(graph.tensor((i, 0)), layout, mesh)
             for kind in (KEPT, ACCUMULATED):  # with several microbatches: of its copy, and of the sum of its gradients
                 if (j := graph.index.get(f"{name}.{kind}")) is not None:
                     rows[name][kind] = _text(formulated.candidate(j, choice).outputs[0])
     for other, name in second.items():
         rows[other] = {**rows[name], "tied_to": name}
     return rows
+
+
+def parameter_row(tensor: Tensor, layout: Layout, mesh: Mesh) -> dict:
+    """Layout, shape, dtype and local bytes of one parameter."""
+    local = local_numel(tensor.shape, layout, mesh) * tensor.itemsize
+    return {"layout": text(layout), "shape": list(tensor.shape), "dtype": tensor.dtype, "local_bytes": local}
 
 
 def peak_of(formulated: Formulation, choice: Choice) -> dict:

@@ -1,7 +1,7 @@
 """A plan of few layers, extended to a model of many: `extrapolate(solution, model, example_inputs)`.
 
 The few layers are captured again (the model with its containers shortened to the layers that the plan has). Every op of the deep model
-gets the choice of the corresponding op of the shallow one (shallow.py), and the result is evaluated on the full graph: its cost, its peak,
+gets the choice of the corresponding op (few_layers.py), and the result is evaluated on the full graph: its cost, its peak,
 and a bound on all plans of the full graph, by dual ascent. The gap says how much a plan of the full model could gain.
 """
 
@@ -12,17 +12,18 @@ from typing import Any
 
 from torch import nn
 
-from autoshard.capture import capture, capture_deep, containers, in_turn, shrunk
+from autoshard.capture import capture, containers, in_turn, shrunk
 from autoshard.graph import chunked_loss, in_order
-from autoshard.planning.certify import describe
-from autoshard.planning.context import Context, extended_from, formulate_for, stepped
-from autoshard.planning.describe import choice_of
+from autoshard.planning.describe import choice_of, described
+from autoshard.planning.few_layers import completed, op_choices
+from autoshard.planning.instance import Instance, extended_from, formulate_for
 from autoshard.planning.options import Infeasible, Options, Progress, Stopwatch, checked_options
 from autoshard.planning.ordering import order_for
-from autoshard.planning.shallow import completed, op_choices
+from autoshard.planning.question import ModelGraphs, ask, stepped
+from autoshard.planning.variants import Answered
 from autoshard.problem import evaluate
 from autoshard.solution import Solution, differences
-from autoshard.solvers import certified, converged
+from autoshard.solvers import certified
 from autoshard.strategies import candidates
 
 # options of the plan that apply unless others are given
@@ -30,9 +31,7 @@ KEPT = ("optimizer", "master_weights", "memory_limit", "precision", "microbatche
 
 
 @in_turn
-def extrapolate(
-    solution: Solution, model: nn.Module, example_inputs: Any, *, progress: Progress | None = None, **options: Any
-) -> Solution:
+def extrapolate(solution: Solution, model: nn.Module, example_inputs: Any, *, progress: Progress | None = None, **options: Any) -> Solution:
     """The plan of a model with few layers, on the same model with many: evaluated on the full graph, with a bound on all of its plans.
 
     model, example_inputs: as for `plan`, the deep model; its layers sit in a ModuleList or Sequential. options: of `Options`;
@@ -44,42 +43,39 @@ def extrapolate(
     kept = {key: value for key, value in solution.noted(*KEPT).items() if value is not None}
     chosen: Options = checked_options(Options, {**kept, "training": solution.training, **options})
     clock, mesh = Stopwatch(progress), solution.mesh
+    question = ask(model, example_inputs, mesh, chosen, clock)
+    ignored = {key: value for key, value in question.assumptions.items() if key == "ignored"}
+    question = replace(question, assumptions=solution.noted("model", "set") | ignored)
     with clock.phase("capture", "capturing the model", 0.0):
         depths = _depths(solution, model)
-        graph, depth = capture_deep(model, example_inputs, training=solution.training, precision=chosen.precision)
-        shallow = capture(shrunk(model, depths), example_inputs, training=solution.training, precision=chosen.precision)
-        order = None if solution.sequence_order is None else order_for(graph, mesh)
-        if order is not None:
-            graph, shallow = in_order(graph, order), in_order(shallow, solution.sequence_order)
-            depth = replace(depth, shallow=None)  # whose ops have the natural order
+        few_layers = capture(shrunk(model, depths), example_inputs, training=chosen.training, precision=chosen.precision)
+        if solution.sequence_order is not None and (order := order_for(question.graph, mesh)) is not None:
+            few_layers = in_order(few_layers, solution.sequence_order)
+            alone = replace(question, model=ModelGraphs(question.graph))  # the few layers that were tiled have the natural order
+            question = alone.map(lambda graph: in_order(graph, order), sequence_order=order.to_dict())
         if rows := solution.chunked_loss:
-            graph, shallow = chunked_loss(graph, rows), chunked_loss(shallow, rows)
-            depth = replace(depth, shallow=None if depth.shallow is None else chunked_loss(depth.shallow, rows))
-        context = Context(graph, mesh, chosen, clock, shallow=depth.shallow).stepped()
-        graph, shallow = context.graph, stepped(shallow, chosen)
-        if reasons := differences(solution, shallow, mesh):
+            few_layers = chunked_loss(few_layers, rows)
+            question = question.map(lambda graph: chunked_loss(graph, rows), chunked_loss=rows)
+        question, few_layers = question.stepped(), stepped(few_layers, chosen)
+        if reasons := differences(solution, few_layers, mesh):
             layers = ", ".join(f"{n} of {name}" for name, n in depths.items())
             raise ValueError(f"the plan is not one of this model's first layers ({layers}): {'; '.join(reasons)}; plan those first")
     with clock.phase("formulate", "pricing layouts", 0.5):
-        deep, small = (formulate_for(g, candidates(g, mesh), mesh, chosen) for g in (graph, shallow))
-        choice = completed(deep, op_choices(deep, small, choice_of(small, solution)))
+        deep, few = (formulate_for(g, candidates(g, mesh), mesh, chosen) for g in (question.graph, few_layers))
+        choice = completed(deep, op_choices(deep, few, choice_of(few, solution)))
     evaluation = evaluate(deep.problem, choice)
     if not evaluation.fits:
         limit, peak = (chosen.memory_limit or 0.0) / 1e9, evaluation.peak / 1e9
         raise Infeasible(f"on the full model the plan needs {peak:.3f} GB per device, the limit is {limit:.3f} GB; plan the full model")
     with clock.phase("solve", "bounding all plans", 0.7):
-        few = extended_from(context.shallow, deep, chosen)
-        left: dict[str, Any] = {"time_limit": context.seconds_left(), "clock": clock.now}
-        messages = None if few is None else few.correspondence.messages(few.formulated, converged(few.formulated.problem, **left)[1])
-        answer = certified(deep.problem, choice, messages=messages, gap=chosen.gap, **left | {"time_limit": context.seconds_left()})
-    with clock.phase("describe", "writing the plan", 0.95):
-        assumptions = solution.noted("model", "set") | ({"ignored": depth.ignored} if depth.ignored else {})
-        if order is not None:
-            assumptions["sequence_order"] = order.to_dict()
-        if solution.chunked_loss:
-            assumptions["chunked_loss"] = solution.chunked_loss
-        extended = describe(deep, answer, chosen, {}, {**assumptions, "extrapolated_from": depths})
-    return replace(extended, seconds=clock.seconds())
+        instance = Instance(deep, deep.problem, extended_from(question.model.few_layers, deep, chosen))
+        own = instance.few_layers
+        messages = None if own is None else own.converged(question.seconds_left(), clock.now)[1]
+        answer = certified(
+            deep.problem, choice, messages=messages, gap=chosen.gap, time_limit=question.seconds_left(), clock=clock.now
+        )  # fmt: skip
+    noted = {**question.assumptions, "extrapolated_from": depths}
+    return described(Answered(replace(question, assumptions=noted), instance, answer))
 
 
 def _depths(solution: Solution, model: nn.Module) -> dict[str, int]:

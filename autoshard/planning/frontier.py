@@ -1,7 +1,7 @@
 """Memory against time: the fastest plans for less and less memory, with proof, from one formulation of the problem.
 
-graph    = capture_deep(model, example_inputs)
-instance = instance_of(context, candidates(graph, mesh))       the same problem as for one plan, without a memory limit
+question = ask(model, example_inputs, mesh, options)
+instance = instance_of(question)                              the same problem as for one plan, without a memory limit
 swept    = hull(instance.problem)                              every answer that is best for some price per byte (solvers.memory_hull)
 points   = the memory and seconds of each answer, and the bound on all plans within its memory
 """
@@ -15,33 +15,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 
-from autoshard.capture import capture_deep, in_turn
-from autoshard.cycles import no_search_for_cycles
-from autoshard.formulate import Formulation
+from autoshard.capture import in_turn
 from autoshard.mesh import Mesh
-from autoshard.planning.certify import describe
-from autoshard.planning.context import Context, Instance, instance_of
-from autoshard.planning.microbatches import with_number_of_microbatches
+from autoshard.options import refuse_elsewhere
+from autoshard.planning.describe import described
+from autoshard.planning.instance import Instance, instance_of
 from autoshard.planning.options import Infeasible, Options, Progress, Stopwatch, checked_options
-from autoshard.planning.recomputing import as_asked
+from autoshard.planning.question import Question, ask, with_number_of_microbatches
+from autoshard.planning.recomputing import with_recomputed_blocks
+from autoshard.planning.variants import Answered
 from autoshard.solution import Solution, provided
-from autoshard.solvers import LEAST_GAP, PROVEN_GAP, Answer, Hull, HullPoint, Status, converged, hull
-from autoshard.strategies import candidates
+from autoshard.solvers import LEAST_GAP, PROVEN_GAP, Answer, Hull, HullPoint, Status, hull
 from autoshard.writing import write_atomically
 
 FORMAT = "autoshard.frontier/1"
 OPTIMAL_GAP = 1e-6  # relative: points up to here are called optimal
-NOT_HERE = {  # options of plan
-    "memory_limit": "the frontier is about all memory limits",
-    "tie_blocks": "its bound would not be that of the frontier",
-    "solver": "the frontier has a solver of its own",
-    "price_pins": "plan prices pins under one memory limit",
-    "baselines": "plan prices them",
-    "accepted": "a point counts as proven within `gap`",
-}
 
 
 @dataclass(frozen=True)
@@ -68,8 +58,8 @@ class Frontier:
     seconds: dict[str, Any] = field(default_factory=dict)  # {"cpu": {capture, candidates, formulate, solve, total}, "wall": ...}
     assumptions: dict[str, Any] = field(default_factory=dict)
     _hull: Hull = field(default_factory=lambda: Hull((), (), ()), repr=False)
-    _formulated: Formulation | None = field(default=None, repr=False)
-    _options: Options = field(default_factory=Options, repr=False)
+    _question: Question | None = field(default=None, repr=False)
+    _instance: Instance | None = field(default=None, repr=False)
 
     @property
     def proven(self) -> tuple[FrontierPoint, ...]:
@@ -86,12 +76,12 @@ class Frontier:
 
     def solution(self, i: int) -> Solution:
         """The plan of point i (from the least memory), with its certificate for a memory limit of its own peak. IndexError without one."""
-        point, formulated = self._hull.points[i], self._formulated
-        assert formulated is not None
-        options = replace(self._options, memory_limit=point.memory, gap=self.gap)
+        point = self._hull.points[i]
+        assert self._question is not None and self._instance is not None
+        question = self._question.with_options(memory_limit=point.memory, gap=self.gap)
         status = Status.FEASIBLE if self.points[i].status == "feasible" else Status.OPTIMAL  # within the gap of the options
         answer = Answer(status, point.choice, point.cost, point.bound, "hull", peak=point.memory)
-        return replace(describe(formulated, answer, options, {}, self.assumptions), seconds=self.seconds)
+        return replace(described(Answered(question, self._instance, answer)), seconds=self.seconds)
 
     def _repr_html_(self) -> str:
         """The plot, for notebooks."""
@@ -141,41 +131,32 @@ def frontier(
         curve = frontier(module, (tokens, targets), Mesh.from_bandwidths((8, 8)), training=True)
         curve.within(40e9), curve.bound(40e9), curve.solution(0).save("smallest.json")
     """
-    checked = _checked(model, mesh, points, options)
+    checked = _checked(points, options)
     clock = Stopwatch(progress)
-    with clock.phase("capture", "capturing the model", 0.0), no_search_for_cycles():
-        graph, depth = capture_deep(model, example_inputs, training=checked.training, precision=checked.precision, witness=checked.witness)
-        noted = {**(assumptions or {}), **depth.noted}
-        context = as_asked(with_number_of_microbatches(Context(graph, mesh, checked, clock, noted, depth.shallow))).stepped()
-    with clock.phase("candidates", "listing layouts", 0.1), no_search_for_cycles():
-        layouts = candidates(context.graph, mesh)
-    with clock.phase("formulate", "pricing layouts", 0.15), no_search_for_cycles():
-        instance = instance_of(context, layouts)
-    with clock.phase("solve", "sweeping the price of memory", 0.2):
-        starts, messages = _start(context, instance)
+    question = with_recomputed_blocks(with_number_of_microbatches(ask(model, example_inputs, mesh, checked, clock, assumptions))).stepped()
+    instance = instance_of(question)
+    with clock.phase("solve", "sweeping the price of memory", 0.4):
+        starts, messages = [], None  # of the plan without a limit, extended from few layers; nothing where pins make the layers differ
+        if instance.few_layers is not None and instance.problem is instance.formulated.problem:
+            choice, messages = instance.few_layers.converged(question.seconds_left(), clock.now)
+            starts, messages = ([], None) if choice is None else ([choice], messages)
         swept = hull(
-            instance.problem, points=points, gap=checked.gap, starts=starts, messages=messages, time_limit=context.seconds_left(),
+            instance.problem, points=points, gap=checked.gap, starts=starts, messages=messages, time_limit=question.seconds_left(),
             progress=_progress(clock), clock=clock.now,
         )  # fmt: skip
     if not swept.points:
         raise Infeasible("no plan was found at any memory: take away a pin, or raise the time limit")
     gap = max(checked.gap, LEAST_GAP)
-    name = str(noted.get("model") or type(model).__name__)
-    trained = any(r.kind == "gradient" for r in context.graph.results)
+    name = str(question.assumptions.get("model") or type(model).__name__)
+    trained = any(r.kind == "gradient" for r in question.graph.results)
     rows = tuple(_point(p, gap) for p in swept.points)
-    return Frontier(name, mesh, trained, gap, rows, clock.seconds(), noted, swept, instance.formulated, context.options)
+    return Frontier(name, mesh, trained, gap, rows, clock.seconds(), dict(question.assumptions), swept, question, instance)
 
 
-def _checked(model: object, mesh: object, points: object, options: Mapping[str, Any]) -> Options:
-    if not isinstance(mesh, Mesh):
-        raise ValueError(f"mesh is {type(mesh).__name__}; expected an autoshard.Mesh, for example Mesh.from_bandwidths((2, 4))")
-    if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model is {type(model).__name__}; expected a torch.nn.Module")
+def _checked(points: object, options: Mapping[str, Any]) -> Options:
     if isinstance(points, bool) or not isinstance(points, int) or points < 1:
         raise ValueError(f"points is {points!r}; expected a whole number of 1 or more")
-    for name, why in NOT_HERE.items():
-        if name in options:
-            raise ValueError(f"frontier takes no {name!r}: {why}; leave it out")
+    refuse_elsewhere(Options, "frontier", options)
     checked = checked_options(Options, {"gap": PROVEN_GAP, **options})
     if checked.recompute in ("auto", "blocks"):
         said = f"recompute is {checked.recompute!r}, which depends on one memory limit"
@@ -183,23 +164,12 @@ def _checked(model: object, mesh: object, points: object, options: Mapping[str, 
     return checked
 
 
-def _start(context: Context, instance: Instance) -> tuple[list, np.ndarray | None]:
-    """The plan without a limit and its messages, extended from few layers; nothing where pins make the layers differ."""
-    shallow = instance.shallow
-    if shallow is None or instance.problem is not instance.formulated.problem:
-        return [], None
-    choice, messages = converged(shallow.formulated.problem, time_limit=context.seconds_left(), clock=context.clock.now)
-    if choice is None:
-        return [], None
-    return [shallow.correspondence.choice(choice)], shallow.correspondence.messages(shallow.formulated, messages)
-
-
 def _progress(clock: Stopwatch) -> Callable[[int, int], None] | None:
     if clock.progress is None:
         return None
 
     def show(proven: int, wanted: int) -> None:
-        clock.say(f"sweeping the price of memory: {proven} of {wanted} points", 0.2 + 0.75 * min(proven / wanted, 1.0))
+        clock.say(f"sweeping the price of memory: {proven} of {wanted} points", 0.4 + 0.55 * min(proven / wanted, 1.0))
 
     return show
 

@@ -12,17 +12,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 
-from autoshard.capture import capture_deep, in_turn
-from autoshard.cycles import no_search_for_cycles
+from autoshard.capture import in_turn
 from autoshard.mesh import DEVICES_PER_NODE, MOST_DEVICES, Mesh
-from autoshard.planning.context import Context
+from autoshard.planning.advice import ADVICE
+from autoshard.planning.describe import described
 from autoshard.planning.options import Infeasible, Options, Progress, Stopwatch, checked_options
-from autoshard.planning.plan import plan_captured
+from autoshard.planning.question import Question, ask, check_effects, part_of, with_number_of_microbatches
+from autoshard.planning.search import KINDS, trials
+from autoshard.planning.variants import Tried, Variant
 from autoshard.solution import Solution
 
 MOST_AXES = 3
@@ -58,6 +61,10 @@ def _ordered(n: int, most: int) -> Iterator[tuple[int, ...]]:
             yield from ((first, *rest) for rest in _ordered(n // first, most - 1))
 
 
+def _name(mesh: Mesh) -> str:
+    return "x".join(map(str, mesh.shape))
+
+
 @dataclass(frozen=True)
 class MeshPlan:
     """The plan on one mesh, or why there is none."""
@@ -71,7 +78,7 @@ class MeshPlan:
 
     @property
     def name(self) -> str:
-        return "x".join(map(str, self.mesh.shape))
+        return _name(self.mesh)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; None where there is no plan. status: the plan's, infeasible, or skipped (the pins' layouts have other axes)."""
@@ -128,44 +135,40 @@ def plan_meshes(
         raise ValueError(
             "meshes holds no mesh, or something else; expected a list of autoshard.Mesh, for example of the shapes that mesh_shapes returns"
         )
-    if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model is {type(model).__name__}; expected a torch.nn.Module")
     axes = _axes_of_layouts(checked)
     chosen = [mesh for mesh in meshes if axes is None or (len(mesh.axes) == axes and mesh.num_devices > 1)]
     if not chosen:
         raise ValueError(f"the layouts of pins have {axes} placements, but no mesh has {axes} axes; pin for one mesh, on that mesh")
-    clock = Stopwatch(progress)
-    with clock.phase("capture", "capturing the model", 0.0), no_search_for_cycles():
-        graph, depth = capture_deep(model, example_inputs, training=checked.training, precision=checked.precision, witness=checked.witness)
-    noted = {**(assumptions or {}), **depth.noted}
-    plans = []
-    for mesh in meshes:
-        if mesh not in chosen:
-            plans.append(MeshPlan(mesh, None, f"the layouts of pins have {axes} placements", None, 0.0, 0.0))
-            continue
-        k = chosen.index(mesh)
-        left = checked.time_limit - clock.elapsed
-        under = replace(checked, time_limit=max(left / (len(chosen) - k), 0.1))
-        mesh_clock = Stopwatch(_progress_of_one(progress, mesh, k, len(chosen)))
-        better = None if on_plan is None else _if_better(on_plan, plans)
-        plans.append(_mesh_plan(Context(graph, mesh, under, mesh_clock, noted, depth.shallow, on_plan=better)))
+    question = ask(model, example_inputs, chosen[0], checked, Stopwatch(progress), assumptions)
+    check_effects(question)
+
+    def on_each_mesh(question: Question, tried: Sequence[Tried]) -> Iterator[Variant]:
+        for k, mesh in enumerate(chosen):
+            note, count = f"mesh {_name(mesh)}, {k + 1} of {len(chosen)}", len(chosen)
+            clock = part_of(question.clock, f"{note}: {{}}", k / count, 1 / count)
+            clock.cpu, clock.wall = {}, {}  # of this mesh alone
+            yield Variant(note, partial(replace, mesh=mesh, clock=clock), share=1 / (count - k))
+
+    skipped = f"the layouts of pins have {axes} placements"
+    plans = [MeshPlan(mesh, None, skipped, None, 0.0, 0.0) for mesh in meshes]
+    numbers = [k for k, mesh in enumerate(meshes) if mesh in chosen]
+    for k, one in zip(numbers, trials(with_number_of_microbatches(question), (on_each_mesh, *KINDS), [])):
+        best = min((plan.solution.objective_seconds for plan in plans if plan.solution is not None), default=math.inf)
+        plans[k] = _mesh_plan(one, best, on_plan)
     return MeshPlans(tuple(plans), _best(plans))
 
 
-def _if_better(on_plan: Callable[[Solution], None], plans: Sequence[MeshPlan]) -> Callable[[Solution], None]:
-    """`on_plan`, but only for a plan that is better than those of other meshes."""
-    best = min((plan.solution.objective_seconds for plan in plans if plan.solution is not None), default=math.inf)
-    return lambda plan: on_plan(plan) if plan.objective_seconds < best * (1 - EQUAL) else None
-
-
-def _mesh_plan(context: Context) -> MeshPlan:
-    solution, refusal = None, None
-    try:
-        solution = plan_captured(context)
-    except Infeasible as error:
-        refusal = error
-    seconds = context.clock.seconds()
-    return MeshPlan(context.mesh, solution, str(refusal or ""), refusal, seconds["cpu"]["total"], seconds["wall"]["total"])
+def _mesh_plan(one: Tried, best: float, on_plan: Callable[[Solution], None] | None) -> MeshPlan:
+    """best: seconds of the plans on other meshes; `on_plan` is called with a better one only."""
+    solution = None
+    if one.answered is not None:
+        question = one.answered.question
+        better = None if on_plan is None else lambda plan: on_plan(plan) if plan.objective_seconds < best * (1 - EQUAL) else None
+        solution = described(replace(one.answered, question=replace(question, on_plan=better)), ADVICE)
+    elif one.refusal is None:
+        raise KeyboardInterrupt
+    seconds = one.question.clock.seconds()
+    return MeshPlan(one.question.mesh, solution, str(one.refusal or ""), one.refusal, seconds["cpu"]["total"], seconds["wall"]["total"])
 
 
 def _axes_of_layouts(options: Options) -> int | None:
@@ -177,14 +180,6 @@ def _axes_of_layouts(options: Options) -> int | None:
     return counts[0] if counts else None
 
 
-def _progress_of_one(progress: Progress | None, mesh: Mesh, k: int, count: int) -> Progress | None:
-    """Reports the progress of mesh k of several as part of the progress of all."""
-    if progress is None:
-        return None
-    name = "x".join(map(str, mesh.shape))
-    return lambda what, fraction: progress(f"mesh {name}, {k + 1} of {count}: {what}", (k + fraction) / count)
-
-
 def _best(plans: Sequence[MeshPlan]) -> Solution:
     """The cheapest; the first of those that cost the same."""
     best: Solution | None = None
@@ -192,13 +187,8 @@ def _best(plans: Sequence[MeshPlan]) -> Solution:
         if plan.solution is not None and (best is None or plan.solution.objective_seconds < best.objective_seconds * (1 - EQUAL)):
             best = plan.solution
     if best is None:
-        refused = [(plan.refusal.smallest_limit or (math.inf, math.inf), plan) for plan in plans if plan.refusal]
-        limit, nearest = min(refused, key=lambda pair: pair[0][1])
-        assert nearest.refusal is not None
-        raise Infeasible(
-            f"no plan on any of {len(refused)} meshes; nearest is {nearest.name}: {nearest.message}",
-            nearest.refusal.smallest_limit,
-            nearest.refusal.conflict,
-            nearest.refusal.minimal,
-        )
+        refused = [(plan.refusal, plan.name) for plan in plans if plan.refusal is not None]
+        nearest, name = min(refused, key=lambda pair: (pair[0].smallest_limit or (math.inf, math.inf))[1])
+        message = f"no plan on any of {len(refused)} meshes; nearest is {name}: {nearest}"
+        raise Infeasible(message, nearest.smallest_limit, nearest.conflict, nearest.minimal)
     return best

@@ -25,13 +25,14 @@ from autoshard.formulate import Formulation
 from autoshard.graph import Graph, forward_blocks, recomputed_names
 from autoshard.layout import text
 from autoshard.planning.baselining import scheme_price
-from autoshard.planning.context import Context, Instance
+from autoshard.planning.instance import Instance
+from autoshard.planning.question import Question
 
 Choice = Sequence[int]
 NO_AXIS = ""  # the entry of schemes that shard the batch alone
 
 
-def modules_of(context: Context, instance: Instance, choice: Choice) -> dict[str, dict]:
+def modules_of(question: Question, instance: Instance, choice: Choice) -> dict[str, dict]:
     """For every mesh axis that shards a weight where it is used, and the last axis: styles, dropped, seconds, peak_bytes."""
     formulated = instance.formulated
     graph, mesh = formulated.graph, formulated.mesh
@@ -47,15 +48,15 @@ def modules_of(context: Context, instance: Instance, choice: Choice) -> dict[str
         uses = uses_by_size[size]
         modes = {use: _mode(formulated, choice, use, k) for use in uses.uses}
         if any(modes.values()) or k == axes[-1]:
-            rows[mesh.axes[k].name] = _on_axis(context, instance, choice, k, uses, modes, priced)
-    return {**rows, NO_AXIS: _on_no_axis(context, instance, choice)} if axes else rows
+            rows[mesh.axes[k].name] = _on_axis(question, instance, choice, k, uses, modes, priced)
+    return {**rows, NO_AXIS: _on_no_axis(question, instance, choice)} if axes else rows
 
 
-def _on_no_axis(context: Context, instance: Instance, choice: Choice) -> dict[str, Any]:
+def _on_no_axis(question: Question, instance: Instance, choice: Choice) -> dict[str, Any]:
     """What launchers can do that shard the batch over all axes: replicate parameters, or shard them as a stage of ZeRO."""
     graph, mesh, candidates = instance.formulated.graph, instance.formulated.mesh, instance.formulated.candidates
     schemes = baselines(graph, mesh, candidates, ("data_parallel", *ZERO))
-    prices = {scheme.name: scheme_price(context, instance, scheme) for scheme in schemes}
+    prices = {scheme.name: scheme_price(question, instance, scheme) for scheme in schemes}
     facts = {"gathered_again": _gathered_again(instance.formulated, choice), "recomputed": _recomputed(graph)}
     return {"styles": {}, "dropped": [], **_priced(prices), **facts}
 
@@ -100,7 +101,7 @@ def layer_of(module: str) -> str:
 
 
 def _on_axis(
-    context: Context, instance: Instance, choice: Choice, axis: int, uses: Uses, modes: dict[Use, str], priced: dict[tuple, Any]
+    question: Question, instance: Instance, choice: Choice, axis: int, uses: Uses, modes: dict[Use, str], priced: dict[tuple, Any]
 ) -> dict[str, Any]:
     """priced: prices so far; on an axis with another's size and link, inner or outer, the launcher runs the same at the first's price."""
     formulated = instance.formulated
@@ -109,7 +110,7 @@ def _on_axis(
     chosen = _chosen_groups(uses.groups, modes)
     styles = {use.parameter: "column" for g in chosen for use in g.columns} | {use.parameter: "row" for g in chosen for use in g.rows}
     styles |= dict.fromkeys((name for g in chosen for name in g.inside), "inside")
-    lone, counted = [], _count(use.parameter for use in uses.uses)
+    lone, counted = [], Counter(use.parameter for use in uses.uses)
     for use in uses.uses:
         own_module = graph.ops[use.index].module == use.parameter.rpartition(".")[0]
         if use.parameter in styles or not modes[use] or use.parameter in tied or counted[use.parameter] > 1 or not own_module:
@@ -117,7 +118,7 @@ def _on_axis(
         if use.kind == "embedding":
             styles[use.parameter] = "features" if modes[use] == "column" else "vocabulary"
             lone.append((use, use.kept if modes[use] == "column" else use.contracted))
-        elif modes[use] == "column" and use.kept == 0 and not _in_a_group(use, chosen):
+        elif modes[use] == "column" and use.kept == 0 and not any(use in (*g.columns, *g.rows) for g in chosen):
             styles[use.parameter] = "column_gathered"
             lone.append((use, use.kept))
     styles = _equal_in_all_layers(styles, uses)
@@ -129,7 +130,7 @@ def _on_axis(
         for name, fully_shard in (("modules", False), ("fully_shard", True)):
             if not fully_shard or len([a for a in formulated.mesh.axes if a.size > 1]) > 1:
                 scheme = launched(graph, formulated.mesh, formulated.candidates, axis, uses, roots, lone, fully_shard=fully_shard)
-                prices[name] = scheme_price(context, instance, scheme)
+                prices[name] = scheme_price(question, instance, scheme)
         priced[kind] = _priced(prices)
     return {"styles": styles, "dropped": _dropped(formulated, choice, axis, uses, modes, styles), **priced[kind]}
 
@@ -149,15 +150,12 @@ def generic(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
 
 
-def _kind(group: Group) -> tuple:
-    return tuple(sorted((generic(use.parameter), role) for role in ("columns", "rows") for use in getattr(group, role)))
-
-
 def _chosen_groups(groups: Sequence[Group], modes: dict[Use, str]) -> list[Group]:
     """Groups that can be sharded in all layers and that the plan shards in most of them."""
     by_kind: dict[tuple, list[Group]] = {}
     for group in groups:
-        by_kind.setdefault(_kind(group), []).append(group)
+        kind = tuple(sorted((generic(use.parameter), role) for role in ("columns", "rows") for use in getattr(group, role)))
+        by_kind.setdefault(kind, []).append(group)
     chosen = []
     for members in by_kind.values():
         sharded = [g for g in members if all(modes[u] == "column" for u in g.columns) and all(modes[u] == "row" for u in g.rows)]
@@ -167,23 +165,12 @@ def _chosen_groups(groups: Sequence[Group], modes: dict[Use, str]) -> list[Group
     return chosen
 
 
-def _in_a_group(use: Use, groups: Sequence[Group]) -> bool:
-    return any(use in (*g.columns, *g.rows) for g in groups)
-
-
 def _equal_in_all_layers(styles: dict[str, str], uses: Uses) -> dict[str, str]:
     """Without the weights whose corresponding weights in other layers have another style."""
     by_name: dict[str, set] = {}
     for use in uses.uses:
         by_name.setdefault(generic(use.parameter), set()).add(styles.get(use.parameter))
     return {name: style for name, style in styles.items() if len(by_name.get(generic(name), ())) <= 1}
-
-
-def _count(names: Any) -> dict[str, int]:
-    counted: dict[str, int] = {}
-    for name in names:
-        counted[name] = counted.get(name, 0) + 1
-    return counted
 
 
 def _dropped(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoshard.capture import Captured
-from autoshard.graph import Graph
-from autoshard.layout import local_numel, parse, replicated, text, why_illegal
-from autoshard.mesh import Mesh
+from autoshard.layout import parse, replicated, text, why_illegal
+from autoshard.planning.describe import parameter_row
 from autoshard.solution import Placed, Solution
 from autoshard.torch_private import pytree
 
@@ -35,14 +34,9 @@ def with_node_layouts(captured: Captured, old: Solution, path: str) -> Solution:
             outputs = list(layouts[op.name].outputs)
             outputs[k] = written or outputs[k]
             layouts[op.name] = replace(layouts[op.name], outputs=tuple(outputs))
-    parameters = {name: _row(graph, i, layouts[name].outputs[0], everywhere, mesh) for name, i in graph.parameters.items()}
+    stored = {name: parse(layouts[name].outputs[0] or everywhere) for name in graph.parameters}
+    parameters = {name: parameter_row(graph.tensor((i, 0)), stored[name], mesh) for name, i in graph.parameters.items()}
     return replace(old, layouts=layouts, parameters=parameters)
-
-
-def _row(graph: Graph, i: int, layout: str | None, everywhere: str, mesh: Mesh) -> dict:
-    tensor = graph.tensor((i, 0))
-    local_bytes = local_numel(tensor.shape, parse(layout or everywhere), mesh) * tensor.itemsize
-    return {"layout": layout, "shape": list(tensor.shape), "dtype": tensor.dtype, "local_bytes": local_bytes}
 
 
 def is_value(leaf: object) -> bool:

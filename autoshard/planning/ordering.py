@@ -14,14 +14,13 @@ sequence of any attention, or can't be had, the natural order is planned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autoshard.graph import ATTENTION, Graph, Op, SequenceOrder, Value, in_order, is_random
 from autoshard.mesh import Mesh
-from autoshard.planning.context import Context
-from autoshard.planning.options import Infeasible, NoAnswer
-from autoshard.solution import Solution
+from autoshard.planning.question import Question
+from autoshard.planning.variants import Tried, Variant
 from autoshard.strategies import Row, argument, is_long, one_axis_rows
 
 # Ops that add up over a dim that they reduce, so that its order is no matter. Other ops that reduce it may pick single indices.
@@ -32,38 +31,35 @@ ADDS_UP = {
 Rows = tuple[Row, ...] | None
 
 
-def planned_in_order(context: Context, plan: Callable[[Context], Solution]) -> Solution:
-    """The plan in the order that the options ask for."""
-    wanted = context.options.sequence_order
-    order = None if wanted == "natural" else order_for(context.graph, context.mesh)
-    if order is None:
-        if wanted == "head_tail":
-            raise ValueError(
-                f"sequence_order is 'head_tail', but no causal attention has a sequence of {2 * context.mesh.num_devices} equal chunks "
-                "that is long enough to be sharded; leave the option out"
-            )
-        return plan(context)
-    shallow = None if context.shallow is None else order_for(context.shallow, context.mesh)
-    try:
-        solution = plan(
-            replace(
-                context,
-                graph=in_order(context.graph, order),
-                shallow=None if context.shallow is None or shallow is None else in_order(context.shallow, shallow),
-                assumptions={**context.assumptions, "sequence_order": order.to_dict()},
-                explains=context.explains and wanted == "head_tail",
-            )
+def orders(question: Question, tried: Sequence[Tried]) -> Iterator[Variant]:
+    """Head-tail order, then the natural one; or only the one that the options ask for. ValueError where head-tail order can't be had."""
+    wanted, mesh = question.options.sequence_order, question.mesh
+    order = None if wanted == "natural" else order_for(question.graph, mesh)
+    if order is None and wanted == "head_tail":
+        raise ValueError(
+            f"sequence_order is 'head_tail', but no causal attention has a sequence of {2 * mesh.num_devices} equal chunks "
+            "that is long enough to be sharded; leave the option out"
         )
-    except Infeasible as error:
-        if wanted == "head_tail" or isinstance(error, NoAnswer):
-            raise
-        return plan(context)  # whose refusal speaks of the model as it is
-    return solution if wanted == "head_tail" or _shards_a_sequence(solution) else plan(context)
+    if order is not None:
+
+        def in_head_tail_order(graph: Graph) -> Graph | None:
+            own = order if graph is question.graph else order_for(graph, mesh)
+            return None if own is None else in_order(graph, own)
+
+        explains = question.explains and wanted == "head_tail"
+        noted = order.to_dict()
+        yield Variant("head-tail order", lambda part: replace(part, explains=explains).map(in_head_tail_order, sequence_order=noted))
+        if wanted == "head_tail" or not (tried[-1].has_no_plan or _shards_no_sequence(tried[-1])):
+            return
+    yield Variant("natural order")  # whose refusal speaks of the model as it is
 
 
-def _shards_a_sequence(solution: Solution) -> bool:
-    first = (placed.inputs[0] for name, placed in solution.layouts.items() if name.split(".")[0].startswith("attention") and placed.inputs)
-    return any("S(2)" in layout.split(",") for layout in first)
+def _shards_no_sequence(one: Tried) -> bool:
+    if one.answered is None:
+        return False
+    formulated, choice = one.answered.instance.formulated, one.answered.choice
+    attention = (i for i, op in enumerate(formulated.graph.ops) if op.name.startswith("attention") and op.inputs)
+    return not any(placement.is_shard(2) for i in attention for placement in formulated.candidate(i, choice).inputs[0])
 
 
 def order_for(graph: Graph, mesh: Mesh) -> SequenceOrder | None:

@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoshard.formulate import StreamSeconds, stream_seconds
-from autoshard.planning.batches import align_batches
-from autoshard.planning.context import Context, Instance
+from autoshard.planning.batches import align_batches, with_choice
+from autoshard.planning.instance import Instance
+from autoshard.planning.question import Question
 from autoshard.planning.solving import solve_instance
 from autoshard.planning.tying import tied_groups
 from autoshard.problem import evaluate
@@ -55,10 +56,10 @@ class OverlappedPlan:
         return Status.OPTIMAL if self.seconds - self.bound <= max(gap, EQUAL) * self.seconds else Status.FEASIBLE
 
 
-def overlapped(context: Context, instance: Instance, answer: Answer, starts: Sequence[tuple[int, ...]]) -> OverlappedPlan:
+def overlapped(question: Question, instance: Instance, answer: Answer, starts: Sequence[tuple[int, ...]]) -> OverlappedPlan:
     """The plan with the shortest time line that the search finds, from the answer to the serial problem and other choices that fit."""
     assert answer.choice is not None
-    search = _Search(context, instance)
+    search = _Search(question, instance)
     serial_seconds = search.offer(answer.choice)
     for start in starts:
         search.offer(start)
@@ -68,8 +69,7 @@ def overlapped(context: Context, instance: Instance, answer: Answer, starts: Seq
     except KeyboardInterrupt:
         answer = replace(answer, interrupted=True)
     choice = search.best
-    judged = evaluate(instance.problem, choice)
-    polished = replace(answer, choice=choice, cost=judged.cost, peak=judged.peak, bound=min(answer.bound, judged.cost))
+    polished = with_choice(answer, choice, evaluate(instance.problem, choice))
     aligned = align_batches(instance.formulated, instance.problem, polished, 0.0)
     assert aligned.choice is not None
     if search.offer(aligned.choice) <= search.seconds[choice]:
@@ -78,8 +78,8 @@ def overlapped(context: Context, instance: Instance, answer: Answer, starts: Seq
 
 
 class _Search:
-    def __init__(self, context: Context, instance: Instance):
-        self.context, self.instance, self.problem = context, instance, instance.problem
+    def __init__(self, question: Question, instance: Instance):
+        self.question, self.instance, self.problem = question, instance, instance.problem
         self.streams: StreamSeconds = stream_seconds(instance.formulated, joined=True)
         self.tables = self.streams.nodes, self.streams.edges
         self.parts = [self._all_of(stream) for stream in range(self.streams.num)]
@@ -96,7 +96,7 @@ class _Search:
         choice = tuple(int(i) for i in choice)
         if choice not in self.seconds:
             judged = evaluate(self.problem, choice)
-            untied = self.context.options.tie_blocks and len(set(zip(self.groups, choice))) > len(set(self.groups))
+            untied = self.question.options.tie_blocks and len(set(zip(self.groups, choice))) > len(set(self.groups))
             if untied or not (judged.fits and math.isfinite(judged.cost)):
                 return math.inf
             self.seconds[choice] = timeline_of(self.instance.formulated, choice, join=True).seconds
@@ -122,7 +122,7 @@ class _Search:
         for k in range(ROUNDS):
             known = [seconds_of_parts(self.problem, *self.tables, self.parts, choice) for choice in tried]
             best, most = best_prices(known)
-            if most - self.bound <= AGREED * most or self.context.is_over:
+            if most - self.bound <= AGREED * most or self.question.is_over:
                 return
             prices = self._discounted(DISCOUNTS[k]) if k < len(DISCOUNTS) else STEP * best
             if k >= len(DISCOUNTS):
@@ -151,9 +151,11 @@ class _Search:
     def _solved(self, prices: np.ndarray) -> tuple[tuple[int, ...] | None, float]:
         """The cheapest choice at these prices, and its bound, which is one on all time lines."""
         problem = priced_by_stream(self.problem, *self.tables, self.parts, prices.tolist())
-        options = replace(self.context.options, gap=max(GAP, self.context.options.gap), accepted=(0.05, self.context.clock.elapsed + 10.0))
-        quiet = replace(self.context, options=options, clock=self.context.clock.quiet())
-        answer = solve_instance(quiet, replace(self.instance, problem=problem, shallow=None), [self.best]).in_passing()
+        options = replace(
+            self.question.options, gap=max(GAP, self.question.options.gap), accepted=(0.05, self.question.clock.elapsed + 10.0)
+        )
+        quiet = replace(self.question, options=options, clock=self.question.clock.quiet())
+        answer = solve_instance(quiet, replace(self.instance, problem=problem, few_layers=None), [self.best]).in_passing()
         bound = answer.bound - SAFE * abs(answer.bound) if math.isfinite(answer.bound) else 0.0
         self.bound = max(self.bound, bound)
         return answer.choice, bound
@@ -162,7 +164,7 @@ class _Search:
         shortest = self.seconds[self.best]
         gap = (shortest - self.bound) / shortest if shortest else 0.0
         proven = f"best {shortest * 1e3:.3f} ms, proven within {gap:.2%} of the best"
-        self.context.clock.say(f"solving for overlap: {proven}, {k + 1} of at most {ROUNDS} prices", 0.6 + 0.3 * k / ROUNDS)
+        self.question.clock.say(f"solving for overlap: {proven}, {k + 1} of at most {ROUNDS} prices", 0.6 + 0.3 * k / ROUNDS)
 
     # -- polishing
 
@@ -173,7 +175,7 @@ class _Search:
             before = self.seconds[self.best]
             for other in others:
                 for nodes in self._exchanges(self.best, other):
-                    if not left or self.context.is_over:
+                    if not left or self.question.is_over:
                         return
                     mixed = list(self.best)
                     for v in nodes:

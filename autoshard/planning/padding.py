@@ -18,8 +18,9 @@ from autoshard.baselines import dim_classes, number_slots
 from autoshard.formulate import Formulation, with_pins
 from autoshard.graph import Graph
 from autoshard.planning.baselining import BASELINE_SECONDS
-from autoshard.planning.context import Context, formulate_for
 from autoshard.planning.demands import allowed_by_pins
+from autoshard.planning.instance import formulate_for
+from autoshard.planning.question import Question
 from autoshard.solvers import solve
 from autoshard.strategies import Candidates, candidates
 
@@ -30,7 +31,7 @@ TRIED = 2  # dims, those of the most bytes
 GAP = 1e-4  # relative, of the plan of a padded model
 
 
-def padding_offers(context: Context, formulated: Formulation, cost: float) -> list[dict]:
+def padding_offers(question: Question, formulated: Formulation, cost: float) -> list[dict]:
     """[{parameter, dim, from, to, saves_seconds}], the largest saving first; empty where the devices divide all dims. A saving may be 0.
 
     cost: of the plan without padding.
@@ -45,23 +46,23 @@ def padding_offers(context: Context, formulated: Formulation, cost: float) -> li
         if any(_pattern(graph, i) != _pattern(larger, i) for i in range(len(graph.ops))):
             continue  # the padded dim meets one that stays: a view merges it, or it is added to a dim of another class
         possible = candidates(larger, formulated.mesh)
-        if context.lacks_time_to_formulate():
+        if question.lacks_time_to_formulate():
             break
         gains = any(len(a) != len(b) for a, b in zip(possible.of, formulated.candidates.of, strict=True))
-        padded = _best_cost(context, larger, possible) if gains else cost
+        padded = _best_cost(question, larger, possible) if gains else cost
         if padded is not None:
             saves = cost - padded if cost - padded > LEAST_SAVING * cost else 0.0
             offers.append({"parameter": name, "dim": dim, "from": n, "to": _padded(n, p), "saves_seconds": saves})
     return sorted(offers, key=lambda offer: -offer["saves_seconds"])
 
 
-def _best_cost(context: Context, graph: Graph, layouts: Candidates) -> float | None:
+def _best_cost(question: Question, graph: Graph, layouts: Candidates) -> float | None:
     """Seconds of the best plan of a graph; None where none was found."""
-    options = context.options
-    formulated = formulate_for(graph, layouts, context.mesh, options)
+    options = question.options
+    formulated = formulate_for(graph, layouts, question.mesh, options)
     pinned = with_pins(formulated, allowed_by_pins(formulated, options))
     answer = solve(
-        pinned, solver=options.solver, time_limit=min(BASELINE_SECONDS, context.seconds_left()), clock=context.clock.now, gap=GAP
+        pinned, solver=options.solver, time_limit=min(BASELINE_SECONDS, question.seconds_left()), clock=question.clock.now, gap=GAP
     ).in_passing()
     return answer.cost if answer.choice is not None else None
 

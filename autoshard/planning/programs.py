@@ -2,8 +2,8 @@
 
 best      each program alone, with all options of `plan`: what it is compared with, and where the search starts      (`_alone`)
 join      one Problem: the programs side by side, parameters shared or joined by the seconds of their copies          (formulate.join)
-few       the same of models with few layers; its answer extends to all of them                                       (`_joined_shallow`)
-solve     the best choice of all programs together, with its proof                                                    (`_solved`)
+          and the same of models with few layers, whose answer extends to all of them                                 (`_few_layers`)
+solve     the best choice of all programs together, with its proof                                                    (solving)
 describe  a Solution per program, the copies, and what sharing costs each program                                     (`_described`)
 """
 
@@ -12,42 +12,35 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from autoshard.capture import capture_deep, in_turn
+from autoshard.capture import in_turn
 from autoshard.cycles import no_search_for_cycles
-from autoshard.formulate import Joined, ParameterCopy, Piece, join
+from autoshard.formulate import Formulation, Joined, ParameterCopy, Piece, join
 from autoshard.layout import text
 from autoshard.mesh import Mesh
-from autoshard.planning.batches import align_batches
-from autoshard.planning.certify import describe
-from autoshard.planning.conflicts import Conflict
-from autoshard.planning.context import Context, Instance, instance_of
-from autoshard.planning.microbatches import with_number_of_microbatches
-from autoshard.planning.module_schemes import modules_of
-from autoshard.planning.options import Infeasible, NoAnswer, Options, Progress, Stopwatch, checked_options
-from autoshard.planning.recomputing import as_asked
-from autoshard.planning.refusal import infeasible, patience, why_nothing_fits
-from autoshard.planning.shallow import Correspondence, Shallow
-from autoshard.planning.solving import solve_instance
+from autoshard.options import having, options_of
+from autoshard.planning.advice import with_modules
+from autoshard.planning.batches import align_batches, with_choice
+from autoshard.planning.describe import described
+from autoshard.planning.few_layers import Correspondence, FewLayers
+from autoshard.planning.instance import Instance
+from autoshard.planning.options import Infeasible, Options, Progress, Stopwatch, checked_options
+from autoshard.planning.question import ask, part_of, with_number_of_microbatches
+from autoshard.planning.recomputing import with_recomputed_blocks
+from autoshard.planning.refusal import reworded
+from autoshard.planning.search import best_choice
+from autoshard.planning.solving import solve_or_refuse
+from autoshard.planning.variants import Answered
 from autoshard.problem import evaluate, usage_profile
 from autoshard.routes import Transfers
 from autoshard.solution import ProgramsSolution, Solution
-from autoshard.solvers import Answer, Status, solve
-from autoshard.strategies import candidates
+from autoshard.solvers import Answer, Status
 
 SHARE = 0.25  # of the time left: at most for one program alone
-OF_ALL = ("memory_limit", "time_limit", "gap", "accepted", "solver")  # options of all programs together
-NOT_HERE = {  # options of plan
-    "tie_blocks": "its bound would not be that of all programs",
-    "baselines": "a program is compared with the best plan of it alone",
-    "price_pins": "plan the program alone to price its pins",
-    "keep": "pin the layouts instead",
-    "skip_fully_replicated": "forbid the layout R instead",
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,20 +109,24 @@ def plan_programs(
     """
     shared = _checked(programs, mesh, options)
     clock = Stopwatch(progress)
-    alone = [
-        one for k, (name, program) in enumerate(programs.items())
-        for one in _alone(name, program, mesh, _switches_of(switches, name, programs), shared, clock, k / len(programs))
-    ]  # fmt: skip
+    pieces: dict[str, Piece] = {}
+    alone: dict[str, Answered] = {}
+    for k, (name, program) in enumerate(programs.items()):
+        part = part_of(clock, f"{{}}, program {name}", 0.7 * k / len(programs), 0.7 / len(programs))
+        for piece, solved in _alone(name, program, mesh, _switches_of(switches, name, programs), shared, part):
+            pieces[piece.name], alone[piece.name] = piece, solved
     with clock.phase("formulate", "joining the programs", 0.7), no_search_for_cycles():
-        joined = join([one.piece for one in alone], mesh, shared.memory_limit)
+        joined = join(list(pieces.values()), mesh, shared.memory_limit)
+        few_layers = _few_layers(joined, pieces, alone) if shared.solver == "auto" else None
+        together = Instance(cast(Formulation, joined), joined.problem, few_layers)
     with clock.phase("solve", "solving all programs together", 0.75):
-        answer = _solved(joined, alone, shared, clock)
-    if answer.choice is None:
-        raise _refused(joined, answer, shared, programs)
-    with clock.phase("describe", "writing the plan", 0.95), no_search_for_cycles():
-        answer = _aligned(joined, alone, answer, shared.gap)
-        solution = _described(joined, alone, answer, mesh)
-    return replace(solution, seconds=clock.seconds())
+        question = replace(next(iter(alone.values())).question, options=shared, clock=clock)  # of all: only its limits are read
+        try:
+            answer = solve_or_refuse(question, together, _starts(joined, pieces, alone))
+        except Infeasible as error:
+            raise reworded(error, f"the programs {', '.join(programs)} together: {error}") from None
+        answer = _aligned(joined, pieces, answer, shared.gap)
+    return replace(_described(joined, pieces, alone, answer), seconds=clock.seconds())
 
 
 def _checked(programs: Mapping[str, Program], mesh: Mesh, options: Mapping[str, Any]) -> Options:
@@ -144,13 +141,13 @@ def _checked(programs: Mapping[str, Program], mesh: Mesh, options: Mapping[str, 
     if wrong := [name for name in programs if not isinstance(name, str) or not name.isidentifier()]:
         raise ValueError(f"a program is called {wrong[0]!r}; expected a name of letters, digits and underscores")
     for one in (options, *(p.options for p in programs.values())):
-        for key in one:
-            if key in NOT_HERE:
-                raise ValueError(f"{key} is no option of several programs: {NOT_HERE[key]}")
+        for key, option in options_of(Options).items():
+            if key in one and (why := option.not_in.get("plan_programs")):
+                raise ValueError(f"{key} is no option of several programs: {why}")
     if "training" in options:
         raise ValueError("training is a matter of each program: give it to Program(training=True)")
     for name, program in programs.items():
-        if wrong := [key for key in program.options if key in (*OF_ALL, "training")]:
+        if wrong := [key for key in program.options if key in (*having(Options, "of_all"), "training")]:
             raise ValueError(f"{wrong[0]} is among the options of program {name!r}; give it to plan_programs, or Program(training=True)")
         if {**options, **program.options}.get("recompute") == "auto":
             raise ValueError(f"recompute is 'auto' for program {name!r}; expected a number of blocks or 'all': plan it alone to see which")
@@ -170,41 +167,17 @@ def _switches_of(switches: float | None | Mapping[str, float | None], name: str,
 # -- each program alone --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class _Alone:
-    """A program by itself, and the best plan of it."""
-
-    context: Context
-    instance: Instance
-    piece: Piece
-    answer: Answer
-
-
 def _alone(
-    name: str, program: Program, cluster: Mesh, switches: float | None, shared: Options, clock: Stopwatch, fraction: float
-) -> Iterator[_Alone]:
+    name: str, program: Program, cluster: Mesh, switches: float | None, shared: Options, clock: Stopwatch
+) -> Iterator[tuple[Piece, Answered]]:
+    """Each shape of a program, and the best plan of it alone."""
     mesh, devices = _part(name, program, cluster)
-    given = {key: getattr(shared, key) for key in Options.__dataclass_fields__}
-    options: Options = checked_options(Options, {**given, **program.options, "training": program.training, "baselines": False})
-    for variant, inputs, weight in program.variants(name):
-        with clock.phase("capture", f"capturing {variant}", 0.7 * fraction), no_search_for_cycles():
-            graph, depth = capture_deep(
-                program.model, inputs, training=program.training, precision=options.precision, witness=options.witness
-            )
-        context = Context(graph, mesh, options, clock, depth.noted, depth.shallow)
-        context = as_asked(with_number_of_microbatches(context)).stepped()
-        with clock.phase("formulate", f"pricing layouts of {variant}", 0.7 * fraction), no_search_for_cycles():
-            instance = instance_of(context, candidates(context.graph, mesh))
-        with clock.phase("solve", f"solving {variant} alone", 0.7 * fraction):
-            answer = solve_instance(context.within(SHARE), instance, ())
-        if answer.choice is None:
-            if answer.status is not Status.INFEASIBLE:
-                answer.in_passing()
-            raise infeasible(context, instance, answer)
-        piece = Piece(
-            variant, instance.formulated, instance.problem, weight, name, switches, devices, program.keeps_state, instance.homes
-        )  # fmt: skip
-        yield _Alone(context, instance, piece, answer)
+    options: Options = checked_options(Options, {**vars(shared), **program.options, "training": program.training, "baselines": False})
+    for shape, inputs, weight in program.variants(name):
+        question = with_number_of_microbatches(ask(program.model, inputs, mesh, options, clock))
+        solved = best_choice(with_recomputed_blocks(question), share=SHARE)
+        one = solved.instance
+        yield Piece(shape, one.formulated, one.problem, weight, name, switches, devices, program.keeps_state, one.layers), solved
 
 
 def _part(name: str, program: Program, cluster: Mesh) -> tuple[Mesh, tuple[int, ...]]:
@@ -239,121 +212,92 @@ def sub_mesh(mesh: Mesh, devices: Sequence[int]) -> Mesh:
 # -- all together ---------------------------------------------------------------------------------------------------------------------
 
 
-def _solved(joined: Joined, alone: Sequence[_Alone], options: Options, clock: Stopwatch) -> Answer:
-    left = max(options.time_limit - clock.elapsed, 0.1)
-    limits: dict[str, Any] = {"time_limit": left, "gap": options.gap, "preference": joined.preference, "homes": joined.homes}
-    limits |= {"clock": clock.now, "patience": patience(options, left), "accepted": options.accepted, "starts": _starts(joined, alone)}
-    shallow = _joined_shallow(joined, alone) if options.solver == "auto" else None
-    if shallow is not None:
-        return shallow.solve(joined.problem, **limits)
-    return solve(joined.problem, solver=options.solver, **limits)
-
-
-def _starts(joined: Joined, alone: Sequence[_Alone]) -> list[tuple[int, ...]]:
+def _starts(joined: Joined, pieces: Mapping[str, Piece], alone: Mapping[str, Answered]) -> list[tuple[int, ...]]:
     """The best plans of the programs side by side; and for each program that with its parameters' layouts in all of them."""
-    best = joined.joined_choice({one.piece.name: one.answer.choice or () for one in alone})
+    best = joined.joined_choice({name: one.choice for name, one in alone.items()})
     starts = [best]
-    for one in alone:
-        start = list(best)
-        wanted = {name: one.answer.choice[i] for name, i in one.piece.owned().items()}  # type: ignore[index]
-        for other in alone:
-            for name, i in other.piece.owned().items():
-                if name in wanted and other.piece.layouts(i) == one.piece.layouts(one.piece.owned()[name]):
-                    start[joined.nodes[other.piece.name][i]] = wanted[name]
+    for name, piece in pieces.items():
+        start, owned = list(best), piece.owned()
+        for other in pieces.values():
+            for parameter, i in other.owned().items():
+                if parameter in owned and other.layouts(i) == piece.layouts(owned[parameter]):
+                    start[joined.nodes[other.name][i]] = alone[name].choice[owned[parameter]]
         starts.append(tuple(start))
     return starts
 
 
-def _joined_shallow(joined: Joined, alone: Sequence[_Alone]) -> Shallow | None:
+def _few_layers(joined: Joined, pieces: Mapping[str, Piece], alone: Mapping[str, Answered]) -> FewLayers | None:
     """The same programs with few layers, joined, and how their answer extends to all layers; None where a program has no such."""
-    if any(one.instance.shallow is None for one in alone):
+    few = {name: one.instance.few_layers for name, one in alone.items() if one.instance.few_layers is not None}
+    if len(few) < len(alone):
         return None
-    few = [one.instance.shallow for one in alone]
-    pieces = [
-        replace(one.piece, formulated=s.formulated, problem=s.formulated.problem, homes=s.homes or ())  # type: ignore[union-attr, arg-type]
-        for one, s in zip(alone, few, strict=True)
-    ]
-    small = join(pieces, joined.cluster, None)
-    nodes = [-1] * len(joined.problem.node_costs)
-    edges = [-1] * len(joined.problem.edges)
-    for one, s in zip(alone, few, strict=True):
-        assert s is not None
-        name = one.piece.name
-        for v, w in zip(joined.nodes[name], s.correspondence.nodes, strict=True):
-            nodes[v] = small.nodes[name][w] if nodes[v] < 0 else nodes[v]
-        for e, f in enumerate(s.correspondence.edges):
-            edges[joined.edges[name] + e] = small.edges[name] + f
-    known = {(copy.node, copy.other): copy.edge for copy in small.copies}
+    known = ((pieces[name], one.formulated, one.layers or ()) for name, one in few.items())
+    again = join([replace(piece, formulated=f, problem=f.problem, homes=layers) for piece, f, layers in known], joined.cluster, None)
+    nodes, edges = [-1] * len(joined.problem.node_costs), [-1] * len(joined.problem.edges)
+    for name, one in few.items():
+        for v, w in zip(joined.nodes[name], one.correspondence.nodes, strict=True):
+            nodes[v] = again.nodes[name][w] if nodes[v] < 0 else nodes[v]
+        for e, other in enumerate(one.correspondence.edges):
+            edges[joined.edges[name] + e] = again.edges[name] + other
+    copies = {(copy.node, copy.other): copy.edge for copy in again.copies}
     for copy in joined.copies:
-        edges[copy.edge] = known.get((nodes[copy.node], nodes[copy.other]), -1)
+        edges[copy.edge] = copies.get((nodes[copy.node], nodes[copy.other]), -1)
     if min(edges, default=0) < 0:
         return None
-    return Shallow(small, Correspondence(tuple(nodes), tuple(edges)), small.homes)
+    return FewLayers(cast(Formulation, again), Correspondence(tuple(nodes), tuple(edges)), again.homes)
 
 
-def _refused(joined: Joined, answer: Answer, options: Options, programs: Mapping[str, Program]) -> Infeasible:
-    sentence = why_nothing_fits(joined.problem, answer, options, Conflict((), False))
-    why = answer.infeasibility
-    smallest = None if why is None or math.isinf(why.smallest_limit[0]) else why.smallest_limit
-    kind = Infeasible if answer.status is Status.INFEASIBLE else NoAnswer
-    return kind(f"the programs {', '.join(programs)} together: {sentence}", smallest)
-
-
-def _aligned(joined: Joined, alone: Sequence[_Alone], answer: Answer, gap: float) -> Answer:
+def _aligned(joined: Joined, pieces: Mapping[str, Piece], answer: Answer, gap: float) -> Answer:
     """The answer with one layout for all inputs of a batch, program by program, where that costs no more and fits."""
-    for one in alone:
+    for name, piece in pieces.items():
         assert answer.choice is not None
-        own = joined.choice_of(one.piece.name, answer.choice)
-        cost = evaluate(one.piece.problem, own)
-        aligned = align_batches(one.piece.formulated, one.piece.problem, replace(answer, choice=own, cost=cost.cost, bound=cost.cost), 0.0)
+        own = joined.choice_of(name, answer.choice)
+        cost = evaluate(piece.problem, own).cost
+        aligned = align_batches(piece.formulated, piece.problem, replace(answer, choice=own, cost=cost, bound=cost), 0.0)
         choice = list(answer.choice)
-        for v, i in zip(joined.nodes[one.piece.name], aligned.choice or (), strict=True):
+        for v, i in zip(joined.nodes[name], aligned.choice or (), strict=True):
             choice[v] = int(i)
         evaluation = evaluate(joined.problem, choice)
         if evaluation.fits and evaluation.cost <= max(answer.cost, answer.bound * (1 + gap)):
-            bound = min(answer.bound, evaluation.cost)
-            answer = replace(answer, choice=tuple(choice), cost=evaluation.cost, bound=bound, peak=evaluation.peak)
+            answer = with_choice(answer, choice, evaluation)
     return answer
 
 
 # -- the plan by name -----------------------------------------------------------------------------------------------------------------
 
 
-def _described(joined: Joined, alone: Sequence[_Alone], answer: Answer, cluster: Mesh) -> ProgramsSolution:
+def _described(joined: Joined, pieces: Mapping[str, Piece], alone: Mapping[str, Answered], answer: Answer) -> ProgramsSolution:
     assert answer.choice is not None
-    every, named = tuple(range(cluster.num_devices)), {one.piece.name: one for one in alone}
+    every, answers = tuple(range(joined.cluster.num_devices)), {name: one.answer for name, one in alone.items()}
     return ProgramsSolution(
-        programs={name: _solution(one, joined.choice_of(name, answer.choice)) for name, one in named.items()},
-        weights={name: one.piece.weight for name, one in named.items()},
-        families={name: one.piece.family for name, one in named.items()},
+        programs={name: _solution(one, joined.choice_of(name, answer.choice)) for name, one in alone.items()},
+        weights={name: piece.weight for name, piece in pieces.items()},
+        families={name: piece.family for name, piece in pieces.items()},
         home=joined.home.name,
-        mesh=cluster,
+        mesh=joined.cluster,
         cost=answer.cost,
         bound=min(answer.bound, answer.cost),
         status=answer.status.value,
         solver=answer.solver,
         peak_bytes=float(answer.peak or 0.0),
-        switches={one.piece.family: one.piece.switches for one in alone},
-        devices={name: list(one.piece.devices) for name, one in named.items() if one.piece.devices != every},
-        best={name: _best(one.answer) for name, one in named.items()},
+        switches={piece.family: piece.switches for piece in pieces.values()},
+        devices={name: list(piece.devices) for name, piece in pieces.items() if piece.devices != every},
+        best={
+            name: {"cost_seconds": one.cost, "bound_seconds": min(one.bound, one.cost), "peak_bytes": float(one.peak or 0.0)}
+            for name, one in answers.items()
+        },
         peaks=_peaks(joined, answer.choice),
-        keeps_state=list(dict.fromkeys(one.piece.family for one in alone if one.piece.keeps_state)),
-        copies=tuple(_copies(joined, answer.choice, cluster)),
+        keeps_state=list(dict.fromkeys(piece.family for piece in pieces.values() if piece.keeps_state)),
+        copies=tuple(_copies(joined, answer.choice)),
     )
 
 
-def _best(answer: Answer) -> dict[str, float]:
-    return {"cost_seconds": answer.cost, "bound_seconds": min(answer.bound, answer.cost), "peak_bytes": float(answer.peak or 0.0)}
-
-
-def _solution(one: _Alone, choice: tuple[int, ...]) -> Solution:
+def _solution(alone: Answered, choice: tuple[int, ...]) -> Solution:
     """The plan of one program as it is in the plan of all; its bound is that of the program alone."""
-    judged = evaluate(one.instance.problem, choice)
-    bound = min(one.answer.bound, judged.cost)
-    status = Status.OPTIMAL if judged.cost <= bound * (1 + max(one.context.options.gap, 1e-9)) else Status.FEASIBLE
-    answer = replace(one.answer, status=status, choice=choice, cost=judged.cost, bound=bound, peak=judged.peak)
-    solution = describe(one.instance.formulated, answer, one.context.options, {}, one.context.assumptions)
-    return replace(solution, modules=modules_of(one.context, one.instance, choice))
+    answer = with_choice(alone.answer, choice, evaluate(alone.instance.problem, choice))
+    is_best = answer.cost <= answer.bound * (1 + max(alone.question.options.gap, 1e-9))
+    together = replace(alone, answer=replace(answer, status=Status.OPTIMAL if is_best else Status.FEASIBLE))
+    return with_modules(together, described(together))
 
 
 def _peaks(joined: Joined, choice: Sequence[int]) -> dict[str, float]:
@@ -367,10 +311,10 @@ def _peaks(joined: Joined, choice: Sequence[int]) -> dict[str, float]:
     return {piece.name: peaks[piece.name] for piece in joined.ordered}
 
 
-def _copies(joined: Joined, choice: Sequence[int], cluster: Mesh) -> Iterator[dict[str, Any]]:
+def _copies(joined: Joined, choice: Sequence[int]) -> Iterator[dict[str, Any]]:
     """The parameters that a family holds in another layout than home, or on other devices."""
     firsts = {piece.family: piece for piece in reversed(joined.ordered)}
-    moves = {family: Transfers(cluster, joined.home.where, piece.where) for family, piece in firsts.items()}
+    moves = {family: Transfers(joined.cluster, joined.home.where, piece.where) for family, piece in firsts.items()}
     for copy in joined.copies:
         i, j = choice[copy.node], choice[copy.other]
         if copy.differ[i, j]:

@@ -1,64 +1,95 @@
 """Activation checkpointing as a choice: how many of the repeated blocks are recomputed in the backward pass.
 
-k blocks recomputed, k = 0 ... n, is k graphs, each planned with its own proof under the same memory limit. More blocks mean
-more seconds and fewer bytes, but a tight limit also makes layouts more expensive. So `auto` tries no block, all blocks, and by bisection
-the fewest that fit and the middle of what is left, with the solver `prices`, and plans the cheapest of them to within one
-percent. The proof is that of the chosen k.
+a number, "all"   so many blocks
+"blocks"          k blocks recomputed, k = 0 ... n, is k graphs, each planned with its own proof under the same memory limit. More
+                  blocks mean more seconds and fewer bytes, but a tight limit also makes layouts more expensive. So no block, all
+                  blocks, and by bisection the fewest that fit and the middle of what is left are planned with the solver `prices`,
+                  and then the cheapest of them to within one percent. The proof is that of the chosen k
+"auto"            each saved value is kept, recomputed or offloaded (selecting.py); where no such plan fits, as with "blocks"
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from autoshard.graph import checkpointed, forward_blocks
-from autoshard.planning.context import Context
-from autoshard.solution import Solution
+from autoshard.graph import Graph, checkpointed, forward_blocks
+from autoshard.planning.question import Question
+from autoshard.planning.variants import Tried, Variant
 
-
-def as_asked(context: Context) -> Context:
-    """The context with as many blocks recomputed as its options ask for: a number, or "all"."""
-    options = context.options
-    if not (options.recompute and options.training):
-        recomputable = context.graph if options.training else None
-        return replace(context, options=replace(options, recompute=0), recomputable=recomputable)
-    num_blocks = len(forward_blocks(context.graph))
-    k = num_blocks if options.recompute == "all" else int(options.recompute)
-    if k > num_blocks:
-        raise ValueError(f"recompute is {k}, but the model repeats {num_blocks} blocks; expected {num_blocks} at most, or 'all'")
-    recomputed = with_blocks_recomputed(context, k, num_blocks)
-    return replace(recomputed, recomputable=context.graph if k < num_blocks else None)
+GAP = 0.01  # relative: how well "auto" plans at least, the numbers of blocks that "blocks" compares and the one that it chooses
+QUICK_SHARE = 1 / 4  # of the time left, for one number of blocks: the plan to within GAP needs time too
+BLOCKWISE = "blocks: single tensors are chosen for objective=serial without tie_blocks"
 
 
-def with_blocks_recomputed(context: Context, k: int, num_blocks: int) -> Context:
-    """The context with the first k of `num_blocks` blocks recomputed. Its shallow graph stays where none or all of them are."""
-    shallow = context.shallow if k in (0, num_blocks) else None
-    if shallow is not None and k == num_blocks:
-        shallow = checkpointed(shallow, len(forward_blocks(shallow)))
-    return replace(context, graph=checkpointed(context.graph, k), options=replace(context.options, recompute=k), shallow=shallow)
+def recomputations(question: Question, tried: Sequence[Tried]) -> Iterator[Variant]:
+    """As many blocks as asked for; or per tensor, and where that has no plan or can't be had the cheapest number of blocks."""
+    options, noted = question.options, {}
+    if not (options.training and options.recompute in ("auto", "blocks")):
+        yield Variant("as many blocks recomputed as asked for", with_recomputed_blocks)
+        return
+    if options.recompute == "auto" and (options.tie_blocks or options.objective != "serial"):
+        noted = {"recompute_by": BLOCKWISE}
+    elif options.recompute == "auto":
+        yield Variant("per tensor", lambda part: part.with_options(gap=max(part.options.gap, GAP)))
+        if tried[-1].answered is not None:
+            return
+    yield from _numbers_of_blocks(question, tried, noted)
 
 
-def cheapest(num_blocks: int, planned: Callable[[int], Solution | None]) -> int | None:
-    """The k of the cheapest plan among those tried, the least of several; None where not even recomputing every block fits.
+def _numbers_of_blocks(question: Question, tried: Sequence[Tried], noted: dict[str, Any]) -> Iterator[Variant]:
+    """Numbers of blocks, planned quickly, and at last the cheapest of them; all blocks where none of them fits."""
+    num_blocks = len(forward_blocks(question.graph))
+    costs: dict[int, float | None] = {}
 
-    planned(k) is the plan with k blocks recomputed, None where it does not fit.
-    """
-    tried: dict[int, Solution | None] = {}
+    def recomputing(k: int, part: Question) -> Question:
+        part = replace(part, explains=part.explains and k == num_blocks).with_options(gap=max(part.options.gap, GAP))
+        return _recomputing(part, k, num_blocks, **noted)
 
-    def at(k: int) -> Solution | None:
-        if k not in tried:
-            tried[k] = planned(k)
-        return tried[k]
+    def quickly(k: int, part: Question) -> Question:
+        solver = "prices" if part.options.solver == "auto" else part.options.solver
+        return replace(recomputing(k, part), explains=False).with_options(baselines=False, objective="serial", solver=solver)
 
-    if at(0) is None and num_blocks:
-        if at(num_blocks) is None:
-            return None
+    def quick(k: int) -> Iterator[Variant]:
+        if k not in costs:
+            yield Variant(f"{k} blocks recomputed, quickly", partial(quickly, k), QUICK_SHARE)
+            costs[k] = None if (one := tried[-1].answered) is None else one.answer.cost
+
+    yield from quick(0)
+    yield from quick(num_blocks)
+    if costs[0] is None and costs[num_blocks] is not None:
         low, high = 0, num_blocks  # low does not fit, high does
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if at(middle) is not None else (middle, high)
-        at((high + num_blocks) // 2)
-    elif num_blocks and at(0) is not None:
-        at(num_blocks)
-    fits = [(solution.cost, k) for k, solution in tried.items() if solution is not None]
-    return min(fits)[1] if fits else None
+            yield from quick(middle)
+            low, high = (low, middle) if costs[middle] is not None else (middle, high)
+        yield from quick((high + num_blocks) // 2)
+    fitting = [(cost, k) for k, cost in costs.items() if cost is not None]
+    best = min(fitting)[1] if fitting else num_blocks
+    note = f"{best} blocks recomputed" if fitting else f"with all {num_blocks} blocks recomputed"
+    yield Variant(note, partial(recomputing, best), is_last_resort=not fitting)
+
+
+def with_recomputed_blocks(question: Question) -> Question:
+    """The question with as many blocks recomputed as its options ask for: a number, or "all"."""
+    options = question.options
+    if not (options.recompute and options.training):
+        return replace(question.with_options(recompute=0), recomputable=question.graph if options.training else None)
+    num_blocks = len(forward_blocks(question.graph))
+    k = num_blocks if options.recompute == "all" else int(options.recompute)
+    if k > num_blocks:
+        raise ValueError(f"recompute is {k}, but the model repeats {num_blocks} blocks; expected {num_blocks} at most, or 'all'")
+    return replace(_recomputing(question, k, num_blocks), recomputable=question.graph if k < num_blocks else None)
+
+
+def _recomputing(question: Question, k: int, num_blocks: int, **noted: Any) -> Question:
+    """The first k of `num_blocks` blocks recomputed. Few layers correspond to many where none or all of them are."""
+
+    def recomputed(graph: Graph) -> Graph | None:
+        if graph is question.graph or k == 0:
+            return checkpointed(graph, k)
+        return checkpointed(graph, len(forward_blocks(graph))) if k == num_blocks else None
+
+    return question.map(recomputed, **noted).with_options(recompute=k)

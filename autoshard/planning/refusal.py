@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from autoshard.formulate import Formulation
 from autoshard.options import TIME_LIMIT
 from autoshard.planning.conflicts import CONFLICT_SECONDS, Conflict, find_conflict
-from autoshard.planning.context import Context, Instance
+from autoshard.planning.instance import Instance
 from autoshard.planning.options import Infeasible, NoAnswer, Options, bytes_text
+from autoshard.planning.question import Question
 from autoshard.problem import Problem
 from autoshard.solvers import Answer, Infeasibility, Status
 
@@ -18,19 +20,22 @@ ENDED = 0.9  # of the time: a search that ended before had nothing left to try
 FEW = 6  # demands that the sentence names
 
 
-def infeasible(context: Context, instance: Instance, answer: Answer) -> Infeasible:
+def infeasible(question: Question, instance: Instance, answer: Answer) -> Infeasible:
     """The exception for an answer without a choice. It names the demands that conflict, where it is proven that no plan exists."""
     conflict = Conflict((), False)
-    with context.clock.phase("refuse", "looking for what conflicts", 0.9):
-        if context.explains and answer.status is Status.INFEASIBLE and not context.is_over:
-            conflict = find_conflict(context, instance, seconds=min(context.seconds_left(), CONFLICT_SECONDS), now=context.clock.now)
+    with question.clock.phase("refuse", "looking for what conflicts", 0.9):
+        is_proven = answer.status is Status.INFEASIBLE and not question.is_over
+        if question.explains and is_proven and isinstance(instance.formulated, Formulation):
+            conflict = find_conflict(question, instance, seconds=min(question.seconds_left(), CONFLICT_SECONDS), now=question.clock.now)
     why = answer.infeasibility
     smallest = None if why is None or math.isinf(why.smallest_limit[0]) else why.smallest_limit
-    took = answer.seconds.get("total", math.inf)
-    gave_up = took < ENDED * patience(context.options, context.seconds_left() + took)
-    sentence = why_nothing_fits(instance.problem, answer, context.options, conflict, gave_up=gave_up)
     kind = Infeasible if answer.status is Status.INFEASIBLE else NoAnswer
-    return kind(sentence, smallest, conflict.demands, conflict.minimal)
+    return kind(_why_nothing_fits(question, instance.problem, answer, conflict), smallest, conflict.demands, conflict.minimal)
+
+
+def reworded(error: Infeasible, message: str) -> Infeasible:
+    """The same refusal in other words."""
+    return type(error)(message, error.smallest_limit, error.conflict, error.minimal)
 
 
 def searched_seconds(options: Options) -> float:
@@ -43,11 +48,9 @@ def patience(options: Options, left: float) -> float:
     return max(min(searched_seconds(options), left), min(FIRST_SECONDS, options.time_limit))
 
 
-def why_nothing_fits(problem: Problem, answer: Answer, options: Options, conflict: Conflict, *, gave_up: bool = False) -> str:
-    """One sentence: what can't be met together; for a memory limit also the smallest one that works, and the tensors that hold most.
-
-    gave_up: the search ended long before its time, so that more time is no advice.
-    """
+def _why_nothing_fits(question: Question, problem: Problem, answer: Answer, conflict: Conflict) -> str:
+    """One sentence: what can't be met together; for a memory limit also the smallest one that works, and the tensors that hold most."""
+    options, took = question.options, answer.seconds.get("total", math.inf)
     seconds = searched_seconds(options)
     longer = "raise the time limit" if seconds == options.time_limit else f"set a time limit above {seconds:g} s"
     why, blamed = answer.infeasibility, [d for d in conflict.demands if d.kind == "memory_limit"]
@@ -57,7 +60,7 @@ def why_nothing_fits(problem: Problem, answer: Answer, options: Options, conflic
         return _forbidding(conflict)
     limit = bytes_text(options.memory_limit)
     if answer.status is not Status.INFEASIBLE:
-        if gave_up:
+        if took < ENDED * patience(options, question.seconds_left() + took):  # more time is no advice
             return f"the search found no plan within {limit} per device, there may be one; raise the memory limit"
         said = f"no answer within {seconds:g} s: no plan within {limit} per device was found, there may be one"
         return f"{said}; raise the memory limit or {longer.removeprefix('raise ')}"

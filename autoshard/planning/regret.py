@@ -13,15 +13,13 @@ from typing import Any
 import torch
 
 from autoshard.baselines import baseline
-from autoshard.capture import capture_deep
-from autoshard.cycles import no_search_for_cycles
 from autoshard.mesh import Mesh
 from autoshard.planning.baselining import scheme_price
-from autoshard.planning.context import Context, instance_of
+from autoshard.planning.instance import instance_of
 from autoshard.planning.options import Options, Progress, Stopwatch, checked_options
-from autoshard.planning.recomputing import as_asked
+from autoshard.planning.question import ask
+from autoshard.planning.recomputing import with_recomputed_blocks
 from autoshard.planning.solving import solve_instance
-from autoshard.strategies import candidates
 
 
 @dataclass(frozen=True)
@@ -46,18 +44,15 @@ def regret(
     """
     checked = checked_options(Options, {"training": True, **options, "memory_limit": None})
     clock = Stopwatch(progress)
-    with clock.phase("capture", "capturing the model", 0.0), no_search_for_cycles():
-        graph, depth = capture_deep(model, example_inputs, training=checked.training)
-    context = as_asked(Context(graph, mesh, checked, clock, {}, depth.shallow))
-    with clock.phase("formulate", "pricing layouts", 0.3), no_search_for_cycles():
-        layouts = candidates(context.graph, mesh)
-        instance = instance_of(context, layouts)
-        pinned = baseline(context.graph, mesh, layouts, scheme)
-        price = scheme_price(context, instance, pinned, seconds=checked.time_limit, gap=0.0)
+    question = with_recomputed_blocks(ask(model, example_inputs, mesh, checked, clock))
+    instance = instance_of(question)
+    with clock.phase("solve", "pricing the scheme", 0.5):
+        pinned = baseline(question.graph, mesh, instance.formulated.candidates, scheme)
+        price = scheme_price(question, instance, pinned, seconds=checked.time_limit, gap=0.0)
     if price is None:
         raise ValueError(f"the layouts of {scheme} forbid each other on this mesh ({pinned.matched}); choose another launch")
     with clock.phase("solve", "bounding all plans", 0.6):
-        answer = solve_instance(context, instance, [])
+        answer = solve_instance(question, instance, [])
     if not 0 < answer.bound < float("inf"):
         raise ValueError(f"no bound was proven in {checked.time_limit:g} s; give the search more time")
     return Regret(scheme, price[0], answer.bound, price[1], pinned.matched)

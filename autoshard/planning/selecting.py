@@ -1,11 +1,11 @@
 """Recomputation and offloading per tensor, chosen together with the layouts (formulate.saved_values).
 
-    question(context, e)     the problem of all alternatives, in which a share e of the transfers to and from the host costs
-    selected(...)            the graph of an answer to it, with the answer's layouts, judged as any other
-    best_selected(context)   the best of these, with a bound on all of them:
-                             1. nothing is offloaded; if that is as fast as the best plan without a memory limit, it is the answer
-                             2. else e = 0, which is right where the forward's kernels hide all transfers
-                             3. else e where the lines cost + 2 e (H - W) of the known answers cross: max over e of their minimum
+_AllWays         the problem of all ways to get the saved values, in which a share e of the transfers to and from the host costs
+_selected        the graph of an answer to it, with the answer's layouts, judged as any other
+_Search.best     the best of these, with a bound on all of them:
+                 1. nothing is offloaded; if that is as fast as the best plan without a memory limit, it is the answer
+                 2. else e = 0, which is right where the forward's kernels hide all transfers
+                 3. else e where the lines cost + 2 e (H - W) of the known answers cross: max over e of their minimum
 """
 
 from __future__ import annotations
@@ -17,12 +17,18 @@ from dataclasses import dataclass, replace
 from autoshard.cost import host_bandwidth
 from autoshard.cycles import no_search_for_cycles
 from autoshard.formulate import Formulation, SavedValues, chosen_of, hidden_seconds, transfer_seconds_of, with_pins, with_saved_values
-from autoshard.graph import OFFLOADED, RELOADED, SUFFIX, Alternatives, Chosen, Graph, alternatives, selective
-from autoshard.planning.context import Context, Instance, formulate_for, stepped
+from autoshard.graph import OFFLOADED, RELOADED, SUFFIX, Chosen, Graph, alternatives, selective
+from autoshard.planning.baselining import solve_baselines
+from autoshard.planning.batches import align_batches
 from autoshard.planning.demands import allowed_by_pins
-from autoshard.planning.shallow import Shallow, completed, correspondence
+from autoshard.planning.few_layers import FewLayers, completed
+from autoshard.planning.instance import Instance, formulate_for, instance_of
+from autoshard.planning.options import Infeasible
+from autoshard.planning.question import ModelGraphs, Question, stepped
 from autoshard.planning.solving import solve_instance
+from autoshard.planning.variants import Answered
 from autoshard.problem import Evaluation, evaluate, without_limit
+from autoshard.solution import noted_choice
 from autoshard.solvers import Answer, Status
 from autoshard.strategies import candidates
 
@@ -30,69 +36,101 @@ MOST_SHARES = 4  # e: each takes as long as a plan
 LEAST_GAIN = 1e-9  # relative: a bound above a cost by less is rounding
 
 
+def answered_per_tensor(question: Question) -> Answered:
+    """The fastest way to get the saved values that was found, with its proof; `Infeasible` where none is known to fit in memory."""
+    clock, options, ways = question.clock, question.options, _AllWays(question)
+    with clock.phase("solve", "choosing what to keep, recompute and offload", 0.4):
+        selected = _Search(question, ways).best()
+    if selected is None:
+        raise Infeasible("no way to keep, recompute and offload single tensors was found that fits in memory")
+    best, answer = selected
+    rows: dict[str, dict] = {}
+    if options.baselines:
+        plain = question.stepped()
+        with clock.phase("solve", "solving the baselines", 0.8):
+            rows, _ = solve_baselines(plain, instance_of(plain))
+    problem = with_pins(best.formulated, allowed_by_pins(best.formulated, options))
+    answer = align_batches(best.formulated, problem, answer, options.gap)
+    noted = {**question.assumptions, **noted_choice(best.chosen, question.graph)}
+    asked = replace(question, model=ModelGraphs(best.formulated.graph), assumptions=noted)
+    return Answered(asked, Instance(best.formulated, problem), answer, rows)
+
+
 @dataclass(frozen=True, eq=False)
-class Question:
-    """The problem of all alternatives of a context."""
-
-    instance: Instance
-    formulated: SavedValues
-    exposed: float | None  # the share of transfers that costs
-
-
-@dataclass(frozen=True, eq=False)
-class Selected:
+class _Selected:
     """An answer as a graph with layouts: what it recomputes and offloads, and its choice in that graph's formulation."""
 
     chosen: Chosen
     formulated: Formulation
     choice: tuple[int, ...]
     judged: Evaluation
-    asked: tuple[int, ...]  # the choice in the problem of all alternatives
 
 
-def best_selected(context: Context) -> tuple[Selected, Answer] | None:
-    """The fastest way to get the saved values that was found, and its certificate; None where nothing fits in memory."""
-    gap, search = context.options.gap, _Search(context)
-    search.ask(None)
-    if host_bandwidth(context.mesh.device) is None or search.met_without_limit(gap):
-        return search.best()
-    share: float | None = 0.0
-    for _ in range(MOST_SHARES):
-        if share is None or not search.ask(share) or search.is_met(gap):
-            break
-        share = search.crossing()
-    return search.best()
+class _AllWays:
+    """The problems of all ways to get the saved values, which differ in the share of transfers that costs. What is equal is built once."""
+
+    def __init__(self, question: Question):
+        self.model = question.model
+        self.alternatives = {id(graph): alternatives(graph) for graph in (self.model.graph, self.model.few_layers) if graph is not None}
+        self.instance = instance_of(question.map(lambda graph: self.alternatives[id(graph)].graph).stepped())
+
+    def exposing(self, exposed: float | None) -> tuple[SavedValues, Instance]:
+        """The problem in which this share of transfers costs; None: nothing is offloaded."""
+
+        def extended(formulated: Formulation, graph: Graph | None) -> SavedValues:
+            assert graph is not None
+            return with_saved_values(formulated, self.alternatives[id(graph)], graph, exposed=exposed)
+
+        one, few_layers = self.instance, self.instance.few_layers
+        saved = extended(replace(one.formulated, problem=one.problem), self.model.graph)
+        if few_layers is not None:
+            few_layers = FewLayers(extended(few_layers.formulated, self.model.few_layers), few_layers.correspondence)
+        return saved, Instance(saved, saved.problem, few_layers)
 
 
 class _Search:
     """The answers known so far, and the best bound on all plans."""
 
-    def __init__(self, context: Context):
-        self.context = context
-        self.known: list[Selected] = []
+    def __init__(self, question: Question, ways: _AllWays):
+        self.question, self.ways = question, ways
+        self.known: list[_Selected] = []
         self.lines: set[tuple[float, float]] = set()
         self.bounds: dict[float | None, float] = {}
         self.answer: Answer | None = None
         self.prices: Mapping[int, float] | None = None  # of a byte, in the last answer
         self.starts: list[tuple[SavedValues, Sequence[int]]] = []  # answers, within the limit or not
-        self.asker = _Asker(context)
+
+    def best(self) -> tuple[_Selected, Answer] | None:
+        """The fastest way that was found, and its certificate; None where nothing fits in memory."""
+        self.ask(None)
+        if host_bandwidth(self.question.mesh.device) is not None and not self.met_without_limit():
+            share: float | None = 0.0
+            for _ in range(MOST_SHARES):
+                if share is None or not self.ask(share) or self.is_met():
+                    break
+                share = self.crossing()
+        best = self.fastest()
+        if best is None or self.answer is None:
+            return None
+        cost, bound = best.judged.cost, min(self.bound, best.judged.cost)
+        status = Status.OPTIMAL if cost - bound <= (self.question.options.gap + LEAST_GAIN) * abs(cost) else Status.FEASIBLE
+        return best, replace(self.answer, status=status, choice=best.choice, cost=cost, bound=bound, peak=best.judged.peak)
 
     def ask(self, exposed: float | None) -> bool:
-        """Solve one question; whether it has an answer."""
-        asked = self.asker.question(exposed)
-        starts = [asked.formulated.carried(before, choice) for before, choice in self.starts]
-        answer = solve_instance(self.context, asked.instance, starts, self.prices).in_passing()
-        hidden = 2 * (exposed or 0.0) * hidden_seconds(asked.formulated)
-        self.bounds[exposed] = answer.bound - hidden
+        """Solve one problem; whether it has an answer."""
+        saved, instance = self.ways.exposing(exposed)
+        starts = [saved.carried(before, choice) for before, choice in self.starts]
+        answer = solve_instance(self.question, instance, starts, self.prices).in_passing()
+        self.bounds[exposed] = answer.bound - 2 * saved.exposed * hidden_seconds(saved)
         if answer.choice is None:
             return False
         self.answer, self.prices = answer, answer.prices
-        self.starts.append((asked.formulated, answer.choice))
-        lines = _lines(asked, answer)
+        self.starts.append((saved, answer.choice))
+        lines = _lines(saved, answer)
         self.lines |= set(lines.values())
         fastest = min(lines, key=lambda choice: (lines[choice][0] + max(0.0, lines[choice][1]), choice != answer.choice, choice))
-        self.known.append(selected(self.context, asked, fastest))
-        self.first = asked
+        self.known.append(_selected(self.question, saved, fastest))
+        self.first = saved, instance
         return True
 
     @property
@@ -101,27 +139,28 @@ class _Search:
         offloading = [bound for e, bound in self.bounds.items() if e is not None]
         return max(offloading, default=self.bounds.get(None, -math.inf))
 
-    def fastest(self) -> Selected | None:
+    def fastest(self) -> _Selected | None:
         fitting = [s for s in self.known if s.judged.fits]
         return min(fitting, key=lambda s: (s.judged.cost, len(s.chosen.recomputed), len(s.chosen.offloaded)), default=None)
 
-    def met_without_limit(self, gap: float) -> bool:
+    def met_without_limit(self) -> bool:
         """Whether the answer is as fast as any plan without a memory limit, where nothing is gained by offloading."""
-        best = self.fastest()
-        if best is None:
+        if self.fastest() is None:
             return False
-        if self.context.options.memory_limit is None:
+        if self.question.options.memory_limit is None:
             return True
-        free = replace(self.first.instance, problem=without_limit(self.first.instance.problem))
-        answer = solve_instance(self.context, free, [], preferred=False).in_passing()
+        saved, instance = self.first
+        free = replace(instance, problem=without_limit(instance.problem))
+        answer = solve_instance(self.question, free, [], preferred=False).in_passing()
         self.bounds[-math.inf] = answer.bound
         if answer.choice is not None:
-            self.starts.append((self.first.formulated, answer.choice))
-        return self.is_met(gap)
+            self.starts.append((saved, answer.choice))
+        return self.is_met()
 
-    def is_met(self, gap: float) -> bool:
+    def is_met(self) -> bool:
+        """Whether the fastest answer is within the gap that was asked for."""
         best = self.fastest()
-        return best is not None and best.judged.cost <= self.bound * (1 + gap)
+        return best is not None and best.judged.cost <= self.bound * (1 + self.question.options.gap)
 
     def crossing(self) -> float | None:
         """The share at which the least of the known lines is largest; None where it was asked already."""
@@ -130,74 +169,28 @@ class _Search:
         best = max(sorted(shares), key=lambda e: min(a + e * b for a, b in lines))
         return None if any(e is not None and abs(best - e) < 1e-6 for e in self.bounds) else best
 
-    def best(self) -> tuple[Selected, Answer] | None:
-        best = self.fastest()
-        if best is None or self.answer is None:
-            return None
-        cost, bound = best.judged.cost, min(self.bound, best.judged.cost)
-        gap = self.context.options.gap
-        status = Status.OPTIMAL if cost - bound <= gap * abs(cost) + LEAST_GAIN * abs(cost) else Status.FEASIBLE
-        return best, replace(self.answer, status=status, choice=best.choice, cost=cost, bound=bound, peak=best.judged.peak)
 
-
-def _lines(question: Question, answer: Answer) -> dict[tuple[int, ...], tuple[float, float]]:
+def _lines(saved: SavedValues, answer: Answer) -> dict[tuple[int, ...], tuple[float, float]]:
     """Of each answer that was found: cost without exposed transfers, and 2 (H - W), both in seconds."""
     assert answer.choice is not None
-    saved, hidden = question.formulated, hidden_seconds(question.formulated)
-    lines = {}
+    hidden, lines = hidden_seconds(saved), {}
     for choice, cost in {**answer.fitting, answer.choice: answer.cost}.items():
         offloads = transfer_seconds_of(saved, choice)
-        lines[choice] = (cost - 2 * (question.exposed or 0.0) * offloads, 2 * (offloads - hidden))
+        lines[choice] = (cost - 2 * saved.exposed * offloads, 2 * (offloads - hidden))
     return lines
 
 
-def question(context: Context, exposed: float | None) -> Question:
-    """exposed: the share of transfers that costs; None: nothing is offloaded. ValueError where a pin names no tensor."""
-    return _Asker(context).question(exposed)
-
-
-class _Asker:
-    """Questions of one context: what they have in common is built once."""
-
-    def __init__(self, context: Context):
-        self.context, self.graph = context, context.graph
-        formulated, self.alternatives = _formulated(context, context.graph)
-        self.pinned = replace(formulated, problem=with_pins(formulated, allowed_by_pins(formulated, context.options)))
-        self.small: tuple[Formulation, Alternatives] | None = None
-        if context.shallow is not None and context.options.solver == "auto":
-            self.small = _formulated(context, context.shallow)
-            try:
-                self.correspondence = correspondence(formulated, self.small[0])
-            except ValueError:  # some op has no corresponding one: the deep problem is solved without the shallow one
-                self.small = None
-
-    def question(self, exposed: float | None) -> Question:
-        saved, shallow = with_saved_values(self.pinned, self.alternatives, self.graph, exposed=exposed), None
-        if self.small is not None and self.context.shallow is not None:
-            shallow = Shallow(with_saved_values(*self.small, self.context.shallow, exposed=exposed), self.correspondence)
-        return Question(Instance(saved, saved.problem, shallow), saved, exposed)
-
-
-def _formulated(context: Context, graph: Graph) -> tuple[Formulation, Alternatives]:
-    known = alternatives(graph)
-    all_of_them = stepped(known.graph, context.options)
-    with no_search_for_cycles():
-        return formulate_for(all_of_them, candidates(all_of_them, context.mesh), context.mesh, context.options), known
-
-
-def selected(context: Context, question: Question, choice: Sequence[int]) -> Selected:
+def _selected(question: Question, saved: SavedValues, choice: Sequence[int]) -> _Selected:
     """The graph of an answer, with the answer's layouts; without copies of views whose storage is kept, where those change nothing."""
-    saved = question.formulated
     offloads, hidden = transfer_seconds_of(saved, choice), hidden_seconds(saved)
-    exposed = max(0.0, 1 - hidden / offloads) if offloads else 0.0
-    chosen = chosen_of(saved, choice, exposed)
-    spare = {name for name in chosen.recomputed if _is_view_of_kept(context.graph, chosen, name)}
+    chosen = chosen_of(saved, choice, max(0.0, 1 - hidden / offloads) if offloads else 0.0)
+    spare = {name for name in chosen.recomputed if _is_view_of_kept(question.graph, chosen, name)}
     if spare:
-        less = _as_graph(context, saved, choice, replace(chosen, recomputed=chosen.recomputed - spare))
-        own = evaluate(saved.problem, choice).cost - 2 * (question.exposed or 0.0) * offloads  # seconds of the answer without transfers
+        less = _as_graph(question, saved, choice, replace(chosen, recomputed=chosen.recomputed - spare))
+        own = evaluate(saved.problem, choice).cost - 2 * saved.exposed * offloads  # seconds of the answer without transfers
         if less.judged.fits and less.judged.cost <= (own + 2 * max(0.0, offloads - hidden)) * (1 + LEAST_GAIN):
             return less
-    return _as_graph(context, saved, choice, chosen)
+    return _as_graph(question, saved, choice, chosen)
 
 
 def _is_view_of_kept(graph: Graph, chosen: Chosen, name: str) -> bool:
@@ -209,13 +202,12 @@ def _is_view_of_kept(graph: Graph, chosen: Chosen, name: str) -> bool:
     return owned not in chosen.recomputed and f"{owned}.{k}" not in chosen.offloaded
 
 
-def _as_graph(context: Context, saved: SavedValues, choice: Sequence[int], chosen: Chosen) -> Selected:
-    graph = stepped(selective(context.graph, chosen), context.options)
+def _as_graph(question: Question, saved: SavedValues, choice: Sequence[int], chosen: Chosen) -> _Selected:
+    graph = stepped(selective(question.graph, chosen), question.options)
     with no_search_for_cycles():
-        formulated = formulate_for(graph, candidates(graph, context.mesh), context.mesh, context.options)
+        formulated = formulate_for(graph, candidates(graph, question.mesh), question.mesh, question.options)
     full = _carried_over(saved, choice, formulated)
-    judged = evaluate(formulated.problem, full)
-    return Selected(chosen, formulated, full, judged, tuple(choice))
+    return _Selected(chosen, formulated, full, evaluate(formulated.problem, full))
 
 
 def _carried_over(saved: SavedValues, choice: Sequence[int], formulated: Formulation) -> tuple[int, ...]:

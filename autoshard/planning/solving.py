@@ -6,31 +6,42 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from autoshard.planning.context import Context, Instance
+from autoshard.planning.instance import Instance
 from autoshard.planning.options import Stopwatch
-from autoshard.planning.refusal import patience
+from autoshard.planning.question import Question
+from autoshard.planning.refusal import infeasible, patience
 from autoshard.planning.tying import solve_tied
-from autoshard.solvers import Answer, solve
+from autoshard.solvers import Answer, Status, solve
+
+
+def solve_or_refuse(question: Question, instance: Instance, starts: Sequence[tuple[int, ...]], *, share: float = 1.0) -> Answer:
+    """`solve_instance` in a share of the time that is left. `Infeasible` without an answer, KeyboardInterrupt if Ctrl-C is why."""
+    answer = solve_instance(question.within(share), instance, starts)
+    if answer.choice is not None:
+        return answer
+    if answer.status is not Status.INFEASIBLE:
+        answer.in_passing()
+    raise infeasible(question, instance, answer)
 
 
 def solve_instance(
-    context: Context, instance: Instance, starts: Sequence[tuple[int, ...]], prices: Mapping[int, float] | None = None, *,
+    question: Question, instance: Instance, starts: Sequence[tuple[int, ...]], prices: Mapping[int, float] | None = None, *,
     preferred: bool = True,
 ) -> Answer:  # fmt: skip
     """The best answer in the time that is left, with its bound.
 
     starts: choices that the search may begin with; prices: as for `solve`; preferred: by a fixed order among answers of equal cost.
     """
-    options, problem = context.options, instance.problem
-    limits: dict[str, Any] = {"time_limit": context.seconds_left(), "clock": context.clock.now, "gap": options.gap}
-    limits["progress"] = _progress(context.clock, options.gap)
+    options, problem = question.options, instance.problem
+    limits: dict[str, Any] = {"time_limit": question.seconds_left(), "clock": question.clock.now, "gap": options.gap}
+    limits["progress"] = _progress(question.clock, options.gap)
     limits["preference"] = instance.formulated.preference if preferred else None
     if options.tie_blocks:
         return solve_tied(instance.formulated, problem, solver=options.solver, **limits)
-    limits |= {"patience": patience(options, context.seconds_left()), "homes": instance.homes}
-    limits |= {"accepted": options.accepted, "prices": prices, "explains": context.explains}
-    if instance.shallow is not None:
-        return instance.shallow.solve(problem, starts=starts, preferred=preferred, **limits)
+    limits |= {"patience": patience(options, question.seconds_left()), "homes": instance.layers}
+    limits |= {"accepted": options.accepted, "prices": prices, "explains": question.explains}
+    if instance.few_layers is not None:
+        return instance.few_layers.solve(problem, starts=starts, preferred=preferred, **limits)
     return solve(problem, solver=options.solver, starts=starts, **limits)
 
 

@@ -94,10 +94,9 @@ def tied(problem: Problem, groups: Sequence[int]) -> Problem:
         if ends != tuple(sorted(ends)):
             ends, held = ends[::-1], held.T
         usages.setdefault((ends, u.start, u.end), []).append(held)
-    summed_usages = tuple(Usage(ends, start, end, _sum(held), place.get(ends)) for (ends, start, end), held in usages.items())
+    summed_usages = tuple(
+        Usage(ends, start, end, held[0] if len(held) == 1 else np.sum(held, axis=0), place.get(ends))
+        for (ends, start, end), held in usages.items()
+    )
     filled = tuple(np.full(1, math.inf) if c is None else c for c in costs)
     return Problem(tuple(names), filled, tuple(edges), summed_usages, problem.usage_limit)
-
-
-def _sum(arrays: list[np.ndarray]) -> np.ndarray:
-    return arrays[0] if len(arrays) == 1 else np.sum(arrays, axis=0)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from autoshard.baselines import MEGATRON_EXPERT_PARALLEL, MEGATRON_EXPERTS
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
-from autoshard.planning import Context, Options, Stopwatch, baseline_only
+from autoshard.planning import ModelGraphs, Options, Question, Stopwatch, baseline_only
 from autoshard.serving.steps import Steps, block_of_layer
 from autoshard.solution import Solution
 from autoshard.strategies import is_experts
@@ -58,7 +58,7 @@ class StepPrice:
 def price_of(steps: Steps, graph: Graph, mesh: Mesh) -> StepPrice:
     """The price of a step. mesh: one axis, of the tensor parallel devices; or two, of replicas that share experts and these."""
     scheme = MEGATRON_EXPERTS if len(mesh.axes) == 1 else MEGATRON_EXPERT_PARALLEL
-    solution = baseline_only(Context(graph, mesh, Options(baselines=False), Stopwatch(None)), scheme)
+    solution = baseline_only(Question(ModelGraphs(graph), mesh, Options(baselines=False), Stopwatch(None)), scheme)
     few, rest = [0.0] * len(steps.blocks), 0.0
     for name, row in solution.breakdown["blocks"].items():
         seconds = row["compute"] + row["communication"]

@@ -14,10 +14,11 @@ from autoshard.formulate import Formulation
 from autoshard.graph import Graph
 from autoshard.mesh import Mesh
 from autoshard.planning.baselining import pinned_to
-from autoshard.planning.certify import describe
-from autoshard.planning.context import Context, Instance, formulate_for
+from autoshard.planning.describe import describe
+from autoshard.planning.instance import Instance, formulate_for
 from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.overlapped import overlapped
+from autoshard.planning.question import ModelGraphs, Question
 from autoshard.solution import Solution
 from autoshard.solvers import solve
 from autoshard.strategies import candidates, internal_collectives
@@ -91,7 +92,7 @@ def plans(graph: Graph, mesh: Mesh, *, time_limit: float, overlaps: bool = False
     assert answer.choice is not None, f"nothing was found in {time.monotonic() - began:.0f} s"
     options = replace(options, memory_limit=limit)
     if overlaps:
-        context = Context(graph, mesh, options, Stopwatch(None))
+        context = Question(ModelGraphs(graph), mesh, options, Stopwatch(None))
         shortest = overlapped(context, Instance(formulated, limited), answer, fitting)
         yield planned("overlapped", formulated, shortest.answer, options)
     yield planned("ours", formulated, answer, options)

@@ -1,11 +1,11 @@
-"""Extends a plan of a few layers to many: each op of the deep model gets the choice of the corresponding op of the shallow model.
+"""Extends a plan of few layers to many: each op of the deep model gets the choice of the corresponding op of the model with few layers.
 
     place     of an op: (block, instance, position) in the repeated blocks, or its number among the ops that repeat nothing
-    c(v)      the node of the shallow problem that corresponds to node v of the deep one: the node at the same place; instance j of n
-              corresponds to j in the lower half, to j - n + m in the upper one, where the shallow graph has m instances
+    c(v)      the node of the problem of few layers that corresponds to node v of the deep one: the node at the same place; instance j
+              of n corresponds to j in the lower half, to j - n + m in the upper one, where the few layers have m instances
                                                                                                           (`Correspondence`)
     choice    x(v) = x'(c(v)); `evaluate` on the deep problem says what that costs
-    messages  of an edge: those of the corresponding edge. Dual ascent starts where it ended on the shallow problem, with little left to do
+    messages  of an edge: those of the corresponding edge. Dual ascent starts where it ended on few layers, with little left to do
 
 Nothing is assumed: corresponding nodes must have equal signatures (hence equal candidates), the cost is evaluated on the deep graph, and
 the bound holds for any messages. Where a node has no corresponding node the deep problem is solved from scratch.
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -27,37 +27,27 @@ from autoshard.graph import Graph, repeated_blocks
 from autoshard.problem import Problem, evaluate, without_limit
 from autoshard.solvers import TIME_LIMIT, Answer, converged, hopeless, solve
 
-PATIENCE = 120.0  # seconds: for a first choice of the shallow problem, which dual ascent decodes in its first sweeps
+PATIENCE = 120.0  # seconds: for a first choice of the problem of few layers, which dual ascent decodes in its first sweeps
 LEAST_SECONDS = 0.1  # of a search, whatever time is left: it begins, and its starts are judged
 ASCENT_GAP = 1e-4  # relative, at most: dual ascent goes on to here, which is cheap; a plan of many layers is as good as that of few
-SHALLOW_SECONDS, SHALLOW_SHARE = 60.0, 0.25  # for the shallow problem, of the time left; the deep problem is left to prove more
+FEW_SECONDS, FEW_SHARE = 60.0, 0.25  # for few layers, of the time left; the deep problem is left to prove more
 NONE_CORRESPONDS = "{} of the deep graph has no corresponding op in the shallow one: the layers differ, or are too few"
-
-
-class Numbers(Protocol):
-    """A problem and the fixed order among choices of equal cost: a Formulation, or several programs joined."""
-
-    @property
-    def problem(self) -> Problem: ...
-
-    @property
-    def preference(self) -> tuple[np.ndarray, ...]: ...
 
 
 @dataclass(frozen=True)
 class Correspondence:
-    """For each node and edge of the deep problem the corresponding one of the shallow problem."""
+    """For each node and edge of the deep problem the corresponding one of the problem of few layers."""
 
     nodes: tuple[int, ...]
     edges: tuple[int, ...]
 
-    def choice(self, shallow: Sequence[int]) -> tuple[int, ...]:
-        """The choice of the deep problem that a choice of the shallow one stands for."""
-        return tuple(shallow[v] for v in self.nodes)
+    def choice(self, few_layers: Sequence[int]) -> tuple[int, ...]:
+        """The choice of the deep problem that a choice for few layers stands for."""
+        return tuple(few_layers[v] for v in self.nodes)
 
-    def messages(self, shallow: Numbers, messages: np.ndarray) -> np.ndarray:
-        """The messages of the deep problem (of each edge: into its first end, into its second) that those of the shallow one stand for."""
-        sizes = np.array([sum(e.table.shape) for e in shallow.problem.edges])
+    def messages(self, few_layers: Formulation, messages: np.ndarray) -> np.ndarray:
+        """The messages of the deep problem (of each edge: into its first end, into its second) that those for few layers stand for."""
+        sizes = np.array([sum(e.table.shape) for e in few_layers.problem.edges])
         starts = np.cumsum(sizes) - sizes
         wanted = np.array(self.edges, dtype=np.int64)
         lengths = sizes[wanted]
@@ -66,29 +56,29 @@ class Correspondence:
 
 
 @dataclass(frozen=True, eq=False)
-class Shallow:
+class FewLayers:
     """The problem of the same model with few layers, and how its answers extend to the deep problem."""
 
-    formulated: Numbers
+    formulated: Formulation  # of several programs: Joined, of which the problem and the preference are read
     correspondence: Correspondence
-    homes: Sequence[int] | None = None  # the layer of every node
+    layers: Sequence[int] | None = None  # the layer of every node
     _known: dict[tuple[float, bool], tuple] = field(default_factory=dict)  # answers without limit and pins
 
     def solve(
         self, problem: Problem, *, gap: float = 0.0, preferred: bool = True, time_limit: float = TIME_LIMIT, patience: float = math.inf,
         clock: Callable[[], float] = time.monotonic, **options: Any,
     ) -> Answer:  # fmt: skip
-        """The answer to a deep problem (with pins or without), found from that to the shallow problem under the same pins."""
+        """The answer to a deep problem (with pins or without), found from that for few layers under the same pins."""
         until, first_until = clock() + time_limit, clock() + patience
         options |= {"gap": gap, "clock": clock, "time_limit": time_limit, "patience": patience}
         binds = problem.usage_limit is not None and options.get("prices") is not None  # there is a better beginning
         if binds or hopeless(problem):
             return solve(problem, **options)
-        small, limited = self._with_pins_of(problem), problem.usage_limit is not None
-        choice, messages, answer = self._free(small, gap, preferred and not limited, clock, until)
+        few, limited = self._with_pins_of(problem), problem.usage_limit is not None
+        choice, messages, answer = self._free(few, gap, preferred and not limited, clock, until)
         if answer is not None and preferred and limited and answer.choice is not None:
             if evaluate(problem, self.correspondence.choice(answer.choice)).fits:
-                choice, messages, answer = self._free(small, gap, preferred, clock, until)
+                choice, messages, answer = self._free(few, gap, preferred, clock, until)
         options["time_limit"], options["patience"] = max(until - clock(), LEAST_SECONDS), max(first_until - clock(), LEAST_SECONDS)
         if answer is None:
             return solve(problem, **options)
@@ -100,50 +90,55 @@ class Shallow:
         return replace(deep, interrupted=deep.interrupted or answer.interrupted)
 
     def _free(
-        self, small: Problem, gap: float, preferred: bool, clock: Callable[[], float], until: float
+        self, few: Problem, gap: float, preferred: bool, clock: Callable[[], float], until: float
     ) -> tuple[Sequence[int], np.ndarray, Answer | None]:
         """The start and the messages of dual ascent, and the answer; None where there is none. Without pins it is kept."""
-        known = self._known if small is self._without_limit else {}
+        known = self._known if few is self._without_limit else {}
         if (gap, preferred) in known:
             return known[gap, preferred]
         if (gap, False) in known:
             choice, messages, _ = known[gap, False]
         else:
-            choice, messages = converged(small, gap=min(gap, ASCENT_GAP), time_limit=until - clock(), patience=PATIENCE, clock=clock)
+            choice, messages = converged(few, gap=min(gap, ASCENT_GAP), time_limit=until - clock(), patience=PATIENCE, clock=clock)
         answer = None
         if choice is not None:
             answer = solve(
-                small, starts=[choice], messages=messages, gap=gap, preference=self.formulated.preference if preferred else None,
-                time_limit=min(SHALLOW_SECONDS, max(SHALLOW_SHARE * (until - clock()), LEAST_SECONDS)), clock=clock, homes=self.homes,
+                few, starts=[choice], messages=messages, gap=gap, preference=self.formulated.preference if preferred else None,
+                time_limit=min(FEW_SECONDS, max(FEW_SHARE * (until - clock()), LEAST_SECONDS)), clock=clock, homes=self.layers,
             )  # fmt: skip
         known[gap, preferred] = (choice or (), messages, answer)
         return known[gap, preferred]
+
+    def converged(self, time_limit: float, clock: Callable[[], float]) -> tuple[tuple[int, ...] | None, np.ndarray]:
+        """A choice of the deep problem without a limit (None where there is none) and its messages, from dual ascent on few layers."""
+        choice, messages = converged(self.formulated.problem, time_limit=time_limit, clock=clock)
+        return None if choice is None else self.correspondence.choice(choice), self.correspondence.messages(self.formulated, messages)
 
     @cached_property
     def _without_limit(self) -> Problem:
         return without_limit(self.formulated.problem)
 
     def _with_pins_of(self, problem: Problem) -> Problem:
-        """The shallow problem without a memory limit, and without each choice that is forbidden to some deep node of the same choice."""
+        """The problem of few layers without a memory limit, and without each choice that is forbidden to some corresponding deep node."""
         free = self._without_limit
         costs = list(free.node_costs)
         holes: dict[int, np.ndarray | None] = {}  # by the costs' array, which equal nodes share
         pinned = False
-        for cost, small in zip(problem.node_costs, self.correspondence.nodes, strict=True):
+        for cost, node in zip(problem.node_costs, self.correspondence.nodes, strict=True):
             if id(cost) not in holes:
                 holes[id(cost)] = np.isinf(cost) if np.isinf(cost).any() else None
             if (hole := holes[id(cost)]) is not None:
-                costs[small] = np.where(hole, np.inf, costs[small])
+                costs[node] = np.where(hole, np.inf, costs[node])
                 pinned = True
         return replace(free, node_costs=tuple(costs)) if pinned else free
 
 
-def corresponding_ops(deep: Graph, shallow: Graph) -> list[int]:
-    """For each op of the deep graph the corresponding op of the shallow one; ValueError where one has none."""
-    deep_places, shallow_places = repeated_blocks(deep).places, repeated_blocks(shallow).places
-    by_place = {place: i for i, place in enumerate(shallow_places) if place is not None}
-    counts, few = _instances(deep_places), _instances(shallow_places)
-    alone = [i for i, place in enumerate(shallow_places) if place is None]
+def corresponding_ops(deep: Graph, few_layers: Graph) -> list[int]:
+    """For each op of the deep graph the corresponding op of the graph of few layers; ValueError where one has none."""
+    deep_places, few_places = repeated_blocks(deep).places, repeated_blocks(few_layers).places
+    by_place = {place: i for i, place in enumerate(few_places) if place is not None}
+    counts, few_counts = _instances(deep_places), _instances(few_places)
+    alone = [i for i, place in enumerate(few_places) if place is None]
     ops: list[int] = []
     num_alone = 0
     for i, place in enumerate(deep_places):
@@ -151,14 +146,14 @@ def corresponding_ops(deep: Graph, shallow: Graph) -> list[int]:
         if place is None:
             op = alone[num_alone] if num_alone < len(alone) else -1
             num_alone += 1
-        elif place.block in few:
-            n, m = counts[place.block], few[place.block]
+        elif place.block in few_counts:
+            n, m = counts[place.block], few_counts[place.block]
             lower = min(place.instance, m // 2)
             upper = place.instance - n + m
             for instance in (max(lower, upper), *range(m)):  # an op that only some layers have corresponds to that of any such layer
                 if (op := by_place.get(place._replace(instance=instance), -1)) >= 0:
                     break
-        if op < 0 or shallow.ops[op].target != deep.ops[i].target:
+        if op < 0 or few_layers.ops[op].target != deep.ops[i].target:
             raise ValueError(NONE_CORRESPONDS.format(deep.ops[i].name))
         ops.append(op)
     if num_alone != len(alone):
@@ -168,64 +163,61 @@ def corresponding_ops(deep: Graph, shallow: Graph) -> list[int]:
 
 def _instances(places: Sequence) -> dict[int, int]:
     """By block, how many instances it has."""
-    counts: dict[int, int] = {}
-    for place in places:
-        if place is not None:
-            counts[place.block] = max(counts.get(place.block, 0), place.instance + 1)
-    return counts
+    last = sorted((place.block, place.instance) for place in places if place is not None)
+    return {block: instance + 1 for block, instance in last}
 
 
-def correspondence(deep: Formulation, shallow: Formulation) -> Correspondence:
+def correspondence(deep: Formulation, few_layers: Formulation) -> Correspondence:
     """Which nodes and edges correspond in two problems of the same model at different depth. ValueError where one has none."""
-    ops, equal = corresponding_ops_of(deep, shallow)
-    shallow_edges = _edges(shallow)
+    ops, equal = corresponding_ops_of(deep, few_layers)
+    few_edges = _edges(few_layers)
     nodes = list(ops)
     for value, layouts in deep.hub_layouts.items():
-        small = (ops[value[0]], value[1])
-        small_layouts = shallow.hub_layouts.get(small)
-        if (id(small_layouts), id(layouts)) not in equal:
-            equal[id(small_layouts), id(layouts)] = small_layouts == layouts
-        if not equal[id(small_layouts), id(layouts)]:
+        corresponding = (ops[value[0]], value[1])
+        few_layouts = few_layers.hub_layouts.get(corresponding)
+        if (id(few_layouts), id(layouts)) not in equal:
+            equal[id(few_layouts), id(layouts)] = few_layouts == layouts
+        if not equal[id(few_layouts), id(layouts)]:
             raise ValueError(f"{deep.graph.ops[value[0]].name} has other readers than the corresponding op in the shallow graph")
-        nodes.append(shallow.hubs[small])
-    by_key = {key: k for k, key in _result_keys(shallow, range(len(shallow.graph.ops))).items()}
+        nodes.append(few_layers.hubs[corresponding])
+    by_key = {key: k for k, key in _result_keys(few_layers, range(len(few_layers.graph.ops))).items()}
     results = {k: by_key.get(key, -1) for k, key in _result_keys(deep, ops).items()}
     for k, node in deep.results.items():
         if results[k] < 0:
             raise ValueError(f"result {deep.graph.results[k].name} of the deep graph has no corresponding result in the shallow one")
         if node == len(nodes):
-            nodes.append(shallow.results[results[k]])
+            nodes.append(few_layers.results[results[k]])
     edges = []
     for kind, where in _edges(deep):
         key = (kind, results[where]) if kind == "result" else (kind, (ops[where[0]], where[1]))
-        edges.append(shallow_edges[key])
-    for e, small_edge in enumerate(edges):
-        if deep.problem.edges[e].table.shape != shallow.problem.edges[small_edge].table.shape:
+        edges.append(few_edges[key])
+    for e, few_edge in enumerate(edges):
+        if deep.problem.edges[e].table.shape != few_layers.problem.edges[few_edge].table.shape:
             raise ValueError(f"an edge to {deep.problem.names[deep.problem.edges[e].b]} has no corresponding edge in the shallow graph")
     return Correspondence(tuple(nodes), tuple(edges))
 
 
-def corresponding_ops_of(deep: Formulation, shallow: Formulation) -> tuple[list[int], dict[tuple[int, int], bool]]:
+def corresponding_ops_of(deep: Formulation, few_layers: Formulation) -> tuple[list[int], dict[tuple[int, int], bool]]:
     """`corresponding_ops`, which must have equal candidates; and which pairs of objects are equal, by their ids."""
-    ops = corresponding_ops(deep.graph, shallow.graph)
+    ops = corresponding_ops(deep.graph, few_layers.graph)
     equal: dict[tuple[int, int], bool] = {}  # ops of one signature share their candidates
     for i, op in enumerate(ops):
-        candidates, small_candidates = deep.candidates.of[i], shallow.candidates.of[op]
-        if (key := (id(candidates), id(small_candidates))) not in equal:
-            equal[key] = candidates == small_candidates
+        candidates, few_candidates = deep.candidates.of[i], few_layers.candidates.of[op]
+        if (key := (id(candidates), id(few_candidates))) not in equal:
+            equal[key] = candidates == few_candidates
         if not equal[key]:
             raise ValueError(NONE_CORRESPONDS.format(deep.graph.ops[i].name))
     return ops, equal
 
 
-def op_choices(deep: Formulation, shallow: Formulation, choice: Sequence[int]) -> dict[int, int]:
+def op_choices(deep: Formulation, few_layers: Formulation, choice: Sequence[int]) -> dict[int, int]:
     """The choices of the deep problem's ops, those of the corresponding ops; and of outputs, those of the same name."""
-    choices = dict(enumerate(choice[op] for op in corresponding_ops_of(deep, shallow)[0]))
-    outputs = {shallow.graph.results[k].name: k for k in shallow.results if shallow.graph.results[k].kind == "output"}
+    choices = dict(enumerate(choice[op] for op in corresponding_ops_of(deep, few_layers)[0]))
+    outputs = {few_layers.graph.results[k].name: k for k in few_layers.results if few_layers.graph.results[k].kind == "output"}
     for k, node in deep.results.items():
-        small = outputs.get(deep.graph.results[k].name) if deep.graph.results[k].kind == "output" else None
-        if small is not None and shallow.result_layouts[small] == deep.result_layouts[k]:
-            choices[node] = choice[shallow.results[small]]
+        output = outputs.get(deep.graph.results[k].name) if deep.graph.results[k].kind == "output" else None
+        if output is not None and few_layers.result_layouts[output] == deep.result_layouts[k]:
+            choices[node] = choice[few_layers.results[output]]
     return choices
 
 

@@ -1,0 +1,90 @@
+"""The search over variants of a question: one loop, which divides the time, drops refusals and ends with Ctrl-C.
+
+To add a kind of variant, write its function in a file of its own (variants.py) and name it in KINDS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from autoshard.cycles import no_search_for_cycles
+from autoshard.planning.baselining import solve_baselines
+from autoshard.planning.batches import align_batches
+from autoshard.planning.chunking import chunks
+from autoshard.planning.instance import instance_of
+from autoshard.planning.options import Infeasible, NoAnswer
+from autoshard.planning.ordering import orders
+from autoshard.planning.overlapped import overlapped
+from autoshard.planning.question import Question
+from autoshard.planning.recomputing import recomputations
+from autoshard.planning.refusal import reworded
+from autoshard.planning.selecting import answered_per_tensor
+from autoshard.planning.solving import solve_or_refuse
+from autoshard.planning.variants import Answered, Kind, Tried
+
+KINDS: tuple[Kind, ...] = (orders, chunks, recomputations)  # the variants of a kind are tried under each of those before it
+
+
+def search(question: Question, kinds: Sequence[Kind] = KINDS) -> Answered:
+    """The answer to the question in the best variant of every kind; its bound is that of this variant.
+
+    Of a kind the last variant that it yields is the answer; where that one has no plan, or Ctrl-C ends the search, the cheapest of those
+    before. `Infeasible` where none of them has a plan, KeyboardInterrupt where none is known yet.
+    """
+    if not kinds:
+        return answered(question)
+    tried: list[Tried] = []
+    for one in trials(question, kinds, tried):
+        if one.is_interrupted:
+            break
+    return _best(tried)
+
+
+def trials(question: Question, kinds: Sequence[Kind], tried: list[Tried]) -> Iterator[Tried]:
+    """What becomes of each variant of the first kind, in the best variants of the others; all that became of them are in `tried`."""
+    for variant in kinds[0](question, tried):
+        part = variant.transform(question.within(variant.share))
+        try:
+            tried.append(Tried(variant, part, search(part, kinds[1:])))
+        except Infeasible as error:
+            named = variant.is_last_resort and not isinstance(error, NoAnswer)
+            tried.append(Tried(variant, part, refusal=reworded(error, f"{error}, {variant.note}") if named else error))
+        except KeyboardInterrupt:
+            tried.append(Tried(variant, part))
+        yield tried[-1]
+
+
+def _best(tried: Sequence[Tried]) -> Answered:
+    last, known = tried[-1], [one.answered for one in tried if one.answered is not None]
+    if last.answered is not None and not last.is_interrupted:
+        return last.answered
+    if known:
+        return min(known, key=lambda one: one.answer.cost)
+    if last.refusal is not None:
+        raise last.refusal
+    raise KeyboardInterrupt
+
+
+def answered(question: Question) -> Answered:
+    """The fastest plan of the question's graph, or with recompute="auto" of those that get each saved value in some way; in the shortest
+    time line for the objective "overlapped". `Infeasible` where nothing fits."""
+    if question.options.recompute == "auto":
+        return answered_per_tensor(question)
+    best = best_choice(question)
+    if question.options.objective == "overlapped":
+        with question.clock.phase("overlap", "solving for overlap", 0.6), no_search_for_cycles():
+            return replace(best, overlapped=overlapped(best.question, best.instance, best.answer, best.starts))
+    formulated, problem = best.instance.formulated, best.instance.problem
+    return replace(best, answer=align_batches(formulated, problem, best.answer, question.options.gap))
+
+
+def best_choice(question: Question, *, share: float = 1.0) -> Answered:
+    """The best choice for the question's graph, of tasks one after the other. share: of the time left, for the search."""
+    question = question.stepped()
+    clock, instance = question.clock, instance_of(question)
+    with clock.phase("solve", "solving the baselines", 0.4):
+        rows, starts = solve_baselines(question, instance) if question.options.baselines else ({}, [])
+    with clock.phase("solve", "solving", 0.55):
+        answer = solve_or_refuse(question, instance, starts, share=share)
+    return Answered(question, instance, answer, rows, starts)

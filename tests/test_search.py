@@ -1,0 +1,156 @@
+"""The search over variants: what is tried in which order, refusals, Ctrl-C, shares of time; and how far one has to follow `plan`."""
+
+import sys
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from autoshard.mesh import Mesh
+from autoshard.planning.options import Infeasible, NoAnswer, Options, Stopwatch
+from autoshard.planning.plan import plan
+from autoshard.planning.question import ModelGraphs, Question
+from autoshard.planning.search import KINDS, search
+from autoshard.planning.variants import Answered, Variant
+from autoshard.solvers import Answer, Status
+from models import gpt2
+from tests.helpers import Ticking, fast_mesh, tiny_graph
+
+PACKAGE = Path(__file__).parent.parent / "autoshard"
+module = import_module("autoshard.planning.search")
+
+
+def asked(clock: Stopwatch | None = None, **options) -> Question:
+    return Question(ModelGraphs(tiny_graph("mlp", True)), fast_mesh((2,)), Options(training=True, **options), clock or Stopwatch(None))
+
+
+def noting(note: str, **more) -> Variant:
+    return Variant(note, lambda part: part.map(lambda graph: graph, tried=[*part.assumptions.get("tried", []), note]), **more)
+
+
+@pytest.fixture
+def outcomes(monkeypatch):
+    """By what was tried: the cost of the answer, or what is raised; in the order in which it is asked for."""
+    known: dict = {}
+
+    def answered(question: Question) -> Answered:
+        tried = " ".join(question.assumptions["tried"])
+        outcome = known.pop(tried)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        cost, interrupted = outcome if isinstance(outcome, tuple) else (outcome, False)
+        return Answered(question, None, Answer(Status.FEASIBLE, (), cost, 0.0, "", interrupted=interrupted))
+
+    monkeypatch.setattr(module, "answered", answered)
+    return known
+
+
+def tried_by(*kinds) -> str:
+    return " ".join(search(asked(), kinds).question.assumptions["tried"])
+
+
+def two(question, tried):
+    yield noting("a")
+    if tried[-1].has_no_plan:
+        yield noting("b", is_last_resort=True)
+
+
+def three(question, tried):
+    for note in "xyz":
+        yield noting(note)
+
+
+def test_variants_of_a_kind_are_tried_under_each_of_those_before(outcomes):
+    outcomes |= {"a x": Infeasible(""), "a y": Infeasible(""), "a z": Infeasible(""), "b x": 2.0, "b y": 1.0, "b z": 3.0}
+    assert tried_by(two, three) == "b z" and not outcomes
+
+
+def test_where_the_last_variant_has_no_plan_the_cheapest_of_the_others_is_the_answer(outcomes):
+    outcomes |= {"x": 2.0, "y": 1.0, "z": NoAnswer("no time")}
+    assert tried_by(three) == "y" and not outcomes
+
+
+def test_ctrl_c_ends_the_search_with_the_cheapest_that_is_known(outcomes):
+    outcomes |= {"x": 1.0, "y": (2.0, True)}
+    assert tried_by(three) == "x" and not outcomes
+    outcomes |= {"x": 1.0, "y": KeyboardInterrupt()}
+    assert tried_by(three) == "x" and not outcomes
+    outcomes |= {"x": KeyboardInterrupt()}
+    with pytest.raises(KeyboardInterrupt):
+        tried_by(three)
+
+
+@pytest.mark.parametrize(("error", "said"), [(Infeasible("too small", (1.0, 2.0)), "too small, b"), (NoAnswer("no time"), "no time")])
+def test_the_refusal_of_a_last_resort_names_it_where_nothing_fits(outcomes, error, said):
+    outcomes |= {"a": Infeasible("other"), "b": error}
+    with pytest.raises(type(error), match=f"^{said}$") as caught:
+        tried_by(two)
+    assert caught.value.smallest_limit == error.smallest_limit
+
+
+def test_a_variant_has_its_share_of_the_time_that_is_left(outcomes):
+    limits = []
+
+    def halves(question, tried):
+        for share in (0.5, 1.0):
+            yield Variant("", lambda part: limits.append(part.options.time_limit) or noting("t").transform(part), share)
+            outcomes["t"] = 1.0
+
+    outcomes["t"] = 1.0
+    search(asked(Stopwatch(None, Ticking()), time_limit=100.0), (halves,))
+    assert 50 <= limits[0] <= 52 and limits[1] == 100
+
+
+def test_a_new_kind_is_one_function_and_its_place_in_the_list():
+    """Here: the parameters of one layer pinned, which forbids the plan of least cost."""
+
+    def pins(question, tried):
+        yield Variant("pinned", lambda part: part.with_options(pins={"layers.0.up.weight": "R"}))
+
+    free, pinned = (search(asked(baselines=False), (*KINDS, *more)) for more in ((), (pins,)))
+    assert pinned.question.options.pins and not free.question.options.pins
+    assert pinned.answer.cost >= free.answer.cost > 0
+
+
+def calls_until_the_solver(module: nn.Module, inputs: tuple, mesh: Mesh) -> list[tuple[str, str]]:
+    """The calls that planning makes with the model, the mesh or the question as an argument: (room, function)."""
+    calls, ended = [], []
+
+    def profile(frame, event, argument) -> None:
+        code = frame.f_code
+        if event != "call" or ended or not code.co_filename.startswith(str(PACKAGE)):
+            return
+        place = Path(code.co_filename).relative_to(PACKAGE).with_suffix("").parts
+        ended.extend([True] if (*place, code.co_name) == ("solvers", "solve", "solve") else [])
+        caller = Path(frame.f_back.f_code.co_filename)
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        carried = [frame.f_locals[name] for name in names if isinstance(frame.f_locals.get(name), (nn.Module, ModelGraphs, Mesh, Question))]
+        if carried and caller.parent.name == "planning":
+            calls.append((place[0], code.co_qualname))
+
+    sys.setprofile(profile)
+    try:
+        plan(module, inputs, mesh, training=True, baselines=False)
+    finally:
+        sys.setprofile(None)
+    assert ended
+    return calls
+
+
+def test_the_model_and_the_mesh_can_be_followed_by_hand_to_the_solver():
+    """docs/how.md has the walk; a property of the mesh or the question is no call one goes into."""
+    calls = calls_until_the_solver(*gpt2.tiny(layers=4), fast_mesh((2, 2)))
+    calls = [(room, name) for room, name in calls if room != "mesh"]
+    assert len(calls) <= 80 and len({room for room, _ in calls}) <= 8, calls
+    assert [name for room, name in calls if room != "planning"][0] == "capture_deep"
+
+
+def test_a_model_without_few_layers_is_mapped_without_them():
+    graph = tiny_graph("mlp", True)
+    both, one = ModelGraphs(graph, graph), ModelGraphs(graph)
+    assert one.map(lambda g: replace(g)).few_layers is None
+    assert both.map(lambda g: replace(g)).few_layers is not graph
+    seen = iter((graph, None))
+    assert both.map(lambda _: next(seen)).few_layers is None
