@@ -55,7 +55,7 @@ from autoshard.capture.inputs import (
 from autoshard.capture.matrices import without_expanded_matrices
 from autoshard.capture.read import leaves_of, module_path, read
 from autoshard.capture.turns import in_turn
-from autoshard.graph import Graph, mixed
+from autoshard.graph import Graph, Value, mixed
 from autoshard.precision import Precision
 from autoshard.torch_private import (
     EffectType,
@@ -128,16 +128,16 @@ def capture_module(module: nn.Module, example_inputs: Any, *, training: bool, pr
     captured = capture_without_casts(module, example_inputs, training=training, precision=precision)
     if precision is None:
         return captured
-    graph, place = mixed(captured.graph, precision, stored_dtypes(module, example_inputs))
-    values = {node: _renumbered(value, place) for node, value in captured.values.items()}
+    graph, moved = mixed(captured.graph, precision, stored_dtypes(module, example_inputs))
+    values = {node: _renumbered(value, moved) for node, value in captured.values.items()}
     return replace(captured, graph=graph, values=values)
 
 
-def _renumbered(value: Any, place: Sequence[int]) -> Any:
-    """A nested Value with the new index of its op."""
+def _renumbered(value: Any, moved: Mapping[Value, Value]) -> Any:
+    """A nested Value with its new numbers."""
     if isinstance(value, tuple) and len(value) == 2 and all(isinstance(number, int) for number in value):
-        return (place[value[0]], value[1])
-    return type(value)(_renumbered(part, place) for part in value) if isinstance(value, (tuple, list)) else value
+        return moved[value]
+    return type(value)(_renumbered(part, moved) for part in value) if isinstance(value, (tuple, list)) else value
 
 
 @in_turn

@@ -8,8 +8,6 @@ from autoshard.graph.blocks import repetitions as repetitions
 from autoshard.graph.casts import REDUCE_THEN_CAST as REDUCE_THEN_CAST
 from autoshard.graph.casts import mixed as mixed
 from autoshard.graph.casts import pending as pending
-from autoshard.graph.checkpointing import checkpointed as checkpointed
-from autoshard.graph.checkpointing import forward_blocks as forward_blocks
 from autoshard.graph.chunked_loss import BACKWARD as BACKWARD
 from autoshard.graph.chunked_loss import FORWARD as FORWARD
 from autoshard.graph.chunked_loss import ROWS as ROWS
@@ -30,6 +28,8 @@ from autoshard.graph.random import drawn_by as drawn_by
 from autoshard.graph.random import is_drawn_in_full as is_drawn_in_full
 from autoshard.graph.random import is_random as is_random
 from autoshard.graph.recompute import SUFFIX as SUFFIX
+from autoshard.graph.recompute import checkpointed as checkpointed
+from autoshard.graph.recompute import forward_blocks as forward_blocks
 from autoshard.graph.recompute import recompute as recompute
 from autoshard.graph.recompute import recomputed_names as recomputed_names
 from autoshard.graph.records import ITEMSIZE as ITEMSIZE

@@ -11,10 +11,11 @@ tokens. The graph's inputs and results stay in the natural order.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from autoshard.graph.records import Graph, Op, Ref, Value
+from autoshard.graph.rewriting import Rewriting
 
 ATTENTION = ("autoshard.attention.default", "autoshard.attention_backward.default")
 REORDER = "autoshard.reorder.default"
@@ -46,50 +47,39 @@ class SequenceOrder:
 
 def in_order(graph: Graph, order: SequenceOrder | None) -> Graph:
     """The graph in this order. ValueError where the order names an op that the graph doesn't have."""
-    return graph if order is None else _Ordering(graph, order).graph()
+    return graph if order is None else _Ordering(graph, order).ordered()
 
 
-class _Ordering:
+class _Ordering(Rewriting):
+    """`read(..., late=True)` is what the natural ops read."""
+
     def __init__(self, graph: Graph, order: SequenceOrder):
+        super().__init__(graph)
         unknown = [name for name in (*(slot[0] for slot in (*order.to, *order.back)), *order.natural) if name not in graph.index]
         if unknown:
             raise ValueError(f"the plan's order of the sequence names {unknown[0]!r}, which the model doesn't have; plan again")
-        self.source, self.order, self.natural = graph, order, frozenset(order.natural)
+        self.head_tail, self.natural = order.head_tail, frozenset(order.natural)
         self.dims: dict[Value, tuple[int, bool]] = {}
         for slots, back in ((order.to, False), (order.back, True)):
             self.dims |= {(graph.index[name], k): (dim, back) for name, k, dim in slots}
-        self.ops: list[Op] = []
-        self.places: list[int] = []
-        self.reordered: dict[Value, int] = {}
 
-    def graph(self) -> Graph:
-        waiting: list[int] = []  # placeholders to reorder, behind all placeholders
+    def ordered(self) -> Graph:
+        first = next((i for i, op in enumerate(self.source.ops) if not op.is_placeholder), len(self.source.ops))
         for i, op in enumerate(self.source.ops):
-            if not op.is_placeholder:
-                for j in waiting:
-                    self._reorder(j)
-                waiting = []
-            self.places.append(len(self.ops))
-            self.ops.append(self._rewired(op))
-            if op.is_placeholder:
-                waiting.append(i)
-            else:
+            for j in range(first) if i == first else ():  # behind all placeholders
+                self._reorder(j)
+            natural = op.name in self.natural
+            self.keep(i, late=natural, literals=op.literals if natural else self._literals(op))
+            if i >= first:
                 self._reorder(i)
-        results = tuple(r if r.value is None else replace(r, value=self._read(r.value, natural=True)) for r in self.source.results)
-        return Graph(tuple(self.ops), results, self.source.tied)
+        return self.graph(late=True)
 
-    def _rewired(self, op: Op) -> Op:
-        natural = op.name in self.natural
-        literals = op.literals
-        if op.target in ATTENTION and not natural:
-            args, kwargs = literals
-            literals = (args, tuple(sorted((*kwargs, ("head_tail", self.order.head_tail)))))
-        return replace(op, inputs=tuple(self._read(value, natural=natural) for value in op.inputs), literals=literals)
-
-    def _read(self, value: Value, *, natural: bool) -> Value:
-        if value in self.dims and self.dims[value][1] == natural:
-            return self.reordered[value], 0
-        return self.places[value[0]], value[1]
+    def _literals(self, op: Op) -> tuple:
+        """Attention in head-tail order is told the number of parts."""
+        if op.target not in ATTENTION:
+            return op.literals
+        args, kwargs = op.literals
+        return (args, tuple(sorted((*kwargs, ("head_tail", self.head_tail)))))
 
     def _reorder(self, i: int) -> None:
         """Adds the ops that reorder outputs of op i."""
@@ -98,7 +88,8 @@ class _Ordering:
             if (i, k) in self.dims and tensor is not None:
                 dim, back = self.dims[i, k]
                 name = f"{op.name}.{'natural' if back else 'head_tail'}{k or ''}"
-                literals = ((Ref(0), dim, self.order.head_tail, back), ())
+                literals = ((Ref(0), dim, self.head_tail, back), ())
                 late = op.backward or op.kind == "tangent"
-                self.reordered[i, k] = len(self.ops)
-                self.ops.append(Op(name, REORDER, ((self.places[i], k),), literals, (tensor,), module=op.module, backward=late))
+                computed = self.read((i, k))
+                reordered = self.add(Op(name, REORDER, (computed,), literals, (tensor,), module=op.module, backward=late))
+                self.values[i, k], self.late[i, k] = (computed, reordered) if back else (reordered, computed)
