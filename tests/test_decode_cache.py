@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from autoshard.capture.held import copied, tensors_of
+from autoshard.capture.nested_tensors import copied, tensors_of
 from autoshard.cli import main
 from autoshard.cli.huggingface import load_huggingface
 from benchmarks.coverage import HF

@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 from autoshard import api
 from autoshard.capture import grouped_mm
-from autoshard.capture.grouped_mm import fake_grouped_mm
+from autoshard.capture.replaced import fake_grouped_mm
 from autoshard.lower.kernels.experts import aligned_grouped_mm
 from autoshard.torch_private import DispatchKey
 from tests.helpers_lower import mesh_of

@@ -12,7 +12,7 @@ from torch import nn
 from autoshard import api
 from autoshard.baselines import CONTEXT_PARALLEL
 from autoshard.capture import capture
-from autoshard.capture.order import reorder
+from autoshard.capture.operators import reorder
 from autoshard.cost import axis_transfer_seconds
 from autoshard.explain.reopened import options_of
 from autoshard.formulate import op_candidate_seconds

@@ -67,7 +67,7 @@ TABLE = {
 # lines of Python; a ceiling falls with the room, and rises only in a commit that says why
 BUDGETS: dict[str, int] = {
     "version": 3, "cycles": 24, "units": 34, "torch_private": 188, "writing": 164, "precision": 77, "options": 531, "reading": 318,
-    "mesh": 376, "layout": 175, "graph": 2129, "capture": 3146, "strategies": 2273, "cost": 1663, "routes": 652, "recipes": 596,
+    "mesh": 376, "layout": 175, "graph": 2129, "capture": 3050, "strategies": 2273, "cost": 1663, "routes": 652, "recipes": 596,
     "problem": 345, "solvers": 4872, "formulate": 1558, "baselines": 1186, "solution": 1358, "simulate": 1242, "planning": 4349,
     "pipeline": 3619, "explain": 1345, "lower": 10597, "calibrate": 1395, "launchers": 1843, "exports": 1090, "relayout": 1937,
     "tables": 2428, "serving": 700, "report": 3258, "api": 1208, "cli": 4256, "pytest_plugin": 36,

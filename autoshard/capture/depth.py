@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.capture.held import copied, unsupported_kind
 from autoshard.capture.inputs import ignored, stored_dtypes
 from autoshard.capture.module import capture_without_casts
+from autoshard.capture.nested_tensors import copied, unsupported_kind
 from autoshard.capture.witness import Program, eager_program, grown
 from autoshard.graph import Graph, Op, leaves, mixed, tile
 from autoshard.precision import Precision

@@ -8,14 +8,14 @@ name and arguments, "$0" for v up[e], "$n" for the result of the n-th call. `low
 
 The backward reads the inputs only: hidden values are computed again, so that no tensor whose size depends on the routing is kept.
 
-as_one_op    an fx graph of a forward in which the nodes that sort tokens by expert, multiply them in groups and add them up again are this
-             operator (`grouped_mm` of transformers is written so)
+`experts_as_one_op` makes the nodes of an fx graph that sort tokens by expert, multiply them in groups and add them up again (`grouped_mm`
+of transformers is written so) this operator.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,23 +23,11 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from autoshard.capture.operators import define, differentiate
 from autoshard.torch_private import OpOverload
 
 OPERANDS = "Tensor x, Tensor ids, Tensor weights, Tensor up, Tensor down"
-BIASES = "Tensor up_bias, Tensor down_bias"
-torch.library.define("autoshard::experts", f"({OPERANDS}, str activation) -> Tensor")
-torch.library.define("autoshard::biased_experts", f"({OPERANDS}, {BIASES}, str activation) -> Tensor")
-torch.library.define(
-    "autoshard::experts_backward",
-    f"(Tensor grad, {OPERANDS}, str activation) -> (Tensor grad_x, Tensor grad_weights, Tensor grad_up, Tensor grad_down)",
-)
-torch.library.define(
-    "autoshard::biased_experts_backward",
-    f"(Tensor grad, {OPERANDS}, {BIASES}, str activation) "
-    "-> (Tensor grad_x, Tensor grad_weights, Tensor grad_up, Tensor grad_down, Tensor grad_up_bias, Tensor grad_down_bias)",
-)
-OPERATORS = {name: getattr(torch.ops.autoshard, name).default for name in ("experts", "biased_experts")}
-BACKWARDS = {name: getattr(torch.ops.autoshard, f"{name}_backward").default for name in OPERATORS}
+GRADIENTS = "Tensor grad_x, Tensor grad_weights, Tensor grad_up, Tensor grad_down"
 
 
 def _fake(x: Tensor, ids: Tensor, weights: Tensor, *_: Any) -> Tensor:
@@ -50,22 +38,15 @@ def _fake_backward(grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, *rest:
     return tuple(t.new_empty(t.shape) for t in (x, weights, *rest[:-1]))
 
 
-def _register(name: str) -> None:
-    def save(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        *tensors, ctx.activation = inputs
-        ctx.save_for_backward(*tensors)
-
-    def differentiate(ctx: Any, grad: Tensor) -> tuple:
-        grad_x, grad_weights, *others = BACKWARDS[name](grad, *ctx.saved_tensors, ctx.activation)
-        return grad_x, None, grad_weights, *others, None
-
-    torch.library.register_fake(f"autoshard::{name}", _fake)
-    torch.library.register_fake(f"autoshard::{name}_backward", _fake_backward)
-    torch.library.register_autograd(f"autoshard::{name}", differentiate, setup_context=save)
+def _defined(name: str, biases: Sequence[str] = ()) -> OpOverload:
+    """Experts with these biases, and the backward of it."""
+    read, gradients = OPERANDS + "".join(f", Tensor {b}" for b in biases), GRADIENTS + "".join(f", Tensor grad_{b}" for b in biases)
+    experts = define(name, f"({read}, str activation) -> Tensor", _fake)
+    differentiate(experts, define(f"{name}_backward", f"(Tensor grad, {read}, str activation) -> ({gradients})", _fake_backward))
+    return experts
 
 
-for operator_name in OPERATORS:
-    _register(operator_name)
+EXPERTS, BIASED = _defined("experts"), _defined("biased_experts", ("up_bias", "down_bias"))
 
 
 # -- recognition -------------------------------------------------------------------------------------------------------------------
@@ -85,7 +66,7 @@ class _Region:
         self.nodes += nodes
 
 
-def as_one_op(module: fx.GraphModule) -> int:
+def experts_as_one_op(module: fx.GraphModule) -> int:
     """Replaces every such group of nodes in place; returns how many there were. Graphs without grouped matmuls stay as they are."""
     count = 0
     for down in [node for node in module.graph.nodes if _name(node) in GROUPED]:
@@ -121,7 +102,7 @@ def _replace(graph: fx.Graph, down: fx.Node) -> None:
     _check(len({_dtype(node) for node in (x, up_weight, down_weight)}) == 1)
     activation = _as_text(first, steps, hidden)
     with graph.inserting_before(end):
-        new = graph.call_function(OPERATORS["biased_experts" if biases else "experts"], (*operands, activation))  # type: ignore[arg-type]
+        new = graph.call_function(BIASED if biases else EXPERTS, (*operands, activation))  # type: ignore[arg-type]
     new.meta = {key: item for key, item in down.meta.items() if key not in ("val", "example_value", "tensor_meta")}
     for key in ("val", "example_value"):
         if key in end.meta:

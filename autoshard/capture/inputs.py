@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autoshard.capture.held import copied, in_lists, tensors_of, unsupported_kind
+from autoshard.capture.nested_tensors import copied, in_lists, tensors_of, unsupported_kind
 from autoshard.precision import Precision
 from autoshard.torch_private import FakeTensor, FakeTensorMode, OpOverload, descriptors, enter_autocast, pytree
 

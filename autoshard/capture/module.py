@@ -14,8 +14,8 @@ import copy
 import inspect
 import io
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, redirect_stderr
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,15 +26,10 @@ from torch.export.graph_signature import ConstantArgument, OutputKind
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autoshard.capture.attention import as_one_op, canonical
-from autoshard.capture.ctc_loss import ctc_as_one_op
-from autoshard.capture.dropout_attention import DROPOUT
-from autoshard.capture.experts import as_one_op as experts_as_one_op
+from autoshard.capture.attention import canonical
+from autoshard.capture.experts import experts_as_one_op
 from autoshard.capture.explain import FLEX, WithoutAutograd, explained, leave_transforms, line_of
-from autoshard.capture.flex_attention import flex_as_attention
 from autoshard.capture.functional import functional, traced_tensor, with_dense_factors, without_equal_strides
-from autoshard.capture.grouped_mm import fake_grouped_mm
-from autoshard.capture.held import filled, has_objects, in_lists, listing, opened
 from autoshard.capture.inputs import (
     CPU,
     Named,
@@ -53,12 +48,14 @@ from autoshard.capture.inputs import (
     to_fake,
 )
 from autoshard.capture.matrices import without_expanded_matrices
+from autoshard.capture.nested_tensors import filled, has_objects, in_lists, listing, opened
+from autoshard.capture.operators import DROPOUT
 from autoshard.capture.read import leaves_of, module_path, read
+from autoshard.capture.replaced import replaced_operators
 from autoshard.capture.turns import in_turn
 from autoshard.graph import Graph, Value, mixed
 from autoshard.precision import Precision
 from autoshard.torch_private import (
-    EffectType,
     FakeTensorMode,
     HigherOrderOperator,
     aot_export_joint_with_descriptors,
@@ -67,7 +64,6 @@ from autoshard.torch_private import (
     dynamo_graph_capture_for_export,
     dynamo_log,
     pytree,
-    register_effectful_op,
     reparametrize_module,
 )
 
@@ -112,6 +108,7 @@ def _values_in(nested: Any) -> list[Any]:
         return [nested]
     return [value for item in nested for value in _values_in(item)] if isinstance(nested, (tuple, list)) else []
 
+
 def capture(module: nn.Module, example_inputs: Any, *, training: bool, precision: Precision | None = None) -> Graph:
     """`capture_module(...).graph`."""
     return capture_module(module, example_inputs, training=training, precision=precision).graph
@@ -147,7 +144,7 @@ def capture_without_casts(module: nn.Module, example_inputs: Any, *, training: b
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         raise ValueError(f"{type(module).__name__} is compiled by torch.jit, or a part of it is: give the module that was compiled")
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
-    with explained(module), _replaced_operators(), _static_shapes():
+    with explained(module), replaced_operators(), _static_shapes():
         if not module._forward_pre_hooks:  # they may change the arguments
             inspect.signature(module.forward).bind(*args, **kwargs)
         fake_module, fake_args, fake_kwargs = to_fake(mode, module, args, kwargs, precision)
@@ -162,18 +159,6 @@ def capture_without_casts(module: nn.Module, example_inputs: Any, *, training: b
     _check_writes(captured.graph, module)
     graph = _with_input_names(captured.graph, input_names(module, example_inputs))
     return replace(captured, graph=_merge_tied(graph, tied_parameters(module)))
-
-
-@contextmanager
-def _replaced_operators() -> Iterator[None]:
-    """What torch does otherwise while a model is captured."""
-    checks = "aten::_linalg_check_errors"  # of cholesky, inv, solve: a captured program has no assertions
-    with as_one_op(), ctc_as_one_op(), flex_as_attention(), fake_grouped_mm():
-        register_effectful_op(checks, None)
-        try:
-            yield
-        finally:
-            register_effectful_op(checks, EffectType.ORDERED)
 
 
 def _static_shapes() -> AbstractContextManager:
@@ -238,7 +223,7 @@ def capture_fx(fx_graph: fx.GraphModule | ExportedProgram, example_inputs: Any =
     the placeholders carry no `meta["val"]`.
     """
     module = fx_graph.graph_module if isinstance(fx_graph, ExportedProgram) else fx_graph
-    with explained(module), _replaced_operators():
+    with explained(module), replaced_operators():
         return _retraced(fx_graph, example_inputs)
 
 

@@ -100,9 +100,7 @@ def grown(short: Program, longer: Program, deep: Program, times: Collection[int]
         period, lengths = pieces[0][0], [piece[2] for piece in pieces]
         one, total = lengths[1] - lengths[0], lengths[2] - lengths[0]
         if (one, total) != (0, 0) and not (period and one == period and total in {t * period for t in times}):
-            return (
-                f"run eagerly, {lengths[0]} repeating operators become {lengths[1]} one period deeper, but {lengths[2]} in {of}"
-            )
+            return f"run eagerly, {lengths[0]} repeating operators become {lengths[1]} one period deeper, but {lengths[2]} in {of}"
         where += lengths[2]
     return ""
 
