@@ -29,7 +29,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoshard.capture import capture_fx
 from autoshard.capture.experts import experts_as_one_op
-from autoshard.capture.nested_tensors import in_lists
+from autoshard.capture.nested_tensors import listed
 from autoshard.capture.replaced import replaced_operators
 from autoshard.torch_private import FakeTensorMode, aot_export_joint_with_descriptors, pytree
 from benchmarks import coverage
@@ -78,7 +78,7 @@ def traced(device: str, module: nn.Module, example_inputs, training: bool, real:
         if not training or not real:
             return capture_fx(program if device == "cpu" else move_to_device_pass(program, "cpu")).graph  # nested graphs name devices too
         with ExitStack() as stack, mode:
-            joint = aot_export_joint_with_descriptors(stack, program.module(check_guards=False), *in_lists(args, kwargs))
+            joint = aot_export_joint_with_descriptors(stack, program.module(check_guards=False), *listed((args, kwargs)))
     return capture_fx(joint.graph_module).graph
 
 

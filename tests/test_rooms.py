@@ -33,7 +33,7 @@ TABLE = {
     "mesh": ("reading", ""),  # kinds of devices with the constants of their kernels, which are files
     "layout": ("mesh", "torch"),
     "graph": ("precision", "networkx"),
-    "capture": ("graph precision torch_private", "torch"),
+    "capture": ("graph precision reading torch_private", "torch transformers huggingface_hub"),
     "strategies": ("graph layout mesh torch_private", "numpy torch"),
     "cost": ("graph layout mesh options reading writing", "numpy scipy"),
     "routes": ("cost layout mesh", "numpy"),
@@ -57,9 +57,9 @@ TABLE = {
     "report": ("graph layout mesh pipeline problem reading serving simulate solution units writing", "rich jinja2 matplotlib"),
     "api": (PLANNER + " planning simulate pipeline explain lower calibrate exports relayout tables report launchers", "torch numpy"),
     "cli": (
-        "api calibrate cost launchers mesh options pipeline precision problem reading relayout report serving simulate solvers tables "
-        "units torch_private version writing",
-        "typer rich torch transformers huggingface_hub distributed",
+        "api calibrate capture cost launchers mesh options pipeline precision problem reading relayout report serving simulate solvers "
+        "tables units torch_private version writing",
+        "typer rich torch huggingface_hub distributed",
     ),
     "pytest_plugin": ("api", "pytest"),
 }
@@ -67,10 +67,10 @@ TABLE = {
 # lines of Python; a ceiling falls with the room, and rises only in a commit that says why
 BUDGETS: dict[str, int] = {
     "version": 3, "cycles": 24, "units": 34, "torch_private": 188, "writing": 164, "precision": 77, "options": 531, "reading": 318,
-    "mesh": 376, "layout": 175, "graph": 2129, "capture": 3050, "strategies": 2273, "cost": 1663, "routes": 652, "recipes": 596,
+    "mesh": 376, "layout": 175, "graph": 2125, "capture": 3278, "strategies": 2273, "cost": 1663, "routes": 652, "recipes": 596,
     "problem": 345, "solvers": 4872, "formulate": 1558, "baselines": 1186, "solution": 1358, "simulate": 1242, "planning": 4349,
     "pipeline": 3619, "explain": 1345, "lower": 10597, "calibrate": 1395, "launchers": 1843, "exports": 1090, "relayout": 1937,
-    "tables": 2428, "serving": 700, "report": 3258, "api": 1208, "cli": 4256, "pytest_plugin": 36,
+    "tables": 2428, "serving": 700, "report": 3258, "api": 1208, "cli": 3948, "pytest_plugin": 36,
 }  # fmt: skip
 
 LAZY_FACADE = ("__init__.py", "__main__.py")  # directly below autoshard: they name what is public

@@ -7,6 +7,7 @@ from autoshard.capture.depth import containers as containers
 from autoshard.capture.depth import same_but_for_sizes as same_but_for_sizes
 from autoshard.capture.depth import shrunk as shrunk
 from autoshard.capture.functional import FACTORING as FACTORING
+from autoshard.capture.huggingface import load_huggingface as load_huggingface
 from autoshard.capture.inputs import arguments as arguments
 from autoshard.capture.inputs import computed_in as computed_in
 from autoshard.capture.inputs import constants as constants
@@ -31,7 +32,7 @@ from autoshard.capture.operators import LOSS as LOSS
 from autoshard.capture.operators import LOSS_BACKWARD as LOSS_BACKWARD
 from autoshard.capture.operators import REORDER as REORDER
 from autoshard.capture.operators import reorder as reorder
-from autoshard.capture.random_ops import draws as draws
+from autoshard.capture.read import draws as draws
 from autoshard.capture.replaced import fake_grouped_mm as fake_grouped_mm
 from autoshard.capture.replaced import flex_as_attention as flex_as_attention
 from autoshard.capture.turns import deep_enough as deep_enough

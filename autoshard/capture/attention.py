@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.capture.functional import VIEWS
 from autoshard.capture.operators import ATTENTION, BACKWARD, DROPOUT, DROPOUT_BACKWARD
 from autoshard.torch_private import FakeTensor, pytree
 
@@ -110,8 +111,6 @@ def _as_operator(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 # -- keys and values that are repeated for their groups of queries -----------------------------------------------------------------
-
-VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
 def _ungroup(forward: fx.Node, backwards: list[fx.Node]) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,16 +56,6 @@ class Different(Exception):
     """The nodes around a grouped matmul are not those of experts."""
 
 
-@dataclass
-class _Region:
-    """The nodes that compute the experts of one layer, and what they read."""
-
-    nodes: list[fx.Node] = field(default_factory=list)
-
-    def add(self, *nodes: fx.Node) -> None:
-        self.nodes += nodes
-
-
 def experts_as_one_op(module: fx.GraphModule) -> int:
     """Replaces every such group of nodes in place; returns how many there were. Graphs without grouped matmuls stay as they are."""
     count = 0
@@ -82,7 +72,7 @@ def experts_as_one_op(module: fx.GraphModule) -> int:
 
 
 def _replace(graph: fx.Graph, down: fx.Node) -> None:
-    region = _Region()
+    region: list[fx.Node] = []  # the nodes that compute the experts of one layer
     hidden, down_weight, ends = _grouped(down, region)
     order = _order(ends, region)
     out, down_bias = _with_bias(down, order, region)
@@ -92,7 +82,7 @@ def _replace(graph: fx.Graph, down: fx.Node) -> None:
     first, up_bias = _with_bias(up, order, region)
     x, of_rows = _indexed(_uncast(rows, region), region)
     _check(_name(of_rows) in DIVIDED and of_rows.args == (order.perm, chosen))
-    region.add(of_rows)
+    region += [of_rows]
     ids = _unflat(order.ids, region)
     biases = [] if up_bias is None and down_bias is None else [up_bias, down_bias]
     _check(None not in biases)
@@ -108,7 +98,7 @@ def _replace(graph: fx.Graph, down: fx.Node) -> None:
         if key in end.meta:
             new.meta[key] = end.meta[key]
     end.replace_all_uses_with(new)
-    _erase(graph, [end, *region.nodes, *steps])
+    _erase(graph, [end, *region, *steps])
 
 
 @dataclass(frozen=True)
@@ -170,24 +160,24 @@ def _only(nodes: Iterable[fx.Node]) -> fx.Node:
     return several[0]
 
 
-def _grouped(node: fx.Node, region: _Region) -> tuple[fx.Node, fx.Node, fx.Node]:
+def _grouped(node: fx.Node, region: list[fx.Node]) -> tuple[fx.Node, fx.Node, fx.Node]:
     """Rows, weight and ends of groups of a grouped matmul."""
     _check(_name(node) in GROUPED and _argument(node, 3, "bias") is None and _argument(node, 4, "out_dtype") is None)
     rows, weight, ends = (_argument(node, k, name) for k, name in ((0, "input"), (1, "weight"), (2, "offs")))
     _check(isinstance(ends, fx.Node) and len(_shape(rows)) == 2 and len(_shape(weight)) == 3)
-    region.add(node)
+    region += [node]
     return rows, weight, ends
 
 
-def _uncast(node: fx.Node, region: _Region) -> fx.Node:
+def _uncast(node: fx.Node, region: list[fx.Node]) -> fx.Node:
     """The node before a cast to the dtype that it has."""
     while _name(node) in ("to", "_to_copy") and _dtype(node.args[0]) == _dtype(node):  # type: ignore[arg-type]
-        region.add(node)
+        region += [node]
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
-def _indexed(node: Any, region: _Region) -> tuple[fx.Node, fx.Node]:
+def _indexed(node: Any, region: list[fx.Node]) -> tuple[fx.Node, fx.Node]:
     """x and i of x[i], i a tensor that selects rows."""
     _check(_name(node) in ("getitem", "index") and len(node.args) == 2)
     x, index = node.args
@@ -195,31 +185,31 @@ def _indexed(node: Any, region: _Region) -> tuple[fx.Node, fx.Node]:
         _check(len(index) == 1)
         (index,) = index
     _check(isinstance(index, fx.Node) and len(_shape(index)) == 1)
-    region.add(node)
+    region += [node]
     return x, index
 
 
-def _order(ends: fx.Node, region: _Region) -> _Order:
+def _order(ends: fx.Node, region: list[fx.Node]) -> _Order:
     """cumsum(histc(sorted ids)), and the sort."""
     _check(_name(ends) == "cumsum" and _argument(ends, 1, "dim") in (0, -1))
     counts: Any = ends.args[0]
     _check(_name(counts) == "histc")
     bins, least, most = (_argument(counts, k, name, 0) for k, name in ((1, "bins"), (2, "min"), (3, "max")))
     _check(least == 0 and most == bins - 1)
-    region.add(ends, counts)
+    region += [ends, counts]
     ordered = counts.args[0]
     while _name(ordered) in CASTS:
-        region.add(ordered)
+        region += [ordered]
         ordered = ordered.args[0]
     _check(_name(ordered) == "getitem" and ordered.args[1] == 0 and _name(ordered.args[0]) == "sort")
     sort = ordered.args[0]
     _check(len(sort.args) == 1 and not sort.kwargs and len(_shape(sort.args[0])) == 1)
     perm = _only(user for user in sort.users if _name(user) == "getitem" and user.args[1] == 1)
-    region.add(ordered, sort, perm)
+    region += [ordered, sort, perm]
     return _Order(sort.args[0], ordered, perm)
 
 
-def _with_bias(node: fx.Node, order: _Order, region: _Region) -> tuple[list[fx.Node], fx.Node | None]:
+def _with_bias(node: fx.Node, order: _Order, region: list[fx.Node]) -> tuple[list[fx.Node], fx.Node | None]:
     """The nodes that hold the products with their bias, and the bias; None where there is none."""
     added = [user for user in _users(node) if _name(user) in ("add", "add_") and user.args[0] is node]
     if not added:
@@ -228,11 +218,11 @@ def _with_bias(node: fx.Node, order: _Order, region: _Region) -> tuple[list[fx.N
     bias, index = _indexed(add.args[1], region)
     _check(index is order.sorted and not add.kwargs and len(add.args) == 2)
     _check(_name(add) == "add_" or _users(node) == [add])
-    region.add(add)
+    region += [add]
     return ([node, add] if _name(add) == "add_" else [add]), bias
 
 
-def _end(out: list[fx.Node], order: _Order, region: _Region) -> tuple[fx.Node, fx.Node, int]:
+def _end(out: list[fx.Node], order: _Order, region: list[fx.Node]) -> tuple[fx.Node, fx.Node, int]:
     """The sum over the experts of a token, the weights [T, k], and k."""
     readers = dict.fromkeys(user for node in out for user in _users(node) if user not in out)
     weighted = _only(readers)
@@ -250,35 +240,35 @@ def _end(out: list[fx.Node], order: _Order, region: _Region) -> tuple[fx.Node, f
     dims = _argument(end, 1, "dim")
     _check(_name(end) == "sum" and dims in (1, [1], (1,)))
     _check(not _argument(end, 2, "keepdim", False) and _argument(end, 3, "dtype") is None)
-    region.add(weighted, column, view)
+    region += [weighted, column, view]
     return end, _unflat(flat, region), _shape(view)[1]
 
 
-def _is_inverse(node: fx.Node, perm: fx.Node, region: _Region) -> bool:
+def _is_inverse(node: fx.Node, perm: fx.Node, region: list[fx.Node]) -> bool:
     """Whether node[perm[i]] = i: an empty tensor into which arange was put at perm."""
     if _name(node) == "index_put_":
         base, (index,), numbers = node.args  # type: ignore[misc]
-        region.add(node)
+        region += [node]
     else:
         put = _only(user for user in _users(node) if _name(user) == "setitem" and user.args[0] is node)
         base, (_, index, numbers) = node, put.args  # type: ignore[misc, assignment]
-        region.add(put)
+        region += [put]
     _check(_name(base) == "empty_like" and _name(numbers) == "arange" and len(numbers.args) == 1)  # type: ignore[union-attr]
-    region.add(base, numbers)  # type: ignore[arg-type]
+    region += [base, numbers]  # type: ignore[arg-type]
     return index is perm
 
 
-def _unflat(node: Any, region: _Region) -> fx.Node:
+def _unflat(node: Any, region: list[fx.Node]) -> fx.Node:
     """The two-dimensional tensor of which a node is the flat view."""
     _check(_name(node) in VIEWS)
-    region.add(node)
+    region += [node]
     return node.args[0]
 
 
 # -- the activation ----------------------------------------------------------------------------------------------------------------
 
 
-def _activation_nodes(last: fx.Node, ends: fx.Node, region: _Region) -> tuple[fx.Node, list[fx.Node]]:
+def _activation_nodes(last: fx.Node, ends: fx.Node, region: list[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
     """The first grouped matmul, and the nodes that lead from it (and its bias) to `last`, in order."""
     steps: dict[fx.Node, None] = {}
     waiting, ups = [last], set()
@@ -306,7 +296,7 @@ def _as_text(first: list[fx.Node], steps: list[fx.Node], last: fx.Node) -> str:
     copies = dict.fromkeys(first, source)
     for node in steps:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(copies[_uncast(last, _Region())])
+    graph.output(copies[_uncast(last, [])])
     module, width, dtype = fx.GraphModule({}, graph), _shape(first[0])[1], _dtype(first[0])
     with torch.no_grad():
         texts = {json.dumps(_calls(make_fx(module)(torch.empty(rows, width, dtype=dtype, device="meta")))) for rows in (8, 24)}

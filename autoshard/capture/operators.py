@@ -8,7 +8,7 @@
     ctc_loss            losses[n] = - ln sum over alignments a of targets[n] of
                         the product over t < input_lengths[n] of exp(log_probs[t, n, a_t])
     chunked_loss        the cross entropy of x @ weight, in chunks of tokens; `graph.chunked_loss` puts it in place of matmul and loss
-    reorder             a sequence in head-tail order, or back in the natural one; `graph.ordered` inserts it
+    reorder             a sequence in head-tail order, or back in the natural one; `graph.order` inserts it
 
 Attention: q [B, H, T, D], k [B, G, S, D], v [B, G, S, E]; is_causal: s <= t only; scale: 1 / sqrt(D) where None. kept [B, H, T, S] is a
 result, since the backward reads it; the probabilities are not kept. CTC: log_probs [T, N, C], targets [N, S] (padded) or [sum of the

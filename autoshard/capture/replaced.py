@@ -34,8 +34,10 @@ aten = torch.ops.aten
 def replaced_operators() -> Iterator[None]:
     """All of it. Kernels are replaced for CPU tensors: those of a capture are fake ones."""
     checks = "aten::_linalg_check_errors"  # of cholesky, inv, solve: a captured program has no assertions
-    functions = {"scaled_dot_product_attention": _attention, "ctc_loss.IntList": _ctc_loss, "ctc_loss.Tensor": _ctc_loss}
-    with _kernels(functions, "AutogradCPU"), flex_as_attention(), fake_grouped_mm():
+    one_op: dict[str, Callable] = {
+        "scaled_dot_product_attention": _attention, "ctc_loss.IntList": _ctc_loss, "ctc_loss.Tensor": _ctc_loss,
+    }  # fmt: skip
+    with _kernels(one_op, "AutogradCPU"), flex_as_attention(), fake_grouped_mm():
         register_effectful_op(checks, None)
         try:
             yield
