@@ -17,8 +17,7 @@ from autoshard.cost import axis_transfer_seconds
 from autoshard.explain.reopened import options_of
 from autoshard.formulate import op_candidate_seconds
 from autoshard.graph import Op, Ref, Tensor
-from autoshard.graph.order import stored_runs
-from autoshard.graph.ordered import SequenceOrder, in_order
+from autoshard.graph.order import SequenceOrder, in_order, stored_runs
 from autoshard.layout import parse
 from autoshard.lower.dry_run import dry_run
 from autoshard.lower.kernels import attention_over_sequence

@@ -14,11 +14,11 @@ from autoshard.graph.chunked_loss import ROWS as ROWS
 from autoshard.graph.chunked_loss import chunked_loss as chunked_loss
 from autoshard.graph.chunked_loss import losses_of as losses_of
 from autoshard.graph.evaluation import is_without_dropout as is_without_dropout
+from autoshard.graph.order import ATTENTION as ATTENTION
 from autoshard.graph.order import Runs as Runs
+from autoshard.graph.order import SequenceOrder as SequenceOrder
+from autoshard.graph.order import in_order as in_order
 from autoshard.graph.order import stored_runs as stored_runs
-from autoshard.graph.ordered import ATTENTION as ATTENTION
-from autoshard.graph.ordered import SequenceOrder as SequenceOrder
-from autoshard.graph.ordered import in_order as in_order
 from autoshard.graph.random import FACTORIES as FACTORIES
 from autoshard.graph.random import ORDER as ORDER
 from autoshard.graph.random import PER_ELEMENT as PER_ELEMENT

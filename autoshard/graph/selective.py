@@ -109,16 +109,13 @@ class _Restoring:
         op = self.graph.ops[value[0]]
         return not (op.backward or op.is_placeholder or value[0] in self.constant)
 
-    def is_recomputable(self, i: int) -> bool:
-        return not is_random(self.graph.ops[i])
-
     def is_boundary(self, value: Value) -> bool:
         """Whether the forward of another region reads it, or a view of it."""
         region = self.regions[value[0]]
         return any(not is_view and self.regions[j] != region for j, is_view in _forward_readers(self.graph, value))
 
     def _restore(self, t: int, values: Iterable[Value]) -> None:
-        waiting = [v for v in values if v not in self.restored]
+        waiting = [*values]
         steps: list[tuple[str, Value]] = []
         while waiting:
             value = waiting.pop()
@@ -134,11 +131,11 @@ class _Restoring:
             self.restored.add(value)
             if op.alias is None:
                 steps.append(("select", value))
-            if op.alias is not None or (self.is_recomputable(value[0]) and not self.is_boundary(value)):
+            if op.alias is not None or (not is_random(op) and not self.is_boundary(value)):
                 if value[0] not in self.copied:
                     self.copied.add(value[0])
                     steps.append(("copy", (value[0], 0)))
-                waiting += [v for v in op.inputs if v not in self.restored]
+                waiting += op.inputs
         if steps:
             forward = {cast: i for i, cast in self.casts.items()}
             self.before[t] = sorted(steps, key=lambda s: (forward.get(s[1][0], s[1][0]), s[0] == "select", s[1][1]))
