@@ -36,7 +36,7 @@ sys.path[:] = [str(ROOT), *(entry for entry in sys.path if Path(entry).resolve()
 
 import autoshard
 from autoshard.capture import module as captured
-from autoshard.cli.huggingface import load_huggingface
+from autoshard.capture.huggingface import load_huggingface
 from benchmarks.own_process import in_own_process
 
 SEQ, EACH = 4096, 4  # tokens of a sequence, sequences per device

@@ -28,9 +28,9 @@ from torch.export.passes import move_to_device_pass
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoshard.capture import capture_fx
-from autoshard.capture.attention import as_one_op
-from autoshard.capture.experts import as_one_op as experts_as_one_op
-from autoshard.capture.held import in_lists
+from autoshard.capture.experts import experts_as_one_op
+from autoshard.capture.nested_tensors import listed
+from autoshard.capture.replaced import replaced_operators
 from autoshard.torch_private import FakeTensorMode, aot_export_joint_with_descriptors, pytree
 from benchmarks import coverage
 from benchmarks.strangers import STRANGERS
@@ -71,14 +71,14 @@ def traced(device: str, module: nn.Module, example_inputs, training: bool, real:
     """The Graph of a trace on the device."""
     mode, module, example_inputs = on(device, module, example_inputs, real)
     args, kwargs = ((), example_inputs) if isinstance(example_inputs, dict) else (tuple(example_inputs), {})
-    with torch.set_grad_enabled(training), as_one_op():
+    with torch.set_grad_enabled(training), replaced_operators():
         with mode:
             program = torch.export.export(module, args, kwargs, strict=False)
         experts_as_one_op(program.graph_module)
         if not training or not real:
             return capture_fx(program if device == "cpu" else move_to_device_pass(program, "cpu")).graph  # nested graphs name devices too
         with ExitStack() as stack, mode:
-            joint = aot_export_joint_with_descriptors(stack, program.module(check_guards=False), *in_lists(args, kwargs))
+            joint = aot_export_joint_with_descriptors(stack, program.module(check_guards=False), *listed((args, kwargs)))
     return capture_fx(joint.graph_module).graph
 
 

@@ -93,7 +93,7 @@ def formulated(case: dict, folder: str):
     graph = checkpointed(graph, blocks)
     options = Options(training=True, memory_limit=case.get("limit_bytes"))
     made = formulate_for(graph, candidates(graph, mesh), mesh, options)
-    few = None if depth.shallow is None or blocks else extended_from(depth.shallow, made, options)
+    few = None if depth.few_layers is None or blocks else extended_from(depth.few_layers, made, options)
     run = partial(solve if few is None else few.solve, preference=made.preference, homes=layers_of_nodes(made))
     if "share" not in case:
         return run, made.problem, None

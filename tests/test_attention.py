@@ -13,10 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoshard import torch_private
 from autoshard.capture import capture, capture_fx
-from autoshard.capture.attention import ATTENTION, canonical
-from autoshard.capture.attention import _differentiate as of_attention
-from autoshard.capture.dropout_attention import DROPOUT
-from autoshard.capture.dropout_attention import _differentiate as of_dropout
+from autoshard.capture.attention import canonical
+from autoshard.capture.operators import ATTENTION, DROPOUT, DROPOUT_BACKWARD, differentiate
+from autoshard.capture.operators import BACKWARD as ATTENTION_BACKWARD
 from autoshard.cli.model import load_model
 from autoshard.cost.compute import op_flops
 from autoshard.layout import S, parse
@@ -348,16 +347,23 @@ def test_a_joint_graph_whose_kernel_keeps_detached_results_becomes_forward_and_b
     assert [str(node.target) for node in traced.graph.nodes if str(node.target).startswith(("autoshard", "aten"))] == [FORWARD, BACKWARD]
 
 
-def test_the_gradients_of_an_operator_are_as_many_as_its_inputs():
+def test_the_gradients_of_an_operator_are_as_many_as_its_inputs(monkeypatch):
     """torch counts them from 2.14.1 on: one for each positional input, None for those that are no tensors."""
+    registered = {}
+    monkeypatch.setattr(torch.library, "register_autograd", lambda op, of, setup_context: registered.update({op: of}))
+    differentiate(ATTENTION, ATTENTION_BACKWARD)
+    differentiate(DROPOUT, DROPOUT_BACKWARD)
     with FakeTensorMode():
         q = torch.empty(2, 4, 8, 8)
-        saved = (q, q, q, None, q, q.new_empty(2, 4, 8))
-        attention_grads = of_attention(SimpleNamespace(saved_tensors=saved, is_causal=True, scale=None), q, None)
+        saved = (q, q, q, q, q.new_empty(2, 4, 8))
+        others = {"attn_mask": None, "is_causal": True, "scale": None, "head_tail": 0}
+        attention_grads = registered[ATTENTION](SimpleNamespace(saved_tensors=saved, others=others), q, None)
         saved = (*saved, q.new_empty(2, 4, 8, 8, dtype=torch.bool))
-        dropout_grads = of_dropout(SimpleNamespace(saved_tensors=saved, dropout_p=0.5, is_causal=True, scale=None), q, None)
+        others = {"dropout_p": 0.5, "attn_mask": None, "is_causal": True, "scale": None}
+        dropout_grads = registered[DROPOUT](SimpleNamespace(saved_tensors=saved, others=others), q, None)
     assert len(attention_grads) == len(ATTENTION._schema.arguments) == 7
     assert len(dropout_grads) == len(DROPOUT._schema.arguments)
+    assert all(grad is not None for grad in (*attention_grads[:3], *dropout_grads[:3]))
 
 
 def test_grouped_queries_need_fewer_ops_and_no_more_bytes_than_equal_heads():

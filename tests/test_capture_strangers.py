@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from autoshard.api import plan, verify
 from autoshard.capture import capture, capture_fx
 from autoshard.capture.depth import shrunk
-from autoshard.capture.held import copied, reachable, tensors_of
+from autoshard.capture.huggingface import load_huggingface
+from autoshard.capture.nested_tensors import copied, reachable, tensors_of
 from autoshard.capture.turns import DEEPEST, FRAMES_PER_LEVEL, deep_enough
 from autoshard.cli import main
-from autoshard.cli.huggingface import load_huggingface
 from autoshard.cli.model import load_model
 from autoshard.mesh import Mesh
 

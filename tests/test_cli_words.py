@@ -234,7 +234,7 @@ def test_the_names_are_those_of_the_rooms_that_own_them():
 
     from autoshard import relayout
     from autoshard.api import simulating
-    from autoshard.cli import huggingface
+    from autoshard.capture import huggingface
     from autoshard.cost import presets
     from autoshard.exports import FORMATS
     from autoshard.layout import _SHARDS

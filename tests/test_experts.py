@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autoshard import api
 from autoshard.capture import capture_deep
-from autoshard.cli.huggingface import load_huggingface
+from autoshard.capture.huggingface import load_huggingface
 from autoshard.cost import op_flops, priced
 from autoshard.formulate import formulate
 from autoshard.layout import R, S

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_module
 from torch.distributed.tensor.parallel import parallelize_module
 
 import autoshard
-from autoshard.cli.huggingface import load_huggingface
+from autoshard.capture.huggingface import load_huggingface
 from autoshard.exports import NotHeld, apply_recipe, as_plain
 from autoshard.exports.modules import generic
 from autoshard.layout import parse

@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 import autoshard
 from autoshard.capture import capture, capture_fx
-from autoshard.capture.flex_attention import attend, flex_as_attention
+from autoshard.capture.replaced import attend, flex_as_attention
 from autoshard.layout import text
 from autoshard.strategies import candidates
 from tests.helpers import fast_mesh

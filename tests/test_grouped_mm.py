@@ -9,8 +9,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from autoshard import api
-from autoshard.capture import grouped_mm
-from autoshard.capture.grouped_mm import fake_grouped_mm
+from autoshard.capture import replaced
+from autoshard.capture.replaced import fake_grouped_mm
 from autoshard.lower.kernels.experts import aligned_grouped_mm
 from autoshard.torch_private import DispatchKey
 from tests.helpers_lower import mesh_of
@@ -48,9 +48,9 @@ def test_torchs_own_fake_kernel_is_back_afterwards():
     before = answer()
     with fake_grouped_mm():
         assert answer() == (16, 16)
-        assert aten._grouped_mm.default.py_kernels[DispatchKey.Meta] is grouped_mm._fake
+        assert aten._grouped_mm.default.py_kernels[DispatchKey.Meta] is replaced._grouped_mm
     assert answer() == before
-    assert aten._grouped_mm.default.py_kernels.get(DispatchKey.Meta) is not grouped_mm._fake
+    assert aten._grouped_mm.default.py_kernels.get(DispatchKey.Meta) is not replaced._grouped_mm
 
 
 def test_narrow_rows_are_padded():

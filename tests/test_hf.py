@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from autoshard.capture import capture
+from autoshard.capture.huggingface import UNMASKED, load_huggingface
 from autoshard.cli import launchers, main
-from autoshard.cli.huggingface import UNMASKED, load_huggingface
 from autoshard.cli.model import load_model
 from autoshard.cli.model_source import config_folder
 from benchmarks.coverage import HF

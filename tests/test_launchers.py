@@ -188,7 +188,7 @@ def test_sizes_of_a_module_are_those_of_the_published_model(function, flavor):
 
 @pytest.mark.parametrize("folder", ["llama", "gpt2", "mixtral", "deepseek_v3", "qwen3", "qwen3_moe", "gemma", "phi3"])
 def test_sizes_of_a_config_count_the_matrices_of_its_module(folder):
-    from autoshard.cli.huggingface import load_huggingface
+    from autoshard.capture.huggingface import load_huggingface
     from autoshard.reading import data_of
 
     path = Path(__file__).parent / "data" / "hf" / folder

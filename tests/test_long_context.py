@@ -12,13 +12,12 @@ from torch import nn
 from autoshard import api
 from autoshard.baselines import CONTEXT_PARALLEL
 from autoshard.capture import capture
-from autoshard.capture.order import reorder
+from autoshard.capture.operators import reorder
 from autoshard.cost import axis_transfer_seconds
 from autoshard.explain.reopened import options_of
 from autoshard.formulate import op_candidate_seconds
 from autoshard.graph import Op, Ref, Tensor
-from autoshard.graph.order import stored_runs
-from autoshard.graph.ordered import SequenceOrder, in_order
+from autoshard.graph.order import SequenceOrder, in_order, stored_runs
 from autoshard.layout import parse
 from autoshard.lower.dry_run import dry_run
 from autoshard.lower.kernels import attention_over_sequence

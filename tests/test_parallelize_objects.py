@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
-from autoshard.capture.held import filled, listed, state_of, tensors_of
+from autoshard.capture.nested_tensors import filled, listed, state_of, tensors_of
 from tests.helpers import fast_mesh
 from tests.helpers_ranks import results
 

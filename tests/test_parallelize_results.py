@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
-from autoshard.capture.held import tensors_of
+from autoshard.capture.nested_tensors import tensors_of
 from tests.helpers import fast_mesh
 from tests.helpers_ranks import results
 

@@ -10,8 +10,8 @@ import torch
 import transformers
 
 import autoshard
+from autoshard.capture.huggingface import load_huggingface
 from autoshard.cli import main
-from autoshard.cli.huggingface import load_huggingface
 from autoshard.mesh import DEVICES, Mesh
 from autoshard.planning.options import Options, Stopwatch
 from autoshard.planning.plan import baseline_only

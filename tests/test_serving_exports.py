@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from autoshard.cli.huggingface import load_huggingface
+from autoshard.capture.huggingface import load_huggingface
 from autoshard.exports.engines import STYLES, pattern
 from autoshard.mesh import Mesh
 from benchmarks.coverage import HF

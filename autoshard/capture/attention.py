@@ -1,15 +1,7 @@
-"""Attention as one operator on every device, whichever kernel torch would choose: `autoshard::attention`, and its backward.
+"""Graphs with torch's kernels of attention in one form: `canonical` makes them `autoshard::attention`.
 
-    out[b, h, t] = sum_s P[t, s] v[b, g, s]      P = softmax over s of (scale q[b, h, t] . k[b, g, s] + attn_mask[b, h, t, s])
-    logsumexp[b, h, t] = ln sum_s exp(the same)                           g = h // (heads of q / heads of k): grouped queries
-
-q [B, H, T, D], k [B, G, S, D], v [B, G, S, E]; is_causal: s <= t only; scale: 1 / sqrt(D) where None. `lower.kernels.attention` has its
-kernels.
-
-as_one_op    while a model is captured, F.scaled_dot_product_attention is this operator, or with dropout that of `dropout_attention`;
-             attention with a mask that is trained stays as torch decomposes it: matmuls and softmax
-canonical    an fx graph in which the kernels of torch (`_scaled_dot_product_flash_attention`, ...) are this operator, and in which keys
-             and values that are repeated for their groups of queries aren't
+The kernels of torch (`_scaled_dot_product_flash_attention`, ...) become the operator, and keys and values that are repeated for their
+groups of queries aren't.
 """
 
 from __future__ import annotations
@@ -17,94 +9,17 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from autoshard.capture.dropout_attention import DROPOUT, DROPOUT_BACKWARD, heads_inside
+from autoshard.capture.functional import VIEWS
+from autoshard.capture.operators import ATTENTION, BACKWARD, DROPOUT, DROPOUT_BACKWARD
 from autoshard.torch_private import FakeTensor, pytree
 
 aten = torch.ops.aten
-OPTIONS = "Tensor? attn_mask=None, bool is_causal=False, float? scale=None, int head_tail=0"
-torch.library.define("autoshard::attention", f"(Tensor query, Tensor key, Tensor value, {OPTIONS}) -> (Tensor output, Tensor logsumexp)")
-torch.library.define(
-    "autoshard::attention_backward",
-    f"(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, {OPTIONS}) "
-    "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
-)
-ATTENTION, BACKWARD = torch.ops.autoshard.attention.default, torch.ops.autoshard.attention_backward.default
-
-
-@torch.library.register_fake("autoshard::attention")
-def _(query, key, value, attn_mask=None, is_causal=False, scale=None, head_tail=0):  # type: ignore[no-untyped-def]
-    exact = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return heads_inside(query, value.shape[-1]), query.new_empty(query.shape[:-1], dtype=exact)
-
-
-@torch.library.register_fake("autoshard::attention_backward")
-def _(grad_out, query, key, value, *rest, **options):  # type: ignore[no-untyped-def]
-    return tuple(heads_inside(x, x.shape[-1]) for x in (query, key, value))
-
-
-def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.is_causal, ctx.scale = inputs[:6]  # a model's own attention is in the natural order
-    ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _differentiate(ctx: Any, grad_out: Tensor, _: Any) -> tuple:
-    query, key, value, attn_mask, out, logsumexp = ctx.saved_tensors
-    return *BACKWARD(grad_out, query, key, value, out, logsumexp, attn_mask, ctx.is_causal, ctx.scale), None, None, None, None
-
-
-torch.library.register_autograd("autoshard::attention", _differentiate, setup_context=_save)
-
-
-# -- while a model is captured -----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def as_one_op() -> Iterator[None]:
-    """Attention of CPU tensors (those of a capture are fake ones) is the operator inside the block, which one thread enters at a time."""
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("scaled_dot_product_attention", _one_op, "AutogradCPU")
-    try:
-        yield
-    finally:
-        library._destroy()
-
-
-def _one_op(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):  # type: ignore[no-untyped-def]
-    function = aten.scaled_dot_product_attention.default
-    options = {"scale": scale, "enable_gqa": enable_gqa}
-    if not _is_one_op(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
-        return function.decompose(query, key, value, attn_mask, dropout_p, is_causal, **options)
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            attn_mask = torch.where(attn_mask, 0.0, -torch.inf).to(query.dtype)
-        attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
-    if dropout_p:
-        return DROPOUT(query, key, value, dropout_p, attn_mask, is_causal, scale)[0]
-    return ATTENTION(query, key, value, attn_mask, is_causal, scale)[0]
-
-
-def _is_one_op(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, grouped: bool
-) -> bool:
-    if dropout_p >= 1 or (attn_mask is not None and (attn_mask.requires_grad or is_causal or attn_mask.dim() > 4)):
-        return False
-    if not (query.dim() == key.dim() == value.dim() == 4 and query.is_floating_point() and 0 not in (*query.shape, *key.shape)):
-        return False
-    heads, groups = query.shape[1], key.shape[1]
-    same = query.dtype == key.dtype == value.dtype and query.shape[-1] == key.shape[-1] and key.shape[:3] == value.shape[:3]
-    return same and query.shape[0] == key.shape[0] and (heads == groups or (grouped and heads % groups == 0))
-
-
-# -- graphs with torch's kernels ---------------------------------------------------------------------------------------------------
-
 KINDS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu", "fused_attention_overrideable")
 FORWARDS = {getattr(aten, f"_scaled_dot_product_{kind}").default for kind in KINDS}
 BACKWARDS = {getattr(aten, f"_scaled_dot_product_{kind}_backward").default for kind in KINDS}
@@ -196,8 +111,6 @@ def _as_operator(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 # -- keys and values that are repeated for their groups of queries -----------------------------------------------------------------
-
-VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
 def _ungroup(forward: fx.Node, backwards: list[fx.Node]) -> None:

@@ -2,7 +2,7 @@
 
     container   a ModuleList or Sequential of n layers whose fingerprints f_i = f_{i+p} for i >= h: head h, period p  `containers`
     shrunk      the module with k = h + q p + (n - h) mod p of them, q = 3, then 4, then 5 periods                   `shrunk`
-    few         G(k) = tile(capture(k + p), -1), or capture(k) where there is one
+    few layers  G(k) = tile(capture(k + p), -1), or capture(k) where there is one
     proof       tile(G(k), 1) == capture(k + p), node for node, all containers at once, and, where G(k) wasn't captured, the eager
                 forward programs of k and of k + p layers differ by a period
     deep        tile(G(k), (n - k) / p)
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.capture.held import copied, unsupported_kind
 from autoshard.capture.inputs import ignored, stored_dtypes
 from autoshard.capture.module import capture_without_casts
+from autoshard.capture.nested_tensors import copied, unsupported_kind
 from autoshard.capture.witness import Program, eager_program, grown
 from autoshard.graph import Graph, Op, leaves, mixed, tile
 from autoshard.precision import Precision
@@ -60,7 +60,7 @@ class Depth:
     shallow: Graph | None = None  # the same with SHALLOW periods, where the graph is deeper than that: a plan can start from its
     ignored: str = ""  # what the model asks for that a plan does not do
     periods: int = 0  # of the capture that was tiled; 0 where all layers were captured
-    few: Graph | None = None  # the capture that was tiled
+    few_layers: Graph | None = None  # the capture that was tiled
 
     @property
     def noted(self) -> dict[str, str]:
@@ -85,53 +85,50 @@ def capture_deep(
     tested: how the same module was captured with inputs of another batch size. Where the few layers are the same ops here, in other
     sizes, neither the tiling nor the witness is tested again.
     """
-    graph, depth = _tiled_capture(module, example_inputs, training, precision, witness, gain, tested)
+    graph, depth = _FewLayers(module, example_inputs, training, precision, tested).extended(witness, gain)
     if precision is None:
         return graph, depth
     stored = stored_dtypes(module, example_inputs)
-    shallow = None if depth.shallow is None else mixed(depth.shallow, precision, stored)[0]
+    shallow = None if depth.few_layers is None else mixed(depth.few_layers, precision, stored)[0]
     return mixed(graph, precision, stored)[0], replace(depth, shallow=shallow)
 
 
-def _tiled_capture(
-    module: nn.Module, example_inputs: Any, training: bool, precision: Precision | None, witness: bool, gain: float,
-    tested: Depth | None,
-) -> tuple[Graph, Depth]:  # fmt: skip
-    """As `capture_deep`, in the dtypes in which the model computes."""
-    few = _FewLayers(module, example_inputs, training, precision, tested)
-    if not few.repeating:
-        return few.all_layers(_why_no_container(module))
-    layers = sum(c.layers for c in few.repeating)
-    reasons: list[str] = []
-    after_head = training and any(c.head for c in few.repeating) and layers >= gain * few.needed(PERIODS[1])
-    for periods in dict.fromkeys((*([tested.periods] if tested is not None and tested.tiled else []), *PERIODS[after_head:])):
-        if layers < gain * few.needed(periods):
-            reasons.append(f"a capture of {few.needed(periods)} layers for a model that has {layers} doesn't pay")
-            break
-        try:
-            few.prepare(periods)
-        except ValueError as error:
-            return few.all_layers(f"few of its layers can't be captured: {error}")
-        if reason := few.why_untileable(periods):
-            reasons.append(f"from {periods} periods: {reason}")
-            continue
-        if reason := few.why_wrong(periods, witness):
-            return few.all_layers(reason)
-        return few.deep(periods, witness)
-    return few.all_layers("; ".join(reasons))
-
-
 class _FewLayers:
-    """The captures of few layers of a module."""
+    """The captures of few layers of a module, in the dtypes in which the model computes."""
 
     def __init__(self, module: nn.Module, example_inputs: Any, training: bool, precision: Precision | None, tested: Depth | None):
         self.module, self.inputs, self.training, self.precision, self.tested = module, example_inputs, training, precision, tested
         self.repeating = containers(module)
+        self.all = {c.name: c.layers for c in self.repeating}
         self.graphs: dict[int, Graph] = {}  # captured, by periods
         self.derived: dict[int, Graph] = {}  # from the capture of one period more
         self.tilings: dict[int, Graph] = {}  # of all layers, by periods
         self.captured: list[int] = []  # layers
         self.notes: set[str] = set()
+
+    def extended(self, witness: bool, gain: float) -> tuple[Graph, Depth]:
+        """The graph of all layers and how it was obtained, as `capture_deep` says."""
+        if not self.repeating:
+            return self.all_layers(_why_no_container(self.module))
+        layers = sum(self.all.values())
+        reasons: list[str] = []
+        after_head = self.training and any(c.head for c in self.repeating) and layers >= gain * self.needed(PERIODS[1])
+        first = [self.tested.periods] if self.tested is not None and self.tested.tiled else []
+        for periods in dict.fromkeys((*first, *PERIODS[after_head:])):
+            if layers < gain * self.needed(periods):
+                reasons.append(f"a capture of {self.needed(periods)} layers for a model that has {layers} doesn't pay")
+                break
+            try:
+                self.prepare(periods)
+            except ValueError as error:
+                return self.all_layers(f"few of its layers can't be captured: {error}")
+            if reason := self.why_untileable(periods):
+                reasons.append(f"from {periods} periods: {reason}")
+                continue
+            if reason := self.why_wrong(periods, witness):
+                return self.all_layers(reason)
+            return self.deep(periods, witness)
+        return self.all_layers("; ".join(reasons))
 
     def prepare(self, periods: int) -> None:
         """Captures what `periods` are tested with: a period more, or no more than them if a tiling of them was tested."""
@@ -146,9 +143,9 @@ class _FewLayers:
             depths = self._depths(periods)
             self.captured.append(sum(depths.values()))
             module = shrunk(self.module, depths)
-            few = capture_without_casts(module, self.inputs, training=self.training, precision=self.precision)
-            self.graphs[periods] = few.graph
-            self.notes.add(ignored(few.fx_graph))
+            captured = capture_without_casts(module, self.inputs, training=self.training, precision=self.precision)
+            self.graphs[periods] = captured.graph
+            self.notes.add(ignored(captured.fx_graph))
         return self.graphs[periods]
 
     def at(self, periods: int) -> Graph:
@@ -156,7 +153,7 @@ class _FewLayers:
         if periods in self.graphs:
             return self.graphs[periods]
         if periods not in self.derived:
-            self.derived[periods] = _tiled(self.graphs[periods + 1], self.repeating, periods + 1, self._depths(periods))
+            self.derived[periods] = self._tiled(self.graphs[periods + 1], periods + 1, self._depths(periods))
         return self.derived[periods]
 
     def needed(self, periods: int) -> int:
@@ -169,7 +166,7 @@ class _FewLayers:
             self._global(periods)
             if self._was_tested(periods):
                 return ""
-            reason = difference(self._tiled(periods, self._depths(periods + 1)), self.capture(periods + 1))
+            reason = difference(self._tiled(self.at(periods), periods, self._depths(periods + 1)), self.capture(periods + 1))
             return reason if reason or periods in self.graphs else self._why_another_forward(periods)
         except ValueError as error:
             return str(error)
@@ -177,41 +174,60 @@ class _FewLayers:
     def _why_another_forward(self, periods: int) -> str:
         """Why the forward of so many periods isn't that of a period more without it; "" if it is. Captured where it can't run eagerly."""
         try:
-            short, longer = (self._eager_forward(q) for q in (periods, periods + 1))
+            short, longer = (self._program(q, training=False) for q in (periods, periods + 1))
         except ValueError:
-            few = self.at(periods)
-            return difference(few, self.capture(periods))
+            tiled = self.at(periods)
+            return difference(tiled, self.capture(periods))
         return grown(short, longer, longer, {1}, of="a period more")
 
-    def _eager_forward(self, periods: int) -> Program:
-        return eager_program(shrunk(self.module, self._depths(periods)), self.inputs, training=False, precision=self.precision)
+    def _program(self, periods: int | None, training: bool) -> Program:
+        """The eager program of so many periods; None: of all layers."""
+        module = self.module if periods is None else shrunk(self.module, self._depths(periods))
+        return eager_program(module, self.inputs, training=training, precision=self.precision)
 
     def why_wrong(self, periods: int, witness: bool) -> str:
         """Why the tiled graph is not that of the module, by its parameters and, with `witness`, by its eager program; "" if it is."""
         reason = _misnamed(self._global(periods), self.module)
         if reason or not witness or (self._was_tested(periods) and self.tested is not None and self.tested.witnessed):
             return reason
-        return _why_doubted(self.module, self.repeating, periods, self.inputs, self.training, self.precision)
+        return self._why_doubted(periods)
+
+    def _why_doubted(self, periods: int) -> str:
+        """Why the eager program of the full model is not that of few layers repeated; "" if it is.
+
+        A period more shows where the layers begin to repeat if the first ones are partly as the others.
+        """
+        try:
+            short, longer, deep = (self._program(q, self.training) for q in (periods, periods + 1, None))
+            if reason := grown(short, longer, deep, self._times(periods)):
+                reason = grown(longer, self._program(periods + 2, self.training), deep, self._times(periods + 1))
+        except ValueError as error:
+            return f"there is no witness: {error}"
+        return reason
+
+    def _times(self, periods: int) -> set[int]:
+        """How many periods the containers have beyond these."""
+        return {(c.layers - c.depth(periods)) // c.period for c in self.repeating}
 
     def deep(self, periods: int, witness: bool) -> tuple[Graph, Depth]:
         """The graph tiled to all layers."""
-        few = self._depths(SHALLOW)
-        shallow = None if all(few[c.name] == c.layers for c in self.repeating) else self._tiled(periods, few)
+        depths = self._depths(SHALLOW)
+        shallow = None if depths == self.all else self._tiled(self.at(periods), periods, depths)
         depth = Depth(
             self.repeating, tuple(self.captured), True, witnessed=witness, shallow=shallow, ignored=max(self.notes), periods=periods,
-            few=self.at(periods),
+            few_layers=self.at(periods),
         )  # fmt: skip
         return self._global(periods), depth
 
     def all_layers(self, reason: str) -> tuple[Graph, Depth]:
         """The capture of all layers."""
         full = capture_without_casts(self.module, self.inputs, training=self.training, precision=self.precision)
-        layers = (*self.captured, sum(c.layers for c in self.repeating)) if self.repeating else ()
+        layers = (*self.captured, sum(self.all.values())) if self.repeating else ()
         return full.graph, Depth(self.repeating, layers, False, reason, ignored=ignored(full.fx_graph))
 
     def _was_tested(self, periods: int) -> bool:
         same = self.tested is not None and periods == self.tested.periods and periods in self.graphs
-        return same and same_but_for_sizes(self.at(periods), self.tested.few)  # type: ignore[union-attr]
+        return same and same_but_for_sizes(self.at(periods), self.tested.few_layers)  # type: ignore[union-attr]
 
     def _depths(self, periods: int) -> dict[str, int]:
         return {c.name: c.depth(periods) for c in self.repeating}
@@ -219,18 +235,14 @@ class _FewLayers:
     def _global(self, periods: int) -> Graph:
         """Tiled to all layers."""
         if periods not in self.tilings:
-            self.tilings[periods] = self._tiled(periods, {c.name: c.layers for c in self.repeating})
+            self.tilings[periods] = self._tiled(self.at(periods), periods, self.all)
         return self.tilings[periods]
 
-    def _tiled(self, periods: int, depths: Mapping[str, int]) -> Graph:
-        return _tiled(self.at(periods), self.repeating, periods, depths)
-
-
-def _tiled(graph: Graph, repeating: tuple[Container, ...], periods: int, depths: Mapping[str, int]) -> Graph:
-    """The graph of `periods` periods, tiled until each container has as many layers as `depths` says: at least one period less."""
-    for c in repeating:
-        graph = tile(graph, (depths[c.name] - c.depth(periods)) // c.period, container=c.name, period=c.period)
-    return graph
+    def _tiled(self, graph: Graph, periods: int, depths: Mapping[str, int]) -> Graph:
+        """The graph of `periods` periods, tiled until each container has as many layers as `depths` says: at least one period less."""
+        for c in self.repeating:
+            graph = tile(graph, (depths[c.name] - c.depth(periods)) // c.period, container=c.name, period=c.period)
+        return graph
 
 
 def difference(graph: Graph, other: Graph) -> str:
@@ -272,31 +284,6 @@ def _misnamed(graph: Graph, module: nn.Module) -> str:
         if tensor is None or shapes.get(name) != tensor.shape:
             return f"the deeper graph would have a parameter {name} of shape {tensor and tensor.shape}; the model's has {shapes.get(name)}"
     return ""
-
-
-def _why_doubted(
-    module: nn.Module, repeating: tuple[Container, ...], periods: int, example_inputs: Any, training: bool, precision: Precision | None
-) -> str:
-    """Why the eager program of the full model is not that of few layers repeated; "" if it is.
-
-    A period more shows where the layers begin to repeat if the first ones are partly as the others.
-    """
-
-    def program(periods: int | None) -> Program:
-        part = module if periods is None else shrunk(module, {c.name: c.depth(periods) for c in repeating})
-        return eager_program(part, example_inputs, training=training, precision=precision)
-
-    try:
-        short, longer, deep = program(periods), program(periods + 1), program(None)
-        if reason := _why_not_grown(short, longer, deep, repeating, periods):
-            reason = _why_not_grown(longer, program(periods + 2), deep, repeating, periods + 1)
-    except ValueError as error:
-        return f"there is no witness: {error}"
-    return reason
-
-
-def _why_not_grown(short: Program, longer: Program, deep: Program, repeating: tuple[Container, ...], periods: int) -> str:
-    return grown(short, longer, deep, {(c.layers - c.depth(periods)) // c.period for c in repeating})
 
 
 # -- containers -----------------------------------------------------------------------------------------------------------------
@@ -392,11 +379,11 @@ def shrunk(module: nn.Module, depths: Mapping[str, int]) -> nn.Module:
     for name, depth in depths.items():
         for key, layer in list(module.get_submodule(name)._modules.items())[depth:]:
             dropped[id(layer)] = Dropped(f"{name}.{key}")
-    small = copied(module, lambda tensor: tensor, dropped)
+    few_layers = copied(module, lambda tensor: tensor, dropped)
     for name, depth in depths.items():
-        container = small.get_submodule(name)
+        container = few_layers.get_submodule(name)
         container._modules = dict(list(container._modules.items())[:depth])
-    for part in small.modules():
+    for part in few_layers.modules():
         if isinstance(part, Dropped):
             part()
-    return small
+    return few_layers

@@ -8,38 +8,26 @@ name and arguments, "$0" for v up[e], "$n" for the result of the n-th call. `low
 
 The backward reads the inputs only: hidden values are computed again, so that no tensor whose size depends on the routing is kept.
 
-as_one_op    an fx graph of a forward in which the nodes that sort tokens by expert, multiply them in groups and add them up again are this
-             operator (`grouped_mm` of transformers is written so)
+`experts_as_one_op` makes the nodes of an fx graph that sort tokens by expert, multiply them in groups and add them up again (`grouped_mm`
+of transformers is written so) this operator.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from autoshard.capture.operators import define, differentiate
 from autoshard.torch_private import OpOverload
 
 OPERANDS = "Tensor x, Tensor ids, Tensor weights, Tensor up, Tensor down"
-BIASES = "Tensor up_bias, Tensor down_bias"
-torch.library.define("autoshard::experts", f"({OPERANDS}, str activation) -> Tensor")
-torch.library.define("autoshard::biased_experts", f"({OPERANDS}, {BIASES}, str activation) -> Tensor")
-torch.library.define(
-    "autoshard::experts_backward",
-    f"(Tensor grad, {OPERANDS}, str activation) -> (Tensor grad_x, Tensor grad_weights, Tensor grad_up, Tensor grad_down)",
-)
-torch.library.define(
-    "autoshard::biased_experts_backward",
-    f"(Tensor grad, {OPERANDS}, {BIASES}, str activation) "
-    "-> (Tensor grad_x, Tensor grad_weights, Tensor grad_up, Tensor grad_down, Tensor grad_up_bias, Tensor grad_down_bias)",
-)
-OPERATORS = {name: getattr(torch.ops.autoshard, name).default for name in ("experts", "biased_experts")}
-BACKWARDS = {name: getattr(torch.ops.autoshard, f"{name}_backward").default for name in OPERATORS}
+GRADIENTS = "Tensor grad_x, Tensor grad_weights, Tensor grad_up, Tensor grad_down"
 
 
 def _fake(x: Tensor, ids: Tensor, weights: Tensor, *_: Any) -> Tensor:
@@ -50,22 +38,15 @@ def _fake_backward(grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, *rest:
     return tuple(t.new_empty(t.shape) for t in (x, weights, *rest[:-1]))
 
 
-def _register(name: str) -> None:
-    def save(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        *tensors, ctx.activation = inputs
-        ctx.save_for_backward(*tensors)
-
-    def differentiate(ctx: Any, grad: Tensor) -> tuple:
-        grad_x, grad_weights, *others = BACKWARDS[name](grad, *ctx.saved_tensors, ctx.activation)
-        return grad_x, None, grad_weights, *others, None
-
-    torch.library.register_fake(f"autoshard::{name}", _fake)
-    torch.library.register_fake(f"autoshard::{name}_backward", _fake_backward)
-    torch.library.register_autograd(f"autoshard::{name}", differentiate, setup_context=save)
+def _defined(name: str, biases: Sequence[str] = ()) -> OpOverload:
+    """Experts with these biases, and the backward of it."""
+    read, gradients = OPERANDS + "".join(f", Tensor {b}" for b in biases), GRADIENTS + "".join(f", Tensor grad_{b}" for b in biases)
+    experts = define(name, f"({read}, str activation) -> Tensor", _fake)
+    differentiate(experts, define(f"{name}_backward", f"(Tensor grad, {read}, str activation) -> ({gradients})", _fake_backward))
+    return experts
 
 
-for operator_name in OPERATORS:
-    _register(operator_name)
+EXPERTS, BIASED = _defined("experts"), _defined("biased_experts", ("up_bias", "down_bias"))
 
 
 # -- recognition -------------------------------------------------------------------------------------------------------------------
@@ -75,17 +56,7 @@ class Different(Exception):
     """The nodes around a grouped matmul are not those of experts."""
 
 
-@dataclass
-class _Region:
-    """The nodes that compute the experts of one layer, and what they read."""
-
-    nodes: list[fx.Node] = field(default_factory=list)
-
-    def add(self, *nodes: fx.Node) -> None:
-        self.nodes += nodes
-
-
-def as_one_op(module: fx.GraphModule) -> int:
+def experts_as_one_op(module: fx.GraphModule) -> int:
     """Replaces every such group of nodes in place; returns how many there were. Graphs without grouped matmuls stay as they are."""
     count = 0
     for down in [node for node in module.graph.nodes if _name(node) in GROUPED]:
@@ -101,7 +72,7 @@ def as_one_op(module: fx.GraphModule) -> int:
 
 
 def _replace(graph: fx.Graph, down: fx.Node) -> None:
-    region = _Region()
+    region: list[fx.Node] = []  # the nodes that compute the experts of one layer
     hidden, down_weight, ends = _grouped(down, region)
     order = _order(ends, region)
     out, down_bias = _with_bias(down, order, region)
@@ -111,7 +82,7 @@ def _replace(graph: fx.Graph, down: fx.Node) -> None:
     first, up_bias = _with_bias(up, order, region)
     x, of_rows = _indexed(_uncast(rows, region), region)
     _check(_name(of_rows) in DIVIDED and of_rows.args == (order.perm, chosen))
-    region.add(of_rows)
+    region += [of_rows]
     ids = _unflat(order.ids, region)
     biases = [] if up_bias is None and down_bias is None else [up_bias, down_bias]
     _check(None not in biases)
@@ -121,13 +92,13 @@ def _replace(graph: fx.Graph, down: fx.Node) -> None:
     _check(len({_dtype(node) for node in (x, up_weight, down_weight)}) == 1)
     activation = _as_text(first, steps, hidden)
     with graph.inserting_before(end):
-        new = graph.call_function(OPERATORS["biased_experts" if biases else "experts"], (*operands, activation))  # type: ignore[arg-type]
+        new = graph.call_function(BIASED if biases else EXPERTS, (*operands, activation))  # type: ignore[arg-type]
     new.meta = {key: item for key, item in down.meta.items() if key not in ("val", "example_value", "tensor_meta")}
     for key in ("val", "example_value"):
         if key in end.meta:
             new.meta[key] = end.meta[key]
     end.replace_all_uses_with(new)
-    _erase(graph, [end, *region.nodes, *steps])
+    _erase(graph, [end, *region, *steps])
 
 
 @dataclass(frozen=True)
@@ -189,24 +160,24 @@ def _only(nodes: Iterable[fx.Node]) -> fx.Node:
     return several[0]
 
 
-def _grouped(node: fx.Node, region: _Region) -> tuple[fx.Node, fx.Node, fx.Node]:
+def _grouped(node: fx.Node, region: list[fx.Node]) -> tuple[fx.Node, fx.Node, fx.Node]:
     """Rows, weight and ends of groups of a grouped matmul."""
     _check(_name(node) in GROUPED and _argument(node, 3, "bias") is None and _argument(node, 4, "out_dtype") is None)
     rows, weight, ends = (_argument(node, k, name) for k, name in ((0, "input"), (1, "weight"), (2, "offs")))
     _check(isinstance(ends, fx.Node) and len(_shape(rows)) == 2 and len(_shape(weight)) == 3)
-    region.add(node)
+    region += [node]
     return rows, weight, ends
 
 
-def _uncast(node: fx.Node, region: _Region) -> fx.Node:
+def _uncast(node: fx.Node, region: list[fx.Node]) -> fx.Node:
     """The node before a cast to the dtype that it has."""
     while _name(node) in ("to", "_to_copy") and _dtype(node.args[0]) == _dtype(node):  # type: ignore[arg-type]
-        region.add(node)
+        region += [node]
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
-def _indexed(node: Any, region: _Region) -> tuple[fx.Node, fx.Node]:
+def _indexed(node: Any, region: list[fx.Node]) -> tuple[fx.Node, fx.Node]:
     """x and i of x[i], i a tensor that selects rows."""
     _check(_name(node) in ("getitem", "index") and len(node.args) == 2)
     x, index = node.args
@@ -214,31 +185,31 @@ def _indexed(node: Any, region: _Region) -> tuple[fx.Node, fx.Node]:
         _check(len(index) == 1)
         (index,) = index
     _check(isinstance(index, fx.Node) and len(_shape(index)) == 1)
-    region.add(node)
+    region += [node]
     return x, index
 
 
-def _order(ends: fx.Node, region: _Region) -> _Order:
+def _order(ends: fx.Node, region: list[fx.Node]) -> _Order:
     """cumsum(histc(sorted ids)), and the sort."""
     _check(_name(ends) == "cumsum" and _argument(ends, 1, "dim") in (0, -1))
     counts: Any = ends.args[0]
     _check(_name(counts) == "histc")
     bins, least, most = (_argument(counts, k, name, 0) for k, name in ((1, "bins"), (2, "min"), (3, "max")))
     _check(least == 0 and most == bins - 1)
-    region.add(ends, counts)
+    region += [ends, counts]
     ordered = counts.args[0]
     while _name(ordered) in CASTS:
-        region.add(ordered)
+        region += [ordered]
         ordered = ordered.args[0]
     _check(_name(ordered) == "getitem" and ordered.args[1] == 0 and _name(ordered.args[0]) == "sort")
     sort = ordered.args[0]
     _check(len(sort.args) == 1 and not sort.kwargs and len(_shape(sort.args[0])) == 1)
     perm = _only(user for user in sort.users if _name(user) == "getitem" and user.args[1] == 1)
-    region.add(ordered, sort, perm)
+    region += [ordered, sort, perm]
     return _Order(sort.args[0], ordered, perm)
 
 
-def _with_bias(node: fx.Node, order: _Order, region: _Region) -> tuple[list[fx.Node], fx.Node | None]:
+def _with_bias(node: fx.Node, order: _Order, region: list[fx.Node]) -> tuple[list[fx.Node], fx.Node | None]:
     """The nodes that hold the products with their bias, and the bias; None where there is none."""
     added = [user for user in _users(node) if _name(user) in ("add", "add_") and user.args[0] is node]
     if not added:
@@ -247,11 +218,11 @@ def _with_bias(node: fx.Node, order: _Order, region: _Region) -> tuple[list[fx.N
     bias, index = _indexed(add.args[1], region)
     _check(index is order.sorted and not add.kwargs and len(add.args) == 2)
     _check(_name(add) == "add_" or _users(node) == [add])
-    region.add(add)
+    region += [add]
     return ([node, add] if _name(add) == "add_" else [add]), bias
 
 
-def _end(out: list[fx.Node], order: _Order, region: _Region) -> tuple[fx.Node, fx.Node, int]:
+def _end(out: list[fx.Node], order: _Order, region: list[fx.Node]) -> tuple[fx.Node, fx.Node, int]:
     """The sum over the experts of a token, the weights [T, k], and k."""
     readers = dict.fromkeys(user for node in out for user in _users(node) if user not in out)
     weighted = _only(readers)
@@ -269,35 +240,35 @@ def _end(out: list[fx.Node], order: _Order, region: _Region) -> tuple[fx.Node, f
     dims = _argument(end, 1, "dim")
     _check(_name(end) == "sum" and dims in (1, [1], (1,)))
     _check(not _argument(end, 2, "keepdim", False) and _argument(end, 3, "dtype") is None)
-    region.add(weighted, column, view)
+    region += [weighted, column, view]
     return end, _unflat(flat, region), _shape(view)[1]
 
 
-def _is_inverse(node: fx.Node, perm: fx.Node, region: _Region) -> bool:
+def _is_inverse(node: fx.Node, perm: fx.Node, region: list[fx.Node]) -> bool:
     """Whether node[perm[i]] = i: an empty tensor into which arange was put at perm."""
     if _name(node) == "index_put_":
         base, (index,), numbers = node.args  # type: ignore[misc]
-        region.add(node)
+        region += [node]
     else:
         put = _only(user for user in _users(node) if _name(user) == "setitem" and user.args[0] is node)
         base, (_, index, numbers) = node, put.args  # type: ignore[misc, assignment]
-        region.add(put)
+        region += [put]
     _check(_name(base) == "empty_like" and _name(numbers) == "arange" and len(numbers.args) == 1)  # type: ignore[union-attr]
-    region.add(base, numbers)  # type: ignore[arg-type]
+    region += [base, numbers]  # type: ignore[arg-type]
     return index is perm
 
 
-def _unflat(node: Any, region: _Region) -> fx.Node:
+def _unflat(node: Any, region: list[fx.Node]) -> fx.Node:
     """The two-dimensional tensor of which a node is the flat view."""
     _check(_name(node) in VIEWS)
-    region.add(node)
+    region += [node]
     return node.args[0]
 
 
 # -- the activation ----------------------------------------------------------------------------------------------------------------
 
 
-def _activation_nodes(last: fx.Node, ends: fx.Node, region: _Region) -> tuple[fx.Node, list[fx.Node]]:
+def _activation_nodes(last: fx.Node, ends: fx.Node, region: list[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
     """The first grouped matmul, and the nodes that lead from it (and its bias) to `last`, in order."""
     steps: dict[fx.Node, None] = {}
     waiting, ups = [last], set()
@@ -325,7 +296,7 @@ def _as_text(first: list[fx.Node], steps: list[fx.Node], last: fx.Node) -> str:
     copies = dict.fromkeys(first, source)
     for node in steps:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(copies[_uncast(last, _Region())])
+    graph.output(copies[_uncast(last, [])])
     module, width, dtype = fx.GraphModule({}, graph), _shape(first[0])[1], _dtype(first[0])
     with torch.no_grad():
         texts = {json.dumps(_calls(make_fx(module)(torch.empty(rows, width, dtype=dtype, device="meta")))) for rows in (8, 24)}

@@ -23,10 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoshard.torch_private import DYNAMO_ERRORS, FAKE_TENSOR_LOG, functorch
 
-_LOGS = (
-    FAKE_TENSOR_LOG,
-    "torch.fx.experimental.symbolic_shapes",
-)  # they print tracebacks of errors that we explain in a sentence
+_LOGS = (FAKE_TENSOR_LOG, "torch.fx.experimental.symbolic_shapes")  # they print tracebacks of errors that we explain in a sentence
 _OWN, _TORCH, _LIBRARY = (
     f"{path}{os.sep}" for path in (Path(__file__).parent.parent, Path(torch.__file__).parent, sysconfig.get_path("stdlib"))
 )
@@ -34,53 +31,29 @@ _OWN, _TORCH, _LIBRARY = (
 FLEX = "give the module itself, in which flex_attention becomes attention with a mask, or call F.scaled_dot_product_attention"
 # (pattern, what the error means or "", what to change)
 CHANGES = (
-    (
-        r"\b_detect_is_causal_mask\b",
-        "torch compares the values of the mask with a causal one",
-        "say what it is: tgt_is_causal=True for a TransformerDecoder, is_causal=True for a TransformerEncoder (or False)",
-    ),
-    (
-        r"torch\.autograd\.(grad|backward)|Mixing fake modes|does not require grad and does not have a grad_fn",
-        "the forward differentiates, and autograd can't be captured within a program",
-        "call torch.func.grad (or vjp, jacrev, hessian) there",
-    ),
-    (
-        r"(?is)data.dependent.*/distributions/(distribution|constraints|kl)\.py",
-        "torch.distributions checks the values of its arguments",
-        "pass validate_args=False to the distribution",
-    ),
-    (
-        r"(?is)(pack|pad)_(padded|packed)?_?sequence|(data.dependent|failed to unpack the object).*/nn/modules/rnn\.py",
-        "the shapes of packed sequences depend on their lengths",
-        "pad the sequences, run the layer on the padded batch, and mask what is behind each end",
-    ),
-    (
-        r"_nested_|nested_tensor|/torch/nested/",
-        "a nested tensor has no one shape to shard",
-        "pad it (torch.nested.to_padded_tensor) and give a mask",
-    ),
-    (
-        r"missing a required argument|too many positional arguments|got an unexpected keyword argument",
-        "",
-        "give example inputs that its forward accepts, one for each argument without a default",
-    ),
-    (
-        r"memo disaster|DynamicOutputShape|(?i:data.dependent)",
-        "its shapes or its control flow depend on the data",
-        "compute the whole with masks, experts with batched or grouped matmuls",
-    ),
-    (
-        r"maximum recursion depth",
-        "its modules are nested deeper than Python's recursion limit allows",
-        "flatten them, or call sys.setrecursionlimit(10000) where the model is built",
-    ),
-    (
-        r"Constant .* is mutated in the forward|mutating a non-functional tensor|Unexpected fake buffer",
-        "the forward writes into a tensor that is no buffer of the module",
-        "register it with register_buffer, or pass it (or the cache that holds it) as an input",
-    ),
+    (r"\b_detect_is_causal_mask\b", "torch compares the values of the mask with a causal one",
+     "say what it is: tgt_is_causal=True for a TransformerDecoder, is_causal=True for a TransformerEncoder (or False)"),
+    (r"torch\.autograd\.(grad|backward)|Mixing fake modes|does not require grad and does not have a grad_fn",
+     "the forward differentiates, and autograd can't be captured within a program",
+     "call torch.func.grad (or vjp, jacrev, hessian) there"),
+    (r"(?is)data.dependent.*/distributions/(distribution|constraints|kl)\.py",
+     "torch.distributions checks the values of its arguments", "pass validate_args=False to the distribution"),
+    (r"(?is)(pack|pad)_(padded|packed)?_?sequence|(data.dependent|failed to unpack the object).*/nn/modules/rnn\.py",
+     "the shapes of packed sequences depend on their lengths",
+     "pad the sequences, run the layer on the padded batch, and mask what is behind each end"),
+    (r"_nested_|nested_tensor|/torch/nested/",
+     "a nested tensor has no one shape to shard", "pad it (torch.nested.to_padded_tensor) and give a mask"),
+    (r"missing a required argument|too many positional arguments|got an unexpected keyword argument",
+     "", "give example inputs that its forward accepts, one for each argument without a default"),
+    (r"memo disaster|DynamicOutputShape|(?i:data.dependent)", "its shapes or its control flow depend on the data",
+     "compute the whole with masks, experts with batched or grouped matmuls"),
+    (r"maximum recursion depth", "its modules are nested deeper than Python's recursion limit allows",
+     "flatten them, or call sys.setrecursionlimit(10000) where the model is built"),
+    (r"Constant .* is mutated in the forward|mutating a non-functional tensor|Unexpected fake buffer",
+     "the forward writes into a tensor that is no buffer of the module",
+     "register it with register_buffer, or pass it (or the cache that holds it) as an input"),
     (r"^invalid syntax \(proxy_tensor", "torch can't write a call of random_ with two bounds", "use torch.randint"),
-)
+)  # fmt: skip
 
 
 class WithoutAutograd(TorchFunctionMode):
@@ -121,9 +94,7 @@ def explained(module: nn.Module):
 def _sentence(error: BaseException, frames: list[tuple[str, int, str]]) -> str:
     """The error's first line, with its meaning and what to change where those are known."""
     text = str(error).strip()
-    raised = re.search(
-        r"got (\w+Error\(['\"].+['\"]\))|raised exception (\w+\(.*\))", text
-    )  # the first line of dynamo's message does not name this error
+    raised = re.search(r"got (\w+Error\(['\"].+['\"]\))|raised exception (\w+\(.*\))", text)  # dynamo's first line does not name it
     first = next(filter(None, raised.groups())) if raised else text.splitlines()[0].strip() if text else ""
     if isinstance(error, KeyError | SystemExit) or not first or type(error).__module__ not in ("builtins", DYNAMO_ERRORS):
         first = f"{type(error).__name__}{f': {first}' if first else ''}"  # the message alone doesn't say what went wrong

@@ -1,10 +1,12 @@
-"""Functional graphs: their operators write into no tensor, and as_strided operators that change nothing are removed.
+"""Traced graphs in the form that rules know: their operators write into no tensor, and what only moves strides is removed.
 
 functional              wraps a function such that its traced operators write into no tensor (the decompositions of rms_norm and
                         adaptive_avg_pool2d do); writing into an INPUT stays an error, which a traced graph can't represent
 without_equal_strides   replaces an as_strided that reads all elements of its input in place by that input, and one that reads the
                         elements which an as_strided_scatter wrote by the tensor that was scattered
 with_dense_factors      makes the backward of determinants and linear solves that of a matrix with dense rows
+without_expanded_matrices   makes rows that are multiplied with one matrix one matmul: x [B, 1, K], w [K, N],
+                        bmm(x, w expanded to [B, K, N])      becomes      view(mm(view(x, [B, K]), w), [B, 1, N])
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import fx
 from autoshard.torch_private import (
     FunctionalTensor,
     FunctionalTensorMode,
+    OpOverload,
     dispatch_functionalize,
     from_functional_tensor,
     has_data_mutation,
@@ -70,8 +73,7 @@ FACTORING = (aten._linalg_slogdet.default, aten._linalg_det.default, aten._linal
 
 def with_dense_factors(traced: fx.GraphModule) -> None:
     """Of a real matrix with dense rows FACTORING factors the transpose, of another one the matrix itself, and their backward, traced,
-    solves with the factors of the one or the other. All run on dense
-    matrices (`lower.kernels.strides`), so the backward does, too."""
+    solves with the factors of the one or the other. All run on dense matrices (`lower.kernels.strides`), so the backward does, too."""
     for node in traced.graph.find_nodes(op="call_function", target=aten.linalg_lu_solve.default):
         pivots = node.args[1]
         factored = pivots.args[0] if pivots.target is operator.getitem else None
@@ -117,3 +119,44 @@ def _viewed(graph: fx.Graph, source: fx.Node, node: fx.Node) -> fx.Node:
         view = graph.call_function(aten.view.default, (source, shape))
     view.meta = dict(node.meta)
     return view
+
+
+VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+
+
+def without_expanded_matrices(traced: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+    """Replaces each such bmm of the graph; returns the nodes that replace them.
+
+    torch writes it where the strides of x's dim of size 1 are unusual, as in a decode step of one token whose heads were transposed. Read
+    as a graph, it would load the matrix B times.
+    """
+    replaced = {}
+    for node in [node for node in traced.graph.nodes if node.target is aten.bmm.default]:
+        rows, matrix = node.args[0], _before_expand(node.args[1])
+        if rows.meta["val"].shape[1] == 1 and matrix is not None:
+            replaced[node] = _matmul(traced.graph, node, rows, matrix)
+            node.replace_all_uses_with(replaced[node])
+            traced.graph.erase_node(node)
+    return replaced
+
+
+def _before_expand(node: fx.Node) -> fx.Node | None:
+    """The matrix [K, N] that a node [B, K, N] holds B times; None for another node."""
+    shape = node.meta["val"].shape
+    while node.target in VIEWS and node.args[0].meta["val"].shape == shape:  # type: ignore[union-attr]
+        node = node.args[0]  # type: ignore[assignment]
+    source = node.args[0] if node.target is aten.expand.default else None
+    return source if isinstance(source, fx.Node) and source.meta["val"].shape == shape[1:] else None
+
+
+def _matmul(graph: fx.Graph, node: fx.Node, rows: fx.Node, matrix: fx.Node) -> fx.Node:
+    batch, _, width = rows.meta["val"].shape
+
+    def add(function: OpOverload, *args: Any) -> fx.Node:
+        added = graph.call_function(function, args)
+        added.meta = {**node.meta, "val": function(*fx.map_arg(args, lambda arg: arg.meta["val"]))}
+        return added
+
+    with graph.inserting_before(node):
+        product = add(aten.mm.default, add(aten.view.default, rows, [batch, width]), matrix)
+        return add(aten.view.default, product, list(node.meta["val"].shape))

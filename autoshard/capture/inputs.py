@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autoshard.capture.held import copied, in_lists, tensors_of, unsupported_kind
+from autoshard.capture.nested_tensors import copied, listed, tensors_of, unsupported_kind
 from autoshard.precision import Precision
 from autoshard.torch_private import FakeTensor, FakeTensorMode, OpOverload, descriptors, enter_autocast, pytree
 
@@ -69,7 +69,7 @@ def arguments(example_inputs: Any) -> tuple[tuple, dict]:
 def input_names(module: nn.Module, example_inputs: Any) -> list[str]:
     """The names of the leaves of a call's inputs: `input_0`, `input_1`, ...; for keyword arguments their path (`mask.full` for an
     entry of a dict), unless a parameter or buffer has that name."""
-    args, kwargs = in_lists(*arguments(example_inputs))
+    args, kwargs = listed(arguments(example_inputs))
     paths = [path for path, _ in pytree.tree_flatten_with_path(args or kwargs)[0]]
     if args:
         return [f"input_{k}" for k in range(len(paths))]
@@ -97,7 +97,7 @@ def computed_in(module: nn.Module, args: tuple, kwargs: dict, precision: Precisi
 
 def stored_dtypes(module: nn.Module, example_inputs: Any) -> dict[str, str]:
     """The dtypes of parameters and inputs as the module and the caller hold them, by name in the Graph."""
-    leaves = pytree.tree_leaves(in_lists(*arguments(example_inputs)))
+    leaves = pytree.tree_leaves(listed(arguments(example_inputs)))
     held = dict(zip(input_names(module, example_inputs), leaves, strict=True)) | dict(module.named_parameters(remove_duplicate=False))
     return {name: str(x.dtype).removeprefix("torch.") for name, x in held.items() if isinstance(x, torch.Tensor)}
 
@@ -182,13 +182,18 @@ def is_mutable(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
+def static_mode() -> FakeTensorMode:
+    """A fake mode in which shapes are numbers."""
+    return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+
+
 def mode_of(fx_graph: fx.GraphModule | ExportedProgram) -> FakeTensorMode:
     """The fake mode of the graph's values, as those of different modes can't be mixed; a new one if the graph has none."""
     for node in fx_graph.graph.nodes:
         mode = getattr(node.meta.get("val"), "fake_mode", None)
         if mode is not None:
             return mode
-    return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    return static_mode()
 
 
 def export_signature(program: ExportedProgram, mode: FakeTensorMode) -> tuple[list[Named], list[torch.Tensor], list[tuple[str, str]]]:

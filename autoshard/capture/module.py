@@ -14,8 +14,8 @@ import copy
 import inspect
 import io
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, redirect_stderr
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,17 +24,11 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, OutputKind
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from autoshard.capture.attention import as_one_op, canonical
-from autoshard.capture.ctc_loss import ctc_as_one_op
-from autoshard.capture.dropout_attention import DROPOUT
-from autoshard.capture.experts import as_one_op as experts_as_one_op
+from autoshard.capture.attention import canonical
+from autoshard.capture.experts import experts_as_one_op
 from autoshard.capture.explain import FLEX, WithoutAutograd, explained, leave_transforms, line_of
-from autoshard.capture.flex_attention import flex_as_attention
-from autoshard.capture.functional import functional, traced_tensor, with_dense_factors, without_equal_strides
-from autoshard.capture.grouped_mm import fake_grouped_mm
-from autoshard.capture.held import filled, has_objects, in_lists, listing, opened
+from autoshard.capture.functional import functional, traced_tensor, with_dense_factors, without_equal_strides, without_expanded_matrices
 from autoshard.capture.inputs import (
     CPU,
     Named,
@@ -49,16 +43,18 @@ from autoshard.capture.inputs import (
     named,
     placeholder_inputs,
     result_name,
+    static_mode,
     stored_dtypes,
     to_fake,
 )
-from autoshard.capture.matrices import without_expanded_matrices
+from autoshard.capture.nested_tensors import filled, has_objects, listed, listing, opened
+from autoshard.capture.operators import DROPOUT
 from autoshard.capture.read import leaves_of, module_path, read
+from autoshard.capture.replaced import replaced_operators
 from autoshard.capture.turns import in_turn
 from autoshard.graph import Graph, mixed
 from autoshard.precision import Precision
 from autoshard.torch_private import (
-    EffectType,
     FakeTensorMode,
     HigherOrderOperator,
     aot_export_joint_with_descriptors,
@@ -67,7 +63,6 @@ from autoshard.torch_private import (
     dynamo_graph_capture_for_export,
     dynamo_log,
     pytree,
-    register_effectful_op,
     reparametrize_module,
 )
 
@@ -100,17 +95,16 @@ class Captured:
 
     def line_of(self, name: str) -> str:
         """file:line of the model's code for an op, or for the first later op of its module that has one; "" where none is known."""
-        lines = {value[0]: node.meta.get("stack_trace") for node, of in self.values.items() for value in _values_in(of)}
+        values = [(node, value) for node, nested in self.values.items() for value in pytree.tree_leaves(nested, is_leaf=_is_value)]
+        lines = {value[0]: node.meta.get("stack_trace") for node, value in values if value is not None}
         ops, first = self.graph.ops, self.graph.index[name]
         traces = (lines.get(i) for i in range(first, len(ops)) if ops[i].module == ops[first].module)
         return line_of(next(filter(None, traces), "")).removeprefix(" at ")
 
 
-def _values_in(nested: Any) -> list[Any]:
-    """The Values of a node's result."""
-    if isinstance(nested, tuple) and len(nested) == 2 and isinstance(nested[0], int):
-        return [nested]
-    return [value for item in nested for value in _values_in(item)] if isinstance(nested, (tuple, list)) else []
+def _is_value(item: Any) -> bool:
+    return isinstance(item, tuple) and len(item) == 2 and all(isinstance(number, int) for number in item)
+
 
 def capture(module: nn.Module, example_inputs: Any, *, training: bool, precision: Precision | None = None) -> Graph:
     """`capture_module(...).graph`."""
@@ -128,16 +122,9 @@ def capture_module(module: nn.Module, example_inputs: Any, *, training: bool, pr
     captured = capture_without_casts(module, example_inputs, training=training, precision=precision)
     if precision is None:
         return captured
-    graph, place = mixed(captured.graph, precision, stored_dtypes(module, example_inputs))
-    values = {node: _renumbered(value, place) for node, value in captured.values.items()}
-    return replace(captured, graph=graph, values=values)
-
-
-def _renumbered(value: Any, place: Sequence[int]) -> Any:
-    """A nested Value with the new index of its op."""
-    if isinstance(value, tuple) and len(value) == 2 and all(isinstance(number, int) for number in value):
-        return (place[value[0]], value[1])
-    return type(value)(_renumbered(part, place) for part in value) if isinstance(value, (tuple, list)) else value
+    graph, moved = mixed(captured.graph, precision, stored_dtypes(module, example_inputs))
+    renumbered = pytree.tree_map(lambda leaf: leaf and moved[leaf], captured.values, is_leaf=_is_value)
+    return replace(captured, graph=graph, values=renumbered)
 
 
 @in_turn
@@ -146,8 +133,8 @@ def capture_without_casts(module: nn.Module, example_inputs: Any, *, training: b
     args, kwargs = arguments(example_inputs)
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         raise ValueError(f"{type(module).__name__} is compiled by torch.jit, or a part of it is: give the module that was compiled")
-    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
-    with explained(module), _replaced_operators(), _static_shapes():
+    mode = static_mode()
+    with explained(module), replaced_operators(), _static_shapes():
         if not module._forward_pre_hooks:  # they may change the arguments
             inspect.signature(module.forward).bind(*args, **kwargs)
         fake_module, fake_args, fake_kwargs = to_fake(mode, module, args, kwargs, precision)
@@ -162,18 +149,6 @@ def capture_without_casts(module: nn.Module, example_inputs: Any, *, training: b
     _check_writes(captured.graph, module)
     graph = _with_input_names(captured.graph, input_names(module, example_inputs))
     return replace(captured, graph=_merge_tied(graph, tied_parameters(module)))
-
-
-@contextmanager
-def _replaced_operators() -> Iterator[None]:
-    """What torch does otherwise while a model is captured."""
-    checks = "aten::_linalg_check_errors"  # of cholesky, inv, solve: a captured program has no assertions
-    with as_one_op(), ctc_as_one_op(), flex_as_attention(), fake_grouped_mm():
-        register_effectful_op(checks, None)
-        try:
-            yield
-        finally:
-            register_effectful_op(checks, EffectType.ORDERED)
 
 
 def _static_shapes() -> AbstractContextManager:
@@ -238,7 +213,7 @@ def capture_fx(fx_graph: fx.GraphModule | ExportedProgram, example_inputs: Any =
     the placeholders carry no `meta["val"]`.
     """
     module = fx_graph.graph_module if isinstance(fx_graph, ExportedProgram) else fx_graph
-    with explained(module), _replaced_operators():
+    with explained(module), replaced_operators():
         return _retraced(fx_graph, example_inputs)
 
 
@@ -405,7 +380,7 @@ def _capture_joint(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs:
         mode.allow_non_fake_inputs = True  # constants, which torch 2.12 leaves in the graph
         moved = autocast_on_cpu(captured)
         experts_as_one_op(captured)
-        joint = aot_export_joint_with_descriptors(stack, captured, *in_lists(args, kwargs))
+        joint = aot_export_joint_with_descriptors(stack, captured, *listed((args, kwargs)))
     traced: fx.GraphModule = joint.graph_module
     _check_operators(traced)
     with_dense_factors(traced)
@@ -417,19 +392,8 @@ def _capture_joint(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs:
     modules = {node: module_path(node) for node in traced.graph.nodes}
     graph, values = read(traced, names, results, modules)
     mapped = {node: pytree.tree_map(lambda leaf: values.get(leaf), leaves_of(node)) for node in traced.graph.nodes if node.op != "output"}
-    constants = tuple(_constant(leaf) for (kind, _), leaf in results if kind == "output")
-    returned = Returned(joint.out_spec, constants, _last(templates))
-    return Captured(graph, traced, mapped, returned, moved)
-
-
-def _constant(leaf: Any) -> Any:
-    """The value of a leaf of a traced graph's output; None for a tensor."""
-    return None if isinstance(leaf, fx.Node) else leaf
-
-
-def _last(templates: Sequence[Any]) -> Any:
-    """The template of the last run of a forward, None where it returns no objects."""
-    return templates[-1] if templates else None
+    constants = tuple(None if isinstance(leaf, fx.Node) else leaf for (kind, _), leaf in results if kind == "output")
+    return Captured(graph, traced, mapped, Returned(joint.out_spec, constants, templates[-1] if templates else None), moved)
 
 
 def _exported_results(program: ExportedProgram, templates: Sequence[Any]) -> Returned:
@@ -437,7 +401,7 @@ def _exported_results(program: ExportedProgram, templates: Sequence[Any]) -> Ret
     arguments = [spec.arg for spec in program.graph_signature.output_specs if spec.kind == OutputKind.USER_OUTPUT]
     constants = tuple(argument.value if isinstance(argument, ConstantArgument) else None for argument in arguments)
     assert program.call_spec.out_spec is not None
-    return Returned(program.call_spec.out_spec, constants, _last(templates))
+    return Returned(program.call_spec.out_spec, constants, templates[-1] if templates else None)
 
 
 def _forward(mode: FakeTensorMode, module: nn.Module, args: tuple, kwargs: dict, templates: list[Any]) -> nn.Module:

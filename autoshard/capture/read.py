@@ -12,7 +12,6 @@ import torch
 from torch import fx
 
 from autoshard.capture.inputs import Named
-from autoshard.capture.random_ops import draws, memory_order
 from autoshard.graph import ORDER, PER_ELEMENT, RANDOM, Const, Graph, Op, Ref, Result, Tensor, Value
 from autoshard.torch_private import FakeTensor, OpOverload, pytree
 
@@ -38,22 +37,20 @@ def read(
     constants = [
         (node, Named("buffer", str(node.target), _held(traced, node))) for node in nodes if node.op == "get_attr" and node in alive
     ]
-    filled_ops: list[tuple[fx.Node, Op]] = []
+    filled: list[tuple[fx.Node, Op]] = []
     first: dict[str, fx.Node] = {}  # by the name of a constant, which may be read by several nodes
     for node, named in constants:
         first.setdefault(named.name, node)
     for node, named in [*zip(placeholders, names, strict=True), *(row for row in constants if row[0] is first[row[1].name])]:
         if not isinstance(node.meta.get("val"), torch.Tensor) and not node.users:  # a flag or a number, which the capture has decided
             continue
-        filled = _filled(named, node.meta["val"])
-        if filled is not None:
-            filled_ops.append((node, filled))
-            continue
-        values[node] = (len(ops), 0)
-        ops.append(Op(named.name, named.kind, (), (), (_tensor(node.meta["val"]),), named.kind))
-    for node, op in filled_ops:  # after the placeholders
-        values[node] = (len(ops), 0)
-        ops.append(op)
+        if (full := _filled(named, node.meta["val"])) is not None:
+            filled.append((node, full))
+        else:
+            values[node] = (len(ops), 0)
+            ops.append(Op(named.name, named.kind, (), (), (_tensor(node.meta["val"]),), named.kind))
+    values |= {node: (len(ops) + n, 0) for n, (node, _) in enumerate(filled)}
+    ops += [full for _, full in filled]  # after the placeholders
     values |= {node: values[first[named.name]] for node, named in constants if first[named.name] in values}
     tuples: dict[fx.Node, int] = {}
     for node in nodes:
@@ -153,7 +150,7 @@ def _with_order(node: fx.Node, literals: tuple) -> tuple:
     """The literals of a random op with the order in which it draws, where that isn't row-major."""
     drawn = node.args[0].meta["val"] if str(node.target) == "aten.bernoulli.p" else node.meta["val"]  # what bernoulli_ writes into
     first = next(x for x in pytree.tree_leaves(drawn) if isinstance(x, torch.Tensor))
-    order = memory_order(first) if str(node.target) in PER_ELEMENT else ()
+    order = _memory_order(first) if str(node.target) in PER_ELEMENT else ()
     return (literals[0], tuple(sorted((*literals[1], (ORDER, order))))) if order else literals
 
 
@@ -176,6 +173,20 @@ def _with_float_statistics(op: Op, earlier: list[Op]) -> Op:
         if (tensor := base.outputs[k]) is not None and tensor.dtype == "float32" and op.target != "aten.view.dtype":
             return replace(op, outputs=tuple(t and replace(t, dtype="float32") for t in op.outputs))
     return op
+
+
+def draws(function: OpOverload) -> bool:
+    """Whether an operator draws random numbers: by torch's tag, which its kernels of attention have as well, for a dropout that
+    `autoshard::dropout_attention` does."""
+    return torch.Tag.nondeterministic_seeded in function.tags and not (function.namespace == "aten" and "attention" in function.name())
+
+
+def _memory_order(drawn: torch.Tensor) -> tuple[int, ...]:
+    """The dims from the slowest to the fastest, in which torch fills a tensor that is drawn; () for a row-major one."""
+    if drawn.is_contiguous():
+        return ()
+    order = tuple(sorted(range(drawn.dim()), key=lambda d: (-drawn.stride(d), d)))
+    return () if order == tuple(range(drawn.dim())) else order
 
 
 def _constant(item: Any, node: fx.Node | None) -> Any:

@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoshard.capture.explain import explained
-from autoshard.capture.inputs import arguments, to_fake
+from autoshard.capture.inputs import arguments, static_mode, to_fake
 from autoshard.graph import repetitions
 from autoshard.precision import Precision
-from autoshard.torch_private import FakeTensorMode, TorchDispatchMode, pytree
+from autoshard.torch_private import TorchDispatchMode, pytree
 
 Program = list[str]
 
@@ -55,7 +54,7 @@ def _text(item: Any) -> str:
 
 def eager_program(module: nn.Module, example_inputs: Any, *, training: bool, precision: Precision | None = None) -> Program:
     """The operators that one call of the module runs, in order; in training also those that compute its parameters' gradients."""
-    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    mode = static_mode()
     fake, args, kwargs = to_fake(mode, module, *arguments(example_inputs), precision)
     log = _Log()
     with explained(module), mode, torch.set_grad_enabled(training):
@@ -100,9 +99,7 @@ def grown(short: Program, longer: Program, deep: Program, times: Collection[int]
         period, lengths = pieces[0][0], [piece[2] for piece in pieces]
         one, total = lengths[1] - lengths[0], lengths[2] - lengths[0]
         if (one, total) != (0, 0) and not (period and one == period and total in {t * period for t in times}):
-            return (
-                f"run eagerly, {lengths[0]} repeating operators become {lengths[1]} one period deeper, but {lengths[2]} in {of}"
-            )
+            return f"run eagerly, {lengths[0]} repeating operators become {lengths[1]} one period deeper, but {lengths[2]} in {of}"
         where += lengths[2]
     return ""
 

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from autoshard.cli.arguments import model_file
+from autoshard.cli.model_source import config_folder
 
 
 def load_model(written: str, settings: Mapping[str, Any], *, training: bool = False) -> tuple[Any, Any]:
@@ -21,12 +22,22 @@ def load_model(written: str, settings: Mapping[str, Any], *, training: bool = Fa
     training: a Hugging Face model then gets labels and returns its loss; a function has its own --set for that.
     """
     if written.startswith("hf:"):
-        from autoshard.cli.huggingface import load_huggingface  # here: torch takes seconds to import
-
-        return load_huggingface(written.removeprefix("hf:"), settings, training=training)
+        return _huggingface(written.removeprefix("hf:"), settings, training)
     written, _, program = written.partition("#")
     returned = _returned(written, settings)
     return _checked(_program(returned, program, written) if program else returned, written)
+
+
+def _huggingface(written: str, settings: Mapping[str, Any], training: bool) -> tuple[Any, Any]:
+    """The model of a Hugging Face config, in a folder or in the hub's cache on this machine."""
+    from autoshard.capture import load_huggingface  # here: torch takes seconds to import
+
+    caches: dict[str, Any] = {}
+    if "cache" in settings:
+        from autoshard.serving import empty_cache  # here: as above
+
+        caches = {"empty_cache": empty_cache}
+    return load_huggingface(config_folder(written), settings, training=training, name=written, **caches)
 
 
 def check_sizes(module: Any, example_inputs: Any, solution: Any, path: str) -> None:

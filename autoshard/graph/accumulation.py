@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoshard.graph.records import Const, Graph, Op, Ref, Tensor, Value
+from autoshard.graph.rewriting import Rewriting
 
 KEPT, ACCUMULATED = "kept", "accumulated"  # kinds of ops, and the ends of their names
 _LITERALS: tuple = ((Ref(0),), ())
@@ -22,43 +23,30 @@ def with_microbatches(graph: Graph, dtype: str | None = None) -> Graph:
 
     dtype: of the sums, such as "float32"; by default that of the gradient.
     """
-    ops: list[Op] = []
-    places = list(range(len(graph.ops)))  # of each op in the new graph
-    kept: dict[int, int] = {}
-    sums: dict[int, list[str]] = {}  # op -> the parameters whose gradients it computes
+    new = Rewriting(graph)
     trained = {r.name: r.value for r in graph.results if r.kind == "gradient" and r.value is not None and r.name in graph.parameters}
+    computed_by: dict[int, list[str]] = {}  # op -> the parameters whose gradients it computes
     for name, value in trained.items():
-        sums.setdefault(value[0], []).append(name)
+        computed_by.setdefault(value[0], []).append(name)
     first = next((i for i, op in enumerate(graph.ops) if not op.is_placeholder), len(graph.ops))
-    new_values: dict[str, Value] = {}
-
-    def moved(value: Value) -> Value:
-        return (kept[value[0]], 0) if value[0] in kept else (places[value[0]], value[1])
-
-    for i, op in enumerate(graph.ops):
+    sums: dict[str, Value] = {}
+    for i in range(len(graph.ops)):
         if i == first:
-            kept = _keep(graph, ops)
-        places[i] = len(ops)
-        ops.append(replace(op, inputs=tuple(map(moved, op.inputs))))
-        for name in sums.get(i, ()):
-            new_values[name] = (len(ops), 0)
-            ops.append(_sum(name, (places[i], trained[name][1]), graph.tensor(trained[name]), dtype))
-    results = [
-        r if r.value is None else replace(r, value=new_values[r.name] if r.name in new_values and r.kind == "gradient" else moved(r.value))
-        for r in graph.results
-    ]
-    return Graph(tuple(ops), tuple(results), graph.tied)
+            _keep_parameters(new)
+        new.keep(i)
+        for name in computed_by.get(i, ()):
+            sums[name] = new.add(_sum(name, new.read(trained[name]), graph.tensor(trained[name]), dtype))
+    return new.graph({r: sums[r.name] for r in graph.results if r.kind == "gradient" and r.name in sums})
 
 
-def _keep(graph: Graph, ops: list[Op]) -> dict[int, int]:
-    """Adds the kept copies to `ops`, which hold the placeholders; returns the place of each parameter's."""
-    kept = {}
+def _keep_parameters(new: Rewriting) -> None:
+    """Adds the kept copies behind the placeholders; later ops read them."""
+    graph = new.source
     for name, i in graph.parameters.items():
         if (i, 0) in graph.users:
-            kept[i] = len(ops)
-            module = name.rpartition(".")[0]
-            ops.append(Op(f"{name}.{KEPT}", "aten.alias.default", ((i, 0),), _LITERALS, (graph.tensor((i, 0)),), KEPT, module, alias=0))
-    return kept
+            module, tensor = name.rpartition(".")[0], graph.tensor((i, 0))
+            kept = Op(f"{name}.{KEPT}", "aten.alias.default", (new.read((i, 0)),), _LITERALS, (tensor,), KEPT, module, alias=0)
+            new.values[i, 0] = new.add(kept)
 
 
 def _sum(name: str, gradient: Value, tensor: Tensor, dtype: str | None) -> Op:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -33,11 +33,20 @@ class Repetition:
     start: int
     stop: int
     period: int
+    sign: int = 1  # +1 if it goes through the layers of the model upwards, -1 if downwards
 
     @property
     def matches(self) -> int:
         """How many items equal the item one period later."""
         return self.stop - self.start - self.period
+
+    def coordinate(self, i: int) -> int:
+        """b of item i: its distance from the bottom of the model."""
+        return i - self.start if self.sign > 0 else self.stop - 1 - i
+
+    def item_at(self, b: int) -> int:
+        """The inverse of `coordinate`."""
+        return self.start + b if self.sign > 0 else self.stop - 1 - b
 
 
 class Place(NamedTuple):
@@ -74,22 +83,21 @@ def repeated_blocks(graph: Graph) -> Blocks:
 def _repeated_blocks(graph: Graph) -> Blocks:
     repeats = repetitions(symbols(graph))
     inputs = [op.inputs for op in graph.ops]
-    linked = links(repeats, inputs, homes(repeats, len(graph.ops)))
+    linked = links(repeats, inputs, repetition_of(repeats, len(graph.ops)))
     places: list[Place | None] = [None] * len(graph.ops)
     block = 0
     seen: set[int] = set()
     for first in range(len(repeats)):  # parameters come first, so that the instances are those of their layers
         if first in seen:
             continue
-        signs = orientations(first, linked)
-        seen.update(signs)
+        group = oriented(first, repeats, linked)
+        seen.update(group)
         offset = 0  # of the positions of this repetition among those of its block
         count = -(-(repeats[first].stop - repeats[first].start) // repeats[first].period)
-        shifts = _shifts(first, repeats, signs, linked)
-        for r in sorted(signs):
-            repetition = repeats[r]
+        shifts = _shifts(first, group, linked)
+        for r, repetition in sorted(group.items()):
             for i in range(repetition.start, repetition.stop):
-                instance, position = divmod(coordinate(repetition, signs[r], i) + shifts[r], repetition.period)
+                instance, position = divmod(repetition.coordinate(i) + shifts[r], repetition.period)
                 if 0 <= instance < count:
                     places[i] = Place(block, instance, offset + position)
             offset += repetition.period
@@ -97,23 +105,22 @@ def _repeated_blocks(graph: Graph) -> Blocks:
     return Blocks(tuple(places))
 
 
-def _shifts(first: int, repeats: Sequence[Repetition], signs: dict[int, int], linked: BlockLinks) -> dict[int, int]:
+def _shifts(first: int, group: dict[int, Repetition], linked: BlockLinks) -> dict[int, int]:
     """The d_r for which item b of repetition r belongs to instance (b + d_r) // P_r: that of most of its inputs or readers.
 
     A read between an item b of a known instance v and an item b' of s belongs to that instance if v P_s <= b' + d_s < (v + 1) P_s,
     an interval of d_s. d_s is the least point at which most of these intervals overlap.
     """
     shifts = {first: 0}
-    while len(shifts) < len(signs):
+    while len(shifts) < len(group):
         for (r, s), link in linked.items():
-            if r not in signs or (r in shifts) == (s in shifts):
+            if r not in group or (r in shifts) == (s in shifts):
                 continue
-            pairs = [(coordinate(repeats[r], signs[r], i), coordinate(repeats[s], signs[s], a)) for i, a in link.reads]
             known, unknown = (r, s) if r in shifts else (s, r)
-            P = repeats[unknown].period
+            P = group[unknown].period
             opened: Counter[int] = Counter()
-            for b, there in pairs if r in shifts else [pair[::-1] for pair in pairs]:
-                low = (b + shifts[known]) // repeats[known].period * P - there
+            for i, a in link.reads if r in shifts else [read[::-1] for read in link.reads]:
+                low = (group[known].coordinate(i) + shifts[known]) // group[known].period * P - group[unknown].coordinate(a)
                 opened[low] += 1
                 opened[low + P] -= 1
             shifts[unknown] = _most_open(opened)
@@ -220,23 +227,26 @@ class BlockLink:
 BlockLinks = dict[tuple[int, int], BlockLink]
 
 
-def homes(repeats: Sequence[Repetition], count: int) -> list[int]:
+def repetition_of(repeats: Sequence[Repetition], count: int) -> list[int]:
     """For each of `count` items the number of its repetition, or -1."""
-    home = [-1] * count
+    numbers = [-1] * count
     for r, repetition in enumerate(repeats):
-        home[repetition.start : repetition.stop] = [r] * (repetition.stop - repetition.start)
-    return home
+        numbers[repetition.start : repetition.stop] = [r] * (repetition.stop - repetition.start)
+    return numbers
 
 
-def links(repeats: Sequence[Repetition], inputs: Sequence[Sequence[tuple[int, int]]], home: Sequence[int]) -> BlockLinks:
-    """The links by (r, s), r the repetition that reads s; where reads disagree about the direction, that of the majority."""
+def links(repeats: Sequence[Repetition], inputs: Sequence[Sequence[tuple[int, int]]], numbers: Sequence[int]) -> BlockLinks:
+    """The links by (r, s), r the repetition that reads s; where reads disagree about the direction, that of the majority.
+
+    numbers: of each item, that of its repetition.
+    """
     votes: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     for r, repetition in enumerate(repeats):
         P = repetition.period
         for i in range(repetition.start, repetition.stop - P):
             for (a, _), (later, _) in zip(inputs[i], inputs[i + P]):
-                s = home[a]
-                if s >= 0 and s != r and home[later] == s and abs(later - a) == repeats[s].period:
+                s = numbers[a]
+                if s >= 0 and s != r and numbers[later] == s and abs(later - a) == repeats[s].period:
                     votes.setdefault((r, s, 1 if later > a else -1), []).append((i, a))
     linked: BlockLinks = {}
     for (r, s, sign), reads in sorted(votes.items(), reverse=True):
@@ -245,8 +255,8 @@ def links(repeats: Sequence[Repetition], inputs: Sequence[Sequence[tuple[int, in
     return linked
 
 
-def orientations(first: int, linked: BlockLinks) -> dict[int, int]:
-    """For each repetition linked to `first`, directly or not, +1 if it goes through the layers in the same order as `first`, else -1."""
+def oriented(first: int, repeats: Sequence[Repetition], linked: BlockLinks) -> dict[int, Repetition]:
+    """The repetitions linked to `first`, directly or not, by number; sign +1 if they go through the layers in the same order as it."""
     signs = {first: 1}
     grown = True
     while grown:
@@ -255,9 +265,4 @@ def orientations(first: int, linked: BlockLinks) -> dict[int, int]:
             if (r in signs) != (s in signs):
                 signs[r if s in signs else s] = signs[s if s in signs else r] * link.sign
                 grown = True
-    return signs
-
-
-def coordinate(repetition: Repetition, sign: int, i: int) -> int:
-    """b of item i: its distance from the bottom of the model."""
-    return i - repetition.start if sign > 0 else repetition.stop - 1 - i
+    return {r: replace(repeats[r], sign=sign) for r, sign in signs.items()}

@@ -16,26 +16,29 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autoshard.graph.records import Const, Graph, Op, Ref, Result, Tensor, Value
+from autoshard.graph.rewriting import Rewriting
 from autoshard.precision import FLOATS, Precision
 
 CAST = "aten._to_copy.default"
 CAST_THEN_REDUCE, REDUCE_THEN_CAST = "cast_then_reduce", "reduce_then_cast"
 
 
-def mixed(graph: Graph, precision: Precision | None, stored: Mapping[str, str]) -> tuple[Graph, tuple[int, ...]]:
-    """The graph with the casts of the policy, and the new index of each op.
+def mixed(graph: Graph, precision: Precision, stored: Mapping[str, str]) -> tuple[Graph, dict[Value, Value]]:
+    """The graph with the casts of the policy, and its value for each of the given graph.
 
     graph: captured in the dtypes in which it computes. stored: the dtypes of parameters and inputs as the module and the caller hold
     them, by name.
     """
-    return (graph, tuple(range(len(graph.ops)))) if precision is None else _Mixing(graph, precision, stored).mixed()
+    mixing = _Mixing(graph, precision, stored)
+    return mixing.mixed(), mixing.values
 
 
-class _Mixing:
+class _Mixing(Rewriting):
     """One walk over the graph, which inserts the casts."""
 
     def __init__(self, graph: Graph, precision: Precision, stored: Mapping[str, str]):
-        self.graph, self.precision = graph, precision
+        super().__init__(graph)
+        self.precision = precision
         self.stored = {
             i: stored[op.name] for i, op in enumerate(graph.ops) if op.kind in ("parameter", "input") and _differs(op, stored.get(op.name))
         }
@@ -49,32 +52,30 @@ class _Mixing:
         for result in graph.results:
             if result.kind == "gradient" and result.value is not None and result.name in graph.index:
                 self.gradients[result.value] = self._stored_dtype(graph.index[result.name])
-        self.ops: list[Op] = []
-        self.place: list[int] = []  # old index: new index
-        self.instead: dict[tuple[Value, bool], Value] = {}  # (old value, whether its reader is of the backward pass): new value
+        self.casts: dict[tuple[Value, bool], Value] = {}  # (old value, whether its reader is of the backward pass): new value
         self.ends: dict[Value, Value] = {}  # old value: the new value that the program returns in its place
 
-    def mixed(self) -> tuple[Graph, tuple[int, ...]]:
+    def mixed(self) -> Graph:
         waiting: list[Value] = []  # values of placeholders, which come first
-        for i, op in enumerate(self.graph.ops):
+        for i, op in enumerate(self.source.ops):
             if not op.is_placeholder:
                 while waiting:
                     self._finish(waiting.pop(0))
-            inputs = tuple(self._read(value, op) for value in op.inputs)
-            self.place.append(len(self.ops))
-            self.ops.append(replace(op, inputs=inputs, outputs=self._outputs(i, op)))
+            self.keep(i, inputs=tuple(self._read(value, op) for value in op.inputs), outputs=self._outputs(i, op))
             for k in range(len(op.outputs)):
                 waiting.append((i, k)) if op.is_placeholder else self._finish((i, k))
         for value in waiting:
             self._finish(value)
-        results = tuple(replace(r, value=self._result(r)) for r in self.graph.results)
-        return replace(self.graph, ops=tuple(self.ops), results=results), tuple(self.place)
+        return self.graph({r: self.ends[r.value] for r in self.source.results if r.value in self.ends and self._is_end(r)})
+
+    def _is_end(self, result: Result) -> bool:
+        return result.kind == "output" or result.value in self.gradients and result.kind == "gradient"
 
     def _stored_dtype(self, i: int) -> str:
-        return self.stored.get(i, self.graph.tensor((i, 0)).dtype)
+        return self.stored.get(i, self.source.tensor((i, 0)).dtype)
 
     def _is_cast_output(self, value: Value) -> bool:
-        dtype = self.graph.tensor(value).dtype
+        dtype = self.source.tensor(value).dtype
         return self.precision.output_dtype is not None and dtype in FLOATS and dtype != self.precision.output_dtype
 
     def _outputs(self, i: int, op: Op) -> tuple[Tensor | None, ...]:
@@ -87,31 +88,30 @@ class _Mixing:
     def _read(self, value: Value, reader: Op) -> Value:
         """The value as this op reads it; the first reader of a pass gets a cast in front of it where the value is stored otherwise."""
         i, k = value
-        op, again = self.graph.ops[i], reader.backward and i in self.views
+        op, again = self.source.ops[i], reader.backward and i in self.views
         if not again and (i not in self.stored and op.name not in self.out_of_tangent):
-            return (self.place[i], k)
-        if (value, again) not in self.instead:
+            return self.read(value)
+        if (value, again) not in self.casts:
             if op.is_placeholder:
-                computed = self.graph.tensor(value).dtype
+                computed = self.source.tensor(value).dtype
                 name = f"{op.name}_{computed}{'_backward' if again else ''}"
-                self.instead[value, again] = self._cast(name, (self.place[i], k), computed, "compute", reader.module, reader.backward)
+                self.casts[value, again] = self._cast(name, self.read(value), computed, "compute", reader.module, reader.backward)
             else:
                 inputs = tuple(self._read(base, reader) for base in op.inputs)
-                self.ops.append(replace(op, name=f"{op.name}_backward", inputs=inputs, backward=True))
-                self.instead[value, again] = (len(self.ops) - 1, k)
-        return self.instead[value, again]
+                at, _ = self.add(replace(op, name=f"{op.name}_backward", inputs=inputs, backward=True))
+                self.casts[value, again] = (at, k)
+        return self.casts[value, again]
 
     def _finish(self, value: Value) -> None:
         """Adds the casts of a gradient or an output behind the op that computes it."""
         i, k = value
-        op, at = self.graph.ops[i], (self.place[i], k)
+        op, at = self.source.ops[i], self.read(value)
         if value in self.returned and self._is_cast_output(value):
-            assert self.precision.output_dtype is not None
-            self.ends[value] = self._cast(
-                f"output_{self.returned[value]}_{self.precision.output_dtype}", at, self.precision.output_dtype, "compute", op.module, False
-            )
+            wanted = self.precision.output_dtype
+            assert wanted is not None
+            self.ends[value] = self._cast(f"output_{self.returned[value]}_{wanted}", at, wanted, "compute", op.module, False)
         if value in self.gradients:
-            computed, stored = self.graph.tensor(value).dtype, self.gradients[value]
+            computed, stored = self.source.tensor(value).dtype, self.gradients[value]
             reduced = self.precision.reduce_dtype or computed
             name = f"{op.name}_gradient" if len(op.outputs) == 1 else f"{op.name}_gradient_{k}"
             for dtype, before, kind in ((reduced, computed, CAST_THEN_REDUCE), (stored, reduced, REDUCE_THEN_CAST)):
@@ -122,18 +122,10 @@ class _Mixing:
     def _cast(self, name: str, source: Value, dtype: str, kind: str, module: str, backward: bool) -> Value:
         tensor = self.ops[source[0]].outputs[source[1]]
         assert tensor is not None
-        while name in self.graph.index:
+        while name in self.source.index:
             name += "_cast"
         literals = ((Ref(0),), (("dtype", Const("dtype", dtype)),))
-        self.ops.append(Op(name, CAST, (source,), literals, (replace(tensor, dtype=dtype),), kind, module, None, backward))
-        return (len(self.ops) - 1, 0)
-
-    def _result(self, result: Result) -> Value | None:
-        if result.value is None:
-            return None
-        i, k = result.value
-        is_end = result.kind == "output" or result.value in self.gradients and result.kind == "gradient"
-        return self.ends.get(result.value, (self.place[i], k)) if is_end else (self.place[i], k)
+        return self.add(Op(name, CAST, (source,), literals, (replace(tensor, dtype=dtype),), kind, module, None, backward))
 
 
 def _differs(op: Op, dtype: str | None) -> bool:
@@ -147,12 +139,11 @@ ADDITIONS = ("aten.add.Tensor", "aten.clone.default", CAST)
 def pending(graph: Graph) -> frozenset[Value]:
     """The values whose partial sums have to stay pending: those on the way to a cast of kind "cast_then_reduce", through views and
     additions, that nothing else reads."""
-    returned = {result.value for result in graph.results}
     waiting = [op.inputs[0] for op in graph.ops if op.kind == CAST_THEN_REDUCE]
     values: set[Value] = set()
     while waiting:
         value = waiting.pop()
-        if value in values or value in returned or len(graph.users[value]) > 1 or graph.ops[value[0]].is_placeholder:
+        if value in values or value in graph.returned or len(graph.users[value]) > 1 or graph.ops[value[0]].is_placeholder:
             continue
         values.add(value)
         op = graph.ops[value[0]]
@@ -175,11 +166,10 @@ def with_shared_casts(graph: Graph) -> Graph:
                 same[i] = j
     if not same:
         return graph
-    ops: list[Op] = []
-    place: dict[int, int] = {}
+    new = Rewriting(graph)
     for i, op in enumerate(graph.ops):
-        if i not in same:
-            place[i] = len(ops)
-            ops.append(replace(op, inputs=tuple((place[same.get(a, a)], k) for a, k in op.inputs)))
-    results = tuple(r if r.value is None else replace(r, value=(place[r.value[0]], r.value[1])) for r in graph.results)
-    return replace(graph, ops=tuple(ops), results=results)
+        if i in same:
+            new.values |= {(i, k): new.read((same[i], k)) for k in range(len(op.outputs))}
+        else:
+            new.keep(i)
+    return new.graph()

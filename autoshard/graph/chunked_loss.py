@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autoshard.graph.records import Graph, Op, Ref, Tensor, Value
+from autoshard.graph.rewriting import Rewriting
 
 FORWARD, BACKWARD = "autoshard.chunked_loss.default", "autoshard.chunked_loss_backward.default"
 ROWS = 4096  # tokens of a chunk: as many FLOPs per byte of the weight's gradient, which every chunk reads and writes, as a device has
@@ -54,20 +55,20 @@ def losses_of(graph: Graph) -> list[Loss]:
 
 def _loss(graph: Graph, softmax: int) -> Loss | None:
     """The loss around a softmax; None where it is another."""
-    returned = {result.value for result in graph.results}
-    logits, before = _back_to_matmul(graph, graph.ops[softmax].inputs[0], returned)
-    nll, nll_backward, gradient, between = _around(graph, softmax, returned)
-    if logits is None or nll is None or nll_backward is None or gradient is None:
+    before = _back_to_matmul(graph, graph.ops[softmax].inputs[0])
+    around = _around(graph, softmax)
+    if not before or around is None:
         return None
+    logits, (nll, nll_backward, gradient, between) = before[-1], around
     x, w = graph.ops[logits].inputs
-    last, after = _forward_chain(graph, (gradient, 0), returned)
-    gradients = _gradients(graph, last, x, w, returned)
-    shapes = {graph.tensor((i, 0)).shape for i in (logits, softmax, gradient, last[0])}
+    after = _views_and_casts(graph, gradient)
+    gradients = _gradients(graph, (after[-1], 0), x, w)
+    shapes = {graph.tensor((i, 0)).shape for i in (logits, softmax, gradient, after[-1])}
     if gradients is None or len(shapes) > 1 or graph.tensor((softmax, 0)).dtype not in WIDE or not _is_plain(graph, nll):
         return None
     op = graph.ops[nll]
     grad_x, grad_w, transposes = gradients
-    replaced = frozenset((*before, softmax, *between, nll, nll_backward, gradient, *after, grad_x, grad_w, *transposes))
+    replaced = frozenset((*before, softmax, *between, nll, nll_backward, *after, grad_x, grad_w, *transposes))
     reduction, ignored = op.literals[0][3:5]
     tangent = graph.ops[nll_backward].inputs[0]
     return Loss(x, w, op.inputs[1], tangent, softmax, nll, nll_backward, grad_x, grad_w, replaced, (ignored, reduction))
@@ -79,92 +80,82 @@ def _is_plain(graph: Graph, nll: int) -> bool:
     return len(graph.ops[nll].inputs) == 2 and len(args) == 5 and args[2] is None and args[3] in (1, 2)
 
 
-def _only_user(graph: Graph, value: Value, returned: set[Value | None]) -> int | None:
-    users = graph.users.get(value, ())
-    return users[0][0] if len(users) == 1 and value not in returned else None
-
-
-def _back_to_matmul(graph: Graph, value: Value, returned: set[Value | None]) -> tuple[int | None, list[int]]:
-    """The matmul of which a value is a view or a cast, and the ops from there; None where others read what is between."""
+def _back_to_matmul(graph: Graph, value: Value) -> list[int]:
+    """The ops from a value, views and casts, back to the matmul that it is of; empty where others read what is between."""
     ops: list[int] = []
-    while _only_user(graph, value, returned) is not None:
+    while graph.only_user(value) is not None:
         op = graph.ops[value[0]]
         ops.append(value[0])
         if op.target == MATMUL:
-            return value[0], ops
+            return ops
         if op.target not in (*VIEWS, CAST):
             break
         value = op.inputs[0]
-    return None, []
+    return []
 
 
-def _around(graph: Graph, softmax: int, returned: set[Value | None]) -> tuple[int | None, int | None, int | None, list[int]]:
-    """The nll_loss of a softmax, its backward, the softmax's backward, and the views between; None for what isn't as expected."""
+def _around(graph: Graph, softmax: int) -> tuple[int, int, int, list[int]] | None:
+    """The nll_loss of a softmax, its backward, the softmax's backward, and the views between; None where something isn't as expected."""
     ends: dict[str, int] = {}
     views: list[int] = []
     waiting: list[Value] = [(softmax, 0)]
     while waiting:
         value = waiting.pop()
-        if value in returned:
-            return None, None, None, []
+        if value in graph.returned:
+            return None
         for i, _ in graph.users.get(value, ()):
             op = graph.ops[i]
             if op.target in VIEWS:
                 views.append(i)
                 waiting.append((i, 0))
             elif op.target in ends:
-                return None, None, None, []
+                return None
             else:
                 ends[op.target] = i
     names = ("aten.nll_loss_forward.default", "aten.nll_loss_backward.default", "aten._log_softmax_backward_data.default")
     if set(ends) != set(names):
-        return None, None, None, []
+        return None
     nll, nll_backward, gradient = (ends[name] for name in names)
-    alone = _only_user(graph, (nll_backward, 0), returned) == gradient and _only_user(graph, (nll, 1), returned) == nll_backward
-    return (nll, nll_backward, gradient, views) if alone else (None, None, None, [])
+    alone = graph.only_user((nll_backward, 0)) == gradient and graph.only_user((nll, 1)) == nll_backward
+    return (nll, nll_backward, gradient, views) if alone else None
 
 
-def _forward_chain(graph: Graph, value: Value, returned: set[Value | None]) -> tuple[Value, list[int]]:
-    """The last view or cast of a value that has one reader each, and the ops on the way."""
-    ops: list[int] = []
-    while (user := _only_user(graph, value, returned)) is not None and graph.ops[user].target in (*VIEWS, CAST):
+def _views_and_casts(graph: Graph, i: int) -> list[int]:
+    """An op, and the views and casts of its value that follow, as long as they have one reader each."""
+    ops = [i]
+    while (user := graph.only_user((ops[-1], 0))) is not None and graph.ops[user].target in (*VIEWS, CAST):
         ops.append(user)
-        value = (user, 0)
-    return value, ops
+    return ops
 
 
-def _gradients(graph: Graph, g: Value, x: Value, w: Value, returned: set[Value | None]) -> tuple[int, int, list[int]] | None:
+def _gradients(graph: Graph, g: Value, x: Value, w: Value) -> tuple[int, int, list[int]] | None:
     """The matmuls of the gradients of x and of w', and the transposes that only they read."""
     users = [i for i, _ in graph.users.get(g, ())]
     transposes = [i for i in users if graph.ops[i].target == TRANSPOSE]
     products = [i for i in users if graph.ops[i].target == MATMUL and graph.ops[i].inputs[0] == g]
-    if g in returned or len(users) != 2 or len(transposes) != 1 or len(products) != 1:
+    if g in graph.returned or len(users) != 2 or len(transposes) != 1 or len(products) != 1:
         return None
-    of_w = _only_user(graph, (transposes[0], 0), returned)
+    of_w = graph.only_user((transposes[0], 0))
     turned = graph.ops[products[0]].inputs[1]
     if of_w is None or graph.ops[of_w].inputs != ((transposes[0], 0), x) or graph.ops[of_w].target != MATMUL:
         return None
     if graph.ops[turned[0]].target != TRANSPOSE or graph.ops[turned[0]].inputs != (w,):
         return None
-    return products[0], of_w, [*transposes, *([turned[0]] if _only_user(graph, turned, returned) is not None else [])]
+    return products[0], of_w, [*transposes, *([turned[0]] if graph.only_user(turned) is not None else [])]
 
 
 def _rewritten(graph: Graph, losses: list[Loss], rows: int) -> Graph:
     starts = {loss.forward: loss for loss in losses} | {loss.backward: loss for loss in losses}
     left_out = frozenset().union(*(loss.replaced for loss in losses))
-    places: dict[Value, Value] = {}
-    ops: list[Op] = []
-    for i, op in enumerate(graph.ops):
+    new = Rewriting(graph)
+    for i in range(len(graph.ops)):
         if i in starts:
-            new, values = _new_op(graph, starts[i], rows, backward=i == starts[i].backward)
-            for k, value in enumerate(values):
-                places[value] = (len(ops), k)
-            ops.append(replace(new, inputs=tuple(places[value] for value in new.inputs)))
+            op, values = _new_op(graph, starts[i], rows, backward=i == starts[i].backward)
+            at, _ = new.add(replace(op, inputs=tuple(map(new.read, op.inputs))))
+            new.values |= {value: (at, k) for k, value in enumerate(values)}
         elif i not in left_out:
-            places |= {(i, k): (len(ops), k) for k in range(len(op.outputs))}
-            ops.append(replace(op, inputs=tuple(places[value] for value in op.inputs)))
-    results = tuple(r if r.value is None else replace(r, value=places[r.value]) for r in graph.results)
-    return Graph(tuple(ops), results, graph.tied)
+            new.keep(i)
+    return new.graph()
 
 
 def _new_op(graph: Graph, loss: Loss, rows: int, *, backward: bool) -> tuple[Op, tuple[Value, ...]]:

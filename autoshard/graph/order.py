@@ -6,10 +6,28 @@ With n parts, a sequence is 2 n chunks. Part r holds chunk r and chunk 2 n - 1 -
 
 A query of position t attends to t + 1 keys, so the chunks r and 2 n - 1 - r together have the same number of scores for every r.
 `head_tail` = 0 is the natural order.
+
+A graph whose sequence is in this order inside computes what it computed before (`in_order`); inputs and results stay in the natural one:
+
+    to        a value that an op computes in the natural order and others read in head-tail order: one op reorders it
+    back      the reverse, for ops that need the natural order and for results
+    natural   the ops that read the natural order. All others read values as they are computed, or reordered
+
+Causal attention that isn't among the natural ops gets the number of parts as an argument, from which it knows the positions of its tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard.graph.records import Graph, Op, Ref, Value
+from autoshard.graph.rewriting import Rewriting
+
+ATTENTION = ("autoshard.attention.default", "autoshard.attention_backward.default")
+REORDER = "autoshard.reorder.default"
+Slot = tuple[str, int, int]  # name of an op, output, dim
 Runs = tuple[tuple[int, int], ...]  # (first position, how many) of tokens that are stored one after the other
 
 
@@ -42,3 +60,79 @@ def joined(runs: list[tuple[int, int]]) -> Runs:
         elif count:
             out.append((first, count))
     return tuple(out)
+
+
+# -- graphs -----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SequenceOrder:
+    """What differs in a graph whose sequence is in head-tail order."""
+
+    head_tail: int  # parts
+    to: tuple[Slot, ...]
+    back: tuple[Slot, ...]
+    natural: tuple[str, ...]  # names of ops
+
+    def to_dict(self) -> dict[str, Any]:
+        to, back = (list(map(list, slots)) for slots in (self.to, self.back))
+        return {"head_tail": self.head_tail, "to": to, "back": back, "natural": list(self.natural)}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> SequenceOrder:
+        """ValueError where the data is no order."""
+        try:
+            to, back = (tuple((str(name), int(k), int(dim)) for name, k, dim in data[key]) for key in ("to", "back"))
+            return SequenceOrder(int(data["head_tail"]), to, back, tuple(map(str, data["natural"])))
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"its sequence_order is {str(data)[:60]!r}; expected head_tail, to, back and natural") from None
+
+
+def in_order(graph: Graph, order: SequenceOrder | None) -> Graph:
+    """The graph in this order. ValueError where the order names an op that the graph doesn't have."""
+    return graph if order is None else _Ordering(graph, order).ordered()
+
+
+class _Ordering(Rewriting):
+    """`read(..., late=True)` is what the natural ops read."""
+
+    def __init__(self, graph: Graph, order: SequenceOrder):
+        super().__init__(graph)
+        unknown = [name for name in (*(slot[0] for slot in (*order.to, *order.back)), *order.natural) if name not in graph.index]
+        if unknown:
+            raise ValueError(f"the plan's order of the sequence names {unknown[0]!r}, which the model doesn't have; plan again")
+        self.head_tail, self.natural = order.head_tail, frozenset(order.natural)
+        self.dims: dict[Value, tuple[int, bool]] = {}
+        for slots, back in ((order.to, False), (order.back, True)):
+            self.dims |= {(graph.index[name], k): (dim, back) for name, k, dim in slots}
+
+    def ordered(self) -> Graph:
+        first = next((i for i, op in enumerate(self.source.ops) if not op.is_placeholder), len(self.source.ops))
+        for i, op in enumerate(self.source.ops):
+            for j in range(first) if i == first else ():  # behind all placeholders
+                self._reorder(j)
+            natural = op.name in self.natural
+            self.keep(i, late=natural, literals=op.literals if natural else self._literals(op))
+            if i >= first:
+                self._reorder(i)
+        return self.graph(late=True)
+
+    def _literals(self, op: Op) -> tuple:
+        """Attention in head-tail order is told the number of parts."""
+        if op.target not in ATTENTION:
+            return op.literals
+        args, kwargs = op.literals
+        return (args, tuple(sorted((*kwargs, ("head_tail", self.head_tail)))))
+
+    def _reorder(self, i: int) -> None:
+        """Adds the ops that reorder outputs of op i."""
+        op = self.source.ops[i]
+        for k, tensor in enumerate(op.outputs):
+            if (i, k) in self.dims and tensor is not None:
+                dim, back = self.dims[i, k]
+                name = f"{op.name}.{'natural' if back else 'head_tail'}{k or ''}"
+                literals = ((Ref(0), dim, self.head_tail, back), ())
+                late = op.backward or op.kind == "tangent"
+                computed = self.read((i, k))
+                reordered = self.add(Op(name, REORDER, (computed,), literals, (tensor,), module=op.module, backward=late))
+                self.values[i, k], self.late[i, k] = (computed, reordered) if back else (reordered, computed)

@@ -16,9 +16,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
+from autoshard.graph.blocks import repeated_blocks
 from autoshard.graph.casts import with_shared_casts
 from autoshard.graph.random import is_random
-from autoshard.graph.records import Graph, Op, Value
+from autoshard.graph.records import Graph, Value
+from autoshard.graph.rewriting import Rewriting
 
 SUFFIX = "_recomputed"
 
@@ -37,6 +39,22 @@ def recompute(graph: Graph, blocks: Sequence[Collection[int]]) -> Graph:
     return with_shared_casts(_with_copies(graph, before))
 
 
+def checkpointed(graph: Graph, k: int) -> Graph:
+    """The graph with its first k repeated blocks recomputed; k counts from the bottom of the model."""
+    return recompute(graph, forward_blocks(graph)[:k]) if k else graph
+
+
+def forward_blocks(graph: Graph) -> list[list[int]]:
+    """Forward ops of each instance of the repeated block that has the most ops in all."""
+    blocks: dict[int, dict[int, list[int]]] = {}
+    for i, place in enumerate(repeated_blocks(graph).places):
+        if place is not None and not graph.ops[i].is_placeholder and not graph.ops[i].backward:
+            blocks.setdefault(place.block, {}).setdefault(place.instance, []).append(i)
+    instances = max(blocks.values(), key=lambda by_instance: sum(map(len, by_instance.values())), default={})
+    size = max(map(len, instances.values()), default=0)  # an op that repeats once more after the last block (a norm) is no instance
+    return [instances[k] for k in sorted(instances) if len(instances[k]) == size]
+
+
 def recomputed_names(graph: Graph) -> set[str]:
     """Names of the forward ops that run again in the backward pass."""
     return {op.name.removesuffix(SUFFIX) for op in graph.ops if op.backward and op.name.endswith(SUFFIX)}
@@ -49,13 +67,12 @@ def _is_kept(graph: Graph, members: frozenset[int], value: Value) -> bool:
 
 
 def _saved(graph: Graph, members: frozenset[int]) -> set[Value]:
-    returned = {result.value for result in graph.results}
     saved = set()
     for i in members:
         for k in range(len(graph.ops[i].outputs)):
             value = (i, k)
             read = any(graph.ops[j].backward for j, _ in graph.users.get(value, ()))
-            if read and value not in returned and not _is_kept(graph, members, value):
+            if read and value not in graph.returned and not _is_kept(graph, members, value):
                 saved.add(value)
     return saved
 
@@ -73,23 +90,14 @@ def _needed(graph: Graph, members: frozenset[int], saved: Iterable[Value]) -> se
 
 
 def _with_copies(graph: Graph, before: dict[int, list[int]]) -> Graph:
-    """The graph with the copies inserted and all values renumbered; backward ops after a copy read it instead of the original."""
-    ops: list[Op] = []
-    place: dict[int, int] = {}  # old index: new index
-    copy: dict[int, int] = {}  # old index: new index of its copy
-
-    def moved(value: Value, use_copy: bool) -> Value:
-        i, k = value
-        return (copy[i] if use_copy and i in copy else place[i], k)
-
+    """The graph with the copies inserted; backward ops after a copy read it instead of the original."""
+    new = Rewriting(graph)
     for i, op in enumerate(graph.ops):
+        copied = frozenset(before.get(i, ()))
         for j in before.get(i, ()):
             original = graph.ops[j]
-            inside = frozenset(before[i])
-            inputs = tuple(moved(value, value[0] in inside) for value in original.inputs)
-            copy[j] = len(ops)
-            ops.append(replace(original, name=original.name + SUFFIX, inputs=inputs, backward=True))
-        place[i] = len(ops)
-        ops.append(replace(op, inputs=tuple(moved(value, op.backward) for value in op.inputs)))
-    results = tuple(r if r.value is None else replace(r, value=moved(r.value, False)) for r in graph.results)
-    return Graph(tuple(ops), results, graph.tied)
+            inputs = tuple(new.read(value, late=value[0] in copied) for value in original.inputs)
+            at, _ = new.add(replace(original, name=original.name + SUFFIX, inputs=inputs, backward=True))
+            new.late |= {(j, k): (at, k) for k in range(len(original.outputs))}
+        new.keep(i, late=op.backward)
+    return new.graph()

@@ -131,6 +131,16 @@ class Graph:
         return {value: tuple(readers) for value, readers in pairs.items()}
 
     @cached_property
+    def returned(self) -> frozenset[Value]:
+        """The values of results."""
+        return frozenset(result.value for result in self.results if result.value is not None)
+
+    def only_user(self, value: Value) -> int | None:
+        """The op that alone reads the value, with one of its arguments; None where there are others, or it is a result."""
+        users = self.users.get(value, ())
+        return users[0][0] if len(users) == 1 and value not in self.returned else None
+
+    @cached_property
     def index(self) -> dict[str, int]:
         """Op index by op name; parameters, buffers and inputs are named by their qualified names."""
         return {op.name: i for i, op in enumerate(self.ops)}

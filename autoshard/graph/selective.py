@@ -16,7 +16,7 @@ recomputed. That place is the same whatever is chosen, so that all choices are a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from autoshard.graph.blocks import repeated_blocks
@@ -24,6 +24,7 @@ from autoshard.graph.casts import CAST
 from autoshard.graph.random import is_random
 from autoshard.graph.recompute import SUFFIX
 from autoshard.graph.records import Const, Graph, Op, Ref, Value
+from autoshard.graph.rewriting import Rewriting
 
 SELECTED, OFFLOADED, RELOADED = "selected", "offloaded", "reloaded"  # kinds of ops, and the ends of the last two's names
 _LITERALS: tuple = ((Ref(0),), ())
@@ -62,8 +63,8 @@ class Alternatives:
 def alternatives(graph: Graph) -> Alternatives:
     """All ways to get the saved values of a training graph."""
     restoring = _Restoring(graph)
-    rewriting = _Rewriting(graph, restoring, None)
-    return Alternatives(rewriting.graph(), rewriting.copies, rewriting.selected)
+    selecting = _Selecting(graph, restoring, None)
+    return Alternatives(selecting.rewritten(), selecting.copies, selecting.selected)
 
 
 def selective(graph: Graph, chosen: Chosen) -> Graph:
@@ -76,7 +77,7 @@ def selective(graph: Graph, chosen: Chosen) -> Graph:
     for what, names, known in (("recompute", chosen.recomputed, copied), ("offload", chosen.offloaded, saved)):
         if unknown := sorted(set(names) - known):
             raise ValueError(f"the plan has to {what} {unknown[0]!r}, which this model's backward pass does not read; plan this model")
-    return _Rewriting(graph, restoring, chosen).graph()
+    return _Selecting(graph, restoring, chosen).rewritten()
 
 
 def name_of(graph: Graph, value: Value) -> str:
@@ -108,26 +109,13 @@ class _Restoring:
         op = self.graph.ops[value[0]]
         return not (op.backward or op.is_placeholder or value[0] in self.constant)
 
-    def is_recomputable(self, i: int) -> bool:
-        return not is_random(self.graph.ops[i])
-
     def is_boundary(self, value: Value) -> bool:
-        """Whether the forward of another region reads it, or of a view of it."""
+        """Whether the forward of another region reads it, or a view of it."""
         region = self.regions[value[0]]
-        waiting = [value]
-        while waiting:
-            for j, a in self.graph.users.get(waiting.pop(), ()):
-                op = self.graph.ops[j]
-                if op.backward:
-                    continue
-                if op.alias == a and not op.is_placeholder:
-                    waiting += [(j, k) for k in range(len(op.outputs))]
-                elif self.regions[j] != region:
-                    return True
-        return False
+        return any(not is_view and self.regions[j] != region for j, is_view in _forward_readers(self.graph, value))
 
     def _restore(self, t: int, values: Iterable[Value]) -> None:
-        waiting = [v for v in values if v not in self.restored]
+        waiting = [*values]
         steps: list[tuple[str, Value]] = []
         while waiting:
             value = waiting.pop()
@@ -143,11 +131,11 @@ class _Restoring:
             self.restored.add(value)
             if op.alias is None:
                 steps.append(("select", value))
-            if op.alias is not None or (self.is_recomputable(value[0]) and not self.is_boundary(value)):
+            if op.alias is not None or (not is_random(op) and not self.is_boundary(value)):
                 if value[0] not in self.copied:
                     self.copied.add(value[0])
                     steps.append(("copy", (value[0], 0)))
-                waiting += [v for v in op.inputs if v not in self.restored]
+                waiting += op.inputs
         if steps:
             forward = {cast: i for i, cast in self.casts.items()}
             self.before[t] = sorted(steps, key=lambda s: (forward.get(s[1][0], s[1][0]), s[0] == "select", s[1][1]))
@@ -206,26 +194,27 @@ def _backward_casts(graph: Graph, constant: set[int]) -> dict[int, int]:
     return casts
 
 
-class _Rewriting:
-    """One walk over the graph, which inserts the steps of `_Restoring`: all of them (chosen None), or those of a choice."""
+class _Selecting(Rewriting):
+    """One walk over the graph, which inserts the steps of `_Restoring`: all of them (chosen None), or those of a choice.
+
+    late: what backward ops read instead of a forward value.
+    """
 
     def __init__(self, graph: Graph, restoring: _Restoring, chosen: Chosen | None):
-        self.old, self.restoring, self.chosen = graph, restoring, chosen
-        self.ops: list[Op] = []
-        self.place: dict[int, int] = {}  # old index: new index
-        self.restored: dict[Value, Value] = {}  # old value: what the backward reads instead
+        super().__init__(graph)
+        self.restoring, self.chosen = restoring, chosen
         self.copies: dict[str, str] = {}
         self.selected: dict[str, str] = {}
-        self.on_host: dict[Value, int] = {}  # new index of the op that copies it there
+        self.on_host: dict[Value, Value] = {}  # old value: its copy there
         self.leave: dict[int, list[Value]] = {}  # old index of the last forward reader -> values that are then offloaded
         self.back: dict[int, list[Value]] = {}  # old index of the op before which they are copied back
         if chosen is not None:
             self._plan_offloads(chosen)
-        self.live = self._chosen_steps() if chosen is not None else None
+        self.live = self._chosen_steps(chosen) if chosen is not None else None
 
-    def graph(self) -> Graph:
+    def rewritten(self) -> Graph:
         hoisted = set()
-        for i in range(len(self.old.ops)):
+        for i, op in enumerate(self.source.ops):
             for value in self.back.get(i, ()):
                 self._reload(value)
             for kind, value in self.restoring.before.get(i, ()):
@@ -233,79 +222,63 @@ class _Rewriting:
                     continue
                 if kind == "hoist":
                     hoisted.add(value[0])
-                    self._emit(value[0])
+                    self.keep(value[0], late=True)
                 elif kind == "copy":
                     self._copy(value[0])
                 elif self.chosen is None:
                     self._select(value)
             if i not in hoisted:
-                self._emit(i)
+                self.keep(i, late=op.backward)
             for value in self.leave.get(i, ()):
                 self._offload(value)
-        results = tuple(r if r.value is None else replace(r, value=(self.place[r.value[0]], r.value[1])) for r in self.old.results)
-        return replace(self.old, ops=tuple(self.ops), results=results)
-
-    def _emit(self, i: int) -> None:
-        op = self.old.ops[i]
-        inputs = tuple(self._read(v, op.backward) for v in op.inputs)
-        self.place[i] = len(self.ops)
-        self.ops.append(replace(op, inputs=inputs))
-
-    def _read(self, value: Value, backward: bool) -> Value:
-        return self.restored[value] if backward and value in self.restored else (self.place[value[0]], value[1])
+        return self.graph()
 
     def _read_again(self, value: Value) -> Value:
         """What a copy reads."""
         cast = self.restoring.casts.get(value[0])
-        return self._read(value, True) if cast is None else (self.place[cast], value[1])
+        return self.read(value, late=True) if cast is None else self.read((cast, value[1]))
 
     def _copy(self, i: int) -> None:
-        op = self.old.ops[i]
+        op = self.source.ops[i]
         name = op.name + SUFFIX
         self.copies[name] = op.name
-        inputs = tuple(self._read_again(v) for v in op.inputs)
-        new = len(self.ops)
-        self.ops.append(replace(op, name=name, inputs=inputs, backward=True))
-        for k in range(len(op.outputs)):
-            if self._reads_copy((i, k)):
-                self.restored[i, k] = (new, k)
+        at, _ = self.add(replace(op, name=name, inputs=tuple(map(self._read_again, op.inputs)), backward=True))
+        self.late |= {(i, k): (at, k) for k in range(len(op.outputs)) if self._reads_copy((i, k))}
 
     def _reads_copy(self, value: Value) -> bool:
         """Whether the backward reads this output of a copied op from the copy."""
         if self.chosen is None:
             return True
-        return name_of(self.old, value) not in self.chosen.offloaded and not self._is_kept_output(value)
+        return name_of(self.source, value) not in self.chosen.offloaded and not self._is_kept_output(value)
 
     def _is_kept_output(self, value: Value) -> bool:
-        return self.old.ops[value[0]].alias is None and self.restoring.is_saved(value) and self.restoring.is_boundary(value)
+        return self.source.ops[value[0]].alias is None and self.restoring.is_saved(value) and self.restoring.is_boundary(value)
 
     def _select(self, value: Value) -> None:
-        op = self.old.ops[value[0]]
-        copy = self.restored.get(value)
-        inputs = ((self.place[value[0]], value[1]),) + ((copy,) if copy is not None and not self._is_kept_output(value) else ())
-        name = f"{name_of(self.old, value)}.{SELECTED}"
-        self.selected[name] = name_of(self.old, value)
-        self.restored[value] = (len(self.ops), 0)
-        self.ops.append(Op(name, IDENTITY, inputs, _LITERALS, (op.outputs[value[1]],), SELECTED, op.module, None, True))
+        op, name = self.source.ops[value[0]], name_of(self.source, value)
+        has_copy = value in self.late and not self._is_kept_output(value)
+        inputs = (self.read(value), *((self.late[value],) if has_copy else ()))
+        self.selected[f"{name}.{SELECTED}"] = name
+        selected = Op(f"{name}.{SELECTED}", IDENTITY, inputs, _LITERALS, (op.outputs[value[1]],), SELECTED, op.module, backward=True)
+        self.late[value] = self.add(selected)
 
     # -- of a choice
 
     def _plan_offloads(self, chosen: Chosen) -> None:
         for name, offload in chosen.offloaded.items():
             op, _, k = name.rpartition(".")
-            value = (self.old.index[op], int(k))
-            if offload.before not in self.old.index:
+            value = (self.source.index[op], int(k))
+            if offload.before not in self.source.index:
                 raise ValueError(f"the plan copies {name!r} back before {offload.before!r}, an op that this model lacks; plan this model")
-            self.leave.setdefault(last_forward_use(self.old, value), []).append(value)
-            self.back.setdefault(self.old.index[offload.before], []).append(value)
+            self.leave.setdefault(last_forward_use(self.source, value), []).append(value)
+            self.back.setdefault(self.source.index[offload.before], []).append(value)
 
-    def _chosen_steps(self) -> set[tuple[str, Value]]:
+    def _chosen_steps(self, chosen: Chosen) -> set[tuple[str, Value]]:
         """The steps of the choice: its copies, and the casts that these read."""
-        assert self.chosen is not None
-        live = {("copy", (self.old.index[name], 0)) for name in self.chosen.recomputed}
+        live = {("copy", (self.source.index[name], 0)) for name in chosen.recomputed}
         waiting = [v[0] for _, v in live]
         while waiting:
-            for a, _ in self.old.ops[waiting.pop()].inputs:
+            for a, _ in self.source.ops[waiting.pop()].inputs:
                 if a in self.restoring.casts and (step := ("hoist", (self.restoring.casts[a], 0))) not in live:
                     live.add(step)
                     waiting.append(a)
@@ -313,28 +286,30 @@ class _Rewriting:
 
     def _offload(self, value: Value) -> None:
         assert self.chosen is not None
-        op, name = self.old.ops[value[0]], name_of(self.old, value)
+        op, name = self.source.ops[value[0]], name_of(self.source, value)
         literals = ((Ref(0),), (("exposed", self.chosen.offloaded[name].exposed),))
-        self.on_host[value] = len(self.ops)
-        source = ((self.place[value[0]], value[1]),)
-        self.ops.append(Op(f"{name}.{OFFLOADED}", TO_HOST, source, literals, (op.outputs[value[1]],), OFFLOADED, op.module))
+        outputs = (op.outputs[value[1]],)
+        self.on_host[value] = self.add(Op(f"{name}.{OFFLOADED}", TO_HOST, (self.read(value),), literals, outputs, OFFLOADED, op.module))
 
     def _reload(self, value: Value) -> None:
-        host = self.ops[self.on_host[value]]
-        self.restored[value] = (len(self.ops), 0)
-        name = f"{name_of(self.old, value)}.{RELOADED}"
+        source = self.on_host[value]
+        host, name = self.ops[source[0]], f"{name_of(self.source, value)}.{RELOADED}"
         literals = (host.literals[0], (("device", Const("device", "cpu")), *host.literals[1]))
-        source = ((self.on_host[value], 0),)
-        self.ops.append(replace(host, name=name, target=FROM_HOST, inputs=source, literals=literals, kind=RELOADED, backward=True))
+        reloaded = replace(host, name=name, target=FROM_HOST, inputs=(source,), literals=literals, kind=RELOADED, backward=True)
+        self.late[value] = self.add(reloaded)
 
 
 def last_forward_use(graph: Graph, value: Value) -> int:
     """The last forward op that reads the value or a view of it; its own where none does."""
-    last, waiting = value[0], [value]
+    return max((j for j, _ in _forward_readers(graph, value)), default=value[0])
+
+
+def _forward_readers(graph: Graph, value: Value) -> Iterator[tuple[int, bool]]:
+    """The forward ops that read the value or a view of it, and whether each is such a view."""
+    waiting = [value]
     while waiting:
         for j, a in graph.users.get(waiting.pop(), ()):
             op = graph.ops[j]
             if not op.backward:
-                last = max(last, j)
+                yield j, op.alias == a
                 waiting += [(j, k) for k in range(len(op.outputs))] if op.alias == a else []
-    return last

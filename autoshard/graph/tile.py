@@ -2,7 +2,7 @@
 
 Items are the ops and, after them, the results. The repetitions that are linked to the container's parameters (parameters,
 buffers, forward, backward, gradients) form a group, and each is a part of the graph; in repetition r with period P_r an item has
-the coordinate b, counted from the bottom of the model (`blocks.coordinate`).
+the coordinate b, counted from the bottom of the model (`Repetition.coordinate`).
 
     point    B_r, the insertion point: a place with the same wiring on both sides                    `insertion.tiled_repetitions`
     copies   the layers [B_r, B_r + times P_r): item b + m P_r is a copy of item b of [B_r - P_r, B_r), m = 1 ... times
@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from itertools import accumulate
 
-from autoshard.graph.blocks import Repetition, coordinate, homes, repetitions, symbols
-from autoshard.graph.insertion import Inputs, TiledRepetition, item_at, tiled_repetitions
+from autoshard.graph.blocks import Repetition, repetition_of, repetitions, symbols
+from autoshard.graph.insertion import Inputs, TiledRepetition, tiled_repetitions
 from autoshard.graph.records import Graph, Op, Result
 
 
@@ -61,7 +62,7 @@ def check(graph: Graph) -> Graph:
 
 
 class _Tiling:
-    """One tiling. `items` are ops, then results; `parts` are the repetitions of the group; `home[i]` is the part of item i, or -1."""
+    """One tiling. `items` are ops, then results; `parts` are the repetitions of the group; `part_of[i]` is that of item i, or -1."""
 
     def __init__(self, graph: Graph, times: int, container: str, period: int):
         self.graph, self.times, self.container, self.period = graph, times, container, period
@@ -75,16 +76,14 @@ class _Tiling:
         if not seeds:
             raise ValueError(f"the parameters of {container} don't repeat after {period} of its layers")
         self.parts = tiled_repetitions(repeats, self.inputs, seeds, container)
-        if all(self.graph.ops[part.repetition.start].is_placeholder for part in self.parts if part.repetition.start < len(ops)):
+        if all(ops[part.start].is_placeholder for part in self.parts if part.start < len(ops)):
             raise ValueError(f"no part of the graph repeats with the layers of {container}: they differ, or there are too few of them")
-        self.home = homes([part.repetition for part in self.parts], len(self.items))
-        grown = [part.repetition.period * times for part in self.parts]
-        self.shifts = [0, *accumulate(grown)]  # by how much the items between the parts move
+        self.part_of = repetition_of(self.parts, len(self.items))
+        self.shifts = [0, *accumulate(part.period * times for part in self.parts)]  # by how much the items between the parts move
+        self.deeper = [self._deeper(part, shift) for part, shift in zip(self.parts, self.shifts)]
         self.numbers = [self._numbers(part) for part in self.parts]
         self.first_moved = self._first_moved_layer()
-        self.moves: dict[
-            tuple[int, int], bool
-        ] = {}  # by item and input, the same for all copies: whether the read moves up with its reader
+        self.moves: dict[tuple[int, int], bool] = {}  # by item and input, for all copies: whether the read moves up with its reader
 
     def _symbols(self) -> list[int]:
         label = lambda op: self.template(op.name)  # noqa: E731
@@ -113,23 +112,22 @@ class _Tiling:
 
     def _first_moved_layer(self) -> int:
         """The first layer above the insertion point, from which on layers get a new number (for names of items in no part)."""
-        part = next(part for part in self.parts if self._holds_parameters(part.repetition))
-        index = _index(self.items[item_at(part.repetition, part.sign, part.point - 1)].name, self.container)
+        part = next(part for part in self.parts if self._holds_parameters(part))
+        index = _index(self.items[part.item_at(part.point - 1)].name, self.container)
         assert index is not None
         return index + 1
 
     def _numbers(self, part: TiledRepetition) -> Counter[str]:
         """How many numbers of each fx stem a period uses."""
-        repetition, P = part.repetition, part.repetition.period
         steps: dict[str, int] = {}
-        for b in range(part.point - P, part.point):
-            i = item_at(repetition, part.sign, b)
-            (stem, number), (later_stem, later) = self.split[i], self.split[i + P * part.sign]
+        for b in range(part.point - part.period, part.point):
+            i, above = part.item_at(b), part.item_at(b + part.period)
+            (stem, number), (later_stem, later) = self.split[i], self.split[above]
             step = (later - number) * part.sign
             if number < 0 and later < 0:
                 continue
             if stem != later_stem or steps.setdefault(stem, step) != step:
-                raise ValueError(f"the names {self.items[i].name} and {self.items[i + P * part.sign].name} aren't numbered in order")
+                raise ValueError(f"the names {self.items[i].name} and {self.items[above].name} aren't numbered in order")
         return Counter(steps)
 
     def tiled(self) -> Graph:
@@ -139,14 +137,14 @@ class _Tiling:
         numbers: Counter[str] = Counter()
         i = 0
         while i < len(self.items):
-            p = self.home[i]
+            p = self.part_of[i]
             if p < 0:
                 items = [(i, self._copied(i, -1, 0, 0, numbers))]
                 i += 1
             else:
                 items = self._part_items(p, numbers)
                 numbers.update({stem: step * self.times for stem, step in self.numbers[p].items()})
-                i = self.parts[p].repetition.stop
+                i = self.parts[p].stop
             for source, item in items:
                 sources.append(source)
                 if isinstance(item, Op):
@@ -159,16 +157,17 @@ class _Tiling:
 
     def _part_items(self, p: int, numbers: Counter[str]) -> list[tuple[int, Op | Result]]:
         """All items of a part of the deeper graph in order, each with the index of the item that it copies."""
-        repetition, sign, point = self.parts[p]
-        P, length = repetition.period, repetition.stop - repetition.start
-        deep = length + self.times * P
-        items = []
-        for position in range(deep):
-            b = position if sign > 0 else deep - 1 - position
-            m = 0 if b < point else min((b - point) // P + 1, self.times)
-            source = item_at(repetition, sign, b - m * P)
-            items.append((source, self._copied(source, p, m, m if sign > 0 else self.times - m, numbers)))
+        part, deeper, items = self.parts[p], self.deeper[p], []
+        for position in range(deeper.start, deeper.stop):
+            b = deeper.coordinate(position)
+            m = 0 if b < part.point else min((b - part.point) // part.period + 1, self.times)
+            source = part.item_at(b - m * part.period)
+            items.append((source, self._copied(source, p, m, m if part.sign > 0 else self.times - m, numbers)))
         return items
+
+    def _deeper(self, part: TiledRepetition, shift: int) -> Repetition:
+        """The part in the deeper graph."""
+        return replace(part, start=part.start + shift, stop=part.stop + shift + self.times * part.period)
 
     def _copied(self, i: int, p: int, m: int, later: int, numbers: Counter[str]) -> Op | Result:
         """Item i of part p, m periods higher in the model and `later` periods later in its part."""
@@ -182,38 +181,36 @@ class _Tiling:
 
     def read(self, i: int, p: int, n: int, a: int, m: int) -> int:
         """The op of the deeper graph that input n of a copy of item i, m periods higher, reads; item i reads op a."""
-        s = self.home[a]
+        s = self.part_of[a]
         if s < 0:
             return self.place(a, -1)
         part = self.parts[s]
-        there = coordinate(part.repetition, part.sign, a)
+        there = part.coordinate(a)
         if p >= 0 and (i, n) not in self.moves:
             self.moves[i, n] = self._moves(i, p, n, a)
         if p >= 0 and self.moves[i, n]:
-            return self.place(there + m * part.repetition.period, s)
-        return self.place(there + self.times * part.repetition.period * (there >= part.point), s)
+            return self.place(there + m * part.period, s)
+        return self.place(there + self.times * part.period * (there >= part.point), s)
 
     def _moves(self, i: int, p: int, n: int, a: int) -> bool:
         """Whether input n of item i moves up with its reader, as that of the corresponding item next to the insertion point does."""
-        (repetition, sign, point), P = self.parts[p], self.parts[p].repetition.period
-        b = coordinate(repetition, sign, i)
-        source = point - P + (b - point) % P
-        t = self.inputs[item_at(repetition, sign, source)][n][0]
-        if t == self.inputs[item_at(repetition, sign, source + P)][n][0] or self.home[t] != self.home[a]:
+        part, P = self.parts[p], self.parts[p].period
+        b = part.coordinate(i)
+        source = part.point - P + (b - part.point) % P
+        t = self.inputs[part.item_at(source)][n][0]
+        if t == self.inputs[part.item_at(source + P)][n][0] or self.part_of[t] != self.part_of[a]:
             return False
-        other = self.parts[self.home[a]]
-        step = coordinate(other.repetition, other.sign, a) - coordinate(other.repetition, other.sign, t)
-        return step * P == (b - source) * other.repetition.period
+        read = self.parts[self.part_of[a]]
+        return (read.coordinate(a) - read.coordinate(t)) * P == (b - source) * read.period
 
     def place(self, b: int, s: int) -> int:
         """The index in the deeper graph of the item with coordinate b of part s (s = -1: of item b, which is in no part)."""
         if s < 0:
-            return b + self.shifts[sum(part.repetition.start < b for part in self.parts)]
-        repetition, sign, _ = self.parts[s]
-        deep = repetition.stop - repetition.start + self.times * repetition.period
-        if not 0 <= b < deep:
+            return b + self.shifts[sum(part.start < b for part in self.parts)]
+        deeper = self.deeper[s]
+        if not 0 <= b < deeper.stop - deeper.start:
             raise ValueError(f"a copy of a layer of {self.container} reads beyond the last one")
-        return repetition.start + self.shifts[s] + (b if sign > 0 else deep - 1 - b)
+        return deeper.item_at(b)
 
     # -- names --
 
@@ -245,11 +242,11 @@ class _Tiling:
         for j, values in enumerate(inputs):
             for n, (a, k) in enumerate(values):
                 readers[a].append((*self._phase(sources[j]), n, k))
-        for s, (repetition, _, point) in enumerate(self.parts):
-            P = repetition.period
-            if repetition.start >= len(self.graph.ops):
+        for s, part in enumerate(self.parts):
+            P = part.period
+            if part.start >= len(self.graph.ops):
                 continue
-            for below in range(point - P, point):
+            for below in range(part.point - P, part.point):
                 source, above = (self.place(at, s) for at in (below, below + (self.times + 1) * P))
                 known = (sorted(readers[source]), sorted(readers[above]))
                 for m in range(1, self.times + 1):
@@ -259,8 +256,8 @@ class _Tiling:
 
     def _why_unread(self, name: str, readers: set[tuple[int, int, int, int]]) -> str:
         for i, values in enumerate(self.inputs):
-            read = Counter(self._phase(a) for a, _ in values if self.home[a] >= 0)
-            if self.home[i] < 0 and max(read.values(), default=0) >= 3:
+            read = Counter(self._phase(a) for a, _ in values if self.part_of[a] >= 0)
+            if self.part_of[i] < 0 and max(read.values(), default=0) >= 3:
                 return f"{self._phase_name(-1, i)} reads every layer of {self.container} at once: it has as many inputs as there are layers"
         names = sorted(self._phase_name(p, x) for p, x, *_ in readers)
         return (
@@ -269,11 +266,11 @@ class _Tiling:
         )
 
     def _phase(self, i: int) -> tuple[int, int]:
-        p = self.home[i]
-        return (-1, i) if p < 0 else (p, (i - self.parts[p].repetition.start) % self.parts[p].repetition.period)
+        p = self.part_of[i]
+        return (-1, i) if p < 0 else (p, (i - self.parts[p].start) % self.parts[p].period)
 
     def _phase_name(self, p: int, x: int) -> str:
-        item = self.items[x if p < 0 else self.parts[p].repetition.start + x]
+        item = self.items[x if p < 0 else self.parts[p].start + x]
         return f"{item.name} ({item.target})" if isinstance(item, Op) else f"result {item.name}"
 
 

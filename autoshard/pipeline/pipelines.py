@@ -123,7 +123,7 @@ class _Search:
         options = self.options
         graph, depth = capture_deep(self.model, inputs, training=options.training, witness=options.witness, tested=self.tested)
         self.captures, self.tested = self.captures or depth.noted, depth if depth.tiled else self.tested
-        few, layers = depth.few or graph, layers_of(graph, options.layers)
+        few, layers = depth.few_layers or graph, layers_of(graph, options.layers)
         larger = [k for k in sorted(self.planners, reverse=True) if K % k == 0 and same_but_for_sizes(few, self.few[k])]
         tables = [self.planners[k].table for k in larger]
         table = StageTable(

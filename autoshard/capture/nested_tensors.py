@@ -100,37 +100,32 @@ def opened(module: nn.Module, args: tuple, kwargs: dict, templates: list[Any] | 
     The module is changed in place: pass a copy. Its forward rebuilds copies of the objects from the tensors, and is
     `listing`.
     """
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    objects = {k: leaf for k, leaf in enumerate(leaves) if not isinstance(leaf, _PLAIN)}
+    given, holds_objects = (args, kwargs), has_objects(args, kwargs)
     original, holding, noted = type(module), _with_state(module), [] if templates is None else templates
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        leaves: list[Any] = spec.flatten_up_to((args, kwargs)) if objects else []
-        for k, template in objects.items():
-            tensors = dict(zip(map(id, tensors_of(template)), leaves[k], strict=True))
-            leaves[k] = copied(template, lambda tensor: tensors[id(tensor)])  # noqa: B023  (called at once)
-        if objects:
-            args, kwargs = pytree.tree_unflatten(leaves, spec)
+        if holds_objects:
+            args, kwargs = filled(given, (args, kwargs))
         with holding():
             return listing(original.forward, noted)(self, *args, **kwargs)
 
     module.__class__ = type(original.__name__, (original,), {"forward": forward, "__module__": original.__module__})
     if "forward" in vars(module):  # a method of the class, as above, is that of a copy, too; this one isn't
         module.__dict__["forward"] = listing(module.forward, noted)
-    return module, *in_lists(args, kwargs)
+    return module, *listed((args, kwargs))
 
 
 def _with_state(module: nn.Module) -> Callable[[], AbstractContextManager]:
     """A context in which objects that modules hold (a static cache) have the module's parameters and buffers of the moment in the place
     of those of now: a trace replaces these, but not what else refers to them."""
-    names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    names = {id(tensor): name for name, tensor in _state(module)}
     inner = {id(part): part for part in module.modules()}
     own = [(part, key, item) for part in module.modules() for key, item in vars(part).items() if key not in _OF_MODULES]
-    held = [(part, key, item) for part, key, item in own if any(id(t) in names for t in _tensors_outside(item, inner))]
+    held = [(part, key, item) for part, key, item in own if any(id(t) in names for t in _outside(item, inner))]
 
     @contextmanager
     def holding() -> Iterator[None]:
-        state = {name: tensor for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+        state = dict(_state(module))
         items = [item for _, _, item in held]
         current = copied(items, lambda t: state[names[id(t)]] if id(t) in names else t, inner) if held else []
         for (part, key, _), item in zip(held, current, strict=True):
@@ -147,9 +142,13 @@ def _with_state(module: nn.Module) -> Callable[[], AbstractContextManager]:
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
 
 
-def _tensors_outside(item: Any, modules: Mapping[int, Any]) -> list[torch.Tensor]:
-    """The tensors of an object that it does not reach through a module alone."""
-    return [] if isinstance(item, _PLAIN) else [part for part in reachable(item, seen=set(modules)) if isinstance(part, torch.Tensor)]
+def _state(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _outside(item: Any, modules: Mapping[int, Any]) -> Iterator[Any]:
+    """What an object holds, but not through a module alone."""
+    return iter(()) if isinstance(item, _PLAIN) else reachable(item, seen=set(modules))
 
 
 def listing(function: Callable, templates: list[Any]) -> Callable:
@@ -168,11 +167,6 @@ def listing(function: Callable, templates: list[Any]) -> Callable:
 def _on_meta(result: Any) -> Any:
     with disable_current_modes():  # these tensors are no part of the program that is traced
         return copied(result, lambda tensor: torch.empty(tuple(map(int, tensor.shape)), dtype=tensor.dtype, device="meta"))
-
-
-def in_lists(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments with each object replaced by the list of its tensors."""
-    return listed((args, kwargs))
 
 
 def listed(inputs: Any) -> Any:

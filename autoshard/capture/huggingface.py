@@ -1,6 +1,4 @@
-"""MODEL as `hf:DIR`: builds a Hugging Face model from the config.json in a folder, on the meta device, without downloads.
-
-`hf:ORG/NAME` is the config of a repository that the hub's cache on this machine has.
+"""Builds a Hugging Face model from the config.json in a folder, on the meta device, without downloads.
 
     settings    batch, seq        sizes of the example inputs       image_size    where the config has none, or to override it
                 layers            how many layers the model gets instead of the config's
@@ -18,11 +16,12 @@ from __future__ import annotations
 import inspect
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from autoshard.cli.model_source import config_folder
+import torch
+
 from autoshard.reading import data_of
 
 SETTINGS = ("batch", "seq", "image_size", "layers", "loss", "attention", "experts", "dtype", "cache")
@@ -38,40 +37,51 @@ REINSTALL = "install what it names, or run: pip install --force-reinstall 'autos
 PER_EXAMPLE = ("Classification", "NextSentencePrediction")  # classes with one label for each example
 
 
-def load_huggingface(folder: str, settings: Mapping[str, Any], *, training: bool = False) -> tuple[Any, dict[str, Any]]:
-    """`(module, example_inputs)` of the config in `folder`. ValueError in one sentence where that can't be."""
+def load_huggingface(
+    folder: str | Path, settings: Mapping[str, Any], *, training: bool = False, name: str = "", empty_cache: Callable | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """`(module, example_inputs)` of the config in `folder`. ValueError in one sentence where that can't be.
+
+    name: what messages call the folder. empty_cache: what makes the cache of a (model, kind, batch size, tokens) where `cache` is set.
+    """
     transformers = _transformers()
-    for name in settings:
-        if name not in SETTINGS:
-            raise ValueError(f"hf: models take no setting {name!r}; they take {', '.join(SETTINGS)}")
-    for name in ("batch", "seq", "layers"):
-        value = settings.get(name, 1)
+    for key in settings:
+        if key not in SETTINGS:
+            raise ValueError(f"hf: models take no setting {key!r}; they take {', '.join(SETTINGS)}")
+    for key in ("batch", "seq", "layers"):
+        value = settings.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}; expected a whole number of 1 or more")
+            raise ValueError(f"{key} is {value!r}; expected a whole number of 1 or more")
     loss = settings.get("loss")
     try:
-        return _loaded(transformers, folder, settings, loss=training if loss is None else bool(loss))
+        return _loaded(transformers, Path(folder), name or str(folder), settings, empty_cache, training if loss is None else bool(loss))
     except ValueError as error:
         if (broken := _broken_import(error)) is None:
             raise
-        raise ValueError(f"transformers, or a package that it needs, is missing or broken ({_said(broken)}); {REINSTALL}") from error
+        raise ValueError(f"transformers, or a package that it needs, is missing or broken ({_described(broken)}); {REINSTALL}") from error
 
 
-def _loaded(transformers: Any, folder: str, settings: Mapping[str, Any], *, loss: bool) -> tuple[Any, dict[str, Any]]:
+def _loaded(
+    transformers: Any, folder: Path, name: str, settings: Mapping[str, Any], empty_cache: Callable | None, loss: bool
+) -> tuple[Any, dict[str, Any]]:
     try:
-        config = _config(transformers, config_folder(folder), settings)
-        module = _build(transformers, config, folder, settings)
+        config = _config(transformers, folder / "config.json", settings)
+        module = _build(transformers, config, name, settings)
         try:
-            return module, _example_inputs(module, config, settings, loss=loss)
+            return module, _example_inputs(module, config, settings, empty_cache, loss)
         except AttributeError as error:  # the sizes of its inputs are written elsewhere, or nowhere
-            name = type(module).__name__
-            raise ValueError(f"{name} needs inputs whose sizes its config doesn't tell ({error}): {OTHER_INPUTS}") from error
+            kind = type(module).__name__
+            raise ValueError(f"{kind} needs inputs whose sizes its config doesn't tell ({error}): {OTHER_INPUTS}") from error
     except UNCHECKED as error:
-        raise ValueError(f"transformers can't use a value in {folder}/config.json ({_said(error)}); correct the config") from error
+        raise ValueError(f"transformers can't use a value in {name}/config.json ({_described(error)}); correct the config") from error
 
 
-def _said(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".rstrip(": ")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
 
 
 def _broken_import(error: BaseException | None) -> BaseException | None:
@@ -90,21 +100,20 @@ def _transformers() -> Any:
         import transformers  # here: it takes seconds, and only hf: models need it
     except Exception as error:  # whatever a broken installation raises
         if not isinstance(error, ModuleNotFoundError) or error.name != "transformers":
-            raise ValueError(f"transformers is installed, but it can't be imported ({_said(error)}); {REINSTALL}") from error
+            raise ValueError(f"transformers is installed, but it can't be imported ({_described(error)}); {REINSTALL}") from error
         raise ValueError("hf: models need the package transformers, which is not installed; run: pip install 'autoshard[hf]'") from None
     return transformers
 
 
-def _config(transformers: Any, folder: Path, settings: Mapping[str, Any]) -> Any:
-    file = folder / "config.json"
+def _config(transformers: Any, file: Path, settings: Mapping[str, Any]) -> Any:
     written = data_of(file, "config")
     from huggingface_hub.errors import StrictDataclassError  # here: as transformers, which needs it
 
     try:
         config = transformers.AutoConfig.for_model(**{"model_type": written.get("model_type"), **written})
     except (ValueError, StrictDataclassError, *UNCHECKED) as error:
-        said = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
-        raise ValueError(f"{file} can't be read as a config by transformers {transformers.__version__}: {said}") from error
+        message = f"{file} can't be read as a config by transformers {transformers.__version__}: {_first_line(error)}"
+        raise ValueError(message) from error
     if (layers := settings.get("layers")) is not None:
         _set_layers(config, layers, file)
     for part in _parts(config):
@@ -118,6 +127,12 @@ def _parts(config: Any) -> list[Any]:
     """The config and those inside it (CLIP has one for text and one for vision)."""
     inner = [getattr(config, name) for name in getattr(config, "sub_configs", {}) if getattr(config, name, None) is not None]
     return [config, *inner]
+
+
+def _values(config: Any, *names: str) -> list[Any]:
+    """What the parts of a config have under these names."""
+    values = [getattr(part, name, None) for part in _parts(config) for name in names]
+    return [value for value in values if value is not None]
 
 
 def _set_layers(config: Any, layers: Any, file: Path) -> None:
@@ -135,8 +150,6 @@ def _set_layers(config: Any, layers: Any, file: Path) -> None:
 
 
 def _build(transformers: Any, config: Any, folder: str, settings: Mapping[str, Any]) -> Any:
-    import torch  # here: as in transformers
-
     named = _architecture(config, folder)
     kind = getattr(transformers, named, None) if named else None
     if named and not callable(getattr(kind, "_from_config", None)):
@@ -160,8 +173,8 @@ def _build(transformers: Any, config: Any, folder: str, settings: Mapping[str, A
             return module.eval()  # dropout off: random numbers of shards would differ from those of the full tensor
         except (ValueError, TypeError, KeyError, ImportError, AttributeError) as error:
             failures.append(error)
-    said = str(failures[0]).strip().splitlines()[0][:300] if str(failures[0]).strip() else type(failures[0]).__name__
-    raise ValueError(f"transformers can't build {named or 'a model'} from {folder}/config.json: {said}; correct it") from failures[0]
+    message = f"transformers can't build {named or 'a model'} from {folder}/config.json: {_first_line(failures[0])}; correct it"
+    raise ValueError(message) from failures[0]
 
 
 def _architecture(config: Any, folder: str) -> str | None:
@@ -175,29 +188,23 @@ def _attention(transformers: Any, config: Any, kind: Any, settings: Mapping[str,
     """sdpa without a mask where that is equivalent, plain sdpa where layers see a window only, eager where sdpa does not apply."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    softcap = any(getattr(part, "attn_logit_softcapping", None) is not None for part in _parts(config))
-    if softcap or (kind is not None and not getattr(kind, "_supports_sdpa", True)):
+    if _values(config, "attn_logit_softcapping") or (kind is not None and not getattr(kind, "_supports_sdpa", True)):
         return "eager"
-    if _window(config, settings) or getattr(config, "alibi", False) or not _asks_the_interface(kind):
+    # a model that compares names itself, instead of looking its attention up by name, would treat UNMASKED as eager
+    looks_up = kind is not None and hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS")
+    if _window(config, settings) or getattr(config, "alibi", False) or not looks_up:
         return "sdpa"
     transformers.AttentionInterface.register(UNMASKED, sdpa_attention_forward)  # no mask goes by that name
     return UNMASKED
 
 
-def _asks_the_interface(kind: Any) -> bool:
-    """Whether the model looks its attention up by name; a model that compares names itself would treat UNMASKED as eager."""
-    return kind is not None and hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS")
-
-
 def _window(config: Any, settings: Mapping[str, Any]) -> int | None:
     """The window of sliding attention in tokens, where it is shorter than the sequence."""
-    windows = [getattr(part, "sliding_window", None) for part in _parts(config)]
-    return next((window for window in windows if window is not None and _seq(config, settings) > window), None)
+    return next((window for window in _values(config, "sliding_window") if _seq(config, settings) > window), None)
 
 
 def _seq(config: Any, settings: Mapping[str, Any]) -> int:
-    names = ("max_position_embeddings", "n_positions", "max_target_positions")
-    limits = [getattr(part, name, None) for part in _parts(config) for name in names]
+    limits = _values(config, "max_position_embeddings", "n_positions", "max_target_positions")
     least = min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=16)
     return int(settings.get("seq", min(16, least)))
 
@@ -205,14 +212,12 @@ def _seq(config: Any, settings: Mapping[str, Any]) -> int:
 # -- example inputs -------------------------------------------------------------------------------------------------------------
 
 
-def _example_inputs(module: Any, config: Any, settings: Mapping[str, Any], *, loss: bool) -> dict[str, Any]:
+def _example_inputs(module: Any, config: Any, settings: Mapping[str, Any], empty_cache: Callable | None, loss: bool) -> dict[str, Any]:
     """Meta tensors for every input that the model's forward needs, labels among them when it returns a loss.
 
     With labels the module returns the loss alone, without them the first output alone, so that a plan does not pay for outputs that
     are not read.
     """
-    import torch
-
     batch, seq = int(settings.get("batch", 8)), _seq(config, settings)
     parameters = inspect.signature(type(module).forward).parameters
 
@@ -223,10 +228,9 @@ def _example_inputs(module: Any, config: Any, settings: Mapping[str, Any], *, lo
         return torch.empty(shape, dtype=module.dtype, device="meta")
 
     if (cache := settings.get("cache")) is not None:
-        from autoshard.serving import empty_cache  # here: as above
-
         if loss or "past_key_values" not in parameters:
             raise ValueError(f"cache={cache} is for a step that generates text with {type(module).__name__}; leave it out")
+        assert empty_cache is not None, "the setting `cache` needs what makes one"
         past = empty_cache(module, str(cache), batch, seq)
         _returns_one(module, parameters, loss=False)
         return {"input_ids": ids(batch, 1), "past_key_values": past}
@@ -265,24 +269,22 @@ def _check_needed(module: Any, parameters: Any, inputs: Mapping[str, Any]) -> No
 
 
 def _reads_a_causal_mask(module: Any, config: Any, parameters: Any) -> bool:
-    attends = any(getattr(part, name, None) for part in _parts(config) for name in ("num_attention_heads", "n_head"))
+    attends = any(_values(config, "num_attention_heads", "n_head"))
     causal = attends and ("CausalLM" in type(module).__name__ or "LMHead" in type(module).__name__)
     return causal and config._attn_implementation != UNMASKED and "attention_mask" in parameters and not getattr(config, "alibi", False)
 
 
 def _masks(module: Any, config: Any, settings: Mapping[str, Any]) -> Any:
     """The causal mask with its values: [1, 1, seq, seq]. Where there are two kinds of layers, a mask for each kind."""
-    import torch
-
     seq, window = _seq(config, settings), _window(config, settings)
     seen = torch.ones(seq, seq, dtype=torch.bool).tril()
     near = seen.triu(1 - window) if window else seen
 
     def mask(allowed: Any) -> Any:
         allowed = allowed[None, None]
-        return (
-            allowed if config._attn_implementation == "sdpa" else torch.zeros(allowed.shape, dtype=module.dtype).masked_fill(~allowed, -1e9)
-        )
+        if config._attn_implementation == "sdpa":
+            return allowed
+        return torch.zeros(allowed.shape, dtype=module.dtype).masked_fill(~allowed, -1e9)
 
     kinds = set(getattr(config, "layer_types", None) or ())
     return {kind: mask(near if "sliding" in kind else seen) for kind in sorted(kinds)} if len(kinds) > 1 else mask(near)
