@@ -28,7 +28,7 @@ from autoshard.relayout.coarse import distances
 from autoshard.relayout.holdings import traffic
 from autoshard.relayout.planners import space_of
 from autoshard.relayout.tensorcraft import volume
-from benchmarks.redistribution import (
+from benchmarks.studies.redistribution import (
     LARGE,
     LIMITS,
     against_torch,
