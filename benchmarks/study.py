@@ -29,6 +29,7 @@ STUDIES = {  # name: the module of benchmarks/studies that has it, under that na
     **dict.fromkeys(("overlapped", "pipeline", "dlrm", "programs"), "searches"), "experts": "experts", "long_context": "long_context",
     **dict.fromkeys(("serving", "launcher_points", "degrees"), "launches"), "simulate": "simulated",
     **dict.fromkeys(("planning_time", "peer_problems"), "planning_time"), "redistribution": "redistribution", "tables": "tables",
+    **dict.fromkeys(("commands", "startup"), "commands"),
 }  # fmt: skip
 PERCENT = ("gap", "error", "gain", "loss", "faster", "faster_simulated")
 WIDTHS = {"case": 40, "plan": 20}  # at least, of a column
@@ -69,6 +70,9 @@ def run(name: str, words: list[str]) -> dict:
             if not given.json:
                 print("\n".join(shown[1:] if shown[0] == before else shown), flush=True)
             before = shown[0]
+    if not rows:
+        print(f"{name}: there is no case in {given.data} with {' or '.join(given.only) or 'any name'}", file=sys.stderr)
+        return {"rows": [], "ok": False}
     totals = study.totals(rows)
     result = {"rows": rows, **totals, "ok": totals.get("ok", all(row.get("ok", True) for row in rows))}
     if given.json:

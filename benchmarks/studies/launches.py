@@ -15,8 +15,8 @@ from autoshard.launchers import Columns, Launch, ModelSizes, why_illegal
 from autoshard.launchers.prices import Site, prices_of
 from autoshard.launchers.torchtitan import FLAVORS
 from autoshard.serving import serve_plan
-from benchmarks.commands import ROOT, cpu_seconds
 from benchmarks.studies import Row, Study
+from benchmarks.studies.commands import ROOT, cpu_seconds
 
 # -- seconds per token -----------------------------------------------------------------------------------------------------------------
 
